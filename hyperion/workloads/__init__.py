@@ -1,1 +1,1 @@
-"""Models, data and recipes that several subjects share, ready to run."""
+"""Models, data and training recipes that several subjects share."""

@@ -1,4 +1,4 @@
-"""The two data sets of the book, prepared on disk, from the data source of an experiment's context."""
+"""The text and image data sets of the book. They are prepared on disk, from the data source of an experiment's context."""
 
 from hyperion.chapter.context import Context
 from hyperion.data import (
@@ -28,7 +28,7 @@ def text(context: Context) -> tuple[TextCorpus, Tokenizer, PreparedText]:
         synthetic_lines=context.synthetic["lines"],
         seed=context.seed,
     )
-    # The tokenizer has the source of the corpus; "auto" trains one on a synthetic corpus.
+    # The tokenizer comes from the same source as the corpus. For a synthetic corpus, "auto" trains a tokenizer.
     tokenizer = load_tokenizer("auto" if corpus.source == "synthetic" else context.data_source, corpus)
     return corpus, tokenizer, prepare_text(corpus, tokenizer)
 
@@ -47,8 +47,8 @@ def images(context: Context) -> tuple[ImageSet, PreparedImages]:
 def proof_rows(context: Context, loaded: TextCorpus | ImageSet, prepared: PreparedText | PreparedImages) -> list[Row]:
     """Return the share of files with the publisher's checksum, and the share of records that several splits contain.
 
-    Synthetic data have no publisher, so their first row has no value. An overlap above the tolerance of
-    `hyperion.data.store.overlap` fails its check.
+    Synthetic data have no publisher, so the first row has no value. The check fails for an overlap above the tolerance of
+    `hyperion.data.store.overlap`.
     """
     checksums = loaded.checksums
     params = {"what": "files with the publisher's checksum"}
@@ -76,6 +76,6 @@ def proof_rows(context: Context, loaded: TextCorpus | ImageSet, prepared: Prepar
 
 
 def vocabulary_row(context: Context) -> Row | None:
-    """Return the row with the size of the vocabulary, which `text_pipeline` counts; None if it has not run."""
+    """Return the row with the size of the vocabulary, which `text_pipeline` counts, or None if it has not run."""
     counted = (r for r in context.upstream if r.experiment == "text_pipeline" and r.params.get("what") == "vocabulary")
     return next(counted, None)

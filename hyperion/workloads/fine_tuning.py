@@ -1,4 +1,4 @@
-"""Fine-tuning of a Llama: instruction rows, base and adapters, bytes and FLOPs of a step from shapes, and checks of adapters."""
+"""Fine-tuning of a Llama: data, base model, adapters and their checks, and bytes and FLOPs of a step from shapes."""
 
 import contextlib
 import io
@@ -53,9 +53,9 @@ from hyperion.training.lora import CONFIG as ADAPTER
 
 # Data sets that fine-tuning loads, by the names of `hyperion.data.prepare.catalog`.
 DATA = ("instructions", "gpt2", "llama")
-RANK, ALPHA = 16, 32  # of the LoRA adapters
+RANK, ALPHA = 16, 32  # rank and scale of the LoRA adapters
 LORA, FULL = "LoRA", "full fine-tuning"
-LOADED_TOLERANCE = 1e-5  # loading copies float32 values
+LOADED_TOLERANCE = 1e-5  # tolerance for adapters that were saved and loaded, which copies float32 values
 _TRAINED_BYTES = 16  # per parameter that AdamW trains: weight, gradient and two moments in float32
 _WARMUP_SHARE = 0.1
 _PROBE_ROWS = 4
@@ -65,15 +65,15 @@ class FineTuningOptions(Options):
     """Options of the experiments on fine-tuning.
 
     Args:
-        model: a random configuration by name, "random_llama_1b".
-        real_weights: use the folder llama/ of the mirror or the cache instead, if there is one.
+        model: name of a random configuration, for example "random_llama_1b".
+        real_weights: whether to use the folder llama/ of the mirror or the cache instead of `model`, if it exists.
         sequence_length: largest number of tokens of a row.
-        batch_size: rows of one optimizer step, over all ranks together.
-        held_out_rows: number of held-out rows to use; None for all.
-        steps: optimizer steps.
+        batch_size: number of rows in one optimizer step, on all ranks together.
+        held_out_rows: number of held-out rows to use. None uses all of them.
+        steps: number of optimizer steps.
         learning_rate: largest learning rate, after a warm-up of a tenth of the steps.
-        precision: of the training; "auto" is bf16 where matrix units support it, else fp32.
-        steady_time_limit_s: seconds for timing the steady step.
+        precision: number format of the training. "auto" is bf16 if the device has matrix units for it, otherwise fp32.
+        steady_time_limit_s: seconds for timing the step after warm-up.
     """
 
     model: str
@@ -103,8 +103,8 @@ class FineTuningData:
     """Tokenized instruction rows and the name of the model they are for.
 
     Attributes:
-        model: name for rows: that of a random configuration or of a folder.
-        weights: argument of `load_llama`: the name of a random configuration, or a folder.
+        model: name in rows, which is the name of a random configuration or of a folder.
+        weights: argument of `load_llama`, which is the name of a random configuration or a folder.
     """
 
     rows: InstructionSet
@@ -126,14 +126,14 @@ def fine_tuning_data(
 ) -> FineTuningData:
     """Load the instruction rows of the context's data source and tokenize them for a model.
 
-    A folder or a model of the hub brings its own tokenizer.
+    A folder or a model of the hub has its own tokenizer, which is used.
 
     Args:
         model: a random configuration, a folder, or a model of the hub.
-        sequence_length: tokens of a row, at most.
-        real_weights: prefer the folder llama/ of the mirror or the cache to `model`, if there is one.
-        held_out_rows: number of held-out rows, None for all.
-        quiet: do not print the data source, for a second call.
+        sequence_length: largest number of tokens in a row.
+        real_weights: whether to use the folder llama/ of the mirror or the cache instead of `model`, if it exists.
+        held_out_rows: number of held-out rows. None uses all of them.
+        quiet: if True, do not print the data source.
     """
     with contextlib.redirect_stdout(io.StringIO()) if quiet else contextlib.nullcontext():
         rows = load_instructions(context.data_source, allow_synthetic=context.allow_synthetic, seed=context.seed)
@@ -154,7 +154,7 @@ def base_model(context: Context, data: FineTuningData, dtype: torch.dtype) -> nn
     """Return the model before training, on the context's device. Each call returns the same weights.
 
     Raises:
-        HyperionError: incomplete weights, or a tokenizer that does not fit the model.
+        HyperionError: the weights are incomplete, or the tokenizer does not fit the model.
     """
     seed_everything(context.seed)
     vocabulary, device = data.tokenizer.vocab_size, context.device.torch_device
@@ -170,7 +170,7 @@ def with_lora(base: nn.Module, seed: int, rank: int = RANK, alpha: float = ALPHA
 
 
 def frozen_dtype(precision: Precision) -> torch.dtype:
-    """Return the dtype of a frozen base: no update needs more precision than the computation."""
+    """Return the dtype of a frozen base. It is the dtype of the computation, because frozen weights are never updated."""
     return torch.bfloat16 if precision.dtype == "bf16" else torch.float32
 
 
@@ -204,7 +204,7 @@ class TokenCounts:
 def count_tokens(batch: tuple[Tensor, Tensor]) -> TokenCounts:
     """Count the tokens of a batch (inputs, targets). Each row's inputs end one token before its last target."""
     inputs, targets = (side.cpu() for side in batch)
-    scored = targets >= 0  # a target without a loss is IGNORE_INDEX, which is negative
+    scored = targets >= 0  # targets without a loss are IGNORE_INDEX, which is negative
     last = torch.where(scored, torch.arange(targets.shape[1]), 0).max(dim=1).values
     tokens, completion = int((last + 1).sum()), int(scored.sum())
     return TokenCounts(inputs.numel(), tokens, completion, round(tokens / len(inputs)))
@@ -219,8 +219,8 @@ def shape_of(model: nn.Module) -> LlamaShape:
 def state_bytes(shape: LlamaShape, method: str, dtype: str) -> int:
     """Return the bytes of weights, gradients and moments, which all exist when the backward pass ends.
 
-    A frozen base is stored in the dtype of the computation. Trained weights are float32: in 16 bits, the small updates of
-    fine-tuning would be rounded to zero.
+    A frozen base is stored in the dtype of the computation. Trained weights are float32, because with 16 bits the
+    small updates of fine-tuning would be rounded to zero.
     """
     frozen = 0 if method == FULL else llama_parameter_count(shape) * (2 if dtype == "bf16" else 4)
     return frozen + _TRAINED_BYTES * trained_parameters(shape, method)
@@ -237,7 +237,10 @@ def step_flops(shape: LlamaShape, method: str, length: int) -> ModelFlops:
 
 
 def least_flops(shape: LlamaShape, method: str, counts: TokenCounts) -> float:
-    """Return the FLOPs per token that every implementation needs: no attention, and the head only where there is a loss."""
+    """Return the FLOPs per token that every implementation needs.
+
+    Attention is not counted, and the head is counted only for tokens with a loss.
+    """
     whole = step_flops(shape, method, 0).forward_backward
     head = 2 * shape.vocab_size * shape.hidden_size * (2 if method == LORA else 3)
     return whole - head * (1 - counts.completion_tokens / counts.tokens)
@@ -246,7 +249,7 @@ def least_flops(shape: LlamaShape, method: str, counts: TokenCounts) -> float:
 def load_base_and_adapter(context: Context, data: FineTuningData, path: Path, dtype: torch.dtype) -> LlamaLM:
     """Return a new base model with the saved adapters.
 
-    The model first gets other adapters, so that a checkpoint that is not loaded changes the logits.
+    The model first gets other adapters. If the checkpoint were not loaded, the logits would therefore differ.
 
     Raises:
         CheckpointError: the adapters were trained on another base.
@@ -289,8 +292,8 @@ def require_llama(model: str) -> None:
     """Check that training can start from a model, before it is loaded. A model of the hub is checked after its download.
 
     Raises:
-        HyperionError: no such random configuration, an adapter instead of a model, an incomplete folder, or a tokenizer that
-            does not fit the model.
+        HyperionError: the random configuration does not exist, the folder has an adapter instead of a model or is incomplete, or
+            the tokenizer does not fit the model.
     """
     folder = expanded(model)
     if model.startswith("random_"):

@@ -1,4 +1,4 @@
-"""Trainings on one rank or on many: a recipe describes one, `set_up` builds its engine and this rank's batches."""
+"""Trainings on one or several ranks. A recipe describes a training, and `set_up` builds the engine and this rank's batches."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
@@ -36,13 +36,13 @@ Task = Literal["language", "images", "llama"]
 Strategy = Literal["single", "ddp", "fsdp"]
 TASKS = ("language", "images", "llama")
 CLASSES = 10
-_HELD_OUT = 10  # one in so many training images is held out
+_HELD_OUT = 10  # one of this number of training images is held out
 T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """One training, as commands and profiles describe it. JSON-able, the same on every rank.
+    """Description of a training in commands and profiles. It can be stored as JSON and is the same on every rank.
 
     Args:
         task: "language" (WikiText-2), "images" (CIFAR-10) or "llama" (instruction rows).
@@ -50,21 +50,21 @@ class Recipe:
             folder or hub name of real weights.
         strategy: "single", "ddp" or "fsdp".
         precision: "auto", "fp32", "bf16", …: see `choose_precision`.
-        batch_size: examples of one optimizer step, over all ranks together.
-        learning_rate: largest learning rate, at the end of the warm-up. A cosine to zero follows.
-        weight_decay: of AdamW or SGD.
-        steps, epochs: length of the training; exactly one of the two.
-        warmup_share: share of all steps that warm up.
-        sequence_length: tokens of one example (language, llama).
-        width: channels of the first stage (images).
+        batch_size: number of examples in one optimizer step, on all ranks together.
+        learning_rate: largest learning rate. It is reached at the end of the warm-up, then it falls to zero along a cosine.
+        weight_decay: weight decay of AdamW or SGD.
+        steps, epochs: length of the training. Exactly one of the two is given.
+        warmup_share: length of the warm-up as a share of all steps.
+        sequence_length: number of tokens in one example (language, llama).
+        width: number of channels of the first stage (images).
         lora: train adapters on a frozen base instead of all parameters (llama).
-        records: number of training examples to use (images); None for all that are not held out.
-        evaluation_batches: held-out batches scored at the end of an epoch, and test batches scored after the last step
-            (images); None for all, 0 for none.
-        checkpoint_every: steps between two checkpoints; None for none.
+        records: number of training examples to use (images). None uses all examples that are not held out.
+        evaluation_batches: number of held-out batches that are scored at the end of an epoch, and of test batches that are
+            scored after the last step (images). None scores all of them, 0 scores none.
+        checkpoint_every: number of steps between two checkpoints. None saves no checkpoints.
     """
 
-    # Options of a profile contain recipes: pydantic then refuses unknown names.
+    # Options of a profile contain recipes. With this setting pydantic rejects unknown names.
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid", strict=True)
 
     task: Task
@@ -90,7 +90,7 @@ class Recipe:
 
     @property
     def name(self) -> str:
-        """Model and strategy: "gpt2_124m_fsdp"."""
+        """Name of model and strategy, for example "gpt2_124m_fsdp"."""
         name = self.model.rstrip("/").rpartition("/")[2]
         part = f"_w{self.width}" if self.task == "images" else "_lora" if self.lora else ""
         return f"{name}{part}_{self.strategy}"
@@ -107,10 +107,10 @@ class Training:
     Attributes:
         engine: the model, distributed as the recipe's strategy says, and its optimizer.
         batches: this rank's part of every batch.
-        validation: makes fresh held-out batches; None when the recipe scores none.
+        validation: returns new held-out batches. None if the recipe scores none.
         source: the data source.
-        base_sha256: of the frozen weights under the adapters, "" without adapters.
-        test: makes batches of the test split, for one evaluation after the last step; None when the recipe has none.
+        base_sha256: SHA-256 of the frozen weights under the adapters. Empty without adapters.
+        test: returns batches of the test split, for one evaluation after the last step. None if the recipe has no test split.
     """
 
     engine: LanguageEngine | ImageEngine
@@ -125,17 +125,17 @@ def set_up(context: Context, recipe: Recipe) -> Training:
     """Seed the generators, load the data, build the model and distribute it over the ranks.
 
     Raises:
-        HyperionError: a batch that the ranks do not divide, an unknown model, precision or strategy.
+        HyperionError: the batch size is not a multiple of the number of ranks, or the model, precision or strategy is unknown.
     """
     seed_everything(context.seed)
     return {"language": _language, "images": _images, "llama": _llama}[recipe.task](context, recipe)
 
 
 def rank_zero_first(function: Callable[[], T]) -> T:
-    """Call `function` on rank 0, then on the others, so that rank 0 alone prepares files that the others find on disk.
+    """Call `function` on rank 0, then on the other ranks. Thus only rank 0 prepares files, and the other ranks find them on disk.
 
     Raises:
-        CheckpointError: on all ranks, if one rank failed, so that none waits for it.
+        CheckpointError: one rank failed. It is raised on all ranks, so that no rank waits for another.
     """
     here, first = world(), []
     if here.size == 1:
@@ -252,13 +252,13 @@ def _llama(context: Context, recipe: Recipe) -> Training:
 
 
 def _sharers(recipe: Recipe) -> World:
-    """The ranks that share a batch: all, or under "single" this rank alone."""
+    """Return the ranks that share a batch: all ranks, or only this rank under "single"."""
     here = world()
     return replace(here, rank=0, size=1) if recipe.strategy == "single" else here
 
 
 def _plan(recipe: Recipe, precision: Precision) -> ParallelPlan:
-    # Batch norms need float32 parameters, as their statistics are float32: a ResNet is gathered in float32.
+    # Batch norms need float32 parameters, because their statistics are float32. Therefore a ResNet is gathered in float32.
     sixteen_bit = recipe.strategy == "fsdp" and recipe.task != "images" and precision.dtype == "bf16"
     return ParallelPlan(strategy=recipe.strategy, param_dtype="bf16" if sixteen_bit else None)
 

@@ -1,7 +1,7 @@
-"""Rows and curves that every training has: epochs, a steady step with its limit, forecasts, and comparisons of steps.
+"""Rows and curves of all trainings: epochs, a timed step after warm-up with its limit, forecasts, and comparisons of steps.
 
-The steps of several engines are timed in turn, A B C A B C …: speeds that were measured one after the other also differ by the
-device's clock and temperature.
+The steps of several engines are timed in turn, A B C A B C …. If they were timed one after the other, changes of the device's
+clock and temperature would change the comparison.
 """
 
 import gc
@@ -33,7 +33,7 @@ _NO_LIMIT = "no limit: "
 
 
 def epoch_rows(context: Context, variant: str, dtype: str, engine: TorchEngine, history: History, source: str) -> list[Row]:
-    """Return loss, learning rate, throughput, peak memory and the share of time spent waiting for the loader, by epoch."""
+    """Return rows of loss, learning rate, throughput, peak memory and share of time spent waiting for the loader, by epoch."""
     rows = []
     for record, peak_gib in zip(history.epochs, _peaks(engine, history), strict=True):
         values = {
@@ -68,8 +68,8 @@ def epoch_rows(context: Context, variant: str, dtype: str, engine: TorchEngine, 
 def _peaks(engine: TorchEngine, history: History) -> list[float | None]:
     """Return the peak of each epoch in GiB.
 
-    A captured step has a memory pool of its own, which counts as tensors only while the step is captured. So for later epochs
-    the peak of an earlier one is a lower bound.
+    A captured step has its own memory pool, which counts as memory of tensors only during the capture. Therefore the peak of an
+    earlier epoch is a lower bound for later epochs.
     """
     peaks = [record.peak_memory_gib for record in history.epochs]
     if engine.uncaptured or None in peaks:
@@ -134,13 +134,16 @@ def steady_rows(
     source: str,
     time_limit_s: float,
 ) -> tuple[list[Row], pd.DataFrame]:
-    """Time one optimizer step on a batch that is already on the device; return its rows and samples. Changes the engine.
+    """Time one optimizer step on a batch that is already on the device, and return its rows and samples.
+
+    The timed steps change the weights of the engine.
 
     Args:
-        items: tokens or images of `batch`.
-        flops: FLOPs of one item by the field's convention, for MFU.
-        least_flops: FLOPs of forward and backward of one item that no implementation can avoid, for the limit.
-        time_limit_s: time limit of the measurement.
+        items: number of tokens or images in `batch`.
+        flops: FLOPs of one item as they are usually counted for MFU: matrix products and convolutions in forward and backward,
+            with attention over the whole sequence and without recomputation.
+        least_flops: FLOPs of forward and backward of one item that no implementation can avoid. They give the limit.
+        time_limit_s: seconds of timing.
     """
     device, dtype = engine.device, engine.precision.dtype
     timing = time_function(lambda: engine.train_step(batch), device, cold=False, time_limit_s=time_limit_s)
@@ -162,10 +165,10 @@ def speed_rows(
     step_check: Verification | None = None,
     rate_check: Verification | None = None,
 ) -> list[Row]:
-    """Return time, throughput and MFU of an optimizer step; their limit is the time of `least_flops` at the peak rate.
+    """Return time, throughput and MFU of an optimizer step. Their limit is the time of `least_flops` at the peak rate.
 
     Args:
-        item: unit of throughput; "image" gives `images_per_s`.
+        item: unit of the throughput. For example, "image" gives `images_per_s`.
         items, flops, least_flops: as in `steady_rows`.
         shared: dtype, params and data source of all three rows.
         step_check, rate_check: verifications of the step, for the rows of time and throughput.
@@ -199,7 +202,7 @@ def flops_floor(device: Device, dtype: str, flops: float) -> tuple[float | None,
 
 
 def _mfu_row(context: Context, variant: str, device: Device, dtype: str, tflops: Estimate, shared: dict, timing: Timing) -> Row:
-    """Model FLOPs utilisation (MFU) of the published peak; without a value if the device has none."""
+    """Return model FLOPs utilisation (MFU), relative to the published peak. Without a published peak it has no value."""
     published = peak(device, gemm_path(_gemm_dtype(dtype), device))
     peak_tflops = published.published_tflops
     if peak_tflops is None:
@@ -219,17 +222,17 @@ def _mfu_row(context: Context, variant: str, device: Device, dtype: str, tflops:
 
 
 def _gemm_dtype(dtype: str) -> str:
-    """Return the format that products of this dtype use: TF32 for float32 if PyTorch is set so."""
+    """Return the format that matrix products of this dtype use. For float32 it is TF32 if PyTorch allows TF32."""
     return "tf32" if dtype == "fp32" and torch.backends.cuda.matmul.fp32_precision == "tf32" else dtype
 
 
 def step_forecasts(
     context: Context, variant: str, dtype: str, item: str, items: int, flops: ModelFlops, traffic: dict[str, float]
 ) -> list[Forecast]:
-    """Forecast the throughput of a steady step from the ceilings measured earlier in this run and the model's shapes.
+    """Predict the throughput of a step after warm-up from the measured ceilings of this run and the model's shapes.
 
     Args:
-        items: tokens or images of a batch.
+        items: number of tokens or images in a batch.
         flops: FLOPs of one item.
         traffic: bytes that a step moves outside of matrix products, by cause.
     """
@@ -250,7 +253,7 @@ def step_forecasts(
 
 
 def rate_forecast(context: Context, work: Workload, dtype: str) -> Forecast:
-    """Return the forecast of a steady step's throughput from this run's ceilings and the model's shapes."""
+    """Predict the throughput of a step after warm-up from this run's ceilings and the model's shapes."""
     return step_forecasts(context, work.name, dtype, work.item, work.items, work.flops, work.traffic(dtype))[0]
 
 
@@ -260,10 +263,10 @@ class Contender:
 
     Args:
         name: label of this baseline in the speed-up rows.
-        dtype: number format, for its rows.
-        params: parameters of its rows in addition to the batch.
-        build: makes its engine.
-        least_flops: unavoidable FLOPs of one item, None for those of the workload.
+        dtype: number format in the rows.
+        params: parameters of the rows in addition to the batch.
+        build: returns the engine.
+        least_flops: FLOPs of one item that no implementation can avoid. None uses those of the workload.
     """
 
     name: str
@@ -278,17 +281,17 @@ def compare_steps(
 ) -> Result:
     """Return step time, throughput and MFU of each contender, and the speed-up of each over the first.
 
-    All engines are in memory at the same time, so peak memory is not measured here. If they do not fit, the rows have no
-    value and say why.
+    All engines are in memory at the same time, so peak memory is not measured. If they do not fit into memory, the rows have a
+    reason instead of a value.
 
     Args:
-        time_limit_s: time limit of the measurement of all together.
+        time_limit_s: seconds of timing for all contenders together.
     """
     try:
         with memory_released():
             steps: list[Callable[[], object]] = [partial(contender.build().train_step, batch) for contender in contenders]
             timings = time_interleaved(steps, context.device, cold=False, time_limit_s=time_limit_s)
-            del steps  # the last reference to the engines
+            del steps  # these are the last references to the engines
     except torch.OutOfMemoryError as error:
         return Result([_absent(context, work, c, out_of_memory_reason(error), source) for c in contenders], pd.DataFrame())
     rows: list[Row] = []
@@ -308,7 +311,7 @@ def compare_steps(
 
 @contextmanager
 def memory_released() -> Iterator[None]:
-    """Context at whose end unreferenced tensors are collected and the accelerator's cached memory is freed."""
+    """At the end of this context, collect unreferenced tensors and free the cached memory of the accelerator."""
     try:
         yield
     finally:

@@ -1,1 +1,1 @@
-"""Trained baselines: language model, image classifier, their speed, and recovery from faults."""
+"""Baselines: training of a language model and of an image classifier, the speed of both, and recovery from faults."""

@@ -1,4 +1,4 @@
-"""The self-marking exercise of chapter 2.2: check training loops, one correct and four with common faults."""
+"""The self-marking exercise of chapter 2.2: write a check that accepts a correct training loop and rejects four faulty ones."""
 
 from collections.abc import Callable, Sequence
 from typing import cast
@@ -14,7 +14,7 @@ Batch = tuple[Tensor, Tensor]
 
 
 class Loop:
-    """Four decisions of a training loop on which the meaning of its numbers depends."""
+    """A correct training loop, reduced to four functions. A mistake in any of them changes the reported losses."""
 
     def pairs(self, tokens_BT: Tensor) -> Batch:
         """Return inputs and targets [B, T - 1] for a model that predicts the next token at each position."""
@@ -24,15 +24,18 @@ class Loop:
         """Add the gradient of the mean loss over all examples of all parts to the parameters' `.grad`.
 
         Args:
-            model: inputs [B, ...] to logits [B, classes].
-            parts: (inputs, targets [B]), not all of the same length.
+            model: maps inputs [B, ...] to logits [B, classes].
+            parts: pairs of inputs [B, ...] and targets [B]. B may differ between parts.
         """
         examples = sum(len(targets) for _, targets in parts)
         for inputs, targets in parts:
             (F.cross_entropy(model(inputs), targets, reduction="sum") / examples).backward()
 
     def evaluate(self, model: nn.Module, batches: Sequence[Batch]) -> float:
-        """Return the mean loss over all examples in evaluation mode; the model is in training mode before and after."""
+        """Return the mean loss over all examples in evaluation mode.
+
+        The model is in training mode before and after the call.
+        """
         model.eval()
         with torch.no_grad():
             losses = [F.cross_entropy(model(inputs), targets, reduction="none") for inputs, targets in batches]
@@ -40,7 +43,11 @@ class Loop:
         return torch.cat(losses).mean().item()
 
     def choose(self, epochs: Sequence[dict[str, float]]) -> int:
-        """Return the epoch whose model to report, from the losses of each epoch: {"valid": ..., "test": ...}."""
+        """Return the index of the epoch whose model is reported.
+
+        Args:
+            epochs: losses of each epoch: {"valid": ..., "test": ...}.
+        """
         return min(range(len(epochs)), key=lambda epoch: epochs[epoch]["valid"])
 
 
@@ -67,14 +74,14 @@ class _ChosenByTest(Loop):
 
 
 def judge_loop_check(my_check: Callable[[Loop], bool]) -> pd.DataFrame:
-    """Judge a check of training loops.
+    """Test a check of training loops: it must accept `Loop` and reject four faulty loops.
 
     Args:
-        my_check: takes a Loop, returns True when each of its four methods does what its docstring says.
+        my_check: takes a Loop and returns True if each of its four methods does what its docstring says.
     """
     mutants = {
-        "targets are not shifted: the model copies": _Unshifted(),
-        "accumulation averages the parts' means": _MeanOfMeans(),
+        "targets are not shifted, so the model only has to copy": _Unshifted(),
+        "accumulation averages the means of the parts": _MeanOfMeans(),
         "evaluation in training mode": _TrainMode(),
         "the epoch is chosen by the test set": _ChosenByTest(),
     }

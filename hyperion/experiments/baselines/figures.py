@@ -1,4 +1,4 @@
-"""Figures of the baselines: losses and their floors, accuracies, throughput and memory, recovery, and the parity ladder."""
+"""Figures of the baselines: losses, accuracies, throughput and memory, recovery from faults, and the parity ladder."""
 
 import math
 
@@ -30,14 +30,17 @@ _BASELINES = ("language_model", "image_classifier")
 _MEMORY = ("peak_memory_gib", "peak_rss_gib")
 _PHASES = ("loader", "forward", "backward", "optimizer", "evaluation", "save")
 _STEADY = (
-    "Dotted, with its 95 % interval: one training step on a batch that is already on the device, timed alone after the training. "
-    "Epochs include loading. It is no bound: where a step waits for the host to launch its kernels, its speed is that of "
-    "the host at that moment."
+    "The dotted line with its 95 % interval is a training step on a batch that is already on the device. It is timed after the "
+    "training. The epochs include the loader. An epoch can be faster than the dotted line. If a step waits for the host to launch"
+    " kernels, its speed depends on the speed of the host at that time."
 )
 
 
 def language_model(material: Material) -> Figure | None:
-    """Draw the training loss by step and losses by epoch, with lines for the floor of the text and the counting models."""
+    """Draw the training loss by step and the losses by epoch.
+
+    Horizontal lines show the least possible loss, if it is known, and the losses of n-gram models.
+    """
     epochs = epoch_rows(material, "language_model")
     if not epochs:
         return None
@@ -48,7 +51,7 @@ def language_model(material: Material) -> Figure | None:
     labels = counted_losses(material) + _floors(epochs)
     for loss, _, colour in labels:
         right.axhline(loss, color=colour, linestyle=(0, (5, 3)), linewidth=1.2)
-    right.set(ylabel="loss, nats per token", title="By epoch; in brackets: perplexity")
+    right.set(ylabel="loss, nats per token", title="Loss by epoch; in brackets: perplexity")
     right.margins(y=0.1)
     right.legend()
     spread_labels(right, labels)
@@ -57,7 +60,10 @@ def language_model(material: Material) -> Figure | None:
 
 
 def image_classifier(material: Material) -> Figure | None:
-    """Draw the training loss by step, and held-out accuracy by epoch with lines for chance and the best possible."""
+    """Draw the training loss by step and the held-out accuracy by epoch.
+
+    Horizontal lines show the accuracy of random guessing and the best possible accuracy.
+    """
     epochs = epoch_rows(material, "image_classifier")
     if not epochs:
         return None
@@ -86,9 +92,9 @@ def image_classifier(material: Material) -> Figure | None:
 
 
 def time_to_accuracy(material: Material) -> Figure | None:
-    """Draw held-out accuracy over seconds of training, a line per seed, and the target accuracy.
+    """Draw the held-out accuracy over the seconds of training, with one line per seed, and the target accuracy.
 
-    Reads samples of kind "evaluation": columns accuracy, time_s, seed.
+    The function reads the samples of kind "evaluation", with columns accuracy, time_s and seed.
     """
     rows = material.of("image_classifier", metric="time_to_accuracy_s")
     samples = material.samples("image_classifier") if rows else pd.DataFrame()
@@ -113,20 +119,20 @@ def time_to_accuracy(material: Material) -> Figure | None:
         )
     axes.yaxis.set_major_formatter(lambda value, _: f"{100 * value:g}")
     axes.set(xlim=(0, None), ylim=(None, 1.0), xlabel="seconds of training", ylabel="% of held-out images correct")
-    notes = ["One dot per epoch. The seconds include the loader, but not compiling, evaluating and saving."]
+    notes = ["One dot per epoch. The seconds include the loader. They do not include compilation, evaluation and checkpoints."]
     notes += [row.value_reason for row in rows[:1] if row.value is None]
-    add_notes(figure, notes + ([f"Grey: {len(seeds) - 1} other seeds."] if len(seeds) > 1 else []))
+    add_notes(figure, notes + ([f"Grey lines: {len(seeds) - 1} other seeds."] if len(seeds) > 1 else []))
     return figure
 
 
 def perplexity(material: Material) -> Figure | None:
-    """Draw the perplexity per token of counting and trained models on the valid split."""
+    """Draw the perplexity per token of n-gram models and trained models on the validation split."""
     rows = [r for r in measured(material.rows) if r.metric == "perplexity_token" and r.params.get("split") == "valid"]
     if len({row.variant for row in rows}) < 2:
         return None
     rows = sorted(rows, key=lambda row: -not_none(row.value))
     machine = material.machine(rows[0].experiment)
-    figure, (axes,) = new_figure("Perplexity of the valid split", machine, height=1.6 + 0.42 * len(rows))
+    figure, (axes,) = new_figure("Perplexity on the validation split", machine, height=1.6 + 0.42 * len(rows))
     colours = [COLOURS[6] if row.experiment == "ngram_baselines" else COLOURS[0] for row in rows]
     axes.barh(range(len(rows)), [not_none(row.value) for row in rows], color=colours, height=0.62)
     for y, row in enumerate(rows):
@@ -153,7 +159,7 @@ def perplexity(material: Material) -> Figure | None:
 
 
 def throughput(material: Material) -> Figure | None:
-    """Draw throughput of each model by epoch, and its peak memory."""
+    """Draw the throughput of each model by epoch, and its peak memory."""
     rows = [row for row in measured(material.rows) if row.experiment in _BASELINES]
     rates = [row for row in rows if row.metric in _THROUGHPUT and "epoch" in row.params]
     steady = [row for row in rows if row.metric in _THROUGHPUT and row.params.get("step") == "steady"]
@@ -170,7 +176,7 @@ def throughput(material: Material) -> Figure | None:
             axes.errorbar(x, values, errors_of(points), label=variant, **look(variant, position))
         for row in [row for row in steady if row.metric == metric]:
             axes.axhspan(not_none(row.ci_low), not_none(row.ci_high), color=MUTED, alpha=0.25, linewidth=0)
-            # Dotted, because a dashed line is a limit everywhere in the book, and this is none.
+            # Dotted, because dashed lines are limits in all figures of the book, and this line is not a limit.
             axes.axhline(not_none(row.value), color=MUTED, linestyle=":", linewidth=1.6, label="a steady step, timed alone")
         axes.set(xlabel="epoch", ylabel=_THROUGHPUT[metric], ylim=(0, None), title=f"{_THROUGHPUT[metric]} by epoch")
         axes.set_ylim(0, axes.get_ylim()[1] * 1.1)
@@ -184,9 +190,9 @@ def throughput(material: Material) -> Figure | None:
 
 
 def leakage(material: Material) -> Figure | None:
-    """Draw the loss on independent tokens by step: a model that does not see the future stays at ln V.
+    """Draw the loss on independent random tokens by step. A model that does not see future tokens stays near ln V.
 
-    Reads samples of kind "step". The line is the prediction of the held-out loss, the entropy of a uniform token.
+    The function reads the samples of kind "step". The horizontal line is the predicted held-out loss, ln V.
     """
     rows = measured(material.of("leakage", metric="validation_loss"))
     if not rows:
@@ -211,7 +217,7 @@ def leakage(material: Material) -> Figure | None:
 
 
 def epoch_rows(material: Material, experiment: str) -> list[Row]:
-    """Return the measured rows of an experiment's epochs, in order."""
+    """Return the measured rows of an experiment that belong to an epoch, in the order of the epochs."""
     rows = [row for row in measured(material.of(experiment)) if "epoch" in row.params]
     return sorted(rows, key=lambda row: row.params["epoch"])
 
@@ -222,7 +228,10 @@ def _title(what: str, rows: list[Row]) -> str:
 
 
 def _draw_steps(axes: Axes, material: Material, experiment: str) -> None:
-    """Draw the loss of every step and its running mean. Reads samples of kind "step": columns step, loss."""
+    """Draw the loss of every step and its running mean.
+
+    The function reads the samples of kind "step", with columns step and loss.
+    """
     samples = material.samples(experiment)
     steps = samples.query("kind == 'step'").sort_values("step")
     if "seed" in steps:
@@ -234,7 +243,7 @@ def _draw_steps(axes: Axes, material: Material, experiment: str) -> None:
     axes.plot(step[window - 1 :], smooth, color=COLOURS[0], label=f"mean of {window} steps")
     axes.set(xlabel="optimizer step", title="Training loss by step")
     axes.legend()
-    # The rows of the other panel have the floor, in the same unit.
+    # The least possible loss is stored with the validation losses, which have the same unit.
     for floor, text, colour in _floors([r for r in epoch_rows(material, experiment) if r.metric.endswith("loss")]):
         axes.axhline(floor, color=colour, linestyle=(0, (5, 3)), linewidth=1.2)
         write_at(axes, text, (0.99, floor), (0, 3), xycoords=("axes fraction", "data"), ha="right", fontsize=8, color=colour)
@@ -266,7 +275,7 @@ def _draw_memory(axes: Axes, rows: list[Row]) -> None:
 
 
 def counted_losses(material: Material) -> list[tuple[float, str, str]]:
-    """Return (loss in nats, label with perplexity, colour) of the counting models on the valid split."""
+    """Return (loss in nats, label with perplexity, colour) of each n-gram model on the validation split."""
     rows = measured(material.of("ngram_baselines", metric="perplexity_token"))
     return [
         (math.log(not_none(row.value)), f"{_model_name(row)} ({number(not_none(row.value))})", MUTED)
@@ -290,7 +299,10 @@ def _model_name(row: Row) -> str:
 
 
 def recovery(material: Material) -> Figure | None:
-    """Draw every trial by phase and kind of its fault, with the number of steps lost and whether the run recovered."""
+    """Draw every trial by the phase and the kind of its fault.
+
+    A mark shows how many steps were lost and whether the run recovered.
+    """
     rows = material.of("recovery", metric="steps_lost")
     if not rows:
         return None
@@ -309,22 +321,29 @@ def recovery(material: Material) -> Figure | None:
     axes.set_yticks(range(len(kinds)), [f"{row.variant}\nmay lose {row.params['may_lose']}" for row in rows])
     axes.set(xlim=(-0.5, len(_PHASES) - 0.5), ylim=(len(kinds) - 0.5, -0.5), xlabel="phase of the fault")
     failed = sum(not recovered for recovered in trials["recovered"])
-    note = f"{len(trials) - failed} of {len(trials)} runs ended bit for bit like an undisturbed one"
-    add_notes(figure, [f"In each circle: optimizer steps done again. {note}{'; crosses did not' if failed else ''}."])
+    note = f"{len(trials) - failed} of {len(trials)} runs ended bitwise equal to a run without a fault"
+    failures = " Crosses mark the other runs." if failed else ""
+    add_notes(figure, [f"The number in each mark is the number of optimizer steps that were repeated. {note}.{failures}"])
     return figure
 
 
 def parity_ladder(material: Material) -> Figure | None:
-    """Draw each rung's difference from the losses of the first by step, and from the rung before with its tolerance."""
+    """Draw two differences between losses for each rung.
+
+    The left panel shows the difference from the first rung by step. The right panel shows the difference from the rung before,
+    with its tolerance.
+    """
     rows = measured(material.of("parity_ladder", metric="relative_difference"))
     if not rows:
         return None
     steps = [row for row in rows if row.params["beside"] == "the rung before"]
-    figure, (left, right) = new_figure("The same training, one change more at a time", material.machine("parity_ladder"), 2)
+    figure, (left, right) = new_figure(
+        "The same training with one more change on each rung", material.machine("parity_ladder"), 2
+    )
     _draw_drift(left, material)
     _draw_rungs(right, steps)
     missing = [row for row in material.of("parity_ladder") if row.value is None]
-    add_notes(figure, [f"Not run: {row.variant}, {row.value_reason}." for row in missing])
+    add_notes(figure, [f"{row.variant} was not run: {row.value_reason}." for row in missing])
     return figure
 
 
@@ -334,7 +353,7 @@ def _draw_drift(axes: Axes, material: Material) -> None:
     for place, name in enumerate(names[1:]):
         difference = (curves[name] / curves[names[0]] - 1).abs().to_numpy()
         if difference.any():
-            width = max(1.0, 6.5 - 1.2 * place)  # the curve of an equal rung is drawn on top of a wider one
+            width = max(1.0, 6.5 - 1.2 * place)  # curves of equal losses coincide, so later curves are thinner
             axes.plot(
                 curves.index, np.where(difference > 0, difference, np.nan), label=name, linewidth=width, color=COLOURS[place]
             )
@@ -359,30 +378,50 @@ def _draw_rungs(axes: Axes, rows: list[Row]) -> None:
 
 
 TITLES = {
-    "leakage": "No look ahead",
-    "ngram_baselines": "Counting models",
+    "leakage": "No look-ahead",
+    "ngram_baselines": "N-gram models",
     "language_model": "Language model",
     "image_classifier": "Image classifier",
-    "image_training_speed": "Training images fast",
-    "language_training_speed": "Training a language model fast",
+    "image_training_speed": "Speed of image training",
+    "language_training_speed": "Speed of language-model training",
     "recovery": "Faults and recovery",
     "parity_ladder": "The parity ladder",
 }
 
 PLOTS = (
-    Plot("leakage", "leakage", "A loss below ln V would mean that the model sees the future.", leakage),
-    Plot("language_model", "language_model", "Loss by step and by epoch, with the losses of counting models.", language_model),
-    Plot("perplexity", "language_model", "Trained and counted models on the same held-out tokens.", perplexity),
+    Plot("leakage", "leakage", "A loss clearly below ln V would mean that the model sees future tokens.", leakage),
+    Plot("language_model", "language_model", "Loss by step and by epoch, with the losses of n-gram models.", language_model),
     Plot(
-        "image_classifier", "image_classifier", "Loss by step, and accuracy on images that were not trained on.", image_classifier
+        "perplexity", "language_model", "Perplexity of n-gram models and trained models on the same held-out tokens.", perplexity
     ),
-    Plot("throughput", "image_classifier", "Throughput by epoch and of a steady step, and peak memory.", throughput),
+    Plot(
+        "image_classifier",
+        "image_classifier",
+        "Loss by step, and accuracy on images that were not used for training.",
+        image_classifier,
+    ),
+    Plot(
+        "throughput",
+        "image_classifier",
+        "Throughput by epoch, throughput of a single step after the training, and peak memory.",
+        throughput,
+    ),
     Plot("time_to_accuracy", "image_classifier", "Accuracy over seconds of training.", time_to_accuracy),
-    Plot("language_speed", "language_training_speed", "Two training loops and their roof.", figures_speed.language_speed),
-    Plot("image_speed", "image_training_speed", "Two training loops in turn.", figures_speed.image_training_speed),
-    Plot("recovery", "recovery", "Where each fault struck, and how many steps were done again.", recovery),
-    Plot("parity_ladder", "parity_ladder", "What each change does to the losses.", parity_ladder),
+    Plot(
+        "language_speed",
+        "language_training_speed",
+        "Step times of two training loops and of their roofs, and the losses of both loops.",
+        figures_speed.language_speed,
+    ),
+    Plot(
+        "image_speed",
+        "image_training_speed",
+        "Images per second of two training loops, and the losses of both loops.",
+        figures_speed.image_training_speed,
+    ),
+    Plot("recovery", "recovery", "Phase of each fault, and the number of steps that were repeated.", recovery),
+    Plot("parity_ladder", "parity_ladder", "How much each change alters the losses.", parity_ladder),
 )
 
-# Folder of its tables and figures in the benchmarks/ of a run.
+# Folder of this subject's tables and figures in the benchmarks/ of a run.
 RESULTS_FOLDER = "baseline"

@@ -11,7 +11,7 @@ from hyperion.results import Row
 
 # Colour and label by loop.
 _LOOPS = {"plain": (COLOURS[1], "plain public loop"), "hyperion": (COLOURS[0], "this library")}
-# Colour by part of a roof. Rows of older references time each product alone, with attention as a part of its own.
+# Colour by part of a roof. In older stored results each matrix product was timed alone, and attention was a separate part.
 _PARTS = {
     "products": COLOURS[6],
     "attention": COLOURS[2],
@@ -25,7 +25,7 @@ _ROOFS = {"of the step's roof": "roof", _OWN: "roof of its\nown products"}
 
 
 def image_training_speed(material: Material) -> Figure | None:
-    """Draw images per second of both loops by batch size with the speed-up, and their losses over the same batches."""
+    """Draw images per second of both loops by batch size, their speed-up, and their losses on the same batches."""
     rows = measured(material.of("image_training_speed"))
     rates = [row for row in rows if row.metric == "images_per_s"]
     if not rates:
@@ -37,20 +37,22 @@ def image_training_speed(material: Material) -> Figure | None:
     _draw_rates(left, batches, rates, [row for row in rows if row.metric == "speedup"])
     _draw_losses(right, material.samples("image_training_speed"), "image")
     limits = {row.params["batch"]: row.limit for row in rates if row.limit}
-    notes = [f"The device's limit for these FLOPs: {items(max(limits.values()))} images/s."] if limits else []
+    notes = [f"At the device's peak, these FLOPs would allow {items(max(limits.values()))} images/s."] if limits else []
     how = next((row.params for row in rows if row.metric == "speedup"), {})
     if how and not how["replayed"]:
-        notes.append("Here the library's steps are not replayed from a graph: both loops do the same, one step at a time.")
+        notes.append(
+            "On this device the library's steps are not replayed from a graph. Both loops run the same operators one by one."
+        )
     add_notes(figure, notes)
     return figure
 
 
 def _draw_alone(axes: Axes, batches: list[int], shares: list[Row]) -> None:
-    """Draw the rate of a step that takes only the time of its products, each alone."""
+    """Draw the rate of a hypothetical step that takes only the time of its matrix products, each timed alone."""
     for number, (batch, params) in enumerate({row.params["batch"]: row.params for row in shares}.items()):
         place = batches.index(batch)
         rate = batch / sum(seconds for name, seconds in params.items() if name.endswith("_s"))
-        label = None if number else "its products alone"
+        label = None if number else "only its matrix products"
         axes.plot([place - 0.4, place + 0.4], [rate, rate], color=INK, linestyle="--", linewidth=1, label=label)
 
 
@@ -76,14 +78,14 @@ def _draw_rates(axes: Axes, batches: list[int], rates: list[Row], ratios: list[R
     axes.yaxis.set_major_formatter(lambda value, _: items(value))
     axes.margins(y=0.3)
     axes.grid(axis="x", visible=False)
-    axes.set(ylabel="images/s", ylim=(0, None), title="Speed, in turn; 95 % interval")
+    axes.set(ylabel="images/s", ylim=(0, None), title="Both loops timed in turn; 95 % interval")
     axes.legend(loc="upper right" if len(batches) > 2 else "upper center", ncols=2)
 
 
 def _draw_losses(axes: Axes, samples: pd.DataFrame, item: str) -> None:
-    """Draw the losses of both loops over the same batches, in nats per item.
+    """Draw the losses of both loops on the same batches, in nats per item.
 
-    Reads samples of kind "parity": columns loop, batch, step, loss.
+    The function reads the samples of kind "parity", with columns loop, batch, step and loss.
     """
     samples = samples.query("kind == 'parity'")
     batch = max(samples["batch"])
@@ -98,7 +100,7 @@ def _draw_losses(axes: Axes, samples: pd.DataFrame, item: str) -> None:
 
 
 def language_speed(material: Material) -> Figure | None:
-    """Draw milliseconds per step of both loops and of the roofs by part, and the losses over the same batches."""
+    """Draw milliseconds per step of both loops, the parts of the roofs, and the losses of both loops on the same batches."""
     rows = measured(material.of("language_training_speed"))
     times = {row.params["loop"]: row for row in rows if row.metric == "step_time_s"}
     if len(times) < len(_LOOPS):
@@ -115,18 +117,22 @@ def language_speed(material: Material) -> Figure | None:
 
 
 def _notes(shares: list[Row], compiled: bool) -> list[str]:
-    notes = [] if compiled else ["Here neither is compiled: both do the same, operator by operator."]
+    notes = [] if compiled else ["Neither loop is compiled here. Both run the same operators one by one."]
     if not shares:
-        return [*notes, "No roof: this run has measured no ceilings."]
+        return [*notes, "There is no roof, because this run has measured no ceilings."]
     params = {name: value for row in shares for name, value in row.params.items()}
-    ways = [f"all at the rate of this run's fastest, {params['gemm_tflops']:.4g} TFLOPS"] if "gemm_tflops" in params else []
+    ways = (
+        [f"all at the highest rate that this run has measured, {params['gemm_tflops']:.4g} TFLOPS"]
+        if "gemm_tflops" in params
+        else []
+    )
     if any(row.params["what"] == _OWN for row in shares):
-        alone = "each at the time it takes alone" if "attention_s" in params else "one after the other, in turn with the steps"
-        ways.append(f"the step's own, {alone}")
+        alone = "each timed alone" if "attention_s" in params else "timed one after the other, in turn with the steps"
+        ways.append(f"the step's own products, {alone}")
     return [
         *notes,
-        f"Roof: products, {' or '.join(ways)}; then the bytes moved outside of products, at the fastest stream, "
-        f"{params['bandwidth_gb_s']:.4g} GB/s. Percentages: the roofs as shares of a step.",
+        f"A roof is the time of the matrix products ({' or '.join(ways)}) plus the time of all other bytes at the rate of the "
+        f"fastest stream, {params['bandwidth_gb_s']:.4g} GB/s. Percentages: each roof as a share of the step time.",
     ]
 
 
@@ -158,7 +164,7 @@ def _draw_steps(axes: Axes, times: dict[str, Row], shares: list[Row], ratio: Row
     axes.set_xticks(range(len(names)), names)
     axes.margins(y=0.5)
     axes.grid(axis="x", visible=False)
-    axes.set(ylabel="ms per step", ylim=(0, None), title="A step, in turn; 95 % interval")
+    axes.set(ylabel="ms per step", ylim=(0, None), title="Time of a step, loops timed in turn; 95 % interval")
     if shares:
         axes.legend(loc="upper left")
 

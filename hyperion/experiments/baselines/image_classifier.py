@@ -1,4 +1,7 @@
-"""The vision baseline: ResNet-18 with the CIFAR stem, chosen on held-out training images and tested once at the end."""
+"""The vision baseline: a ResNet-18 whose first layers are adapted to the small images of CIFAR (the "CIFAR stem").
+
+The options were chosen by the accuracy on held-out training images. The test images are used once, after the training.
+"""
 
 import gc
 import math
@@ -36,10 +39,11 @@ from hyperion.workloads.training_rows import epoch_rows, loss_curve, seed_statis
 from hyperion.workloads.twins import captured_parity
 from hyperion.workloads.workloads import CLASSES, SGD_BYTES_A_PARAMETER
 
-# Activations per image and unit of width: ResNet-18's 20 convolutions (the stem, 16 in blocks, 3 shortcuts), five at each of
-# four sizes. Forward and backward, the output of a convolution passes through memory about twelve times: convolution, norm and
-# ReLU each write and read it.
+# Number of activations per image and per unit of width. ResNet-18 has 20 convolutions (1 in the stem, 16 in the blocks and 3 in
+# the shortcuts), and five of them work at each of four image sizes.
 _ACTIVATIONS_PER_WIDTH = 5 * (1024 + 512 + 256 + 128)
+# Estimated number of times that the output of a convolution is written or read in the forward and backward pass. The
+# convolution, the norm and the ReLU each write and read it.
 _PASSES = 12
 Images = tuple[np.ndarray, np.ndarray]  # uint8 [N, 3, 32, 32] and labels [N]
 
@@ -48,25 +52,26 @@ class ImageClassifierOptions(Options):
     """Options of `image_classifier`.
 
     Args:
-        width: channels of the first stage.
-        batch_size: images of a batch.
-        epochs: length of the training.
-        train_images: number of training images to use, None for all that are not held out.
-        held_out_images: number of training images to hold out.
-        test_images: number of test images to use, None for all.
-        learning_rate: after a warm-up over `warmup_share` of all steps; a cosine to zero follows.
-        warmup_share: share of all steps.
-        weight_decay, label_smoothing: of the training.
-        border: padding of random crops, "black" or "reflect".
-        hole: side of the square that is cut out of each training image, 0 for none.
+        width: number of channels of the first stage.
+        batch_size: number of images in a batch.
+        epochs: number of training epochs.
+        train_images: number of training images to use. None uses all images that are not held out.
+        held_out_images: number of training images that are kept for evaluation and never used for training.
+        test_images: number of test images to use. None uses all of them.
+        learning_rate: largest learning rate. It is reached at the end of the warm-up; then it falls to zero along a cosine.
+        warmup_share: length of the warm-up as a share of all steps.
+        weight_decay: weight decay of SGD.
+        label_smoothing: label smoothing of the training loss.
+        border: padding of the random crops, "black" or "reflect".
+        hole: side in pixels of the square that is cut out of each training image. 0 cuts out nothing.
         compiled: compile the model for training.
         precision: number format, or "auto".
-        evaluate_every: epochs between evaluations on the held-out images.
-        checkpoint_every: steps between checkpoints.
-        seeds: number of trainings.
-        target: held-out accuracy for the time to accuracy.
-        reaches: least test accuracy.
-        steady_time_limit_s: time limit of the measurement of a steady step.
+        evaluate_every: number of epochs between evaluations on the held-out images.
+        checkpoint_every: number of steps between checkpoints.
+        seeds: number of trainings, each with its own seed.
+        target: held-out accuracy at which the time to accuracy is read, 0 to 1.
+        reaches: test accuracy that the training must reach at least, 0 to 1.
+        steady_time_limit_s: seconds for timing single training steps after the training.
     """
 
     width: int
@@ -93,7 +98,7 @@ class ImageClassifierOptions(Options):
 
 @dataclass(frozen=True)
 class _Splits:
-    """Three disjoint sets of images. The last training images are held out to choose by."""
+    """Three disjoint sets of images. The held-out images are the last ones of the training split."""
 
     train: Images
     held_out: Images
@@ -114,7 +119,7 @@ class _Splits:
 
 
 def forecast(context: Context) -> list[Forecast]:
-    """Return the throughput of a steady step."""
+    """Predict the throughput of a training step after warm-up."""
     options = ImageClassifierOptions.of(context)
     width, batch = options.width, options.batch_size
     model, dtype = resnet18(CLASSES, width), choose_precision(context.device, options.precision).dtype
@@ -126,7 +131,10 @@ def forecast(context: Context) -> list[Forecast]:
 
 
 def run(context: Context, report: Report) -> Result:
-    """Train, evaluate as planned, test once, then time a steady step; repeat the training with other seeds."""
+    """Train and evaluate with each seed, and evaluate the test images once after each training.
+
+    After the training with the first seed, time its training step.
+    """
     image_set, prepared = datasets.images(context)
     options = ImageClassifierOptions.of(context)
     data = _Data(context, options, image_set, _Splits.of(prepared, options))
@@ -143,7 +151,8 @@ def run(context: Context, report: Report) -> Result:
             rows, steady_samples = _rows(data, trained, engine, batches)
             samples.append(steady_samples)
         runs.append(trained)
-        # Frees the device's memory for the next. A compiled model refers to itself, so only a collection finds it.
+        # Free the device's memory for the next training. A compiled model is part of a reference cycle, so `del` alone does
+        # not free it.
         del engine, batches
         gc.collect()
     if len(seeds) > 1:
@@ -164,9 +173,10 @@ class TrainedImages:
     """Results of one training.
 
     Attributes:
-        name, dtype: model, and number format of the training.
+        name: name of the model.
+        dtype: number format of the training.
         steps: number of optimizer steps.
-        tested: numbers of the test split, see `evaluate_images`.
+        tested: results on the test split, as `evaluate_images` returns them.
     """
 
     seed: int
@@ -179,7 +189,7 @@ class TrainedImages:
 
 @dataclass(frozen=True)
 class _Data:
-    """What every training of a run shares: options and data."""
+    """Options and data that all trainings of a run share."""
 
     context: Context
     options: ImageClassifierOptions
@@ -192,19 +202,19 @@ class _Data:
 
     @property
     def why_not_compiled(self) -> str:
-        """Why the model is not compiled, "" if it is."""
+        """The reason why the model is not compiled; empty if the model is compiled."""
         return missing_compiler(self.context.device) if self.options.compiled else "left out by this profile"
 
     @property
     def best_tested(self) -> tuple[float | None, str]:
-        """Limit of the test accuracy, and its source."""
+        """The limit of the test accuracy (None if there is none) and the source of the limit."""
         return _best_possible(self.image_set, len(self.splits.test[0]) == len(self.image_set.test_images))
 
     def loader(self, split: Images, seed: int, **options: Any) -> ImageBatches:
         return ImageBatches(
             *split,
             self.options.batch_size,
-            channel_statistics(self.splits.train[0]),  # of the images to train on, never of held-out ones
+            channel_statistics(self.splits.train[0]),  # held-out and test images must not influence the normalisation
             seed=seed,
             device=self.context.device.torch_device,
             dtype=FORMATS[self.precision.dtype].storage,
@@ -216,9 +226,9 @@ class _Data:
         return self.loader(self.splits.train, seed, **changes)
 
     def engine(self, steps_per_epoch: int, fast: bool) -> ImageEngine:
-        """A fresh engine; `fast` compiles the model where possible, and captures the step."""
+        """Return a new engine. With `fast`, compile the model where possible and capture the step as a graph."""
         options, device = self.options, self.context.device
-        with torch.device(device.torch_device):  # a GPU draws the weights faster
+        with torch.device(device.torch_device):  # on a GPU, drawing the initial weights is faster
             model = resnet18(CLASSES, options.width)
         if fast and not self.why_not_compiled:
             compile_training(model, options=compile_options(device))
@@ -237,9 +247,10 @@ class _Data:
 
 
 def compile_training(model: nn.Module, backend: str = "inductor", options: dict | None = None) -> None:
-    """Compile the forward and backward pass in training mode; evaluation stays eager.
+    """Compile the forward and backward pass in training mode. In evaluation mode the model stays eager.
 
-    Evaluation would be compiled anew, and once more for its last, smaller batch, which takes longer than evaluating.
+    Evaluation mode would need two more compilations: one for whole batches and one for the smaller last batch. They would take
+    longer than the evaluation itself.
     """
     plain, compiled = model.forward, torch.compile(model.forward, backend=backend, options=options)
     model.forward = lambda images: (compiled if model.training else plain)(images)
@@ -248,7 +259,7 @@ def compile_training(model: nn.Module, backend: str = "inductor", options: dict 
 def seed_rows(
     context: Context, runs: list[TrainedImages], best: tuple[float | None, str], target: float, source: str
 ) -> list[Row]:
-    """Return test accuracy and time to the target of every seed, then mean and deviation of the accuracies."""
+    """Return the test accuracy and the time to the target of every seed, then the accuracies' mean and standard deviation."""
     rows = []
     for run in runs:
         params = {"split": "test, every seed", "seed": run.seed, "step": run.steps}
@@ -262,7 +273,7 @@ def seed_rows(
 
 
 def _train(data: _Data, seed: int, report: Report) -> tuple[ImageEngine, ImageBatches, TrainedImages]:
-    """Train with one seed, then evaluate the test images once."""
+    """Train with one seed, then evaluate once on the test images."""
     seed_everything(seed)
     options, batches = data.options, data.training_batches(seed)
     engine = data.engine(len(batches), fast=True)
@@ -284,7 +295,10 @@ def _train(data: _Data, seed: int, report: Report) -> tuple[ImageEngine, ImageBa
 
 
 def _beginning(data: _Data) -> Callable[[bool], tuple[ImageEngine, Callable]]:
-    """Return a function that starts the training of the first seed anew: fast, or eager and without capture."""
+    """Return a function that starts the training of the first seed again.
+
+    If its argument is True, the model is compiled and the step captured. If it is False, the step runs eagerly.
+    """
 
     def begin(fast: bool) -> tuple[ImageEngine, Callable]:
         batches = data.training_batches(data.context.seed)
@@ -294,7 +308,7 @@ def _beginning(data: _Data) -> Callable[[bool], tuple[ImageEngine, Callable]]:
 
 
 def _rows(data: _Data, run: TrainedImages, engine: ImageEngine, batches: ImageBatches) -> tuple[list[Row], pd.DataFrame]:
-    """Return the rows of a training and of a steady step timed after it, with the step's samples."""
+    """Return the rows of a training and of the training step that is timed after it, and the samples of that step."""
     context, source, options = data.context, data.image_set.source, data.options
     rows = epoch_rows(context, run.name, run.dtype, engine, run.history, source)
     for record in run.history.epochs:
@@ -325,7 +339,7 @@ def _rows(data: _Data, run: TrainedImages, engine: ImageEngine, batches: ImageBa
 
 
 def _curve(run: TrainedImages) -> pd.DataFrame:
-    """Losses and evaluations; evaluations have the seconds of training until then (`time_s`)."""
+    """Return the losses and evaluations by step. `time_s` is the training time in seconds before an evaluation."""
     curve = loss_curve(run.history).assign(seed=run.seed)
     ends = {record.step: time_s for record, time_s in zip(run.history.epochs, _training_time_s(run.history), strict=True)}
     evaluated = curve["kind"] == "evaluation"
@@ -333,7 +347,10 @@ def _curve(run: TrainedImages) -> pd.DataFrame:
 
 
 def _best_possible(image_set: ImageSet, whole_split: bool) -> tuple[float | None, str]:
-    """Return (limit of the accuracy, its source). Only in a whole split is exactly the stated share of labels changed."""
+    """Return (limit of the accuracy, source of the limit).
+
+    A share of the labels is changed on purpose. The share is exact for a whole split only, so a part of a split has no limit.
+    """
     if image_set.bayes_accuracy is None:
         return 1.0, "every image classified correctly"
     if not whole_split:
@@ -344,10 +361,10 @@ def _best_possible(image_set: ImageSet, whole_split: bool) -> tuple[float | None
 def _accuracy_row(
     context: Context, run: TrainedImages, evaluation: dict[str, float], params: dict, best: tuple[float | None, str], source: str
 ) -> Row:
-    """Return the share of images classified correctly, with Wilson's interval.
+    """Return the share of images classified correctly, with the Wilson score interval.
 
     Args:
-        best: (limit of the accuracy, its source).
+        best: (limit of the accuracy, source of the limit).
     """
     images = int(evaluation["images"])
     share = proportion_estimate(round(evaluation["accuracy"] * images), images)
@@ -365,13 +382,16 @@ def _accuracy_row(
 
 
 def _training_time_s(history: History) -> list[float]:
-    """Return seconds of training until the end of each epoch; its untimed warm-up steps count like the timed ones."""
+    """Return the seconds of training until the end of each epoch.
+
+    Warm-up steps are not timed. Each counts as long as the mean of the timed steps of its epoch.
+    """
     epochs = history.epochs
     return list(accumulate(e.time_s * e.steps / e.timed_steps if e.timed_steps else math.nan for e in epochs))
 
 
 def _time_to_accuracy_row(context: Context, run: TrainedImages, target: float, source: str, **params: Any) -> Row:
-    """Return seconds of training until the held-out accuracy first reached the target."""
+    """Return the seconds of training until the held-out accuracy first reached the target."""
     reached = [
         time_s
         for time_s, record in zip(_training_time_s(run.history), run.history.epochs, strict=True)

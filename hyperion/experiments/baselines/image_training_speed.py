@@ -1,4 +1,7 @@
-"""Speed of this library's ResNet-18 training compared with a plain public loop, in turn on one device."""
+"""Speed of this library's ResNet-18 training, compared with a plain public training loop on one device.
+
+The steps of both loops are timed in turn.
+"""
 
 import copy
 import math
@@ -35,23 +38,26 @@ from hyperion.workloads.workloads import CLASSES, ImageSizes, Workload, workload
 
 OF_PRODUCTS = "of its products alone"
 UNCOMPILED = "plain, not compiled"
-_HOST_UNKNOWN = "what the plain loop loses while its host launches kernels one by one, which no data sheet tells"
+_HOST_UNKNOWN = (
+    "no prediction: the time that the plain loop loses because its host launches kernels one by one is not in any data sheet"
+)
 
 
 class ImageTrainingSpeedOptions(Options):
     """Options of `image_training_speed`.
 
     Args:
-        width: channels of the first stage.
-        batches: batch sizes to compare at.
-        train_images: number of training images to use, None for all.
+        width: number of channels of the first stage.
+        batches: batch sizes at which the loops are compared.
+        train_images: number of training images to use. None uses all of them.
         learning_rate: constant learning rate.
         precision: number format, or "auto".
-        compiled, plain_compiled: compile this library's model, and that of the plain loop.
-        parity_steps: steps whose losses are compared.
-        steps_in_a_row: steps of one loop before it is the other's turn.
-        time_limit_s: time limit of each measurement.
-        tolerance: not used; older recorded runs have it.
+        compiled: whether to compile the model of this library's loop.
+        plain_compiled: whether to compile the model of the plain loop.
+        parity_steps: number of steps whose losses are compared.
+        steps_in_a_row: number of steps that one loop takes before the other loop continues.
+        time_limit_s: seconds of timing for each measurement.
+        tolerance: not used. It exists because older stored runs have this option.
     """
 
     width: int
@@ -67,12 +73,12 @@ class ImageTrainingSpeedOptions(Options):
     tolerance: float | None = None
 
     def work(self, batch: int) -> Workload:
-        """Return the step at a batch size."""
+        """Return the training step at a batch size."""
         return workload(ImageSizes(width=self.width, batch_size=batch))
 
 
 def forecast(context: Context) -> list[Forecast]:
-    """Return images per second of ours from ceilings and shapes; there is no estimate of the speed-up."""
+    """Predict images per second of this library's loop from ceilings and shapes. There is no prediction of the speed-up."""
     options = ImageTrainingSpeedOptions.of(context)
     dtype = choose_precision(context.device, options.precision).dtype
     ratios, rates = [], []
@@ -85,10 +91,12 @@ def forecast(context: Context) -> list[Forecast]:
 
 
 def run(context: Context, report: Report) -> Result:
-    """For each batch size: compare the losses of both loops over the same batches, then time them in turn."""
+    """For each batch size, compare the losses of both loops on the same batches, then time the steps of both loops in turn."""
     options = ImageTrainingSpeedOptions.of(context)
     image_set, prepared = datasets.images(context)
-    torch.backends.cudnn.benchmark = True  # for both; this process ends with the experiment
+    torch.backends.cudnn.benchmark = (
+        True  # for both loops; the process ends with the experiment, so the setting need not be restored
+    )
     rows, frames = [], []
     for number, batch in enumerate(options.batches):
         report(number, len(options.batches), f"batch {batch}")
@@ -114,11 +122,11 @@ class _Pair:
     """Both loops at one batch size, with the same initial weights.
 
     Attributes:
-        engine, batches: this library's.
+        engine, batches: engine and loader of this library's loop.
         plain: the plain loop.
-        published: origin of the plain loop's model.
-        fresh_plain: returns a new plain loop with the initial weights, not compiled.
-        fresh_batches: returns the batches from the first one on.
+        published: library that the model of the plain loop comes from.
+        fresh_plain: returns a new plain loop with the initial weights. Its model is not compiled.
+        fresh_batches: returns a new loader that starts at the first batch.
     """
 
     options: ImageTrainingSpeedOptions
@@ -136,7 +144,7 @@ class _Pair:
     ) -> "_Pair":
         device = context.device
         if options.compiled or options.plain_compiled:
-            torch.compiler.reset()  # else code of the previous batch size would be compiled again for dynamic sizes
+            torch.compiler.reset()  # otherwise torch.compile would compile for dynamic sizes, because the batch size changes
         precision, rate = choose_precision(device, options.precision), options.learning_rate
         images, labels = (np.array(prepared.arrays[f"train_{name}"][: options.train_images]) for name in ("images", "labels"))
 
@@ -165,7 +173,8 @@ class _Pair:
 
         plain, batches = fresh_plain(options.plain_compiled), fresh_batches()
         model = model.to(device.torch_device)
-        # The same update in both: no weight decay, which the published loop applies to norms too, and no clipping.
+        # Both loops must do the same update. The published loop applies weight decay to norms too and does not clip gradients,
+        # so both loops use no weight decay and no clipping.
         engine = ImageEngine(
             model,
             sgd_nesterov(model, rate, weight_decay=0.0),
@@ -184,18 +193,22 @@ class _Pair:
         return cls(options, loops, engine, batches, plain, published, fresh_plain, fresh_batches)
 
     def train_on(self, loop: str, images: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        """Do one optimizer step of a loop on a batch and return the loss before it."""
+        """Do one optimizer step of a loop on a batch and return the loss before the update."""
         if loop == PLAIN:
             return self.plain.train_on(images.float(), labels)
         return self.engine.train_step((images, labels)).loss
 
     def our_step(self) -> torch.Tensor:
-        """Do one optimizer step of this library's loop on its next batch and return the loss before it."""
+        """Do one optimizer step of this library's loop on its next batch and return the loss before the update."""
         return self.engine.train_step(self.batches.next_batch()).loss
 
 
 def _parity(pair: _Pair, frames: list[pd.DataFrame]) -> list[Row]:
-    """Compare the losses of both over the same batches; return those rows and the time of each loop's first step."""
+    """Compare the losses of both loops on the same batches.
+
+    Returns:
+        The rows of the comparison, and rows with the time of each loop's first step.
+    """
     options, loops, steps = pair.options, pair.loops, pair.options.parity_steps
     losses: dict[str, list[torch.Tensor]] = {OURS: [], PLAIN: []}
     first_s: dict[str, float] = {}
@@ -209,7 +222,8 @@ def _parity(pair: _Pair, frames: list[pd.DataFrame]) -> list[Row]:
                 first_s[name] = time.perf_counter() - started
     curves = {name: torch.stack(curve).float().cpu().numpy() for name, curve in losses.items()}
     twins = train_twins(twin_format(loops.dtype), loops.context.seed, lambda: _plain_losses(pair, steps))
-    # Both are compared with the loop whose twins give the tolerance: a fault of the timed plain loop must not widen it.
+    # Both loops are compared with an uncompiled plain loop. The tolerance comes from that loop and its twins, so a fault in the
+    # timed plain loop cannot make the tolerance larger.
     uncompiled = np.array(_plain_losses(pair, steps))
     rows = [
         loops.parity(
@@ -224,7 +238,7 @@ def _parity(pair: _Pair, frames: list[pd.DataFrame]) -> list[Row]:
 
 
 def _plain_losses(pair: _Pair, steps: int) -> list[float]:
-    """Losses of a new plain loop, not compiled, from the initial weights over the same batches."""
+    """Return the losses of a new, uncompiled plain loop that starts from the initial weights and sees the same batches."""
     plain, batches = pair.fresh_plain(), pair.fresh_batches()
     losses = []
     for _ in range(steps):
@@ -234,7 +248,7 @@ def _plain_losses(pair: _Pair, steps: int) -> list[float]:
 
 
 def _speeds(pair: _Pair, frames: list[pd.DataFrame]) -> list[Row]:
-    """Time both in turn with their loaders, as a training runs, then each product of the step alone."""
+    """Time the steps of both loops in turn, including their loaders, then each matrix product of the step alone."""
     options, loops, device = pair.options, pair.loops, pair.loops.context.device
     timings = time_interleaved(
         [pair.our_step, pair.plain.step],
@@ -257,13 +271,17 @@ def _speeds(pair: _Pair, frames: list[pd.DataFrame]) -> list[Row]:
     try:
         alone = time_alone(products, precision, device, options.time_limit_s)
         frames.append(alone.frame(loops.work.name, precision.dtype, {"batch": loops.work.items}))
-    except torch.OutOfMemoryError as error:  # both loops are still in memory; their timings remain valid
+    except torch.OutOfMemoryError as error:  # both loops are still in memory; their timings are valid anyway
         alone = out_of_memory_reason(error)
     return rows + [_products_row(loops, name, timing, alone) for name, timing in by_loop.items()]
 
 
 def _products_row(loops: PairedLoops, name: str, timing: Timing, alone: ProductsAlone | str) -> Row:
-    """Return the share of a loop's time that its products take alone; without a value if `alone` is a reason."""
+    """Return the share of a loop's step time that the step's matrix products take when each is timed alone.
+
+    Args:
+        alone: timings of the matrix products, or the reason why they could not be timed. With a reason the row has no value.
+    """
     columns = loops.of(name)
     columns["params"] |= {"what": OF_PRODUCTS}
     if isinstance(alone, str):

@@ -1,4 +1,7 @@
-"""The language baseline: a small causal Transformer, chosen on valid and tested once at the end."""
+"""The language baseline: a small causal Transformer.
+
+Its options were chosen by the loss on the validation split. The test split is used once, after the training.
+"""
 
 import math
 from collections.abc import Callable, Iterable
@@ -36,12 +39,13 @@ Split = Literal["valid", "test"]
 
 
 class Beats(BaseModel, extra="forbid", frozen=True, strict=True):
-    """What the trained model must reach.
+    """Requirements for the trained model.
 
     Args:
-        baseline: counting model to compare with on natural text, a variant of `ngram_baselines`.
-        factor: the perplexity must be below this many times the baseline's.
-        floor_share: on synthetic text, largest excess of the loss over the floor, as a share of the floor.
+        baseline: n-gram model that the trained model is compared with on natural text. It is a variant of `ngram_baselines`.
+        factor: the model's perplexity must be below this factor times the perplexity of the baseline.
+        floor_share: largest allowed excess of the loss over the least possible loss on synthetic text, as a share of the least
+            possible loss.
     """
 
     baseline: str
@@ -50,7 +54,9 @@ class Beats(BaseModel, extra="forbid", frozen=True, strict=True):
 
 
 class SyntheticChanges(BaseModel, extra="forbid", frozen=True, strict=True):
-    """Options that differ on synthetic text, whose vocabulary is small and whose structure is learnt late; None where equal.
+    """Options that have other values for synthetic text. None keeps the value of `LanguageModelOptions`.
+
+    Synthetic text has a small vocabulary, and a model learns its structure late in the training.
 
     Args:
         sequence_length, batch_size, steps, warmup_steps, stride, scores: as in `LanguageModelOptions`.
@@ -69,21 +75,26 @@ class LanguageModelOptions(Options):
 
     Args:
         model: name of the Transformer configuration.
-        sequence_length: tokens of a sequence.
-        batch_size: sequences of a batch.
-        steps, epochs: length of the training; one of the two is given.
-        learning_rate, warmup_steps, weight_decay, dropout: of the training.
+        sequence_length: number of tokens in a sequence.
+        batch_size: number of sequences in a batch.
+        steps, epochs: length of the training. Exactly one of the two is given.
+        learning_rate: largest learning rate, which is reached at the end of the warm-up.
+        warmup_steps: number of steps of the warm-up.
+        weight_decay: weight decay of AdamW.
+        dropout: dropout probability of the model.
         precision: number format, or "auto".
-        evaluate_every: epochs between evaluations on valid.
-        checkpoint_every: steps between checkpoints.
-        evaluation_batch_size: windows of a batch in evaluations.
-        stride: tokens between the windows of the final scores; each token is scored once, with the longest context.
-        scores: splits to score at the end.
-        seeds: number of trainings.
-        steady_time_limit_s: time limit of the measurement of a steady step.
-        beats: what the model must reach.
-        reaches: largest mean perplexity per word on valid, where there are several seeds.
-        when_synthetic: changes for synthetic text.
+        evaluate_every: number of epochs between evaluations on the validation split.
+        checkpoint_every: number of steps between checkpoints.
+        evaluation_batch_size: number of windows in a batch of an evaluation.
+        stride: number of tokens between the starts of two windows when the final scores are computed. Each token is scored
+            once, in the window that gives it the longest context.
+        scores: splits to score after the training.
+        seeds: number of trainings, each with its own seed.
+        steady_time_limit_s: seconds for timing single training steps after the training.
+        beats: requirements for the trained model.
+        reaches: largest allowed perplexity per word on the validation split, as the mean over all seeds. It is only used if
+            there are several seeds.
+        when_synthetic: options that have other values for synthetic text.
     """
 
     model: str
@@ -108,12 +119,12 @@ class LanguageModelOptions(Options):
     when_synthetic: SyntheticChanges = SyntheticChanges()
 
     def for_source(self, source: str) -> "LanguageModelOptions":
-        """Return the options for text of a data source."""
+        """Return the options for text from this data source."""
         return self.model_copy(update=self.when_synthetic.model_dump(exclude_none=True)) if source == "synthetic" else self
 
     @property
     def plan(self) -> TrainingPlan:
-        """Length of the training, and when to evaluate and save."""
+        """The length of the training, and the steps between evaluations and between checkpoints."""
         return TrainingPlan(
             epochs=self.epochs, steps=self.steps, evaluate_every=self.evaluate_every, checkpoint_every=self.checkpoint_every
         )
@@ -124,7 +135,7 @@ class LanguageModelOptions(Options):
 
 
 def forecast(context: Context) -> list[Forecast]:
-    """Return the throughput of a steady step."""
+    """Predict the throughput of a training step after warm-up."""
     options, counted = LanguageModelOptions.of(context), datasets.vocabulary_row(context)
     if counted is None:
         return [Forecast(options.model, "tokens_per_s", None, NO_VOCABULARY)]
@@ -142,7 +153,10 @@ def forecast(context: Context) -> list[Forecast]:
 
 
 def run(context: Context, report: Report) -> Result:
-    """Train, score every token of the options' splits, then time a steady step; repeat the training with other seeds."""
+    """Train with each seed, and score every token of the chosen splits after each training.
+
+    After the training with the first seed, time its training step.
+    """
     corpus, tokenizer, prepared = datasets.text(context)
     text = _Text(context, LanguageModelOptions.of(context).for_source(corpus.source), corpus, tokenizer, prepared)
     seeds = [context.seed + number for number in range(text.options.seeds)]
@@ -161,7 +175,7 @@ def run(context: Context, report: Report) -> Result:
             rows, steady_samples = _rows(text, trained, engine, batches)
             samples.append(steady_samples)
         runs.append(trained)
-        del engine, batches  # frees the device's memory for the next
+        del engine, batches  # free the device's memory for the next training
     if len(seeds) > 1:
         rows += seed_rows(context, runs, corpus)
     parity, parity_samples = captured_parity(context, runs[0].name, _beginning(text), corpus.source)
@@ -180,7 +194,7 @@ EXPERIMENT = Experiment(
 
 @dataclass(frozen=True)
 class _Text:
-    """What every training of a run shares: options and data."""
+    """Options and data that all trainings of a run share."""
 
     context: Context
     options: LanguageModelOptions
@@ -217,8 +231,9 @@ class TrainedLanguage:
     """Results of one training.
 
     Attributes:
-        name, dtype: model, and number format of the training.
-        score_params: parameters of every row of a score: how it was taken, and with which weights.
+        name: name of the model.
+        dtype: number format of the training.
+        score_params: parameters of all score rows. They say how the scores were computed and with which weights.
         scored: scores by split.
     """
 
@@ -231,7 +246,7 @@ class TrainedLanguage:
 
 
 def seed_rows(context: Context, runs: list[TrainedLanguage], corpus: TextCorpus) -> list[Row]:
-    """Return every measure of every seed and split, then mean and deviation of each over the seeds."""
+    """Return every measure of every seed and split, then its mean and standard deviation over the seeds."""
     rows, first = [], runs[0]
     for split in first.scored:
         floor = text_floor(corpus, split)
@@ -249,7 +264,7 @@ def seed_rows(context: Context, runs: list[TrainedLanguage], corpus: TextCorpus)
 
 
 def _train(text: _Text, seed: int, report: Report) -> tuple[LanguageEngine, LanguageBatches, TrainedLanguage]:
-    """Train with one seed; the test split is not read."""
+    """Train with one seed. This function does not read the test split."""
     seed_everything(seed)
     options, batches = text.options, text.batches(seed)
     engine = text.engine(len(batches), capture=True)
@@ -267,7 +282,8 @@ def _train(text: _Text, seed: int, report: Report) -> tuple[LanguageEngine, Lang
         "context": options.sequence_length,
         "stride": options.stride,
         "step": engine.steps,
-        # No checkpoint is chosen afterwards: the length of the training was chosen on valid for all seeds alike.
+        # The last weights are scored, not those with the best validation loss. The length of the training is the same for all
+        # seeds and was chosen on the validation split.
         "weights": "after the last step",
         "dropout": options.dropout,
         "tokenizer": text.tokenizer.name,
@@ -280,7 +296,7 @@ def _score(text: _Text, engine: LanguageEngine, history: History, split: str) ->
     """Score every token of the split with the final weights."""
     stride, last = text.options.stride, history.epochs[-1].evaluation
     if split == "valid" and stride == text.options.sequence_length and last is not None:
-        # The last evaluation of the training used these weights and windows; another takes a minute on a CPU.
+        # The last evaluation of the training used the same weights and windows. On a CPU, a repetition would take a minute.
         columns: dict[str, Any] = {column.name: last[column.name] for column in fields(LanguageEvaluation)}
         evaluation = LanguageEvaluation(**columns)
     else:
@@ -290,12 +306,15 @@ def _score(text: _Text, engine: LanguageEngine, history: History, split: str) ->
 
 
 def _least_flops(config: TransformerConfig, length: int) -> float:
-    """FLOPs of forward and backward per token with the causal half of attention, which is all that must be computed."""
+    """Return the FLOPs of forward and backward per token that must be computed.
+
+    Attention counts half, because the causal mask removes the other half.
+    """
     return flops_per_token(config, length // 2).forward_backward
 
 
 def _beginning(text: _Text) -> Callable[[bool], tuple[LanguageEngine, Callable]]:
-    """Return a function that starts the training of the first seed anew, with or without capture."""
+    """Return a function that starts the training of the first seed again, with or without capture of the step."""
 
     def begin(capture: bool) -> tuple[LanguageEngine, Callable]:
         batches = text.batches(text.context.seed)
@@ -305,7 +324,7 @@ def _beginning(text: _Text) -> Callable[[bool], tuple[LanguageEngine, Callable]]
 
 
 def _rows(text: _Text, run: TrainedLanguage, engine: LanguageEngine, batches: LanguageBatches) -> tuple[list[Row], pd.DataFrame]:
-    """Return the rows of a training, of its scores, and of a steady step timed after it, with the step's samples."""
+    """Return the rows of a training, of its scores and of the step that is timed after it, and the samples of that step."""
     context, source = text.context, text.corpus.source
     config, length = text.options.config(text.tokenizer.vocab_size), text.options.sequence_length
     rows = epoch_rows(context, run.name, run.dtype, engine, run.history, source)

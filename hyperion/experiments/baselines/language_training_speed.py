@@ -1,20 +1,28 @@
-"""Speed of this library's language-model training compared with a plain public loop, in turn on one device.
+"""Speed of this library's language-model training, compared with a plain public training loop on one device.
 
-Both are also compared with a roof: the least time of a step by this run's own ceilings. It starts with the matrix products, in
-one of two ways: all FLOPs at the fastest rate of any product that the run has measured (attention counts the half that a causal
-mask leaves), or the step's own products, done one after the other and timed in turn with whole steps (`products_alone`). It
-then adds the time of the fastest stream for the bytes that no product reads or writes, since kernels run one after the other:
+The steps of both loops are timed in turn. Both loops are also compared with a roof. The roof is an estimate of the least time
+of a step. It is computed from the rates that this run has measured, and it has two parts, because kernels run one after the
+other: the time of the matrix products, and the time to move all other bytes through memory.
 
-- the update, in float32: weight, gradient and two moments read, weight and moments written; where products write 16 bits, the
-  gradient is also written in float32 before;
-- logits, in the format of the products: read once, for the loss;
-- activations, in the same format, in tensors of [B, T, D]. A block writes its input and the sum after attention, and reads them
-  in the backward pass (4); it writes the outputs of both norms and of GELU (2 + 4) and reads the input of GELU in the backward
-  pass (4). The head does the same for the input of the last norm (2) and its output (1).
+The time of the matrix products is determined in one of two ways:
 
-Not counted: gradients of activations, second reads in the forward pass, statistics of norms and of attention, 16-bit copies of
-weights, the embedding's lookups, launches. A kernel that fuses a norm or a GELU with a product could be faster than this roof;
-none does here.
+- All FLOPs run at the highest rate of any matrix product that the run has measured. Attention counts only the half of its FLOPs
+  that a causal mask leaves.
+- The step's own matrix products run one after the other, and are timed in turn with whole steps (see `products_alone`).
+
+The other bytes are those that no matrix product reads or writes. They move at the rate of the fastest stream:
+
+- The optimizer works in float32. It reads weight, gradient and the two moments of AdamW, and writes weight and moments. Where
+  matrix products write 16-bit numbers, the gradient is first converted to float32 and written.
+- The loss reads the logits once, in the number format of the matrix products.
+- Activations have the same format. They are counted in tensors of [B, T, D]. Each block writes its input and the sum after
+  attention and reads both in the backward pass (4 tensors). It writes the outputs of both norms and of GELU (2 + 4 tensors). It
+  reads the input of GELU in the backward pass (4 tensors). The head writes and reads the input of the last norm (2 tensors)
+  and writes its output (1 tensor).
+
+The roof leaves out gradients of activations, repeated reads in the forward pass, the statistics of norms and of attention,
+16-bit copies of weights, the lookups of the embedding, and the launches of kernels. A kernel that fuses a norm or a GELU with a
+matrix product could be faster than this roof. Neither loop uses such a kernel.
 """
 
 import math
@@ -56,8 +64,9 @@ from hyperion.workloads.workloads import (
     workload,
 )
 
-# Losses are compared by windows, whose means hide the scatter of single steps but not a lasting difference. Over 200 steps of a
-# small model, bfloat16 alone changed a window by 0.2 %, a learning rate higher by a tenth by 1.4 %.
+# The steps are divided into this number of windows, and the mean losses of the windows are compared. A mean averages out the
+# scatter of single steps but keeps a lasting difference. In a test over 200 steps of a small model, the use of bfloat16 changed
+# the mean of a window by 0.2 %, and a 10 % higher learning rate changed it by 1.4 %.
 WINDOWS = 10
 ROOF, OWN_ROOF = "of the step's roof", "of the roof of its own products"
 _NO_ROOF = "no roof: this run has measured no ceilings (01_hardware_exploration)"
@@ -69,16 +78,18 @@ class LanguageTrainingSpeedOptions(Options):
 
     Args:
         model: name of the Transformer configuration.
-        layers: number of blocks, 0 for the configuration's.
-        sequence_length: tokens of a sequence.
-        batch_size: sequences of a batch.
-        learning_rate, warmup_steps: of the training.
+        layers: number of blocks. 0 uses the number of the configuration.
+        sequence_length: number of tokens in a sequence.
+        batch_size: number of sequences in a batch.
+        learning_rate: learning rate after the warm-up.
+        warmup_steps: number of steps of the warm-up.
         precision: number format, or "auto".
-        compiled: compile both models.
-        steps: least number of steps whose losses are compared.
-        steps_in_a_row: steps of one loop before it is the other's turn.
-        tolerance: largest relative difference of the mean losses of a window, without the padding's part.
-        time_limit_s: time limit of the measurement.
+        compiled: whether to compile both models.
+        steps: at least this many steps of both loops are compared by their losses.
+        steps_in_a_row: number of steps that one loop takes before the other loop continues.
+        tolerance: largest allowed relative difference between the mean losses of a window. The difference that the padded
+            vocabulary explains is allowed in addition.
+        time_limit_s: seconds of timing.
     """
 
     model: str
@@ -96,12 +107,15 @@ class LanguageTrainingSpeedOptions(Options):
 
     @property
     def sizes(self) -> LanguageSizes:
-        """Sizes of the step."""
+        """The sizes of the model and of the batch."""
         return LanguageSizes(**self.model_dump(include=set(LanguageSizes.model_fields)))
 
 
 def forecast(context: Context) -> list[Forecast]:
-    """Return the speed-up of ours, then its time and throughput, as if all kernels of both ran at the run's ceilings."""
+    """Predict the speed-up of this library's loop, and the time and throughput of its step.
+
+    The prediction assumes that all kernels of both loops run at the ceilings that this run has measured.
+    """
     options = LanguageTrainingSpeedOptions.of(context)
     dtype = choose_precision(context.device, options.precision).dtype
     work = expected_workload(context, options.sizes)
@@ -114,16 +128,21 @@ def forecast(context: Context) -> list[Forecast]:
         return [ours(metric="speedup", estimate=None, basis=NO_CEILINGS, params=params | {"over": PLAIN})]
     more = _additional_bytes(options, work, dtype)
     ratio = 1 + roof.moving_s(more) / roof.time_s
-    basis = f"the plain model moves {more / 1e9:.3g} GB more, in float32 and for logits" if more else "both do the same"
+    basis = f"the plain model moves {more / 1e9:.3g} GB more" if more else "both loops do the same work"
     return [
-        ours(metric="speedup", estimate=ratio, basis=f"{basis}; ours: {roof}", params=params | {"over": PLAIN}),
+        ours(
+            metric="speedup",
+            estimate=ratio,
+            basis=f"{basis}; roof of this library's step: {roof}",
+            params=params | {"over": PLAIN},
+        ),
         ours(metric="step_time_s", estimate=roof.time_s, basis=str(roof), params=params),
         ours(metric="tokens_per_s", estimate=work.items / roof.time_s, basis=str(roof), params=params),
     ]
 
 
 def run(context: Context, report: Report) -> Result:
-    """Train both from the same weights over the same batches in turn; time their steps and compare their losses."""
+    """Train both loops from the same weights on the same batches, time their steps in turn and compare their losses."""
     options = LanguageTrainingSpeedOptions.of(context)
     corpus, tokenizer, prepared = datasets.text(context)
     work = workload(options.sizes.model_copy(update={"vocabulary": tokenizer.vocab_size}))
@@ -152,14 +171,14 @@ EXPERIMENT = Experiment(
 
 @dataclass
 class _Loop:
-    """One way of training, with its own loader.
+    """One of the two training loops, with its own loader.
 
     Attributes:
-        train_on: does one optimizer step on inputs and targets and returns the loss before it.
+        train_on: takes inputs and targets, does one optimizer step, and returns the loss before the update.
         losses: losses of all steps so far, on the device.
-        first_s: seconds of the steps in which everything is compiled or captured.
-        peak_gib: peak of tensor memory in a step beyond what was allocated before the loop; None on a CPU.
-        replayed: whether steps are captured and replayed.
+        first_s: seconds of the first steps, which compile the model and capture the step.
+        peak_gib: peak GiB of tensors in a step, without the tensors that existed before the loop was built. None on a CPU.
+        replayed: whether the step is captured as a graph and replayed.
     """
 
     train_on: Callable[[Tensor, Tensor], Tensor]
@@ -179,9 +198,9 @@ def _compared(
 ) -> tuple[list[Row], pd.DataFrame]:
     context, started = loops.context, {}
     for number, (name, build) in enumerate({OURS: _ours, PLAIN: _plain}.items()):
-        report(number, 3, f"first steps of {name}")
+        report(number, 3, f"first steps of the loop {name}")
         started[name] = _start(options, loops, tokens, build)
-    report(2, 3, "steps of both in turn")
+    report(2, 3, "steps of both loops in turn")
     timings, products = _timed(options, loops, started)
     parity, losses = _parity(options, loops, started)
     speeds, samples = loops.speeds(timings, {"replayed": started[OURS].replayed})
@@ -202,9 +221,10 @@ def _compared(
 
 
 def _start(options: LanguageTrainingSpeedOptions, loops: PairedLoops, tokens: np.ndarray, build: Callable) -> _Loop:
-    """Build a loop and do three steps: one that compiles, one that shows the memory of a usual step, one to capture.
+    """Build a loop and do three steps.
 
-    The memory is taken before the capture because a graph keeps the memory of its tensors to itself.
+    The first step compiles the model. The second step shows the peak memory of a usual step. The third step is captured as a
+    graph. Memory is measured before the capture, because a graph has its own memory pool.
     """
     context, device = loops.context, loops.context.device
     accelerator = device.kind != "cpu"
@@ -256,7 +276,13 @@ def _plain(
 def _timed(
     options: LanguageTrainingSpeedOptions, loops: PairedLoops, started: dict[str, _Loop]
 ) -> tuple[dict[str, Timing], Timing | str]:
-    """Time the steps of both and the products alone in turn; if memory is short, only the steps, with the reason."""
+    """Time the steps of both loops and the step's matrix products in turn.
+
+    If memory does not suffice for the matrix products, time only the steps.
+
+    Returns:
+        The timings of both loops, and the timing of the matrix products or the reason why they could not be timed.
+    """
     device, steps = loops.context.device, [loop.step for loop in started.values()]
     in_turn = partial(
         time_interleaved,
@@ -277,10 +303,11 @@ def _timed(
 
 
 def _parity(options: LanguageTrainingSpeedOptions, loops: PairedLoops, started: dict[str, _Loop]) -> tuple[Row, pd.DataFrame]:
-    """Return the largest relative difference of mean losses in any window of the steps that both have done.
+    """Compare the mean losses of both loops in each window of the steps that both loops have done.
 
-    The classes that the plain model adds to the vocabulary V raise its loss by at most ln(P / V), and the loss before the first
-    step is ln V; the rest of the difference is rounding.
+    The row has the largest relative difference of any window. The plain model pads the vocabulary from V to P classes. This
+    raises its loss by at most ln(P / V), compared with an initial loss of ln V. The tolerance allows this difference; the rest
+    is rounding.
     """
     classes = not_none(loops.work.config).vocab_size
     tolerance = options.tolerance + math.log(padded_classes(classes) / classes) / math.log(classes)
@@ -293,7 +320,11 @@ def _parity(options: LanguageTrainingSpeedOptions, loops: PairedLoops, started: 
 
 
 def _share_row(loops: PairedLoops, name: str, timing: Timing, what: str, roof: "StepRoof | str") -> Row:
-    """Return the share of a loop's time that a roof takes; without a value if `roof` is a reason."""
+    """Return the roof as a share of a loop's step time.
+
+    Args:
+        roof: the roof, or the reason why there is none. With a reason the row has no value.
+    """
     columns = loops.of(name)
     columns["params"] |= {"what": what}
     if isinstance(roof, str):
@@ -304,7 +335,7 @@ def _share_row(loops: PairedLoops, name: str, timing: Timing, what: str, roof: "
 
 
 def _memory_rows(loops: PairedLoops, started: dict[str, _Loop]) -> list[Row]:
-    """Peak memory of each loop by itself; none on a CPU, where the process holds both."""
+    """Return the peak memory of each loop. On a CPU there are no rows, because both loops share the memory of one process."""
     limit, source = loops.work.standing_bytes / GIB, f"weights and {loops.work.moments} moments of each in float32"
     return [
         loops.context.row(loops.work.name, "peak_memory_gib", loop.peak_gib, limit=limit, limit_source=source, **loops.of(name))
@@ -318,11 +349,11 @@ def _params(options: LanguageTrainingSpeedOptions, work: Workload) -> dict:
 
 
 def _additional_bytes(options: LanguageTrainingSpeedOptions, work: Workload, dtype: str) -> float:
-    """Bytes that the plain model moves in addition to ours.
+    """Return the bytes that the plain model moves in addition to the bytes that this library's model moves.
 
-    Autocast leaves the two sums per block of the residual stream in float32: two more bytes of each, written and read. And it
-    reads the logits once more, where our kernel writes their gradient in their place. Without compilation or in float32 both
-    do the same.
+    Each block adds twice to the residual stream. Under autocast both sums stay in float32, so writing and reading each of their
+    elements moves two more bytes. The plain model also reads the logits once more. This library's kernel avoids this read,
+    because it overwrites the logits with their gradient. Without compilation or in float32, both models move the same bytes.
     """
     if not (options.compiled and dtype in SIXTEEN_BIT):
         return 0.0
@@ -332,7 +363,7 @@ def _additional_bytes(options: LanguageTrainingSpeedOptions, work: Workload, dty
 
 
 def least_traffic(config: TransformerConfig, tokens: int, dtype: str) -> dict[str, int]:
-    """Return the bytes that a step must move outside of its products, by cause."""
+    """Return the bytes that a step must move outside of its matrix products, by cause."""
     each = FORMATS[dtype].bytes
     passes = _PASSES_OF_A_BLOCK * config.layers + _PASSES_OF_THE_HEAD
     rounded = _FLOAT32 if each < _FLOAT32 else 0
@@ -345,15 +376,15 @@ def least_traffic(config: TransformerConfig, tokens: int, dtype: str) -> dict[st
 
 @dataclass(frozen=True)
 class StepRoof:
-    """The least time of a step by part.
+    """An estimate of the least time of a step, as the sum of the times of its parts.
 
     Attributes:
-        products: seconds of products by name.
-        how: how they were determined, as the end of a sentence.
-        ceilings: other ceilings of the run that the roof uses, by name.
-        bandwidth_gb_s: bandwidth of the run's fastest stream.
-        traffic: bytes by cause.
-        together: timing of all products in turn with whole steps, if measured.
+        products: seconds of the matrix products, by name.
+        how: how these seconds were determined. The text continues a sentence.
+        ceilings: measured rates that the roof uses besides the bandwidth, by name.
+        bandwidth_gb_s: bandwidth of the fastest stream of the run.
+        traffic: bytes that move outside of matrix products, by cause.
+        together: timing of all matrix products in turn with whole steps. None if it was not measured.
     """
 
     products: dict[str, float]
@@ -364,7 +395,7 @@ class StepRoof:
     together: Timing | None = None
 
     def moving_s(self, moved_bytes: float) -> float:
-        """Return the seconds of the fastest stream for these bytes."""
+        """Return the seconds that the fastest stream needs for this number of bytes."""
         return moved_bytes / (self.bandwidth_gb_s * 1e9)
 
     @property
@@ -378,14 +409,18 @@ class StepRoof:
         return sum(self.parts.values())
 
     def share_of(self, step: Timing) -> Estimate:
-        """Return the roof as a share of a step's time, with the uncertainty of the step or of its ratio to the products."""
+        """Return the roof as a share of a step's time.
+
+        If the matrix products were timed in turn with the steps, the interval comes from their paired samples. Otherwise it
+        comes from the samples of the step.
+        """
         if self.together is None:
             return step.estimate.map(lambda seconds: self.time_s / seconds)
         return ratio_estimate(step.samples_s, self.together.samples_s + self.time_s - sum(self.products.values()))
 
     @property
     def params(self) -> dict:
-        """The ceilings and every part's seconds, for rows."""
+        """The rates that the roof uses and the seconds of each part, as parameters of a row."""
         values = self.ceilings | {"bandwidth_gb_s": self.bandwidth_gb_s, "roof_s": self.time_s}
         values |= {f"{name}_s": seconds for name, seconds in self.parts.items()}
         return {name: float(f"{value:.4g}") for name, value in values.items()}
@@ -399,7 +434,10 @@ class StepRoof:
 
 
 def step_roof(context: Context, work: Workload, dtype: str) -> StepRoof | None:
-    """Return the roof with all products at the rate of the fastest; None if this run has not measured both ceilings."""
+    """Return the roof in which all matrix products run at the highest measured rate.
+
+    Returns None if this run has not measured both a matrix product and a stream.
+    """
     gemm, stream = context.best_upstream("gemm_tflops", dtype), stream_ceiling(context.upstream)
     if gemm is None or stream is None:
         return None
@@ -410,10 +448,13 @@ def step_roof(context: Context, work: Workload, dtype: str) -> StepRoof | None:
 
 
 def own_roof(context: Context, work: Workload, dtype: str, together: Timing) -> StepRoof | None:
-    """Return the roof with the step's own products; None if this run has measured no stream.
+    """Return the roof that uses the measured time of the step's own matrix products.
 
     Args:
-        together: timing of all of them in turn with the steps to compare.
+        together: timing of all matrix products, in turn with the steps that the roof is compared with.
+
+    Returns:
+        The roof, or None if this run has measured no stream.
     """
     stream = stream_ceiling(context.upstream)
     if stream is None:

@@ -1,4 +1,8 @@
-"""Does the model see the future? No model scores independent uniform tokens better than ln V nats per token."""
+"""Does the model see future tokens?
+
+The tokens are drawn independently and uniformly from a vocabulary of V tokens. The expected loss of a causal model on such
+tokens is at least ln V nats per token. A clearly lower loss shows that the model sees its targets.
+"""
 
 import math
 
@@ -19,11 +23,11 @@ class LeakageOptions(Options):
     """Options of `leakage`.
 
     Args:
-        vocabulary: number of different tokens.
+        vocabulary: number of distinct tokens, V.
         sequence_length: tokens of a sequence.
         batch_size: sequences of a batch.
-        steps: optimizer steps.
-        held_out_batches: batches to score after the training.
+        steps: number of optimizer steps.
+        held_out_batches: number of batches to score after the training.
     """
 
     vocabulary: int
@@ -34,14 +38,17 @@ class LeakageOptions(Options):
 
 
 def forecast(context: Context) -> list[Forecast]:
-    """Return ln V, the entropy of a uniform token."""
+    """Predict the validation loss ln V, which is the entropy in nats of a token drawn uniformly from V tokens."""
     size = LeakageOptions.of(context).vocabulary
-    basis = f"entropy of a token drawn uniformly from {size}: ln {size} nats"
+    basis = f"the entropy of a token drawn uniformly from {size} tokens is ln {size} nats"
     return [Forecast(VARIANT, "validation_loss", math.log(size), basis, dtype="fp32")]
 
 
 def run(context: Context, report: Report) -> Result:
-    """Train on fresh tokens at every step, then score others; a loss below ln V by 4 standard errors fails the check."""
+    """Train on new random tokens at every step, then measure the loss on tokens that were not used for training.
+
+    The check fails if this loss is more than 4 standard errors below ln V.
+    """
     seed_everything(context.seed)
     options, device = LeakageOptions.of(context), context.device
     generator = torch.Generator().manual_seed(context.seed)
@@ -52,7 +59,7 @@ def run(context: Context, report: Report) -> Result:
     losses = []
     for step in range(options.steps):
         losses.append(engine.train_step(_fresh_batch(options, generator, device)).loss)
-        report(step + 1, options.steps, "fresh tokens")
+        report(step + 1, options.steps, "training on random tokens")
     held_out = (_fresh_batch(options, generator, device) for _ in range(options.held_out_batches))
     scored = evaluate_language(model, held_out, engine.precision, device)
     row = context.row(

@@ -1,4 +1,7 @@
-"""Perplexities of unigram and bigram counts on the held-out text, which a neural model must beat; rows of any perplexity."""
+"""Perplexities of n-gram models on the held-out splits. A neural model must reach a lower perplexity than these baselines.
+
+The functions that compute the rows of perplexities are used for neural models too.
+"""
 
 import math
 from collections.abc import Callable
@@ -13,7 +16,7 @@ from hyperion.results import Row
 from hyperion.workloads import datasets
 from hyperion.workloads.workloads import NO_VOCABULARY
 
-# By metric: the unit that the nats of a split are divided by, and the conversion of nats per unit.
+# For each metric: the unit whose number divides the nats of a split, and the conversion from nats per unit to the metric.
 MEASURES: dict[str, tuple[str, Callable[[float], float]]] = {
     "perplexity_token": ("tokens", math.exp),
     "perplexity_word": ("words", math.exp),
@@ -23,11 +26,11 @@ _VARIANTS = {"unigram": "unigram", "interpolated bigram": "bigram_interpolated"}
 
 
 class NgramBaselinesOptions(Options):
-    """Options of `ngram_baselines`, which has none of its own."""
+    """Options of `ngram_baselines`. There are no options besides those of every experiment."""
 
 
 def forecast(context: Context) -> list[Forecast]:
-    """Return the unigram perplexity of tokens distributed by Zipf's law, exp(entropy)."""
+    """Predict the perplexity of the unigram model as exp(entropy), as if token frequencies followed Zipf's law."""
     counted = datasets.vocabulary_row(context)
     estimate, basis = None, NO_VOCABULARY
     if counted is not None:
@@ -35,12 +38,12 @@ def forecast(context: Context) -> list[Forecast]:
         weights = [1 / rank for rank in range(1, vocabulary + 1)]
         total = math.fsum(weights)
         estimate = math.exp(-math.fsum(w / total * math.log(w / total) for w in weights))
-        basis = f"entropy of Zipf's law with exponent 1 over {vocabulary} tokens"
+        basis = f"exp of the entropy of Zipf's law with exponent 1 over {vocabulary} tokens"
     return [Forecast("unigram", "perplexity_token", estimate, basis, params={"split": "valid"})]
 
 
 def run(context: Context, report: Report) -> Result:
-    """Fit on the train split, score every token of valid and test."""
+    """Fit the n-gram models on the training split, then score every token of the validation and test splits."""
     corpus, tokenizer, prepared = datasets.text(context)
     train = prepared.tokens["train"]
     rows: list[Row] = []
@@ -64,23 +67,24 @@ EXPERIMENT = Experiment(forecast, run, options=NgramBaselinesOptions, forecast_r
 
 @dataclass(frozen=True)
 class TextFloor:
-    """The least total negative log-likelihood of a split.
+    """The least possible expected negative log-likelihood of a split, called the floor.
 
     Args:
-        total_nll_nats: that of the process that wrote the text, in nats; None for natural text.
-        source: where the floor comes from, or why there is none.
+        total_nll_nats: negative log-likelihood of the whole split under the process that generated the text, in nats. None for
+            natural text.
+        source: source of the floor, or the reason why there is none.
     """
 
     total_nll_nats: float | None
     source: str
 
     def per(self, count: int) -> float | None:
-        """Return nats per unit for `count` units."""
+        """Return the floor in nats per unit if the split has `count` units, or None if there is no floor."""
         return None if self.total_nll_nats is None else self.total_nll_nats / count
 
 
 def text_floor(corpus: TextCorpus, split: str) -> TextFloor:
-    """Return the floor of a split: exact for synthetic text, unknown for natural text."""
+    """Return the floor of a split. It is computed exactly for synthetic text and unknown for natural text."""
     if corpus.language is None:
         return TextFloor(None, "no limit: the entropy of natural text is not known")
     total = corpus.language.true_negative_log_likelihood(list(corpus.splits[split]))
@@ -95,8 +99,8 @@ class Scored:
         total_nll_nats: negative log-likelihood summed over all tokens, in nats.
         tokens: number of tokens.
         standard_error_nats: standard error of the mean negative log-likelihood per token.
-        words: number of words, with one <eos> per line.
-        utf8_bytes: size of the split's file in bytes.
+        words: number of words. The <eos> at the end of each line counts as a word.
+        utf8_bytes: size of the split's text in bytes of UTF-8.
     """
 
     total_nll_nats: float
@@ -115,13 +119,13 @@ class Scored:
         tokens: int,
         standard_error_nats: float,
     ) -> "Scored":
-        """Return the score with the words and bytes of a split."""
+        """Return the score of a split, with the number of words and bytes of the split."""
         words = prepared.steps[split]["read"]["words_with_eos"]
         utf8_bytes = sum(len(line.encode()) for line in corpus.splits[split])
         return cls(total_nll_nats, tokens, standard_error_nats, words, utf8_bytes)
 
     def measure(self, metric: str) -> float:
-        """Return one of MEASURES."""
+        """Return the value of a metric, which is one of MEASURES."""
         unit, convert = MEASURES[metric]
         return convert(self.total_nll_nats / getattr(self, unit))
 
@@ -129,7 +133,10 @@ class Scored:
 def perplexity_rows(
     context: Context, variant: str, dtype: str, params: dict, scored: Scored, floor: TextFloor, data_source: str
 ) -> list[Row]:
-    """Return perplexity per token, perplexity per word (with one <eos> per line) and bits per byte of a whole split."""
+    """Return perplexity per token, perplexity per word and bits per byte of a whole split.
+
+    The <eos> at the end of each line counts as a word.
+    """
     rows = []
     for metric, (unit, convert) in MEASURES.items():
         count = getattr(scored, unit)

@@ -1,8 +1,8 @@
-"""The parity ladder: train the same tokens plainly, then with one change more at a time, and compare the losses.
+"""The parity ladder: repeat a training, add one change at a time, and compare the losses.
 
-Each rung adds to the one before: float32 on one device, the same again, accumulation over micro-batches, bfloat16, activation
-checkpointing, compiled blocks, and a run that is interrupted and resumed. A change that rounds differently has a tolerance for
-its rounding; one that must not change the numbers has none.
+Each rung of the ladder makes one change to the rung before it. The rungs are: float32 on one device, the same again,
+accumulation over micro-batches, bfloat16, activation checkpointing, compiled blocks, and a run that is interrupted and resumed.
+A change that rounds numbers differently has a tolerance for the rounding. For all other changes the losses must be equal.
 """
 
 import shutil
@@ -27,9 +27,9 @@ from hyperion.workloads import datasets
 from hyperion.workloads.twins import SCATTER_BF16
 
 FIRST = "fp32"
-# Tolerance for two runs of one rung on a GPU, where the order of some sums depends on the order in which threads finish.
+# Tolerance for two runs of the same rung on a GPU. There the order of some sums depends on the order in which threads finish.
 _UNORDERED = 2e-3
-_MOST_GRAPHS = 32  # compilations of one function, since each block is compiled on its own
+_MOST_GRAPHS = 32  # Each block is compiled separately, and all blocks share one forward function.
 
 
 class ParityLadderOptions(Options):
@@ -37,13 +37,15 @@ class ParityLadderOptions(Options):
 
     Args:
         tokens: number of tokens from the beginning of the text.
-        sequence_length: tokens of a sequence.
-        batch_size: sequences of a batch.
-        micro_batches: parts of a batch on the rungs that accumulate.
-        width, heads, layers: of the Transformer.
-        steps: optimizer steps.
-        learning_rate: after a warm-up over a tenth of the steps.
-        compiler: backend of torch.compile. "aot_eager" splits the graphs like "inductor" but writes no kernels.
+        sequence_length: number of tokens in a sequence.
+        batch_size: number of sequences in a batch.
+        micro_batches: number of parts of a batch on the rungs that accumulate gradients.
+        width: width of the Transformer.
+        heads: number of attention heads.
+        layers: number of blocks.
+        steps: number of optimizer steps.
+        learning_rate: learning rate after the warm-up, which lasts a tenth of the steps.
+        compiler: backend of torch.compile. "aot_eager" captures the same graphs as "inductor" but generates no kernels.
     """
 
     tokens: int
@@ -60,12 +62,12 @@ class ParityLadderOptions(Options):
 
 @dataclass(frozen=True)
 class ParityRung:
-    """One way to do the training.
+    """One rung of the ladder: a way to do the training.
 
     Attributes:
         micro_batches: number of parts that each batch is split into.
-        tolerance: largest relative difference of a loss from the rung before, 0 if the losses must be equal.
-        unit: unit of roundoff for the forecast, 0 if nothing is rounded differently.
+        tolerance: largest allowed relative difference from a loss of the rung before. 0 if the losses must be equal.
+        unit: unit of roundoff, from which the difference is predicted. 0 if nothing is rounded differently.
         why: reason for the tolerance.
     """
 
@@ -81,7 +83,7 @@ class ParityRung:
 
 
 def rungs(micro_batches: int) -> list[ParityRung]:
-    """Return the ladder from the bottom."""
+    """Return all rungs, from the plain training on."""
     plain = ParityRung(FIRST)
     again = replace(plain, name="again", why="the same operations in the same order")
     parts = replace(
@@ -90,16 +92,23 @@ def rungs(micro_batches: int) -> list[ParityRung]:
         micro_batches=micro_batches,
         tolerance=1e-4,
         unit=2.0**-24,
-        why="the same sums in another order, rounded to float32",
+        why="the same terms are added in another order and rounded to float32",
     )
-    half = replace(parts, name="bf16", dtype="bf16", tolerance=3e-2, unit=2.0**-8, why="products of operands rounded to 8 bits")
+    half = replace(
+        parts,
+        name="bf16",
+        dtype="bf16",
+        tolerance=3e-2,
+        unit=2.0**-8,
+        why="the operands of matrix products are rounded to 8 significant bits",
+    )
     kept = replace(
         half,
         name="checkpointed",
         checkpointing="every block",
         tolerance=0.0,
         unit=0.0,
-        why="activations computed again by the same operations",
+        why="activations are recomputed by the same operations",
     )
     compiled = replace(
         kept,
@@ -107,19 +116,25 @@ def rungs(micro_batches: int) -> list[ParityRung]:
         compiled=True,
         tolerance=1e-2,
         unit=2.0**-8,
-        why="fused operations leave out the roundings between them",
+        why="fused operations do not round the results between them",
     )
     resumed = replace(
-        compiled, name="resumed", resumed=True, tolerance=0.0, unit=0.0, why="all that the next step depends on was saved"
+        compiled,
+        name="resumed",
+        resumed=True,
+        tolerance=0.0,
+        unit=0.0,
+        why="the checkpoint contains everything that the next step depends on",
     )
     return [plain, again, parts, half, kept, compiled, resumed]
 
 
 def forecast(context: Context) -> list[Forecast]:
-    """Return the difference of each rung from the one before.
+    """Predict the relative difference between the losses of each rung and of the rung before it.
 
-    It is zero, or the unit of roundoff after averaging over the independent roundings of a batch's tokens, and at least the
-    rounding of the loss to float32.
+    If nothing is rounded differently, the difference is 0. Otherwise it is the unit of roundoff divided by the square root of
+    the number of tokens in a batch, because the rounding errors of the tokens are independent and average out. It is at least
+    the rounding of the loss to float32.
     """
     options = ParityLadderOptions.of(context)
     tokens = options.batch_size * options.sequence_length
@@ -132,7 +147,7 @@ def forecast(context: Context) -> list[Forecast]:
             rung.name,
             "relative_difference",
             difference(rung),
-            f"{rung.why}: {f'{rung.unit:.2g} over the root of {tokens} tokens' if rung.unit else 'no difference'}",
+            f"{rung.why}: {f'{rung.unit:.2g} divided by the square root of {tokens} tokens' if rung.unit else 'no difference'}",
             dtype=rung.dtype,
             params=_params(options, rung),
         )
@@ -141,7 +156,7 @@ def forecast(context: Context) -> list[Forecast]:
 
 
 def run(context: Context, report: Report) -> Result:
-    """Train every rung in one process, each from the same weights over the same batches."""
+    """Train every rung in one process. All rungs start from the same weights and see the same batches."""
     shutil.rmtree(context.workspace, ignore_errors=True)
     options = ParityLadderOptions.of(context)
     ladder = rungs(options.micro_batches)
@@ -173,7 +188,7 @@ def _tokens(context: Context, options: ParityLadderOptions) -> tuple[np.ndarray,
 
 
 def _why_absent(context: Context, options: ParityLadderOptions, rung: ParityRung) -> str:
-    """Return why a rung cannot run here, "" if it can."""
+    """Return the reason why a rung cannot run on this device, or an empty string if it can."""
     possible, how = context.device.supports(rung.dtype)
     if not possible:
         return f"unsupported: {how}"
@@ -184,7 +199,7 @@ def _losses(context: Context, options: ParityLadderOptions, rung: ParityRung, to
     def train_until(until: int, seed: int, folder: Path | None) -> list[float]:
         seed_everything(seed, deterministic=context.device.kind != "cpu")
         torch.use_deterministic_algorithms(torch.are_deterministic_algorithms_enabled(), warn_only=True)
-        torch._dynamo.reset()  # compiled code refers to the model of the rung before
+        torch._dynamo.reset()  # compiled code keeps the model of the rung before in memory
         engine, batches = _engine(context, options, rung, tokens), _batches(context, options, tokens)
         # A block that is recompiled too often must raise: by default the compiler silently runs it eagerly.
         with torch._dynamo.config.patch(recompile_limit=_MOST_GRAPHS, fail_on_recompile_limit_hit=True):
@@ -194,7 +209,7 @@ def _losses(context: Context, options: ParityLadderOptions, rung: ParityRung, to
         return train_until(options.steps, context.seed, None)
     folder = context.workspace / "interrupted"
     train_until(options.steps // 2, context.seed, folder)
-    return train_until(options.steps, context.seed + 1, folder)  # other initial weights, which the checkpoint must replace
+    return train_until(options.steps, context.seed + 1, folder)  # another seed: the checkpoint must replace these weights
 
 
 def _engine(context: Context, options: ParityLadderOptions, rung: ParityRung, tokens: np.ndarray) -> LanguageEngine:
@@ -218,14 +233,14 @@ def _batches(context: Context, options: ParityLadderOptions, tokens: np.ndarray)
 def _rows(
     context: Context, options: ParityLadderOptions, rung: ParityRung, curves: dict[str, list[float]], reason: str, source: str
 ) -> list[Row]:
-    """Return the differences of a rung's losses from those of the rung before and of the first."""
+    """Compare a rung's losses with those of the rung before it and with those of the first rung."""
     params = _params(options, rung)
     if reason:
         return [context.absent_row(rung.name, "relative_difference", reason, dtype=rung.dtype, params=params)]
-    before = list(curves)[-2]  # the last rung below that can run here
+    before = list(curves)[-2]  # the nearest earlier rung that can run on this device
     exact = rung.tolerance == 0
     tolerance = _UNORDERED if exact and context.device.kind != "cpu" else rung.tolerance
-    # The tolerances of all rungs add up in the distance from the first.
+    # The difference from the first rung may be as large as the tolerances of all rungs together.
     total = sum(other.tolerance for other in rungs(options.micro_batches))
     allowed = {before: tolerance, FIRST: total if before != FIRST else tolerance}
     rows = []

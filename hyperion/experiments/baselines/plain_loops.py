@@ -1,7 +1,9 @@
-"""Training loops as public scripts write them for a GPU, a ResNet-18 and a GPT-2, and rows that compare this library with them.
+"""Training loops in the style of public GPU scripts, one for a ResNet-18 and one for a GPT-2.
 
-Shape suffixes as in hyperion.models.transformer. P is the vocabulary V padded to a multiple of 64, for aligned rows. The classes
-above V are scored like all others and are never right.
+The rows that compare this library's loops with these loops are made here too.
+
+Shape suffixes are the same as in hyperion.models.transformer. P is the vocabulary size V rounded up to a multiple of 64, so
+that rows of the logits are aligned in memory. The padded classes take part in the softmax but are never a target.
 """
 
 from collections.abc import Callable, Iterable
@@ -30,14 +32,17 @@ from hyperion.workloads.workloads import CLASSES, Workload
 
 OURS, PLAIN = "hyperion", "plain"
 _MOMENTUM, _PADDING = 0.9, 4
-_PUBLISHED_WIDTH = 64  # torchvision has no other
+_PUBLISHED_WIDTH = 64  # the only width of torchvision's ResNet-18
 
 
 def plain_model(width: int) -> tuple[nn.Module, str]:
-    """Return torchvision's ResNet-18 with the CIFAR stem and "torchvision"; at other widths this library's and "hyperion".
+    """Return a ResNet-18 with the CIFAR stem, and the library that it comes from.
+
+    The model and the name come from torchvision at a width of 64 ("torchvision"). At other widths they come from this library
+    ("hyperion").
 
     Raises:
-        HyperionError: torchvision is needed and cannot be imported.
+        HyperionError: torchvision is needed but cannot be imported.
     """
     if width != _PUBLISHED_WIDTH:
         return resnet18(CLASSES, width), "hyperion"
@@ -51,21 +56,31 @@ def plain_model(width: int) -> tuple[nn.Module, str]:
 
 
 def copy_weights(source: nn.Module, target: nn.Module) -> None:
-    """Copy the weights of a ResNet-18 to one with other names; both list the same tensors in the same order."""
+    """Copy the weights of a ResNet-18 to a ResNet-18 whose parameters have other names.
+
+    Both state dicts must have the same tensors in the same order.
+    """
     values = source.state_dict().values()
     target.load_state_dict(dict(zip(target.state_dict(), values, strict=True)))
 
 
 class PlainImageLoop:
-    """Training of a ResNet-18 on images that are all on the device as normalised float32.
+    """A plain training loop for a ResNet-18.
 
-    Plain indexing draws and augments a batch. Autocast, channels-last, torch.compile, and torch.optim.SGD with its default
-    implementation, which on a GPU updates all parameters in a few kernels. No loss is read.
+    All images are on the device, as normalised float32. Batches are drawn and augmented by indexing. The loop uses autocast, the
+    channels-last memory format, torch.compile, and torch.optim.SGD with its default implementation, which on a GPU updates all
+    parameters with a few kernels. The loop never reads a loss, so it never waits for the device.
 
     Args:
-        model: on the CPU.
-        images, labels: uint8 [N, 3, 32, 32] and integers [N].
-        augment: 'crop' and 'flip', see ImageSet.augmentations.
+        model: a ResNet-18 on the CPU.
+        images: uint8 [N, 3, 32, 32].
+        labels: integers [N].
+        augment: augmentations, 'crop' and 'flip', see ImageSet.augmentations.
+        batch: number of images in a batch.
+        learning_rate: constant learning rate.
+        precision: number format of the training.
+        device: device of the training.
+        compiled: whether to compile the model.
     """
 
     def __init__(
@@ -93,7 +108,7 @@ class PlainImageLoop:
         self.order, self.position = torch.randperm(len(labels), device=where), 0
 
     def next_batch(self) -> tuple[Tensor, Tensor]:
-        """Return images [B, 3, 32, 32] and labels [B]; reshuffle at the end of an epoch."""
+        """Return the next images [B, 3, 32, 32] and labels [B]. At the end of an epoch the images are shuffled again."""
         if self.position + self.batch > len(self.labels):
             self.order, self.position = torch.randperm(len(self.labels), device=self.labels.device), 0
         chosen = self.order[self.position : self.position + self.batch]
@@ -132,7 +147,7 @@ def _cropped(images: Tensor) -> Tensor:
 
 
 class PlainBlock(nn.Module):
-    """Pre-norm attention and MLP with residual connections; one product computes query, key and value."""
+    """Pre-norm attention and MLP with residual connections. One matrix product computes query, key and value."""
 
     def __init__(self, width: int, heads: int):
         super().__init__()
@@ -152,7 +167,7 @@ class PlainBlock(nn.Module):
 
 
 class PlainTransformer(nn.Module):
-    """A GPT-2 with P classes, its head tied to the token embedding."""
+    """A GPT-2 with P classes. The head shares its weight with the token embedding."""
 
     def __init__(self, config: TransformerConfig):
         super().__init__()
@@ -178,7 +193,10 @@ class PlainTransformer(nn.Module):
 
 @torch.no_grad()
 def with_weights_of(source: TransformerLM) -> PlainTransformer:
-    """Return a plain model with the weights of `source`, on its device and in its dtype; embedding rows above V are zero."""
+    """Return a plain model with the weights of `source`.
+
+    The plain model has the device and dtype of `source`. The embedding rows of padded tokens are zero.
+    """
     weight = source.token_embedding.weight
     with torch.device(weight.device):
         plain = PlainTransformer(source.config).to(weight.dtype)
@@ -202,13 +220,17 @@ def with_weights_of(source: TransformerLM) -> PlainTransformer:
 
 
 class PlainLanguageLoop:
-    """Training of a GPT-2: autocast, torch.compile of the whole model, fused AdamW, gradients clipped to norm 1.
+    """A plain training loop for a GPT-2.
 
-    No loss is read.
+    The loop uses autocast, torch.compile of the whole model and fused AdamW, and clips gradients to norm 1. The loop never reads
+    a loss, so it never waits for the device.
 
     Args:
-        model: on the device.
-        schedule: learning rate of a step, counted from 1.
+        model: the model, on the device.
+        schedule: maps the number of a step, counted from 1, to its learning rate.
+        precision: number format of the training.
+        device: device of the training.
+        compiled: whether to compile the model.
     """
 
     def __init__(
@@ -234,19 +256,20 @@ class PlainLanguageLoop:
 
 
 def wait_for(device: Device) -> None:
-    """Wait until the device has finished all queued work; on a CPU a call returns when it has finished."""
+    """Wait until the device has finished all queued work. A CPU has no queue, so there the function returns at once."""
     if device.kind != "cpu":
         torch.cuda.synchronize(device.torch_device)
 
 
 @dataclass(frozen=True)
 class PairedLoops:
-    """What the rows of two compared loops share.
+    """Makes the rows that compare this library's loop with a plain loop, from what all these rows have in common.
 
     Attributes:
-        dtype: number format of both.
+        work: the training step of both loops.
+        dtype: number format of both loops.
         source: data source.
-        params: parameters of every row, "batch" included.
+        params: parameters of every row. They include "batch".
     """
 
     context: Context
@@ -256,17 +279,18 @@ class PairedLoops:
     params: dict
 
     def of(self, loop: str) -> dict:
-        """Return the columns of a row of one loop."""
+        """Return the columns that all rows of a loop have in common."""
         return {"dtype": self.dtype, "params": self.params | {"loop": loop}, "data_source": self.source}
 
     def parity(self, steps: int, difference: float, how: str, tolerance: float, **params: Any) -> Row:
-        """Return the difference between the losses of two loops with the same weights and batches.
+        """Return the row of the difference between the losses of two loops that had the same initial weights and batches.
 
         Args:
-            steps: steps that both have done.
-            difference: relative difference.
-            how: what is compared, and the reason for the tolerance.
-            params: further parameters; "of" and "from" name the loops, by default OURS and PLAIN.
+            steps: number of steps that both loops have done.
+            difference: relative difference of the losses.
+            how: description of what is compared, and the reason for the tolerance.
+            tolerance: largest allowed difference.
+            params: further parameters. "of" and "from" are the names of the two loops, by default OURS and PLAIN.
         """
         shared = {"batch": self.params["batch"], "what": "training loss", "of": OURS, "from": PLAIN, "steps": steps}
         return self.context.error_row(
@@ -281,7 +305,7 @@ class PairedLoops:
         )
 
     def curves_frame(self, curves: dict[str, np.ndarray]) -> pd.DataFrame:
-        """Return the losses of both by step as samples of kind "parity"."""
+        """Return the losses of the loops by step, as samples of kind "parity"."""
         batch = self.params["batch"]
         return pd.concat(
             [
@@ -292,15 +316,17 @@ class PairedLoops:
         )
 
     def first_steps(self, seconds: dict[str, float]) -> list[Row]:
-        """Return the time of each loop's first steps, in which it compiles and captures."""
+        """Return a row for each loop with the time of its first steps, which compile the model and capture the step."""
         return [self.context.row(self.work.name, "compile_time_s", time_s, **self.of(loop)) for loop, time_s in seconds.items()]
 
     def speeds(self, timings: dict[str, Timing], how: dict) -> tuple[list[Row], pd.DataFrame]:
-        """Return time, throughput and MFU of both, the speed-up of ours over the plain one, and the samples of the steps.
+        """Return the rows of the speed of both loops, and the samples of their steps.
+
+        The rows have time, throughput and MFU of each loop, and the speed-up of this library's loop over the plain loop.
 
         Args:
-            timings: timings of both loops in turn.
-            how: further parameters of the speed-up's row.
+            timings: timings of both loops, measured in turn.
+            how: further parameters of the row of the speed-up.
         """
         rows, frames, work = [], [], self.work
         for loop, timing in timings.items():

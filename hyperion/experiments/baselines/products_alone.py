@@ -1,7 +1,8 @@
-"""The matrix products of a training step at their own sizes, timed each alone or all together.
+"""The matrix products of a training step, with the sizes that they have in the step. They are timed one by one or all together.
 
-The fastest product of any shape shows the peak of the arithmetic units. These show what the units reach at the shapes of this
-model, with operands laid out in memory as in the step. To get below their sum, faster products are needed, not a better loop.
+Convolutions and attention count as matrix products. The fastest matrix product of any shape shows the peak rate of the
+arithmetic units. The products of a step show which rate the units reach at the shapes and memory layouts of this model. A step
+that does nothing else takes at least the sum of their times. A better training loop cannot reduce this sum.
 """
 
 from collections.abc import Callable
@@ -31,12 +32,12 @@ Call = Callable[[], object]
 
 @dataclass(frozen=True)
 class ProductAlone:
-    """One product of a step.
+    """One matrix product of a step.
 
     Attributes:
-        part: part of the step that its seconds are added to.
-        name: its sizes, and which of the three products of a layer it is.
-        count: number of times that a step does it.
+        part: part of the step to which the seconds of the product count.
+        name: sizes of the product, and whether it is the forward product, the gradient of the input or that of the weight.
+        count: number of times that a step does the product.
         make: allocates the operands and returns the call to time.
     """
 
@@ -48,24 +49,28 @@ class ProductAlone:
 
 @dataclass(frozen=True)
 class ProductsAlone:
-    """All products of a step with the timing of each alone, in the same order."""
+    """All matrix products of a step, and the timing of each of them alone, in the same order."""
 
     products: list[ProductAlone]
     timings: list[Timing]
 
     @property
     def seconds(self) -> dict[str, float]:
-        """Seconds by part of the step."""
+        """Seconds of the products by part of the step."""
         seconds = dict[str, float]()
         for product, timing in zip(self.products, self.timings, strict=True):
             seconds[product.part] = seconds.get(product.part, 0.0) + product.count * timing.estimate.value
         return seconds
 
     def share(self, step: Timing) -> Estimate:
-        """Return their share of a step's time.
+        """Return the share of a step's time that all products take together.
 
-        Each was timed by itself, so each is resampled by itself. If the times of a product or of the step drift, the interval
-        is widened by the width of theirs.
+        Args:
+            step: timing of the whole step.
+
+        Returns:
+            The share with a bootstrap interval. The products and the step were timed separately, so their samples are drawn
+            independently. For every timing that drifts, the interval is widened by the interval of that timing.
         """
         counts = [product.count for product in self.products]
 
@@ -73,7 +78,7 @@ class ProductsAlone:
             return [sum(map(mul, counts, medians[:-1])) / medians[-1]]
 
         (share,) = estimates_of_medians([timing.samples_s for timing in (*self.timings, step)], shares)
-        # A drift of products that were timed one after the other has a common cause, so the widths add up.
+        # The timings follow each other, so their drifts may have the same cause. Therefore the widths are added.
         reaches = [(count / step.estimate.value, timing) for count, timing in zip(counts, self.timings, strict=True)]
         reaches.append((share.value / step.estimate.value, step))
         further = [(scale, timing.estimate) for scale, timing in reaches if timing.drift.present]
@@ -81,7 +86,7 @@ class ProductsAlone:
         return Estimate(share.value, share.ci_low - reach, share.ci_high + reach, share.n)
 
     def frame(self, variant: str, dtype: str, params: dict) -> pd.DataFrame:
-        """Return the raw samples, one per line, with the product's name."""
+        """Return the raw samples, one per line, with the name of the product."""
         frames = [
             sample_frame(timing, variant, dtype, params | {"product": product.name})
             for product, timing in zip(self.products, self.timings, strict=True)
@@ -90,10 +95,15 @@ class ProductsAlone:
 
 
 def language_products(config: TransformerConfig, batch: int, compiled: bool) -> list[ProductAlone]:
-    """Return the products of a TransformerLM at its whole context: layers and head ("products"), and "attention".
+    """Return the matrix products of a training step of a TransformerLM.
+
+    The linear layers and the head have the part "products", attention has the part "attention".
 
     Args:
-        compiled: whether query, key and value are one product, and the head's columns are padded for alignment.
+        config: configuration of the model. The sequences have the length of its context.
+        batch: number of sequences.
+        compiled: True if query, key and value are computed by one product and the columns of the head are padded for
+            alignment, as in the compiled model.
     """
     D, M, L = config.width, batch * config.context, config.layers
     projections = [(D, 3 * D, L)] if compiled else [(D, D, 3 * L)]
@@ -111,7 +121,14 @@ def language_products(config: TransformerConfig, batch: int, compiled: bool) -> 
 
 
 def image_products(width: int, batch: int) -> list[ProductAlone]:
-    """Return the products of a ResNet-18: its "convolutions" and the "classifier". The images need no gradient."""
+    """Return the matrix products of a training step of a ResNet-18, with the parts "convolutions" and "classifier".
+
+    The first convolution has no product for the gradient of its input, because images need no gradient.
+
+    Args:
+        width: number of channels of the first stage.
+        batch: number of images.
+    """
     side, sizes = IMAGE_SIZE, [(3, width, 3, 1, IMAGE_SIZE)]
     for channels_in, channels_out, stride in block_shapes(width):
         sizes.append((channels_in, channels_out, 3, stride, side))
@@ -137,7 +154,7 @@ def _named(channels_in: int, channels_out: int, kernel: int, stride: int, side: 
 
 
 def products_of(work: Workload, compiled: bool) -> list[ProductAlone]:
-    """Return the products of a step of either baseline."""
+    """Return the matrix products of a step of the language model or of the ResNet-18."""
     if isinstance(work.sizes, ImageSizes):
         return image_products(work.sizes.width, work.items)
     config = not_none(work.config)
@@ -145,35 +162,38 @@ def products_of(work: Workload, compiled: bool) -> list[ProductAlone]:
 
 
 def time_alone(products: list[ProductAlone], precision: Precision, device: Device, time_limit_s: float) -> ProductsAlone:
-    """Time each product by itself, with the caches as the previous call left them.
+    """Time each matrix product alone. The caches are not flushed between calls.
 
-    Most operands are larger than any cache, and in a step the previous kernel has just written what a small product reads.
+    This is close to the state of the caches in a step. Most operands are larger than any cache, and the operands of a small
+    product have just been written by the kernel before it.
 
     Args:
-        precision: precision of the step, which sets the switches of the products.
-        time_limit_s: time limit of all together, without warm-up.
+        precision: precision of the step. It decides, for example, whether TF32 is allowed.
+        time_limit_s: seconds of timing for all products together, without warm-up.
     """
     timings, storage = [], FORMATS[precision.dtype].storage
     for product in products:
         with precision.products():
             call = product.make(storage, torch.device(device.torch_device))
             timings.append(time_function(call, device, cold=False, time_limit_s=time_limit_s / len(products)))
-        del call  # frees the operands before the next product allocates its own
+        del call  # free the operands before the next product allocates its operands
     return ProductsAlone(products, timings)
 
 
 def one_pass(products: list[ProductAlone], precision: Precision, device: Device) -> Call:
-    """Return a function that does all products of a step, layer by layer and nothing else, after calling it once.
+    """Return a function that computes all matrix products of a step, layer by layer, and nothing else.
 
-    It is meant to be timed in turn with whole steps: at its power limit a device lowers its clock, and attention, which needs
-    little power, would run at a higher clock if timed by itself. (Products without other kernels between them may need more
-    power than a step, and be a little slower than in one.) All layers share their operands, which are random.
+    The function is meant to be timed in turn with whole steps. A device at its power limit lowers its clock. If attention were
+    timed alone, it would run at a higher clock than in the step, because it needs little power. On the other hand, matrix
+    products without other kernels between them may need more power than a step, and may run a little slower than in the step.
+
+    All layers share the same random operands. The function has been called once before it is returned.
 
     Args:
-        precision: precision of the step, which sets the switches of the products.
+        precision: precision of the step. It decides, for example, whether TF32 is allowed.
 
     Raises:
-        torch.OutOfMemoryError: operands and results do not fit into the free memory.
+        torch.OutOfMemoryError: the operands and results do not fit into the free memory.
     """
     storage = FORMATS[precision.dtype].storage
     with precision.products():

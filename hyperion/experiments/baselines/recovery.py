@@ -1,7 +1,8 @@
-"""Does a run survive faults? Signals, power cuts, NaNs and a full disk strike at random moments of every phase.
+"""Does a training run recover from faults?
 
-A trial is two processes: a fault strikes in the first, and the second resumes from its checkpoints. The second must end exactly
-like an undisturbed run, bit for bit.
+Signals, power cuts, NaNs and a full disk occur at random points of every phase of a step. Each trial has two processes. In the
+first process the fault occurs. The second process resumes from the checkpoints of the first one. Its final state must be bitwise
+equal to that of a run without a fault.
 """
 
 import hashlib
@@ -45,14 +46,15 @@ from hyperion.training import (
     train,
 )
 
-EVERY = 3  # steps between checkpoints
+EVERY = 3  # number of steps between checkpoints
 STEPS = 14
-EPOCH = 5  # steps
+EPOCH = 5  # number of steps in an epoch
 MOST_LOST = {"SIGTERM": 1, "SIGKILL": EVERY, "power cut": 2 * EVERY, "NaN": EVERY, "full disk": EVERY}
 _TASKS = ("language", "images")
 _MOST_WORKERS = 16
 _TIMEOUT_S = 120.0
-# Number of checkpoints that must exist before the fault: a power cut destroys one, a NaN may spoil the one being written.
+# Number of checkpoints that must exist before the fault. A power cut damages the newest checkpoint. A NaN may prevent the
+# checkpoint that is being written.
 _CHECKPOINTS_BEFORE = {"power cut": 2, "NaN": 1, "full disk": 1}
 _VOCABULARY, _LENGTH, _BATCH = 31, 8, 8
 _EXACT = Precision("fp32", "a check of exactness")
@@ -62,18 +64,18 @@ class RecoveryOptions(Options):
     """Options of `recovery`.
 
     Args:
-        trials: number of faults.
+        trials: number of trials, with one fault each.
     """
 
     trials: int
 
 
 def forecast(context: Context) -> list[Forecast]:
-    """Return the largest number of steps that each kind of fault may cost, by the guarantee of a checkpoint."""
+    """Predict how many steps each kind of fault costs at most. The numbers follow from the steps between checkpoints."""
     basis = {
-        "SIGTERM": "the step in progress is finished and saved",
-        "SIGKILL": f"a checkpoint every {EVERY} steps: all since the last one",
-        "power cut": f"as SIGKILL, and the newest checkpoint is lost with it: 2 x {EVERY}",
+        "SIGTERM": "the current step is finished and saved",
+        "SIGKILL": f"all steps since the last checkpoint, and there is a checkpoint every {EVERY} steps",
+        "power cut": f"as for SIGKILL, but the newest checkpoint is lost too: 2 x {EVERY} steps",
     }
     drawn = {fault.kind for fault in draw(context.seed, RecoveryOptions.of(context).trials)}
     return [
@@ -91,7 +93,7 @@ def forecast(context: Context) -> list[Forecast]:
 
 
 def run(context: Context, report: Report) -> Result:
-    """Run the undisturbed runs, then all trials, as many at the same time as there are cores."""
+    """Run one training of each task without a fault, then all trials. As many trials run in parallel as there are CPU cores."""
     shutil.rmtree(context.workspace, ignore_errors=True)
     faults = draw(context.seed, RecoveryOptions.of(context).trials)
     print(f"{len(faults)} faults drawn with seed {context.seed}")
@@ -113,7 +115,11 @@ EXPERIMENT = Experiment(forecast, run, options=RecoveryOptions)
 
 
 def draw(seed: int, trials: int) -> list[TrainingFault]:
-    """Draw faults at random steps and moments; each kind strikes in every phase once before any phase repeats."""
+    """Draw random faults.
+
+    Each kind of fault occurs once in every phase before any phase is repeated. The step and the point within the phase are
+    random.
+    """
     random = np.random.default_rng((seed, trials))
     faults: list[TrainingFault] = []
     while len(faults) < trials:
@@ -140,12 +146,12 @@ def _undisturbed(context: Context, task: str) -> dict:
 
 
 def _task(number: int, fault: TrainingFault) -> str:
-    """The tasks in turn; a NaN in a loader needs images, because tokens are integers."""
+    """Return the task of a trial. Tasks alternate, but a NaN in the loader needs images, because tokens are integers."""
     return "images" if (fault.kind, fault.phase) == ("NaN", "loader") else _TASKS[number % 2]
 
 
 def _trial(context: Context, whole: dict, number: int, fault: TrainingFault) -> dict:
-    """Let one fault strike and resume; return the outcome."""
+    """Run one trial: train until the fault occurs, resume in a second process, and return the outcome."""
     task = _task(number, fault)
     folder = context.workspace / f"trial-{number:03d}"
     params = {"folder": str(folder), "task": task, "seed": context.seed}
@@ -172,7 +178,7 @@ def _trial(context: Context, whole: dict, number: int, fault: TrainingFault) -> 
 
 
 def _process(params: dict) -> dict:
-    """Run one process; if it dies or raises, "ended" holds its exit code and error."""
+    """Run one process and return its result. If the process fails, "ended" has its exit code and error message."""
     Path(params["folder"]).mkdir(parents=True, exist_ok=True)
     try:
         return run_job(Job(in_own_process, params, timeout_s=_TIMEOUT_S), on_line=lambda line: None)
@@ -213,7 +219,10 @@ def _params(context: Context, kind: str) -> dict:
 
 
 def in_own_process(**params: Any) -> dict:
-    """Call `run_once` in a process that sees no GPU: reading a GPU's generator would create a context in every process."""
+    """Hide all GPUs from this process and call `run_once`.
+
+    Otherwise saving the state of the GPU's random generator would create a GPU context in every process.
+    """
     os.environ.update({"CUDA_VISIBLE_DEVICES": "-1", "HIP_VISIBLE_DEVICES": "-1"})
     return run_once(**params)
 
@@ -221,17 +230,19 @@ def in_own_process(**params: Any) -> dict:
 def run_once(
     folder: str, task: str, seed: int, fault: dict | None = None, moments: dict | None = None, watch: bool = False
 ) -> dict:
-    """Train STEPS steps on the CPU, resuming from the checkpoints in `folder`.
+    """Train until STEPS steps are done, on the CPU. If `folder` has a checkpoint, resume from it.
 
     Args:
+        folder: folder of the checkpoints.
         task: 'language' or 'images'.
-        fault: fields of a TrainingFault, None for no fault.
-        moments: number of moments by phase in an undisturbed run (see Phases).
-        watch: count the moments.
+        seed: seed of the weights and of the data.
+        fault: fields of a TrainingFault, or None for a run without a fault.
+        moments: number of moments in each phase of a run without a fault (see Phases).
+        watch: whether to count the moments.
 
     Returns:
-        "ended": 'finished' or the error that ended it; if finished, "hashes" of the run's whole state, "resumed_at" and
-        "moments".
+        A dict. "ended" is 'finished' or the error that ended the run. If the run has finished, the dict also has the "hashes" of
+        the final state, the step "resumed_at" and the number of "moments" in each phase.
     """
     torch.set_num_threads(1)
     seed_everything(seed)
@@ -246,7 +257,7 @@ def run_once(
     except (NonFiniteError, CheckpointError) as error:
         return {"ended": f"{type(error).__name__}: {error.what}"}
     finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)  # a full disk must not stop the answer, which is a file too
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)  # this process still has to write its result to a file
     evaluations = [record.evaluation for record in history.epochs]
     parts = {
         "losses": [loss.hex() for loss in history.losses],
@@ -264,7 +275,7 @@ def run_once(
 def _language(seed: int) -> tuple:
     tokens = np.random.default_rng(seed).integers(0, _VOCABULARY, _LENGTH + EPOCH * _BATCH * (_LENGTH + 1))
     batches = LanguageBatches(tokens, _LENGTH, _BATCH, seed)
-    # With dropout the losses depend on the random generator.
+    # With dropout the losses depend on the state of the random generator, so the trial tests that it is restored.
     model = TransformerLM(TransformerConfig(_VOCABULARY, _LENGTH, width=16, heads=2, layers=2, dropout=0.2))
     engine = LanguageEngine(model, adamw(model, 3e-3), WarmupCosine(3e-3, 3, STEPS), _EXACT, detect_cpu())
     return engine, batches, lambda: evaluation_windows(tokens[:100], _LENGTH, _LENGTH, 0, 4)
@@ -281,14 +292,14 @@ def _images(seed: int) -> tuple:
 
 
 def _hash(value: object) -> str:
-    """Return the sha256 of a nested value, tensors by their bytes."""
+    """Return the SHA-256 of a nested value. Tensors are hashed by their bytes."""
     digest = hashlib.sha256()
 
     def encode(item: object) -> list:
         if isinstance(item, Tensor):
             digest.update(item.detach().contiguous().cpu().view(-1).numpy().tobytes())
             return [str(item.dtype), list(item.shape)]
-        raise TypeError(f"{type(item).__name__} in the state of a run")
+        raise TypeError(f"the state of a run contains a {type(item).__name__}, which cannot be hashed")
 
     digest.update(json.dumps(value, default=encode, sort_keys=True, allow_nan=True).encode())
     return digest.hexdigest()

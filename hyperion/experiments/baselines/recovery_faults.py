@@ -1,7 +1,8 @@
-"""Faults of a training run, planted at an exact moment of a phase of a step.
+"""Faults that are injected into a training run at an exact point of a step.
 
-A moment is one operator that PyTorch dispatches, or one Python call in the phases that compute little (loader, save). So a
-signal can arrive in the middle of a backward pass or between two renames of a save, and the same seed strikes there again.
+A step has several phases, and a phase is divided into moments. A moment is one operator that PyTorch dispatches. The phases
+"loader" and "save" call few operators, so there a moment is one Python call or return. Thus a signal can arrive in the middle of
+a backward pass, or between two file renames of a save. With the same seed, the fault occurs at the same moment again.
 """
 
 import contextlib
@@ -24,9 +25,9 @@ from hyperion.training import TorchEngine, loop
 
 PHASES = ("loader", "forward", "backward", "optimizer", "evaluation", "save")
 KINDS = ("SIGTERM", "SIGKILL", "power cut", "NaN", "full disk")
-_CALLS = ("loader", "save")  # phases whose moments are calls, not operators
-_STATE = ("optimizer", "save")  # phases in which a NaN strikes weights and moments
-_DISK_BYTES = 4096  # size of a file beyond which writes fail when the disk is full
+_CALLS = ("loader", "save")  # phases whose moments are Python calls instead of operators
+_STATE = ("optimizer", "save")  # phases in which a NaN is written into weights or optimizer state
+_DISK_BYTES = 4096  # largest size of a file on the simulated full disk; longer writes fail
 
 
 @dataclass(frozen=True)
@@ -34,10 +35,10 @@ class TrainingFault:
     """One fault of one run.
 
     Attributes:
-        kind: one of KINDS. A power cut is a SIGKILL here; the caller damages the files afterwards (`cut_off`).
+        kind: one of KINDS. For a power cut this process only receives SIGKILL; afterwards the caller damages files (`cut_off`).
         phase: one of PHASES.
-        step: optimizer step, counted from 1; for an evaluation or a save the step that it follows.
-        moment: position in the phase, from 0 to 1.
+        step: optimizer step, counted from 1. For an evaluation or a save, it is the step before.
+        moment: position within the phase, from 0 (start) to 1 (end).
     """
 
     kind: str
@@ -48,12 +49,14 @@ class TrainingFault:
 
 @dataclass
 class Phases:
-    """Plants a fault in a run, or counts the moments of each phase if there is none.
+    """Injects a fault into a run. Without a fault it only counts the moments of each phase.
 
     Args:
-        fault: the fault, None for an undisturbed run.
-        moments: number of moments by phase in an undisturbed run: all, and those that return floating-point numbers.
-        mark: file for the number of steps done when the fault strikes; it survives the process.
+        engine: engine of the training.
+        fault: the fault, or None for a run without a fault.
+        moments: two counts for each phase, taken from a run without a fault: the number of all moments, and the number of
+            moments that return floating-point numbers.
+        mark: file in which the number of finished steps is stored when the fault occurs, because the process may end then.
     """
 
     engine: TorchEngine
@@ -64,7 +67,7 @@ class Phases:
     struck: bool = False
 
     def plant(self, batches: Any) -> None:
-        """Wrap the functions of each phase of this engine and this loader, in this process."""
+        """Wrap the function of each phase, so that the moments of its calls are counted."""
         engine = cast(Any, self.engine)
         engine.summed_loss = self._watched("forward", engine.summed_loss)
         engine.scaler.backward = self._watched("backward", engine.scaler.backward)
@@ -80,21 +83,22 @@ class Phases:
             now = fault is not None and not self.struck and (fault.phase, fault.step) == (phase, step)
             if not now and (fault is not None or phase in self.counted):
                 return function(*args)
-            # A NaN replaces a number of an operator's result; in weights and optimizer state it can strike at any moment.
+            # A NaN replaces a number in the result of an operator, so it needs an operator that returns floating-point numbers.
+            # Weights and optimizer state always exist, so there a NaN can be written at any moment.
             numbers_only = now and not_none(fault).kind == "NaN" and phase not in _STATE and phase not in _CALLS
             at = 1 + int(not_none(fault).moment * self.moments[phase][numbers_only]) if now else None
             moments = _Moments(at, numbers_only, self._strike)
             with _calls(moments) if phase in _CALLS else moments:
                 result = function(*args)
             self.counted.setdefault(phase, [moments.count, moments.numbers])
-            if now and not self.struck:  # a NaN strikes a batch once it is loaded, and a phase may be shorter than before
+            if now and not self.struck:  # for a NaN in a loaded batch, or if the phase had fewer moments than counted
                 self._strike(result)
             return result
 
         return watched
 
     def _strike(self, result: Any) -> None:
-        """Strike; `result` is the result of the operator or the phase, None for a call."""
+        """Inject the fault. `result` is the result of the operator or of the phase, or None if the moment is a Python call."""
         fault = not_none(self.fault)
         if self.struck or fault.kind == "NaN" and not self._poison(result):
             return
@@ -109,7 +113,7 @@ class Phases:
 
     @torch.no_grad()
     def _poison(self, result: Any) -> bool:
-        """Set one number to NaN: of a batch, of an operator's result, or of weights and optimizer state."""
+        """Set one number to NaN, in `result` or in weights and optimizer state. Return False if there is no such number."""
         fault = not_none(self.fault)
         if fault.phase in _STATE:
             states = [value for state in self.engine.optimizer.state.values() for value in state.values()]
@@ -124,11 +128,11 @@ class Phases:
 
 
 class _Moments(TorchDispatchMode):
-    """Counts moments and, from moment `at` on, calls `strike` with the operator's result.
+    """Counts moments. From moment `at` on, it calls `strike` with the result of each operator.
 
     Args:
-        at: moment, counted from 1; None for never.
-        numbers_only: whether `at` counts only operators that return floating-point numbers.
+        at: number of the moment, counted from 1. None to only count.
+        numbers_only: if True, `at` counts only operators that return floating-point numbers.
     """
 
     def __init__(self, at: int | None, numbers_only: bool, strike: Callable[[Any], object]):
@@ -150,7 +154,7 @@ class _Moments(TorchDispatchMode):
 
 @contextlib.contextmanager
 def _calls(moments: _Moments) -> Iterator[None]:
-    """Context in which every Python call and return of this thread is a moment."""
+    """Within this context, every Python call and return of this thread is a moment."""
     sys.setprofile(lambda frame, event, argument: moments.tick())
     try:
         yield
@@ -159,16 +163,20 @@ def _calls(moments: _Moments) -> Iterator[None]:
 
 
 def _float_tensors(value: Any) -> list[Tensor]:
-    """Return the floating-point tensors of a nested result that can be written element by element."""
+    """Return the floating-point tensors of a nested result whose single elements can be overwritten."""
     if isinstance(value, Tensor):
         return [value] if value.is_floating_point() and value.numel() and 0 not in value.stride() else []
     return [tensor for item in value for tensor in _float_tensors(item)] if isinstance(value, tuple | list) else []
 
 
 def cut_off(folder: Path, random: np.random.Generator) -> str:
-    """Damage files as a power cut may: truncate unfinished files and one file of the newest checkpoint, and return its name.
+    """Damage files as a power cut may do.
 
-    That file stands for data that the disk reported as written but had only in its cache.
+    Truncate all unfinished files and one file of the newest checkpoint. A disk may report data as written while the data are
+    only in its cache. The truncated file of the checkpoint represents such data.
+
+    Returns:
+        The path of the truncated file of the checkpoint, relative to `folder`.
     """
     unfinished = [path for place in folder.glob(".unfinished-*") for path in place.rglob("*") if path.is_file()]
     newest = max(folder.glob("step-*"))

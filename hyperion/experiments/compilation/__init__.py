@@ -1,1 +1,1 @@
-"""torch.compile: time, memory, break-even."""
+"""torch.compile: time, memory, and the number of calls after which compilation pays."""

@@ -1,4 +1,7 @@
-"""Gains and costs of torch.compile: each mode of each model in a process of its own, timed in turn with eager calls."""
+"""Gains and costs of torch.compile.
+
+Each mode of each model is measured in a separate process, and its calls are timed in turn with eager calls.
+"""
 
 import gc
 import sys
@@ -43,7 +46,7 @@ from hyperion.measure.steps.compilation import (
 from hyperion.results import Row, ratio_estimate
 from hyperion.units import GIB
 
-# Relative Frobenius error of the logits: three to four times the error of eager calls against float64.
+# Tolerance for the relative Frobenius error of the logits. It is three to four times the error of eager calls in this format.
 TOLERANCES = {"fp32": 2e-5, "fp16": 3e-3, "bf16": 2e-2}
 _STEADY_CALLS = 5
 _DISTURBED, _TRIES = 0.1, 3
@@ -55,10 +58,10 @@ class CompilationOptions(Options):
 
     Args:
         models: models and their modes.
-        samples: least number of samples per mode.
-        back_to_back: calls per sample.
+        samples: smallest number of samples per mode.
+        back_to_back: number of calls per sample.
         time_limit_s: seconds for the samples of a mode.
-        search: settings of the compiler's search by mode, {"max-autotune": {setting: value}}; a mode without has its own.
+        search: settings of the compiler's search by mode, {"max-autotune": {setting: value}}. Other modes use their defaults.
     """
 
     models: tuple[ModelSpec, ...]
@@ -69,7 +72,7 @@ class CompilationOptions(Options):
 
 
 def forecast(context: Context) -> list[Forecast]:
-    """Estimate each model's speed-up in its last mode, which the reader guesses, then the time of each mode."""
+    """Predict the speed-up of each model in its last mode, which the reader guesses, then the time of each mode."""
     forecasts = [_model_forecasts(context, spec) for spec in CompilationOptions.of(context).models]
     return [speedup for speedup, _ in forecasts] + [time for _, times in forecasts for time in times]
 
@@ -101,12 +104,12 @@ def _model_forecasts(context: Context, spec: ModelSpec) -> tuple[Forecast, list[
 
 
 def _fused_bytes(census: Census, weight_bytes: int) -> int:
-    """Return the least bytes of element-wise work: one pass from the output of a product to the input of the next."""
+    """Return the least bytes of element-wise work: one pass from the output of a matrix product to the input of the next one."""
     return min(census.other_bytes, max(census.product_bytes - weight_bytes, 0))
 
 
 def run(context: Context, report: Report) -> Result:
-    """Measure every mode of every model in a process of its own. A mode that the profile omits gets a row with the reason."""
+    """Measure every mode of every model in a separate process. A mode that the profile omits has a row with the reason."""
     options = CompilationOptions.of(context)
     cells = [(spec, mode) for spec in options.models for mode in MODES]
     results, eager_times = [], {}
@@ -129,12 +132,12 @@ EXPERIMENT = Experiment(forecast, run, forecast_reads=("gemm", "bandwidth"), opt
 
 
 def measure_mode(context: Context, report: Report, spec: dict, mode: str, probe: str, eager_s: float | None = None) -> Result:
-    """Measure one mode of one model, alone in this process.
+    """Measure one mode of one model. This process measures nothing else.
 
     Args:
         spec: fields of a `ModelSpec`.
-        probe: folder for the compiler's probe of the CPU, shared by all modes.
-        eager_s: seconds of an eager call in a process of its own, None if not measured.
+        probe: folder for the results of the compiler's test of the CPU. All modes share it.
+        eager_s: seconds of an eager call, measured in a separate process. None if it was not measured.
     """
     options, model_spec = CompilationOptions.of(context), ModelSpec.model_validate(spec, strict=False)
     supported, how = context.device.supports(model_spec.dtype)
@@ -154,7 +157,7 @@ def measure_mode(context: Context, report: Report, spec: dict, mode: str, probe:
 
 
 class _CompilerFailed(Exception):
-    """The compiler failed; its message in one line."""
+    """The compiler failed. The message has one line."""
 
 
 class _Measurement:
@@ -197,9 +200,10 @@ class _Measurement:
         return Result(rows, pd.concat(frames, ignore_index=True))
 
     def _undisturbed(self, eager_s: float | None) -> list[Timing]:
-        """Time again while eager calls differ from those in the eager process, and return the closest timings.
+        """Return timings in which eager calls are about as fast as in the eager process.
 
-        A host that is busy with other work doubles the cost of launches, and so the speed-up of modes that save launches.
+        If they differ, the timing is repeated, and the closest timings are returned. On a host that is busy with other work,
+        launches take twice as long, so modes that save launches would seem to have twice the speed-up.
         """
         tries, differences = [], []
         while len(tries) < _TRIES:
@@ -212,7 +216,7 @@ class _Measurement:
         return tries[differences.index(min(differences))]
 
     def _time(self) -> list[Timing]:
-        """Time calls, for a compiled mode in turn with eager calls."""
+        """Time the calls. Calls of a compiled mode are timed in turn with eager calls."""
         module, call, inputs = self.model.module, self.call, self.model.inputs
         functions = [lambda: call(*inputs)]
         if self.mode != EAGER:
@@ -227,11 +231,11 @@ class _Measurement:
         )
 
     def _memory_rows(self) -> list[Row]:
-        """Peak memory during steady calls, and on an accelerator the memory that its allocator reserves."""
+        """Return the peak memory during calls after warm-up, and on an accelerator the memory reserved by its allocator."""
         gpu = self.device.kind != "cpu"
         gc.collect()
         if gpu:
-            torch.cuda.empty_cache()  # autotuning leaves memory that calls do not need
+            torch.cuda.empty_cache()  # free the memory that autotuning used and calls do not need
         with PeakMemoryRegion(self.device) as region:
             for _ in range(_STEADY_CALLS):
                 self.call(*self.model.inputs)
@@ -256,7 +260,7 @@ class _Measurement:
         )
 
     def _eager_rows(self) -> list[Row]:
-        """Operations of an eager call, and the share of its FLOPs in the dtype of the rows."""
+        """Return the number of operations of an eager call, and the share of its FLOPs in the dtype of the rows."""
         census = count_operations(lambda: self.model.module(*self.model.inputs))
         share = census.share_in(self.dtype)
         declared = checked("the declared dtype", 1 - share, 0.0)
@@ -276,7 +280,7 @@ class _Measurement:
             limit_source="no limit: what eager calls lose to launches has no bound",
             **timed_columns(ratio, own, difference),
         )
-        faster = ratio.ci_low > 1  # otherwise no saving is certain
+        faster = ratio.ci_low > 1  # otherwise the speed-up is not significant
         saved = eager.estimate.value - own.estimate.value
         return [
             speedup,
@@ -312,7 +316,7 @@ class _Measurement:
             return self._verified("eager output", self.output, self.model.module(*self.model.inputs))
 
     def _verified(self, name: str, output: torch.Tensor, reference: torch.Tensor) -> Verification:
-        # An output of another dtype fails the check, whatever its error.
+        # An output with another dtype always fails the check.
         declared = self.output.dtype is FORMATS[self.dtype].storage
         error = relative_error(output, reference) if declared else float("nan")
         return Verification(name, error, TOLERANCES[self.dtype])
@@ -327,7 +331,7 @@ class _Measurement:
 
 
 def _compiler_rows(row: Callable[..., Row], compilation: Compilation) -> list[Row]:
-    """Graph breaks, graphs, recompilations and kernel calls. The check fails if no graph was captured."""
+    """Return rows of graph breaks, graphs, recompilations and kernel calls. The check fails if no graph was captured."""
     reasons = "; ".join(f"{reason} ({times} times)" for reason, times in compilation.break_reasons.items())
     captured = checked("something was captured", float(compilation.graphs < 1), 0.0)
     counts = {f"calls of {kind} kernels": number for kind, number in compilation.kernel_calls.items()}
@@ -347,9 +351,10 @@ def _absent(context: Context, options: CompilationOptions, spec: ModelSpec, mode
 
 @contextmanager
 def _no_tf32():
-    """Context in which float32 convolutions compute in float32. Matrix products do so by default.
+    """Disable TF32 for float32 convolutions within this context. Matrix products do not use TF32 by default.
 
-    Uses the older of PyTorch's two settings: Inductor reads it while it tunes convolutions, and refuses a mixture of both.
+    PyTorch has two settings for TF32. This context uses the older one, because Inductor reads it while it tunes convolutions and
+    raises an error if both settings are used.
     """
     before = torch.backends.cudnn.allow_tf32
     torch.backends.cudnn.allow_tf32 = False
@@ -361,7 +366,7 @@ def _no_tf32():
 
 @contextmanager
 def _compiler_failures():
-    """Context that turns errors of the compiler into `_CompilerFailed`, without the slow import of the compiler."""
+    """Within this context, raise `_CompilerFailed` for errors of the compiler. It does not import the compiler."""
     try:
         yield
     except Exception as error:

@@ -1,4 +1,7 @@
-"""The models that the experiment compiles, each with a batch of inputs, in one dtype and memory format for all modes."""
+"""The models that the experiment compiles.
+
+Each model has a batch of inputs. All modes use the same dtype and memory format.
+"""
 
 import re
 from collections.abc import Mapping
@@ -27,14 +30,14 @@ class ModelSpec(BaseModel):
 
     Args:
         model: "resnet18_imagenet_stem", "resnet18", "resnet18_w8" for a width of 8, or a TransformerLM configuration.
-        dtype: of weights and inputs.
-        batch: images or sequences of one call.
+        dtype: dtype of weights and inputs.
+        batch: number of images or sequences in one call.
         modes: compiler modes, "eager" first.
         sequence_length: tokens of a sequence (language models).
         vocabulary: rows of the embedding (language models).
-        context: largest sequence length of the model, 0 for `sequence_length` (language models).
-        checkpoint: file of weights, "" for initial weights.
-        weights: name of these weights in rows, "" for initial weights.
+        context: largest sequence length of the model (language models). 0 uses `sequence_length`.
+        checkpoint: file of weights. An empty string uses initial weights.
+        weights: name of these weights in rows. An empty string stands for initial weights.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
@@ -61,7 +64,7 @@ class CompiledModel:
 
     Attributes:
         module, inputs: on one device, in the dtype and memory format of the specification.
-        params: its description in rows: model, batch, input, weights.
+        params: description of the model in rows, with model, batch, input and weights.
     """
 
     module: nn.Module
@@ -70,18 +73,18 @@ class CompiledModel:
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of parameters and buffers; tied tensors count once."""
+        """Bytes of parameters and buffers. Tied tensors count once."""
         return sum(tensor.numel() * tensor.element_size() for tensor in (*self.module.parameters(), *self.module.buffers()))
 
 
 def make_model(spec: ModelSpec, device: str, seed: int, weights: Mapping[str, Tensor] | None = None) -> CompiledModel:
-    """Return the model of a specification on a device; "meta" gives shapes without storage.
+    """Return the model of a specification on a device. On "meta", tensors have shapes but no storage.
 
     Args:
-        weights: tensors by name instead of the initial ones.
+        weights: tensors by name that replace the initial weights.
 
     Raises:
-        HyperionError: no such model, or weights of another model.
+        HyperionError: the model does not exist, or the weights belong to another model.
     """
     torch.manual_seed(seed)
     with torch.device("meta" if device == "meta" else "cpu"):
@@ -155,7 +158,7 @@ def _input_text(spec: ModelSpec) -> str:
 
 
 def weight_faults(spec: ModelSpec, weights: Mapping[str, Tensor]) -> list[str]:
-    """Return why these weights do not fit the model, one line per tensor; [] if they fit."""
+    """Return why these weights do not fit the model, one line per tensor. The list is empty if they fit."""
     with torch.device("meta"):
         return _weight_faults(_build(spec), weights)
 
@@ -176,13 +179,14 @@ def _load(module: nn.Module, name: str, weights: Mapping[str, Tensor]) -> None:
     if faults := _weight_faults(module, weights):
         more = f" (and {len(faults) - 1} more)" if len(faults) > 1 else ""
         raise HyperionError(
-            f"these weights do not fit {name}: {faults[0]}{more}", next_step="name the model they were saved from"
+            f"these weights do not fit {name}: {faults[0]}{more}",
+            next_step="use the name of the model that the weights were saved from",
         )
     module.load_state_dict(dict(weights))
 
 
 def checkpoint_weights(spec: ModelSpec) -> dict[str, torch.Tensor] | None:
-    """Return the weights in the specification's checkpoint, None without one."""
+    """Return the weights in the checkpoint of the specification, or None if it has no checkpoint."""
     if not spec.checkpoint:
         return None
     from hyperion.checkpoints.weights import read_weights  # takes a second to import, which other variants do not need

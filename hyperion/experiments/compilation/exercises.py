@@ -1,4 +1,4 @@
-"""Exercises of the compilation chapter that mark themselves."""
+"""Self-marking exercises of the compilation chapter."""
 
 from collections.abc import Callable
 
@@ -11,10 +11,11 @@ _MODELS = {"resnet18": (0.0209, 0.0095), "language model": (0.4264, 0.1500)}  # 
 
 
 class ToyMemory:
-    """Device memory that counts as PyTorch's allocator does, in GiB.
+    """A simulated device memory in GiB that counts like PyTorch's allocator.
 
-    `load(model)` and `unload(model)` move weights, `loaded` lists whose are there, `call(model)` runs it once and needs
-    memory for its activations meanwhile; `allocated` is what is in use now, `peak` the most since `reset_peak()`.
+    `load(model)` loads the weights of a model and `unload(model)` removes them. `loaded` lists the models whose weights are in
+    memory. `call(model)` runs a loaded model once and needs memory for its activations during the call. `allocated` is the
+    memory in use, and `peak` is the largest value of `allocated` since `reset_peak()`.
     """
 
     def __init__(self):
@@ -22,25 +23,25 @@ class ToyMemory:
         self.allocated = self.peak = 0.0
 
     def load(self, model: str) -> None:
-        """Put a model's weights into memory, if they are not there yet."""
+        """Load the weights of a model, if they are not in memory yet."""
         if model not in self.loaded:
             self.loaded.append(model)
             self._change(_MODELS[model][0])
 
     def unload(self, model: str) -> None:
-        """Take a model's weights out again."""
+        """Remove the weights of a model from memory."""
         self.loaded.remove(model)
         self._change(-_MODELS[model][0])
 
     def call(self, model: str) -> None:
-        """One call of a loaded model."""
+        """Call a loaded model once."""
         if model not in self.loaded:
-            raise ValueError(f"{model!r} is not loaded: {self.loaded} are")
+            raise ValueError(f"{model!r} is not loaded; loaded models: {self.loaded}; call load({model!r}) first")
         self._change(_MODELS[model][1])
         self._change(-_MODELS[model][1])
 
     def reset_peak(self) -> None:
-        """Start the search for the peak anew, from what is in use now."""
+        """Set `peak` to the memory that is in use now."""
         self.peak = self.allocated
 
     def _change(self, gib: float) -> None:
@@ -49,14 +50,14 @@ class ToyMemory:
 
 
 def judge_memory_probe(my_probe: Callable[[ToyMemory, str], float]) -> pd.DataFrame:
-    """Judge a benchmark of memory where it has to hold: in a fresh process, and in one that did other things before.
+    """Test a benchmark of memory in a new process, and in processes that have already used memory.
 
     Args:
-        my_probe: takes a ToyMemory and a model's name, returns the most GiB that a call of this model takes, its weights
-            included.
+        my_probe: takes a ToyMemory and the name of a model, and returns the peak GiB of a call of this model, including its
+            weights.
 
     Returns:
-        One line a situation: what the probe said, what is true, and whether that was right.
+        A table with one line for each situation: the result of the probe, the true value, and whether the result is correct.
     """
     fresh, crowded, used = ToyMemory(), ToyMemory(), ToyMemory()
     crowded.load("language model")
@@ -73,13 +74,13 @@ def judge_memory_probe(my_probe: Callable[[ToyMemory, str], float]) -> pd.DataFr
 
 
 def judge_without_breaks(my_function: Callable[[torch.Tensor], torch.Tensor]) -> pd.DataFrame:
-    """Judge a function that is to be captured in one graph: is it still the same function?
+    """Test a function that must be captured in one graph and still return the same results.
 
     Args:
-        my_function: doubles a tensor whose sum is above zero, and takes one from each element of any other.
+        my_function: takes a tensor. If its sum is above zero, it returns the tensor times two, otherwise the tensor minus one.
 
     Returns:
-        One line a demand: whether it is met, and what was seen.
+        A table with one line for each requirement: whether it is met, and what was observed.
     """
     lines = []
     for name, sign in (("a sum above zero", 1.0), ("a sum below zero", -1.0)):

@@ -1,6 +1,6 @@
-"""Figures of compilation: time and memory of a call by mode, and the number of calls after which compiling pays.
+"""Figures of compilation: time and memory of a call by mode, and the number of calls after which compilation pays.
 
-Also the rows as one flat table for spreadsheets, one line per model and mode.
+The module also exports the rows as a table for spreadsheets, with one line per model and mode.
 """
 
 import json
@@ -67,21 +67,24 @@ def compilation(material: Material) -> Figure | None:
 
 
 def break_even(material: Material) -> Figure | None:
-    """Draw the total time by number of calls, compilation included, over that of eager: below 1, compiling has paid."""
+    """Draw the total time including compilation, divided by the time of eager calls, by number of calls.
+
+    Compilation pays where the value is below 1.
+    """
     subjects = {title: costs for title, rows in _subjects(material).items() if (costs := _costs(rows))}
     if not subjects:
         return None
     figure, panels = new_figure("When compilation pays", material.machine(EXPERIMENT), len(subjects), height=4.0)
     for axes, (title, costs) in zip(panels, subjects.items(), strict=True):
         _draw_totals(axes, title, costs)
-    panels[0].set_ylabel("time spent, compilation included,\nover eager's")
-    note = "Compiled with cold caches; eager calls were timed in turn with each mode's. A ring marks the break-even point."
+    panels[0].set_ylabel("total time including compilation,\ndivided by eager time")
+    note = "Compiled with cold caches. Calls of each mode were timed in turn with eager calls. A ring marks the break-even point."
     add_notes(figure, [note])
     return figure
 
 
 def _absences(subjects: dict[str, list[Row]]) -> list[str]:
-    """Return a note per reason why modes were not timed, with their names."""
+    """Return one note for each reason why modes were not timed, with the names of the modes."""
     reasons: dict[str, list[str]] = {}
     for rows in subjects.values():
         for row in _of(rows, "inference_time_s"):
@@ -159,7 +162,7 @@ def _colour(mode: str) -> str:
 
 @dataclass(frozen=True)
 class _Cost:
-    """Seconds of compiling, of a call, and of an eager call timed in turn; calls to break even, None if never."""
+    """Seconds of compilation, of a call, and of an eager call timed in turn; number of calls to break even, None if never."""
 
     compiling: float
     call: float
@@ -197,7 +200,7 @@ def _draw_totals(axes: Axes, title: str, costs: dict[str, _Cost]) -> None:
 def compilation_table(rows: Iterable[Row]) -> pd.DataFrame:
     """Return one line per model and mode with the columns COLUMNS: times in ms, memory in GB (10^9 bytes).
 
-    Cells without value are None; `reason` says why there is no time.
+    Cells without a value are None. `reason` says why there is no time.
     """
     lines: dict[tuple, list[Row]] = {}
     for row in rows:
@@ -206,7 +209,7 @@ def compilation_table(rows: Iterable[Row]) -> pd.DataFrame:
 
 
 def compilation_csv(rows: Iterable[Row]) -> str:
-    """Return the table as CSV. Numbers round-trip exactly."""
+    """Return the table as CSV. Reading the CSV gives exactly the same numbers."""
     return compilation_table(rows).to_csv(index=False, lineterminator="\n")
 
 
@@ -255,7 +258,7 @@ PLOTS = (
     Plot(
         "compilation_break_even",
         "compilation",
-        "Total time by number of calls: compiling pays where a line falls below the eager one.",
+        "Total time by number of calls. Compilation pays where a line is below the line of eager calls.",
         break_even,
     ),
 )

@@ -1,4 +1,4 @@
-"""Exercise of the data chapter: prepared folders, sound and broken, and a check that must tell them apart."""
+"""Exercise of the data chapter: write a check that accepts sound prepared folders and rejects broken ones."""
 
 import shutil
 from collections.abc import Callable
@@ -22,9 +22,9 @@ SOUND = ("sound text", "sound images")
 
 
 def broken_folders(place: Path) -> dict[str, Path]:
-    """Return small prepared folders under `place` by their fault; the first two, SOUND, have none.
+    """Write small prepared folders under `place` and return their paths by fault. The first two folders, SOUND, have no fault.
 
-    A fault with "manifest renewed" has a manifest with the hashes of the broken files.
+    If the name of a fault ends with "manifest renewed", the manifest has the hashes of the broken files.
     """
     shutil.rmtree(place, ignore_errors=True)
     corpus = synthetic_corpus(_LINES)
@@ -39,11 +39,11 @@ def broken_folders(place: Path) -> dict[str, Path]:
 
 
 def judge_folder_check(my_check: Callable[[Any], bool], folders: dict[str, Path]) -> pd.DataFrame:
-    """Judge a check of prepared folders.
+    """Test a check of prepared folders.
 
     Args:
-        my_check: takes a folder, returns True if its files are what the pipeline wrote.
-        folders: from broken_folders.
+        my_check: takes a folder and returns True if its files are unchanged since the pipeline wrote them.
+        folders: result of `broken_folders`.
     """
     broken = {fault: folder for fault, folder in folders.items() if fault not in SOUND}
     scores = [mutation_score(my_check, folders[SOUND[0]], {}), mutation_score(my_check, folders[SOUND[1]], broken)]
@@ -51,7 +51,7 @@ def judge_folder_check(my_check: Callable[[Any], bool], folders: dict[str, Path]
 
 
 def library_findings(folders: dict[str, Path]) -> pd.DataFrame:
-    """Return what `hyperion data verify` finds in each folder, without moving it, one line per finding."""
+    """Return what `hyperion data verify` finds in each folder, with one line per finding. The folders are not moved."""
     lines = []
     for fault, folder in folders.items():
         findings = examine(folder)

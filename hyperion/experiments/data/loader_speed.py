@@ -1,4 +1,4 @@
-"""Speed of the text loaders alone, share of positions that carry a loss, and time that a training step waits for them."""
+"""Speed of the text loaders, share of positions that carry a loss, and time that a training step waits for a loader."""
 
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -33,7 +33,7 @@ class LoaderTimingOptions(Options):
     """Options for timing a loader.
 
     Args:
-        calls: batches per sample.
+        calls: number of batches per sample.
         time_limit_s: seconds for the samples of a loader.
     """
 
@@ -45,11 +45,11 @@ class LoaderSpeedOptions(LoaderTimingOptions):
     """Options of the experiment.
 
     Args:
-        sequence_length: tokens of an example.
-        batch_size: examples of a batch.
+        sequence_length: number of tokens in an example.
+        batch_size: number of examples in a batch.
         workers: numbers of threads that prefetch batches.
-        model: TransformerLM configuration of the training.
-        steps: its optimizer steps.
+        model: name of the TransformerLM configuration that is trained.
+        steps: number of optimizer steps of the training.
     """
 
     sequence_length: int
@@ -60,7 +60,7 @@ class LoaderSpeedOptions(LoaderTimingOptions):
 
     @property
     def window_bytes(self) -> int:
-        """Bytes moved per example: read the window, write inputs and targets."""
+        """The bytes moved per example: the window is read, and inputs and targets are written."""
         return (self.sequence_length + 1) * _ID_BYTES + 2 * self.sequence_length * _MADE_BYTES
 
     def params(self, workers: int) -> dict:
@@ -73,9 +73,9 @@ class _Loader:
     """A loader to time.
 
     Args:
-        workers: threads that prefetch batches, 0 for none.
-        sample_bytes: least bytes that device memory moves per example; None if it does not bound the loader.
-        why_unbounded: the reason in that case.
+        workers: number of threads that prefetch batches. 0 prefetches nothing.
+        sample_bytes: least bytes that device memory moves per example. None if device memory does not limit the loader.
+        why_unbounded: reason why device memory does not limit the loader.
     """
 
     variant: str
@@ -203,7 +203,7 @@ def loader_limit(context: Context, sample_bytes: int, batch_size: int) -> tuple[
 
 
 def _text_share_row(context: Context, options: LoaderSpeedOptions, loader: _Loader, source: str) -> Row:
-    """The share of positions that carry a loss, over some batches."""
+    """Return the share of positions that carry a loss, measured on some batches."""
     targets = torch.cat([loader.batches.next_batch()[1] for _ in range(options.calls)])
     share = (targets != IGNORE_INDEX).float().mean().item()
     params = options.params(loader.workers) | {"what": "positions that carry a loss"}
@@ -211,7 +211,7 @@ def _text_share_row(context: Context, options: LoaderSpeedOptions, loader: _Load
 
 
 def _waiting_row(context: Context, options: LoaderSpeedOptions, loader: _Loader, tokenizer: Tokenizer, source: str) -> Row:
-    """The share of training time for which the loop waits for a batch."""
+    """Return the share of training time for which the loop waits for a batch."""
     device, steps = context.device, options.steps
     config = named_config(options.model, vocab_size=tokenizer.vocab_size, context=options.sequence_length)
     model = TransformerLM(config).to(device.torch_device)

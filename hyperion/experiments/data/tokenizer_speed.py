@@ -30,10 +30,10 @@ class TokenizerSpeedOptions(Options):
     """Options of the experiment.
 
     Args:
-        lines: lines of the train split to tokenize.
+        lines: number of lines of the train split to tokenize.
         processes: numbers of processes.
-        cores: CPU cores that all of them share.
-        samples: least number of samples of each pipeline.
+        cores: number of CPU cores that all processes share.
+        samples: smallest number of samples of each pipeline.
         time_limit_s: seconds for the samples.
     """
 
@@ -172,7 +172,7 @@ def _read(written: Any) -> np.ndarray:
 
 @contextlib.contextmanager
 def _on_cores(count: int) -> Iterator[None]:
-    """Context that binds this process and its children to the first `count` cores, if the system supports it."""
+    """Within this context, bind this process and its children to the first `count` cores, if the system supports it."""
     if not hasattr(os, "sched_setaffinity"):
         yield
         return

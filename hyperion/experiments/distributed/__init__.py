@@ -1,1 +1,1 @@
-"""Training on several ranks: parity, resharding, rank failure."""
+"""Training on several ranks: parity with one device, resharding of checkpoints, and failure of a rank."""

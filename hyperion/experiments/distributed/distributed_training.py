@@ -1,4 +1,7 @@
-"""Train on all ranks with each strategy: rows of every rank, and counts of examples that two ranks or no rank got."""
+"""Train on all ranks with each strategy.
+
+The experiment makes rows for every rank. It also counts the examples that two ranks received and those that no rank received.
+"""
 
 from collections import Counter
 
@@ -29,14 +32,14 @@ class DistributedTrainingOptions(RankOptions):
     """Options of the experiment.
 
     Args:
-        trainings: the trainings, in order.
+        trainings: the trainings, in the order in which they run.
     """
 
     trainings: tuple[Recipe, ...]
 
 
 def forecast(context: Context) -> list[Forecast]:
-    """Estimate the tokens per second of all ranks together, without communication."""
+    """Predict the tokens per second of all ranks together. The prediction ignores communication."""
     options = DistributedTrainingOptions.of(context)
     counted, ranks = datasets.vocabulary_row(context), options.device_count(context)
     vocabulary = int(not_none(counted.value)) if counted else GPT2_VOCABULARY
@@ -48,7 +51,7 @@ def forecast(context: Context) -> list[Forecast]:
         traffic: dict[str, float] = {"optimizer": ADAMW_BYTES_A_PARAMETER * config.parameter_count}
         alone = step_forecasts(context, recipe.model, dtype, "token", tokens, flops_per_token(config), traffic)[0]
         estimate = None if alone.estimate is None else alone.estimate * ranks
-        basis = alone.basis if estimate is None else f"{ranks} times one device: {alone.basis}"
+        basis = alone.basis if estimate is None else f"{ranks} times the prediction for one device: {alone.basis}"
         forecasts.append(
             Forecast(recipe.name, "tokens_per_s", estimate, basis, dtype=dtype, params=_params(recipe, ranks) | {"epoch": 1})
         )
@@ -75,7 +78,7 @@ EXPERIMENT = Experiment(
 
 
 def train_on_rank(context: Context, report: Report) -> Result:
-    """Run every recipe in turn. Rank 0 returns the rows of all ranks; each rank's samples list its training examples."""
+    """Run all recipes one after the other. Rank 0 returns the rows of all ranks. Samples list each rank's examples."""
     return merged([_train(context, report, recipe) for recipe in DistributedTrainingOptions.of(context).trainings])
 
 
@@ -103,13 +106,15 @@ def _train(context: Context, report: Report, recipe: Recipe) -> Result:
 
 
 def epoch_rows(context: Context, recipe: Recipe, training: Training, history: History) -> list[Row]:
-    """Return loss, throughput and memory of every epoch, of all ranks together (rank None) and of each rank; and the held-out
-    loss of all ranks together.
+    """Return the rows of every epoch.
+
+    Loss, throughput and memory have a row for all ranks together (rank None) and a row for each rank. The held-out loss has a
+    row for all ranks together.
     """
     rows = []
     ranks = Counter(
         record.epoch for record in history.rank_epochs
-    )  # differs between epochs when a run was resumed on other ranks
+    )  # the number differs between epochs if the run was resumed on another number of ranks
     for record in [*history.epochs, *history.rank_epochs]:
         rows += _record_rows(context, recipe, training, record, ranks[record.epoch])
     for record in history.epochs:
@@ -152,9 +157,10 @@ def _record_rows(context: Context, recipe: Recipe, training: Training, record: E
 
 
 def mean_rows(context: Context, recipe: Recipe, training: Training, history: History) -> list[Row]:
-    """Return a row that checks the loss of the last epoch against the mean of the ranks' losses.
+    """Return a row that compares the loss of the last epoch with the mean of the ranks' losses.
 
-    Empty if the two may differ: rows of completions have unequal lengths, and an epoch may have begun on other ranks.
+    The list is empty if both losses may differ. This is the case if rows of completions have different lengths, or if the epoch
+    began on another number of ranks.
     """
     last = history.epochs[-1]
     parts = [record for record in history.rank_epochs if record.epoch == last.epoch]
@@ -176,7 +182,10 @@ def mean_rows(context: Context, recipe: Recipe, training: Training, history: His
 
 
 def test_rows(context: Context, recipe: Recipe, training: Training) -> list[Row]:
-    """Return on rank 0 the share of test images that the trained model classifies correctly. All ranks call it, at the end."""
+    """On rank 0, return the share of test images that the trained model classifies correctly.
+
+    All ranks must call this function at the end of the training.
+    """
     if training.test is None:
         return []
     scored = training.engine.evaluate(training.test())
@@ -200,7 +209,7 @@ def test_rows(context: Context, recipe: Recipe, training: Training) -> list[Row]
 
 
 def _overlap_rows(context: Context, options: DistributedTrainingOptions, results: list[Result]) -> list[Row]:
-    """Count the examples of the first epoch that two ranks got, and those that no rank got."""
+    """Count the examples of the first epoch that two ranks received, and those that no rank received."""
     rows = []
     for recipe in options.trainings:
         seen = [result.samples.loc[result.samples["training"] == recipe.name] for result in results]

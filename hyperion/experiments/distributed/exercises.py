@@ -9,10 +9,11 @@ from hyperion.chapter.exercises import mutation_score
 
 
 def judge_mean_check(check: Callable[[Any], bool]) -> pd.DataFrame:
-    """Test the reader's check on four ways to combine the ranks' losses, one of which gives the loss of one device.
+    """Test a check of how the losses of ranks are combined. Only one of four ways gives the loss of one device.
 
     Args:
-        check: takes a function (sums of token losses by rank, tokens by rank) -> loss; returns whether it is correct.
+        check: takes a function that combines losses, and returns True if the function is correct. The function takes the sum of
+            the token losses on each rank and the number of tokens on each rank, and returns a loss.
     """
     mutants = {
         "mean of the ranks' means": lambda sums, counts: sum(s / n for s, n in zip(sums, counts, strict=True)) / len(sums),

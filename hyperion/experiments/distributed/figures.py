@@ -1,4 +1,4 @@
-"""Figures of distributed training: parity of the losses, each rank's loss, resharding, and a killed rank."""
+"""Figures of distributed training: parity of losses, the loss of each rank, resharding, and the failure of a rank."""
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -10,12 +10,12 @@ from hyperion.figures.material import Material, Plot, measured, number, values
 from hyperion.figures.style import COLOURS, GRID, INK, MUTED, add_notes, limit_line, look, new_figure, whole_numbers, write_at
 from hyperion.results import Row
 
-_SMALLEST = 1e-9  # a difference of zero is drawn here on a logarithmic axis
+_SMALLEST = 1e-9  # a logarithmic axis has no zero, so a difference of zero is drawn at this value
 _ZERO = f"A difference of zero is drawn at {_SMALLEST:g}."
 
 
 def parity(material: Material) -> Figure | None:
-    """Draw the losses of every strategy, and their relative differences from one device, by step."""
+    """Draw the losses of every strategy by step, and their relative differences from the losses of one device."""
     rows = material.of("parallel_parity", metric="relative_difference")
     if not rows:
         return None
@@ -38,7 +38,7 @@ def parity(material: Material) -> Figure | None:
 
 
 def distributed_training(material: Material) -> Figure | None:
-    """Draw the loss of every training by step, and the loss of each rank over its own examples."""
+    """Draw the loss of every training by step, and the loss of each rank on its own examples."""
     rows = measured(material.of("distributed_training"))
     samples = material.samples("distributed_training")
     if not rows or samples.empty:
@@ -48,18 +48,18 @@ def distributed_training(material: Material) -> Figure | None:
     for place, (name, curve) in enumerate(steps.groupby("training", sort=False)):
         losses = np.asarray(curve["loss"])
         left.plot(curve["step"], losses / losses[0], label=name, **_line(place))
-    left.set(xlabel="optimizer step", ylabel="loss over that of the first step", title="Loss of all ranks together")
+    left.set(xlabel="optimizer step", ylabel="loss divided by the loss of the first step", title="Loss of all ranks together")
     whole_numbers(left.xaxis)
     _headroom(left, 0.3)
     left.legend(loc="upper right")
     of_ranks = [row for row in rows if row.rank is not None]
     _draw_ranks(right, [row for row in of_ranks if row.metric == "training_loss"])
-    add_notes(figure, ["The numbers are ranks.", *_rates_of_ranks(of_ranks), *_memory_of_ranks(of_ranks)])
+    add_notes(figure, ["The numbers at the marks are ranks.", *_rates_of_ranks(of_ranks), *_memory_of_ranks(of_ranks)])
     return figure
 
 
 def _draw_ranks(axes: Axes, losses: list[Row]) -> None:
-    """Draw each rank's mean loss over the last epoch, relative to the mean of all ranks."""
+    """Draw the mean loss of each rank over the last epoch, relative to the mean of all ranks."""
     names = list(dict.fromkeys(row.variant for row in losses))
     for place, name in enumerate(names):
         chosen = _last_epoch([row for row in losses if row.variant == name])
@@ -81,11 +81,11 @@ def _draw_ranks(axes: Axes, losses: list[Row]) -> None:
     axes.set_xticks(range(len(names)), [name.replace("_", " ") for name in names], fontsize=7.5)
     axes.grid(axis="x", visible=False)
     axes.margins(y=0.15)
-    axes.set(ylabel="% from the mean of the ranks", title="Loss of each rank on its own examples, last epoch")
+    axes.set(ylabel="difference from the mean of the ranks, %", title="Loss of each rank on its own examples, last epoch")
 
 
 def _rates_of_ranks(rows: list[Row]) -> list[str]:
-    """Return a note on the spread of the ranks' rates in the last epoch, none for a single rank."""
+    """Return a note on the spread of the ranks' rates in the last epoch, or no note for a single rank."""
     spreads = []
     for name in dict.fromkeys(row.variant for row in rows):
         rates = [row for row in rows if row.variant == name and row.metric in ("tokens_per_s", "images_per_s")]
@@ -97,7 +97,7 @@ def _rates_of_ranks(rows: list[Row]) -> list[str]:
 
 
 def _memory_of_ranks(rows: list[Row]) -> list[str]:
-    """Return a note on the ranks' peak memory in the last epoch, none if it was not measured."""
+    """Return a note on the ranks' peak memory in the last epoch, or no note if it was not measured."""
     ranges: dict[str, str] = {}
     for name in dict.fromkeys(row.variant for row in rows):
         peaks = _last_epoch([row for row in rows if row.variant == name and row.metric in ("peak_memory_gib", "peak_rss_gib")])
@@ -115,7 +115,7 @@ def _last_epoch(rows: list[Row]) -> list[Row]:
 
 
 def resharding(material: Material) -> Figure | None:
-    """Draw the losses of runs that other numbers of ranks resumed, and their differences from the run that saved."""
+    """Draw the losses of runs that were resumed on fewer ranks, and their differences from the uninterrupted run."""
     rows = material.of("resharding", metric="relative_difference")
     if not rows:
         return None
@@ -143,7 +143,7 @@ def resharding(material: Material) -> Figure | None:
 
 
 def rank_failure(material: Material) -> Figure | None:
-    """Draw the losses of the killed and resumed run and of the undisturbed run, with the lost steps marked."""
+    """Draw the losses of the killed and resumed run and of the uninterrupted run, and mark the lost steps."""
     rows = material.of("rank_failure", metric="detection_time_s")
     if not rows:
         return None
@@ -160,7 +160,7 @@ def rank_failure(material: Material) -> Figure | None:
         markersize=7,
         **look("resumed", 1),
     )
-    _headroom(axes, 0.12)  # for the names of the lines
+    _headroom(axes, 0.12)  # room for the labels of the vertical lines
     _mark_kill(axes, _sizes(material, detection))
     axes.set(
         xlabel="optimizer step",
@@ -173,13 +173,13 @@ def rank_failure(material: Material) -> Figure | None:
 
 
 def _sizes(material: Material, row: Row) -> dict:
-    """Return the options of the experiment of a row from its provenance, {} in runs without."""
+    """Return the options of a row's experiment from its provenance, or {} if the run has none."""
     stored = material.run.finished(row.notebook, row.experiment) or {}
     return (stored.get("provenance") or {}).get("sizes") or {}
 
 
 def _mark_kill(axes: Axes, sizes: dict) -> None:
-    """Mark the last checkpoint and the kill with lines, and shade the steps between them."""
+    """Mark the last checkpoint and the step of the failure with lines, and shade the steps between them."""
     if not {"kill_after", "checkpoint_every"} <= sizes.keys():
         return
     killed = sizes["kill_after"]
@@ -226,10 +226,10 @@ def _difference_panel(axes: Axes, tolerance: float, title: str) -> None:
 
 
 TITLES = {
-    "parallel_parity": "One device and many: the same losses",
+    "parallel_parity": "The same losses on one device and on several",
     "distributed_training": "Training on all ranks",
-    "resharding": "Checkpoints across numbers of ranks",
-    "rank_failure": "A rank dies",
+    "resharding": "Checkpoints on another number of ranks",
+    "rank_failure": "Failure of a rank",
 }
 
 PLOTS = (
@@ -249,7 +249,7 @@ PLOTS = (
     Plot(
         "rank_failure",
         "rank_failure",
-        "When a rank dies, only the steps after the last checkpoint are lost; the resumed run repeats them.",
+        "When a rank fails, only the steps after the last checkpoint are lost. The resumed run repeats them.",
         rank_failure,
     ),
 )

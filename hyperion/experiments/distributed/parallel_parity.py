@@ -1,4 +1,4 @@
-"""Parity: the same optimizer steps on one device, under DDP and under FSDP2 give the same losses."""
+"""Parity: the same optimizer steps must give the same losses on one device, under DDP and under FSDP2."""
 
 import numpy as np
 import pandas as pd
@@ -18,12 +18,12 @@ TOLERANCE = 1e-4
 
 
 class ShortTrainingOptions(RankOptions):
-    """Options of a short training of a language model, which the experiments on parity, resharding and failures repeat.
+    """Options of a short training of a language model. The experiments on parity, resharding and rank failure share them.
 
     Args:
-        model: configuration of a TransformerLM by name.
-        sequence_length: tokens of one example.
-        batch_size: examples of one step, over all ranks together.
+        model: name of the configuration of a TransformerLM.
+        sequence_length: number of tokens in one example.
+        batch_size: number of examples in one step, on all ranks together.
         learning_rate: largest learning rate.
     """
 
@@ -33,7 +33,7 @@ class ShortTrainingOptions(RankOptions):
     learning_rate: float
 
     def recipe(self, strategy: Strategy, steps: int, checkpoint_every: int | None = None) -> Recipe:
-        """Return a recipe in float32, in which a parity check is strict, without evaluation."""
+        """Return a recipe in float32 and without evaluation. In float32 the tolerance of a parity check is small."""
         return Recipe(
             task="language",
             model=self.model,
@@ -53,8 +53,8 @@ class ParallelParityOptions(ShortTrainingOptions):
     """Options of the experiment.
 
     Args:
-        strategies: "ddp" and "fsdp", compared with one device.
-        steps: optimizer steps.
+        strategies: strategies that are compared with one device, "ddp" and "fsdp".
+        steps: number of optimizer steps.
     """
 
     strategies: tuple[Strategy, ...]
@@ -62,10 +62,10 @@ class ParallelParityOptions(ShortTrainingOptions):
 
 
 def forecast(context: Context) -> list[Forecast]:
-    """Estimate how far the losses drift apart: one rounding error per step."""
+    """Predict the difference between the losses: one rounding error per step."""
     options = ParallelParityOptions.of(context)
     steps = options.steps
-    basis = f"{steps} steps, each of which rounds sums of another order once: {steps} x 2^-24, the unit of float32"
+    basis = f"each of {steps} steps adds one rounding error of float32, because sums have another order: {steps} x 2^-24"
     return [
         Forecast(strategy, "relative_difference", steps * 2.0**-24, basis, dtype="fp32", params=_params(context, options))
         for strategy in options.strategies
@@ -73,7 +73,7 @@ def forecast(context: Context) -> list[Forecast]:
 
 
 def run(context: Context, report: Report) -> Result:
-    """Train in one launch: every rank alone on whole batches first, then all ranks together under each strategy."""
+    """Train in one launch. First every rank trains alone on whole batches. Then all ranks train together under each strategy."""
     options = ParallelParityOptions.of(context)
     ranks = run_on_ranks(context, report, steps_on_rank, ranks=options.rank_count(context, options.batch_size))
     curves, source = ranks[0].samples, ranks[0].source
@@ -106,7 +106,7 @@ def _train(context: Context, options: ParallelParityOptions, report: Report, str
 
 
 def _bytes_row(context: Context, strategy: str, training: Training) -> Row:
-    """The share of the parameters on this rank: all under DDP, 1 / ranks under FSDP2."""
+    """Return the share of the parameters on this rank. It is 1 under DDP and 1 / ranks under FSDP2."""
     here, strategy_ranks = world(), training.engine.ranks
     whole = full_parameter_bytes(training.engine.model)
     share = local_parameter_bytes(training.engine.model) / whole
@@ -124,7 +124,10 @@ def _bytes_row(context: Context, strategy: str, training: Training) -> Row:
 
 
 def replicas_row(context: Context, strategy: str, model: nn.Module, source: str) -> Row:
-    """Count the parameters that differ between ranks in any bit, for a model that every rank holds whole. All ranks call it."""
+    """Return the number of parameters that differ in any bit between ranks.
+
+    Every rank must hold the whole model, and all ranks must call this function.
+    """
     unequal, known = len(differing_parameters(model)), len(list(model.parameters()))
     return context.error_row(
         strategy,

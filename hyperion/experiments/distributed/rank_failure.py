@@ -1,4 +1,7 @@
-"""Kill a rank during training: how soon the launcher reports it, which processes remain, and whether the run resumes."""
+"""Kill one rank during training.
+
+The experiment measures how soon the launcher reports the failure, how many processes remain, and whether the run resumes.
+"""
 
 import os
 import shutil
@@ -33,9 +36,9 @@ class RankFailureOptions(ShortTrainingOptions):
     """Options of the experiment.
 
     Args:
-        steps: optimizer steps of the whole run.
-        checkpoint_every: steps between two checkpoints.
-        kill_after: steps after which the last rank is killed.
+        steps: number of optimizer steps of the whole run.
+        checkpoint_every: number of steps between two checkpoints.
+        kill_after: number of steps after which the last rank is killed.
     """
 
     steps: int
@@ -44,16 +47,18 @@ class RankFailureOptions(ShortTrainingOptions):
 
 
 def forecast(context: Context) -> list[Forecast]:
-    """Estimate the seconds from the kill to the launcher's report."""
+    """Predict the seconds from the signal that kills the rank to the report of the launcher."""
     options = RankFailureOptions.of(context)
     ranks = options.rank_count(context, options.batch_size)
-    basis = "torchrun polls its workers ten times a second and stops the others at once; they exit within a second or two"
+    basis = (
+        "torchrun checks its workers ten times a second and stops the other workers at once, which exit within a second or two"
+    )
     params = _killing(ranks, ranks - 1, "SIGKILL")
     return [Forecast("ddp", "detection_time_s", 3.0, basis, dtype="fp32", params=params)]
 
 
 def run(context: Context, report: Report) -> Result:
-    """Train and kill the last rank; resume; train again without a kill, and compare all losses."""
+    """Train and kill the last rank, and resume the run. Then repeat the run without a failure, and compare all losses."""
     shutil.rmtree(context.workspace, ignore_errors=True)
     options = RankFailureOptions.of(context)
     ranks = options.rank_count(context, options.batch_size)
@@ -100,7 +105,11 @@ def _killing(ranks: int, rank: int | None, signal_name: str) -> dict:
 
 
 def _killed(context: Context, options: RankFailureOptions, report: Report, ranks: int) -> tuple[RankError, float, int]:
-    """Return the launcher's error, the seconds from the kill to it, and the number of processes of the job that remain."""
+    """Run the training whose last rank is killed.
+
+    Returns:
+        The error of the launcher, the seconds from the signal to this error, and the number of processes that remain.
+    """
     os.environ[_MARK] = mark = os.urandom(8).hex()
     params = {"folder": "killed", "kill_after": options.kill_after}
     try:
@@ -114,33 +123,33 @@ def _killed(context: Context, options: RankFailureOptions, report: Report, ranks
     raise HyperionError(
         "a rank was killed and the launcher reported no failure",
         where=f"{context.notebook}.{context.experiment}",
-        next_step="run it again; if it fails again, report a bug in the launcher",
+        next_step="run the experiment again, and report a bug in the launcher if this error occurs again",
     )
 
 
 def _remaining_ranks(context: Context) -> int:
-    """Count the ranks whose processes still run, by the process ids that they wrote."""
+    """Count the ranks whose processes still run. The ranks have written their process ids to files."""
     return sum(not has_ended(int(note.read_text())) for note in context.workspace.glob("pid-*"))
 
 
 def _count_marked(mark: str) -> int:
-    """Count the other processes that have the mark in their environment: what the ranks started."""
+    """Count the other processes that have the mark in their environment. The ranks started these processes."""
     count = 0
     for process in psutil.process_iter():
         try:
             count += process.pid != os.getpid() and process.environ().get(_MARK) == mark
         except (psutil.NoSuchProcess, psutil.AccessDenied, psutil.ZombieProcess):
-            continue  # it ended meanwhile, or belongs to another user
+            continue  # the process has ended, or belongs to another user
     return count
 
 
 class _KilledAfter:
-    """Batches that kill their own process after some steps, without a message, as a failing node would.
+    """Batches that kill their own process after a number of steps, without a message, as when a node fails.
 
     Args:
-        batches: the batches to pass on.
-        steps: number of steps before the kill.
-        note: file to create just before it: its time is the time of the kill.
+        batches: the batches of the training.
+        steps: number of steps before the process is killed.
+        note: file that is created just before. Its modification time is the time of the failure.
     """
 
     def __init__(self, batches: ResumableBatches, steps: int, note: Path):
@@ -165,7 +174,7 @@ class _KilledAfter:
 
 
 def resume_and_repeat(context: Context, report: Report) -> Result:
-    """Resume the killed run to its end, then train the same run undisturbed."""
+    """Resume the killed run until its end, then train the same run without a failure."""
     runs = [train_on_rank(context, report, folder) for folder in ("killed", "undisturbed")]
     curves = [result.samples.assign(run=run) for result, run in zip(runs, RUNS, strict=True)]
     return Result([], pd.concat(curves, ignore_index=True), runs[0].source)
@@ -176,7 +185,7 @@ def train_on_rank(context: Context, report: Report, folder: str, kill_after: int
 
     Args:
         folder: folder of the checkpoints in the workspace.
-        kill_after: number of steps after which the last rank kills itself, None for never.
+        kill_after: number of steps after which the last rank kills itself. None for a run without a failure.
     """
     options, here = RankFailureOptions.of(context), world()
     recipe = options.recipe("ddp", options.steps, options.checkpoint_every)

@@ -1,4 +1,4 @@
-"""Resharding: a checkpoint that N ranks saved is resumed by N/2 ranks, N/4, and so on down to one."""
+"""Resharding: N ranks save a checkpoint, and N/2 ranks, N/4 ranks and so on, down to one rank, resume from it."""
 
 import shutil
 from pathlib import Path
@@ -25,8 +25,8 @@ class ReshardingOptions(ShortTrainingOptions):
     """Options of the experiment.
 
     Args:
-        steps_before: optimizer steps before the checkpoint.
-        steps_after: optimizer steps after it, which the resumed runs repeat.
+        steps_before: number of optimizer steps before the checkpoint.
+        steps_after: number of optimizer steps after the checkpoint. The resumed runs repeat these steps.
     """
 
     steps_before: int
@@ -34,20 +34,20 @@ class ReshardingOptions(ShortTrainingOptions):
 
     @property
     def steps(self) -> int:
-        """All optimizer steps."""
+        """The number of all optimizer steps."""
         return self.steps_before + self.steps_after
 
     def resuming(self, context: Context) -> list[int]:
-        """Numbers of ranks to resume with: half of those that saved, a quarter, and so on down to one."""
+        """Return the numbers of ranks that resume: half of the ranks that saved, a quarter, and so on down to one."""
         ranks = self.rank_count(context, self.batch_size)
         return [ranks >> halvings for halvings in range(1, ranks.bit_length())]
 
 
 def forecast(context: Context) -> list[Forecast]:
-    """Estimate how far the losses after the checkpoint differ."""
+    """Predict the difference between the losses after the checkpoint."""
     options = ReshardingOptions.of(context)
     after = options.steps_after
-    basis = f"{after} steps in another order of summation: {after} x 2^-24; the state itself is copied, not computed"
+    basis = f"each of {after} steps adds sums in another order: {after} x 2^-24; the state itself is copied without rounding"
     return [
         Forecast("fsdp", "relative_difference", after * 2.0**-24, basis, dtype="fp32", params=_params(context, options, ranks))
         for ranks in options.resuming(context)
@@ -55,7 +55,7 @@ def forecast(context: Context) -> list[Forecast]:
 
 
 def run(context: Context, report: Report) -> Result:
-    """Train on all ranks past a checkpoint; then resume copies of the checkpoint on smaller numbers of ranks."""
+    """Train on all ranks, save a checkpoint and go on. Then resume copies of the checkpoint on smaller numbers of ranks."""
     options = ReshardingOptions.of(context)
     shutil.rmtree(context.workspace, ignore_errors=True)
     first = run_on_ranks(context, report, save_and_go_on, ranks=options.rank_count(context, options.batch_size))
@@ -71,7 +71,7 @@ EXPERIMENT = Experiment(forecast, run, data=datasets.TEXT, options=ReshardingOpt
 
 
 def save_and_go_on(context: Context, report: Report) -> Result:
-    """Save a checkpoint and train on without interruption: the losses that every resumed run must repeat."""
+    """Save a checkpoint and continue the training. Every resumed run must repeat the losses after the checkpoint."""
     options, folder = ReshardingOptions.of(context), context.workspace / "first"
     before = options.steps_before
     plan = TrainingPlan(steps=options.steps, checkpoint_every=before)
@@ -87,7 +87,7 @@ def save_and_go_on(context: Context, report: Report) -> Result:
 
 
 def resume(context: Context, report: Report) -> Result:
-    """Train on from a copy of the checkpoint, on the ranks of this launch."""
+    """Continue the training from a copy of the checkpoint, on the ranks of this launch."""
     folder = context.workspace / f"resumed-{world().size}"
     if world().rank == 0:
         shutil.copytree(context.workspace / _SAVED, folder)

@@ -1,1 +1,1 @@
-"""What one device can do: matrix products, memory streams, copies, launches, and the roofline they span."""
+"""Measured limits of one device: matrix products, memory streams, copies, kernel launches, and the roofline."""

@@ -1,4 +1,4 @@
-"""How fast does this machine stream memory, by operation and array size, and how near is that to its data sheet?"""
+"""How fast does this machine read and write memory, by operation and array size, and how close is this to its data sheet?"""
 
 import pandas as pd
 import torch
@@ -14,7 +14,7 @@ class BandwidthOptions(Options):
 
     Args:
         dtype: number format of the arrays.
-        millions: elements of one array, in millions.
+        millions: numbers of elements in one array, in millions.
         time_limit_s: seconds of timing for each operation and size.
     """
 
@@ -24,15 +24,15 @@ class BandwidthOptions(Options):
 
 
 def forecast(context: Context) -> list[Forecast]:
-    """Predict the data sheet's bandwidth for every cell whose arrays no cache can hold."""
+    """Predict the bandwidth of the data sheet for every operation and size whose arrays are too large for any cache."""
     options = BandwidthOptions.of(context)
-    # The reader guesses the first line: the copy of the largest array.
+    # The reader guesses the first forecast, which is the copy of the largest array.
     cells = sorted(_cells(options), key=lambda cell: (-cell[1], cell[0] != "copy"))
     return [stream_forecast(context, operation, options.dtype, elements) for operation, elements in cells]
 
 
 def run(context: Context, report: Report) -> Result:
-    """Time every operation and size with flushed caches, and verify each."""
+    """Time every operation at every size with flushed caches, and verify each result."""
     options = BandwidthOptions.of(context)
     rows: list[Row] = []
     frames: list[pd.DataFrame] = []
@@ -54,7 +54,7 @@ def _cells(options: BandwidthOptions) -> list[tuple[str, int]]:
 
 
 def stream_params(elements: int) -> dict:
-    """Return the parameters of a stream's row."""
+    """Return the parameters of the row of a stream."""
     return {"elements": elements, "cache": "cold"}
 
 
@@ -64,7 +64,7 @@ def stream_bytes(operation: str, dtype: str, elements: int) -> int:
 
 
 def stream_forecast(context: Context, operation: str, dtype: str, elements: int) -> Forecast:
-    """Predict the data sheet's bandwidth, or None with the reason where a cache may hold the arrays."""
+    """Predict the bandwidth of the data sheet. It is None, with the reason, if a cache may hold the arrays."""
     limit, source = bandwidth_limit(context.device, stream_bytes(operation, dtype, elements))
     return Forecast(operation, "bandwidth_gb_s", limit, source, dtype=dtype, params=stream_params(elements))
 
@@ -75,7 +75,7 @@ def measure_stream(
     """Time and verify one stream.
 
     Returns:
-        The measurement (None where memory did not suffice), its row, its samples.
+        The measurement (None if memory did not suffice), its row and its samples.
     """
     params = stream_params(elements)
     try:
@@ -90,7 +90,7 @@ def measure_stream(
 def stream_row(
     context: Context, variant: str, dtype: str, params: dict, traffic_bytes: int, timing: Timing, verification: Verification
 ) -> Row:
-    """Return the row of a stream's rate, limited by the memory where its traffic cannot come from a cache."""
+    """Return the row of a stream's rate. If no cache can serve the traffic, the limit is the bandwidth of the memory."""
     rate = timing.estimate.map(lambda seconds: traffic_bytes / seconds / 1e9)
     limit, source = bandwidth_limit(context.device, traffic_bytes)
     return timed_row(

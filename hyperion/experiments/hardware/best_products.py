@@ -1,7 +1,7 @@
-"""What is the highest rate of each number format over all shapes of a product, and which rate do given shapes reach?
+"""What is the highest rate of a matrix product in each number format, and which rate do given shapes reach?
 
-A search finds the fastest product of each format: the maximum achievable rate (MAF), which is what remains of the data
-sheet's peak when only the shape is chosen well. Given shapes, such as those of a Transformer layer, are compared with it.
+A search finds the fastest matrix product of each format. Its rate is called MAF (maximum achievable FLOPS). It shows how much of
+the data sheet's peak is reached at the best shape. Given shapes, such as those of a Transformer layer, are compared with it.
 """
 
 import pandas as pd
@@ -23,14 +23,14 @@ from hyperion.measure.clock.verify import matmul_precision
 from hyperion.results import Row
 
 FINALIST, FASTEST, GIVEN, PLAIN_LOOP = "finalist", "fastest found", "given shape", "fastest over a plain loop"
-_TAKEN = {"cache": "cold", "data": "normal"}  # how the products of the search and the given shapes are timed
+_TAKEN = {"cache": "cold", "data": "normal"}  # how all matrix products of this experiment are timed
 
 
 class Shape(Table):
-    """A product's shape.
+    """The shape of a matrix product.
 
     Args:
-        name: what it is the shape of.
+        name: name of the layer or operation with this shape.
         m, n, k: sizes of A[m, k] and B[k, n].
     """
 
@@ -46,13 +46,13 @@ class BestProductsOptions(Options):
     Args:
         dtypes: number formats to search.
         largest: largest M, N and K of the search.
-        step: distance of the search's grid in M, N and K.
-        search_limit_s: seconds of searching for each format.
-        exhaustive: see every shape of the grid, instead of refining a coarse one.
+        step: step of the search grid in M, N and K.
+        search_limit_s: seconds of the search for each format.
+        exhaustive: time every shape of the grid. Otherwise the search starts with a coarse grid and refines it.
         time_limit_s: seconds of timing for each given shape.
-        plain_loop: formats whose fastest product is compared with PyTorch's own call in a plain loop.
-        plain_loop_calls: calls in one timed block of that loop.
-        shapes: the given shapes.
+        plain_loop: formats whose fastest product is also timed in a plain loop of PyTorch calls.
+        plain_loop_calls: number of calls in one timed block of the plain loop.
+        shapes: the given shapes, which are compared with the fastest product.
     """
 
     dtypes: tuple[str, ...]
@@ -67,7 +67,7 @@ class BestProductsOptions(Options):
 
 
 def forecast(context: Context) -> list[Forecast]:
-    """Predict the roofline's rate: of the largest square for the search, and of each given shape."""
+    """Predict rates with the roofline of the data sheet: the largest square product for the search, and each given shape."""
     options = BestProductsOptions.of(context)
     formats = [dtype for dtype in options.dtypes if context.device.supports(dtype)[0]]
     square = options.largest, options.largest, options.largest
@@ -80,7 +80,7 @@ def forecast(context: Context) -> list[Forecast]:
 
 
 def run(context: Context, report: Report) -> Result:
-    """Search each format, time its finalists interleaved, then the given shapes."""
+    """For each format, search the fastest shapes, time the finalists interleaved, then time the given shapes."""
     options = BestProductsOptions.of(context)
     rows: list[Row] = []
     frames: list[pd.DataFrame] = []
@@ -99,13 +99,13 @@ EXPERIMENT = Experiment(forecast, run, options=BestProductsOptions)
 def _forecast(context: Context, variant: str, dtype: str, shape: tuple[int, int, int], params: dict) -> Forecast:
     estimate, basis = roofline_tflops(context.device, dtype, *shape)
     if variant == FASTEST and estimate is not None:
-        basis += f", of a square of {shape[0]}: the search may take any shape up to it"
+        basis += f", for a square product of size {shape[0]}; the search may choose any shape up to this size"
     name = format_of(dtype, context.device).name
     return Forecast(variant, "gemm_tflops", estimate, basis, dtype=name, params=params)
 
 
 def _measure_format(context: Context, options: BestProductsOptions, dtype: str) -> tuple[list[Row], list[pd.DataFrame]]:
-    """Return all rows of one format, or one row with the reason why there are none."""
+    """Return all rows of one format. If it cannot be measured, return one row with the reason."""
     supported, how = context.device.supports(dtype)
     if not supported:
         return [absent_product(context, FASTEST, dtype, _TAKEN, f"unsupported: {how}")], []
@@ -135,7 +135,7 @@ def _measure_format(context: Context, options: BestProductsOptions, dtype: str) 
 
 
 def _search_rows(context: Context, search: GemmSearch) -> tuple[list[Row], list[pd.DataFrame]]:
-    """Return a row of the fastest product with the extent of the search, then a row of each finalist."""
+    """Return a row of the fastest product, with the number of shapes that the search timed, then a row of each finalist."""
     extent = {"seen": search.seen, "shapes": search.shapes, "stopped": search.stopped}
     rows = [_finalist_row(context, search, FASTEST, search.best, _shape_params(search.best.shape) | extent)]
     frames = []
@@ -158,7 +158,7 @@ def _shape_params(shape: tuple[int, int, int]) -> dict:
 def _compared_with_plain_loop(
     context: Context, options: BestProductsOptions, dtype: str, shape: tuple[int, int, int]
 ) -> tuple[Row, pd.DataFrame]:
-    """Time the fastest product and PyTorch's own call in a plain loop, interleaved; each has its own operands."""
+    """Time the fastest product with the harness and in a plain loop of PyTorch calls, interleaved, with separate operands."""
     ours, theirs = (Gemm(*shape, dtype, context.device, seed=context.seed + seed) for seed in (1, 2))
     calls = options.plain_loop_calls
     with matmul_precision(ours.format):

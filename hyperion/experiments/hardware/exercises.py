@@ -1,4 +1,8 @@
-"""Exercises of chapter 1.4: leave out one precaution of a benchmark and see the error; then write the check that finds it."""
+"""Exercises of chapter 1.4.
+
+The first exercise leaves out one precaution of a benchmark at a time and shows the error. In the second exercise the reader
+writes a check that finds such errors.
+"""
 
 import time
 from collections.abc import Callable
@@ -26,17 +30,18 @@ def toy_timer(
     random_data: bool = True,
     elements: int = _ELEMENTS,
 ) -> float:
-    """Return the seconds of a copy of float32 numbers on this machine, timed with or without each precaution.
+    """Time a copy of float32 numbers on this machine and return its seconds. Each precaution can be switched off.
 
-    A copy runs asynchronously: in a GPU's queue, on a CPU in a thread.
+    The copy runs asynchronously. A GPU runs it in a queue, and a CPU runs it in a thread.
 
     Args:
-        device: where to copy; None for the first device.
-        synchronise: wait for the copy before the clock stops.
-        warm_up: copy three times before timing and take the median of fifteen calls; else time only the first call.
-        flush: read other memory before each call, so that the numbers are not in the cache.
-        random_data: copy normal numbers; else the untouched zeros of `np.zeros`. The system backs all of these with one page,
-            and on a GPU constant data draw less power.
+        device: device of the copy. None uses the first device.
+        synchronise: whether to wait for the end of the copy before the clock is read.
+        warm_up: whether to copy three times before timing, and take the median of fifteen calls. Otherwise only the first call
+            is timed.
+        flush: whether to read other memory before each call, so that the numbers are not in the cache.
+        random_data: whether to copy normally distributed numbers. Otherwise the function copies zeros of `np.zeros` that were
+            never written. The operating system maps all of them to one page, and on a GPU constant data need less power.
         elements: number of elements.
     """
     device = device or detect()
@@ -64,10 +69,13 @@ def broken_benchmarks(device: Device | None = None, *, elements: int = _ELEMENTS
     """Time the copy with every precaution of `toy_timer`, then without each of them.
 
     Args:
-        rounds: repetitions of each way of timing, interleaved; the table has medians.
+        device: device of the copy. None uses the first device.
+        elements: number of elements.
+        rounds: number of repetitions of each way of timing. They are interleaved, and the table has their medians.
 
     Returns:
-        One line a way of timing: what was left out, milliseconds, the resulting GB/s, and their ratio to the right rate.
+        A table with one line for each way of timing: the precaution that was left out, milliseconds, the resulting GB/s, and
+        the ratio of this rate to the correct rate.
     """
     ways = {"nothing": {}, **{name: {name: False} for name in PRECAUTIONS}}
     seconds: dict[str, list[float]] = {name: [] for name in ways}
@@ -85,7 +93,7 @@ def broken_benchmarks(device: Device | None = None, *, elements: int = _ELEMENTS
 
 
 class _Launches:
-    """Asynchronous work: `launch` returns at once, `wait` when all work is done."""
+    """Runs work asynchronously. `launch` returns at once, and `wait` returns when all work is done."""
 
     def __init__(self, device: Device):
         self._device = device
@@ -111,16 +119,17 @@ def _flush_elements(device: Device) -> int:
 
 @dataclass(frozen=True)
 class ToyMeasurement:
-    """Everything that a benchmark of a matrix product knows after it has run, as the input of a check.
+    """The data that a benchmark of a matrix product has after it has run. They are the input of a check.
 
     Args:
-        a_MK, b_KN, c_MN: operands and output, float32 [48, 32], [32, 64] and [48, 64]; c was NaN before the calls.
-        flops: operations that the rate is computed from.
-        samples_s: seconds of each timed call, in the order taken.
-        in_a_row_s: seconds of a call when ten are made in a row, from an idle device to an idle device.
-        cold: whether the result claims cold caches.
+        a_MK, b_KN: operands, float32 [48, 32] and [32, 64].
+        c_MN: output, float32 [48, 64]. It was filled with NaN before the calls.
+        flops: number of floating-point operations from which the rate is computed.
+        samples_s: seconds of each timed call, in the order of the calls.
+        in_a_row_s: seconds of one call, when ten calls are made in a row. The device is idle before and after the ten calls.
+        cold: whether the benchmark reports a rate for cold caches.
         flushes: number of cache flushes.
-        peak_tflops: the device's peak.
+        peak_tflops: peak of the device in TFLOPS.
     """
 
     a_MK: torch.Tensor
@@ -135,12 +144,12 @@ class ToyMeasurement:
 
     @property
     def tflops(self) -> float:
-        """The reported rate."""
+        """The reported rate in TFLOPS."""
         return self.flops / float(np.median(self.samples_s)) / 1e12
 
 
 def toy_measurement(noise: float = 0.02, seed: int = 0) -> ToyMeasurement:
-    """Return a sound synthetic measurement: 50 calls of about 1 ms."""
+    """Return a synthetic measurement without faults. It has 50 calls of about 1 ms."""
     generator = torch.Generator().manual_seed(seed)
     a_MK, b_KN = (torch.randn(*shape, generator=generator) for shape in ((_M, _K), (_K, _N)))
     samples_s = _CALL_S * np.random.default_rng(seed).lognormal(0, noise, 50)
@@ -177,14 +186,14 @@ TOY_FAULTS: dict[str, Callable[[ToyMeasurement], ToyMeasurement]] = {
 
 
 def judge_harness_check(my_check: Callable[[ToyMeasurement], bool], fault: str | None = None) -> pd.DataFrame:
-    """Judge a check of measurements: does it catch faults, and accept sound measurements?
+    """Test a check of measurements. It must reject faulty measurements and accept sound ones.
 
     Args:
-        my_check: returns True for a sound measurement.
-        fault: one of `TOY_FAULTS`; None for all of them.
+        my_check: takes a measurement and returns True if the measurement is sound.
+        fault: one of `TOY_FAULTS`. None tests all of them.
 
     Raises:
-        KeyError: there is no such fault.
+        KeyError: `fault` is not in `TOY_FAULTS`.
     """
     sound = toy_measurement()
     faults = TOY_FAULTS if fault is None else {fault: TOY_FAULTS[fault]}

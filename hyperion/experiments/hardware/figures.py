@@ -1,4 +1,4 @@
-"""Figures of the hardware chapters: matrix products, memory streams, and the roofline they span; the list of all plots."""
+"""Figures of the hardware chapters: matrix products, memory streams and the roofline. The list of all plots is here too."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -27,16 +27,16 @@ from hyperion.figures.style import (
 from hyperion.results import Row
 
 _DOT = {"linestyle": "none", "marker": ".", "markersize": 6, "color": "white", "markeredgecolor": INK, "zorder": 4}
-_VISIBLE = 0.02  # a clock that is lower by a smaller share hardly shows in a rate
-# FLOPs per element and arrays read or written of each stream.
+_VISIBLE = 0.02  # share by which a clock must be lower to be marked; smaller changes are hardly visible in a rate
+# For each stream: FLOPs per element, and number of arrays that are read or written.
 _STREAMS = {"copy": (0, 2), "scale": (1, 2), "add": (1, 3), "triad": (2, 3)}
 
 
 def gemm(material: Material, published: bool = False) -> Figure | None:
-    """TFLOPS by size and dtype with each dtype's limit, and the share of the limit in a second panel.
+    """Draw TFLOPS by size and dtype with the limit of each dtype. A second panel shows the rates as shares of the limit.
 
     Args:
-        published: add the published MI250X table, dashed and marked as another machine's.
+        published: add the published results of an MI250X. They are dashed and labelled as results of another machine.
     """
     rows = gemm_rows(material)
     if not measured(rows):
@@ -49,12 +49,12 @@ def gemm(material: Material, published: bool = False) -> Figure | None:
     notes += _name_dots(panels[-1], _slowed(measured(rows)))
     panels[0].set(yscale="log", ylabel="TFLOPS, median with 95 % interval")
     log_ticks(panels[0].yaxis)
-    # Above the panel: curves of many formats leave no free corner in it.
+    # The legend is above the panel, because curves of many formats leave no free corner in it.
     legend = panels[0].legend(
         ncols=6, loc="lower left", bbox_to_anchor=(0, 1), borderaxespad=0.2, columnspacing=0.9, handlelength=1.6, fontsize=8
     )
     if limited:
-        legend.set_in_layout(False)  # it is wider than its panel and would push the panels apart
+        legend.set_in_layout(False)  # the legend is wider than its panel and would push the panels apart
         _draw_shares(panels[1], rows, positions)
     for axes in panels:
         axes.set_xticks(range(len(positions)), [_size_label(size) for size in positions])
@@ -64,7 +64,7 @@ def gemm(material: Material, published: bool = False) -> Figure | None:
 
 
 def gemm_cross_check(material: Material) -> Figure | None:
-    """The harness's rate divided by that of a plain timing loop, interleaved: 1 where both agree."""
+    """Draw the rate of the harness divided by the rate of a plain timing loop. The value is 1 if both agree."""
     rows = measured(material.of("gemm", metric="speedup"))
     if not rows:
         return None
@@ -76,18 +76,18 @@ def gemm_cross_check(material: Material) -> Figure | None:
     axes.margins(x=0.1, y=0.25)
     axes.set(xlabel="M = N = K", ylabel="rate, harness / plain loop", title=f"{rows[0].dtype}, medians with 95 % interval")
     notes = [
-        "At 1 both clocks agree, with warm caches. Above 1 the plain loop also times launches and synchronisation: a large "
-        "share of a small product, and a negligible one of a large product."
+        "Both ways of timing use warm caches. At 1 they agree. The plain loop also times launches and synchronisation, so small "
+        "products have values above 1."
     ]
     add_notes(figure, notes)
     return figure
 
 
 def bandwidth(material: Material, published: bool = False) -> Figure | None:
-    """GB/s by array size and operation with the limit of the memory.
+    """Draw GB/s by array size and operation, with the limit of the memory.
 
     Args:
-        published: add the published MI250X table, dashed and marked as another machine's.
+        published: add the published results of an MI250X. They are dashed and labelled as results of another machine.
     """
     rows = material.of("bandwidth", metric="bandwidth_gb_s")
     if not measured(rows):
@@ -108,7 +108,7 @@ def bandwidth(material: Material, published: bool = False) -> Figure | None:
     ticks = sorted({row.params["elements"] for row in measured(rows)})
     axes.set_xticks(ticks, [items(tick) for tick in ticks])
     axes.minorticks_off()
-    # Above the panel: streams from a cache may have any rate, so no corner of the panel is surely free.
+    # The legend is above the panel. Streams from a cache may have any rate, so no corner of the panel is certainly free.
     axes.legend(ncols=5, loc="lower left", bbox_to_anchor=(0, 1), borderaxespad=0.2)
     if len(limits) == 1:
         add_share_axis(axes, next(iter(limits)))
@@ -117,7 +117,7 @@ def bandwidth(material: Material, published: bool = False) -> Figure | None:
 
 
 def roofline(material: Material) -> Figure | None:
-    """The measured ceilings, and every product and stream at its arithmetic intensity below them."""
+    """Draw the measured ceilings, and every matrix product and stream at its arithmetic intensity."""
     products = [row for row in measured(gemm_rows(material)) if row.params.get("cache") != "hot"]
     streams = [r for r in measured(material.of("bandwidth", metric="bandwidth_gb_s")) if r.params.get("cache") != "hot"]
     largest = max((row.params["elements"] for row in streams), default=0)
@@ -144,20 +144,21 @@ def roofline(material: Material) -> Figure | None:
     axes.legend(loc="lower right")
     spread_labels(axes, labels)
     notes = [
-        "Solid: ceilings measured in this run. Dotted: datasheet limits. Filled marks: matrix products. Hollow: streams over "
-        f"{items(largest)} elements; a cache may serve smaller ones. A copy does no arithmetic and is not shown."
+        "Solid lines: ceilings measured in this run. Dotted lines: datasheet limits. Filled marks: matrix products. Hollow: "
+        f"streams over {items(largest)} elements. Smaller streams are not shown, because a cache may serve them. Copies are not "
+        "shown, because they do no arithmetic."
     ]
     add_notes(figure, notes)
     return figure
 
 
 def gemm_rows(material: Material) -> list[Row]:
-    """Return the product rates of the sweep, without those of the comparison with a plain loop."""
+    """Return the rows of the matrix products by size, without the rows of the comparison with a plain loop."""
     return [row for row in material.of("gemm", metric="gemm_tflops") if "plain_loop_calls" not in row.params]
 
 
 def gemm_intensity(row: Row) -> float:
-    """Return the FLOP per byte of a matrix product: 2·M·N·K over its three matrices, each moved once.
+    """Return the FLOP per byte of a matrix product, which has 2·M·N·K FLOP. Each of its three matrices moves once.
 
     Source: Williams, Waterman, Patterson, Roofline, CACM 52 (2009) 65-76.
     """
@@ -166,7 +167,7 @@ def gemm_intensity(row: Row) -> float:
 
 
 def stream_intensity(row: Row) -> float:
-    """Return the FLOP per byte of a memory stream, 0 for a copy."""
+    """Return the FLOP per byte of a memory stream. It is 0 for a copy."""
     flops, arrays = _STREAMS[row.variant]
     return flops / (arrays * element_bytes(row.dtype))
 
@@ -181,7 +182,7 @@ def _size_label(size: tuple[int, int, int, int]) -> str:
 
 
 def _series(rows: Iterable[Row]) -> list[tuple[str, list[Row]]]:
-    """Return the rows of each variant, with separate series for warm caches."""
+    """Return the rows of each variant. Rows with warm caches are a separate series."""
     groups: dict[str, list[Row]] = {}
     for row in rows:
         hot = ", hot cache" if row.params.get("cache") == "hot" else ""
@@ -215,7 +216,7 @@ def _aside(rows: list[Row], dtype: str) -> float:
 
 
 def _series_style(dtype: str, series: str) -> dict[str, Any]:
-    """Return the style of a curve: warm caches are dotted with hollow marks."""
+    """Return the style of a curve. Curves for warm caches are dotted and have hollow marks."""
     return look(dtype) | ({"markerfacecolor": "none", "linestyle": ":"} if "hot" in series else {})
 
 
@@ -236,20 +237,23 @@ def _draw_shares(axes: Axes, rows: list[Row], positions: dict) -> None:
 
 
 def _slowed(rows: list[Row]) -> list[Row]:
-    """Return the rows measured while the device lowered its clock: it stated a reason, and the clock was visibly lower."""
+    """Return the rows that were measured while the device lowered its clock.
+
+    For these rows the device reported a reason, and the clock was lower by more than the share `_VISIBLE`.
+    """
     highest = max((row.clock_mhz for row in rows if row.clock_mhz is not None), default=0)
     low = [row for row in rows if row.clock_mhz is None or row.clock_mhz < (1 - _VISIBLE) * highest]
     return [row for row in low if row.throttle not in (None, "none")]
 
 
 def _dot_slowed(axes: Axes, x: list[float], y: list[float], points: list[Row], slowed: list[Row]) -> None:
-    """Put a dot into the mark of every point that was measured at a lowered clock."""
+    """Draw a dot in the mark of every point that was measured at a lowered clock."""
     places = [place for place, row in enumerate(points) if row in slowed]
     axes.plot([x[place] for place in places], [y[place] for place in places], **_DOT)
 
 
 def _name_dots(axes: Axes, slowed: list[Row]) -> list[str]:
-    """Add the dots to the panel's legend; return a note with the lowest clock, nothing without dots."""
+    """Add the dots to the legend of the panel and return a note with the lowest clock. Without dots, return no note."""
     if not slowed:
         return []
     reasons = sorted({reason for row in slowed for reason in (row.throttle or "").split("+")} - {"none"})
@@ -258,8 +262,8 @@ def _name_dots(axes: Axes, slowed: list[Row]) -> list[str]:
     known = [(row.clock_mhz, row) for row in slowed if row.clock_mhz is not None]
     if known:
         clock_mhz, lowest = min(known, key=lambda pair: pair[0])
-        note += f", at the lowest to {clock_mhz:,.0f} MHz ({lowest.dtype} at {_size_label(_size(lowest))})"
-    return [note + ". Limits are those of the maximum clock."]
+        note += f". The lowest clock was {clock_mhz:,.0f} MHz ({lowest.dtype} at {_size_label(_size(lowest))})"
+    return [note + ". Limits are computed at the maximum clock."]
 
 
 def _draw_published(axes: Axes, positions: dict) -> list[str]:
@@ -293,7 +297,7 @@ def _draw_published_streams(axes: Axes) -> list[str]:
 
 
 def _draw_roofs(axes: Axes, products: list[Row], slope_gb_s: float, ends: tuple[float, float]) -> list[tuple]:
-    """Draw the roofs; return their labels as (y, text, colour) for the right edge."""
+    """Draw the ceilings and return their labels for the right edge, as (y, text, colour)."""
     labels, highest = [], 0.0
     for dtype in dict.fromkeys(row.dtype for row in products):
         best = max((row for row in products if row.dtype == dtype), key=lambda row: not_none(row.value))
@@ -314,13 +318,13 @@ TITLES = {
     "bandwidth": "Memory bandwidth",
     "roofline": "Roofline",
     "best_products": "The fastest product of each format",
-    "operand_data": "The numbers that are multiplied",
+    "operand_data": "The data of the operands",
     "memory_levels": "Caches and memory",
     "stream_formats": "Streams by number format",
     "transfers": "Copies between memories",
-    "launch_cost": "Launching a kernel",
-    "model_products": "Products of our models",
-    "gemm_gap": "From peak to measured",
+    "launch_cost": "Cost of a kernel launch",
+    "model_products": "Matrix products of our models",
+    "gemm_gap": "From the peak to the measured rate",
 }
 
 PLOTS = (
@@ -332,62 +336,70 @@ PLOTS = (
         published=True,
     ),
     Plot(
-        "gemm_cross_check", "gemm", "The same products timed by the harness and by a plain loop, interleaved.", gemm_cross_check
+        "gemm_cross_check",
+        "gemm",
+        "The same matrix products timed by the harness and by a plain loop, interleaved.",
+        gemm_cross_check,
     ),
     Plot("bandwidth", "bandwidth", "Bytes read and written per second, by operation and array size.", bandwidth, published=True),
-    Plot("roofline", "roofline", "Left of a ridge memory is the bound, right of it arithmetic.", roofline),
+    Plot(
+        "roofline",
+        "roofline",
+        "Left of the ridge point, memory limits the rate. Right of it, arithmetic limits the rate.",
+        roofline,
+    ),
     Plot(
         "best_products",
         "best_products",
-        "Share of each format's limit that the best shape reaches, and that given shapes reach.",
+        "Share of each format's limit that the best shape and the given shapes reach.",
         figures_products.best_products,
     ),
     Plot(
         "operand_data",
         "operand_data",
-        "The same product with other numbers: all at the same clock, and each at the clock that its own power allows.",
+        "The same matrix product with different data: all at the same clock, and each at the clock that its own power allows.",
         figures_products.operand_data,
     ),
     Plot(
         "memory_levels",
         "memory_levels",
-        "Bytes per second by working set: a step down wherever a cache becomes too small.",
+        "Bytes per second by working set. The rate falls where a cache becomes too small.",
         figures_memory.memory_levels,
     ),
     Plot(
         "stream_formats",
         "stream_formats",
-        "The same bytes streamed in every number format, with the memory's limit.",
+        "Streams over the same number of bytes in every number format, with the limit of the memory.",
         figures_memory.stream_formats,
     ),
     Plot(
         "transfers",
         "transfers",
-        "Between host and device by size, from pinned and from pageable memory, and from each GPU to each other one.",
+        "Copies between host and device by size, with pinned and pageable memory, and copies from each GPU to each other GPU.",
         figures_memory.transfers,
     ),
     Plot(
         "launch_cost",
         "launch_cost",
-        "Time of a launch, and the size from which a copy takes longer than its launch.",
+        "Time of a launch, and the size above which a copy takes longer than its launch.",
         figures_memory.launch_cost,
     ),
     Plot(
         "gemm_gap",
         "gemm_gap",
-        "From the data sheet's peak to the fastest product: the factor of each known limit, and the unexplained rest.",
+        "From the data sheet's peak to the fastest matrix product: the factor of each known limit, and the unexplained factor.",
         figures_products.gemm_gap,
     ),
     Plot(
         "model_products",
         "model_products",
-        "Rates of our models' products, of the fastest product of any shape, and of the peak.",
+        "Rates of the matrix products of our models and of the fastest matrix product, and the peak of the data sheet.",
         figures_models.model_products,
     ),
     Plot(
         "products_roofline",
         "model_products",
-        "Each model's products at their arithmetic intensity: which of them are bound by memory.",
+        "The matrix products of each model at their arithmetic intensity. It shows which of them are limited by memory.",
         figures_models.products_roofline,
     ),
 )

@@ -1,4 +1,4 @@
-"""Figures of memories: bandwidth by working set and by number format, copies between memories, and launches."""
+"""Figures of memory and launches: bandwidth by working set and by number format, copies between memories, kernel launches."""
 
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -30,7 +30,7 @@ _ELEMENT_BYTES = {"fp64": 8, "fp32": 4, "tf32": 4, "fp16": 2, "bf16": 2, "fp8": 
 
 
 def memory_levels(material: Material) -> Figure | None:
-    """GB/s by working set, with the capacities of the caches as vertical lines and the limit of the memory dashed."""
+    """Draw GB/s by working set. Vertical lines show the capacities of the caches, and a dashed line the limit of the memory."""
     rows = material.of("memory_levels", metric="bandwidth_gb_s")
     if not measured(rows):
         return None
@@ -43,20 +43,23 @@ def memory_levels(material: Material) -> Figure | None:
         hollow = style | {"markerfacecolor": "white", "linestyle": "none", "zorder": 4}
         axes.plot([_working_set(p) for p in launching], values(launching), **hollow)
     _limits(axes, rows, "device memory, limit")
-    axes.set(xscale="log", xlabel="working set, read or copied again and again", ylabel="GB/s, median with 95 % interval")
+    axes.set(xscale="log", xlabel="working set, read or copied repeatedly", ylabel="GB/s, median with 95 % interval")
     _byte_axis(axes, [_working_set(row) for row in measured(rows)])
     axes.set_ylim(0, 1.05 * axes.get_ylim()[1])
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:,g}")
     _mark_capacities(axes, material.of("memory_levels", metric="cache_bytes"))
     axes.legend(loc="lower left", bbox_to_anchor=(0, 1.05), ncols=2, borderaxespad=0.2)
-    notes = ["Hollow: launches take at least half of the time, so the point says nothing about caches."]
+    notes = ["Hollow marks: launches take at least half of the time, so these points say nothing about caches."]
     launching = any(row.limit_source.startswith(_LAUNCHING) for row in rows)
     add_notes(figure, (notes if launching else []) + _reasons(rows, _working_set))
     return figure
 
 
 def stream_formats(material: Material) -> Figure | None:
-    """Bars by operation and number format with the limit of the memory; plain loop and energy as notes."""
+    """Draw bars by operation and number format, with the limit of the memory.
+
+    The notes have the comparison with a plain loop and the energy.
+    """
     rows = [r for r in material.of("stream_formats", metric="bandwidth_gb_s") if "plain_loop_calls" not in r.params]
     if not measured(rows):
         return None
@@ -81,14 +84,19 @@ def stream_formats(material: Material) -> Figure | None:
     if len(limits) == 1:
         add_share_axis(axes, limits[0])
     size = byte_size(rows[0].params["elements"] * element_bytes(rows[0].dtype))
-    notes = [f"Arrays of {size} in every format, caches flushed; copy and scale use 2, add and triad 3, dot reads 2."]
+    notes = [
+        f"Arrays have {size} in every format. Caches are flushed. Copy and scale use 2 arrays, add and triad 3, and dot reads 2."
+    ]
     notes += _plain_loop_notes(material) + _energy_notes(material) + _reasons(rows)
     add_notes(figure, notes)
     return figure
 
 
 def transfers(material: Material) -> Figure | None:
-    """GB/s by size between host and device, and from GPU to GPU; on a machine with neither, the largest tensor."""
+    """Draw GB/s of copies between host and device by size, and of copies from GPU to GPU.
+
+    If there are no such copies, draw the largest tensor.
+    """
     rows = material.of("transfers")
     copies = [row for row in measured(rows) if "memory" in row.params]
     peers = [row for row in measured(rows) if "destination" in row.params]
@@ -106,21 +114,20 @@ def transfers(material: Material) -> Figure | None:
     for draw, axes in zip(drawers, panels, strict=True):
         draw(axes)
     notes = [
-        f"Largest tensor granted: {number(tensor.value)} GiB of {number(tensor.limit)} GiB ({tensor.limit_source})."
-        for tensor in tensors
+        f"Largest tensor: {number(tensor.value)} GiB of {number(tensor.limit)} GiB ({tensor.limit_source})." for tensor in tensors
     ]
     add_notes(figure, notes + _reasons(rows))
     return figure
 
 
 def launch_cost(material: Material) -> Figure | None:
-    """The time of a launch as bars, and the time of a copy by size with the launches as lines across."""
+    """Draw the times of launches as bars, and the time of a copy by size with the times of launches as horizontal lines."""
     rows = material.of("launch_cost")
     launches = measured(select(rows, metric="launch_time_s"))
     copies = sorted(measured(select(rows, metric="bandwidth_gb_s")), key=_working_set)
     if not launches:
         return None
-    figure, panels = new_figure("Launching a kernel", material.machine("launch_cost"), 2 if copies else 1, height=3.6)
+    figure, panels = new_figure("Cost of a kernel launch", material.machine("launch_cost"), 2 if copies else 1, height=3.6)
     microseconds = [1e6 * seconds for seconds in values(launches)]
     colours = [_colour_of(row.variant) for row in launches]
     panels[0].bar(range(len(launches)), microseconds, 0.5, yerr=errors_of(launches, 1e6), color=colours)
@@ -129,7 +136,7 @@ def launch_cost(material: Material) -> Figure | None:
         text = f"{number_within(value, low, high)} µs"
         write_at(panels[0], text, (place, high), (0, 3), ha="center")
     panels[0].set_xticks(range(len(launches)), [row.variant for row in launches])
-    panels[0].set(ylabel="microseconds a kernel", title="An almost empty kernel", xlim=(-0.8, len(launches) - 0.2))
+    panels[0].set(ylabel="microseconds per kernel", title="An almost empty kernel", xlim=(-0.8, len(launches) - 0.2))
     panels[0].set_ylim(0, 1.18 * panels[0].get_ylim()[1])
     panels[0].grid(False, axis="x")
     worthwhile = select(rows, metric="worthwhile_bytes")
@@ -140,24 +147,27 @@ def launch_cost(material: Material) -> Figure | None:
 
 
 def element_bytes(dtype: str) -> int:
-    """Return the bytes of one element of a row's dtype; every fp8 format has one byte."""
+    """Return the bytes of one element of a dtype. Every fp8 format has one byte."""
     return _ELEMENT_BYTES[dtype.split("_")[0]]
 
 
 def add_share_axis(axes: Axes, limit: float) -> None:
-    """Add an axis at the right that shows the values as a percentage of a limit."""
-    functions: Any = (lambda y: 100 * y / limit, lambda y: y * limit / 100)  # matplotlib annotates them too widely
+    """Add an axis on the right that shows the values as percentages of a limit."""
+    functions: Any = (
+        lambda y: 100 * y / limit,
+        lambda y: y * limit / 100,
+    )  # matplotlib's type annotations for these functions are too wide
     share = axes.secondary_yaxis("right", functions=functions)
     share.set_ylabel("% of limit")
 
 
 def _working_set(row: Row) -> int:
-    """Return the distinct bytes that a call touches."""
+    """Return the number of different bytes that a call reads or writes."""
     return row.params["working_set_bytes"]
 
 
 def _byte_axis(axes: Axes, sizes: Iterable[int], most: int = _MOST_TICKS) -> None:
-    """Set at most `most` ticks, at measured sizes."""
+    """Label at most `most` of the measured sizes."""
     different = sorted(set(sizes))
     ticks = different[:: -(-len(different) // most)]
     axes.set_xticks(ticks, [byte_size(tick) for tick in ticks])
@@ -194,7 +204,7 @@ def _mark_capacities(axes: Axes, capacities: list[Row]) -> None:
 
 
 def _write_in_bars(axes: Axes, x: list[float], heights: list[float], most: float) -> None:
-    """Write each value into its bar, or above a bar that is too low for it."""
+    """Write each value into its bar, or above the bar if the bar is too low."""
     for place, height in zip(x, heights, strict=True):
         inside = height > 0.25 * most
         write_at(
@@ -211,11 +221,13 @@ def _write_in_bars(axes: Axes, x: list[float], heights: list[float], most: float
 
 
 def _plain_loop_notes(material: Material) -> list[str]:
-    """Return the ratio of our copy to a plain loop, and the rate of the triad in the same format."""
+    """Return a note with the rate of the harness's copy over that of a plain loop, and the triad's rate in the same format."""
     notes = []
     for row in measured(material.of("stream_formats", metric="speedup")):
         ends = interval(row.value, row.ci_low, row.ci_high)
-        note = f"Copy over a plain loop of copy_, interleaved, {row.dtype}, warm caches: {number(row.value)} ({ends})."
+        note = (
+            f"Rate of the copy over a plain loop of copy_, interleaved, {row.dtype}, warm caches: {number(row.value)} ({ends})."
+        )
         for triad in measured(material.of("stream_formats", variant="triad", metric="bandwidth_gb_s", dtype=row.dtype)):
             share = f", {percent(triad.fraction_of_limit)} % of its limit" if triad.limit is not None else ""
             note += f" Triad: {number(triad.value)} GB/s{share}."
@@ -227,14 +239,15 @@ def _energy_notes(material: Material) -> list[str]:
     rows = material.of("stream_formats", metric="energy_j_per_gb")
     joules = [f"{row.variant} {number(row.value, 3)}" for row in measured(rows)]
     missing = dict.fromkeys(row.value_reason for row in rows if row.value is None)
-    energy = (
-        [f"Joules for a gigabyte in {rows[0].dtype}, from the power during the stream: {', '.join(joules)}."] if joules else []
-    )
-    return energy + [f"Joules for a gigabyte: unknown ({reason})." for reason in missing]
+    energy = [f"Joules per gigabyte in {rows[0].dtype}, from the power during the stream: {', '.join(joules)}."] if joules else []
+    return energy + [f"The joules per gigabyte are unknown: {reason}." for reason in missing]
 
 
 def _reasons(rows: list[Row], size_of: Callable[[Row], int] | None = None) -> list[str]:
-    """Return one note a reason for missing values and limits, with the sizes of its rows, or their names without `size_of`."""
+    """Return one note for each reason why values or limits are missing.
+
+    A note names the sizes of its rows. Without `size_of`, it names their variants.
+    """
     grouped: dict[str, list[Row]] = {}
     for row in rows:
         if row.value is None:
@@ -252,7 +265,7 @@ def _names_or_sizes(rows: list[Row], size_of: Callable[[Row], int] | None) -> st
 
 
 def _draw_copies(axes: Axes, copies: list[Row]) -> None:
-    """Draw a curve for each direction (colour) and kind of host memory (pageable: dashed)."""
+    """Draw one curve for each direction and kind of host memory. The colour shows the direction; pageable memory is dashed."""
     directions = list(dict.fromkeys(row.variant for row in copies))
     for direction in directions:
         colour = COLOURS[directions.index(direction)]
@@ -271,7 +284,7 @@ def _draw_copies(axes: Axes, copies: list[Row]) -> None:
 
 
 def _draw_peers(axes: Axes, peers: list[Row]) -> None:
-    """Draw the matrix of copies from each GPU (line) to each other one (column), with GB/s in the cells."""
+    """Draw a matrix with the GB/s of copies from each GPU (line) to each other GPU (column)."""
     places = sorted({row.params[end] for row in peers for end in ("source", "destination")})
     rates = np.full((len(places), len(places)), np.nan)
     for row in peers:
@@ -287,7 +300,7 @@ def _draw_peers(axes: Axes, peers: list[Row]) -> None:
     size = byte_size(peers[0].params["bytes"])
     limits = {row.limit for row in peers if row.limit is not None}
     limit = f", limit {number(max(limits))}" if limits else ""
-    axes.set(xlabel="to GPU", ylabel="from GPU", title=f"From GPU to GPU, {size} a copy: GB/s{limit}")
+    axes.set(xlabel="to GPU", ylabel="from GPU", title=f"From GPU to GPU, {size} per copy: GB/s{limit}")
 
 
 def _draw_tensor(axes: Axes, tensors: list[Row]) -> None:
@@ -295,14 +308,14 @@ def _draw_tensor(axes: Axes, tensors: list[Row]) -> None:
     for row in tensors:
         axes.axvline(not_none(row.limit), color=MUTED, linestyle=(0, (5, 3)), linewidth=1.2)
         write_at(axes, f"{number(row.value, 3)} GiB", (not_none(row.value), 0), (-6, 0), ha="right", va="center", color="white")
-    axes.set(xlabel="GiB, dashed: most that it may have", title="The largest tensor that is granted", ylim=(-0.6, 0.6))
+    axes.set(xlabel="GiB; dashed: upper limit", title="Largest tensor that could be allocated", ylim=(-0.6, 0.6))
     axes.grid(False, axis="y")
 
 
 def _draw_crossing(axes: Axes, copies: list[Row], launches: list[Row], worthwhile: list[Row]) -> None:
-    """Draw the copy's time by size, the launches as lines across, and the size at which they cross."""
+    """Draw the time of a copy by size, the times of launches as horizontal lines, and the size at which both are equal."""
     x = [_working_set(row) for row in copies]
-    # GB/s and bytes give microseconds: 1e9 bytes a second are 1e3 bytes a microsecond.
+    # 1 GB/s is 1e3 bytes per microsecond.
     times = [size / rate / 1e3 for size, rate in zip(x, values(copies), strict=True)]
     below = [t - size / not_none(row.ci_high) / 1e3 for t, size, row in zip(times, x, copies, strict=True)]
     above = [size / not_none(row.ci_low) / 1e3 - t for t, size, row in zip(times, x, copies, strict=True)]
@@ -322,8 +335,8 @@ def _draw_crossing(axes: Axes, copies: list[Row], launches: list[Row], worthwhil
         xscale="log",
         yscale="log",
         xlabel="bytes read and written by one copy",
-        ylabel="microseconds a call",
-        title="A copy by size, and launching it",
+        ylabel="microseconds per call",
+        title="Time of a copy by size, and of its launch",
     )
     log_ticks(axes.yaxis)
     _byte_axis(axes, x, most=6)
@@ -337,6 +350,6 @@ def _colour_of(launch: str) -> str:
 
 def _worthwhile_note(row: Row) -> str:
     if row.value is None:
-        return f"Smallest copy worth its launch: unknown ({row.value_reason})."
+        return f"The smallest copy that takes longer than its launch is unknown: {row.value_reason}."
     low, high = byte_size(not_none(row.ci_low)), byte_size(not_none(row.ci_high))
-    return f"Smallest copy worth its launch: {byte_size(row.value)} ({low} – {high}): {row.params['set_equal']}."
+    return f"Smallest copy that takes longer than its launch: {byte_size(row.value)} ({low} – {high}): {row.params['set_equal']}."

@@ -1,4 +1,7 @@
-"""Figures of the products of our models: peak, MAF and TAF, and each product under the measured roofline."""
+"""Figures of the matrix products of our models: peak, MAF and TAF, and each matrix product under the measured roofline.
+
+MAF is the rate of the fastest matrix product of any shape. TAF is the rate of all matrix products of one model together.
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -26,12 +29,12 @@ from hyperion.results import Row
 
 _MODELS = (0, 2, 4, 3, 5, 1)  # colours of models, in the order of the rows
 _KINDS = {"matmul": 0, "convolution": 2, "attention": 3}
-_WHOLE, _SMALLEST = 1500.0, 14.0  # area of a mark in square points: added for all FLOPs, and with none
+_WHOLE, _SMALLEST = 1500.0, 14.0  # area of a mark in square points: growth from no FLOPs to all FLOPs, and area with no FLOPs
 _NAMED = 3
 
 
 def model_products(material: Material) -> Figure | None:
-    """Bars of each format: the data sheet's peak, the fastest product, and the TAF of each model."""
+    """Draw bars for each format: the peak of the data sheet, the fastest matrix product, and the TAF of each model."""
     tafs, shares = material.of("model_products", metric="taf_tflops"), material.of("model_products", metric="share")
     dtypes = list(dict.fromkeys(row.dtype for row in measured(tafs)))
     if not dtypes:
@@ -55,7 +58,7 @@ def model_products(material: Material) -> Figure | None:
 
 
 def products_roofline(material: Material) -> Figure | None:
-    """A panel for each model: its products at their intensity, below the ceilings of this run."""
+    """Draw one panel for each model, with its matrix products at their arithmetic intensity and the ceilings of this run."""
     rows = measured(material.of("model_products", metric="gemm_tflops"))
     slope = _slope_gb_s(material)
     panels_of = {name: _kernels([row for row in rows if row.variant == name]) for name in dict.fromkeys(r.variant for r in rows)}
@@ -63,7 +66,7 @@ def products_roofline(material: Material) -> Figure | None:
         return None
     lines = (len(panels_of) + 1) // 2
     figure, panels = new_figure(
-        "Products of our models under the roofline",
+        "Matrix products of our models under the roofline",
         material.machine("model_products"),
         min(2, len(panels_of)),
         lines=lines,
@@ -71,8 +74,8 @@ def products_roofline(material: Material) -> Figure | None:
     )
     ceilings = _ceilings(material)
     notes = [
-        "Lines: ceilings measured on this machine. A mark is a product, timed alone with a cold cache; its area is its share "
-        "of the model's FLOPs. A cache serves a mark above the slope."
+        "Lines: ceilings measured on this machine. Each mark is a matrix product, timed alone with a cold cache. Its area "
+        "is its share of the model's FLOPs. For marks above the slope, a cache serves part of the traffic."
     ]
     for axes, (name, (precision, kernels)) in zip(panels, panels_of.items(), strict=False):
         draw_kernels(axes, kernels, {k.dtype: ceilings.get(k.dtype, k.tflops) for k in kernels}, slope)
@@ -87,14 +90,14 @@ def products_roofline(material: Material) -> Figure | None:
 
 @dataclass(frozen=True)
 class Kernel:
-    """A product of a model, as a point of the roofline.
+    """A matrix product of a model, as a point of the roofline.
 
     Args:
-        name: its kind, sizes and dtype as text.
+        name: kind, sizes and dtype of the product, as text.
         kind: matmul, convolution or attention.
         intensity: FLOP per byte of memory traffic.
         tflops: the measured rate.
-        share: its share of the model's FLOPs, 0 to 1.
+        share: share of the model's FLOPs that the product has, 0 to 1.
     """
 
     name: str
@@ -106,7 +109,7 @@ class Kernel:
 
 
 def draw_kernels(axes: Axes, kernels: Sequence[Kernel], tflops: Mapping[str, float], bandwidth_gb_s: float) -> None:
-    """Draw ceilings and marks into one panel, with letters at the products that have most FLOPs.
+    """Draw ceilings and marks in one panel. Letters mark the products with the most FLOPs.
 
     Args:
         tflops: measured arithmetic ceiling of each dtype.
@@ -138,7 +141,7 @@ def draw_kernels(axes: Axes, kernels: Sequence[Kernel], tflops: Mapping[str, flo
 
 
 def named_kernels(kernels: Sequence[Kernel]) -> str:
-    """Return the meaning of a panel's letters."""
+    """Return a text that explains the letters of a panel."""
     return "; ".join(f"{letter}: {k.name}, {percent(k.share)} %" for letter, k in zip("abc", _largest(kernels), strict=False))
 
 
@@ -147,14 +150,14 @@ def _largest(kernels: Sequence[Kernel]) -> list[Kernel]:
 
 
 def _ends(kernels: Sequence[Kernel], ceilings: list[float], bandwidth_gb_s: float) -> tuple[float, float]:
-    """Return the ends of the horizontal axis, which shows all marks and ridges."""
+    """Return the ends of the horizontal axis, so that it shows all marks and all ridge points."""
     ridges = [ceiling * 1e3 / bandwidth_gb_s for ceiling in ceilings]
     places = [kernel.intensity for kernel in kernels]
     return min(places + ridges) / 4, max(places + ridges) * 4
 
 
 def _draw_ceilings(axes: Axes, tflops: dict[str, float], bandwidth_gb_s: float, ends: tuple[float, float]) -> list[tuple]:
-    """Draw the roofs; return their labels as (y, text, colour) for the right edge."""
+    """Draw the ceilings and return their labels for the right edge, as (y, text, colour)."""
     labels = []
     for dtype, ceiling in tflops.items():
         colour = look(dtype)["color"]
@@ -174,7 +177,10 @@ def _draw_ceilings(axes: Axes, tflops: dict[str, float], bandwidth_gb_s: float, 
 
 
 def _draw_kind(axes: Axes, kind: str, points: list[Kernel], several: bool) -> None:
-    """Draw the marks of one kind in its shape. With several dtypes a mark has its dtype's colour, else its kind's."""
+    """Draw the marks of one kind of product.
+
+    The shape of a mark shows the kind. With several dtypes the colour shows the dtype, otherwise it shows the kind too.
+    """
     index = _KINDS.get(kind, len(_KINDS) + 1)
     colours = [look(point.dtype)["color"] if several else COLOURS[index] for point in points]
     axes.scatter(
@@ -223,7 +229,7 @@ def _share(rate: float, whole: float, name: str) -> str:
 
 
 def _maf(dtype: str, rows: list[Row], shares: list[Row]) -> float | None:
-    """Return the TFLOPS of the fastest product: a model's TAF divided by its share of the MAF."""
+    """Return the TFLOPS of the fastest product. They are computed from a model's TAF and its share of the MAF."""
     rates = {row.variant: not_none(row.value) for row in rows}
     return next(
         (
@@ -241,18 +247,18 @@ def _peak(dtype: str, shares: list[Row]) -> float | None:
 
 
 def _notes(tafs: list[Row], shares: list[Row]) -> list[str]:
-    """Return the timed share of each model, the source of the MAF, and the reasons of missing values."""
-    notes = ["TAF: products of one training step, each timed alone, weighted by FLOPs."]
+    """Return notes on the timed share of each model, the source of the MAF, and the reasons for missing values."""
+    notes = ["TAF: rate of all products of one training step. Each is timed alone and weighted by its FLOPs."]
     for dtype in dict.fromkeys(row.dtype for row in measured(tafs)):
         rows = [row for row in measured(tafs) if row.dtype == dtype]
         timed = {
             row.variant: not_none(row.value) for row in shares if (row.dtype, row.params.get("what")) == (dtype, "FLOPs timed")
         }
         covered = ", ".join(f"{row.variant} {100 * timed[row.variant]:.0f} %" for row in rows if row.variant in timed)
-        notes += [f"Share of the FLOPs that was timed in {dtype}: {covered}."] if covered else []
+        notes += [f"Share of the FLOPs whose products were timed in {dtype}: {covered}."] if covered else []
     origins = {row.params["maf"] for row in measured(shares) if "maf" in row.params}
     if origins == {"gemm"}:
-        notes.append("MAF: the fastest square product of this run, which has no search over shapes.")
+        notes.append("MAF: rate of the fastest square matrix product of this run, because this run has no search over shapes.")
     missing: dict[str, dict[str, None]] = {}
     for row in [*tafs, *shares]:
         if row.value is None:
@@ -261,7 +267,7 @@ def _notes(tafs: list[Row], shares: list[Row]) -> list[str]:
 
 
 def _kernels(rows: list[Row]) -> tuple[str, list[Kernel]]:
-    """Return (the last, narrowest precision in which a model's step was captured, its products)."""
+    """Return the narrowest precision in which a model's step was captured, and the products of that step."""
     precision = rows[-1].params["precision"]
     kernels = []
     for row in (row for row in rows if row.params["precision"] == precision):
@@ -273,7 +279,7 @@ def _kernels(rows: list[Row]) -> tuple[str, list[Kernel]]:
 
 
 def _ceilings(material: Material) -> Mapping[str, float]:
-    """Return the TFLOPS of the fastest product of each format in this run, with cold caches."""
+    """Return the TFLOPS of the fastest matrix product of each format in this run, with cold caches."""
     ceilings: dict[str, float] = {}
     for row in measured([*material.of("gemm", metric="gemm_tflops"), *material.of("best_products", metric="gemm_tflops")]):
         if not row.hot:
@@ -282,14 +288,14 @@ def _ceilings(material: Material) -> Mapping[str, float]:
 
 
 def _slope_gb_s(material: Material) -> float | None:
-    """Return the rate of the fastest stream among the largest arrays, the memory ceiling of the roofline in chapter 1.1."""
+    """Return the rate of the fastest stream over the largest arrays. It is the memory ceiling of the roofline in chapter 1.1."""
     streams = [row for row in measured(material.of("bandwidth", metric="bandwidth_gb_s")) if not row.hot]
     largest = max((row.params["elements"] for row in streams), default=None)
     return max(values(row for row in streams if row.params["elements"] == largest), default=None)
 
 
 def _legend(figure: Figure, panels: list[Axes]) -> None:
-    """Draw one legend for all panels into the first one, with every kind of product that is drawn."""
+    """Draw one legend for all panels in the first panel. It has every kind of product that is drawn."""
     kinds = {}
     for axes in panels:
         for handle, label in zip(*axes.get_legend_handles_labels(), strict=True):

@@ -1,4 +1,4 @@
-"""Figures of single products: the best shape of each number format, other operand data, and the gap to the peak."""
+"""Figures of single matrix products: best shape of each number format, data of the operands, and the gap to the peak."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -12,16 +12,16 @@ from hyperion.figures.style import COLOURS, INK, MARKERS, MUTED, absences, add_n
 from hyperion.results import Row
 
 _BEST, _DATA = "best_products", "operand_data"
-_RATIOS = ("speedup", "rate_ratio")  # of products timed interleaved, and of products timed alone
+_RATIOS = ("speedup", "rate_ratio")  # the first is for products timed interleaved, the second for products timed alone
 _BAR = 0.56
 _TURNS = {"alone": COLOURS[0], "in turn": COLOURS[5]}
 _ERROR = {"ecolor": INK, "elinewidth": 1.0}
 _LOST, _GAINED, _UNEXPLAINED = COLOURS[1], COLOURS[2], COLOURS[6]
-_UNCHANGED = 1e-3  # a factor this close to 1 would have an invisible bar
+_UNCHANGED = 1e-3  # the bar of a factor this close to 1 would be invisible
 
 
 def best_products(material: Material) -> Figure | None:
-    """The fastest product found in each format with the format's limit, and the share of it that given shapes reach."""
+    """Draw the fastest product of each format with the format's limit, and the shares of the limit that given shapes reach."""
     rows = material.of(_BEST, metric="gemm_tflops")
     fastest = measured(row for row in rows if row.variant == "fastest found")
     if not fastest:
@@ -42,7 +42,10 @@ def best_products(material: Material) -> Figure | None:
 
 
 def operand_data(material: Material) -> Figure | None:
-    """TFLOPS of one product by the data of its operands, alone and interleaved; power and clock where they are readable."""
+    """Draw TFLOPS of one product by the data of its operands, timed alone and interleaved.
+
+    Power and clock are drawn if they could be read.
+    """
     rows = material.of(_DATA)
     rates = [row for row in rows if row.metric == "gemm_tflops"]
     if not measured(rates):
@@ -56,7 +59,7 @@ def operand_data(material: Material) -> Figure | None:
     params, dtype = rates[0].params, rates[0].dtype
     places = {data: place for place, data in enumerate(dict.fromkeys(row.variant for row in rates))}
     figure, panels = new_figure(
-        f"One product, other numbers: {params['m']}³ in {dtype}", material.machine(_DATA), 1 + len(states), height=3.9
+        f"One matrix product with different data: {params['m']}³ in {dtype}", material.machine(_DATA), 1 + len(states), height=3.9
     )
     _draw_rates(panels[0], measured(rates), places, [row for row in rows if row.metric in _RATIOS])
     for axes, (column, title) in zip(panels[1:], states, strict=True):
@@ -82,11 +85,13 @@ class _Factor:
 
 @dataclass(frozen=True)
 class GapRows:
-    """The gap of one product from rows of `gemm_gap`; a `hyperion.measure.Gap` has the same peak, rate and factors.
+    """The gap between the peak and the rate of one product, read from the rows of `gemm_gap`.
+
+    A `hyperion.measure.Gap` has the same attributes peak, rate and factors.
 
     Args:
-        dtype: the product's number format.
-        product: its sizes and dtype as text.
+        dtype: number format of the product.
+        product: sizes and dtype of the product, as text.
     """
 
     dtype: str
@@ -97,7 +102,10 @@ class GapRows:
 
 
 def gaps_of(rows: list[Row]) -> list[GapRows]:
-    """Return one gap a format: of the fastest product of the search, or of the fastest square where there was no search."""
+    """Return one gap for each format.
+
+    It is the gap of the fastest product of the search. If there was no search, it is the gap of the fastest square product.
+    """
     wholes: dict[str, Row] = {}
     for row in measured(rows):
         if row.params.get("step") == 0 and (row.dtype not in wholes or row.params["of"] != "gemm"):
@@ -106,10 +114,10 @@ def gaps_of(rows: list[Row]) -> list[GapRows]:
 
 
 def gemm_gap(material: Material, dtype: str = "") -> Figure | None:
-    """The waterfalls of all formats side by side, or that of one format with all its reasons.
+    """Draw the waterfalls of all formats side by side, or the waterfall of one format with all reasons.
 
     Args:
-        dtype: the one format.
+        dtype: the format to draw. An empty string draws all formats.
     """
     rows = material.of("gemm_gap", metric="share")
     gaps = [gap for gap in gaps_of(rows) if dtype in ("", gap.dtype)]
@@ -120,7 +128,7 @@ def gemm_gap(material: Material, dtype: str = "") -> Figure | None:
         return gap_waterfall(gaps[0], machine, gaps[0].product, [] if dtype else _without_gap(gaps, rows))
     columns = 2 if len(gaps) <= 4 else 3
     lines = -(-len(gaps) // columns)
-    figure, panels = new_figure("From peak to measured", machine, columns, lines=lines, height=1.1 + 2.1 * lines)
+    figure, panels = new_figure("From the peak to the measured rate", machine, columns, lines=lines, height=1.1 + 2.1 * lines)
     for axes, gap in zip(panels, gaps, strict=False):
         _draw_waterfall(axes, gap, plain=True)
         axes.set_title(gap.product)
@@ -131,23 +139,23 @@ def gemm_gap(material: Material, dtype: str = "") -> Figure | None:
 
 
 def gap_waterfall(gap: GapRows, machine: str, product: str, more: Sequence[str] = ()) -> Figure:
-    """Draw a bar for the peak, one for the change by each known factor, and one for the measured rate.
+    """Draw a bar for the peak, a bar for the change by each known factor, and a bar for the measured rate.
 
     Args:
-        gap: the gap.
+        gap: the gap between the peak and the rate of one product.
         machine: name of the machine, for the title.
         product: name of the product, for the title: "matmul 4096 x 4096 x 4096 bf16".
         more: further notes.
     """
     known = [step for step in gap.factors if step.factor is not None]
-    figure, (axes,) = new_figure(f"From peak to measured: {product}", machine, height=1.5 + 0.46 * (len(known) + 2))
+    figure, (axes,) = new_figure(f"From the peak to the measured rate: {product}", machine, height=1.5 + 0.46 * (len(known) + 2))
     _draw_waterfall(axes, gap)
     add_notes(figure, [*_notes(gap), *more])
     return figure
 
 
 def _name_lines(panels: list[Axes], names: list[str]) -> None:
-    """Put the lines of all panels at the same heights, from the top, and name them at the left of the first panel."""
+    """Use the same lines in all panels, and write their names on the left of the first panel."""
     for place, axes in enumerate(panels):
         axes.set_yticks(range(len(names)), names if place == 0 else [""] * len(names))
         axes.set_ylim(len(names) - 0.5, -0.5)
@@ -155,7 +163,7 @@ def _name_lines(panels: list[Axes], names: list[str]) -> None:
 
 
 def _draw_fastest(axes: Axes, fastest: list[Row]) -> None:
-    """Draw a bar for the rate within an outline for the limit, with rate and shape at its end."""
+    """Draw a bar for each rate and an outline for its limit. Rate and shape are written at the end of the bar."""
     for place, row in enumerate(fastest):
         if row.limit is not None:
             axes.barh(place, row.limit, _BAR + 0.14, facecolor="none", edgecolor=MUTED, linewidth=0.9)
@@ -165,7 +173,7 @@ def _draw_fastest(axes: Axes, fastest: list[Row]) -> None:
     unit = "TFLOPS (int8: TOPS)" if any(row.dtype == "int8" for row in fastest) else "TFLOPS"
     axes.set(
         xlim=(0, 1.62 * max(_end(row) for row in fastest)),
-        title=f"Fastest found, at its M × N × K{outlined}",
+        title=f"Fastest product found, with its M × N × K{outlined}",
         xlabel=f"{unit}, median with 95 % interval",
     )
 
@@ -183,7 +191,7 @@ def _draw_shares(axes: Axes, fastest: list[Row]) -> None:
 
 
 def _draw_given(axes: Axes, given: list[Row], places: dict[str, int], position_of: Callable[[Row], float | None]) -> None:
-    """Draw a mark for each given shape in each format, named above the panel."""
+    """Draw a mark for each given shape in each format. The names of the marks are above the panel."""
     for position, name in enumerate(dict.fromkeys(row.params["shape"] for row in given)):
         points = [r for r in given if r.params["shape"] == name and r.dtype in places and position_of(r) is not None]
         if points:
@@ -223,7 +231,7 @@ def _draw_state(axes: Axes, alone: list[Row], places: dict[str, int], column: st
     for place, value in known:
         axes.barh(place, value, _BAR, color=_TURNS["alone"])
         _write(axes, value, place, f"{value:,.0f}")
-    axes.set(title=title, xlabel="alone, median over the samples", xlim=(0, 1.28 * max(value for _, value in known)))
+    axes.set(title=title, xlabel="timed alone, median of the samples", xlim=(0, 1.28 * max(value for _, value in known)))
 
 
 def _write(axes: Axes, x: float, y: float, text: str) -> None:
@@ -231,7 +239,7 @@ def _write(axes: Axes, x: float, y: float, text: str) -> None:
 
 
 def _end(row: Row) -> float:
-    """Return the right end of everything that is drawn of a row."""
+    """Return the right end of everything that is drawn for a row."""
     return max(not_none(row.value), row.ci_high or 0, row.limit or 0)
 
 
@@ -244,35 +252,36 @@ def _dtype_and_shape(row: Row) -> str:
 
 
 def _share(row: Row) -> float | None:
-    """Return the rate in percent of its limit."""
+    """Return the rate as a percentage of its limit."""
     return None if row.fraction_of_limit is None else 100 * row.fraction_of_limit
 
 
 def _searches(fastest: list[Row]) -> list[str]:
-    """Return how much of its grid each search saw."""
+    """Return a note on how many shapes of its grid each search timed."""
     extents: dict[str, list[str]] = {}
     for row in fastest:
         seen, shapes = row.params["seen"], row.params["shapes"]
         extent = row.dtype if seen == shapes else f"{row.dtype} {seen} of {shapes}"
         extents.setdefault(row.params["stopped"], []).append(extent)
     ends = "; ".join(f"{', '.join(names)}: {stopped}" for stopped, names in extents.items())
-    return [f"Shapes seen: {ends}. A search ranks shapes by few samples; only its finalists are measured and verified."]
+    return [f"Shapes timed: {ends}. A search ranks shapes by a few samples. Only the finalists are measured and verified."]
 
 
 def _data_notes(rows: list[Row], rates: list[Row], states: list[tuple[str, str]]) -> list[str]:
     ratios = [row for row in rows if row.metric in _RATIOS]
     notes = [
-        "In turn: interleaved call by call, so that all data run at the same clock. Alone: each at the clock that its own power "
-        "allows." + (f" ×: speed over {ratios[0].params['over']} data timed in the same way." if ratios else "")
+        "In turn: calls with different data are interleaved, so that all data run at the same clock. Alone: each kind runs "
+        "at the clock that its power allows."
+        + (f" ×: speed relative to {ratios[0].params['over']} data, timed in the same way." if ratios else "")
     ]
     limits = {row.limit: row.limit_source.partition(":")[0] for row in measured(rates) if row.limit is not None}
     notes += [f"Limit at the maximum clock: {number(limit)} TFLOPS ({path})." for limit, path in limits.items()]
     shown = [column for column, _ in states]
     if "power_w" not in shown:
         energies = (row.value_reason.removeprefix("no power: ") for row in rows if row.metric == "energy_j_per_tflop")
-        notes.append(f"Power is not shown: {next(energies, '') or 'it was not readable'}.")
+        notes.append(f"Power is not shown: {next(energies, '') or 'it could not be read'}.")
     if "clock_mhz" not in shown:
-        notes.append("The clock is not shown: the system does not report it.")
+        notes.append("The clock is not shown, because the system does not report it.")
     return notes
 
 
@@ -291,20 +300,25 @@ def _gap_of(whole: Row, rows: list[Row]) -> GapRows:
 
 
 def _shared_notes(gaps: list[GapRows], rows: list[Row]) -> list[str]:
-    """Return the unknown factors, once for all formats with the same reason, and the formats without a waterfall."""
-    notes = ["Each bar is the change by one known limit, from the data sheet's peak on; the rest is unexplained."]
+    """Return notes on the unknown factors and on the formats without a waterfall.
+
+    Formats with the same reason share a note.
+    """
+    notes = [
+        "The first bar is the peak of the data sheet. Each next bar is the change by one known limit. The rest is unexplained."
+    ]
     skipped: dict[str, list[str]] = {}
     for gap in gaps:
         for step in (step for step in gap.factors if step.factor is None):
             skipped.setdefault(f"{step.name} ({step.reason})", []).append(gap.dtype)
     for what, dtypes in skipped.items():
         of = "" if len(dtypes) == len(gaps) else f" of {', '.join(dtypes)}"
-        notes.append(f"Unknown, so part of the unexplained factor{of}: {what}.")
+        notes.append(f"Unknown, and therefore part of the unexplained factor{of}: {what}.")
     return notes + _without_gap(gaps, rows)
 
 
 def _without_gap(gaps: list[GapRows], rows: list[Row]) -> list[str]:
-    """Return the formats that have no waterfall, and why."""
+    """Return notes on the formats that have no waterfall, with the reason."""
     absent: dict[str, dict[str, None]] = {}
     for row in rows:
         if row.variant == "measured / peak" and row.value is None and row.dtype not in {gap.dtype for gap in gaps}:
@@ -313,7 +327,7 @@ def _without_gap(gaps: list[GapRows], rows: list[Row]) -> list[str]:
 
 
 def _draw_waterfall(axes: Axes, gap: GapRows, plain: bool = False) -> None:
-    """Draw the bars; `plain` leaves units and explanations out, for small panels."""
+    """Draw the bars. With `plain`, leave out units and explanations, for small panels."""
     known = [step for step in gap.factors if step.factor is not None]
     unit = "" if plain else " TFLOPS"
     _bar(axes, 0, 0, gap.peak.tflops, INK, number(gap.peak.tflops) + unit)
@@ -349,5 +363,5 @@ def _notes(gap: GapRows) -> list[str]:
     notes += [f"{step.name.capitalize()}: {step.reason}." for step in gap.factors if step.factor is not None]
     skipped = [f"{step.name} ({step.reason})" for step in gap.factors if step.factor is None]
     if skipped:
-        notes.append(f"Unknown, so part of the unexplained factor: {', '.join(skipped)}.")
+        notes.append(f"Unknown, and therefore part of the unexplained factor: {', '.join(skipped)}.")
     return notes

@@ -1,4 +1,4 @@
-"""How fast does this machine multiply square matrices, by number format and size, and how near is that to its peak?"""
+"""How fast does this machine multiply square matrices, by number format and size, and how close is the rate to the peak?"""
 
 import pandas as pd
 import torch
@@ -23,11 +23,11 @@ class GemmOptions(Options):
     """Options of `gemm`.
 
     Args:
-        dtypes: number formats, by the names of `hyperion.measure.FORMATS` or "fp8".
-        sizes: M = N = K of each product.
+        dtypes: number formats. Each is a name in `hyperion.measure.FORMATS`, or "fp8".
+        sizes: M = N = K of each matrix product.
         time_limit_s: seconds of timing for each product and cache state.
         cross_check_dtype: format of the comparison with a plain timing loop.
-        cross_check_calls: calls in one timed block of that loop.
+        cross_check_calls: number of calls in one timed block of the plain loop.
     """
 
     dtypes: tuple[str, ...]
@@ -38,14 +38,14 @@ class GemmOptions(Options):
 
 
 def forecast(context: Context) -> list[Forecast]:
-    """Predict each product with the roofline of the data sheet: peak and memory bandwidth, nothing else."""
+    """Predict the rate of each product with the roofline, from the peak and the memory bandwidth of the data sheet."""
     options = GemmOptions.of(context)
     dtypes = [dtype for dtype in options.dtypes if context.device.supports(dtype)[0]]
     return [_forecast(context, dtype, size) for size in sorted(options.sizes, reverse=True) for dtype in dtypes]
 
 
 def run(context: Context, report: Report) -> Result:
-    """Time and verify every dtype and size with cold and with warm caches, then compare the harness with a plain loop."""
+    """Time and verify each dtype and size with cold and with warm caches, then compare the harness with a plain loop."""
     options = GemmOptions.of(context)
     rows: list[Row] = []
     frames: list[pd.DataFrame] = []
@@ -74,7 +74,7 @@ def _params(size: int, cache: str = "cold") -> dict:
 
 
 def _measure_cell(context: Context, dtype: str, size: int, time_limit_s: float) -> tuple[list[Row], list[pd.DataFrame]]:
-    """Measure one product with cold and with warm caches, or return one row with the reason why there is no rate."""
+    """Measure one product with cold and with warm caches. If this is not possible, return one row with the reason."""
     supported, how = context.device.supports(dtype)
     if not supported:
         return [_absent(context, dtype, size, f"unsupported: {how}")], []
@@ -84,7 +84,7 @@ def _measure_cell(context: Context, dtype: str, size: int, time_limit_s: float) 
         for cache in ("cold", "hot"):
             timing, verification = product.measure(cold=cache == "cold", time_limit_s=time_limit_s)
             name = product.format.name
-            # An error as small as that of fp32 means that the library did not use TF32 units.
+            # If the error is as small as in fp32, the library did not use TF32 units.
             if name == "tf32" and verification.error < FORMATS["fp32"].gemm_tolerance:
                 return [_absent(context, dtype, size, "TF32 was allowed, but the product has the accuracy of fp32")], []
             rows.append(_rate_row(context, product.function, product, _params(size, cache), timing, verification))

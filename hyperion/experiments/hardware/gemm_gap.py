@@ -1,7 +1,7 @@
-"""Where does the rest of the peak go? From the data sheet to the fastest product of each format, factor by factor.
+"""Why is the fastest matrix product of each format slower than the peak of the data sheet?
 
-Nothing is measured here. Clock, tiles, memory and launch are computed from rows of this run; what they do not explain is
-a factor of its own, "unexplained".
+This experiment measures nothing. It computes the factors for clock, tiles, memory and launch from rows of this run. What these
+factors do not explain is a separate factor, "unexplained".
 """
 
 from math import prod
@@ -20,12 +20,12 @@ _EXACT = 1e-9  # the product of the factors equals the whole up to floating-poin
 
 
 def forecast(context: Context) -> list[Forecast]:
-    """Return no forecasts: the factors are computed from rows that exist already."""
+    """Return no forecasts, because the factors are computed from rows that already exist."""
     return []
 
 
 def run(context: Context, report: Report) -> Result:
-    """Compute the factors of the fastest square and of the fastest product found, for every format that this run has."""
+    """For each format of this run, compute the factors of the fastest square product and of the fastest product found."""
     rows: list[Row] = []
     formats = list(dict.fromkeys(row.dtype for row in context.upstream if _is_product(row)))
     for done, dtype in enumerate(formats):
@@ -44,7 +44,7 @@ def _is_product(row: Row) -> bool:
 
 
 def _rows_of(context: Context, dtype: str, experiment: str) -> list[Row]:
-    """Return the rows of the factors, or one row with the reason why there are none; nothing without products."""
+    """Return the rows of the factors, or one row with the reason why there are none. Without products, return no rows."""
     rows = [row for row in context.upstream if _is_product(row) and (row.experiment, row.dtype) == (experiment, dtype)]
     if not rows:
         return []
@@ -70,7 +70,10 @@ def _rows_of(context: Context, dtype: str, experiment: str) -> list[Row]:
 
 
 def _gap_rows(context: Context, dtype: str, shape: dict, best: Row, gap: Gap) -> list[Row]:
-    """Return the whole, then every factor in order. The check of each row: all factors multiply to the whole."""
+    """Return the row of measured rate / peak, then the row of every factor in order.
+
+    The check of each row is that the product of all factors equals measured rate / peak.
+    """
     whole = gap.measured_tflops / gap.peak.tflops
     together = prod(step.factor for step in gap.factors if step.factor is not None)
     shared: dict = {
@@ -102,7 +105,10 @@ def _gap_rows(context: Context, dtype: str, shape: dict, best: Row, gap: Gap) ->
 
 
 def _launch_time_s(context: Context) -> float | None:
-    """Return the seconds of a launch within a product's time: 0 on a GPU, whose events time a queue that stays full."""
+    """Return the seconds of launching that the time of a product includes.
+
+    They are 0 on a GPU, because its events measure a queue that stays full.
+    """
     if context.device.kind != "cpu":
         return 0.0
     launches = [row.value for row in context.upstream if (row.metric, row.variant) == ("launch_time_s", "eager")]

@@ -1,4 +1,4 @@
-"""What does a launch cost, eagerly and in a graph, and how small may a kernel be before launching it takes longer?"""
+"""How long does a kernel launch take, eagerly and in a graph, and how small is a copy that takes as long as its launch?"""
 
 from hyperion.chapter.context import Context, Experiment, Forecast, Options, Report, Result
 from hyperion.chapter.rows import all_samples, sample_frame, timed_row
@@ -15,7 +15,7 @@ class LaunchCostOptions(Options):
     """Options of `launch_cost`.
 
     Args:
-        copy_kib: working sets in KiB of the copies that are compared with a launch.
+        copy_kib: sizes in KiB of the working sets of the copies that are compared with a launch.
         time_limit_s: seconds of timing for the launches and for each copy.
     """
 
@@ -24,13 +24,13 @@ class LaunchCostOptions(Options):
 
 
 def forecast(context: Context) -> list[Forecast]:
-    """Return no estimates: no data sheet states the time of a launch."""
+    """Return forecasts without estimates, because no data sheet states the time of a launch."""
     metrics = ((EAGER, "launch_time_s"), (GRAPH, "launch_time_s"), (COPY, "worthwhile_bytes"))
     return [Forecast(variant, metric, None, _NO_ESTIMATE) for variant, metric in metrics]
 
 
 def run(context: Context, report: Report) -> Result:
-    """Time launches of an almost empty kernel, then copies by size, and find the size whose copy takes as long as a launch."""
+    """Time launches of an almost empty kernel and copies by size. Find the size at which a copy takes as long as its launch."""
     options = LaunchCostOptions.of(context)
     report(0, 2, "launches")
     cost = measure_launch(context.device, time_limit_s=options.time_limit_s)
@@ -79,7 +79,7 @@ def _launch_row(context: Context, name: str, cost: LaunchCost, timing: Timing | 
 
 def _worthwhile_row(context: Context, cost: LaunchCost, points: list[CachePoint]) -> Row:
     found = worthwhile_size(cost, points)
-    # On a CPU a call's time is launch plus work, so the two are equal where a call takes twice a launch.
+    # On a CPU the time of a call is the launch plus the work, so both are equal where a call takes twice as long as a launch.
     params = {"set_equal": found.basis, "launches": 1 if cost.asynchronous else 2}
     if found.bytes is None:
         return context.absent_row(COPY, "worthwhile_bytes", found.reason, params=params)

@@ -1,4 +1,4 @@
-"""Where do the caches end? Bandwidth of reading or copying the same bytes again and again, by how many bytes they are."""
+"""Where do the caches end? Measure the bandwidth of repeated reads and copies of the same bytes, by the number of bytes."""
 
 import pandas as pd
 import torch
@@ -10,8 +10,8 @@ from hyperion.measure import SWEEPS, CacheCapacity, CachePoint, cache_capacities
 from hyperion.results import Row
 from hyperion.units import MIB
 
-# A cache of a twentieth of the working set serves at most a twentieth of its bytes, which is no more than the distance
-# between the fastest stream and its limit. From there on the limit of device memory applies.
+# A cache with a twentieth of the size of the working set serves at most a twentieth of its bytes. This is not more than the
+# difference between the fastest stream and its limit. For larger working sets the limit of device memory applies.
 _BEYOND_CACHE = 20
 
 
@@ -20,8 +20,8 @@ class MemoryLevelsOptions(Options):
 
     Args:
         dtype: number format of the arrays.
-        step: keep every n-th working set, counted from the largest.
-        largest_mib: largest working set in MiB; at most an eighth of the device's memory is used.
+        step: with step n, every n-th working set is measured, counted from the largest.
+        largest_mib: largest working set in MiB. At most an eighth of the device's memory is used.
         time_limit_s: seconds of timing for each working set and operation.
     """
 
@@ -32,14 +32,17 @@ class MemoryLevelsOptions(Options):
 
 
 def forecast(context: Context) -> list[Forecast]:
-    """Predict the data sheet's bandwidth for working sets beyond the caches, the largest first; None for the others."""
+    """Predict the bandwidth of the data sheet for working sets that are much larger than the caches, largest first.
+
+    There is no estimate for the other working sets.
+    """
     options = MemoryLevelsOptions.of(context)
     sizes = sorted(_sizes(options, context.device), reverse=True)
     return [_forecast(context, operation, options.dtype, size) for size in sizes for operation in SWEEPS]
 
 
 def run(context: Context, report: Report) -> Result:
-    """Store the cache capacities that the system reports, then time reads and copies over every working set."""
+    """Store the cache capacities that the system reports, then time reads and copies of every working set."""
     options = MemoryLevelsOptions.of(context)
     sizes = _sizes(options, context.device)
     rows = [_capacity_row(context, capacity) for capacity in cache_capacities(context.device)]
@@ -66,7 +69,7 @@ EXPERIMENT = Experiment(forecast, run, options=MemoryLevelsOptions)
 
 
 def copy_params(working_set: int) -> dict:
-    """Return the parameters that identify a row of repeated work over one working set."""
+    """Return the parameters of a row for repeated reads or copies of one working set."""
     return {"working_set_bytes": working_set, "cache": "hot"}
 
 
@@ -88,19 +91,22 @@ def point_row(context: Context, variant: str, point: CachePoint, *, limit: float
 
 
 def _how_timed(point: CachePoint, device: Device) -> str:
-    """Say how the calls were made and timed, without their number, which differs between runs of the same row."""
+    """Return how the calls were made and timed.
+
+    The text leaves out the number of calls, because it differs between runs while the text identifies the same row.
+    """
     if point.captured:
         return "in a graph, on the device's clock"
     return "in a row, on the host's clock" + ("" if device.kind == "cpu" else ", launches included")
 
 
 def _sizes(options: MemoryLevelsOptions, device: Device) -> list[int]:
-    """Return the working sets in bytes, from within the first cache to beyond the reach of the last one."""
+    """Return the working sets in bytes. The smallest fits in the first cache. The largest is much larger than any cache."""
     most = min(options.largest_mib * MIB, device.memory_bytes // 8)
     sizes = sweep_sizes(cache_capacities(device), device.memory_bytes)
     while sizes[-1] < _BEYOND_CACHE * (device.last_level_cache_bytes or 0) and 2 * sizes[-1] <= most:
         sizes.append(2 * sizes[-1])
-    # Thinned from the largest, which must stay: it alone measures device memory.
+    # Count from the largest, because only the largest working set measures device memory alone.
     return [size for size in sizes if size <= most][:: -options.step][::-1]
 
 
@@ -110,7 +116,7 @@ def _forecast(context: Context, operation: str, dtype: str, size: int) -> Foreca
 
 
 def _limit(device: Device, working_set: int) -> tuple[float | None, str]:
-    """Return (GB/s of device memory, its source) for a working set beyond the caches, or (None, why there is no limit)."""
+    """Return (GB/s of device memory, source) for a working set larger than the caches, otherwise (None, reason)."""
     cache = device.last_level_cache_bytes
     if cache is None:
         return None, "no limit: a cache of unknown size may serve it"

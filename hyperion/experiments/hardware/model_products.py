@@ -1,8 +1,8 @@
 """How fast are the matrix products of our own models, compared with the peak and with the fastest product of any shape?
 
-There are three rates of a number format: the data sheet's peak; MAF, the fastest product measured in this run; TAF, the
-rate of all products of one model's training step together. The products are captured where PyTorch dispatches them,
-forward and backward, and each is timed alone.
+There are three rates for each number format: the peak of the data sheet; MAF, the rate of the fastest matrix product in this
+run; and TAF, the rate of all matrix products of one model's training step together. The products of the forward and backward
+pass are captured where PyTorch dispatches them, and each product is timed alone.
 """
 
 from collections import defaultdict
@@ -20,18 +20,18 @@ from hyperion.results import Estimate, Row
 from hyperion.workloads.reference_steps import captured_step, step_ceilings
 
 TAF_OF_MAF, MAF_OF_PEAK = "TAF / MAF", "MAF / peak"
-COVERAGE = "FLOPs timed"  # share of the step's FLOPs that its timed products have
-_TOP = 8  # products of a step that get a row of their own, besides the fastest one
+COVERAGE = "FLOPs timed"  # share of the step's FLOPs whose products were timed
+_TOP = 8  # number of products of a step with a row, besides the fastest product
 
 
 class ModelProductsOptions(Options):
     """Options of `model_products`.
 
     Args:
-        models: reference models and Transformer LMs, by name.
+        models: names of reference models and Transformer LMs.
         dtypes: formats of the training step: fp32, bf16 or fp16.
-        batch_size: samples in the batch of a reference model.
-        sequences: sequences in the batch of a Transformer LM, each of the model's whole context.
+        batch_size: number of samples in a batch of a reference model.
+        sequences: number of sequences in a batch of a Transformer LM. Each has the length of the model's context.
         time_limit_s: seconds of timing for all products of a step.
     """
 
@@ -43,23 +43,23 @@ class ModelProductsOptions(Options):
 
     @property
     def steps(self) -> list[tuple[str, str]]:
-        """(model, dtype) of every captured step."""
+        """The (model, dtype) of every captured step."""
         return [(name, dtype) for dtype in self.dtypes for name in self.models]
 
     def batch(self, name: str) -> int:
-        """Return the samples or sequences in a model's batch."""
+        """Return the number of samples or sequences in a batch of the model."""
         return self.batch_size if name in REFERENCE_MODELS else self.sequences
 
 
 def forecast(context: Context) -> list[Forecast]:
-    """Predict the TAF of every step: each product at the rate of this run's square products, scaled to its shape."""
+    """Predict the TAF of every step from the rates of square products of this run, scaled to the shape of each product."""
     options = ModelProductsOptions.of(context)
     supported = [(name, dtype) for name, dtype in options.steps if context.device.supports(dtype)[0]]
     return [_forecast(context, name, options.batch(name), dtype) for name, dtype in supported]
 
 
 def run(context: Context, report: Report) -> Result:
-    """Capture every model's step in every dtype and time its products, those with most FLOPs first."""
+    """Capture the step of every model in every dtype and time its matrix products, starting with the most FLOPs."""
     options = ModelProductsOptions.of(context)
     rows: list[Row] = []
     frames: list[pd.DataFrame] = []
@@ -85,7 +85,7 @@ def _forecast(context: Context, name: str, batch: int, dtype: str) -> Forecast:
         calls = captured_step(name, batch, dtype)
         estimate = gemms_of(list(calls)).flops / predict_step(calls, ceilings).products_s / 1e12
         basis = (
-            "each product at the rate of this run's square ones, scaled by the length of K and by the share of the units "
+            "each product runs at the rate of this run's square products, scaled by K and by the share of the units "
             f"that its tiles fill, or at the {ceilings.memory.bandwidth_gb_s:.4g} GB/s of memory"
         )
     return Forecast(name, "taf_tflops", estimate, basis, dtype=dtype, params={"batch": batch})
@@ -122,7 +122,7 @@ def _measure_step(
 
 @dataclass(frozen=True)
 class _Kernel:
-    """Products of a step that have the same sizes and were timed once for all."""
+    """Matrix products of a step that have the same sizes. They are timed only once."""
 
     dtype: str
     params: dict
@@ -130,7 +130,7 @@ class _Kernel:
 
 
 def _kernels(captured: CapturedGemms, timed: dict[Product, TimedProduct]) -> list[_Kernel]:
-    """Return the timed products grouped by their sizes, those with most FLOPs first."""
+    """Return the timed products grouped by their sizes, sorted by FLOPs from most to least."""
     alike: dict[tuple, list[Product]] = defaultdict(list)
     for product in timed:
         alike[product.kind, product.batch, product.m, product.n, product.k, product.dtype].append(product)
@@ -153,7 +153,10 @@ def _kernels(captured: CapturedGemms, timed: dict[Product, TimedProduct]) -> lis
 
 
 def _taf_row(context: Context, name: str, dtype: str, params: dict, rate: Estimate, timed: list[TimedProduct]) -> Row:
-    """Return the row of a TAF, with the device state of the longest product and the check of the least exact one."""
+    """Return the row of a TAF.
+
+    It has the device state during the longest product and the check of the product with the largest error.
+    """
     limit, source = gemm_limit(context.device, dtype)
     longest = max(timed, key=lambda result: result.timing.estimate.value).timing
     worst = max((result.verification for result in timed), key=lambda check: check.error / (check.tolerance or 1.0))
@@ -168,14 +171,14 @@ def _taf_of_maf(context: Context, name: str, batch: int, dtype: str, rate: Estim
     maf, params = maf_row(context.upstream, dtype), {"what": TAF_OF_MAF, "batch": batch}
     if maf is None:
         return _no_maf(context, name, dtype, params)
-    # The interval combines the extremes of both rates: it holds the ratio at least as often as they hold their values.
+    # The interval combines the extremes of both rates, so it contains the true ratio at least as often as they do their values.
     share = {"n": rate.n, "ci_low": rate.ci_low / not_none(maf.ci_high), "ci_high": rate.ci_high / not_none(maf.ci_low)}
     params |= {"maf": maf.experiment}
     return context.row(name, "share", rate.value / not_none(maf.value), dtype=dtype, params=params, **share)
 
 
 def _maf_of_peak(context: Context, dtype: str) -> Row:
-    """Return the MAF as a share of the data sheet's peak, which is stated at a nominal clock and may be exceeded."""
+    """Return the MAF as a share of the data sheet's peak. It may exceed 1, because the peak is stated at a nominal clock."""
     maf, params = maf_row(context.upstream, dtype), {"what": MAF_OF_PEAK}
     if maf is None:
         return _no_maf(context, "MAF", dtype, params)

@@ -1,8 +1,9 @@
-"""Does the speed of a product depend on the numbers it multiplies, and if so, why?
+"""Does the speed of a matrix product depend on the numbers that it multiplies, and if so, why?
 
-The same product with five kinds of data is timed twice. Interleaved, call by call, all of them run at the same clock, so
-a difference comes from the arithmetic. Alone, each runs until its own power draw has settled the clock, so a further
-difference comes from the clock. Caches are warm both times, because arithmetic units are the subject, not memory.
+The same matrix product is timed with five kinds of data, in two ways. First the calls are interleaved, so that all kinds of data
+run at the same clock. A difference then comes from the arithmetic. Then each kind of data runs alone until the clock has settled
+at the value that its power allows. A further difference then comes from the clock. Caches are warm both times, because this
+experiment is about arithmetic units and not about memory.
 """
 
 import math
@@ -33,10 +34,10 @@ from hyperion.results import Row, independent_ratio_estimate, ratio_estimate
 DATA = (*DISTRIBUTIONS, ACTIVATIONS)
 USUAL = "normal"
 IN_TURN, ALONE = "in turn", "alone"
-# The inputs of a layer do not depend on the size of the vocabulary, so a small one saves the work of the head.
+# The inputs of a layer do not depend on the size of the vocabulary. A small vocabulary saves the work of the head.
 _VOCABULARY, _SEQUENCES = 512, 8
 _CALLS_AT_ONCE = 8
-# Only interleaved samples give a speed-up. Rates taken one after the other have a ratio that includes a drift between them.
+# Only interleaved samples give a speed-up. If rates are measured one after the other, their ratio may include a drift.
 _RATIO = {IN_TURN: "speedup", ALONE: "rate_ratio"}
 _NO_LIMIT = {
     IN_TURN: "no limit: how far the usual data stay below their own limit is not bounded",
@@ -53,9 +54,9 @@ class OperandDataOptions(Options):
     Args:
         dtype: number format of the product.
         size: M = N = K.
-        model: Transformer LM whose MLP gives the activations and weights.
+        model: Transformer LM whose MLP supplies the activations and weights.
         time_limit_s: seconds of interleaved timing.
-        settle_s: seconds of calls before a product is timed alone, so that power settles the clock.
+        settle_s: seconds of calls before a product is timed alone, so that the clock settles.
         alone_s: seconds of timing of each product alone.
     """
 
@@ -67,23 +68,23 @@ class OperandDataOptions(Options):
     alone_s: float
 
     def params(self, timed: str) -> dict:
-        """Return the parameters of a rate's row."""
+        """Return the parameters of the row of a rate."""
         return {"m": self.size, "n": self.size, "k": self.size, "cache": "hot", "timed": timed}
 
     def ratio_params(self, timed: str) -> dict:
-        """Return the parameters of a ratio's row."""
+        """Return the parameters of the row of a ratio."""
         return self.params(timed) | {"over": USUAL}
 
 
 def forecast(context: Context) -> list[Forecast]:
-    """Predict the same rate for all data, and ratios of 1: a roofline knows FLOPs and bytes, not numbers."""
+    """Predict the same rate for all data, and ratios of 1, because a roofline depends only on FLOPs and bytes."""
     options = OperandDataOptions.of(context)
     dtype, size = options.dtype, options.size
     if not context.device.supports(dtype)[0]:
         return []
     name = format_of(dtype, context.device).name
     estimate, basis = roofline_tflops(context.device, dtype, size, size, size)
-    same = "roofline: as many FLOPs and bytes, whatever the numbers are"
+    same = "roofline: FLOPs and bytes are the same for all data"
     ratios = [
         Forecast(data, _RATIO[timed], 1.0, same, dtype=name, params=options.ratio_params(timed))
         for timed in (ALONE, IN_TURN)
@@ -99,7 +100,7 @@ def forecast(context: Context) -> list[Forecast]:
 
 
 def run(context: Context, report: Report) -> Result:
-    """Time the product with each kind of data, interleaved and alone, verify it, and compare it with normal data."""
+    """Time and verify the product with each kind of data, interleaved and alone, and compare it with normal data."""
     options = OperandDataOptions.of(context)
     supported, how = context.device.supports(options.dtype)
     if not supported:
@@ -110,7 +111,7 @@ def run(context: Context, report: Report) -> Result:
         report(0, steps, "operands")
         products = make_products(context)
         with matmul_precision(products[USUAL].format):
-            report(0, steps, "all in turn")
+            report(0, steps, "all kinds of data in turn")
             taken = time_interleaved(list(products.values()), context.device, cold=False, time_limit_s=options.time_limit_s)
             timings[IN_TURN] = dict(zip(products, taken, strict=True))
             for done, (data, product) in enumerate(products.items(), 1):
@@ -136,7 +137,7 @@ EXPERIMENT = Experiment(forecast, run, options=OperandDataOptions)
 
 
 def make_products(context: Context) -> dict[str, Gemm]:
-    """Return one product for each kind of data, by name. Its verification checks that the operands are what it declares."""
+    """Return one product for each kind of data, by name. Its verification also checks that the operands have the named data."""
     options = OperandDataOptions.of(context)
     shape = options.size, options.size, options.size
     products = {data: Gemm(*shape, options.dtype, context.device, seed=context.seed, data=data) for data in DISTRIBUTIONS}
@@ -145,7 +146,7 @@ def make_products(context: Context) -> dict[str, Gemm]:
 
 @torch.no_grad()
 def layer_operands(context: Context) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the operands of an MLP's second layer in a forward pass over random tokens: its input, its transposed weight.
+    """Return the operands of an MLP's second layer in a forward pass over random tokens: input and transposed weight.
 
     The model is untrained. Both operands are repeated or cut to [size, size].
     """
@@ -168,7 +169,7 @@ def _squared(matrix: torch.Tensor, size: int) -> torch.Tensor:
 
 
 def _timed_alone(context: Context, options: OperandDataOptions, product: Gemm, call_s: float) -> Timing:
-    """Call one product until its power has settled the clock, then time it for long enough to read the power."""
+    """Call one product until the clock has settled, then time it for long enough to read the power."""
     clock = device_clock(context.device)
     settled = clock.now() + options.settle_s
     while clock.now() < settled:
@@ -189,7 +190,7 @@ def _rate_rows(context: Context, options: OperandDataOptions, products: dict[str
 
 
 def _ratio_rows(context: Context, options: OperandDataOptions, dtype: str, timings: Timings) -> Iterable[Row]:
-    """Yield the rates relative to normal data. Interleaved samples are compared pairwise, so that a drift cancels."""
+    """Yield the rates relative to normal data. Interleaved samples are compared in pairs, so that a drift cancels."""
     for timed, series in timings.items():
         estimate = ratio_estimate if timed == IN_TURN else independent_ratio_estimate
         for data in (data for data in series if data != USUAL):
@@ -209,7 +210,7 @@ def _ratio_rows(context: Context, options: OperandDataOptions, dtype: str, timin
 def _energy_rows(
     context: Context, options: OperandDataOptions, products: dict[str, Gemm], alone: dict[str, Timing]
 ) -> Iterable[Row]:
-    """Yield the energy of 10^12 operations, timed alone: a power reading of interleaved calls would mix all data."""
+    """Yield the energy of 10^12 operations, timed alone, because a power reading of interleaved calls would mix all data."""
     for data, timing in alone.items():
         energy, params = energy_of(timing), options.params(ALONE)
         estimate, columns = energy.j_per_tflop(products[data].flops), {}

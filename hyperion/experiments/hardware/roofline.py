@@ -1,4 +1,4 @@
-"""The first roofline: at which arithmetic intensity do the two ceilings measured in this run meet?"""
+"""The first roofline: at which arithmetic intensity do the two measured ceilings of this run meet?"""
 
 import pandas as pd
 
@@ -11,7 +11,7 @@ VARIANT, METRIC = "measured ceilings", "roofline_ridge_flop_per_byte"
 
 
 def forecast(context: Context) -> list[Forecast]:
-    """Predict the ridge from the data sheet, for each dtype measured."""
+    """Predict the ridge point of each measured dtype from the data sheet."""
     forecasts = []
     for dtype in reversed(_fastest_products(context)):
         ceilings, basis = datasheet_ceilings(context.device, dtype)
@@ -21,10 +21,10 @@ def forecast(context: Context) -> list[Forecast]:
 
 
 def run(context: Context, report: Report) -> Result:
-    """Compute the ridge of each dtype from the fastest product and the fastest stream of this run.
+    """Compute the ridge point of each dtype from the fastest matrix product and the fastest stream of this run.
 
     Raises:
-        HyperionError: this run has no products or no streams.
+        HyperionError: this run has no rows of `gemm` or no rows of `bandwidth`.
     """
     stream, products = stream_ceiling(context.upstream), _fastest_products(context)
     if stream is None or not products:
@@ -47,7 +47,7 @@ EXPERIMENT = Experiment(forecast, run, options=Options, reads=("gemm", "bandwidt
 
 
 def _fastest_products(context: Context) -> dict[str, Row]:
-    """Return the fastest product of each dtype, cold caches only, in the order of the rows."""
+    """Return the fastest product of each dtype with cold caches, in the order of the rows."""
     dtypes = dict.fromkeys(row.dtype for row in context.upstream if row.metric == "gemm_tflops")
     found = {dtype: context.best_upstream("gemm_tflops", dtype) for dtype in dtypes}
     return {dtype: row for dtype, row in found.items() if row is not None}

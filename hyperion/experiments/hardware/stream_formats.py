@@ -1,6 +1,7 @@
-"""Does the number format matter to a memory that moves bytes? Every stream in every format over arrays of the same bytes.
+"""Does the bandwidth of memory depend on the number format?
 
-The copy is compared with a plain loop of `copy_`. Where power is readable, the energy of moving a gigabyte is a row too.
+Every stream runs in every format, over arrays with the same number of bytes. The copy is compared with a plain loop of `copy_`.
+If the power can be read, the energy of moving a gigabyte is measured too.
 """
 
 import math
@@ -37,7 +38,7 @@ class StreamFormatsOptions(Options):
         array_mib: size of one array in MiB, the same in every format.
         time_limit_s: seconds of timing for each operation and format.
         cross_check_dtype: format of the copy that is compared with a plain loop.
-        cross_check_calls: calls in one timed block of that loop.
+        cross_check_calls: number of calls in one timed block of the plain loop.
         energy_dtype: format of the streams whose energy is measured.
         energy_s: seconds that each of these streams runs for the power reading.
     """
@@ -51,7 +52,7 @@ class StreamFormatsOptions(Options):
     energy_s: float
 
     def elements(self, dtype: str) -> int:
-        """Return the elements of one array."""
+        """Return the number of elements in one array."""
         return self.array_mib * MIB // FORMATS[dtype].bytes
 
 
@@ -66,7 +67,7 @@ def forecast(context: Context) -> list[Forecast]:
 
 
 def run(context: Context, report: Report) -> Result:
-    """Time and verify every operation in every format with flushed caches; then the plain loop and the energy."""
+    """Time and verify every operation in every format with flushed caches. Then run the plain loop and measure the energy."""
     options = StreamFormatsOptions.of(context)
     rows: list[Row] = []
     frames: list[pd.DataFrame] = []
@@ -89,7 +90,7 @@ EXPERIMENT = Experiment(forecast, run, options=StreamFormatsOptions)
 
 
 def _energy_row(context: Context, operation: str, rate: Row, measured: BandwidthMeasurement | None, energy_s: float) -> Row:
-    """Return the joules for a gigabyte, or the reason why they are unknown.
+    """Return the row of the joules per gigabyte. If they are unknown, the row has the reason.
 
     The stream runs once more, long enough for several power readings.
     """
@@ -118,7 +119,7 @@ def _energy_row(context: Context, operation: str, rate: Row, measured: Bandwidth
 
 
 def _cross_check(context: Context, options: StreamFormatsOptions) -> tuple[list[Row], list[pd.DataFrame]]:
-    """Time our copy and `destination.copy_(source)` in a plain loop, interleaved."""
+    """Time the copy with the harness and `destination.copy_(source)` in a plain loop, interleaved."""
     dtype, calls = options.cross_check_dtype, options.cross_check_calls
     elements, number_format = options.elements(dtype), FORMATS[dtype]
     params = stream_params(elements) | {"cache": "hot", "plain_loop_calls": calls}
@@ -126,7 +127,7 @@ def _cross_check(context: Context, options: StreamFormatsOptions) -> tuple[list[
         generator = torch.Generator(context.device.torch_device).manual_seed(context.seed + 1)
         tensor: dict = {"device": context.device.torch_device, "dtype": number_format.storage}
         source = torch.randn(elements, generator=generator, **tensor)
-        # NaN, so that a copy that writes nothing fails its verification.
+        # Fill with NaN, so that the verification fails if the copy writes nothing.
         ours, theirs = (torch.full((elements,), float("nan"), **tensor) for _ in range(2))
         copy, plain = compare_with_plain_loop(
             lambda: OPERATIONS["copy"].run(ours, source), context.device, calls, plain=lambda: theirs.copy_(source)

@@ -1,4 +1,4 @@
-"""How fast do bytes travel between host and device and between GPUs, and how large may one tensor be?"""
+"""How fast are copies between host and device and between GPUs, and how large may one tensor be?"""
 
 import gc
 from collections.abc import Callable
@@ -38,7 +38,7 @@ class TransfersOptions(Options):
         kib: sizes in KiB of the copies between host and device.
         peer_mib: size in MiB of the copies from GPU to GPU.
         step_mib: resolution in MiB of the search for the largest tensor.
-        cpu_cap_gib: most GiB that this search allocates on a CPU; a quarter of the memory is never exceeded.
+        cpu_cap_gib: largest tensor in GiB that the search allocates on a CPU. At most a quarter of the memory is used.
         time_limit_s: seconds of timing for each copy.
     """
 
@@ -49,15 +49,18 @@ class TransfersOptions(Options):
     time_limit_s: float
 
     def cap_gib(self, device: Device) -> float | None:
-        """Return the most GiB that one tensor may take, None without a cap.
+        """Return the largest size in GiB that one tensor may have, or None without a cap.
 
-        Other processes need a CPU's memory; an accelerator's belongs to this one.
+        Only a CPU has a cap, because other processes need its memory too.
         """
         return min(self.cpu_cap_gib, device.memory_bytes / GIB / 4) if device.kind == "cpu" else None
 
 
 def forecast(context: Context) -> list[Forecast]:
-    """Predict the whole memory for one tensor and the link's rate for each pair of GPUs; None for the link to the host."""
+    """Predict that one tensor may use the whole memory, and that each pair of GPUs reaches the rate of their link.
+
+    There is no estimate for the link to the host.
+    """
     options, devices = TransfersOptions.of(context), visible_devices(context)
     limit, basis = _allocation_limit(options, context.device)
     forecasts = [Forecast(ALLOCATION, "largest_allocation_gib", limit, basis)]
@@ -72,7 +75,10 @@ def forecast(context: Context) -> list[Forecast]:
 
 
 def run(context: Context, report: Report) -> Result:
-    """Time copies by direction, memory and size, then between every pair of GPUs, then search the largest tensor."""
+    """Time copies between host and device by direction, kind of host memory and size, then between every pair of GPUs.
+
+    Then search for the largest tensor.
+    """
     options, devices = TransfersOptions.of(context), visible_devices(context)
     work: list[Callable[[], Measured]]
     if refusal := transfer_refusal(context.device):
@@ -99,7 +105,7 @@ EXPERIMENT = Experiment(forecast, run, options=TransfersOptions)
 
 
 def visible_devices(context: Context) -> list[Device]:
-    """Return all devices that this process sees; the CPU alone where it computes on that."""
+    """Return all GPUs that this process sees. If it computes on the CPU, return only the CPU."""
     if context.device.kind == "cpu":
         return [context.device]
     return [detect(index=index) for index in range(torch.cuda.device_count())]
@@ -130,13 +136,13 @@ def _peer_params(source: Device, destination: Device, options: TransfersOptions)
 
 
 def _peer_limit(source: Device, destination: Device, devices: int) -> tuple[float | None, str]:
-    """Return (GB/s that one GPU can send to another by the data sheet, its source), or (None, why there is none)."""
+    """Return (GB/s that one GPU can send to another by the data sheet, source), or (None, reason why there is no limit)."""
     if not torch.cuda.can_device_access_peer(source.index, destination.index):
         return None, "copies go through the host: the GPUs cannot reach each other's memory"
     sheet, reason = lookup(source)
     if sheet is None:
         return None, reason
-    # A value for one particular peer does not hold for the others.
+    # A value for one particular pair of GPUs does not apply to other pairs.
     return sheet.link_limit_gb_s(devices if sheet.link_to_one_peer else 2)
 
 
@@ -174,7 +180,7 @@ def _allocation_limit(options: TransfersOptions, device: Device) -> tuple[float,
 
 
 def _allocation_row(context: Context, options: TransfersOptions) -> Row:
-    """Return the size of the largest tensor that is granted, found by bisection, written and read back."""
+    """Return the size of the largest tensor that can be allocated, written and read back. It is found by bisection."""
     limit, source = _allocation_limit(options, context.device)
     # Reference cycles may still hold tensors of earlier experiments, such as a captured call and its graph.
     gc.collect()

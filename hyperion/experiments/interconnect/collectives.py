@@ -1,7 +1,7 @@
-"""How fast do the devices of a machine exchange data, by collective, format and size, and are the values right?
+"""How fast do the devices of a machine exchange data, by collective, format and size, and are the results correct?
 
-One launch of the ranks measures everything: the sweeps, an all-reduce during products, and the kernels that the library
-launches.
+One launch of the ranks measures everything: all collectives by message size, an all-reduce that runs at the same time as matrix
+products, and the kernels that the library launches.
 """
 
 import itertools
@@ -48,7 +48,7 @@ _TOGETHER = (
 )
 _IN_TURNS = "0: gloo copies by the very cores that compute"
 _FLAT = "the times do not grow with the size by more than they scatter"
-# A byte over loopback is copied into a socket's buffer and out of it: two copies, each a read and a write.
+# A byte over loopback is copied into a socket's buffer and out of it. Each of the two copies reads and writes the byte.
 _LOOPBACK_TRAFFIC = 4
 
 
@@ -56,17 +56,17 @@ class CollectivesOptions(Options):
     """Options of `collectives`.
 
     Args:
-        dtype: format of the sweep over sizes.
-        bytes: message sizes of the sweep, as nccl-tests counts them for each collective.
-        other_dtypes: further formats.
-        other_bytes: message sizes measured in these.
+        dtype: number format in which all message sizes are measured.
+        bytes: message sizes in bytes. For each collective they are defined as in nccl-tests.
+        other_dtypes: further number formats.
+        other_bytes: message sizes that are measured in the further formats.
         all_reduce_bytes: further message sizes of the all-reduce, in `dtype`.
         time_limit_s: seconds of timing for each cell.
-        overlap_bytes: sizes of the all-reduces that are timed during products.
+        overlap_bytes: message sizes of the all-reduces that run at the same time as matrix products.
         overlap_time_limit_s: seconds of timing for each of these.
         hang_timeout_s: seconds without progress after which the missing ranks are reported.
-        ranks: most ranks to start.
-        cpu_ranks: ranks on a CPU.
+        ranks: largest number of ranks to start.
+        cpu_ranks: number of ranks on a CPU.
     """
 
     dtype: str
@@ -82,12 +82,12 @@ class CollectivesOptions(Options):
     cpu_ranks: int = 2
 
     def ranks_on(self, device: Device) -> int:
-        """Return the ranks to start on this machine: one for each GPU, or `cpu_ranks`, and at most `ranks`."""
+        """Return the number of ranks to start: one for each GPU, or `cpu_ranks` on a CPU, but at most `ranks`."""
         return min(self.cpu_ranks if device.kind == "cpu" else torch.cuda.device_count(), self.ranks)
 
 
 def forecast(context: Context) -> list[Forecast]:
-    """Predict bus bandwidths at the largest sizes and the overlap with products; no latency is known beforehand."""
+    """Predict bus bandwidths at the largest sizes, and the overlap with matrix products. Latencies have no prediction."""
     options = CollectivesOptions.of(context)
     dtype, ranks = options.dtype, options.ranks_on(context.device)
     if ranks < 2:
@@ -104,14 +104,14 @@ def forecast(context: Context) -> list[Forecast]:
     for size in options.overlap_bytes:
         params = {"bytes": collective_bytes(size, dtype, ranks), "ranks": ranks}
         forecasts.append(Forecast("overlap", "overlap_share", estimate, basis, dtype=dtype, params=params))
-    unknown = "no estimate: nothing measured so far tells what a message costs without its bytes"
+    unknown = "no estimate: no measurement before this one shows the latency of a message"
     for metric in ("latency_s", "recommended_bytes"):
         forecasts.append(Forecast("all_reduce", metric, None, unknown, dtype=dtype, params={"ranks": ranks}))
     return forecasts
 
 
 def run(context: Context, report: Report) -> Result:
-    """Measure all collectives on all devices; on a single device check that every call leaves the right values."""
+    """Measure all collectives on all devices. On a single device, only check the results of every call."""
     options = CollectivesOptions.of(context)
     ranks = options.ranks_on(context.device)
     if ranks < 2:
@@ -124,7 +124,7 @@ EXPERIMENT = Experiment(forecast, run, options=CollectivesOptions, forecast_read
 
 
 def _predicted_busbw(context: Context, collective: Collective, ranks: int) -> tuple[float | None, str]:
-    """Return (GB/s of a message so large that its latency does not matter, the basis), or (None, why there is none)."""
+    """Return (GB/s of a message whose latency is negligible, basis), or (None, reason why there is no prediction)."""
     if context.device.kind != "cpu":
         rate, source = link_limit(context.device, collective, ranks)
         basis = f"the link's {rate:g} GB/s ({source})" if rate is not None else source
@@ -138,21 +138,21 @@ def _predicted_busbw(context: Context, collective: Collective, ranks: int) -> tu
             f"{rate:.3g} GB/s: memory moves {memory:.3g} GB/s (measured in 1.1), a byte over loopback is copied into the "
             f"kernel and out of it, {_LOOPBACK_TRAFFIC} bytes of memory traffic, and {ranks} ranks do so at once"
         )
-    return rate, basis if rate is None else f"f x S at {basis}; the latency, unknown yet, left out"
+    return rate, basis if rate is None else f"f x S at {basis}; without the latency, which is not known yet"
 
 
 def cells(options: CollectivesOptions, ranks: int) -> list[Cell]:
-    """Return (collective, dtype, bytes): the sweep in one format, a few sizes in others, and the largest all-reduces."""
+    """Return (collective, dtype, bytes) of all measurements: all sizes in one format, and some sizes in other formats."""
     sizes = [(options.dtype, size) for size in options.bytes]
     sizes += itertools.product(options.other_dtypes, options.other_bytes)
     every = list(itertools.product(ALL_COLLECTIVES.values(), sizes))
     every += [(ALL_COLLECTIVES["all_reduce"], (options.dtype, size)) for size in options.all_reduce_bytes]
-    # Small sizes are rounded up to an element for each rank, and may then be equal.
+    # Small sizes are rounded up to one element per rank. Several sizes may then be equal.
     return list(dict.fromkeys((c, dtype, collective_bytes(size, dtype, ranks)) for c, (dtype, size) in every))
 
 
 def measure_on_rank(context: Context, report: Report) -> Result:
-    """Measure every cell on this rank. Samples are those of the slowest rank, so rank 0 returns the rows of all."""
+    """Take part in all measurements. The times are those of the slowest rank, so rank 0 returns the rows for all ranks."""
     options, here = CollectivesOptions.of(context), world()
     todo = cells(options, here.size)
     rows: list[Row] = []
@@ -187,7 +187,7 @@ def measure_on_rank(context: Context, report: Report) -> Result:
 
 
 def _check_alone(context: Context, report: Report) -> Result:
-    """Check on one device that the library takes every call and format and leaves the right values."""
+    """Check on one device that the library supports every call and format and returns correct results."""
     here, rows = world(), []
     todo = cells(CollectivesOptions.of(context), 1)
     free = least_free_bytes(here)
@@ -245,7 +245,7 @@ def _timed_rows(context: Context, measured: CollectiveMeasurement, backend: str)
 
 
 def _sweep_rows(context: Context, sweep: list[CollectiveMeasurement]) -> list[Row]:
-    """Return latency, bandwidth, half-rate size and recommended size of one collective; nothing for fewer than three sizes."""
+    """Return latency, bandwidth, half-rate size and recommended size of one collective. Fewer than three sizes give no rows."""
     first = sweep[0]
     if len(sweep) < 3:
         return []
@@ -269,7 +269,7 @@ def _sweep_rows(context: Context, sweep: list[CollectiveMeasurement]) -> list[Ro
             **interval,
         )
 
-    # An interval that reaches zero seconds a gigabyte gives no bandwidth.
+    # If the interval of the seconds per gigabyte contains zero, there is no bandwidth.
     rate = None if fit.s_per_gb.ci_low <= 0 else fit.s_per_gb.map(lambda s_per_gb: 1 / s_per_gb)
     note = {"share": SHARE, "note": "" if bucket.bytes is None else bucket.reason}
     return [
@@ -282,7 +282,7 @@ def _sweep_rows(context: Context, sweep: list[CollectiveMeasurement]) -> list[Ro
 
 
 def _overlap_rows(context: Context, measured: CollectiveOverlap, backend: str) -> tuple[list[Row], list[pd.DataFrame]]:
-    """Return the times of an all-reduce and of products, alone and at once, the share that was hidden, and the samples."""
+    """Return the times of an all-reduce and of matrix products, alone and at the same time, the hidden share, and the samples."""
     params = {"bytes": measured.bytes, "ranks": measured.ranks, "backend": backend}
     timings: dict[str, Timing] = {"products": measured.compute, "all_reduce": measured.collective, "both at once": measured.both}
     rows, frames = [], []
@@ -310,9 +310,9 @@ def _overlap_rows(context: Context, measured: CollectiveOverlap, backend: str) -
 
 
 def _kernel_rows(context: Context, options: CollectivesOptions, here: World, roll: RollCall, free: int) -> list[Row]:
-    """Call every collective's smallest and largest size once more under the profiler; return the kernels, on rank 0.
+    """Call the smallest and largest size of every collective under the profiler. On rank 0, return the rows of the kernels.
 
-    After all timing, because the profiler slows calls down.
+    This happens after all timing, because the profiler makes calls slower.
     """
     sizes = [collective_bytes(size, options.dtype, here.size) for size in options.bytes if memory_needed(size) <= free]
     called = [(collective, options.dtype, size) for collective in ALL_COLLECTIVES.values() for size in (min(sizes), max(sizes))]
@@ -338,7 +338,7 @@ def _kernel_rows(context: Context, options: CollectivesOptions, here: World, rol
 
 
 def _link_rows(context: Context, here: World) -> list[Row]:
-    """Return how many pairs of devices copy directly, and which links connect each pair."""
+    """Return rows of the number of pairs of devices that can copy directly, and of the links between each pair."""
     params: dict = {"what": "pairs of devices with direct access", "pairs": here.size * (here.size - 1), "ranks": here.size}
     if here.device.kind == "cpu":
         reason = "no GPUs: the ranks are processes of one host"
@@ -372,10 +372,10 @@ def devices_of(here: World) -> list[Device]:
 
 
 def least_free_bytes(here: World) -> int:
-    """Return the least memory in bytes that any rank has free: of its GPU, or its share of the host's.
+    """Return the smallest number of free bytes of any rank, on its GPU or in its share of the host's memory.
 
-    A collective, so that all ranks get the same answer and skip the same work. A rank that ran out of memory alone would
-    leave the others waiting.
+    This function is a collective, so all ranks get the same result and skip the same measurements. If only one rank ran out of
+    memory, the other ranks would wait for it.
     """
     if here.device.kind == "cpu":
         free = psutil.virtual_memory().available // here.size
@@ -396,10 +396,10 @@ _PATHS = {
 
 
 def busbw_limit(device: Device, collective: Collective, ranks: int) -> tuple[float | None, str]:
-    """Return (GB/s that the links allow, its source), or (None, why there is no limit).
+    """Return (GB/s that the links allow, source), or (None, reason why there is no limit).
 
-    Bus bandwidth counts the bytes that must cross a device's link in one direction. An all-reduce within the switch is the
-    exception: the switch adds, and a device sends each byte once instead of almost twice.
+    Bus bandwidth counts the bytes that must cross a device's link in one direction. An all-reduce
+    within the switch is an exception: the switch adds the values, so a device sends each byte once instead of almost twice.
     """
     if device.kind == "cpu":
         return None, LOOPBACK
@@ -415,20 +415,20 @@ def busbw_limit(device: Device, collective: Collective, ranks: int) -> tuple[flo
 
 
 def link_limit(device: Device, collective: Collective, ranks: int) -> tuple[float | None, str]:
-    """Return (GB/s in one direction of all links that a device's bytes can use at once, its source), or (None, why not)."""
+    """Return (GB/s in one direction of all links that a device can use at the same time, source), or (None, reason)."""
     found, reason = lookup(device)
     if found is None:
         return None, reason
     link, source = found.link_limit_gb_s(ranks)
-    # In a ring of messages a device sends to one peer only, however many ranks there are.
+    # In a ring, a device sends to only one peer, for any number of ranks.
     return found.link_limit_gb_s(2) if link is not None and collective.name == "send_recv" else (link, source)
 
 
 def switch_can_add(device: Device) -> bool:
-    """Return whether the switch can reduce: NVSwitch from Hopper on. AMD's links have no switch."""
+    """Return True if the switch between the devices can reduce. NVSwitch can do so since Hopper. AMD's links have no switch."""
     return device.kind == "cuda" and int(device.arch.removeprefix("sm_")) >= 90
 
 
 def switch_is_off() -> bool:
-    """Return whether the environment forbids NCCL to reduce in the switch."""
+    """Return True if an environment variable forbids NCCL to reduce in the switch."""
     return os.environ.get(_NVLS) == "0"

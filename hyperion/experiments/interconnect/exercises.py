@@ -1,4 +1,4 @@
-"""Exercises of the interconnect chapter: a bus bandwidth that flatters, and a verification that cannot fail."""
+"""Exercises of the interconnect chapter: a bus bandwidth that is too high, and a verification that cannot fail."""
 
 from collections.abc import Callable, Iterable
 
@@ -12,22 +12,23 @@ _COUNT, _RANKS = 4096, 4
 
 
 def timed_calls(ranks: int, calls: int = 40) -> np.ndarray:
-    """Return synthetic seconds [calls, ranks] of an all-reduce that all ranks leave within microseconds of each other."""
+    """Return synthetic seconds [calls, ranks] of an all-reduce. All ranks finish within microseconds of each other."""
     random = np.random.default_rng(ranks)
     return _CALL_S * random.normal(1, 0.01, (calls, 1)) + random.uniform(0, 5e-6, (calls, ranks))
 
 
 def judge_busbw(my_busbw: Callable[[np.ndarray, int], float]) -> pd.DataFrame:
-    """Judge a function that computes an all-reduce's bus bandwidth from the times of each rank.
+    """Test a function that computes the bus bandwidth of an all-reduce from the times of each rank.
 
     Args:
         my_busbw: takes seconds [calls, ranks] and the message's bytes S; returns GB/s.
 
     Returns:
-        One line a case: whether the answer is within 2 % of the right one, the answer, and the right one.
+        A table with one line for each case: whether the answer is within 2 % of the correct value, the answer, and the correct
+        value.
     """
     unwaited, cold = timed_calls(4), timed_calls(4)
-    unwaited[:, 0] = 2e-5  # the launch alone: this rank stopped its clock before its device had finished
+    unwaited[:, 0] = 2e-5  # only the launch: this rank stopped its clock before its device had finished
     cold[0] = 0.4  # the first call of a collective sets up its connections
     cases = {
         "4 ranks": timed_calls(4),
@@ -44,14 +45,15 @@ def _busbw_line(case: str, answer: float, ranks: int) -> dict:
 
 
 def judge_inputs(my_inputs: Callable[[int, int], torch.Tensor]) -> pd.DataFrame:
-    """Judge the inputs of a verification: do they show every fault of an all-reduce in bf16?
+    """Test the inputs of a verification. They must reveal every fault of an all-reduce in bf16.
 
     Args:
-        my_inputs: takes a rank, from 0 to 3, and a count; returns that rank's input, [count], any dtype; it is cast to bf16.
+        my_inputs: takes a rank from 0 to 3 and a count, and returns the input of this rank, [count], in any dtype. The input is
+            converted to bf16.
 
     Returns:
-        First line: whether the right sum is exact in any order of the ranks. Then one line a fault: whether an output with
-        it differs from the right one.
+        A table. The first line says whether the correct sum is exact in any order of the ranks. Then there is one line for each
+        fault, which says whether an output with this fault differs from the correct output.
     """
     given = [my_inputs(rank, _COUNT).to(torch.bfloat16) for rank in range(_RANKS)]
     expected = torch.stack([one.double() for one in given]).sum(0)
@@ -73,7 +75,7 @@ def judge_inputs(my_inputs: Callable[[int, int], torch.Tensor]) -> pd.DataFrame:
 
 
 def _added(given: list[torch.Tensor], order: Iterable[int]) -> torch.Tensor:
-    """Return the sum in bf16, added rank by rank as a ring does."""
+    """Return the sum in bf16. Ranks are added one after the other, as in a ring."""
     total = torch.zeros_like(given[0])
     for rank in order:
         total = total + given[rank]

@@ -20,7 +20,7 @@ _DDP_BUCKET = 25 * MIB
 
 
 def collectives(material: Material) -> Figure | None:
-    """Bus bandwidth by size with the links' limit, and the time of a call with its fit; one curve a collective."""
+    """Draw bus bandwidth by size with the limit of the links, and the time of a call with its fit, one curve per collective."""
     rows = material.of("collectives")
     rates = measured(select(rows, metric="busbw_gb_s"))
     if not rates:
@@ -37,15 +37,15 @@ def collectives(material: Material) -> Figure | None:
         _size_axis(axes, rates)
     panels[0].legend(loc="center left")
     notes += [
-        f"{dtype}; sizes as nccl-tests counts them; the slowest rank's time, median with 95 % interval. Ring: where a "
-        "collective reaches half of its best rate. Dotted: the fit latency + bytes / bandwidth."
+        f"{dtype}; sizes are defined as in nccl-tests. Times are those of the slowest rank, median with 95 % interval. A ring "
+        "marks half of the best rate of a collective. Dotted: the fit latency + bytes / bandwidth."
     ]
     add_notes(figure, notes)
     return figure
 
 
 def bucket_size(material: Material) -> Figure | None:
-    """Share of its best rate that a message reaches, by size, with the recommended size and the size of DDP's buckets."""
+    """Draw the share of the best rate that a message reaches by size, the recommended size, and the size of DDP's buckets."""
     rows = material.of("collectives")
     advised = measured(select(rows, metric="recommended_bytes"))
     advised = [row for row in advised if row.variant in _IN_TRAINING]
@@ -83,7 +83,10 @@ def bucket_size(material: Material) -> Figure | None:
 
 
 def overlap(material: Material) -> Figure | None:
-    """Times of products, of an all-reduce, and of both at once, with the times if all or nothing were hidden."""
+    """Draw the times of matrix products, of an all-reduce, and of both at the same time.
+
+    Lines show the times if the shorter one were completely hidden, or not hidden at all.
+    """
     rows = measured(material.of("collectives", variant="overlap"))
     shares = select(rows, metric="overlap_share")
     if not shares:
@@ -102,12 +105,17 @@ def overlap(material: Material) -> Figure | None:
         axes.invert_yaxis()
         axes.set(xlabel="milliseconds", xlim=(0, 1.05 * max(*highest, sum(alone))))
         axes.set_title(f"{byte_size(size)}: {100 * not_none(share.value):.0f} % of the shorter one hidden")
-    add_notes(figure, ["Dashed: the longer one alone (all hidden), and one after the other (nothing hidden)."])
+    add_notes(
+        figure, ["Dashed lines: time of the longer one alone (shorter one hidden), and sum of both times (nothing hidden)."]
+    )
     return figure
 
 
 def rates_by_size(rows: Iterable[Row], metric: str = "busbw_gb_s") -> pd.DataFrame:
-    """Return a metric's values as text: one line a format and size, one column a collective, "" where nothing was measured."""
+    """Return the values of a metric as text.
+
+    The table has one line per format and size and one column per collective. Missing values are empty strings.
+    """
     chosen = [row for row in rows if row.metric == metric]
     order = list(dict.fromkeys(row.dtype for row in chosen))
     lines: dict[tuple[str, int], dict[str, str]] = {}
@@ -119,7 +127,7 @@ def rates_by_size(rows: Iterable[Row], metric: str = "busbw_gb_s") -> pd.DataFra
 
 
 def links_between(rows: Iterable[Row]) -> pd.DataFrame:
-    """Return the links between devices: one line a sender, one column a receiver; no line without pairs of devices."""
+    """Return the links between devices, one line per sender and one column per receiver. Without pairs the table is empty."""
     pairs = _linked_pairs(rows)
     devices = sorted({pair["from"] for pair in pairs})
     links = {(pair["from"], pair["to"]): pair["link"] for pair in pairs}
@@ -137,14 +145,14 @@ def links_between(rows: Iterable[Row]) -> pd.DataFrame:
 
 
 def link_meanings(rows: Iterable[Row]) -> str:
-    """Return the meanings of the abbreviations in `links_between` and their source, "" without any."""
+    """Return the meanings of the abbreviations in `links_between` and their source, or an empty string."""
     pairs = _linked_pairs(rows)
     meanings = dict.fromkeys(f"{pair['link']}: {pair['meaning']}" for pair in pairs)
     return "; ".join([*meanings, f"source: {pairs[0]['source']}"]) if pairs else ""
 
 
 def kernels_chosen(rows: Iterable[Row]) -> pd.DataFrame:
-    """Return backend, algorithm and kernel by collective and size; an unknown algorithm has its reason."""
+    """Return backend, algorithm and kernel by collective and size. If an algorithm is unknown, the table has the reason."""
     lines = [
         {
             "collective": row.variant,
@@ -164,7 +172,7 @@ def _linked_pairs(rows: Iterable[Row]) -> list[dict]:
 
 
 def _swept(rows: Sequence[Row]) -> str:
-    """Return the dtype of the sweep over sizes: the one with most rows."""
+    """Return the dtype in which all sizes were measured, which is the dtype with the most rows."""
     dtypes = [row.dtype for row in rows]
     return max(dict.fromkeys(dtypes), key=dtypes.count)
 
@@ -176,7 +184,7 @@ def _series(rows: Sequence[Row]) -> dict[str, list[Row]]:
 
 
 def _draw_rates(axes: Axes, rates: list[Row], halves: list[Row]) -> list[str]:
-    """Draw curves, a ring on each where it reaches half its best rate, and limits; return the reasons of missing limits."""
+    """Draw curves, limits, and a ring at half of the best rate of each curve. Return the reasons for missing limits."""
     for position, (name, points) in enumerate(_series(rates).items()):
         style, sizes, heights = look(name, position), [row.params["bytes"] for row in points], values(points)
         axes.errorbar(sizes, heights, errors_of(points), label=name, **style)
@@ -197,7 +205,7 @@ def _draw_rates(axes: Axes, rates: list[Row], halves: list[Row]) -> list[str]:
 
 
 def _draw_times(axes: Axes, times: list[Row], rows: list[Row], dtype: str) -> None:
-    """Draw the measured times in microseconds, and where there is a fit, its curve."""
+    """Draw the measured times in microseconds, and the curve of the fit if there is one."""
     for position, (name, points) in enumerate(_series(times).items()):
         sizes, microseconds = [row.params["bytes"] for row in points], [1e6 * seconds for seconds in values(points)]
         axes.errorbar(sizes, microseconds, errors_of(points, 1e6), linestyle="none", **look(name, position))
@@ -210,7 +218,7 @@ def _draw_times(axes: Axes, times: list[Row], rows: list[Row], dtype: str) -> No
             grid = np.geomspace(min(sizes), max(sizes), 60)
             seconds = fitted["latency_s"] + grid * _bus_factor(rows, name, dtype) / fitted["asymptotic_busbw_gb_s"] / 1e9
             axes.plot(grid, 1e6 * seconds, linestyle=":", linewidth=1.2, color=look(name, position)["color"])
-    axes.set(yscale="log", ylabel="time of a call, microseconds", title="Latency decides small messages, bandwidth large ones")
+    axes.set(yscale="log", ylabel="time of a call, microseconds", title="Time of a call by message size")
     log_ticks(axes.yaxis)
 
 
@@ -236,9 +244,9 @@ PLOTS = (
     Plot(
         "collectives",
         "collectives",
-        "Bus bandwidth by message size up to the limit of the links, and the time of a call down to its latency.",
+        "Bus bandwidth by message size with the limit of the links, and the time of a call.",
         collectives,
     ),
-    Plot("bucket_size", "collectives", "The size above which more bytes add little bandwidth.", bucket_size),
-    Plot("overlap", "collectives", "An all-reduce and products, alone and both at once.", overlap),
+    Plot("bucket_size", "collectives", "The message size above which the bandwidth hardly increases.", bucket_size),
+    Plot("overlap", "collectives", "Times of an all-reduce and of matrix products, alone and at the same time.", overlap),
 )

@@ -14,14 +14,14 @@ _PROMPT, _COMPLETION = [11, 12, 13, 14], [21, 22, 23]
 
 
 def judge_targets(my_targets: Callable[[Sequence[int], Sequence[int], int], tuple]) -> pd.DataFrame:
-    """Judge a function that makes one fine-tuning row from a prompt and its completion.
+    """Test a function that makes one fine-tuning row from a prompt and its completion.
 
     Args:
         my_targets: takes the prompt, the completion (with the end of text) and a length; returns inputs and targets of that
             length. Targets are one token ahead, and -100 (IGNORE_INDEX) at positions without loss.
 
     Returns:
-        One line per fault: whether the row is free of it, and the targets.
+        A table with one line per fault: whether the row is free of the fault, and the targets.
     """
     inputs, targets = (np.asarray(side) for side in my_targets(_PROMPT, [*_COMPLETION, END], LENGTH))
     ids = [*_PROMPT, *_COMPLETION, END]
@@ -40,7 +40,7 @@ def judge_targets(my_targets: Callable[[Sequence[int], Sequence[int], int], tupl
 
 
 def judge_vocabulary_check(my_check: Callable[[np.ndarray, int], bool]) -> pd.DataFrame:
-    """Judge a check of whether token ids fit an embedding.
+    """Test a check that decides whether token ids fit an embedding.
 
     Args:
         my_check: takes ids, int64 of shape [N], and the number of rows of the embedding; returns True if every id has a row.

@@ -49,7 +49,7 @@ from hyperion.workloads.fine_tuning import (
 from hyperion.workloads.training_rows import epoch_rows, loss_curve, speed_rows, step_forecasts
 
 METHODS = (LORA, FULL)
-MERGED_TOLERANCE = 1e-4  # merging rounds B A into W, and sums in another order
+MERGED_TOLERANCE = 1e-4  # merging rounds W + B A and adds terms in another order
 _STANDARD_ERRORS = 4.0
 
 
@@ -57,14 +57,14 @@ class LlamaLoraOptions(FineTuningOptions):
     """Options of the experiment.
 
     Args:
-        evaluation_batch_size: rows of one held-out batch.
+        evaluation_batch_size: number of rows in a held-out batch.
     """
 
     evaluation_batch_size: int
 
 
 def forecast(context: Context) -> list[Forecast]:
-    """Estimate the memory of a step, the share of trained parameters, the throughput, and the loss before training."""
+    """Predict the memory of a step, the share of trained parameters, the throughput, and the loss before training."""
     options = LlamaLoraOptions.of(context)
     data = options.data(context, quiet=True)
     if data.weights != options.model:
@@ -92,7 +92,7 @@ def forecast(context: Context) -> list[Forecast]:
 
 
 def run(context: Context, report: Report) -> Result:
-    """Run LoRA and full fine-tuning in a process each, so that the memory of one does not count for the other."""
+    """Run LoRA and full fine-tuning in separate processes, so that their memory is measured separately."""
     return merged([run_variant(context, report, function) for function in (fine_tune, full_memory)])
 
 
@@ -100,7 +100,7 @@ EXPERIMENT = Experiment(forecast, run, forecast_reads=("gemm", "bandwidth"), dat
 
 
 def fine_tune(context: Context, report: Report) -> Result:
-    """Train the adapters, score held-out completions before and after, measure a step, and save, load and merge."""
+    """Train the adapters, score held-out completions before and after, time a step, and save, load and merge the adapters."""
     options = LlamaLoraOptions.of(context)
     data, precision = options.data(context), choose_precision(context.device, options.precision)
     base = base_model(context, data, frozen_dtype(precision))
@@ -144,10 +144,10 @@ def full_memory(context: Context, report: Report) -> Result:
 def adapter_rows(
     context: Context, options: LlamaLoraOptions, data: FineTuningData, engine: LanguageEngine, base_sha256: str
 ) -> list[Row]:
-    """Save the engine's adapters, load them into a new base, merge them: each must give the logits of the trained model.
+    """Save the engine's adapters, load them into a new base, and merge them. Each result must have the trained model's logits.
 
-    Logits are compared in float32: 16-bit formats would hide small differences. Takes the model out of the engine, because two
-    models may not fit into memory.
+    Logits are compared in float32, because 16-bit formats would hide small differences. The model is removed from the engine,
+    because two models may not fit into memory.
 
     Args:
         base_sha256: `frozen_sha256` of the base before training.
@@ -175,7 +175,7 @@ def adapter_rows(
 def _step_rows(
     context: Context, options: LlamaLoraOptions, data: FineTuningData, engine: LanguageEngine, shape: LlamaShape
 ) -> tuple[list[Row], pd.DataFrame]:
-    """Memory and speed of LoRA's step, on the batch whose memory full fine-tuning measures."""
+    """Return memory and speed of a step of LoRA, on the same batch as the step of full fine-tuning."""
     batch = _batches(context, options, data).next_batch()
     shared = {"dtype": engine.precision.dtype, "params": _params(data, shape), "data_source": data.rows.source}
     rows = _memory_rows(context, engine, batch, shape, LORA, shared)
@@ -187,7 +187,7 @@ def _step_rows(
 
 @contextmanager
 def restored_adapters(model: nn.Module) -> Iterator[None]:
-    """Context that restores the trainable parameters at its end, so that timed steps do not change the trained model."""
+    """Restore the trainable parameters at the end of this context, so that timed steps do not change the trained model."""
     trained = {name: p.detach().clone() for name, p in model.named_parameters() if p.requires_grad}
     yield
     with torch.no_grad():
@@ -199,9 +199,9 @@ def restored_adapters(model: nn.Module) -> Iterator[None]:
 def _memory_rows(
     context: Context, engine: LanguageEngine, batch: tuple, shape: LlamaShape, method: str, shared: dict
 ) -> list[Row]:
-    """Peak memory of one step: the sum of all tensors, and on an accelerator the peak of its allocator.
+    """Return the peak memory of one step: the bytes of all tensors, and on an accelerator the peak of its allocator.
 
-    A CPU has no row of the process's resident memory: it depends more on what the process did before than on the step.
+    On a CPU there is no row of resident memory, because it depends more on what the process did before than on the step.
 
     Args:
         shared: dtype, params and data source of the rows.
@@ -225,7 +225,7 @@ def _memory_rows(
 def _speed_rows(
     context: Context, timing: Timing, counts: TokenCounts, shape: LlamaShape, shared: dict
 ) -> tuple[list[Row], pd.DataFrame]:
-    """Time, MFU and two throughputs of a steady step of LoRA: of all tokens, and of those that carry a loss."""
+    """Return time, MFU and two throughputs of a step of LoRA: of all tokens, and of the tokens that carry a loss."""
     read = shared | {"params": shared["params"] | {"batch": counts.tokens, "tokens": "prompt and completion"}}
     learned = shared | {"params": shared["params"] | {"batch": counts.completion_tokens, "tokens": "completion"}}
     flops = step_flops(shape, LORA, counts.length)
@@ -250,7 +250,7 @@ def _speed_rows(
 def _loss_rows(
     context: Context, options: LlamaLoraOptions, data: FineTuningData, dtype: str, before: dict, after: dict
 ) -> list[Row]:
-    """Loss per held-out completion token before and after training; the check demands a significant decrease."""
+    """Return the loss per held-out completion token before and after training. The check requires a significant decrease."""
     floor = data.rows.least_loss_nats
     source = "each completion follows from its prompt" if floor is not None else "no limit: what rows say is not certain"
     error = math.hypot(before["standard_error_nats"], after["standard_error_nats"])
@@ -279,7 +279,7 @@ def _loss_rows(
 
 
 def _count_rows(context: Context, data: FineTuningData, model: LlamaLM, shape: LlamaShape) -> list[Row]:
-    """Number of trained parameters, checked against the formula; tokens that carry a loss; rows that were cut."""
+    """Return the number of trained parameters, with its check, of tokens that carry a loss, and of rows that were cut."""
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     expected = llama_lora_parameter_count(shape, RANK, ATTENTION)
     everything = sum(p.numel() for p in model.parameters())
@@ -301,7 +301,7 @@ def _count_rows(context: Context, data: FineTuningData, model: LlamaLM, shape: L
 
 
 def _one_row(data: FineTuningData) -> pd.DataFrame:
-    """Return the first held-out row token by token, for the reader: which tokens are given and which are learned."""
+    """Return the first held-out row token by token. It shows which tokens are given and which are learned."""
     size, targets = int(data.held_out.sizes[0]), data.held_out.targets[0]
     ids = [*data.held_out.inputs[0, :size], targets[size - 1]]
     learned = [False, *data.held_out.scored[0, :size]]
@@ -320,10 +320,10 @@ def _memory_forecast(
 
 
 def step_bytes(shape: LlamaShape, method: str, dtype: str, positions: int) -> dict[str, int]:
-    """Return the parts of a step's peak memory in bytes, by name: the larger of two moments.
+    """Return the parts of a step's peak memory in bytes, by name.
 
-    At the start of the backward pass there are logits and no gradients; at its end gradients and no logits. Activations of the
-    decoder layers are ignored: they are small for short rows.
+    The peak is at the start or at the end of the backward pass. At the start there are logits but no gradients, and at the end
+    there are gradients but no logits. Activations of the decoder layers are ignored, because they are small for short rows.
     """
     whole, trained = state_bytes(shape, method, dtype), trained_parameters(shape, method)
     start = {"weights and moments": whole - 4 * trained, "logits": logits_bytes(shape, dtype, positions)}
@@ -334,7 +334,7 @@ def step_bytes(shape: LlamaShape, method: str, dtype: str, positions: int) -> di
 
 
 def logits_bytes(shape: LlamaShape, dtype: str, positions: int) -> int:
-    """Return the bytes of logits, log-probabilities and one gradient in float32; in bf16 also of 16-bit logits and gradients."""
+    """Return the bytes of logits, log-probabilities and one gradient in float32, and in bf16 of their 16-bit copies."""
     return positions * shape.vocab_size * (16 if dtype == "bf16" else 12)
 
 
@@ -345,7 +345,7 @@ def _share_forecast(shape: LlamaShape) -> Forecast:
 
 
 def _traffic(shape: LlamaShape, dtype: str, counts: TokenCounts) -> dict[str, float]:
-    """Bytes that a step of LoRA moves: the frozen weights in the forward and in the backward pass, and the logits."""
+    """Return the bytes that a step of LoRA moves: frozen weights in the forward and backward pass, and logits."""
     stored = (2 if dtype == "bf16" else 4) * llama_parameter_count(shape)
     return {"frozen weights": 2 * stored, "logits": 2 * logits_bytes(shape, dtype, counts.positions)}
 

@@ -1,4 +1,8 @@
-"""LoRA under FSDP2: losses equal those of one device, decoder layers are the units, and one process can load the adapters."""
+"""LoRA under FSDP2.
+
+The losses must equal those of one device, each decoder layer must be an FSDP unit, and one process must be able to load the
+adapters.
+"""
 
 import gc
 from dataclasses import replace
@@ -61,7 +65,7 @@ class LoraShardedOptions(FineTuningOptions, RankOptions):
     """Options of the experiment.
 
     Args:
-        parity_model: random configuration that parity is checked on, in float32; `model` is only timed.
+        parity_model: random configuration whose losses are compared in float32. `model` is only timed.
     """
 
     parity_model: str
@@ -72,7 +76,7 @@ class LoraShardedOptions(FineTuningOptions, RankOptions):
 
 
 def forecast(context: Context) -> list[Forecast]:
-    """Estimate the number of FSDP units, how far the losses drift apart, and the share of parameters a rank holds."""
+    """Predict the number of FSDP units, the difference between the losses, and the share of parameters on each rank."""
     options = LoraShardedOptions.of(context)
     ranks, steps = options.rank_count(context, options.batch_size), options.steps
     layers = random_llama_shape(options.parity_model, 1).num_hidden_layers
@@ -102,7 +106,7 @@ def forecast(context: Context) -> list[Forecast]:
 
 
 def run(context: Context, report: Report) -> Result:
-    """Train on all ranks in one launch; then load the saved adapters in this process, which is in no process group."""
+    """Train on all ranks in one launch. Then load the saved adapters in this process, which has no process group."""
     options = LoraShardedOptions.of(context)
     ranks = options.rank_count(context, options.batch_size)
     results = run_on_ranks(context, report, on_rank, ranks=ranks)
@@ -114,7 +118,7 @@ EXPERIMENT = Experiment(forecast, run, data=DATA, options=LoraShardedOptions)
 
 
 def on_rank(context: Context, report: Report) -> Result:
-    """Check parity and save the adapters on a small model in float32; then measure memory and speed of the large model."""
+    """Compare losses and save the adapters of a small model in float32. Then measure memory and speed of the large model."""
     options = LoraShardedOptions.of(context)
     small = options.of_parity_model()
     data = rank_zero_first(lambda: small.data(context))
@@ -168,7 +172,7 @@ def _train(
 
 
 def _layout_rows(context: Context, data: FineTuningData, engine: LanguageEngine) -> list[Row]:
-    """The share of the parameters on this rank; on rank 0 also the number of units that FSDP2 gathers one by one."""
+    """Return the share of the parameters on this rank. On rank 0, also return the number of FSDP units."""
     here, model = world(), engine.model
     share = local_parameter_bytes(model) / full_parameter_bytes(model)
     params = {"model": data.model, "ranks": here.size}
@@ -214,7 +218,7 @@ def _save(context: Context, options: LoraShardedOptions, data: FineTuningData, e
 
 
 def _loaded_row(context: Context, options: LoraShardedOptions, ranks: int) -> Row:
-    """Load the ranks' adapters onto a new base in one process, and compare the logits with those of the ranks."""
+    """Load the saved adapters onto a new base in one process, and compare the logits with those of the sharded model."""
     data = options.of_parity_model().data(context, quiet=True)
     path = checkpoint_path(context.workspace / "adapters", options.steps)
     model = load_base_and_adapter(context, data, path, frozen_dtype(_EXACT))
@@ -255,7 +259,7 @@ def _parity_row(
 
 
 def _speed_rows(context: Context, options: LoraShardedOptions, report: Report) -> tuple[list[Row], pd.DataFrame]:
-    """Step time, throughput of all ranks and each rank's peak memory, in this device's training precision."""
+    """Return step time, throughput of all ranks and peak memory of each rank, in the training precision of this device."""
     here = world()
     gc.collect()
     report(0, 1, f"{options.model} on {here.size} ranks")

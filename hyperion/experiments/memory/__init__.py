@@ -1,1 +1,1 @@
-"""Memory of a training step: phases, estimates, activation checkpointing, and one step traced."""
+"""Memory of a training step: its phases, estimates, activation checkpointing, and a trace of one step."""

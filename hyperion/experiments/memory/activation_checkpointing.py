@@ -1,4 +1,7 @@
-"""Policies of activation checkpointing on the blocks of both baselines: equal gradients, memory against time, and depth."""
+"""Policies of activation checkpointing for the blocks of the language model and the ResNet-18.
+
+The experiment checks that gradients are equal, measures memory and step time, and measures activations by number of layers.
+"""
 
 import contextlib
 from collections.abc import Iterator
@@ -39,7 +42,8 @@ from hyperion.workloads.workloads import (
 
 GRADIENT_TOLERANCE = 1e-5
 _WHEN = {"phase": "forward and backward"}
-# Gradients with a norm below this share of the whole are rounding only, such as that of a bias that a softmax ignores.
+# Gradients with a norm below this share of the total norm are only rounding errors. An example is the gradient of a bias that
+# cancels in a softmax.
 _NEGLIGIBLE = 1e-4
 
 
@@ -47,7 +51,7 @@ class Policies(BaseModel, extra="forbid", frozen=True, strict=True):
     """Policies of activation checkpointing by kind of model, see `ParallelPlan`.
 
     Args:
-        language, image: policies to compare with none.
+        language, image: policies that are compared with no checkpointing.
     """
 
     language: tuple[str, ...]
@@ -59,11 +63,12 @@ class ActivationCheckpointingOptions(Options):
 
     Args:
         precision: number format of the steps, or "auto".
-        policies: policies to compare.
-        budget_share: memory that the policy "budget" must save, as a share of what checkpointing every block saves.
-        depths: numbers of layers for activations by depth.
-        time_limit_s: time limit of the comparison of a model's steps.
-        language, image: sizes of the step by kind of model.
+        policies: policies that are compared with no checkpointing.
+        budget_share: memory that the policy "budget" must save, as a share of the memory that checkpointing of every block saves.
+        depths: numbers of layers for which activations are measured.
+        time_limit_s: seconds for timing the steps of one model.
+        language: sizes of the language model and its batch.
+        image: sizes of the ResNet-18 and its batch.
     """
 
     precision: str
@@ -77,7 +82,7 @@ class ActivationCheckpointingOptions(Options):
 
 @dataclass(frozen=True)
 class _Setup:
-    """The options with what follows from them on this device."""
+    """The options of the experiment, and the workloads and plans that they give on this device."""
 
     context: Context
     options: ActivationCheckpointingOptions
@@ -92,11 +97,11 @@ class _Setup:
         return workload(getattr(self.options, kind))
 
     def deep(self, layers: int) -> Workload:
-        """The language model with this number of layers."""
+        """Return the language model with this number of layers."""
         return workload(self.options.language.model_copy(update={"layers": layers}))
 
     def plans(self, kind: str) -> list[ParallelPlan]:
-        """The plan without checkpointing, then those of the options."""
+        """Return the plan without checkpointing, then a plan for each policy of the options."""
         return [ParallelPlan(), *(self._plan(kind, policy) for policy in getattr(self.options.policies, kind))]
 
     def _plan(self, kind: str, policy: str) -> ParallelPlan:
@@ -106,7 +111,7 @@ class _Setup:
 
 
 def forecast(context: Context) -> list[Forecast]:
-    """Return the speed that recomputing costs (first, because the reader guesses it), and the estimator's memory."""
+    """Predict the speed under each policy and the peak memory by the estimator. The reader guesses the first prediction."""
     setup = _Setup.of(context)
     lines = [line for kind in KINDS for plan in setup.plans(kind) for line in _policy_forecasts(setup, kind, plan)]
     for layers in setup.options.depths:
@@ -149,13 +154,13 @@ def measure_memory(context: Context, report: Report, kind: str, checkpointing: s
     row = partial(context.row, work.name, dtype=setup.dtype, params=_params(work, plan) | _WHEN)
     try:
         engine, batch = build_step(work, setup.dtype, plan, device, context.seed)
-        engine.train_step(batch)  # allocates the optimizer's state
+        engine.train_step(batch)  # the first step allocates the optimizer's state
         with PeakMemoryRegion(device) as region:
             peak = forward_and_backward(engine, batch).peak
     except torch.OutOfMemoryError as error:
         return Result([row("tensor_memory_gib", None, value_reason=out_of_memory_reason(error))], pd.DataFrame())
     rows = [row("tensor_memory_gib", peak / GIB)]
-    if device.kind != "cpu":  # on a CPU the region is the whole process
+    if device.kind != "cpu":  # on a CPU, the measured peak would be that of the whole process
         limit_source = "no limit: the tensors' own peak stands beside it"
         rows.append(row(region.peak.metric, region.peak.gib, limit_source=limit_source))
     return Result(rows, pd.DataFrame())
@@ -167,7 +172,7 @@ class PassMemory:
 
     Attributes:
         kept: bytes that the forward pass leaves for the backward pass.
-        peak: largest number of live bytes; weights, optimizer state and batch included.
+        peak: largest number of live bytes, including weights, optimizer state and batch.
     """
 
     kept: int
@@ -175,7 +180,7 @@ class PassMemory:
 
 
 def forward_and_backward(engine: TorchEngine, batch: Batch) -> PassMemory:
-    """Compute the gradients of a batch and count bytes; the gradients stay with the parameters."""
+    """Compute the gradients of a batch and count the bytes of tensors. The gradients are stored in `.grad`."""
     present = [tensor for tensors in state_of(engine.model, engine.optimizer).values() for tensor in tensors]
     items = engine.count_items(batch)
     with TensorMemory(engine.device, [*present, *batch]) as memory, engine.precision.products():
@@ -201,7 +206,7 @@ def _params(work: Workload, plan: ParallelPlan) -> dict:
 
 
 def _gradient_rows(context: Context, work: Workload, plans: list[ParallelPlan]) -> list[Row]:
-    """Compare gradients in fp32 and BatchNorm's running statistics under each policy with those of the first."""
+    """Compare the fp32 gradients and the running statistics of BatchNorm under each policy with those without checkpointing."""
     plain, *others = (_gradients(context, work, plan) for plan in plans)
     rows = []
     for plan, computed in zip(plans[1:], others, strict=True):
@@ -236,8 +241,8 @@ def _gradients(context: Context, work: Workload, plan: ParallelPlan) -> tuple[di
 
 @contextlib.contextmanager
 def _deterministic_convolutions() -> Iterator[None]:
-    # The fastest kernels sum the gradients of weights in the order in which threads finish. On an H200 that differs by 2e-5
-    # from run to run, which would hide a difference that checkpointing makes.
+    # The fastest kernels add the gradients of weights in the order in which threads finish. On an H200 the results differ by
+    # 2e-5 between runs, which would hide a difference caused by checkpointing.
     before, torch.backends.cudnn.deterministic = torch.backends.cudnn.deterministic, True
     try:
         yield
@@ -262,14 +267,14 @@ def _timed(setup: _Setup, work: Workload, plans: list[ParallelPlan]) -> Result:
 
 
 def _recomputed_flops(work: Workload, plan: ParallelPlan) -> float:
-    """FLOPs per item that the backward pass computes a second time."""
+    """Return the FLOPs per item that the backward pass computes a second time."""
     blocks = len(layout_of(work.build()).blocks)
     shares = {NONE: 0, SELECTIVE: 0, EVERY_BLOCK: 1, BUDGET: (plan.checkpointed_blocks or 0) / blocks}
     return work.block_flops * shares[plan.checkpointing]
 
 
 def _depth_row(setup: _Setup, work: Workload, policy: str) -> Row:
-    """Bytes that the forward pass keeps at this depth."""
+    """Return the row of the bytes that the forward pass keeps at this number of layers."""
     context, plan = setup.context, ParallelPlan(checkpointing=policy)
     row = partial(context.row, work.name, "allocated_memory_gib", dtype=setup.dtype, params=_depth_params(work, policy))
     try:
@@ -311,7 +316,7 @@ def _policy_forecasts(setup: _Setup, kind: str, plan: ParallelPlan) -> list[Fore
                 metric="speedup",
                 estimate=flops / (flops + _recomputed_flops(work, plan)),
                 params=params,
-                basis="FLOPs alone: what the policy computes again comes on top of forward and backward",
+                basis="only FLOPs count: the recomputed FLOPs are added to those of forward and backward",
             )
         )
     return lines

@@ -1,4 +1,4 @@
-"""The self-marking exercise of the chapter on memory: measure what activation checkpointing saves."""
+"""The self-marking exercise of the chapter on memory: measure how much memory activation checkpointing saves."""
 
 from collections.abc import Callable
 
@@ -15,14 +15,14 @@ _BLOCKS, _WIDTH, _BATCH = 8, 32, 64
 
 
 def judge_saving(my_saving: Saving) -> pd.DataFrame:
-    """Judge a measurement of what activation checkpointing saves.
+    """Test a measurement of the memory that activation checkpointing saves.
 
     Args:
-        my_saving: takes a model, the same model with checkpointing, and a batch; returns how many bytes lower the second
-            model's peak in forward and backward is.
+        my_saving: takes a model, the same model with checkpointing, and a batch. Returns the peak bytes of the first model in
+            forward and backward, minus the peak bytes of the second model.
 
     Returns:
-        One line per pair of models: the reader's measurement, the true value, and whether the two agree within 5 %.
+        A table with one line per pair of models: the reader's measurement, the true value, and whether both agree within 5 %.
     """
     pairs = {"every block checkpointed": _BLOCKS, "every second block checkpointed": _BLOCKS // 2, "none checkpointed": 0}
     batch = torch.randn(_BATCH, _WIDTH)
@@ -37,7 +37,7 @@ def judge_saving(my_saving: Saving) -> pd.DataFrame:
 
 
 class _Deep(nn.Module):
-    """Eight blocks; `checkpointed` of them, evenly spaced, are checkpointed."""
+    """Eight blocks, of which `checkpointed` evenly spaced blocks are checkpointed."""
 
     def __init__(self, checkpointed: int):
         super().__init__()
@@ -53,7 +53,7 @@ class _Deep(nn.Module):
 
 
 def _peak_bytes(model: nn.Module, batch: Tensor) -> int:
-    """Peak of the bytes of new tensors in forward and backward."""
+    """Return the peak bytes of new tensors in forward and backward."""
     with TensorMemory(detect_cpu()) as memory:
         model(batch).sum().backward()
     return memory.peak_bytes

@@ -1,4 +1,4 @@
-"""Figures of memory: memory by phase of a step, policies of activation checkpointing, estimates, and a step traced."""
+"""Figures of memory: memory by phase of a step, policies of activation checkpointing, estimates, and a trace of one step."""
 
 import pandas as pd
 from matplotlib.axes import Axes
@@ -10,7 +10,7 @@ from hyperion.figures.material import Material, Plot, measured, memory_unit
 from hyperion.figures.style import COLOURS, GRID, INK, MARKERS, MUTED, add_notes, log_ticks, look, new_figure, write_at
 from hyperion.results import Row
 
-# Parts of the bars from the bottom, with the place of their colour: first what is always there, then what comes and goes.
+# Parts of the bars from bottom to top, with the index of their colour. Permanent tensors come first, then temporary tensors.
 _PARTS = {"parameters": 0, "optimizer state": 5, "buffers": 6, "batch": 3, "activations": 1, "gradients": 2}
 _STEP_COLOURS = {kind: COLOURS[place] for kind, place in _PARTS.items()} | {
     "recomputed": COLOURS[4],
@@ -49,13 +49,15 @@ def memory_phases(material: Material) -> Figure | None:
         for axes in line:
             axes.set_ylim(0, highest)
     handles, names = panels[0].get_legend_handles_labels()
-    figure.legend(handles[::-1], names[::-1], loc="outside right upper", fontsize=8.5)  # as the bars are stacked
+    figure.legend(
+        handles[::-1], names[::-1], loc="outside right upper", fontsize=8.5
+    )  # in the order in which the bars are stacked
     add_notes(figure, [_sum_of_parts(rows)])
     return figure
 
 
 def checkpointing(material: Material) -> Figure | None:
-    """Draw memory against time of each policy, relative to no checkpointing, and activations by depth."""
+    """Draw memory against step time of each policy, relative to no checkpointing, and activations by number of layers."""
     rows = measured(material.of("activation_checkpointing"))
     if not any(row.metric == "tensor_memory_gib" for row in rows):
         return None
@@ -63,8 +65,8 @@ def checkpointing(material: Material) -> Figure | None:
     _draw_trade(left, rows)
     _draw_depth(right, [row for row in rows if "layers" in row.params])
     notes = [
-        "Left: peak of tensors in forward and backward, weights and optimizer state included, against the time of a step, "
-        "measured in turn with the plain one. Right: bytes that the forward pass keeps. Hollow marks: predictions."
+        "Left: peak of tensors in forward and backward, including weights and optimizer state, against step time. Grey: at "
+        "least 40 % less memory for at most 30 % more time. Right: bytes that the forward pass keeps. Hollow marks: predictions."
     ]
     add_notes(figure, notes)
     return figure
@@ -83,7 +85,7 @@ def _draw_phases(axes: Axes, rows: list[Row], unit: tuple[float, str]) -> None:
         bottoms = [below + size for below, size in zip(bottoms, sizes, strict=True)]
     for metric, style, label in (
         ("tensor_memory_gib", {"color": INK, "linewidth": 1.8}, "peak within the phase"),
-        ("peak_memory_gib", {"color": MUTED, "linewidth": 1.4, "linestyle": (0, (2, 1.5))}, "the same by the allocator"),
+        ("peak_memory_gib", {"color": MUTED, "linewidth": 1.4, "linestyle": (0, (2, 1.5))}, "peak by the allocator"),
     ):
         peaks = {row.params["phase"]: not_none(row.value) for row in rows if row.metric == metric}
         for number, phase in enumerate(phase for phase in phases if phase in peaks):
@@ -98,13 +100,13 @@ def _sum_of_parts(rows: list[Row]) -> str:
     checked = [row for row in rows if row.check]
     worst = max(not_none(row.check_error) for row in checked)
     return (
-        f"The parts, each counted independently, add up to all live tensors within {100 * worst:.2g} %. "
+        f"Each part was counted separately. The sum of the parts equals all live tensors within {100 * worst:.2g} %. "
         "Activations are the tensors that autograd keeps for the backward pass."
     )
 
 
 def _draw_trade(axes: Axes, rows: list[Row]) -> None:
-    """Draw a mark per policy and model: lower saves more memory, further right takes more time."""
+    """Draw one mark per policy and model. A lower mark saves more memory, and a mark further right takes more time."""
     axes.add_patch(Rectangle((0, 0), _TIME_BAR, _MEMORY_BAR, color=GRID, zorder=0.5))
     models = list(dict.fromkeys(row.variant for row in rows if row.metric == "tensor_memory_gib"))
     for model, marker in zip(models, MARKERS, strict=False):
@@ -114,7 +116,7 @@ def _draw_trade(axes: Axes, rows: list[Row]) -> None:
         for place, how in enumerate(POLICIES):
             if not {NONE, how} <= memory.keys() or how not in times:
                 continue
-            # Time is the inverse of the speed-up, so the ends of the interval swap.
+            # Time is the inverse of the speed-up, so the lower end of one interval gives the upper end of the other.
             speedup, low, high = (not_none(v) for v in (times[how].value, times[how].ci_low, times[how].ci_high))
             longer, share = 1 / speedup, not_none(memory[how].value) / not_none(memory[NONE].value)
             ends = [[longer - 1 / high], [1 / low - longer]]
@@ -136,7 +138,7 @@ def _draw_trade(axes: Axes, rows: list[Row]) -> None:
     right = max(1.4, *(1 / not_none(row.ci_low) for row in rows if row.metric == "speedup"))
     axes.set(xlabel="time of a step", ylabel="memory", xlim=(0.9, right + 0.1), ylim=(0, 1.08))
     dtypes = ", ".join(dict.fromkeys(_dtype_of(rows, model) for model in models))
-    axes.set_title(f"Relative to no checkpointing ({dtypes}); grey: -40 % for +30 %")
+    axes.set_title(f"Relative to no checkpointing ({dtypes})")
 
 
 def _dtype_of(rows: list[Row], model: str) -> str:
@@ -181,7 +183,7 @@ def memory_estimate(material: Material) -> Figure | None:
     right.barh(places, errors, height=0.5, color=[COLOURS[0 if abs(e) <= 100 * WITHIN else 1] for e in errors])
     right.axvline(0, color=MUTED, linewidth=1)
     reach = 1.3 * max(100 * WITHIN, *map(abs, errors))
-    right.set(xlabel="predicted over measured [%]; grey: within 10 %", xlim=(-reach, reach), yticks=places)
+    right.set(xlabel="error of the prediction [%]; grey: within 10 %", xlim=(-reach, reach), yticks=places)
     right.set_yticklabels([])
     for place, error in zip(places, errors, strict=True):
         write_at(right, f"{error:+.2f}", (max(error, 0), place), (4, 0), va="center", fontsize=8)
@@ -198,7 +200,7 @@ def _cell_name(row: Row) -> str:
 
 
 def memory_trace(material: Material) -> Figure | None:
-    """Draw memory over one step by kind of tensor, under each policy, and the kernels with the largest share of time."""
+    """Draw memory over one step by kind of tensor under each policy, and the kernels with the largest shares of time."""
     rows, samples = material.of("memory_trace"), material.samples("memory_trace")
     if not rows or samples.empty:
         return None
@@ -220,7 +222,10 @@ def memory_trace(material: Material) -> Figure | None:
         axes.remove()
     _draw_kernels(figure.add_subplot(grid[1, :]), [row for row in rows if row.metric == "share"])
     model = f"{rows[0].variant} in {rows[0].dtype}"
-    add_notes(figure, [f"{model}. Above: bytes of tensors after every allocation and release, in the order of the step."])
+    add_notes(
+        figure,
+        [f"{model}. The upper panels show the bytes of tensors after every allocation and release, in the order of the step."],
+    )
     return figure
 
 
@@ -252,12 +257,14 @@ TITLES = {
     "memory_phases": "Memory by phase",
     "activation_checkpointing": "Activation checkpointing",
     "memory_estimate": "Memory predicted",
-    "memory_trace": "A step traced",
+    "memory_trace": "Trace of a step",
 }
 
 PLOTS = (
     Plot("memory_phases", "memory_phases", "Bytes of tensors after each phase of a step.", memory_phases),
-    Plot("activation_checkpointing", "activation_checkpointing", "Memory against time.", checkpointing),
+    Plot(
+        "activation_checkpointing", "activation_checkpointing", "Peak memory against step time under each policy.", checkpointing
+    ),
     Plot("memory_estimate", "memory_estimate", "Peaks of memory, predicted and measured.", memory_estimate),
-    Plot("memory_trace", "memory_trace", "Memory over a step, and its kernels.", memory_trace),
+    Plot("memory_trace", "memory_trace", "Memory over a step, and the longest kernels.", memory_trace),
 )

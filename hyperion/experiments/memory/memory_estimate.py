@@ -1,4 +1,7 @@
-"""Peak memory of a step of every named model, estimated before it runs and then measured; and the largest batch that fits."""
+"""Peak memory of a training step, estimated before the step runs and then measured.
+
+The experiment also predicts the largest batch that fits into a given memory, and tests this prediction.
+"""
 
 import math
 from collections.abc import Iterable
@@ -24,13 +27,13 @@ from hyperion.workloads.workloads import BASIS, ImageSizes, LanguageSizes, Workl
 
 PARTS = ("parameters", "optimizer state", GRADIENTS, ACTIVATIONS)
 LARGEST_BATCH = "largest batch that fits"
-WARM_UP_STEPS = 2  # in the first, the optimizer allocates its state and libraries their workspaces
+WARM_UP_STEPS = 2  # in the first step the optimizer allocates its state and libraries allocate their workspaces
 _NO_LIMIT = "no limit: the estimate of this very step stands beside it"
-_TOO_LARGE = 1.25  # a batch this many times the largest one must not fit
+_TOO_LARGE = 1.25  # a batch this many times as large as the largest batch must not fit
 
 
 class _Step(BaseModel, extra="forbid", frozen=True, strict=True):
-    """How a step is done.
+    """Number format and checkpointing of a step.
 
     Args:
         dtype: number format.
@@ -66,8 +69,8 @@ class Question(_Step, frozen=True):
 
     Args:
         model, vocabulary, sequence_length: as in `LanguageSizes`.
-        memory_gib: memory of the device.
-        margin: share of it that stays free, because an allocator cannot use every gap between its tensors.
+        memory_gib: memory of the device in GiB.
+        margin: share of the memory that stays free, because an allocator cannot use every gap between tensors.
     """
 
     kind: Literal["language"]
@@ -78,11 +81,11 @@ class Question(_Step, frozen=True):
     margin: float
 
     def cell(self, batch_size: int) -> LanguageCell:
-        """Return the step with this batch."""
+        """Return the step with this batch size."""
         return LanguageCell(batch_size=batch_size, **self.model_dump(exclude={"memory_gib", "margin"}))
 
     def largest(self, device: Device) -> int:
-        """Return the estimator's answer for a device."""
+        """Return the largest batch size that fits on a device, according to the estimator."""
 
         def peak(batch: int) -> int:
             return estimate_step(workload(self.cell(batch)), self.dtype, self.plan, device).peak_bytes
@@ -91,7 +94,7 @@ class Question(_Step, frozen=True):
 
     @property
     def params(self) -> dict:
-        """Parameters of the answer's row."""
+        """The parameters of the row of the largest batch."""
         return {"what": LARGEST_BATCH, "memory_gib": self.memory_gib, "checkpointing": self.checkpointing}
 
 
@@ -108,7 +111,7 @@ class MemoryEstimateOptions(Options):
 
 
 def forecast(context: Context) -> list[Forecast]:
-    """Return the estimated peak and parts of every cell, and the answer to the question."""
+    """Predict the peak memory and its parts for every cell, and the largest batch that fits."""
     options = MemoryEstimateOptions.of(context)
     question, device = options.question, context.device
     lines = [line for cell in options.cells for line in _cell_forecasts(device, cell)]
@@ -118,7 +121,7 @@ def forecast(context: Context) -> list[Forecast]:
         workload(question.cell(1)).name,
         "count",
         batch,
-        f"the estimator: the largest batch whose peak is at most {question.memory_gib:g} GiB less a margin",
+        f"the largest batch whose estimated peak is at most {question.memory_gib:g} GiB minus a margin",
         dtype=question.dtype,
         params=question.params,
     )
@@ -126,7 +129,10 @@ def forecast(context: Context) -> list[Forecast]:
 
 
 def run(context: Context, report: Report) -> Result:
-    """Measure each cell, then a step of the largest batch in the question's memory; on a GPU also one of a larger batch."""
+    """Measure each cell, then a step with the predicted largest batch in the memory of the question.
+
+    On a GPU, also run a larger batch, which must not fit.
+    """
     options = MemoryEstimateOptions.of(context)
     question, batch = options.question, options.question.largest(context.device)
     jobs = [{"cell": number} for number in range(len(options.cells))]
@@ -143,11 +149,12 @@ EXPERIMENT = Experiment(forecast, run, options=MemoryEstimateOptions)
 
 
 def measure_cell(context: Context, report: Report, cell: int | None = None, batch_size: int | None = None) -> Result:
-    """Measure the peak of a steady training step with the allocator, and its parts by watching operators.
+    """Measure the peak of a training step after warm-up with the allocator, and its parts by counting tensors at each operator.
 
     Args:
-        cell: number of the cell.
-        batch_size: a step of the question with this batch instead; an accelerator's allocator is limited to its memory.
+        cell: index of the cell in the options.
+        batch_size: if given, measure the step of the question with this batch size instead of a cell. The allocator of an
+            accelerator is then limited to the memory of the question.
     """
     options, device = MemoryEstimateOptions.of(context), context.device
     if batch_size is not None:

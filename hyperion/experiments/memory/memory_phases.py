@@ -37,10 +37,11 @@ class MemoryPhasesOptions(Options):
 
     Args:
         dtypes: number formats to measure.
-        parts_tolerance: largest relative difference between the sum of the parts and all tensors.
-        allocator_tolerance: largest difference between the growth of the allocator and of the tensors, relative to the
-            allocator's bytes.
-        language, image: sizes of the step by kind of model.
+        parts_tolerance: largest allowed relative difference between the sum of the parts and the bytes of all tensors.
+        allocator_tolerance: largest allowed difference between the growth of the allocator's bytes and the growth of the
+            tensors' bytes, as a share of the allocator's bytes.
+        language: sizes of the language model and its batch.
+        image: sizes of the ResNet-18 and its batch.
     """
 
     dtypes: tuple[str, ...]
@@ -50,12 +51,12 @@ class MemoryPhasesOptions(Options):
     image: ImageSizes
 
     def work(self, kind: str) -> Workload:
-        """Return the workload of a kind."""
+        """Return the workload of a kind of model."""
         return workload(getattr(self, kind))
 
 
 def forecast(context: Context) -> list[Forecast]:
-    """Return the estimator's activations after the forward pass."""
+    """Predict the activations after the forward pass with the estimator."""
     options = MemoryPhasesOptions.of(context)
     lines = []
     for work in map(options.work, KINDS):
@@ -75,7 +76,7 @@ def forecast(context: Context) -> list[Forecast]:
 
 
 def run(context: Context, report: Report) -> Result:
-    """Profile one step of each model and format, on random batches since only their shapes matter."""
+    """Measure one step of each model and format. The batches are random, because only their shapes matter."""
     cells = [{"kind": kind, "dtype": dtype} for kind in KINDS for dtype in MemoryPhasesOptions.of(context).dtypes]
     return merged(run_counted(context, report, profile_step, cells))
 
@@ -107,8 +108,8 @@ class Moment:
         phase: one of PHASES.
         parts: bytes by part (parameters, gradients, …).
         tensors: bytes of all live tensors, counted independently of the parts.
-        peak: largest such count since the moment before.
-        allocator: the accelerator's allocator: requested, allocated, peak and reserved bytes; empty on a CPU.
+        peak: largest number of bytes of live tensors since the end of the phase before.
+        allocator: requested, allocated, peak and reserved bytes of the accelerator's allocator. Empty on a CPU.
     """
 
     phase: str
@@ -119,7 +120,7 @@ class Moment:
 
 
 def memory_by_phase(engine: TorchEngine, batch: Batch) -> list[Moment]:
-    """Take warm-up steps, then one step phase by phase, and return the memory after each. Changes the engine."""
+    """Do warm-up steps and one step phase by phase. Return the memory after each phase. The engine is changed."""
     for _ in range(WARM_UP_STEPS):
         engine.train_step(batch)
     parts = state_of(engine.model, engine.optimizer) | {"batch": [*batch]}
@@ -185,7 +186,7 @@ def _rows(
         rows.append(row("tensor_memory_gib", moment.peak / GIB, params=params))
     if not moment.allocator:
         return rows
-    # Libraries keep workspaces in the allocator, so its growth is compared with that of the tensors, not its level.
+    # Libraries keep workspaces in the allocator. Therefore the growth of both counts is compared, not the counts themselves.
     requested = moment.allocator["requested"]
     grown, counted = requested - first.allocator["requested"], moment.tensors - first.tensors
     rows.append(

@@ -1,4 +1,4 @@
-"""One training step traced: the lifetime of every tensor by kind, the allocator's snapshot, and the time of each kernel."""
+"""Trace of one training step: lifetimes of tensors by kind, a snapshot of the allocator, and the time of each kernel."""
 
 import gzip
 import json
@@ -32,7 +32,7 @@ class MemoryTraceOptions(Options):
 
     Args:
         precision: number format of the step, or "auto".
-        policies: policies of activation checkpointing, see `ParallelPlan`. Files are written for the first one.
+        policies: policies of activation checkpointing, see `ParallelPlan`. Files are written for the first policy.
         language: sizes of the step.
     """
 
@@ -46,7 +46,7 @@ class MemoryTraceOptions(Options):
 
 
 def forecast(context: Context) -> list[Forecast]:
-    """Return the estimator's peak under each policy."""
+    """Predict the peak under each policy with the estimator."""
     options = MemoryTraceOptions.of(context)
     work, dtype = options.step(context)
     return [
@@ -63,7 +63,7 @@ def forecast(context: Context) -> list[Forecast]:
 
 
 def run(context: Context, report: Report) -> Result:
-    """Trace a step under each policy; write the files of the first one to the workspace."""
+    """Trace a step under each policy. Write the files of the first policy to the workspace."""
     context.workspace.mkdir(parents=True, exist_ok=True)
     variants = [
         {"checkpointing": policy, "folder": "" if number else str(context.workspace)}
@@ -76,7 +76,7 @@ EXPERIMENT = Experiment(forecast, run, options=MemoryTraceOptions)
 
 
 def trace_step(context: Context, report: Report, checkpointing: str, folder: str) -> Result:
-    """Return a steady step's memory over time; with a folder, also write its files and return the longest kernels."""
+    """Return the memory over time of a step after warm-up. If `folder` is given, write the files and add the longest kernels."""
     (work, dtype), device = MemoryTraceOptions.of(context).step(context), context.device
     engine, batch = build_step(work, dtype, ParallelPlan(checkpointing=checkpointing), device, context.seed)
     for _ in range(WARM_UP_STEPS):
@@ -97,7 +97,9 @@ def trace_step(context: Context, report: Report, checkpointing: str, folder: str
 
 
 def curve(history: MemoryHistory, points: int = _POINTS) -> pd.DataFrame:
-    """Return GiB by kind over the step: the peak of each of at most `points` stretches of events.
+    """Return GiB by kind of tensor over the step.
+
+    The events are divided into at most `points` intervals, and the peak of each interval is returned.
 
     Returns:
         Columns event, phase, kind, gib.
@@ -115,7 +117,7 @@ def curve(history: MemoryHistory, points: int = _POINTS) -> pd.DataFrame:
 
 
 def _write_history(engine: TorchEngine, batch: Batch, device: Device, history: MemoryHistory, folder: Path) -> str:
-    """Write the allocator's snapshot of a step, for https://pytorch.org/memory_viz; on a CPU, which has none, the history."""
+    """Write the allocator's snapshot of a step, for https://pytorch.org/memory_viz. On a CPU, write the history instead."""
     if device.kind == "cpu":
         (folder / TIMELINE).write_text(json.dumps(asdict(history)))
         return TIMELINE
@@ -132,7 +134,7 @@ def _write_history(engine: TorchEngine, batch: Batch, device: Device, history: M
 def _write_trace(engine: TorchEngine, batch: Batch, device: Device, folder: Path) -> str:
     """Write the profiler's trace of a step, for https://ui.perfetto.dev."""
     activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if device.kind != "cpu" else [])
-    # Twice, and the second is written: the first time, a GPU's tracer takes seconds to start.
+    # Trace twice and keep the second trace, because the tracer of a GPU takes seconds to start.
     for _ in range(2):
         profiler = profile(activities=activities, acc_events=True)
         with profiler:
@@ -144,7 +146,7 @@ def _write_trace(engine: TorchEngine, batch: Batch, device: Device, folder: Path
 
 
 def _kernel_rows(context: Context, work: Workload, dtype: str, trace: Path) -> list[Row]:
-    """Shares of time of the longest kernels; on a CPU of operators."""
+    """Return the shares of time of the longest kernels. On a CPU, return those of the longest operators."""
     with gzip.open(trace, "rt") as file:
         raw = json.load(file)["traceEvents"]
     device = context.device

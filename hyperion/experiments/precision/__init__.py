@@ -1,1 +1,1 @@
-"""Number formats in training: speed, memory, loss."""
+"""Number formats in training: their speed, memory and loss."""

@@ -12,14 +12,14 @@ _OVERFLOWS = 1e35  # a gradient of this size times the initial scale of 65536 ex
 
 
 def judge_scaled_step(my_step: Step) -> pd.DataFrame:
-    """Judge a training step with a loss scale on gradients with a known correct update.
+    """Test a training step with a loss scale. Its gradients are chosen so that the correct update is known.
 
     Args:
-        my_step: takes model, optimizer, torch.amp.GradScaler and loss; runs backward, clips the unscaled gradient to norm 1
-            (`CLIP_NORM`), updates the weights and the scale, and clears the gradients.
+        my_step: takes model, optimizer, torch.amp.GradScaler and loss; computes the gradient, clips the unscaled
+            gradient to norm 1 (`CLIP_NORM`), updates the weights and the scale, and clears the gradients.
 
     Returns:
-        One line per fault: whether the step is free of it, and what was observed.
+        A table with one line per fault. It says whether the step is free of the fault, and what was observed.
     """
     (large, left), (small, _) = _one_step(my_step, 5.0), _one_step(my_step, 0.5)
     stayed, scales = _overflow(my_step)
@@ -27,14 +27,14 @@ def judge_scaled_step(my_step: Step) -> pd.DataFrame:
         "a gradient of norm 5 is not clipped to 1": (_near(large, CLIP_NORM), f"moved by {large:.3g}"),
         "a gradient of norm 0.5 is changed": (_near(small, 0.5), f"moved by {small:.3g}"),
         "an overflow changes the weights": (stayed, "unchanged" if stayed else "changed"),
-        "the scale stays after an overflow": (scales[1] == scales[0] / 2, f"{scales[0]:g}, then {scales[1]:g}"),
-        "gradients are left behind": (left == 0, f"norm {left:.3g} after the step"),
+        "the scale is not halved after an overflow": (scales[1] == scales[0] / 2, f"{scales[0]:g}, then {scales[1]:g}"),
+        "gradients are not cleared": (left == 0, f"norm {left:.3g} after the step"),
     }
     return pd.DataFrame([{"fault": name, "right": bool(free), "seen": seen} for name, (free, seen) in faults.items()])
 
 
 def _one_step(my_step: Step, size: float) -> tuple[float, float]:
-    """Return the norm of the update for a true gradient of this norm, and the norm of the gradient after the step."""
+    """Do one step with a gradient of norm `size`. Return the norm of the update and the norm of the gradient after the step."""
     weights, optimizer, scaler, model = _one_layer()
     my_step(model, optimizer, scaler, (weights * torch.tensor([[0.6, 0.8]])).sum() * size)
     left = 0.0 if weights.grad is None else weights.grad.norm().item()
@@ -42,7 +42,7 @@ def _one_step(my_step: Step, size: float) -> tuple[float, float]:
 
 
 def _overflow(my_step: Step) -> tuple[bool, tuple[float, float]]:
-    """Return whether the weights are unchanged after a gradient overflow, and the scale before and after."""
+    """Let a gradient overflow. Return whether the weights are unchanged, and the scale before and after the step."""
     weights, optimizer, scaler, model = _one_layer()
     scale = scaler.get_scale()
     my_step(model, optimizer, scaler, (weights * _OVERFLOWS).sum())

@@ -1,4 +1,4 @@
-"""Figures and the table of mixed precision: time, memory and losses by number format, and the training ladder."""
+"""Figures and the table of the experiments on precision: number formats compared, and the training ladder."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -26,12 +26,12 @@ from hyperion.figures.style import (
 from hyperion.results import Row
 
 _VARIANTS, _LADDER, _REFERENCE = "precision_variants", "training_ladder", "fp32"
-_SMALLEST = 1e-7  # relative differences below the rounding of float32 are drawn here
+_SMALLEST = 1e-7  # smaller relative differences are drawn at this value; it is about the rounding error of float32
 _LESS, _MORE = COLOURS[2], COLOURS[1]
 
 
 def precision(material: Material) -> Figure | None:
-    """Draw per model: time of a step with its speed-up over fp32, and memory with its prediction from shapes."""
+    """Draw two panels for each model: the step time with its speed-up over fp32, and the memory with its prediction."""
     models = _models(material)
     if not models:
         return None
@@ -42,15 +42,16 @@ def precision(material: Material) -> Figure | None:
         _draw_times(panels[2 * place], title, rows)
         _draw_memory(panels[2 * place + 1], rows)
     notes = [
-        "Time: steps in turn in one process, medians with 95 % interval. Memory: each format in a process of its own; bars: "
-        "bytes of tensors, hollow marks: prediction from shapes, lines: the accelerator's allocator."
+        "Time: the steps of all formats were timed in turn in one process. The bars are medians with 95 % intervals. Memory: "
+        "each format ran in its own process. Bars are the bytes of tensors, the hollow marks are predictions from shapes, and "
+        "the vertical lines are the peaks of the accelerator's allocator."
     ]
     add_notes(figure, notes + _absences(models))
     return figure
 
 
 def precision_loss(material: Material) -> Figure | None:
-    """Draw the relative difference of each step's loss from that of fp32, for the same batches and initial weights."""
+    """Draw the relative difference between the losses of each format and of fp32, for the same batches and initial weights."""
     models = _models(material)
     samples = material.samples(_VARIANTS)
     if not models or "loss" not in samples:
@@ -62,10 +63,10 @@ def precision_loss(material: Material) -> Figure | None:
         axes.set(title=title, xlabel="step")
     panels[0].set_ylabel("relative difference of the loss")
     figure.legend(*panels[0].get_legend_handles_labels(), loc="outside right upper")
-    notes = ["Dashed: tolerance from rounding alone, for the mean of those steps. Differences below 1e-7 are on the lower edge."]
+    notes = ["Dashed: tolerance for the mean loss of the marked steps. Differences below 1e-7 are drawn at the lower edge."]
     for rows in models.values():
         notes += [
-            f"{row.variant} in fp16: {number(row.value)} of {row.params['steps']} steps skipped because a gradient overflowed."
+            f"{row.variant} in fp16: {number(row.value)} of {row.params['steps']} steps skipped, because a gradient overflowed."
             for row in rows
             if row.metric == "count" and row.value
         ]
@@ -85,7 +86,7 @@ def _batch(row: Row) -> str:
 
 
 def _of(rows: list[Row], metric: str, **params) -> dict[str, Row]:
-    """Measured rows of a metric by dtype."""
+    """Return the measured rows of a metric, by dtype."""
     return {row.dtype: row for row in measured(rows) if row.metric == metric and params.items() <= row.params.items()}
 
 
@@ -135,7 +136,7 @@ def _draw_differences(axes: Axes, samples: pd.DataFrame, rows: list[Row]) -> Non
         differences = np.maximum(np.abs(losses / reference - 1), _SMALLEST)
         axes.plot(range(1, len(losses) + 1), differences, label=str(dtype), **look(str(dtype)))
     steps = len(reference)
-    # Each window of the steps has a tolerance; rows of earlier runs have no windows.
+    # Each window of the steps has its own tolerance. Rows of older runs have no windows.
     allowed: dict[tuple[float, int, int], list[str]] = {}
     for row in measured(rows):
         if row.metric == "relative_difference":
@@ -153,7 +154,7 @@ def _draw_differences(axes: Axes, samples: pd.DataFrame, rows: list[Row]) -> Non
 
 
 def _absences(models: dict[str, list[Row]]) -> list[str]:
-    """Return a sentence per reason why steps were not timed, with the formats that it applies to."""
+    """Return one sentence for each reason why steps were not timed. It names the formats that the reason applies to."""
     reasons: dict[str, dict[str, None]] = {}
     for rows in models.values():
         for row in rows:
@@ -164,14 +165,14 @@ def _absences(models: dict[str, list[Row]]) -> list[str]:
 
 @dataclass(frozen=True)
 class Step:
-    """The rows of one timed rung.
+    """The rows of one rung whose steps were timed.
 
     Attributes:
-        time: time of a step.
-        memory: the allocator's peak, else the peak of tensors, None if neither was measured.
-        speedup: speed-up over the rung before, None for the first.
-        early, late: differences of the losses from the first rung's in the first and the last steps; None for the first rung.
-            `early` is None for runs that compared the last steps only.
+        time: row of the step time.
+        memory: row of the allocator's peak. If there is none, row of the peak bytes of tensors. None if neither was measured.
+        speedup: row of the speed-up over the rung before. None for the first rung.
+        early, late: rows of the difference between the losses of this rung and of the first rung, in the first and in the last
+            steps. None for the first rung. `early` is also None for runs that compared only the last steps.
     """
 
     name: str
@@ -183,7 +184,7 @@ class Step:
 
 
 def ladders(rows: Iterable[Row]) -> dict[str, list[Step]]:
-    """Return the timed rungs of each model, from the bottom."""
+    """Return the timed rungs of each model, from the first rung to the last."""
     by_model: dict[str, list[Step]] = {}
     rows = measured(rows)
     for time in (row for row in rows if row.metric == "step_time_s"):
@@ -198,9 +199,9 @@ def ladders(rows: Iterable[Row]) -> dict[str, list[Step]]:
 
 
 def ladder_table(rows: Iterable[Row]) -> pd.DataFrame:
-    """Return a line per rung of each model, with 95 % intervals.
+    """Return a table with one line for each rung of each model, with 95 % intervals.
 
-    Changes of time and memory are those from the rung before, differences of the loss those from the first rung.
+    Time and memory are compared with the rung before. The loss is compared with the first rung.
     """
     return pd.DataFrame(
         [
@@ -228,7 +229,7 @@ def _first(rows: list[Row], metric: str, **params) -> Row | None:
 def _change_of_time(speedup: Row | None) -> str:
     if speedup is None:
         return ""
-    # Time is the inverse of speed, so the ends of the interval swap.
+    # Time is the inverse of speed, so the lower end of one interval gives the upper end of the other.
     value, low, high = (100 * (1 / not_none(ratio) - 1) for ratio in (speedup.value, speedup.ci_high, speedup.ci_low))
     return f"{value:+.1f} % [{low:+.1f}, {high:+.1f}]"
 
@@ -247,13 +248,13 @@ def _change_of_loss(row: Row | None) -> str:
 
 
 def training_ladder(material: Material) -> Figure | None:
-    """Draw per model: time, memory, and difference of the loss from the first rung's."""
+    """Draw three panels for each model: time, memory, and the difference between the losses of each rung and of the first."""
     models = ladders(material.of(_LADDER))
     if not models:
         return None
     rungs = max(map(len, models.values()))
     figure, panels = new_figure(
-        "A training step, rung by rung",
+        "Time, memory and loss of a training step on each rung",
         material.machine(_LADDER),
         3,
         lines=len(models),
@@ -270,8 +271,10 @@ def training_ladder(material: Material) -> Figure | None:
         time.set_yticks(range(len(steps)), [step.name for step in steps])
         time.set_title(model)
     absent = material.of(_LADDER, metric="step_time_s", value=None)
-    notes = ["Each rung adds to the one above it; its bar reaches from that one's value to its own."]
-    notes.append("Losses are compared with the first rung's: circles early, squares late; bars: tolerance from rounding alone.")
+    notes = [
+        "Each rung makes one change to the rung above it. Its bar reaches from the value of the rung above to its own value."
+    ]
+    notes.append("Losses are compared with those of the first rung. Circles: early steps. Squares: late steps. Bars: tolerance.")
     notes += [f"{name}: {reason}." for name, reason in {row.params["rung"]: row.value_reason for row in absent}.items()]
     add_notes(figure, notes)
     return figure
@@ -303,7 +306,7 @@ def _draw_losses(axes: Axes, steps: list[Step]) -> None:
             tolerance = 100 * not_none(row.check_tolerance)
             axes.plot(tolerance, place + height, "|", color=_MORE, markersize=9, markeredgewidth=2)
     axes.set_xscale("symlog", linthresh=1e-4)
-    _finish_steps(axes, steps, "% between losses; bars: allowed")
+    _finish_steps(axes, steps, "difference of losses in %; bars: tolerance")
     axes.set_xlim(left=0)
 
 
@@ -314,7 +317,7 @@ def _finish_steps(axes: Axes, steps: list[Step], label: str) -> None:
     axes.set_xlabel(label)
 
 
-TITLES = {"precision_variants": "Mixed precision", "training_ladder": "A faster step, rung by rung"}
+TITLES = {"precision_variants": "Mixed precision", "training_ladder": "The training ladder"}
 
 PLOTS = (
     Plot("precision", "precision_variants", "Time and memory of a training step in fp32, TF32, bf16 and fp16.", precision),
@@ -322,7 +325,7 @@ PLOTS = (
     Plot(
         "precision_loss",
         "precision_variants",
-        "Difference of each format's losses from those of fp32 over the same batches.",
+        "Difference between the losses of each format and of fp32 on the same batches.",
         precision_loss,
     ),
 )

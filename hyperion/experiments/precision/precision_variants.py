@@ -1,6 +1,6 @@
-"""fp32, TF32, bf16 and fp16 with a loss scale on both baselines.
+"""The language model and the ResNet-18 trained in fp32, TF32, bf16, and fp16 with a loss scale.
 
-Memory and losses of each format come from a process of its own; the steps of all formats are timed in turn.
+Memory and losses of each format are measured in a separate process. The steps of all formats are timed in turn in one process.
 """
 
 from collections.abc import Iterable
@@ -47,11 +47,12 @@ class PrecisionVariantsOptions(Options):
 
     Args:
         dtypes: number formats to compare.
-        batches: number of batches, visited in turn.
-        steps: optimizer steps of each training.
-        time_limit_s: time limit of the comparison of a model's steps.
-        language, image: sizes of the step by kind of model.
-        tolerance: not used; older recorded runs have it.
+        batches: number of different batches. The training repeats them in the same order.
+        steps: number of optimizer steps of each training.
+        time_limit_s: seconds for timing the steps of one model in all formats.
+        language: sizes of the language model and its batches.
+        image: sizes of the ResNet-18 and its batches.
+        tolerance: not used. It exists because older stored runs have this option.
     """
 
     dtypes: tuple[str, ...]
@@ -63,12 +64,15 @@ class PrecisionVariantsOptions(Options):
     tolerance: dict[str, float] | None = None
 
     def sizes(self, kind: str) -> LanguageSizes | ImageSizes:
-        """Return the sizes of a kind."""
+        """Return the sizes of a kind of model."""
         return self.language if kind == "language" else self.image
 
 
 def forecast(context: Context) -> list[Forecast]:
-    """Return speed-ups over fp32 (the first line is the one to guess), throughputs, and the tensor bytes of a step."""
+    """Predict speed-ups over fp32, throughputs, and the peak bytes of tensors in a step.
+
+    The reader guesses the first speed-up.
+    """
     options, device = PrecisionVariantsOptions.of(context), context.device
     lines: list[Forecast] = []
     for kind in KINDS:
@@ -85,7 +89,7 @@ def forecast(context: Context) -> list[Forecast]:
 
 
 def run(context: Context, report: Report) -> Result:
-    """Train each variant in a process of its own over the same batches, then time all steps of a model in turn."""
+    """Train each format in a separate process on the same batches, then time the steps of all formats in turn."""
     options = PrecisionVariantsOptions.of(context)
     with stored_batches(context, {kind: options.sizes(kind) for kind in KINDS}, options.batches) as stored:
         return _compared(context, options, report, stored)
@@ -108,7 +112,7 @@ def _compared(context: Context, options: PrecisionVariantsOptions, report: Repor
 
 
 def train_variant(context: Context, report: Report, kind: str, file: str, source: str, dtype: str) -> Result:
-    """Train one variant: losses and the peak of memory of all steps, then the tensor bytes of one more step."""
+    """Train in one format and record losses and peak memory, then measure the bytes of tensors in one more step."""
     options, device = PrecisionVariantsOptions.of(context), context.device
     steps = options.steps
     work, batches = load_batches(options.sizes(kind), Path(file), device)
@@ -142,7 +146,7 @@ def train_variant(context: Context, report: Report, kind: str, file: str, source
 
 
 def twins_of_variant(context: Context, report: Report, kind: str, file: str, source: str) -> Result:
-    """Train the twins of the fp32 training with products rounded as coarsely as bf16."""
+    """Train the twins: fp32 trainings whose matrix products round operands and results as coarsely as bf16."""
     options = PrecisionVariantsOptions.of(context)
     work, batches = load_batches(options.sizes(kind), Path(file), context.device)
 
@@ -162,13 +166,15 @@ EXPERIMENT = Experiment(
 
 
 def train_losses(engine: TorchEngine, batches: Iterable[Batch], steps: int) -> list[float]:
-    """Train for some steps, visiting the batches in turn, and return the loss of every step."""
+    """Train for a number of steps, repeating the batches in order, and return the loss of every step."""
     losses = [engine.train_step(batch).loss for batch in islice(cycle(batches), steps)]
-    return torch.stack(losses).tolist()  # one transfer at the end: reading each loss would wait for the device
+    return torch.stack(
+        losses
+    ).tolist()  # one transfer at the end, because reading each loss would make every step wait for the device
 
 
 def tensor_bytes_of_a_step(engine: TorchEngine, batch: Batch) -> int:
-    """Return the peak of tensor bytes in one step; weights, optimizer and batch included. Exact on any device."""
+    """Return the peak bytes of tensors in one step, including weights, optimizer state and batch. It is exact on any device."""
     present = [tensor for tensors in state_of(engine.model, engine.optimizer).values() for tensor in tensors]
     with TensorMemory(engine.device, [*present, *batch]) as memory:
         engine.train_step(batch)
@@ -176,7 +182,7 @@ def tensor_bytes_of_a_step(engine: TorchEngine, batch: Batch) -> int:
 
 
 def why_not_timed(device: Device, dtype: str) -> str:
-    """Return why steps in a format are not timed on this device, "" if they are."""
+    """Return the reason why steps in a format are not timed on this device, or an empty string if they are timed."""
     return _why_unsupported(device, dtype) or _why_emulated(device, dtype)
 
 
@@ -184,12 +190,14 @@ def speedup_forecast(rate: Forecast, baseline: Forecast, over: str) -> Forecast:
     """Return the forecast of a speed-up from two forecasts of throughput.
 
     Args:
+        rate: forecast of the throughput in the format.
+        baseline: forecast of the throughput of the baseline.
         over: label of the baseline in the rows.
     """
     estimate, basis = None, rate.basis
     if rate.estimate is not None and baseline.estimate is not None:
         estimate = rate.estimate / baseline.estimate
-        basis = f"the estimated throughputs of {rate.dtype} and {baseline.dtype}, one over the other"
+        basis = f"the predicted throughput of {rate.dtype}, divided by that of {baseline.dtype}"
     return replace(rate, metric="speedup", estimate=estimate, basis=basis, params=rate.params | {"over": over})
 
 
@@ -220,7 +228,7 @@ def _row(
 
 
 def _why_unsupported(device: Device, dtype: str) -> str:
-    """Why a variant cannot run here, "" if it can."""
+    """Return the reason why a format cannot run on this device, or an empty string if it can."""
     possible, how = device.supports(dtype)
     if not possible:
         return f"unsupported: {how}"
@@ -230,13 +238,13 @@ def _why_unsupported(device: Device, dtype: str) -> str:
 
 
 def _why_emulated(device: Device, dtype: str) -> str:
-    """Why a format is not timed here, "" if the device has instructions for it."""
+    """Return the reason why a format is not timed. It is an empty string if the device has instructions for the format."""
     how = device.supports(dtype)[1]
     return f"not timed, because it says nothing of the format: {how}" if how.startswith("emulated") else ""
 
 
 def _timed(context: Context, options: PrecisionVariantsOptions, stored: StoredBatches, reasons: dict[str, str]) -> Result:
-    """Time the steps of all formats in turn. `reasons` says by format why it is not timed, "" if it is."""
+    """Time the steps of all formats in turn. `reasons` has the reason why a format is not timed, or an empty string."""
     work, batches = load_batches(options.sizes(stored.kind), stored.file, context.device)
     contenders = [
         Contender(dtype, dtype, {}, partial(work.engine, dtype, context.device, context.seed))
@@ -253,7 +261,7 @@ def _timed(context: Context, options: PrecisionVariantsOptions, stored: StoredBa
 
 
 def _difference_rows(result: Result) -> list[Row]:
-    """Compare each variant's losses with those of fp32 over the same batches, early and late in the training."""
+    """Compare each format's losses with those of fp32 on the same batches, early and late in the training."""
     rows = []
     for row in result.rows:
         if row.metric != "training_loss" or row.dtype == REFERENCE:
@@ -273,8 +281,8 @@ def _memory_forecast(device: Device, work: Workload, dtype: str) -> Forecast:
         work.name,
         "tensor_memory_gib",
         peak / GIB,
-        f"the step itself on tensors without memory: {standing / GIB:.3g} GiB of weights and moments in float32, and "
-        f"{(peak - standing) / GIB:.3g} GiB of activations and gradients at the fullest moment",
+        f"the step runs on tensors without memory (meta tensors): {standing / GIB:.3g} GiB of weights and optimizer moments in "
+        f"float32, and {(peak - standing) / GIB:.3g} GiB of activations and gradients at the peak",
         dtype=dtype,
         params={"batch": work.items, "phase": "whole step"},
     )

@@ -1,7 +1,7 @@
-"""The training ladder: each rung adds one way to speed up a training step, from plain fp32 upwards.
+"""The training ladder: start with a training step in plain fp32, and on each rung add one more way to make it faster.
 
-Memory and losses of each rung come from a process of its own. The steps of all rungs are timed in turn, because speeds that
-were measured one after the other also differ by clocks and temperature.
+Memory and losses of each rung are measured in a separate process. The steps of all rungs are timed in turn in one process. If
+they were timed one after the other, changes of clock and temperature would change the comparison.
 """
 
 from dataclasses import dataclass, replace
@@ -56,7 +56,7 @@ from hyperion.workloads.workloads import (
 )
 
 BASELINE = "baseline"
-# What each rung adds to the one below it, as fields of a StepRung.
+# What each rung changes compared with the rung below it, as fields of a StepRung.
 _ADDITIONS: dict[str, dict] = {
     BASELINE: {},
     "tf32": {"dtype": "tf32"},
@@ -68,18 +68,19 @@ _ADDITIONS: dict[str, dict] = {
     "activation checkpointing": {"checkpointing": EVERY_BLOCK},
     "fp8": {"dtype": "fp8"},
 }
-_PREDICTABLE = (BASELINE, "tf32", "bf16")  # shapes and ceilings do not predict the other rungs
-_CHUNKS = 4  # chunks of a batch for the chunked loss
+_PREDICTABLE = (BASELINE, "tf32", "bf16")  # for the other rungs, shapes and ceilings give no prediction
+_CHUNKS = 4  # number of chunks of a batch for the chunked loss
 _MEMORY_STEPS = 3
 
 
 class Parity(BaseModel, extra="forbid", frozen=True, strict=True):
-    """Changes to the sizes for the comparison of losses, so that it can take many steps in seconds.
+    """Smaller sizes for the comparison of losses, so that many steps take only seconds.
 
     Args:
-        batch_size: batch of the shorter step, None for that of the timed step. A stored batch is split into parts of this
-            size: few batches, visited again and again, would be learnt by heart, and the loss would go to zero.
-        layers: layers of the smaller language model, None for those of the timed one.
+        batch_size: number of samples in a batch. None uses the batch size of the timed step. Each stored batch is split into
+            parts of this size. If the training repeated only a few batches, the model would memorise them and the loss would go
+            to zero.
+        layers: number of layers of the language model. None uses the number of the timed model.
     """
 
     batch_size: int | None = None
@@ -90,8 +91,8 @@ class LanguageLadder(LanguageSizes, frozen=True):
     """Sizes and rungs of the language model.
 
     Args:
-        rungs: names of the rungs from the bottom, the keys of `_ADDITIONS`.
-        parity: changes for the comparison of losses.
+        rungs: names of the rungs, from the first to the last. They are keys of `_ADDITIONS`.
+        parity: smaller sizes for the comparison of losses.
     """
 
     rungs: tuple[str, ...]
@@ -99,7 +100,7 @@ class LanguageLadder(LanguageSizes, frozen=True):
 
 
 class ImageLadder(ImageSizes, frozen=True):
-    """Sizes and rungs of the ResNet-18; arguments as in `LanguageLadder`."""
+    """Sizes and rungs of the ResNet-18. The arguments are the same as in `LanguageLadder`."""
 
     rungs: tuple[str, ...]
     parity: Parity = Parity()
@@ -109,11 +110,12 @@ class TrainingLadderOptions(Options):
     """Options of `training_ladder`.
 
     Args:
-        batches: number of batches, visited in turn.
-        parity_steps: optimizer steps of the comparison of losses.
-        time_limit_s: time limit of the comparison of a model's steps.
-        language, image: sizes and rungs by kind of model, None to leave it out.
-        tolerance: not used; older recorded runs have it.
+        batches: number of different batches. The training repeats them in the same order.
+        parity_steps: number of optimizer steps in the comparison of losses.
+        time_limit_s: seconds for timing the steps of one model on all rungs.
+        language: sizes and rungs of the language model. None leaves out this model.
+        image: sizes and rungs of the ResNet-18. None leaves out this model.
+        tolerance: not used. It exists because older stored runs have this option.
     """
 
     batches: int
@@ -125,12 +127,15 @@ class TrainingLadderOptions(Options):
 
     @property
     def ladders(self) -> dict[str, LanguageLadder | ImageLadder]:
-        """Sizes and rungs by kind of model."""
+        """The sizes and rungs by kind of model."""
         return {kind: sizes for kind, sizes in (("language", self.language), ("image", self.image)) if sizes is not None}
 
 
 def forecast(context: Context) -> list[Forecast]:
-    """Return the speed of the 16-bit rung over the first (to be guessed), and throughputs where a rung changes the format."""
+    """Predict the speed-up of the 16-bit rung over the first rung, which the reader guesses.
+
+    Also predict the throughput of each rung that changes the number format.
+    """
     lines: list[Forecast] = []
     for sizes in TrainingLadderOptions.of(context).ladders.values():
         work = expected_workload(context, sizes)
@@ -147,7 +152,7 @@ def forecast(context: Context) -> list[Forecast]:
 
 
 def run(context: Context, report: Report) -> Result:
-    """Measure each rung's memory and losses by itself, then time all rungs of a model in turn."""
+    """Measure memory and losses of each rung in a separate process, then time the steps of all rungs of a model in turn."""
     options = TrainingLadderOptions.of(context)
     with stored_batches(context, options.ladders, options.batches) as stored:
         cells, twins = [], []
@@ -177,18 +182,19 @@ EXPERIMENT = Experiment(
 
 @dataclass(frozen=True)
 class StepRung:
-    """One way to do a training step.
+    """One rung of the ladder: a way to do a training step.
 
     Attributes:
-        name: what it adds to the rung below.
-        dtype: number format of the products.
-        channels_last: memory format of images and kernels.
-        fused: the optimizer's update is one kernel; otherwise PyTorch's default.
-        compiled: compile each block.
-        chunked: compute the language model's loss in chunks of the batch, without float32 logits; otherwise all logits exist
-            at the same time, in float32.
+        name: what the rung adds to the rung below.
+        dtype: number format of the matrix products.
+        channels_last: whether images and convolution kernels have the channels-last memory format.
+        fused: whether the optimizer updates all parameters in one kernel. Otherwise it uses PyTorch's default implementation.
+        compiled: whether each block is compiled.
+        chunked: whether the language model's loss is computed in chunks of the batch, without float32 logits. Otherwise all
+            logits exist at the same time, in float32.
         checkpointing: policy of activation checkpointing, as in ParallelPlan.
-        absent: why it cannot run here, "" if it can; the rungs above then build on the one below.
+        absent: reason why the rung cannot run on this device, or an empty string if it can. The next rung is then built on the
+            rung below this one.
     """
 
     name: str
@@ -201,7 +207,7 @@ class StepRung:
     absent: str = ""
 
     def engine(self, work: Workload, device: Device, seed: int) -> TorchEngine:
-        """Return a fresh engine that does its steps this way; the same seed gives the same weights on every rung."""
+        """Return a new engine that does its steps in this way. With the same seed all rungs have the same initial weights."""
         plan = ParallelPlan(checkpointing=self.checkpointing, compile_blocks=self.compiled)
 
         def wrap(model: nn.Module) -> nn.Module:
@@ -222,10 +228,10 @@ class StepRung:
 
 
 class AllLogits(nn.Module):
-    """A language model with the usual loss: all logits at the same time, in float32.
+    """A language model with the usual loss, for which all logits exist at the same time in float32.
 
     Args:
-        model: returns logits_BTV for inputs_BT.
+        model: maps inputs_BT to logits_BTV.
     """
 
     def __init__(self, model: nn.Module):
@@ -233,14 +239,14 @@ class AllLogits(nn.Module):
         self.model = model
 
     def forward(self, inputs_BT: Tensor, targets_BT: Tensor) -> Tensor:
-        """Return nll_BT in nats, float32; zero where the target is IGNORE_INDEX."""
+        """Return the negative log-likelihoods nll_BT in nats, in float32. They are zero where the target is IGNORE_INDEX."""
         logits_MV = self.model(inputs_BT).flatten(0, 1).float()
         nll_M = F.cross_entropy(logits_MV, targets_BT.flatten(), ignore_index=IGNORE_INDEX, reduction="none")
         return nll_M.view_as(targets_BT)
 
 
 def build_ladder(device: Device, names: tuple[str, ...]) -> list[StepRung]:
-    """Return the rungs of these names from the bottom, including those that cannot run on the device."""
+    """Return the rungs with these names in the given order, including the rungs that cannot run on the device."""
     rungs, below = [], StepRung(BASELINE)
     for name in names:
         rung = replace(below, name=name, **_ADDITIONS[name])
@@ -259,7 +265,7 @@ def _why_absent(device: Device, name: str) -> str:
 
 
 def measure_alone(context: Context, report: Report, kind: str, file: str, source: str, number: int) -> Result:
-    """Measure one rung: the peak memory of its steps, then the losses of a shorter model over many steps."""
+    """Measure the peak memory of one rung's steps, then the losses of many steps of the smaller model (see `Parity`)."""
     options, device = TrainingLadderOptions.of(context), context.device
     sizes = options.ladders[kind]
     rung = build_ladder(device, sizes.rungs)[number]
@@ -270,12 +276,12 @@ def measure_alone(context: Context, report: Report, kind: str, file: str, source
             engine = rung.engine(work, device, context.seed)
             for batch in islice(cycle(batches), _MEMORY_STEPS):
                 engine.train_step(batch)
-            # Tensors are counted by watching operators, of which there are none inside compiled code.
+            # Bytes of tensors are counted when operators are dispatched. Compiled code dispatches no operators.
             rows = [] if rung.compiled else [row("tensor_memory_gib", tensor_bytes_of_a_step(engine, batches[0]) / GIB)]
             del engine
     except torch.OutOfMemoryError as error:
         return Result([row("peak_memory_gib", None, value_reason=out_of_memory_reason(error))], pd.DataFrame(), source)
-    if device.kind != "cpu":  # on a CPU the region is the whole process
+    if device.kind != "cpu":  # on a CPU, the measured peak would be that of the whole process
         limit = f"weights and {work.moments} moments of each in float32"
         rows.append(row(region.peak.metric, region.peak.gib, limit=work.standing_bytes / GIB, limit_source=limit))
     losses = _parity_losses(context, options, kind, rung, work, batches)
@@ -287,7 +293,7 @@ def measure_alone(context: Context, report: Report, kind: str, file: str, source
 
 
 def measure_twins(context: Context, report: Report, kind: str, file: str, source: str, dtype: str) -> Result:
-    """Train the twins of the first rung with products rounded as coarsely as the format."""
+    """Train the twins: the first rung, with operands and results of matrix products rounded as coarsely as the format."""
     options = TrainingLadderOptions.of(context)
     sizes = options.ladders[kind]
     work, batches = load_batches(sizes, Path(file), context.device)
@@ -299,7 +305,7 @@ def measure_twins(context: Context, report: Report, kind: str, file: str, source
 def _parity_losses(
     context: Context, options: TrainingLadderOptions, kind: str, rung: StepRung, work: Workload, batches: list[Batch]
 ) -> list[float]:
-    """Losses of the smaller step that `Parity` describes."""
+    """Return the losses of the smaller step that `Parity` describes."""
     changes = options.ladders[kind].parity.model_dump(exclude_none=True)
     short = workload(work.sizes.model_copy(update=changes))
     parts = [
@@ -322,10 +328,10 @@ def _timed(context: Context, options: TrainingLadderOptions, stored: StoredBatch
     try:
         with memory_released():
             steps = [partial(rung.engine(work, context.device, context.seed).train_step, batches[0]) for rung in present]
-            for step in steps:  # compiles what is compiled, for which the warm-up is too short
+            for step in steps:  # compile before timing, because compilation takes longer than the warm-up
                 step()
             timings = time_interleaved([*steps], context.device, cold=False, time_limit_s=options.time_limit_s)
-            del step, steps  # the last references to the engines
+            del step, steps  # these are the last references to the engines
     except torch.OutOfMemoryError as error:
         reason = out_of_memory_reason(error)
         rows = [untimed(rung, value_reason=reason) for rung in present]
@@ -341,7 +347,7 @@ def _timed(context: Context, options: TrainingLadderOptions, stored: StoredBatch
 
 
 def _speedup_rows(row: partial[Row], rungs: list[StepRung], timings: list[Timing]) -> list[Row]:
-    """Speed-up of each rung over the one before it, and over the first."""
+    """Return the speed-up of each rung over the rung before it, and over the first rung."""
     rows = []
     for number, (rung, timing) in enumerate(zip(rungs, timings, strict=True)):
         for other in sorted({max(number - 1, 0), 0} - {number}):
@@ -352,7 +358,10 @@ def _speedup_rows(row: partial[Row], rungs: list[StepRung], timings: list[Timing
 
 
 def _difference_rows(result: Result) -> list[Row]:
-    """Compare each rung's losses with those of the first, early and late; the twins of the first give the tolerance."""
+    """Compare each rung's losses with those of the first rung, early and late in the training.
+
+    The twins of the first rung give the tolerance.
+    """
     rows = []
     for row in result.rows:
         if row.metric != "training_loss" or row.params["rung"] == BASELINE:

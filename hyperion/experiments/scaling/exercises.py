@@ -14,7 +14,11 @@ _CASES = (
 
 
 def judge_efficiency(efficiency: Callable[[float, float, int, str], float]) -> pd.DataFrame:
-    """Test the reader's function (t1, tN, N, mode) -> efficiency on cases with known answers."""
+    """Test a function that computes an efficiency, on cases with known results.
+
+    Args:
+        efficiency: takes the time on one device, the time on N devices, N, and the mode ("weak" or "strong").
+    """
     lines = []
     for name, t1, tN, N, mode, expected in _CASES:
         answer = efficiency(t1, tN, N, mode)

@@ -11,7 +11,7 @@ _MODES = ("weak", "strong")
 
 
 def scaling(material: Material) -> Figure | None:
-    """Draw speed-up and efficiency of every training, weak scaling above strong scaling."""
+    """Draw speed-up and efficiency of every training. Weak scaling is above strong scaling."""
     rows = measured(material.of("scaling"))
     efficiencies = select(rows, metric="scaling_efficiency")
     if not efficiencies:
@@ -22,8 +22,8 @@ def scaling(material: Material) -> Figure | None:
         _curves(left, _of(rows, "speedup", mode), 1.0)
         most = max((r.params["ranks"] for r in efficiencies), default=1)
         left.plot([1, most], [1, most], color=INK, linestyle=(0, (5, 3)), linewidth=1.2, label="ideal")
-        what = "constant batch per device" if mode == "weak" else "constant batch of all devices"
-        left.set(ylabel="times one device", title=f"Speed-up, {mode} scaling: {what}")
+        what = "constant batch per device" if mode == "weak" else "constant total batch"
+        left.set(ylabel="speed relative to one device", title=f"Speed-up, {mode} scaling: {what}")
         left.legend()
         _curves(right, _of(rows, "scaling_efficiency", mode), 1.0)
         right.axhline(1, color=INK, linestyle=(0, (5, 3)), linewidth=1.2)
@@ -33,14 +33,15 @@ def scaling(material: Material) -> Figure | None:
 
 
 def communication(material: Material) -> Figure | None:
-    """Draw the share of a step that disappears when every device trains alone.
+    """Draw the share of the step time that is saved when every device trains alone.
 
-    Under FSDP2 this is a lower bound of the cost of communication, because a device alone updates the whole state.
+    Under FSDP2 this share is a lower bound of the cost of communication, because a device that trains alone updates the whole
+    optimizer state.
     """
     rows = measured(material.of("scaling", metric="communication_share"))
     if not rows:
         return None
-    figure, panels = new_figure("What communication costs", material.machine("scaling"), 2)
+    figure, panels = new_figure("Cost of communication", material.machine("scaling"), 2)
     for axes, mode in zip(panels, _MODES, strict=True):
         _curves(axes, _of(rows, "communication_share", mode), None)
         axes.axhline(0, color=MUTED, linewidth=1)
@@ -54,7 +55,7 @@ def communication(material: Material) -> Figure | None:
 
 
 def _curves(axes: Axes, rows: list[Row], at_one: float | None) -> None:
-    """Draw one curve per training over the number of devices, starting at `at_one` on one device if it is not None."""
+    """Draw one curve per training by number of devices. If `at_one` is not None, it is the value on one device."""
     for place, name in enumerate(dict.fromkeys(row.variant for row in rows)):
         chosen = sorted((row for row in rows if row.variant == name), key=lambda row: row.params["ranks"])
         style = look(name, place)
@@ -72,7 +73,7 @@ def _of(rows: list[Row], metric: str, mode: str) -> list[Row]:
 
 
 def _missing(material: Material) -> list[str]:
-    """Return notes on what was not measured, with the reason."""
+    """Return notes on missing measurements, with the reasons."""
     absent = [row for row in material.of("scaling", metric="scaling_efficiency") if row.value is None]
     reasons: dict[tuple, list[str]] = {}
     for row in absent:
@@ -87,5 +88,5 @@ TITLES = {"scaling": "Scaling"}
 
 PLOTS = (
     Plot("scaling", "scaling", "Speed-up and efficiency of the same training on more devices, with the ideal line.", scaling),
-    Plot("communication", "scaling", "The share of a step that disappears when every device trains alone.", communication),
+    Plot("communication", "scaling", "Share of the step time that is saved when every device trains alone.", communication),
 )

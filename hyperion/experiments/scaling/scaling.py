@@ -1,6 +1,7 @@
-"""Scaling: the same training on 1, 2, 4 and more devices, one launch for each number of devices.
+"""Scaling: the same training on 1, 2, 4 and more devices.
 
-In each launch a rank does parity steps in float32, then times steps with and without communication.
+There is one launch for each number of devices. In each launch, the ranks first do steps in float32 whose losses are compared
+(parity). Then they time steps with and without communication.
 """
 
 import contextlib
@@ -43,27 +44,28 @@ from hyperion.workloads.fine_tuning import ALPHA, RANK, frozen_dtype
 from hyperion.workloads.training_rows import flops_floor
 from hyperion.workloads.twins import SCATTER_FP32
 
-# Weak: constant batch per device, so the work grows with the devices. Strong: constant batch of all devices together.
+# Weak scaling: the batch per device is constant. Strong scaling: the total batch is constant.
 MODES = ("weak", "strong")
 PARITY = 1e-4
 LAUNCH_FAILED = "the launch failed"
-# Share of the step that can hide communication: DDP overlaps its all-reduce with the backward pass only, FSDP2 its
-# gathers with the whole step.
+# Share of the step that can hide communication. DDP overlaps its all-reduce only with the backward pass. FSDP2 overlaps its
+# all-gathers with the whole step.
 _HIDING = {"ddp": 2 / 3, "fsdp": 1.0}
 _IDEAL = "no limit: N devices are ideally N times as fast, and more where each holds and updates a part of the state only"
 
 
 @dataclass(frozen=True)
 class ScaledTraining:
-    """One training to scale.
+    """One training that runs on several numbers of devices.
 
     Args:
-        name: its variant in the rows.
-        model: configuration by name: of a TransformerLM, or of a randomly initialised Llama, which gets LoRA adapters.
-        strategy: "ddp" or "fsdp" on several devices.
-        batch_per_device: sequences of a step, per device in weak mode, of all devices together in strong mode.
-        sequence_length: tokens of a sequence.
-        vocabulary: rows of the embedding. Tokens are drawn at random, since their values do not change the time.
+        name: variant of the training in the rows.
+        model: name of a configuration. It is a TransformerLM, or a randomly initialised Llama with LoRA adapters.
+        strategy: strategy on several devices, "ddp" or "fsdp".
+        batch_per_device: number of sequences in a step. In weak scaling it is the number per device, and in strong scaling the
+            number of all devices together.
+        sequence_length: number of tokens in a sequence.
+        vocabulary: number of rows of the embedding. Tokens are random, because their values do not change the time.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid", strict=True)
@@ -77,11 +79,11 @@ class ScaledTraining:
 
     @property
     def lora(self) -> bool:
-        """Whether it trains LoRA adapters of a Llama."""
+        """Whether the training trains LoRA adapters of a Llama."""
         return "llama" in self.model
 
     def batch(self, mode: str, ranks: int) -> int:
-        """Return the number of sequences of a step, of all ranks together."""
+        """Return the number of sequences in a step, on all ranks together."""
         return self.batch_per_device * (ranks if mode == "weak" else 1)
 
 
@@ -90,13 +92,13 @@ class ScalingOptions(RankOptions):
 
     Args:
         counts: numbers of devices.
-        precision: of the timed steps; "auto" is bf16 where matrix units support it, else fp32.
-        warmup_steps: steps before the timed ones.
-        steps: timed steps.
+        precision: number format of the timed steps. "auto" is bf16 if the device has matrix units for it, otherwise fp32.
+        warmup_steps: number of steps before the timed steps.
+        steps: number of timed steps.
         learning_rate: constant learning rate.
-        parity_steps: steps of the parity check, in float32.
-        parity_batch: sequences of its batch, of all ranks together.
-        parity_length: tokens of its sequences.
+        parity_steps: number of steps of the parity check, in float32.
+        parity_batch: number of sequences in a batch of the parity check, on all ranks together.
+        parity_length: number of tokens in a sequence of the parity check.
         workloads: the trainings.
     """
 
@@ -116,7 +118,7 @@ class ScalingOptions(RankOptions):
 
 
 def forecast(context: Context) -> list[Forecast]:
-    """Estimate the weak-scaling efficiency on all devices, from bytes to exchange and the rates of chapters 1.1 and 1.3."""
+    """Predict the weak-scaling efficiency on all devices from the bytes to send and the rates of chapters 1.1 and 1.3."""
     options = ScalingOptions.of(context)
     devices, dtype = options.device_count(context), options.dtype(context)
     ranks = max(count for count in options.counts if count <= devices)
@@ -124,7 +126,7 @@ def forecast(context: Context) -> list[Forecast]:
 
 
 def run(context: Context, report: Report) -> Result:
-    """Run each number of devices in turn. If one fails, its rows have no value and a reason, and the others run."""
+    """Run the training on each number of devices. If a launch fails, its rows have a reason instead of a value."""
     options = ScalingOptions.of(context)
     samples, missing = [], {}
     for ranks in options.counts:
@@ -144,7 +146,7 @@ EXPERIMENT = Experiment(forecast, run, forecast_reads=("gemm", "bandwidth", "col
 
 
 def _efficiency_forecast(context: Context, training: ScaledTraining, ranks: int, dtype: str) -> Forecast:
-    """Estimate the weak-scaling efficiency: communication that computation cannot hide adds to the step time."""
+    """Predict the weak-scaling efficiency. Communication that computation cannot hide adds to the step time."""
     params = {"model": training.model, "strategy": training.strategy, "mode": "weak", "ranks": ranks}
     tokens = training.batch("weak", ranks) * training.sequence_length
     gemm, busbw = context.best_upstream("gemm_tflops", dtype), _best_busbw(context)
@@ -158,7 +160,7 @@ def _efficiency_forecast(context: Context, training: ScaledTraining, ranks: int,
         exposed = max(0.0, exchanging - _HIDING[training.strategy] * computing)
         estimate = computing / (computing + exposed)
         basis = (
-            f"{computing * 1e3:.3g} ms of products at the measured {gemm.value:.4g} TFLOPS; {sent / 1e9:.3g} GB a rank at the "
+            f"{computing * 1e3:.3g} ms of products at the measured {gemm.value:.4g} TFLOPS; {sent / 1e9:.3g} GB per rank at the "
             f"measured {busbw:.4g} GB/s take {exchanging * 1e3:.3g} ms, of which {exposed * 1e3:.3g} ms cannot be hidden"
         )
     return Forecast(training.name, "scaling_efficiency", estimate, basis, dtype=dtype, params=params | {"tokens": tokens})
@@ -170,11 +172,11 @@ def _best_busbw(context: Context) -> float | None:
 
 
 def _flops_and_bytes(training: ScaledTraining, ranks: int, dtype: str) -> tuple[float, float]:
-    """Return (FLOPs of a token, bytes that each rank sends in a step)."""
+    """Return (FLOPs per token, bytes that each rank sends in a step)."""
     if training.lora:
         config = random_llama_shape(training.model, training.vocabulary)
         flops = llama_flops_per_token(config, training.sequence_length, RANK, ATTENTION).forward_backward
-        parameters, reduced = llama_parameter_count(config), 0  # gradients of the adapters alone
+        parameters, reduced = llama_parameter_count(config), 0  # only the gradients of the adapters are reduced
     else:
         config = lm_config(training)
         flops = flops_per_token(config, training.sequence_length).forward_backward
@@ -183,13 +185,15 @@ def _flops_and_bytes(training: ScaledTraining, ranks: int, dtype: str) -> tuple[
     if training.strategy == "ddp":
         return flops, 2 * passes * 4 * reduced  # all-reduce of float32 gradients
     gathered = 2 if dtype == "bf16" else 4
-    return flops, passes * (2 * gathered * parameters + 4 * reduced)  # gathered forward and backward, then scattered
+    return flops, passes * (
+        2 * gathered * parameters + 4 * reduced
+    )  # all-gather in the forward and backward pass, then reduce-scatter
 
 
 def _launch(
     context: Context, options: ScalingOptions, report: Report, ranks: int
 ) -> tuple[list[pd.DataFrame], dict[tuple[str, int], str]]:
-    """Return samples of all trainings on `ranks` ranks, and the reasons for missing ones by (training, ranks)."""
+    """Return the samples of all trainings on `ranks` ranks, and the reasons for missing samples by (training, ranks)."""
     names = [training.name for training in options.workloads]
     devices = options.device_count(context)
     if ranks > devices:
@@ -212,13 +216,13 @@ def _launch(
 
 
 def _raise_if_interrupted(error: JobError) -> None:
-    """Raise if the launch was asked to end (SIGTERM or Ctrl-C): then this process must end too."""
+    """Raise `error` if the launch was stopped by SIGTERM or Ctrl-C, because then this process must end too."""
     if error.exit_code in (INTERRUPTED, 128 + signal.SIGTERM):
         raise error
 
 
 def _cells(context: Context, dtype: str, training: ScaledTraining, own: pd.DataFrame, ranks: int, reason: str) -> list[Row]:
-    """Return the rows of one training on `ranks` devices; with a reason, rows without value."""
+    """Return the rows of one training on `ranks` devices. If `reason` is not empty, the rows have no value."""
     modes = MODES if ranks > 1 else MODES[:1]
     if reason:
         return [
@@ -297,6 +301,8 @@ def step_times(own: pd.DataFrame, mode: str, ranks: int, kind: str = "step") -> 
 
     Args:
         own: samples of one training.
+        mode: "weak" or "strong".
+        ranks: number of ranks.
         kind: "step", or "alone" for steps without communication.
     """
     chosen = own.query("ranks == @ranks and mode == @mode and kind == @kind")
@@ -337,11 +343,11 @@ def lm_config(training: ScaledTraining) -> TransformerConfig:
 
 
 def measure_on_rank(context: Context, report: Report, names: list[str]) -> Result:
-    """Run the named trainings in turn: the losses of the parity steps, then the step times of each mode."""
+    """For each named training, run the steps whose losses are compared, then time the steps of each mode."""
     options = ScalingOptions.of(context)
     chosen = [training for training in options.workloads if training.name in names]
     if context.device.kind == "cpu":
-        # A single rank would use all cores, so a second one could not speed it up.
+        # Otherwise a single rank would use all cores, and a second rank could not be faster.
         torch.set_num_threads(max(1, read_cpu().cores // options.device_count(context)))
     frames = []
     for place, training in enumerate(chosen):
@@ -352,7 +358,7 @@ def measure_on_rank(context: Context, report: Report, names: list[str]) -> Resul
 
 
 def _parity(context: Context, options: ScalingOptions, training: ScaledTraining) -> pd.DataFrame:
-    """Losses of float32 steps on a batch of constant size, the same on any number of ranks."""
+    """Return the losses of float32 steps. The batches are the same on any number of ranks."""
     here = world()
     strategy = training.strategy if here.size > 1 else "single"
     engine, _ = _engine(context, options, training, here, strategy, Precision("fp32", "parity is judged in float32"))
@@ -365,18 +371,18 @@ def _parity(context: Context, options: ScalingOptions, training: ScaledTraining)
 
 
 def _timed(context: Context, options: ScalingOptions, training: ScaledTraining) -> list[pd.DataFrame]:
-    """Times of steps that all ranks share, mode by mode; then of the same steps on each rank alone.
+    """Return the times of the steps of all ranks together for each mode, then the times of the same steps on each rank alone.
 
-    Alone, a rank uses the same strategy in a process group of its own: it neither communicates nor shares the state.
+    A rank that runs alone uses the same strategy in its own process group. It does not communicate and holds the whole state.
     """
     here = world()
     precision = choose_precision(context.device, options.precision)
-    wanted = MODES if here.size > 1 else MODES[:1]  # on one device the modes are the same
+    wanted = MODES if here.size > 1 else MODES[:1]  # on one device both modes are the same
     modes = [mode for mode in wanted if training.batch(mode, here.size) % here.size == 0]
     reason = f"{here.size} devices do not divide its batch"
     frames = [_missing(training, mode, reason) for mode in wanted if mode not in modes]
     try:
-        # Also on one device under the strategy: the comparison is of one program on different numbers of devices.
+        # The strategy is used on one device too, because the same program is compared on different numbers of devices.
         frames += _mode_times(context, options, training, modes, "step", here, precision)
     except torch.OutOfMemoryError as error:
         if here.size > 1:
@@ -384,7 +390,7 @@ def _timed(context: Context, options: ScalingOptions, training: ScaledTraining) 
         return [*frames, *(_missing(training, mode, out_of_memory_reason(error)) for mode in modes)]
     if here.size > 1:
         alone = here.alone()
-        with contextlib.suppress(torch.OutOfMemoryError):  # alone, a rank holds the whole state; no other rank waits for it
+        with contextlib.suppress(torch.OutOfMemoryError):  # a rank alone holds the whole state, and no other rank waits for it
             frames += _mode_times(context, options, training, modes, "alone", alone, precision)
     return frames
 
@@ -398,8 +404,9 @@ def _mode_times(
     sharers: World,
     precision: Precision,
 ) -> list[pd.DataFrame]:
-    """Seconds of each step of one engine. The number of steps is fixed: ranks that stopped at a time limit of their own would
-    leave the others waiting.
+    """Return the seconds of each step of one engine.
+
+    The number of steps is fixed. If each rank had its own time limit, a rank could stop early while other ranks wait for it.
     """
     here, clock = world(), device_clock(context.device)
     engine, least_flops = _engine(context, options, training, sharers, training.strategy, precision)
@@ -426,7 +433,8 @@ def _engine(
 ) -> tuple[TorchEngine, float]:
     """Return an engine with the same weights on every rank, parallelized over `here`, and the least FLOPs per token.
 
-    Causal attention needs only half of the attention matrix, so the least FLOPs are those of half the sequence length.
+    Causal attention needs only half of the attention matrix. Therefore the least FLOPs are computed with half of the sequence
+    length.
     """
     seed_everything(context.seed)
     device = context.device
@@ -438,7 +446,7 @@ def _engine(
         )
     else:
         config = lm_config(training)
-        with torch.device(device.torch_device):  # drawing a billion weights takes ten seconds on the host
+        with torch.device(device.torch_device):  # on the host, drawing a billion weights takes ten seconds
             model, flops = TransformerLM(config), flops_per_token(config, training.sequence_length // 2)
     model = parallelize(model, plan, here)
     rate = options.learning_rate
@@ -449,7 +457,7 @@ def _engine(
 def _batch(
     context: Context, training: ScaledTraining, count: int, length: int, here: World, step: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return this rank's part of a batch of `count` sequences, which is the same on any number of ranks."""
+    """Return this rank's part of a batch of `count` sequences. The whole batch is the same on any number of ranks."""
     generator = torch.Generator().manual_seed(context.seed * 1000 + step)
     tokens = torch.randint(training.vocabulary, (count, length + 1), generator=generator)
     own = tokens.chunk(here.size)[here.rank].to(context.device.torch_device)
@@ -457,7 +465,7 @@ def _batch(
 
 
 def _release(engine: TorchEngine) -> None:
-    """Free the model and the optimizer, so that the next ones fit into memory."""
+    """Free the model and the optimizer, so that the next model fits into memory."""
     del engine.model, engine.optimizer
     gc.collect()
     if engine.device.kind != "cpu":
@@ -467,7 +475,10 @@ def _release(engine: TorchEngine) -> None:
 def lora_model(
     name: str, vocabulary: int, sequence_length: int, device: Device, dtype: torch.dtype = torch.float32
 ) -> tuple[LlamaLM, ModelFlops]:
-    """Return a randomly initialised Llama with LoRA adapters, and its FLOPs per token. Uses torch's current generators."""
+    """Return a randomly initialised Llama with LoRA adapters, and its FLOPs per token.
+
+    The weights are drawn with PyTorch's default generators.
+    """
     model = load_llama(name, vocab_size=vocabulary, dtype=dtype, device=device.torch_device)
     flops = llama_flops_per_token(model.config, sequence_length, RANK, ATTENTION)
     return LlamaLM(add_lora(model, RANK, ALPHA)), flops

@@ -1,4 +1,4 @@
-"""What does a larger batch gain, and which batch no longer fits? Throughput and memory by batch size."""
+"""How much faster is a larger batch, and which batch no longer fits? Measure throughput and memory by batch size."""
 
 import gc
 from dataclasses import dataclass, replace
@@ -28,10 +28,10 @@ from hyperion.workloads.reference_steps import (
 )
 from hyperion.workloads.training_rows import step_forecasts
 
-# The predicted largest batch must be right within a quarter: 0.75 of it fits, 1.25 of it is refused.
+# The prediction of the largest batch is right if a batch of 0.75 times this size fits and one of 1.25 times this size does not.
 _FITS, _DOES_NOT_FIT = 0.75, 1.25
-# Forward and backward, the output of a product or convolution passes through memory about twelve times: itself, its norm
-# and its activation, each written and read.
+# Estimated number of times that the output of a matrix product or convolution is written or read in the forward and backward
+# pass. The product, its norm and its activation each write and read it.
 _PASSES = 12
 
 
@@ -39,10 +39,10 @@ class BatchScalingOptions(Options):
     """Options of `batch_scaling`.
 
     Args:
-        precision: dtype of the steps, or "auto" for the one that the device prefers.
-        memory_limit_gib: cap in GiB on the process, so that the sweep ends before the whole memory is full.
+        precision: dtype of the steps. "auto" chooses the dtype for the device.
+        memory_limit_gib: limit in GiB on the memory of the process, so that the sweep ends before the whole memory is full.
         time_limit_s: seconds of timing for each batch.
-        batches: batch sizes of each reference model, by its name.
+        batches: batch sizes by name of the reference model.
     """
 
     precision: str
@@ -52,7 +52,7 @@ class BatchScalingOptions(Options):
 
 
 def forecast(context: Context) -> list[Forecast]:
-    """Predict the largest batch that fits, then samples per second of every batch, the largest first."""
+    """Predict the largest batch that fits, then samples per second of every batch, from the largest to the smallest."""
     options = BatchScalingOptions.of(context)
     dtype = _dtype(context, options)
     largest = [_forecast_largest(reference_model(name), dtype, options.memory_limit_gib) for name in options.batches]
@@ -64,9 +64,9 @@ def forecast(context: Context) -> list[Forecast]:
 
 
 def run(context: Context, report: Report) -> Result:
-    """Sweep every model, in processes of their own."""
+    """Measure every model by batch size, in separate processes."""
     names = list(BatchScalingOptions.of(context).batches)
-    # On a CPU resident pages stay with a process and would count for the next model.
+    # On a CPU, resident pages stay with the process and would count for the next model.
     groups = [[name] for name in names] if context.device.kind == "cpu" else [names]
     return merged([run_variant(context, report, sweep, {"names": group}) for group in groups])
 
@@ -77,7 +77,7 @@ EXPERIMENT = Experiment(
 
 
 def sweep(context: Context, report: Report, names: list[str]) -> Result:
-    """Sweep models in the worker process: the timed batches, then the memory up to the batch that does not fit."""
+    """In the worker process, measure models by batch size: time the batches, then find the batch that does not fit."""
     rows: list[Row] = []
     frames: list[pd.DataFrame] = []
     for done, name in enumerate(names):
@@ -101,14 +101,17 @@ def _forecast_throughput(context: Context, name: str, batch: int, dtype: str) ->
         return forecast
     device_s, (host_s, source) = batch / forecast.estimate, host_time(context, name, batch, dtype)
     if context.device.kind == "cpu":
-        seconds, how = device_s + host_s, "and the host's time for its operators on top"
+        seconds, how = device_s + host_s, "plus the host's time for its operators"
     else:
-        seconds, how = max(device_s, host_s), "or the host's time for its operators, where that is longer"
+        seconds, how = max(device_s, host_s), "or the host's time for its operators, if this is longer"
     return replace(forecast, estimate=batch / seconds, basis=f"{_device_basis(context, dtype)}; {how} ({source})")
 
 
 def forecast_on_device(context: Context, name: str, batch: int, dtype: str) -> Forecast:
-    """Predict samples per second from the ceilings of chapter 1.1: products, then the traffic of optimizer and activations."""
+    """Predict samples per second from the ceilings of chapter 1.1.
+
+    The time is that of the matrix products plus that of the traffic of optimizer and activations.
+    """
     model = reference_model(name)
     traffic: dict[str, float] = {
         "optimizer": update_of(model).traffic_bytes * model.parameter_count,
@@ -119,20 +122,20 @@ def forecast_on_device(context: Context, name: str, batch: int, dtype: str) -> F
 
 
 def _device_basis(context: Context, dtype: str) -> str:
-    """Say what the throughputs of all batches are predicted from, in the same words for each."""
+    """Return the basis of the predicted throughputs. It is the same text for every batch."""
     product = not_none(not_none(context.best_upstream("gemm_tflops", dtype)).value)
     stream = not_none(not_none(stream_ceiling(context.upstream)).value)
     return (
-        f"products at the measured {product:.4g} TFLOPS, then optimizer and activations at {stream:.4g} GB/s: the "
-        "smaller the batch, the larger the share of the update"
+        f"products at the measured {product:.4g} TFLOPS, then optimizer and activations at {stream:.4g} GB/s; the "
+        "share of the update is larger for smaller batches"
     )
 
 
 def _forecast_largest(model: ReferenceModel, dtype: str, cap_gib: float) -> Forecast:
     held, sample = _bytes_by_shapes(model, dtype)
     basis = (
-        f"{cap_gib:g} GiB, less {held / GIB:.3g} GiB of weights, gradients and moments, over {sample / MIB:.3g} MiB a sample: "
-        "the input, and the output of each product kept twice"
+        f"{cap_gib:g} GiB, less {held / GIB:.3g} GiB of weights, gradients and moments, divided by {sample / MIB:.3g} MiB per "
+        "sample for the input and two copies of the output of each product"
     )
     return Forecast(
         model.name, "count", _largest_by_shapes(model, dtype, cap_gib), basis, dtype=dtype, params={"what": "largest batch"}
@@ -140,9 +143,9 @@ def _forecast_largest(model: ReferenceModel, dtype: str, cap_gib: float) -> Fore
 
 
 def _bytes_by_shapes(model: ReferenceModel, dtype: str) -> tuple[int, int]:
-    """Return (bytes that do not depend on the batch, bytes a sample).
+    """Return (bytes that do not depend on the batch, bytes per sample).
 
-    Each product's output is kept twice: as it is, and after its norm or activation.
+    The output of each matrix product is kept twice: before and after its norm or activation.
     """
     sample = 2 * model.activations * FORMATS[dtype].bytes + 4 * torch.Size(model.sample_shape).numel()
     return update_of(model).held_bytes * model.parameter_count, sample
@@ -155,7 +158,7 @@ def _largest_by_shapes(model: ReferenceModel, dtype: str, cap_gib: float) -> flo
 
 @dataclass(frozen=True)
 class Point:
-    """GiB that a batch takes of the cap; None with the reason where it was refused or cannot be read."""
+    """Memory in GiB that a batch takes. It is None, with the reason, if the batch does not fit or the memory cannot be read."""
 
     batch: int
     gib: float | None
@@ -175,10 +178,10 @@ class _Sweep:
     def measure(self) -> None:
         """Measure memory, then time the batches.
 
-        Memory comes first, because pages that a timed step freed would hide what a later step takes.
+        Memory is measured first, because a later step may reuse pages that a timed step freed, and then seem to need less.
         """
         batches = sorted(self.options.batches[self.model.name])
-        # One step loads libraries and starts threads, which no batch should be charged for.
+        # The first step loads libraries and starts threads. Their memory must not count for any batch.
         TrainingStep(self.model.name, 1, self.dtype, self.context.device).once()
         try:
             self.fill_memory(batches)
@@ -193,7 +196,7 @@ class _Sweep:
         self.rows.append(row)
 
     def time_batches(self, batches: list[int]) -> None:
-        """Add rows of every batch until one does not fit, then the efficiency of each."""
+        """Add rows for every batch until a batch does not fit, then the efficiency of each batch."""
         seconds: dict[int, np.ndarray] = {}
         for batch in batches:
             device = self.context.device
@@ -210,7 +213,7 @@ class _Sweep:
             self.rows += rows
             self.frames.append(frame)
             seconds[batch] = timing.whole.samples_s / batch
-            del step  # its memory must be free before the next, larger step is built
+            del step  # free its memory before the next, larger step is built
             gc.collect()
         if not seconds:
             return
@@ -230,10 +233,10 @@ class _Sweep:
             )
 
     def fill_memory(self, batches: list[int]) -> None:
-        """Measure memory by batch, fit a line to two batches that fit, and test the largest batch that it predicts."""
+        """Measure memory by batch, fit a line to two batches that fit, and test the largest batch that the line predicts."""
         cap = self.options.memory_limit_gib
         points = [self.used(batch, "steady") for batch in batches]
-        # A small batch adds little to what a process holds anyway, so a batch that fills half of the cap gives the slope.
+        # A small batch adds little to the memory of the process, so the slope comes from a batch that fills half of the limit.
         half = int(_largest_by_shapes(self.model, self.dtype, cap) / 2)
         if half > batches[-1]:
             points.append(self.used(half, "half way"))
@@ -250,7 +253,7 @@ class _Sweep:
         self._test_largest(int(large + (cap_gib - large_gib) / slope))
 
     def _test_largest(self, largest: int) -> None:
-        """Add the row of the predicted largest batch. Its check: a smaller batch fits, a larger one is refused."""
+        """Add the row of the predicted largest batch. Its check is that a smaller batch fits and a larger batch does not."""
         inside, outside = (self.used(max(1, round(share * largest)), "probe") for share in (_FITS, _DOES_NOT_FIT))
         wrong = (inside.gib is None) + (outside.gib is not None)
         self._row(
@@ -264,9 +267,10 @@ class _Sweep:
         self._row("count", None, {"what": "largest batch"}, value_reason=reason)
 
     def used(self, batch: int, kind: str) -> Point:
-        """Return the memory that two steps of a new model take of the cap, and add a row of the process's peak.
+        """Return the memory that two steps of a new model take, and add a row with the peak of the process.
 
-        Two, because the optimizer allocates its moments in the first step and the second one needs them all the time.
+        Two steps are needed, because the optimizer allocates its moments in the first step and they exist during all of the
+        second step.
         """
         device = self.context.device
         gc.collect()

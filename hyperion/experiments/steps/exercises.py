@@ -1,4 +1,4 @@
-"""Exercise of chapter 1.2 that marks itself: is the model that was timed the one it is called?"""
+"""The self-marking exercise of chapter 1.2: check that the timed model is the model that its name says."""
 
 from collections.abc import Callable
 
@@ -12,11 +12,11 @@ from hyperion.models.reference import VisionTransformer
 
 
 def judge_model_check(my_check: Callable[[nn.Module], bool]) -> pd.DataFrame:
-    """Judge a check that says whether a module is ViT-B/16.
+    """Test a check that decides whether a module is ViT-B/16.
 
     Args:
-        my_check: takes a module on torch's meta device (shapes without memory; it maps images [B, 3, 224, 224] on "meta"
-            to logits [B, 1000]) and returns True for ViT-B/16 only.
+        my_check: takes a module and returns True only for ViT-B/16. The module is on torch's meta device, where tensors have
+            shapes but no memory. It maps images [B, 3, 224, 224] to logits [B, 1000].
     """
     with torch.device("meta"):
         sound = reference_model("vit_b_16").build()
@@ -29,7 +29,10 @@ def judge_model_check(my_check: Callable[[nn.Module], bool]) -> pd.DataFrame:
 
 
 def stand_in() -> nn.Module:
-    """Return the 212,328 parameters that a published benchmark timed as "Vision Transformer" when it could not import one."""
+    """Return a small model with 212,328 parameters.
+
+    A published benchmark timed this model as "Vision Transformer" when it could not import a real one.
+    """
     return nn.Sequential(
         nn.Conv2d(3, 64, 7, stride=2, padding=3),
         nn.ReLU(),

@@ -1,4 +1,4 @@
-"""Figures of the baseline chapter: the host's costs, the phases of a training step, throughput and memory by batch."""
+"""Figures of training steps: costs of the host, phases of a step, and throughput and memory by batch size."""
 
 from collections.abc import Iterable
 
@@ -17,13 +17,13 @@ from hyperion.results import Row
 PHASES = ("forward", "backward", "optimizer")
 _COLOURS: dict[str, str] = dict(zip(PHASES, COLOURS, strict=False))
 _BAR = 0.36
-_TINY_LAYERS = 2  # layers behind the operator count of rows that do not state it
-_WORDS = {"channels_last": "ch.-last", "compiled": "compiled"}  # short names of the params that differ from the default
+_TINY_LAYERS = 2  # number of layers in old rows of operator counts, which do not state it
+_WORDS = {"channels_last": "ch.-last", "compiled": "compiled"}  # short names of parameters that differ from the default
 _SHARES = {"mfu": ("of the peak (MFU)", COLOURS[5]), "mfu_maf": ("of the fastest product (MAF)", COLOURS[3])}
 
 
 def operator_cost(material: Material) -> Figure | None:
-    """Host microseconds of an operator and of a convolution, and of a layer, eager and, where it was measured, compiled."""
+    """Draw the host time of an operator, of a convolution, and of a Transformer layer in eager and in compiled mode."""
     rows = material.of("operator_cost")
     costs = measured(select(rows, metric="operator_time_s"))
     if not costs:
@@ -37,19 +37,19 @@ def operator_cost(material: Material) -> Figure | None:
         eager = f"eager, fp32,\n{number(layer)} operators"
         bars = [(eager, operator, layer), (f"compiled, {blocks[0].dtype}", blocks[0], 1.0)]
         _draw_costs(panels[1], bars, "One transformer layer, forward, backward, update")
-    once = [f"Once a step, besides its operators: {_microseconds(row)}." for row in rows if row.metric == "step_overhead_s"]
+    once = [f"Besides its operators, a step takes {_microseconds(row)}." for row in rows if row.metric == "step_overhead_s"]
     add_notes(figure, [*once, *(f"{row.variant}: {row.value_reason}." for row in rows if row.value is None)])
     return figure
 
 
 def _interval_us(row: Row, times: float = 1.0) -> tuple[float, float, float]:
-    """Return value, low and high end of `times` times a row in microseconds."""
+    """Return value, lower and upper end of a row in microseconds, multiplied by `times`."""
     value, low, high = (1e6 * times * not_none(seconds) for seconds in (row.value, row.ci_low, row.ci_high))
     return value, low, high
 
 
 def _microseconds(row: Row, times: float = 1.0) -> str:
-    """Return the microseconds as text, with the digits that the interval supports."""
+    """Return the microseconds as text, with as many digits as the interval allows."""
     return f"{number_within(*_interval_us(row, times))} µs"
 
 
@@ -66,9 +66,9 @@ def _draw_costs(axes: Axes, bars: list[tuple[str, Row, float]], title: str) -> N
 
 
 def model_steps(material: Material) -> Figure | None:
-    """Each model's step by variant: measured phases, their least time at the limits, and the prediction as a line.
+    """Draw the step of each model by variant: measured phases, their least time at the limits, and the prediction as a line.
 
-    The panels below show the model's FLOPs as a share of the peak and of the fastest product.
+    The lower panels show the model FLOPs per second as shares of the peak and of the rate of the fastest product.
     """
     every = material.of("model_steps")
     rows = measured(every)
@@ -98,16 +98,16 @@ def model_steps(material: Material) -> Figure | None:
         shares = [Patch(color=_SHARES[metric][1], label=_SHARES[metric][0]) for metric in there]
         lower = panels[len(models)]
         lower.set_ylabel("model FLOPs, %")
-        lower.set_title(" ")  # keeps a line free for the legend
+        lower.set_title(" ")  # leaves one line free for the legend
         legend = lower.legend(handles=shares, ncols=2, loc="lower left", bbox_to_anchor=(0, 1), borderaxespad=0.2)
-        legend.set_in_layout(False)  # it may reach into the next panel, which is empty there
+        legend.set_in_layout(False)  # the legend may extend into the next panel, which is empty there
     figure.legend(handles=marks, ncols=4, loc="outside upper right")
     add_notes(figure, [*_notes(rows), *_left_out(every)])
     return figure
 
 
 def _variants(rows: list[Row]) -> dict[str, list[Row]]:
-    """Return the rows of each variant of a model, by a name that says how it differs from an eager step in the default layout."""
+    """Return the rows of each variant of a model by name. The name says how it differs from an eager step in default layout."""
     found: dict[str, list[Row]] = {}
     for row in rows:
         found.setdefault(_name_of(row), []).append(row)
@@ -188,18 +188,19 @@ def _notes(rows: list[Row]) -> list[str]:
     phases = _phases(rows)
     note = f"Batch {', '.join(sorted({str(row.params['batch']) for row in phases}))}."
     if any(row.limit is not None for row in phases):
-        note += " Hatched: model FLOPs at the limit rate of the format, optimizer traffic at the memory's; percent: of that."
+        note += " Hatched: least time, with model FLOPs at the peak of the format and optimizer traffic at the memory's limit."
+        note += " Percentages: least time divided by measured time."
     if any(row.predicted is not None for row in select(rows, metric="step_time_s")):
-        note += " Black line: predicted."
+        note += " Black line: predicted time."
     found = next(iter(select(rows, metric="mfu_maf")), None)
     if found is not None:
-        note += f" MAF: the fastest product of the format in this run's {found.params['maf']} experiment."
+        note += f" MAF: rate of the fastest product of the format in this run's {found.params['maf']} experiment."
     without = {row.limit_source.removeprefix("no limit: ") for row in phases if row.limit is None}
     return [note] + [f"No least time: {reason}." for reason in sorted(without)]
 
 
 def _left_out(rows: list[Row]) -> list[str]:
-    """Return one note a reason: the variants without a step, and why."""
+    """Return one note for each reason why a step is missing. It names the variants."""
     missing: dict[str, dict[str, None]] = {}
     for row in select(rows, metric="step_time_s"):
         if row.value is None:
@@ -208,12 +209,12 @@ def _left_out(rows: list[Row]) -> list[str]:
 
 
 def batch_scaling(material: Material) -> Figure | None:
-    """Samples per second by batch, and memory by batch with the line that predicts where it ends and the test of it."""
+    """Draw samples per second by batch, and memory by batch with the line that predicts the largest batch and its test."""
     rows = material.of("batch_scaling")
     rates = measured(select(rows, metric="samples_per_s"))
     if not rates:
         return None
-    figure, (left, right) = new_figure("Batch by batch", material.machine("batch_scaling"), 2)
+    figure, (left, right) = new_figure("Throughput and memory by batch size", material.machine("batch_scaling"), 2)
     for position, model in enumerate(dict.fromkeys(row.variant for row in rates)):
         mine = [row for row in rows if row.variant == model]
         _draw_rates(left, select(measured(mine), metric="samples_per_s"), look(model, position))
@@ -241,7 +242,7 @@ def _draw_rates(axes: Axes, rows: list[Row], style: dict) -> None:
 
 
 def _draw_memory(axes: Axes, rows: list[Row], style: dict) -> None:
-    """Draw measured peaks, the line through them, and the probes: a mark where the batch fits, a cross where it does not."""
+    """Draw measured peaks, the line through them, and the tested batches. A cross marks a batch that does not fit."""
     peaks = [row for row in rows if row.metric in ("peak_memory_gib", "peak_rss_gib")]
     steady = sorted((row for row in measured(peaks) if row.params["step"] != "probe"), key=_batch)
     axes.plot([_batch(row) for row in steady], values(steady), linestyle="none", **style)
@@ -268,9 +269,9 @@ def _draw_memory(axes: Axes, rows: list[Row], style: dict) -> None:
 
 
 def spread_above(axes: Axes) -> None:
-    """Move the panel's annotations upwards, from the left, until none overlaps another."""
+    """Move the annotations of a panel upwards, starting from the left, until they do not overlap."""
     figure = axes.get_figure(root=True)
-    not_none(figure).draw_without_rendering()  # places the texts, so that their extents are known
+    not_none(figure).draw_without_rendering()  # computes the positions and sizes of the texts
     placed: list[Bbox] = []
     for text in sorted((text for text in axes.texts if isinstance(text, Annotation)), key=lambda text: text.xy):
         while any(text.get_window_extent().padded(2).overlaps(other) for other in placed):
@@ -281,11 +282,11 @@ def spread_above(axes: Axes) -> None:
 
 def _memory_notes(rows: list[Row]) -> list[str]:
     notes = [
-        "Lines: through the largest batch of the sweep and one half way to the cap. Dashes: the predicted largest batch. "
-        "Crosses: larger batches that the allocator refused, drawn at the memory they would have taken."
+        "Lines: fits through the largest batch of the sweep and a batch that fills half of the limit. Dashes: the predicted "
+        "largest batch. Crosses: larger batches that did not fit, drawn at the memory that the line predicts for them."
     ]
     missing = [row for row in rows if row.metric == "count" and row.value is None]
-    return notes + [f"{row.variant}: no largest batch: {row.value_reason}." for row in missing]
+    return notes + [f"{row.variant} has no predicted largest batch: {row.value_reason}." for row in missing]
 
 
 def _batch(row: Row) -> int:
@@ -296,20 +297,20 @@ def _on_device(rows: list[Row]) -> bool:
     return any(row.metric == "peak_memory_gib" for row in rows)
 
 
-TITLES = {"operator_cost": "Costs of the host", "model_steps": "Training steps", "batch_scaling": "Batch by batch"}
+TITLES = {"operator_cost": "Costs of the host", "model_steps": "Training steps", "batch_scaling": "Batch size"}
 
 PLOTS = (
     Plot("operator_cost", "operator_cost", "Host time of an operator and of a layer.", operator_cost),
     Plot(
         "model_steps",
         "model_steps",
-        "Where a training step's time goes in each of its variants, and how much of the peak and of the fastest product it uses.",
+        "Time of the phases of a training step in each variant, and FLOPs per second as shares of peak and MAF.",
         model_steps,
     ),
     Plot(
         "batch_scaling",
         "batch_scaling",
-        "Samples per second and memory by batch; the line predicts the batch that does not fit.",
+        "Samples per second and memory by batch size. The line predicts the largest batch that fits.",
         batch_scaling,
     ),
 )

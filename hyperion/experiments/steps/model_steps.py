@@ -1,8 +1,8 @@
-"""How long does a training step of a well-known model take, where does the time go, and how far is that from the limits?
+"""How long does a training step of a well-known model take, how long do its phases take, and how close are they to the limits?
 
-The same step in several variants: number format, layout of images, eager or compiled. Variants are timed one after the
-other, so their rows do not claim that one is faster. A compiled step also has rows of its compilation time and of its loss
-compared with that of eager steps.
+Each step is measured in several variants, which differ in number format, memory format of images, and eager or compiled mode.
+Variants are timed one after the other and not in turn, so there are no rows of speed-ups. A compiled step also has rows of its
+compilation time and of the difference between its losses and those of eager steps.
 """
 
 import gc
@@ -36,7 +36,7 @@ from hyperion.workloads.reference_steps import (
 )
 from hyperion.workloads.twins import agreements, train_twins, twin_format
 
-# Workspaces of the BLAS libraries stay for the life of a process; a model that is still there would be larger.
+# Workspaces of the BLAS libraries stay until the process ends. They are smaller than a model that was not freed.
 _LEFT_GIB = 0.25
 _ONE_LAYOUT = "no variant: it works on sequences, which have no channels to put last; only a network of convolutions has"
 _LEFT_OUT = "left out by this profile, for time"
@@ -50,10 +50,10 @@ class Variant(Table):
 
     Args:
         dtype: fp32, tf32, bf16 or fp16.
-        channels_last: store images with their channels innermost. A compiled variant applies it only to models that have
-            that choice.
-        compiled: compile each block of the model.
-        models: the models to measure; None for all.
+        channels_last: whether images have the channels-last memory format. In compiled variants, only convolutional
+            networks use this option.
+        compiled: whether to compile each block of the model.
+        models: the models to measure. None measures all models.
     """
 
     dtype: str
@@ -84,7 +84,7 @@ class ModelStepsOptions(Options):
 
 @dataclass(frozen=True)
 class StepCell:
-    """A variant of a model, and why it is not measured here ("" where it is)."""
+    """A variant of a model, and the reason why it is not measured on this device (empty if it is measured)."""
 
     model: ReferenceModel
     variant: StepVariant
@@ -102,12 +102,12 @@ def forecast(context: Context) -> list[Forecast]:
 
 
 def run(context: Context, report: Report) -> Result:
-    """Time every variant of every model, in processes that separate its memory from that of the others."""
+    """Time every variant of every model. Where necessary, use separate processes to separate their memory."""
     options = ModelStepsOptions.of(context)
     absent = [_absent(context, options, cell) for cell in cells_of(options, context.device) if cell.absent]
     count = len(_measured(options, context.device))
-    # On a CPU resident pages stay with a process, so each variant has its own. On an accelerator tensors are counted one by
-    # one and each row says what the variant before left, so one process does, and its start-up is paid once.
+    # On a CPU, resident pages stay with the process, so each variant has its own process. On an accelerator, the allocator counts
+    # tensors and each row says how much memory the variant before left. One process suffices there, and it starts only once.
     groups = [[number] for number in range(count)] if context.device.kind == "cpu" else [list(range(count))]
     results = [run_variant(context, report, measure, {"numbers": numbers}) for numbers in groups]
     return merged([*results, Result(absent, pd.DataFrame())])
@@ -151,7 +151,7 @@ def measure(context: Context, report: Report, numbers: list[int]) -> Result:
     """Measure variants one after the other, in the worker process.
 
     Args:
-        numbers: their places among all that are measured here.
+        numbers: indices of the variants in the list of all measured variants.
     """
     options = ModelStepsOptions.of(context)
     cells = _measured(options, context.device)
@@ -189,7 +189,7 @@ class _Bench:
     def _measure(self, cell: StepCell) -> None:
         context, options, model, variant = self.context, self.options, cell.model, cell.variant
         left_gib = None if self.device.kind == "cpu" else torch.cuda.memory_allocated(self.device.torch_device) / GIB
-        # Before the compiled step exists, so that its memory is measured without the eager one's.
+        # The eager losses are computed first, so that the compiled step's peak excludes the eager model.
         eager = self._eager_losses(cell) if variant.compiled else None
         step = self._step(cell, variant)
         compiling_s = self._compile(step) if variant.compiled else None
@@ -225,13 +225,13 @@ class _Bench:
         return measure_first_calls(step.once, self.device)
 
     def _eager_losses(self, cell: StepCell) -> np.ndarray:
-        """Return the losses of the same steps without compilation: those of the timed steps, or of steps done now."""
+        """Return the losses of the same steps in eager mode. They come from the timed steps, or from steps that are done now."""
         eager = _eager(cell.variant)
         known = self._losses.pop((cell.model.name, eager), None)
         return self._losses_after(self._step(cell, eager)) if known is None else known
 
     def _losses_after(self, step: TrainingStep) -> np.ndarray:
-        """Return the losses of the first `parity_steps` steps, after doing those that are missing."""
+        """Do the missing steps, and return the losses of the first `parity_steps` steps."""
         count = self.options.parity_steps
         while len(step.losses) < count:
             step.once()
@@ -260,16 +260,16 @@ def _absent(context: Context, options: ModelStepsOptions, cell: StepCell, reason
 
 
 def _count_row(context: Context, options: ModelStepsOptions, cell: StepCell, counted: int) -> Row:
-    """Return the parameter count of the module that was trained, checked against the published number."""
+    """Return the number of parameters of the trained module. Its check compares it with the published number."""
     error = float(abs(counted - cell.model.parameter_count))
     check: dict = checked("expected count", error, 0.0)
     return _row(context, options, cell, "count", float(counted), {"what": "parameters"}, **check)
 
 
 def _mfu_of_maf(context: Context, options: ModelStepsOptions, cell: StepCell, timing: StepTiming) -> Row:
-    """Return the model FLOPs over time, as a share of the fastest square product that this run measured in the format.
+    """Return the model FLOPs per second as a share of the MAF, the rate of the fastest square product of this run.
 
-    It shows what software can still gain, where MFU compares with the data sheet.
+    It shows how much better software could still make the step. MFU, in contrast, compares with the peak of the data sheet.
     """
     maf, dtype = maf_row(context.upstream, cell.variant.dtype), cell.variant.dtype
     if maf is None:
@@ -278,10 +278,10 @@ def _mfu_of_maf(context: Context, options: ModelStepsOptions, cell: StepCell, ti
     work = cell.model.flops.forward_backward * options.batch_size
     rate = timing.whole.estimate.map(lambda seconds: work / seconds / 1e12)
     maf_tflops, (peak, source) = not_none(maf.value), gemm_limit(context.device, dtype)
-    # The size is no parameter of the row, because it may differ in the next run.
+    # The size is not a parameter of the row, because it may differ between runs.
     size = " x ".join(str(maf.params[side]) for side in "mnk")
     columns = timed_columns(rate, timing.whole) | {
-        # The interval combines the extremes of both rates: it holds the ratio at least as often as they hold their values.
+        # The interval combines the extremes of both rates, so it contains the ratio at least as often.
         "ci_low": rate.ci_low / not_none(maf.ci_high),
         "ci_high": rate.ci_high / not_none(maf.ci_low),
         "limit": None if peak is None else peak / maf_tflops,
@@ -291,7 +291,7 @@ def _mfu_of_maf(context: Context, options: ModelStepsOptions, cell: StepCell, ti
 
 
 def _memory_row(context: Context, options: ModelStepsOptions, cell: StepCell, peak: PeakMemory, left_gib: float | None) -> Row:
-    """Return the peak memory of the steps; its limit is what weights, gradients, moments and the batch take."""
+    """Return the peak memory of the steps. Its limit is the memory of weights, gradients, moments and the batch."""
     columns: dict = {"limit": least_memory_gib(cell.model, options.batch_size), "limit_source": LEAST_MEMORY}
     if left_gib is not None:
         columns |= checked("GiB left by the variant before", left_gib, _LEFT_GIB)
@@ -301,7 +301,7 @@ def _memory_row(context: Context, options: ModelStepsOptions, cell: StepCell, pe
 def parity_rows(
     context: Context, options: ModelStepsOptions, cell: StepCell, losses: np.ndarray, eager: np.ndarray, twins: pd.DataFrame
 ) -> list[Row]:
-    """Return how far the losses of compiled steps are from those of eager steps, early and late.
+    """Return the differences between the losses of compiled and of eager steps, early and late in the training.
 
     Args:
         losses, eager: losses of compiled and of eager steps, [steps].

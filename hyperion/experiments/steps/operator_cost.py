@@ -1,6 +1,7 @@
-"""What does this host pay for a training step: for an operator, a convolution, a compiled block, and once a step?
+"""How much time does the host need for a training step?
 
-Hosts of the same GPU differ by a factor of two in this. Where kernels are short, the host decides how long a step takes.
+The experiment measures the host time of an operator, of a convolution and of a compiled block, and the host time that each step
+takes in addition. Hosts with the same GPU differ by a factor of two. If kernels are short, the host determines the step time.
 """
 
 import pandas as pd
@@ -16,7 +17,7 @@ from hyperion.results import Row
 # Names of the rows, which hyperion/workloads/reference_steps.py reads.
 PLAIN, CONVOLUTION, ONCE, BLOCK = "operator", "convolution", "once a step", "compiled block"
 _NO_LIMIT = "no limit: no data sheet tells of Python, autograd and dispatch"
-_NO_ESTIMATE = "no data sheet value: it is the work of Python, autograd, dispatcher and driver on this host"
+_NO_ESTIMATE = "no data sheet states the time that Python, autograd, dispatcher and driver take on this host"
 
 
 class OperatorCostOptions(Options):
@@ -24,7 +25,7 @@ class OperatorCostOptions(Options):
 
     Args:
         time_limit_s: seconds of timing for each of the tiny networks.
-        compiled: dtype of the compiled blocks; "" leaves them out, because they take a cold compilation.
+        compiled: dtype of the compiled blocks. An empty string leaves them out, because a compilation with cold caches is slow.
     """
 
     time_limit_s: float
@@ -32,13 +33,13 @@ class OperatorCostOptions(Options):
 
 
 def forecast(context: Context) -> list[Forecast]:
-    """Return no estimates: no data sheet states the costs of a host."""
+    """Return forecasts without estimates, because no data sheet states the costs of a host."""
     metrics = {PLAIN: "operator_time_s", CONVOLUTION: "operator_time_s", ONCE: "step_overhead_s", BLOCK: "block_time_s"}
     return [Forecast(v, metric, None, _NO_ESTIMATE) for v, metric in metrics.items()]
 
 
 def run(context: Context, report: Report) -> Result:
-    """Time eager operators, then, where the profile asks for it, a compiled block in a process of its own."""
+    """Time eager operators. If the profile asks for it, time a compiled block in a separate process."""
     options = OperatorCostOptions.of(context)
     report(0, 2, "eager steps")
     eager = _measure_operators(context, options)
@@ -58,7 +59,7 @@ EXPERIMENT = Experiment(forecast, run, options=OperatorCostOptions)
 def measure_block(context: Context, report: Report) -> Result:
     """Measure a compiled block and its compilation, in the worker process."""
     options = OperatorCostOptions.of(context)
-    # Inductor probes the C++ compiler once for each machine; that time must not count as compilation of the block.
+    # Inductor tests the C++ compiler once on each machine. This time must not count as compilation of the block.
     probe_vector_instructions(context.device, context.workspace)
     cost = measure_block_cost(context.device, options.compiled, time_limit_s=options.time_limit_s)
     seconds, params = cost.time_s, _clock() | {"kernels": cost.kernels, "blocks": cost.blocks}
@@ -98,7 +99,7 @@ def _clock() -> dict:
 
 
 def _why_not(device: Device, dtype: str) -> str:
-    """Return why no compiled block is measured, "" if it is."""
+    """Return the reason why no compiled block is measured, or an empty string if it is measured."""
     if not dtype:
         return "left out by this profile: it takes a cold compilation"
     supported, how = device.supports(dtype)

@@ -25,11 +25,11 @@ def test_rows_of_before_say_that_each_product_was_timed_alone():
     rows = [row for row in language_speed_rows(limited=True) if row.metric == "share"]
     before = [replace(row, params=row.params | {"attention_s": 0.012}) if "own" in row.params["what"] else row for row in rows]
     (now, *_), (then, *_) = _notes(rows, compiled=True), _notes(before, compiled=True)
-    assert "in turn with the steps" in now and "each at the time it takes alone" in then
+    assert "in turn with the steps" in now and "each timed alone" in then
 
 
 def test_without_ceilings_there_are_two_bars_and_a_reason(cpu_material):
     with styled():
         figure = language_speed(cpu_material)
     assert len(figure.axes[0].patches) == 2
-    assert "no ceilings" in figure.get_supxlabel() and "neither is compiled" in figure.get_supxlabel()
+    assert "no ceilings" in figure.get_supxlabel() and "Neither loop is compiled" in figure.get_supxlabel()

@@ -56,7 +56,7 @@ def test_only_clocks_that_were_held_down_for_a_reason_are_dotted(tmp_path, mater
         sorted(100 * row.fraction_of_limit for row in slowed)
     )
     assert [text.get_text() for text in figure.axes[1].get_legend().get_texts()] == ["hw thermal, power cap"]
-    assert "more than 2 %, at the lowest to 1,500 MHz" in texts(figure)
+    assert "more than 2 %. The lowest clock was 1,500 MHz" in texts(figure)
 
 
 def test_without_a_lowered_clock_there_are_no_dots(material, cpu_material):

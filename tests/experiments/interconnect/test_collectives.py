@@ -90,7 +90,7 @@ def test_a_cpu_forecasts_from_the_measured_memory_and_not_without(tmp_path):
     # Two ranks share 16 GB/s, and a byte over loopback is read and written twice: 2 GB/s.
     largest = next(f for f in forecasts if (f.variant, f.metric) == ("broadcast", "busbw_gb_s"))
     assert largest.params == {"bytes": 1 << 20, "ranks": 2} and largest.estimate == pytest.approx(2.0)
-    assert all(word in largest.basis for word in ("latency, unknown yet", "16 GB/s (measured in 1.1)", "2 ranks"))
+    assert all(word in largest.basis for word in ("without the latency", "16 GB/s (measured in 1.1)", "2 ranks"))
     others = {f.metric: f for f in forecasts if f.metric != "busbw_gb_s"}
     assert others["overlap_share"].estimate == 0 and others["overlap_share"].params["bytes"] == 1 << 20
     assert others["latency_s"].estimate is None and others["recommended_bytes"].estimate is None

@@ -41,7 +41,7 @@ def test_the_parts_of_a_phase_are_stacked_up_to_all_tensors(material):
     assert tops == pytest.approx([totals[phase] for phase in PHASES])
     peaks = [line.get_ydata()[0] for line in figure.axes[0].lines]
     assert peaks == pytest.approx([totals[phase] + 2.0 for phase in PHASES[1:]])
-    assert "add up to all live tensors" in texts(figure)
+    assert "equals all live tensors" in texts(figure)
 
 
 def test_policies_are_drawn_relative_to_none(material):

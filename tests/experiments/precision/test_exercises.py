@@ -31,9 +31,9 @@ def test_a_right_step_is_free_of_every_fault():
     [
         ({"unscale": False}, "a gradient of norm 5 is not clipped to 1"),
         ({"unscale": False}, "a gradient of norm 0.5 is changed"),
-        ({"update": False}, "the scale stays after an overflow"),
+        ({"update": False}, "the scale is not halved after an overflow"),
         ({"skip": False}, "an overflow changes the weights"),
-        ({"clear": False}, "gradients are left behind"),
+        ({"clear": False}, "gradients are not cleared"),
     ],
 )
 def test_each_fault_of_a_step_is_named(broken, fault):

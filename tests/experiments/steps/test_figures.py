@@ -25,7 +25,7 @@ def test_a_hosts_costs_are_bars_and_a_block_that_was_left_out_is_a_note(material
     eager, compiled = bars(figure.axes[1], hatched=False)
     assert bars(figure.axes[0], hatched=False)[0] == pytest.approx(31, rel=0.02) and "µs" in shown
     assert eager == pytest.approx(44 * 31, rel=0.02) and compiled == pytest.approx(2100, rel=0.02)
-    assert "Once a step, besides its operators: 43" in shown
+    assert "Besides its operators, a step takes 43" in shown
     figure, shown = drawn(operator_cost, cpu_material)
     assert len(figure.axes) == 1 and "left out by this profile" in shown
 
@@ -36,7 +36,7 @@ def test_phases_are_stacked_beside_their_least_times(material):
     times = [times for model, _, _, times in STEPS if model == "resnet50"]
     assert bars(figure.axes[0], hatched=False) == pytest.approx([part for each in times for part in each[:3]], rel=0.02)
     assert sum(bars(figure.axes[0], hatched=True)) == pytest.approx(sum(each[3] for each in times), rel=0.02)
-    assert "percent: of that" in shown and "Batch 32" in shown and "No least time" not in shown
+    assert "Percentages: least time divided" in shown and "Batch 32" in shown and "No least time" not in shown
 
 
 def test_each_variant_has_its_name_its_prediction_and_its_two_utilisations(material):
@@ -52,14 +52,14 @@ def test_each_variant_has_its_name_its_prediction_and_its_two_utilisations(mater
 def test_without_limits_there_are_no_hatched_bars_and_the_note_says_why(cpu_material):
     figure, shown = drawn(model_steps, cpu_material)
     assert not any(bars(axes, hatched=True) for axes in figure.axes)
-    assert "No least time: no data sheet entry" in shown and "percent: of that" not in shown
+    assert "No least time: no data sheet entry" in shown and "Percentages: least time" not in shown
     assert len(bars(figure.axes[3], hatched=False)) == 5, "without a peak the fastest product is all there is"
 
 
 def test_the_batch_that_did_not_fit_is_a_cross_on_the_line(material):
     figure, shown = drawn(batch_scaling, material)
     crosses = [line for line in figure.axes[1].lines if line.get_marker() == "x"]
-    assert len(crosses) == len(MIB_PER_SAMPLE) and "the allocator refused" in shown
+    assert len(crosses) == len(MIB_PER_SAMPLE) and "batches that did not fit" in shown
     assert {f"{int(cross.get_xdata()[0]):,}" for cross in crosses} <= {text.get_text() for text in figure.axes[1].texts}
     # The line meets the cap of 24 GiB at the largest batch; a quarter more lies above it.
     assert all(line.get_ydata()[0] == pytest.approx(1.25 * 23.6 + 0.4, rel=0.05) for line in crosses)
