@@ -1,8 +1,9 @@
 """Measure time, memory and FLOPs of functions and hardware: the public names of this package.
 
-The functions `time`, `compare`, `memory`, `flops`, `explain` and `relaunch` measure your own code. The others measure matrix
-products, bandwidth, caches, copies, launches, collectives and steps. No subpackage may have the name of a function here, because
-importing it would replace the function.
+The functions `time`, `compare`, `memory`, `flops`, `explain` and `relaunch` measure your own code. The other functions measure
+matrix products (GEMMs), bandwidth, caches, copies, kernel launches, collectives and training steps.
+
+No subpackage may have the same name as a function in this file. Importing the subpackage would replace the function.
 """
 
 from hyperion.hardware.specs import Ceilings

@@ -1,1 +1,1 @@
-"""The functions of `hyperion.measure` for a reader's own code, and their answers."""
+"""The functions of `hyperion.measure` that measure your own code, and the answers that they return."""

@@ -1,4 +1,4 @@
-"""Answers of `measure.time` and `measure.compare`: printed in a few lines, drawn, and stored as rows, with formatted numbers."""
+"""The answers of `measure.time` and `measure.compare`. They can be printed in a few lines, drawn as a figure, and stored as rows."""
 
 import functools
 import html
@@ -26,7 +26,7 @@ _BINARY = ((1024 * GIB, "Ti"), (GIB, "Gi"), (MIB, "Mi"), (KIB, "Ki"), (1, ""))
 
 
 class Answer:
-    """Base class: prints its text in a notebook and creates rows."""
+    """Base class of the answers. A notebook displays the text of an answer. Subclasses create rows."""
 
     def __repr__(self) -> str:
         return str(self)
@@ -35,7 +35,7 @@ class Answer:
         return f"<pre>{html.escape(str(self))}</pre>"
 
     def _row(self, place: dict, metric: str, value: float, about: dict, **columns) -> Row:
-        """Return a validated row; the caller's columns replace the answer's, its params are added."""
+        """Return a validated row. The caller's columns replace those of the answer; the caller's params are added."""
         given = dict(place)
         row = Row(metric=metric, value=value, params=about | (given.pop("params", None) or {}), **(columns | given))
         row.validate()
@@ -49,9 +49,9 @@ class TimeAnswer(Answer):
     Args:
         label: name of the function.
         timing: raw samples in seconds, and how they were taken.
-        device: the device it ran on.
+        device: the device that ran the function.
         minimum_samples: the requested number of samples.
-        notes: remarks on the output that do not affect the time.
+        notes: remarks on the output of the function. They do not affect the time.
     """
 
     label: str
@@ -62,8 +62,11 @@ class TimeAnswer(Answer):
 
     @functools.cached_property
     def estimate(self) -> Estimate:
-        """Median seconds of a call with its 95 % bootstrap interval. With fewer than 30 samples the interval is at least that
-        of the order statistics, which holds for any distribution."""
+        """Median seconds of a call with its 95 % bootstrap interval.
+
+        With fewer than 30 samples, the interval is extended to the interval from order statistics if this one is wider. Order
+        statistics give a valid interval for any distribution.
+        """
         estimate, samples = self.timing.estimate, self.timing.samples_s
         if len(samples) >= LEAST_FOR_THE_BOOTSTRAP:
             return estimate
@@ -72,7 +75,7 @@ class TimeAnswer(Answer):
 
     @property
     def verdict(self) -> str:
-        """ "settled" if the median can be trusted, else "not settled" with the reasons."""
+        """ "settled" if the median can be trusted. Otherwise "not settled" with the reasons."""
         doubts = _doubts(self.timing, self.estimate, self.minimum_samples)
         return "settled" if not doubts else "not settled: " + "; ".join(doubts)
 
@@ -85,7 +88,7 @@ class TimeAnswer(Answer):
         )
 
     def row(self, *, notebook: str, experiment: str, variant: str, **columns) -> Row:
-        """Return a row of the metric `call_time_s`; `columns` sets other columns of `Row` (dtype, limit, params …)."""
+        """Return a row of the metric `call_time_s`. `columns` sets further columns of `Row` (dtype, limit, params …)."""
         place = {"notebook": notebook, "experiment": experiment, "variant": variant, **columns}
         reason = "" if columns.get("limit") is not None else "no limit: what the function must do is not known"
         return self._row(
@@ -110,9 +113,9 @@ class ComparisonAnswer(Answer):
     """The comparison of two functions.
 
     Args:
-        labels, timings: of A and B; sample i of A and sample i of B were taken in the same round.
-        difference: the largest difference of the outputs over all compared calls; None if no call was compared.
-        output_reason: why outputs were not compared, else "".
+        labels, timings: labels and timings of A and B. Sample i of A and sample i of B were taken in the same round.
+        difference: the largest difference between the outputs over all compared calls. None if no call was compared.
+        output_reason: reason why the outputs were not compared. "" if they were compared.
         minimum_samples: the requested number of samples.
         notes: warnings about the outputs.
     """
@@ -127,13 +130,16 @@ class ComparisonAnswer(Answer):
 
     @functools.cached_property
     def ratio(self) -> Estimate:
-        """Speed of A over B; above 1 if A is faster. With fewer than 30 samples the interval is at least that of the order
-        statistics of both medians."""
+        """Speed of A divided by speed of B. A value above 1 means that A is faster.
+
+        With fewer than 30 samples, the interval is extended to the interval from the order statistics of both medians if this
+        one is wider.
+        """
         a, b = (timing.samples_s for timing in self.timings)
         ratio = ratio_estimate(a, b)
         if len(a) >= LEAST_FOR_THE_BOOTSTRAP:
             return ratio
-        # If each interval holds with 97.5 %, both hold together with 95 %.
+        # If each interval contains its median with a probability of 97.5 %, both do so together with at least 95 %.
         (low_a, high_a), (low_b, high_b) = (_order_interval(samples, (1 + CONFIDENCE) / 2) for samples in (a, b))
         return Estimate(ratio.value, min(ratio.ci_low, low_b / high_a), max(ratio.ci_high, high_b / low_a), ratio.n)
 
@@ -154,7 +160,7 @@ class ComparisonAnswer(Answer):
 
     @property
     def verdict(self) -> str:
-        """The faster function, if the 95 % interval of the ratio excludes 1."""
+        """Text that names the faster function if the 95 % interval of the ratio does not contain 1."""
         (a, b), ratio = self.labels, self.ratio
         if ratio.ci_low > 1:
             return f"{a} is {_times(ratio)} faster than {b}"
@@ -164,7 +170,7 @@ class ComparisonAnswer(Answer):
 
     @property
     def outputs(self) -> str:
-        """One line on the comparison of the outputs."""
+        """One line of text about the comparison of the outputs."""
         if self.difference is None:
             return f"outputs not compared: {self.output_reason}"
         result = "outputs agree" if self.outputs_agree else "OUTPUTS DIFFER"
@@ -187,7 +193,7 @@ class ComparisonAnswer(Answer):
         return f"{self.verdict}\n{times}\n{notes}"
 
     def row(self, *, notebook: str, experiment: str, variant: str, **columns) -> Row:
-        """Return A's speed over B's as a row of the metric `speedup`, with the error of the outputs as its check.
+        """Return a row of the metric `speedup`: speed of A / speed of B. The check of the row is the error of the outputs.
 
         Raises:
             RowError: the outputs differ.
@@ -221,7 +227,7 @@ class ComparisonAnswer(Answer):
         )
 
     def plot(self) -> "Figure":
-        """Plot the raw samples of both in the order taken, with their medians and intervals."""
+        """Plot the raw samples of both functions in the order taken, with their medians and intervals."""
         from hyperion.measure.api.display import draw_samples
 
         return draw_samples(dict(zip(self.labels, self.timings, strict=True)), self.device.name, self.verdict)
@@ -244,8 +250,10 @@ def state_of_device(timing: Timing) -> dict:
 
 
 def _order_interval(samples: np.ndarray, confidence: float) -> tuple[float, float]:
-    """Return the narrowest symmetric pair of order statistics that contains the median with this probability, for any
-    distribution. If even the smallest and largest sample do not reach it, return these two.
+    """Return an interval of the median from order statistics, which is valid for any distribution.
+
+    The result is the narrowest symmetric pair of order statistics that contains the median with the given probability. If even
+    the smallest and the largest sample do not reach this probability, these two samples are returned.
 
     Source: Conover, Practical Nonparametric Statistics, 3rd edition, section 3.2.
     """
@@ -264,7 +272,7 @@ def _doubts(timing: Timing, estimate: Estimate | None, minimum_samples: int) -> 
         doubts.append(f"only {taken} of {minimum_samples} samples fit into the time limit")
     coverage = 1 - 2.0 ** (1 - taken)
     if coverage < CONFIDENCE:
-        doubts.append(f"the range of {taken} samples contains the median with {100 * coverage:.0f} %, not 95 %")
+        doubts.append(f"the range of {taken} samples contains the median with a probability of {100 * coverage:.0f} %, not 95 %")
     if estimate is not None and timing.stopped != "interval":
         half = (estimate.ci_high - estimate.ci_low) / 2 / estimate.value if estimate.value else 0.0
         if half > RELATIVE_INTERVAL:

@@ -1,6 +1,6 @@
-"""Memory and FLOPs of one call, counted where PyTorch dispatches operators.
+"""Count the memory and the FLOPs of one call where PyTorch dispatches its operators.
 
-A compiled function runs uncompiled while it is counted, because fused operators are not dispatched.
+A compiled function runs without compilation while it is counted, because PyTorch does not dispatch fused operators.
 """
 
 import weakref
@@ -29,12 +29,12 @@ class MemoryAnswer(Answer):
     """The peak memory of a call.
 
     Args:
-        before_bytes: size of the tensors that existed before the call and that the call uses.
-        peak_bytes: largest total size of live tensors, counted by dispatch; includes `before_bytes`.
+        before_bytes: total size of the tensors that the call uses and that existed before the call.
+        peak_bytes: largest total size of live tensors, counted by dispatch. It includes `before_bytes`.
         peak_operator: the operator after which the peak was reached.
         history_bytes: total size of live tensors after each operator.
-        allocator_peak_bytes: peak of the device's allocator, over all tensors of the process; None on a CPU.
-        allocator_before_bytes: allocated bytes just before the call; None on a CPU.
+        allocator_peak_bytes: peak of the device's allocator over all tensors of the process. None on a CPU.
+        allocator_before_bytes: number of allocated bytes just before the call. None on a CPU.
     """
 
     label: str
@@ -48,7 +48,7 @@ class MemoryAnswer(Answer):
 
     @property
     def added_bytes(self) -> int:
-        """Peak minus the memory in use before the call: by the allocator on a GPU, by dispatch on a CPU."""
+        """Peak minus the memory in use before the call. On a GPU the allocator gives both values, on a CPU the count by dispatch."""
         if self.allocator_peak_bytes is None or self.allocator_before_bytes is None:
             return self.peak_bytes - self.before_bytes
         return self.allocator_peak_bytes - self.allocator_before_bytes
@@ -67,11 +67,11 @@ class MemoryAnswer(Answer):
         return f"{self.label}: {allocated} (device allocator, n=1)\n{tensors} {counted}"
 
     def row(self, *, notebook: str, experiment: str, variant: str, **columns) -> Row:
-        """Return the first of `rows`: the allocator's peak on a GPU, the count by dispatch on a CPU."""
+        """Return the first row of `rows`. On a GPU it is the allocator's peak, on a CPU the count by dispatch."""
         return self.rows(notebook=notebook, experiment=experiment, variant=variant, **columns)[0]
 
     def rows(self, *, notebook: str, experiment: str, variant: str, **columns) -> list[Row]:
-        """Return rows of `peak_memory_gib` (from the allocator, GPUs only) and `tensor_memory_gib` (by dispatch)."""
+        """Return a row of `peak_memory_gib` (peak of the allocator, only on GPUs) and a row of `tensor_memory_gib` (by dispatch)."""
         place = {"notebook": notebook, "experiment": experiment, "variant": variant, **columns}
         reason = "" if columns.get("limit") is not None else "no limit: what the function must hold is not known"
         peaks = {"peak_memory_gib": self.allocator_peak_bytes, "tensor_memory_gib": self.peak_bytes}
@@ -95,8 +95,8 @@ class Uncounted:
     Args:
         name: name with namespace, such as "aten::relu".
         calls: number of calls.
-        elements: elements of inputs and outputs, summed over all calls.
-        pointwise: PyTorch tags the operator as element-wise: a few FLOPs per element.
+        elements: number of elements of inputs and outputs, summed over all calls.
+        pointwise: whether PyTorch tags the operator as element-wise. Such an operator does only a few FLOPs per element.
     """
 
     name: str
@@ -110,9 +110,9 @@ class FlopsAnswer(Answer):
     """Floating-point operations of one call; a multiply-add counts as 2.
 
     Args:
-        by_operator: FLOPs by operator ("aten.mm"), largest first.
-        by_module: FLOPs by module path; a module includes its submodules.
-        uncounted: operators without a formula: custom operators first, then by number of elements.
+        by_operator: FLOPs by name of the operator ("aten.mm"), in descending order.
+        by_module: FLOPs by module path. The FLOPs of a module include those of its submodules.
+        uncounted: operators without a formula. Custom operators come first; the others are sorted by number of elements.
     """
 
     label: str
@@ -127,7 +127,7 @@ class FlopsAnswer(Answer):
 
     @property
     def verdict(self) -> str:
-        """What the total does not include."""
+        """Text that says which operators the total does not include."""
         custom = [f"{operator.name} ({operator.calls}×)" for operator in self.uncounted if not operator.pointwise]
         light = sum(operator.pointwise for operator in self.uncounted)
         if not self.by_operator and not self.uncounted:
@@ -145,7 +145,7 @@ class FlopsAnswer(Answer):
         return f"{total}{f': {parts}' if parts else ''}\n{self.verdict}"
 
     def row(self, *, notebook: str, experiment: str, variant: str, **columns) -> Row:
-        """Return the total as a row of the metric `flops`; params list the operators without a formula."""
+        """Return the total as a row of the metric `flops`. The row's params list the operators without a formula."""
         place = {"notebook": notebook, "experiment": experiment, "variant": variant, **columns}
         about = {"without_formula": [operator.name for operator in self.uncounted if not operator.pointwise]}
         return self._row(place, "flops", float(self.total), about, n=1)
@@ -157,7 +157,7 @@ class FlopsAnswer(Answer):
         return draw_flops(self.label, self.by_operator, self.by_module, self.verdict)
 
 
-# These allocate, move or fill memory: they do no arithmetic.
+# These operators allocate, move or fill memory. They do no arithmetic.
 _NO_ARITHMETIC = {
     f"aten::{name}"
     for name in (
@@ -192,10 +192,15 @@ _NO_ARITHMETIC = {
 
 
 def count_flops(function: Callable[[], object]) -> tuple[dict[str, int], dict[str, int], tuple[Uncounted, ...]]:
-    """Return FLOPs of one call by operator (largest first) and by module path, and the operators without a formula."""
+    """Count the FLOPs of one call.
+
+    Returns:
+        FLOPs by operator in descending order, FLOPs by module path, and the operators without a formula.
+    """
     counter = FlopCounterMode(display=False, custom_mapping=_more_formulas())
     rest = _OperatorsWithoutFormula(counter)
-    # The mode entered last sees an operator first: `rest` gets the operators into which the counter decomposes others.
+    # The dispatch mode that is entered last sees an operator first. So `rest` is entered first: it then sees the operators into
+    # which the counter decomposes other operators.
     with torch.compiler.set_stance("force_eager"), rest, counter:
         function()
     counts = counter.get_flop_counts()
@@ -203,13 +208,13 @@ def count_flops(function: Callable[[], object]) -> tuple[dict[str, int], dict[st
     by_operator = dict(sorted(((str(op), n) for op, n in whole.items()), key=lambda item: item[1], reverse=True))
     by_module = {module: sum(operators.values()) for module, operators in counts.items()}
     uncounted = (Uncounted(name, calls, elements, pointwise) for name, (calls, elements, pointwise) in rest.counts.items())
-    # Custom operators come first: nothing is known about their FLOPs.
+    # Custom operators come first, because nothing is known about their FLOPs.
     order = sorted(uncounted, key=lambda operator: (operator.name.startswith("aten::"), -operator.elements))
     return by_operator, by_module, tuple(order)
 
 
 def _more_formulas() -> dict:
-    """Return formulas missing in PyTorch's registry: attention on CPUs, and integer products."""
+    """Return the formulas that are missing in PyTorch's registry: for attention on CPUs, and for integer matrix products."""
     aten = torch.ops.aten
 
     def attention(query, key, value, *_, out_shape=None, **__) -> int:
@@ -229,7 +234,7 @@ def _more_formulas() -> dict:
 
 
 class _OperatorsWithoutFormula(TorchDispatchMode):
-    """Records operators without a FLOP formula: name -> (calls, elements of inputs and outputs, pointwise)."""
+    """Records operators without a FLOP formula in a dict: name -> (calls, elements of inputs and outputs, pointwise)."""
 
     def __init__(self, counter: FlopCounterMode):
         super().__init__()
@@ -250,7 +255,7 @@ class _OperatorsWithoutFormula(TorchDispatchMode):
 
 
 def watch_memory(function: Callable[[], object], device: Device) -> "PeakCounter":
-    """Call a function twice: to find the existing tensors that it uses, and to count with them."""
+    """Call a function twice: first to find the existing tensors that the function uses, then to count the live tensors."""
     with torch.compiler.set_stance("force_eager"):
         with _ExistingTensors(device) as existing:
             function()
@@ -287,7 +292,7 @@ class _ExistingTensors(TorchDispatchMode):
         return [leaf for leaf in leaves if not self._known(leaf)]
 
     def _known(self, tensor: torch.Tensor) -> bool:
-        # The key of a freed storage can be reused by a new one.
+        # A new storage can have the same key as a storage that was freed.
         reference = self._known_storages.get(storage_key(tensor))
         return reference is not None and reference() is not None
 
@@ -297,11 +302,11 @@ class _ExistingTensors(TorchDispatchMode):
 
 
 class PeakCounter(TensorMemory):
-    """Records the size of live tensors before the first and after each operator, and the operator at the peak."""
+    """Records the total size of live tensors before the first operator and after each operator, and the operator at the peak."""
 
     def __init__(self, device: Device, alive: list[torch.Tensor]):
         super().__init__(device, alive)
-        alive.clear()  # the list would keep alive the tensors that the function frees
+        alive.clear()  # the list would keep tensors alive that the function frees
         self.before_bytes, self.peak_operator = self.now_bytes, ""
         self.history_bytes: list[int] = []
 

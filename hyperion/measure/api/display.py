@@ -1,6 +1,7 @@
-"""Figures of the answers of `hyperion.measure`. Imported only for drawing, because matplotlib is slow to import.
+"""Draw the figures of the answers of `hyperion.measure`.
 
-The style equals that of hyperion/figures/style.py, which this package may not import.
+This module is imported only when a figure is drawn, because the import of matplotlib is slow. The style is the same as in
+hyperion/figures/style.py, which this package may not import.
 """
 
 import io
@@ -16,7 +17,7 @@ from hyperion.measure.api.answers import bytes_scale, estimate_text, flops_text,
 from hyperion.measure.clock.timing import Timing
 
 INK, MUTED, GRID = "#1b1f24", "#6a737d", "#e3e6ea"
-# Okabe and Ito, Color Universal Design, 2008.
+# Source of the colours: Okabe and Ito, Color Universal Design, 2008.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#5b5b5b")
 MARKERS = ("o", "s")
 _STYLE: dict[Any, Any] = {
@@ -54,7 +55,7 @@ class AnswerFigure(Figure):
 
 
 def draw_samples(timings: dict[str, Timing], machine: str, verdict: str) -> Figure:
-    """Draw raw samples in the order taken, one colour per function, with median and 95 % interval."""
+    """Draw the raw samples in the order taken, with the median and its 95 % interval. Each function has its own colour."""
     estimates = {label: timing.estimate for label, timing in timings.items()}
     factor, unit = time_scale(min(estimate.value for estimate in estimates.values()))
     with mpl.rc_context(_STYLE):
@@ -66,7 +67,8 @@ def draw_samples(timings: dict[str, Timing], machine: str, verdict: str) -> Figu
             axes.axhline(estimate.value / factor, color=colour, linewidth=1.4, label=f"{label}: {estimate_text(estimate)}")
         cache = "cold" if next(iter(timings.values())).cold else "hot"
         axes.set(xlabel="sample, in the order taken", ylabel=f"{unit} per call, {cache} cache")
-        # A few slow calls would compress all others into one line: cut them off, and say how many in the legend.
+        # A few slow calls would compress all other calls into one line. Cut the slow calls off, and give their number in the
+        # title of the legend.
         everything = np.concatenate([timing.samples_s for timing in timings.values()]) / factor
         top = min(1.1 * everything.max(), 3 * max(estimate.ci_high for estimate in estimates.values()) / factor)
         axes.set_ylim(0, top)
@@ -116,7 +118,7 @@ def draw_waterfall(title: str, parts: list[tuple[str, float, float]], machine: s
     """Draw the parts of a step as a waterfall: each bar starts where the previous one ends.
 
     Args:
-        parts: (name, seconds, share of the step); they add up to the step.
+        parts: (name, seconds, share of the step) of each part. The parts add up to the step.
     """
     factor, unit = time_scale(sum(seconds for _, seconds, _ in parts))
     with mpl.rc_context(_STYLE):

@@ -1,4 +1,4 @@
-"""Explain where the time of a training step goes: parts that add up to the step, from PyTorch's profiler."""
+"""Explain where the time of a training step goes. PyTorch's profiler splits the step into parts that add up to the step."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
@@ -42,10 +42,10 @@ class Part:
     """A part of a step.
 
     Args:
-        name: "data wait", "launch gaps", "exposed communication" …
-        nanoseconds: time in all profiled steps.
+        name: name of the part, such as "data wait", "launch gaps" or "exposed communication".
+        nanoseconds: total time of the part in all profiled steps.
         share: share of the profiled time, 0 to 1.
-        seconds: this share of an unprofiled step.
+        seconds: `share` times the duration of an unprofiled step.
     """
 
     name: str
@@ -56,15 +56,15 @@ class Part:
 
 @dataclass(frozen=True, repr=False)
 class Explanation(Answer):
-    """The parts of a step; their times add up to the step.
+    """The parts of a step. The times of the parts add up to the time of the step.
 
     Args:
-        parts: waiting, moving, computing, and the unexplained rest.
-        timing: the unprofiled step in seconds. On a GPU each sample is the mean of as many steps in a row as were profiled,
-            because the host runs ahead of the device.
-        profiled_step_s: seconds of a step under the profiler; the difference is the cost of the profiler.
+        parts: parts for waiting, for moving data and for computing, and the unexplained rest.
+        timing: the unprofiled step in seconds. On a GPU each sample is the mean of `steps` steps in a row, because the host
+            runs ahead of the device.
+        profiled_step_s: seconds of a step under the profiler. The difference to `timing` is the cost of the profiler.
         steps: number of profiled steps.
-        flops: FLOPs of one step, None without ceilings.
+        flops: FLOPs of one step. None if `explain` was called without ceilings.
         notes: warnings.
     """
 
@@ -92,7 +92,7 @@ class Explanation(Answer):
         """Return the part with this name.
 
         Raises:
-            KeyError: no part has this name. GEMM is one part without ceilings and two parts with them.
+            KeyError: no part has this name. With ceilings, GEMM is split into two parts with other names.
         """
         try:
             return next(part for part in self.parts if part.name == name)
@@ -110,15 +110,15 @@ class Explanation(Answer):
 
     @property
     def profiler_cost(self) -> str:
-        """The number and time of the profiled steps, and how much slower the profiler made them."""
+        """Text with the number and the time of the profiled steps, and with the time that the profiler added."""
         unprofiled = self.estimate.value
         return (
-            f"shares are those of {self.steps} profiled steps in a row ({seconds_text(self.profiled_step_s)} each), times are "
+            f"shares are from {self.steps} profiled steps in a row ({seconds_text(self.profiled_step_s)} each); times are "
             f"scaled to the unprofiled step; the profiler costs {100 * (self.profiled_step_s / unprofiled - 1):+.0f} %"
         )
 
     def rows(self, *, notebook: str, experiment: str, variant: str, **columns) -> list[Row]:
-        """Return a row of `step_time_s`, and one of `share` for each part with its name in params["what"]."""
+        """Return a row of `step_time_s`, and a row of `share` for each part. params["what"] is the name of the part."""
         place = {"notebook": notebook, "experiment": experiment, "variant": variant, **columns}
         time = self.estimate
         step = self._row(
@@ -155,30 +155,43 @@ def explain(
 ) -> Explanation:
     """Explain where the time of a training step goes. The parts add up to 100 %.
 
-    Each moment of the profiled steps belongs to one part. On a GPU the first of these that is active counts: products
-    (including convolutions and attention), other kernels, communication, copies to or from the host. While the device is
-    idle, the moment counts as data wait or as launch gap, depending on what the host does. On a CPU the parts are data wait,
-    operators by kind, and launch gaps (the step outside of operators). The rest is unexplained. The kind of a kernel is
-    derived from its name.
+    Every nanosecond of the profiled steps belongs to exactly one part. On a GPU, work of several kinds can run at the same time.
+    The time then counts for the first active kind in this order:
 
-    The step runs some hundred times: three windows of `profiled_steps` under the profiler, of which the window of median
-    length counts; `minimum_samples` times without the profiler (on a GPU `profiled_steps` per sample); and the warm-up.
+    1. GEMM kernels, including convolutions and attention
+    2. other kernels
+    3. communication
+    4. copies to or from the host
 
-    In a process group, every rank must call this function. The unprofiled step is the slowest rank's; the parts are those of
-    this rank.
+    While the device is idle, the time counts as data wait or as launch gap. This depends on what the host does at this time. On
+    a CPU the parts are data wait, operators by kind, and launch gaps (time of the step outside of operators). The rest is
+    unexplained. The kind of a kernel is derived from the kernel's name.
+
+    The step runs some hundred times:
+
+    - The warm-up.
+    - Three windows of `profiled_steps` steps under the profiler. The window of median length is used.
+    - `minimum_samples` samples without the profiler. On a GPU, a sample has `profiled_steps` steps.
+
+    In a process group, every rank must call this function. The time of the unprofiled step is that of the slowest rank. The
+    parts are those of this rank.
 
     Args:
-        step: does one step. Takes no argument, or the batch if `data` is given. It does not have to synchronise.
-        data: source of batches: a callable, or an iterable such as a DataLoader, which restarts when it ends.
+        step: function that does one step. It takes the batch as its argument if `data` is given, and no argument otherwise. It
+            does not have to synchronise.
+        data: source of batches: a callable, or an iterable such as a DataLoader. The iterable is restarted when it ends.
         device: as in `time`.
-        ceilings: the rate that products could reach. With it, GEMM is split into the time needed at this rate and the rest;
-            this needs one more, uncompiled call to count the FLOPs.
-        minimum_samples: unprofiled samples. The time limit can end sampling earlier, after at least 3.
-        time_limit_s: seconds for warm-up and unprofiled samples; the first step, which may compile, is not included.
+        ceilings: the rate that matrix products (GEMMs) could reach. With ceilings, GEMM is split into the time that is needed
+            at this rate and the rest. This needs one additional call without compilation to count the FLOPs.
+        minimum_samples: smallest number of unprofiled samples. The time limit can end sampling earlier, but not before 3
+            samples.
+        time_limit_s: seconds for warm-up and unprofiled samples. The first step may compile, so its time is not included.
 
     Raises:
         HyperionError: an argument is out of range, the step is not callable, the data is empty, or the profiler recorded no
-            kernel. An exception of the step itself is re-raised with a note.
+            kernel.
+
+    An exception that the step itself raises is re-raised with a note.
     """
     feed = _feed(data)
     checked_callable(step, "explain", () if feed is None else ("the batch",))
@@ -208,7 +221,7 @@ def explain(
 
 
 def _time_steps(one: Callable[[], object], device: Device, in_a_row: int, sampling: dict) -> Timing:
-    one()  # compiles, loads and allocates, outside of the time limit
+    one()  # the first step compiles, loads and allocates; its time does not count for the time limit
     here = world()
     sampling = sampling | {"budget_s": sampling["time_limit_s"]}
     if here.size == 1:
@@ -219,7 +232,7 @@ def _time_steps(one: Callable[[], object], device: Device, in_a_row: int, sampli
 
 
 def _named(kinds: dict[str, int], ideal_ns: float | None) -> dict[str, int]:
-    """Return nanoseconds by part in display order, with products split at the ceiling if there is one."""
+    """Return the nanoseconds of each part in display order. If there is a ceiling, GEMM is split into two parts."""
     named = {kind: kinds[kind] for kind in (DATA, GAPS, COMMUNICATION, COPIES, MEMORY)}
     if ideal_ns is None:
         named[GEMM] = kinds[GEMM]
@@ -233,8 +246,8 @@ def _notes(gemm_ns: int, ideal_ns: float | None, ceilings: Ceilings | None, over
     notes = []
     if ceilings is not None and ideal_ns is not None and ideal_ns > gemm_ns:
         notes.append(
-            f"WARNING: products were faster than the ceiling of {ceilings.tflops:.4g} TFLOPS ({ceilings.source}): "
-            "the ceiling is that of another dtype, or some product kernels were not recognised by name"
+            f"WARNING: matrix products were faster than the ceiling of {ceilings.tflops:.4g} TFLOPS ({ceilings.source}): "
+            "the ceiling belongs to another dtype, or the names of some GEMM kernels were not recognised"
         )
     if overhead > _OVERHEAD_WORTH_A_WARNING:
         notes.append(f"launch gaps are overstated: the profiler slows the host by about {100 * overhead:.0f} % of the step")

@@ -5,12 +5,17 @@
     print(measure.time(lambda: model(x)))
     print(measure.compare(eager, compiled, labels=("eager", "compiled")))
 
-A function takes no arguments: bind them with a lambda. All timing is done by `time_interleaved`.
+The measured function takes no arguments. Use a lambda to bind its arguments. All times are measured by `time_interleaved`.
 
-`time` and `compare` also check the outputs. They call each function twice before the timing and twice after it, from the same
-random state, and require that the outputs before and after agree (unless the first two calls already differ, as those of a
-training step do), that every call writes its output, and that no work is left on other threads or streams. If a function
-returns None, its output is not checked.
+`time` and `compare` also check the outputs. They call each function twice before the timing and twice after the timing. All of
+these calls start from the same random state. The checks require:
+
+- The outputs before and after the timing agree. This check is skipped if the outputs of the first two calls already differ, as
+  in a training step.
+- Every call writes its output.
+- No work is still running on other threads or streams when a call returns.
+
+If a function returns None, its output is not checked.
 """
 
 import contextlib
@@ -49,10 +54,11 @@ from hyperion.processes import World, world
 
 Function = Callable[[], object]
 Result = TypeVar("Result")
-# Defaults: samples and time limit with `quick`, and the time limit without it.
+# Defaults: number of samples with `quick`, time limit with `quick`, and time limit without `quick`.
 _QUICK_SAMPLES, _QUICK_LIMIT_S, _LIMIT_S = 10, 0.2, 5.0
-# The fewest calls of a function after its first two, however short the limit: one of warm-up, one block of calls in a row,
-# three samples, and one after the timing. A GPU's clock adds one call to each of the first small batches.
+# Smallest number of calls of a function after its first two calls, for any time limit. On a CPU: one call for warm-up, one block
+# of calls in a row, three samples, and one call after the timing. On a GPU the clock adds one call to each of the first small
+# batches.
 _LEAST_CALLS = {"cpu": 6}
 _LEAST_CALLS_ON_A_GPU = 11
 _RENDEZVOUS_S = 60.0
@@ -72,31 +78,36 @@ def time(
 ) -> TimeAnswer:
     """Measure the time of one call in seconds.
 
-    Warms up until the times are stable, then samples until the 95 % interval of the median is within 1 %.
+    The function is first called until its times are stable (warm-up). Then samples are taken until the 95 % confidence interval
+    of the median is within 1 % of the median.
 
-    In a process group, every rank must call this function. All ranks take the same number of samples, and each sample is the
-    time of the slowest rank, so the measured function may contain collectives.
+    In a process group, every rank must call this function. All ranks take the same number of samples, so the measured function
+    may contain collectives. Each sample is the time of the slowest rank.
 
     Args:
-        function: takes no arguments and does one unit of work. It does not have to synchronise.
+        function: function without arguments that does one unit of work. The function does not have to synchronise.
         device: a `hyperion.hardware.Device` or a PyTorch device name ("cpu", "cuda:1"). None uses the current device.
-        cold: flush the last-level cache before each call. Use False for whole steps and for code that runs in a tight loop.
-            None means True, or False with `quick` or `back_to_back`.
-        label: name of the function in the output. None uses its own name.
-        minimum_samples: at least 3. None means 30, or 10 with `quick`. The time limit can end sampling earlier.
-        time_limit_s: seconds for warm-up, checks and samples. The first call, which may compile, is not included. None means
-            5 s, or 0.2 s with `quick`; a slow function then gets as long as the fewest calls need.
-        back_to_back: if above 0, each sample is the mean of this many calls in a row on the host's clock, launch overhead
-            included. Requires cold=False.
-        quick: answer in about 0.2 s, like `torch.utils.benchmark.Timer.blocked_autorange`. Caches are hot, warm-up does not
-            wait for slow clocks to settle, and the interval is wider than 1 %.
-        alone: in a process group, time on this rank only.
+        cold: if True, flush the last-level cache before each call. Use False for whole steps and for code that runs in a tight
+            loop. None means False with `quick` or `back_to_back`, and True otherwise.
+        label: name of the function in the output. None uses the function's own name.
+        minimum_samples: smallest number of samples, at least 3. None means 10 with `quick`, and 30 otherwise. Fewer samples are
+            taken if the time limit is reached first.
+        time_limit_s: seconds for warm-up, checks and samples. The first call may compile, so its time is not included. None
+            means 0.2 s with `quick`, and 5 s otherwise. With None, a slow function gets more time if the smallest number of
+            calls needs it.
+        back_to_back: if above 0, each sample is the mean time of this many calls in a row. The host's clock measures it, so
+            the time includes the launch overhead. Requires cold=False.
+        quick: if True, return an answer in about 0.2 s, like `torch.utils.benchmark.Timer.blocked_autorange`. Caches are hot,
+            the warm-up does not wait until the device's clock frequency is stable, and the interval is wider than 1 %.
+        alone: if True, measure on this rank only, also in a process group.
 
     Raises:
         HyperionError: an argument is out of range, or the time limit is too short for 3 samples.
-        HarnessError: the output changed between the calls before and after the timing, aliases an input, or was not written;
-            work was left on another thread or stream; or the timing failed one of its checks. An exception of the function
-            itself is re-raised with a note.
+        HarnessError: the measurement is wrong for one of these reasons. The output after the timing differs from the output
+            before it. The output is memory of an input. A call did not write its output. Work was still running on another
+            thread or stream when a call returned. Or the timing failed one of its own checks.
+
+    An exception that the function itself raises is re-raised with a note.
     """
     settings = _Settings.of("time", device, cold, minimum_samples, time_limit_s, back_to_back, quick, alone)
     function, label = checked_callable(function, "time"), _label(label) or _name_of(function, "the function")
@@ -106,7 +117,7 @@ def time(
     change = examined.changes[0]
     if change is not None and not change.agrees:
         raise HarnessError(
-            f"{label}: a call after the timing returned another value than the first two calls: {change.worst}",
+            f"{label}: a call after the timing returned a different value than the first two calls: {change.worst}",
             where="the output of a timed function",
             next_step="do the same work on the same input in every call; return None if a call changes state that it depends on",
         )
@@ -129,23 +140,28 @@ def compare(
 ) -> ComparisonAnswer:
     """Compare the speed of two functions and their outputs.
 
-    Calls of A and B alternate, so drift affects both alike. Outputs are compared in float64 for the first call, the second
-    call, and one call after the timing (the last one only if calls do not depend on earlier calls). They agree if the relative
-    Frobenius error is within `OUTPUT_TOLERANCE` of the coarser dtype and each element is within `element_tolerance`, for sums
-    as long as the largest tensor that the functions can reach. NaN and infinity agree only with the same value at the same
-    index. Integers and booleans must be equal.
+    Calls of the first function (A) and the second function (B) alternate, so that drift affects both functions in the same way.
 
-    If the values differ, the answer says so and its `row` raises.
+    Outputs are compared in float64: for the first call, for the second call, and for one call after the timing. The comparison
+    after the timing is skipped if calls depend on earlier calls. Two outputs agree if both conditions hold:
+
+    - The relative Frobenius error is within `OUTPUT_TOLERANCE` of the less precise dtype.
+    - The error of each element is within `element_tolerance`. The assumed length of a sum is the number of elements of the
+      largest tensor that the functions can reach.
+
+    NaN and infinity agree only with the same value at the same index. Integers and booleans must be equal.
+
+    If the values differ, the text of the answer says so, and `row` of the answer raises an error.
 
     Args:
         labels: names of A and B in the output. None uses the functions' names, or "A" and "B".
-        tolerance: replaces both tolerances: the largest relative Frobenius error, and the largest |a - b| / (|b| + rms(b)) of
-            an element.
+        tolerance: one value that replaces both tolerances. It is the largest allowed relative Frobenius error, and the largest
+            allowed |a - b| / (|b| + rms(b)) of an element.
 
-    The other arguments and errors are those of `time`.
+    The other arguments and errors are the same as in `time`.
 
     Raises:
-        OutputMismatchError: the outputs differ in structure, shape or kind of number.
+        OutputMismatchError: the outputs differ in structure, in shape or in kind of number.
     """
     settings = _Settings.of("compare", device, cold, minimum_samples, time_limit_s, back_to_back, quick, alone)
     functions = [checked_callable(function_a, "compare"), checked_callable(function_b, "compare")]
@@ -201,11 +217,12 @@ class _Settings:
 
 @dataclass(frozen=True)
 class _Examined:
-    """Timings, and the comparisons of the outputs.
+    """The timings of the functions and the comparisons of their outputs.
 
     Args:
-        between: differences of A and B in each call that can be compared.
-        changes: difference of each function between its first call and the one after the timing; None if not comparable.
+        between: differences between the outputs of A and B, one for each call that can be compared.
+        changes: for each function, the difference between the output of the first call and the output after the timing. None
+            if the two outputs cannot be compared.
         notes: warnings about the outputs.
     """
 
@@ -228,8 +245,8 @@ def _examine(
     timed: list[Function] = functions
     clock, calls = None, 1
     if here.size > 1:
-        # The samples and the elapsed time decide how often to call. RanksClock makes both equal on all ranks: ranks that
-        # called a collective a different number of times would hang.
+        # The samples and the elapsed time decide how often the functions are called. RanksClock makes samples and elapsed time
+        # equal on all ranks. Otherwise ranks could call a collective a different number of times, and would hang.
         clock, calls = RanksClock(here, lambda: None, lambda what: None), max(1, settings.back_to_back)
         timed = [functools.partial(repeat, function, calls) for function in functions]
     timings = time_interleaved(
@@ -258,9 +275,9 @@ class _Outputs:
 
     Args:
         calls: copies of both outputs.
-        differ: the two outputs differ.
-        keeps_state: the second call changed tensors that the function can reach.
-        reduction: length of the longest sum, for the tolerance.
+        differ: whether the two outputs differ.
+        keeps_state: whether the second call changed tensors that the function can reach.
+        reduction: assumed length of the longest sum, which sets the tolerance.
     """
 
     calls: tuple[Snapshot, Snapshot]
@@ -275,7 +292,7 @@ def _before(
     """Call each function twice.
 
     Returns:
-        Outputs, seconds of one call of all functions together, and seconds since the end of the first calls.
+        The outputs, the seconds that one call of every function takes in total, and the seconds since the end of the first calls.
     """
     calls: list[list[Snapshot]] = [[] for _ in functions]
     watches = [WorkLeft(device) for _ in functions]
@@ -325,10 +342,10 @@ def _after(
         notes += [doubt] if doubt else []
         if snapshot.uncompared:
             paths = ", ".join(f"output{path}" for path in snapshot.uncompared)
-            notes.append(f"{label}: {paths} cannot be read, so it was not compared")
+            notes.append(f"{label}: the values of {paths} cannot be read, so they were not compared")
         change = None if own.differ else _change(own, snapshot, tolerance)
         if own.differ or (own.keeps_state and change is not None and not change.agrees):
-            notes.append(f"{label}: calls return different values, so only the first two were checked")
+            notes.append(f"{label}: calls return different values, so only the first two calls were checked")
             change, drifts = None, True
         changes.append(change)
     between = []
@@ -361,13 +378,15 @@ def _same(first: Snapshot, second: Snapshot, reduction: int, tolerance: float | 
 
 
 def _limit(settings: _Settings, call_s: float, used_s: float, labels: tuple[str, ...]) -> float:
-    """Return the seconds available after the first calls; without a limit, at least enough for the fewest calls.
+    """Return the seconds that are available after the first calls.
+
+    Without a limit from the user, this time is long enough for the smallest number of calls.
 
     Raises:
         HyperionError: the given limit is too short for three samples.
     """
     calls = _LEAST_CALLS.get(settings.device.kind, _LEAST_CALLS_ON_A_GPU) + 4 * (max(1, settings.back_to_back) - 1)
-    needed_s = 2 * used_s + calls * call_s  # the calls after the timing and their checks take as long again
+    needed_s = 2 * used_s + calls * call_s  # the checks after the timing take as long as the checks before it
     if settings.time_limit_s is None:
         return max(settings.default_limit_s, 1.2 * needed_s)
     if needed_s > settings.time_limit_s:
@@ -388,7 +407,7 @@ _meetings = 0
 
 
 def _meet(here: World) -> None:
-    """Wait until every rank has called: collectives of a timing that only some ranks run would hang.
+    """Wait until every rank has called the timing function. If only some ranks ran the timing, its collectives would hang.
 
     Raises:
         HyperionError: some ranks did not call within a minute.
@@ -403,7 +422,7 @@ def _meet(here: World) -> None:
     except RuntimeError as error:  # torch's DistStoreError is one
         missing = [rank for rank in ranks if not store.check([rank])]
         raise HyperionError(
-            f"rank {', '.join(missing)} did not call this within {_RENDEZVOUS_S:g} s",
+            f"rank {', '.join(missing)} did not call this timing function within {_RENDEZVOUS_S:g} s",
             where=f"rank {here.rank} of {here.size}",
             next_step="call it on every rank, or pass alone=True to time on this rank only",
         ) from error
@@ -411,7 +430,7 @@ def _meet(here: World) -> None:
 
 
 def _slowest(here: World, seconds: float) -> float:
-    """Return the largest value of all ranks."""
+    """Return the largest value over all ranks."""
     if here.size == 1:
         return seconds
     agreed = torch.tensor([seconds], dtype=torch.float64, device=here.device.torch_device)
@@ -420,13 +439,13 @@ def _slowest(here: World, seconds: float) -> float:
 
 
 def _agreed(here: World, work: Callable[[], Result]) -> Result:
-    """Run work on every rank. If it fails on one rank, raise on all, so that no rank hangs in the next collective."""
+    """Run `work` on every rank. If it fails on one rank, raise on all ranks, so that no rank hangs in the next collective."""
     if here.size == 1:
         return work()
     try:
         result = work()
     except Exception:
-        _slowest(here, float(here.rank + 1))  # the other ranks must know of the failure before this one leaves
+        _slowest(here, float(here.rank + 1))  # tell the other ranks about the failure before this rank leaves
         raise
     if failed := int(_slowest(here, 0.0)):
         raise HyperionError(
@@ -440,11 +459,14 @@ def _agreed(here: World, work: Callable[[], Result]) -> Result:
 def memory(function: Function, *, device: Device | str | torch.device | None = None, label: str | None = None) -> MemoryAnswer:
     """Measure the peak memory of one call in bytes.
 
-    Counts the tensors that operators return (by dispatch, on any device) and, on a GPU, reads the allocator's peak. The
-    function is called three times, four on a GPU: to warm up and create lazy state, to find the tensors that it works on, and
-    once per count. While operators are counted, a compiled function runs uncompiled.
+    On every device, the tensors that operators return are counted where PyTorch dispatches the operators. On a GPU, the peak of
+    the allocator is also read.
 
-    The arguments and errors are those of `time`.
+    The function is called three times, or four times on a GPU. The first call warms up and creates state that is created at
+    first use. The second call finds the tensors that the function uses. Each remaining call measures one of the two peaks.
+    While operators are counted, a compiled function runs without compilation.
+
+    The arguments and errors are the same as in `time`.
     """
     function, label = checked_callable(function, "memory"), _label(label) or _name_of(function, "the function")
     device = device_of(device)
@@ -464,10 +486,11 @@ def memory(function: Function, *, device: Device | str | torch.device | None = N
 def flops(function: Function, *, label: str | None = None) -> FlopsAnswer:
     """Count the floating-point operations of one call, by operator and by module, and list operators without a formula.
 
-    Operators are counted where PyTorch dispatches them, with the formulas of torch.utils.flop_counter for products,
-    convolutions and attention. A multiply-add counts as 2. The function is called once; a compiled one runs uncompiled.
+    Operators are counted where PyTorch dispatches them. The formulas for matrix products, convolutions and attention are those
+    of torch.utils.flop_counter. A multiply-add counts as 2. The function is called once. A compiled function runs without
+    compilation.
 
-    The errors are those of `time`.
+    The errors are the same as in `time`.
     """
     function, label = checked_callable(function, "flops"), _label(label) or _name_of(function, "the function")
     with noting("flops", label):
@@ -475,10 +498,10 @@ def flops(function: Function, *, label: str | None = None) -> FlopsAnswer:
 
 
 def device_of(device: Device | str | torch.device | None) -> Device:
-    """Return the described device of a PyTorch device name; None means the current GPU, or the CPU if there is none.
+    """Return the `Device` for a PyTorch device name. None means the current GPU, or the CPU if there is no GPU.
 
     Raises:
-        HyperionError: there is no such device here, or its kind is not supported.
+        HyperionError: this machine has no such device, or this kind of device is not supported.
     """
     if isinstance(device, Device):
         return device
@@ -500,7 +523,7 @@ def device_of(device: Device | str | torch.device | None) -> Device:
         raise HyperionError(f"there is no device {str(place)!r}: all CPUs are one device", where="device=", next_step='use "cpu"')
     if place.type == "cuda" and (place.index or 0) >= torch.cuda.device_count():
         raise HyperionError(
-            f"{str(place)!r} is not one of {torch.cuda.device_count()} GPUs",
+            f"{str(place)!r} does not exist: PyTorch sees {torch.cuda.device_count()} GPUs",
             where="device=",
             next_step=f'use "cuda:0" to "cuda:{torch.cuda.device_count() - 1}"',
         )
@@ -515,10 +538,10 @@ def _described(kind: str, index: int) -> Device:
 
 
 def checked_callable(function: object, question: str, arguments: tuple = ()) -> Function:
-    """Return the function if it can be called with these arguments and does its work when called.
+    """Return the function if it can be called with these arguments and does its work when it is called.
 
     Raises:
-        HyperionError: it is not callable, returns only a coroutine or generator, or takes other arguments.
+        HyperionError: the function is not callable, only creates a coroutine or a generator, or takes other arguments.
     """
     where, given = f"hyperion.measure.{question}", " batch" if arguments else ""
     if not callable(function):
@@ -531,7 +554,7 @@ def checked_callable(function: object, question: str, arguments: tuple = ()) -> 
         raise HyperionError(
             f"calling {_name_of(function, 'it')} only creates a coroutine or generator and does no work",
             where=where,
-            next_step="pass a function that runs it to the end",
+            next_step="pass a function that runs the coroutine or generator to its end",
         )
     with contextlib.suppress(ValueError):  # built-in functions may have no signature
         signature = inspect.signature(function)
@@ -550,7 +573,7 @@ def _label(label: str | None) -> str | None:
     """Return the label.
 
     Raises:
-        HyperionError: it is blank or not a string.
+        HyperionError: the label is blank or not a string.
     """
     if label is not None and not (isinstance(label, str) and label.strip()):
         raise HyperionError(f"label is {label!r}", where="label=", next_step="pass a name, or None for the function's name")
@@ -580,7 +603,7 @@ def _two_names(function_a: Function, function_b: Function) -> tuple[str, str]:
 
 @contextlib.contextmanager
 def noting(question: str, label: str) -> Iterator[None]:
-    """Add a note to exceptions of the measured function, and keep their type."""
+    """Add a note to exceptions that the measured function raises. The type of the exception stays the same."""
     try:
         yield
     except HyperionError:

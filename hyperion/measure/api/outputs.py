@@ -1,7 +1,11 @@
-"""Checks of a function's output: compared element by element, written by every call, complete when the call returns.
+"""Check the output of a timed function.
 
-A correctly timed function can still do no work: it may return the result of an earlier call, its own input, or a buffer that
-another thread fills later. These checks call the function a few times outside of the timing.
+The checks compare outputs element by element. They also require that every call writes its output, and that the output is
+complete when the call returns.
+
+These checks are needed because the time of a function can be correct although the function does no work. For example, the
+function may return the result of an earlier call, its own input, or a buffer that another thread fills later. The checks call
+the function a few times outside of the timing.
 """
 
 import contextlib
@@ -28,16 +32,17 @@ from hyperion.errors import HyperionError
 from hyperion.hardware import Device
 from hyperion.measure.clock.timing import HarnessError
 
-# Largest relative Frobenius error between two correct computations that sum in another order.
+# Largest relative Frobenius error between two correct computations that add numbers in a different order.
 OUTPUT_TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 3e-2}
-# Roundings to the output format by which an element may differ, and bounds on the assumed length of sums: functions chain
-# several operations, so no sum is assumed short, and blocked sums err less than one very long sum.
+# Number of roundings to the output format by which an element may differ, and the limits of the assumed length of sums. The
+# lower limit is needed because functions chain several operations. The upper limit is needed because libraries sum in blocks,
+# and a sum in blocks has a smaller error than one very long running sum.
 _ROUNDINGS, _SHORTEST_REDUCTION, _LONGEST_REDUCTION = 4, 1 << 12, 1 << 24
 _CHUNK = 1 << 22
-# Limits for speed: sampled elements to decide whether an output was written; sampled elements and number of tensors to
-# decide whether the state of a function changed.
+# Limits that keep the checks fast: number of sampled elements to decide whether an output was written; number of sampled
+# elements and number of tensors to decide whether the state of a function changed.
 _SAMPLE, _STATE_ELEMENTS, _STATE_TENSORS = 1 << 24, 1 << 10, 512
-# Largest number of objects searched for tensors in a closure, arguments and globals, and the largest depth.
+# Largest number of objects that are searched for tensors in a closure, in arguments and in globals, and the largest depth.
 _MOST_OBJECTS, _DEPTH = 10_000, 5
 # Time for a thread to become idle after its work, and for a device to pass its last event.
 _THREAD_SETTLES_S, _STREAM_SETTLES_S = 2e-3, 2e-4
@@ -52,8 +57,9 @@ class Snapshot:
     """A copy of an output in host memory.
 
     Args:
-        leaves: path in the returned structure ("", "['loss']", "[0]") and a tensor; None for leaves that are not numeric.
-        structure: the nesting, comparable by ==.
+        leaves: the leaves of the returned structure. Each leaf has a path ("", "['loss']", "[0]") and a tensor. The tensor is
+            None if the leaf is not numeric.
+        structure: the nesting of the output. Two structures can be compared with ==.
         uncompared: paths of tensors whose values cannot be read.
     """
 
@@ -74,12 +80,12 @@ class Snapshot:
 
 @dataclass(frozen=True)
 class Difference:
-    """The difference of two outputs.
+    """The difference between two outputs.
 
     Args:
-        error, tolerance: relative Frobenius error of the worst leaf, and its largest allowed value.
-        element_error, element_tolerance: |a - b| / (|b| + rms(b)) of the worst element, and its largest allowed value.
-        worst: description of this element: its index and both values.
+        error, tolerance: relative Frobenius error of the worst leaf, and the largest allowed error.
+        element_error, element_tolerance: |a - b| / (|b| + rms(b)) of the worst element, and the largest allowed value.
+        worst: description of the worst element with its index and both values.
     """
 
     error: float
@@ -96,7 +102,7 @@ class Difference:
 
     @property
     def severity(self) -> float:
-        """Largest ratio of error to tolerance; above 1 if the outputs differ."""
+        """Largest ratio of error to tolerance. A value above 1 means that the outputs differ."""
         pairs = ((self.error, self.tolerance), (self.element_error, self.element_tolerance))
         return max(_ratio(error, tolerance) for error, tolerance in pairs)
 
@@ -111,14 +117,15 @@ def _ratio(error: float, tolerance: float) -> float:
 
 
 def element_tolerance(dtype: torch.dtype, reduction: int) -> float:
-    """Return the largest |a - b| / (|b| + rms(b)) of one element between two correct computations; 0 for exact dtypes.
+    """Return the largest allowed |a - b| / (|b| + rms(b)) of one element between two correct computations.
 
-    It allows 4 roundings to the output format and sqrt(K) roundings of the accumulation, because the roundings of a sum of K
-    terms are independent and 16-bit formats accumulate in float32. The rms of the output represents the size of the terms if
-    cancellation made the element itself small.
+    The tolerance of exact dtypes (integers and booleans) is 0. Other dtypes allow 4 roundings to the output format plus sqrt(K)
+    roundings of the accumulation, where K is the length of the sum. The factor is sqrt(K) because the rounding errors of K terms
+    are independent. 16-bit formats accumulate in float32. rms(b) is part of the denominator because an element can be small by
+    cancellation although the terms of its sum are large.
 
     Args:
-        reduction: K, clamped to 4096 … 2^24.
+        reduction: K. Values below 4096 or above 2^24 are replaced by these limits.
 
     Source: Higham, Accuracy and Stability of Numerical Algorithms, 2nd edition, sections 2.8 and 3.1.
     """
@@ -130,13 +137,13 @@ def element_tolerance(dtype: torch.dtype, reduction: int) -> float:
 
 
 def difference(a: Snapshot, b: Snapshot, *, reduction: int, tolerance: float | None = None) -> Difference | None:
-    """Compare two outputs; return None if neither contains a number.
+    """Compare two outputs. Return None if neither output contains a number.
 
     NaN and infinity agree only with the same value at the same index.
 
     Args:
-        reduction: length of the longest sum behind an element, see `element_tolerance`.
-        tolerance: replaces the tolerances of the norm and of the elements.
+        reduction: length of the longest sum that computes one element, see `element_tolerance`.
+        tolerance: replaces the tolerance of the Frobenius error and the tolerance of the elements.
 
     Raises:
         OutputMismatchError: the structures, shapes or kinds of numbers differ.
@@ -150,7 +157,7 @@ def difference(a: Snapshot, b: Snapshot, *, reduction: int, tolerance: float | N
         if left is None and right is None:
             continue
         if left is None or right is None:
-            raise _mismatch(f"output{path}: one is a tensor or number, the other is not")
+            raise _mismatch(f"output{path}: one function returns a tensor or number here, the other function does not")
         if left.shape != right.shape:
             raise _mismatch(f"output{path}: the shapes differ: {tuple(left.shape)} and {tuple(right.shape)}")
         if _kind(left) != _kind(right):
@@ -191,7 +198,7 @@ def _leaf_difference(path: str, a: torch.Tensor, b: torch.Tensor, reduction: int
     rms = math.sqrt(scale / b.numel())
     worst, place = -1.0, 0
     for start in range(0, a.numel(), _CHUNK):
-        if a.numel() > _CHUNK:  # otherwise `distance` and `reference` still hold the only chunk
+        if a.numel() > _CHUNK:  # otherwise `distance` and `reference` still contain the only chunk
             distance, reference = _distances(a[start : start + _CHUNK], b[start : start + _CHUNK])
         size = reference.abs_().add_(rms)
         # If the reference is all zeros, the distance is used as it is.
@@ -205,7 +212,10 @@ def _leaf_difference(path: str, a: torch.Tensor, b: torch.Tensor, reduction: int
 
 
 def _distances(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (|a - b|, b) in float64. The distance is 0 if both are the same NaN or infinity, infinite if only one is."""
+    """Return (|a - b|, b) in float64.
+
+    The distance is 0 if both values are NaN or the same infinity. It is infinite if only one value is NaN or infinite.
+    """
     exact = a != b if a.dtype == b.dtype and not a.is_floating_point() and a.element_size() == 8 else None
     a, b = a.double(), b.double()
     distance, reference = (a - b).abs_(), b.clone()
@@ -223,14 +233,14 @@ def _distances(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Te
 
 
 def call_from_seed(function: Callable[[], object], device: Device) -> "Returned":
-    """Call a function with random generators seeded with 0, and restore the generators of the caller.
+    """Call a function with random generators that are seeded with 0. Then restore the state of the caller's generators.
 
     Raises:
-        HarnessError: it returned a Future or other handle whose work is not done.
+        HarnessError: the function returned a Future or another handle, and its work is not done.
     """
     gpus = [torch.device(device.torch_device)] if device.kind != "cpu" else []
     with torch.random.fork_rng(gpus):
-        torch.default_generator.manual_seed(0)  # torch.manual_seed would also seed GPUs that fork_rng does not restore
+        torch.default_generator.manual_seed(0)  # torch.manual_seed would also seed GPUs, which fork_rng does not restore
         for gpu in gpus:
             with torch.cuda.device(gpu):
                 torch.cuda.manual_seed(0)
@@ -242,24 +252,24 @@ def call_from_seed(function: Callable[[], object], device: Device) -> "Returned"
             raise HarnessError(
                 f"the function returned a {type(leaf).__name__} whose work is not done",
                 where="a timed function",
-                next_step="wait for it inside the function",
+                next_step="wait for this work inside the function",
             )
     return Returned([(keystr(path), leaf) for path, leaf in leaves], structure)
 
 
 class Returned(list):
-    """The output of a call: a list of (path, leaf), and the structure of the nest."""
+    """The output of a call as a list of (path, leaf), with the structure of the nesting."""
 
     def __init__(self, leaves: list[tuple[str, object]], structure: object):
         super().__init__(leaves)
         self.structure = structure
 
     def tensors(self) -> list[torch.Tensor]:
-        """Return the tensors with readable memory of their own."""
+        """Return the tensors that have their own readable memory."""
         return [leaf for _, leaf in self if isinstance(leaf, torch.Tensor) and _plain(leaf)]
 
     def snapshot(self) -> Snapshot:
-        """Copy to host memory: the next call may overwrite the originals, and copies on a GPU would use its memory."""
+        """Copy the output to host memory. The next call may overwrite the originals, and copies on a GPU would use GPU memory."""
         leaves = tuple((path, _copied(leaf)) for path, leaf in self)
         unread = (path for (path, leaf), (_, copy) in zip(self, leaves, strict=True) if copy is None)
         tensors = {path for path, leaf in self if isinstance(leaf, torch.Tensor)}
@@ -267,7 +277,7 @@ class Returned(list):
 
 
 def _copied_tensor(tensor: torch.Tensor) -> torch.Tensor | None:
-    """Copy to host memory in a dtype with arithmetic; return None if the values cannot be read."""
+    """Copy a tensor to host memory, in a dtype that supports arithmetic. Return None if the values cannot be read."""
     if tensor.device.type == "meta":
         return None
     try:
@@ -281,7 +291,7 @@ def _copied_tensor(tensor: torch.Tensor) -> torch.Tensor | None:
         if copy.dtype == torch.uint64:
             return copy.contiguous().view(torch.int64)
         if copy.dtype != torch.bool and not copy.is_complex():
-            copy[(slice(0, 1),) * copy.dim()].double()  # raises for formats below a byte, which have no conversion
+            copy[(slice(0, 1),) * copy.dim()].double()  # raises for formats smaller than a byte, which cannot be converted
         return copy
     except (RuntimeError, NotImplementedError):
         with contextlib.suppress(RuntimeError, NotImplementedError):
@@ -305,8 +315,8 @@ def _copied(leaf: object) -> torch.Tensor | None:
 def captured_tensors(function: object) -> dict[str, torch.Tensor]:
     """Return the tensors that a function can reach, by name.
 
-    Searches its closure, defaults, bound object, partial arguments and the globals that its code uses, and in them lists,
-    tuples, dictionaries, modules and other functions.
+    The search covers the closure, the defaults, the bound object, partial arguments, and the globals that the function's code
+    uses. Lists, tuples, dictionaries, modules and other functions that are found there are searched as well.
     """
     tensors: dict[str, torch.Tensor] = {}
     seen: set[int] = set()
@@ -362,16 +372,17 @@ def _children(value: object) -> Iterator[tuple[str, object]]:
 def require_written(function: Callable[[], object], device: Device, label: str) -> tuple[Snapshot, str]:
     """Call a function twice and check that the second call writes its output.
 
-    The check never writes to the output itself, because memory that outlives a call may be state. If the second call returns
-    memory of the first, PyTorch must have counted a write to it, or its bits must have changed. PyTorch does not count writes
-    by NumPy, by collectives and by kernels of other libraries; if one is possible, the result is a warning and not an error.
+    The check never overwrites the output, because memory that outlives a call may be state of the function. If the second call
+    returns memory that the first call also returned, one of two things must be true: PyTorch counted a write to this memory, or
+    the bits in this memory changed. PyTorch does not count writes by NumPy, by collectives and by kernels of other libraries. If
+    such a write is possible, the check returns a warning instead of raising an error.
 
     Returns:
-        A copy of the first output, and a warning or "".
+        A copy of the first output, and a warning. The warning is "" if there is none.
 
     Raises:
-        HarnessError: the second call returned only memory of the first call or inputs and wrote to none of it, or a part of
-            its output is a cache.
+        HarnessError: the second call returned only inputs or memory of the first call, and wrote to none of it. Or a part of
+            the output comes from a cache.
     """
     inputs = {_storage(given): name for name, given in captured_tensors(function).items() if _plain(given)}
     returned = call_from_seed(function, device)
@@ -394,7 +405,7 @@ def require_written(function: Callable[[], object], device: Device, label: str) 
     passed = [inputs[_storage(tensor)] for tensor in unwritten if _storage(tensor) in inputs]
     if len(passed) < len(unwritten) or len(unwritten) == len(tensors):
         raise _not_written(inputs, label, next((t for t in unwritten if _storage(t) not in inputs), unwritten[0]))
-    return first, f"{label}: returns its input {', '.join(dict.fromkeys(passed))} beside what it computes"
+    return first, f"{label}: returns its input {', '.join(dict.fromkeys(passed))} in addition to computed values"
 
 
 def _not_written(inputs: dict, label: str, tensor: torch.Tensor) -> HarnessError:
@@ -404,10 +415,10 @@ def _not_written(inputs: dict, label: str, tensor: torch.Tensor) -> HarnessError
         return HarnessError(
             f"{label}: the output aliases an input: it is {name} ({shape}), and the call did not write to it",
             where="the output of a timed function",
-            next_step="return the computed result; return None to time a view, or a call whose writes PyTorch does not see",
+            next_step="return the computed result; return None to time a view or a call whose writes PyTorch does not count",
         )
     return HarnessError(
-        f"{label}: a call returned memory of an earlier call ({shape}) and did not write to it: it did no work",
+        f"{label}: a call returned memory of an earlier call ({shape}) and did not write to this memory, so the call did no work",
         where="the output of a timed function",
         next_step="compute the result in every call; remove any cache around the function",
     )
@@ -416,8 +427,8 @@ def _not_written(inputs: dict, label: str, tensor: torch.Tensor) -> HarnessError
 def _may_write_unseen(function: Callable[[], object], device: Device, tensors: list[torch.Tensor]) -> str:
     """Return why PyTorch may have missed a write to one of these tensors, or "".
 
-    Calls the function once more, and removes the tensors that a PyTorch operator writes to: version counters miss writes in
-    inference mode and through `.data`.
+    The function is called once more. Tensors that a PyTorch operator writes to in this call are not suspect. Version counters
+    alone would not show this, because they miss writes in inference mode and writes through `.data`.
     """
     if any(not tensor.untyped_storage().resizable() for tensor in tensors if tensor.device.type == "cpu"):
         return "its memory is shared with NumPy or another library"
@@ -431,9 +442,9 @@ def _may_write_unseen(function: Callable[[], object], device: Device, tensors: l
 
 
 class _OperatorsOn(TorchDispatchMode):
-    """Records which of these storages PyTorch's operators write to, and which other operators use one of them.
+    """Records which of the given storages PyTorch's own operators write to, and which other operators use one of the storages.
 
-    Other operators, such as collectives, do not have to declare what they write.
+    Other operators are, for example, collectives. They do not have to declare which arguments they write.
     """
 
     def __init__(self, storages: set):
@@ -458,7 +469,7 @@ class _OperatorsOn(TorchDispatchMode):
 
 
 def _device_works(function: Callable[[], object], device: Device) -> bool | None:
-    """Return whether a call starts kernels or copies on the GPU; None if the profiler records nothing at all."""
+    """Return True if a call starts kernels or copies on the GPU. Return None if the profiler records no event at all."""
     place = torch.device(device.torch_device)
     with torch.cuda.device(place), torch.random.fork_rng([place]):
         marker = torch.zeros(1, device=place)
@@ -472,7 +483,7 @@ def _device_works(function: Callable[[], object], device: Device) -> bool | None
 
 
 def state_of(function: object) -> "dict[str, tuple[int, torch.Tensor | None]]":
-    """Return for each tensor that a function can reach its version counter and the bits of a sample of its elements."""
+    """Return (version counter, bits of a sample of the elements) for each tensor that a function can reach, by name."""
     reached = {name: tensor for name, tensor in captured_tensors(function).items() if _plain(tensor)}
     return {
         name: (_version(tensor), _bits(tensor.detach(), _STATE_ELEMENTS) if place < _STATE_TENSORS else None)
@@ -500,7 +511,7 @@ def _storage(tensor: torch.Tensor) -> tuple[torch.device, int]:
 
 
 def _plain(tensor: torch.Tensor) -> bool:
-    """Return whether the tensor has ordinary, readable memory."""
+    """Return True if the tensor has ordinary, readable memory."""
     if tensor.layout != torch.strided or tensor.is_nested or tensor.is_quantized or tensor.device.type == "meta":
         return False
     try:
@@ -511,7 +522,7 @@ def _plain(tensor: torch.Tensor) -> bool:
 
 
 def _bits(tensor: torch.Tensor, most: int = _SAMPLE) -> torch.Tensor:
-    """Return a copy of the bytes of the elements, or of about `most` evenly spaced elements."""
+    """Return a copy of the bytes of all elements. For larger tensors, copy about `most` evenly spaced elements."""
     for dimension, stride in enumerate(tensor.stride()):
         if stride == 0 and tensor.shape[dimension] > 1:  # an expanded dimension repeats its elements
             tensor = tensor.narrow(dimension, 0, 1)
@@ -527,11 +538,11 @@ def _bits(tensor: torch.Tensor, most: int = _SAMPLE) -> torch.Tensor:
 
 
 class WorkLeft:
-    """Detects work that a function leaves running: on threads that became busy after construction, and on other GPU streams.
+    """Detects work that is still running after a function returned, on other threads or on other GPU streams.
 
-    A thread is busy while it executes or sleeps. It is idle while it waits in Python's queues, locks, selectors and pools, or
-    is blocked in a system call without using the CPU. Threads that were busy before are ignored. Native threads are not
-    detected.
+    Only threads that became busy after the construction of this object count. A thread is busy while it executes or sleeps. A
+    thread is idle while it waits in Python's queues, locks, selectors or pools, or while a system call blocks it and it uses no
+    CPU time. Native threads, which Python does not know, are not detected.
     """
 
     def __init__(self, device: Device):
@@ -540,10 +551,10 @@ class WorkLeft:
         self._before = set(self._busy())
 
     def after_a_call(self) -> str:
-        """Return a description of the work that still runs after a call, or ""."""
+        """Return a description of the work that is still running after a call. Return "" if there is none."""
         if left := self._on_other_streams():
             return left
-        time.sleep(_THREAD_SETTLES_S / 8)  # a worker thread that just received work needs a moment to start
+        time.sleep(_THREAD_SETTLES_S / 8)  # a worker thread that just received work needs some time to start
         deadline = time.monotonic() + _THREAD_SETTLES_S
         while busy := self._new():
             if time.monotonic() > deadline:
@@ -575,11 +586,14 @@ class WorkLeft:
             waited_s = time.perf_counter() - started
         if waited_s <= _STREAM_SETTLES_S:
             return ""
-        return f"the device works {waited_s * 1e3:.3g} ms longer on streams other than the current one"
+        return f"the device works {waited_s * 1e3:.3g} ms longer on streams other than the current stream"
 
 
 def _working(threads: list[tuple[int, int | None]]) -> int | None:
-    """Return the first of these threads (Python's ident, native ID) that runs, used the CPU meanwhile, or sleeps."""
+    """Return the ident of the first thread that is running, has used CPU time in the meantime, or sleeps.
+
+    Each thread is given as (Python's ident, native ID).
+    """
     before = [_look(native) for _, native in threads]
     time.sleep(_THREAD_SETTLES_S / 2)
     for (ident, native), old in zip(threads, before, strict=True):
@@ -610,7 +624,7 @@ _SLEEPS = {"x86_64": ("35", "230"), "aarch64": ("101", "115")}
 
 
 def _sleeps(ident: int, native: int | None) -> bool:
-    """Return whether a thread without CPU use sleeps (counted as work) rather than waits for other threads."""
+    """Return True if a thread that uses no CPU time sleeps. Sleeping counts as work; waiting for other threads does not."""
     with contextlib.suppress(OSError, LookupError):
         return Path(f"/proc/self/task/{native}/syscall").read_text().split()[0] in _SLEEPS[platform.machine()]
     frame = sys._current_frames().get(ident)
@@ -648,13 +662,15 @@ def _waits(frame: types.FrameType) -> bool:
 
 
 def require_nothing_left(left: list[str], label: str) -> None:
-    """Raise if every one of several calls left work running; after a single call a thread may just be becoming idle.
+    """Raise if work was still running after each of several calls.
+
+    One call is not enough for the decision, because a thread may need some time after its work to become idle.
 
     Args:
-        left: results of `WorkLeft.after_a_call`.
+        left: results of `WorkLeft.after_a_call`, one for each call.
 
     Raises:
-        HarnessError: work is left on another thread or stream, so it is not included in the time.
+        HarnessError: work was still running on another thread or stream, so the time does not include this work.
     """
     if left and all(left):
         raise HarnessError(

@@ -1,7 +1,7 @@
-"""One launch of `relaunch`: load the functions, then time one for each turn that the parent asks for.
+"""The program of one launch of `relaunch`. It loads the functions. Then it times one function in each turn that the parent requests.
 
-Run as `python -P -m hyperion.measure.api.relaunch_worker`. `-P` keeps the working folder off the import path, so that the
-folder of the side comes first.
+Run as `python -P -m hyperion.measure.api.relaunch_worker`. The option `-P` keeps the working folder off the import path, so
+that the folder of the version to measure comes first on this path.
 """
 
 import hashlib
@@ -19,33 +19,36 @@ from hyperion.measure.clock.timing import time_function
 from hyperion.processes.request_worker import serve_requests
 
 FUNCTION = "work"
-_MODULE = "relaunched_work"  # not the name of the file: a side may contain a package of that name
+_MODULE = "relaunched_work"  # not the name of the user's file, because the measured code may contain a package of that name
 _WARM_UP_S = 0.1
 _EXAMPLE = 'def work(): return {"step": lambda: model(x)}'
 
 
 class Launch:
-    """The functions that this process times, and its answers to the parent."""
+    """The functions that this process times, and the methods that answer the parent's requests."""
 
     def __init__(self) -> None:
         self.functions: dict[str, Callable[[], object]] = {}
         self.device: Device | None = None
 
     def ready(self) -> dict:
-        """Return an empty answer once Hyperion is imported; no user code has run yet."""
+        """Return an empty answer as soon as Hyperion is imported. No user code has run at this time."""
         return {}
 
     def prepare(self, work: str, folder: str) -> dict:
-        """Load the user's file, get its functions, and warm up each of them.
+        """Load the user's file, get the functions from it, and warm up each function.
 
         Returns:
-            {"functions": {name: {"call_s", "warmup_s", "warm"}}, "files": {path of a module below `folder`: its sha256}}.
+            {"functions": {name: {"call_s", "warmup_s", "warm"}}, "files": {path of a module below `folder`: sha256 of the
+            module's file}}.
 
         Raises:
-            HyperionError: the file has no function `work`, or `work` returns no functions. Its own exceptions are re-raised.
+            HyperionError: the file has no function `work`, or `work` returns no functions.
+
+        Exceptions of the user's code are re-raised.
         """
         self.functions = functions_of(Path(work))
-        self.device = device_of(None)  # after loading the file, which may choose the device or set which are visible
+        self.device = device_of(None)  # after loading the user's file, which may choose the device or hide devices
         answer = {}
         for name, function in self.functions.items():
             with noting("relaunch", name):
@@ -57,16 +60,18 @@ class Launch:
         return {"functions": answer, "files": files_from(Path(folder))}
 
     def turn(self, function: str, calls: int, seconds: float) -> dict:
-        """Time a function for some seconds, `calls` calls per sample. The first sample, with cold caches, is dropped.
+        """Time a function for `seconds` seconds, with `calls` calls per sample.
+
+        The first sample is dropped, because its caches are cold.
 
         Returns:
-            {"samples_s": seconds per call, the mean of each sample, in the order taken, "state": telemetry after them}.
+            {"samples_s": mean seconds per call of each sample in the order taken, "state": telemetry after the samples}.
 
         Raises:
             HyperionError: `prepare` was not called.
         """
         if self.device is None:
-            raise HyperionError("a turn was requested before the functions were loaded", next_step="call prepare first")
+            raise HyperionError("turn was called before prepare loaded the functions", next_step="call prepare first")
         clock, timed = WallClock(self.device, calls), [self.functions[function]]
         with noting("relaunch", function):
             clock.sample(timed, None, 1)
@@ -77,10 +82,10 @@ class Launch:
 
 
 def functions_of(work: Path) -> dict[str, Callable[[], object]]:
-    """Return the result of `work()` in a Python file: functions without arguments, by name.
+    """Call `work()` in a Python file and return its result: a dict from names to functions without arguments.
 
     Raises:
-        HyperionError: the file has no such function, or it returns something else.
+        HyperionError: the file has no function `work`, or `work` returns something else.
     """
     specification = importlib.util.spec_from_file_location(_MODULE, work)
     if specification is None or specification.loader is None:
@@ -101,13 +106,13 @@ def functions_of(work: Path) -> dict[str, Callable[[], object]]:
 
 
 def files_from(folder: Path) -> dict[str, str]:
-    """Return the sha256 of the file of each module imported from a folder, by path below the folder."""
+    """Return the sha256 of the files of all modules that were imported from a folder. The keys are paths below the folder."""
     digests = {}
     for name, module in list(sys.modules.items()):
         file = Path(getattr(module, "__file__", None) or "/")
         if file.is_file() and file.is_relative_to(folder):
             below = file.relative_to(folder)
-            # Skip modules of a virtual environment in the folder: more folders precede their package.
+            # Skip modules of a virtual environment inside the folder. Their packages lie deeper in the folder.
             if below.parts[0].split(".")[0] == name.split(".")[0]:
                 digests[below.as_posix()] = hashlib.sha256(file.read_bytes()).hexdigest()
     return digests

@@ -1,11 +1,14 @@
-"""Compare two versions of code in several fresh processes (launches) per version, all alive at once.
+"""Compare two versions of code in several fresh processes per version. All processes exist at the same time.
 
-If launches ran one after the other, their medians would differ by some percent with the load of a shared machine. Therefore
-all launches wait, and the parent lets each of them sample for a short slice, in random order, round after round. All launches
-then see the same conditions, and their scatter still contains what differs between processes: addresses, hash seeds, and
-choices made at start-up.
+A process is called a launch, and the two versions are called side A and side B.
 
-A round takes a fraction of a second, and the speed of the machine changes between rounds. This change is common to all
+If launches ran one after the other, their medians would differ by some percent, because the load of a shared machine changes.
+Therefore all launches start first and then wait. The measurement consists of rounds. In each round the parent lets every launch
+take samples for a short time (a turn). The order of the launches in a round is random. All launches then run under the same
+conditions. The scatter between launches still contains the differences between processes, such as memory addresses, hash seeds
+and choices that are made at start-up.
+
+A round takes a fraction of a second, and the speed of the machine changes between rounds. This change is the same for all
 launches of a round, so each time is divided by it (`normalise_rounds`). The time of a launch is the median of its turns.
 """
 
@@ -31,11 +34,11 @@ from hyperion.processes.request_worker import RequestWorker
 
 SIDES = ("A", "B")
 LAUNCHES, SECONDS = 5, 0.6
-# Shorter slices give more rounds, in which the machine changes less. But each turn starts with one sample that is dropped, so
-# a sample must be much shorter than a slice.
+# Time of a sample, and sampling time of a turn (slice). With shorter slices, the machine changes less within a round. But each
+# turn starts with one sample that is dropped, so a sample must be much shorter than a slice.
 _SAMPLE_S, _SLICE_S = 5e-4, 5e-3
-_TURN_OVERHEAD_S = 2e-3  # of a turn: the request, waking up, reading the telemetry
-_TIMEOUT_S = 600.0  # for importing, for preparing, and for one turn
+_TURN_OVERHEAD_S = 2e-3  # time in each turn to send the request, wake up the launch, and read the telemetry
+_TIMEOUT_S = 600.0  # limit for the import, for the preparation, and for each turn
 _WORKER = ("-P", "-m", "hyperion.measure.api.relaunch_worker")
 
 Report = Callable[[int, int, str], object]
@@ -47,10 +50,10 @@ class TurnPlan:
     """The schedule of the turns.
 
     Args:
-        rounds: turns of each launch.
+        rounds: number of rounds. Each launch has one turn per round.
         slice_s: seconds of sampling per function in a turn.
-        calls: calls per sample by function; the same in all launches.
-        expected_s: approximate seconds of all turns.
+        calls: number of calls per sample, by name of the function. All launches use the same number.
+        expected_s: approximate duration of all turns together in seconds.
     """
 
     rounds: int
@@ -65,10 +68,10 @@ class Launched:
 
     Args:
         side: "A" or "B".
-        number: from 1.
-        answers: the time of each function; one sample per round, the median of the turn.
-        samples: all samples of all turns: columns variant, round, index, calls and time_s (seconds per call).
-        files: sha256 of the module files imported from the side's folder, by path below the folder.
+        number: number of the launch, from 1.
+        answers: the time of each function. It has one sample per round, which is the median of the samples in the turn.
+        samples: all samples of all turns. The columns are variant, round, index, calls and time_s (seconds per call).
+        files: sha256 of the module files that were imported from the side's folder, by path below the folder.
     """
 
     side: str
@@ -79,13 +82,13 @@ class Launched:
 
     @property
     def source(self) -> str:
-        """Digest of the files imported from the side's folder; "" if there are none."""
+        """Digest of the files that were imported from the side's folder. It is "" if there are no such files."""
         return hashlib.sha256(repr(sorted(self.files.items())).encode()).hexdigest()[:16] if self.files else ""
 
 
 @dataclass(frozen=True)
 class Relaunched:
-    """The results of all launches (those of A first) and the schedule."""
+    """The results of all launches, and the schedule of the turns. The launches of side A come first."""
 
     launches: tuple[Launched, ...]
     plan: TurnPlan
@@ -104,23 +107,27 @@ def relaunch(
     seconds: float = SECONDS,
     report: Report = lambda done, total, note: None,
 ) -> Relaunched:
-    """Time the functions of a file with two versions of the code that they import, in several launches per version.
+    """Time the functions of a file with two versions of the code that they import.
 
-    All launches are alive at the same time, so a GPU needs memory for all of them.
+    Each version (side A and side B) is measured in several fresh processes, the launches. All launches exist at the same time,
+    so a GPU needs enough memory for all of them.
 
     Args:
-        work: a Python file with a function `work()` that returns the functions to time: a dict of functions without
-            arguments. The file imports from a side's folder and from installed packages, not from its own folder.
-        folder_a, folder_b: first folder on the import path of each side, such as two checkouts. Pass the same folder twice to
-            measure the noise.
+        work: path of a Python file with a function `work()`. This function returns a dict of the functions to time, by name.
+            The functions take no arguments. The file can import from a side's folder and from installed packages, but not from
+            its own folder.
+        folder_a, folder_b: folders of the two versions, for example two checkouts. The folder of a side comes first on the
+            import path of its launches. Pass the same folder twice to measure the noise.
         launches: number of launches per side.
-        seconds: total seconds of sampling per function and launch. Slow functions take longer, for at least 30 rounds.
+        seconds: total seconds of sampling per function and launch. Slow functions take longer, because there are at least 30
+            rounds.
         report: called with (done, total, activity) to show progress.
 
     Raises:
-        HyperionError: a path is missing, the file has no such functions, a side imported nothing from its folder although the
-            folders differ, or a file changed between the launches of a side.
-        JobError: a launch raised, died or timed out. The message contains its side, number and traceback.
+        HyperionError: a path is missing, the file has no function `work` that returns functions, a side imported nothing from
+            its folder although the folders differ, or a file changed between the launches of a side.
+        JobError: a launch raised an exception, died or timed out. The message contains the side, the number of the launch and
+            the traceback.
     """
     work = _file(Path(work))
     folders = {side: _folder(Path(folder)) for side, folder in zip(SIDES, (folder_a, folder_b), strict=True)}
@@ -141,10 +148,10 @@ def relaunch(
 
 
 def plan_turns(call_s: dict[str, float], launches: int, seconds: float) -> TurnPlan:
-    """Plan the turns: slices of about two calls of the slowest function, and at least 30 rounds.
+    """Plan the turns. A slice is long enough for two calls of the slowest function. There are at least 30 rounds.
 
     Args:
-        call_s: seconds per call by function.
+        call_s: seconds per call, by name of the function.
         launches: number of launches of both sides together.
     """
     rounds = max(MINIMUM_SAMPLES, int(seconds / max(_SLICE_S, 2 * max(call_s.values()))))
@@ -155,11 +162,12 @@ def plan_turns(call_s: dict[str, float], launches: int, seconds: float) -> TurnP
 
 
 def normalise_rounds(times: np.ndarray) -> np.ndarray:
-    """Remove the changes of speed that all launches of a round share; the median speed of the rounds remains.
+    """Remove the changes of speed that all launches of a round have in common. The median speed of the rounds remains.
 
-    The factor of a round is the median over all launches of time / median time of the launch. A median of the times
-    themselves would lie between the slowest launch of one side and the fastest of the other and follow their noise. This
-    would shrink the difference between the sides: with a scatter of 2 % per turn, a difference of 3 % by a third of a percent.
+    Each time is first divided by the median time of its launch. The factor of a round is the median of these ratios over all
+    launches. The median of the times themselves would be a bad factor. It would lie between the slowest launch of one side and
+    the fastest launch of the other side, and would follow the noise of these two launches. This would shrink the difference
+    between the sides. For example, with a scatter of 2 % per turn, a difference of 3 % would shrink by a third of a percent.
 
     Args:
         times: seconds, shape (launches, rounds).
@@ -167,14 +175,14 @@ def normalise_rounds(times: np.ndarray) -> np.ndarray:
     Returns:
         Seconds of the same shape.
 
-    Source: Tukey, Exploratory Data Analysis, 1977, chapter 11, for polishing by medians.
+    Source of the method (median polish): Tukey, Exploratory Data Analysis, 1977, chapter 11.
     """
     rounds = np.median(times / np.median(times, axis=1, keepdims=True), axis=0)
     return times / rounds * np.median(rounds)
 
 
 class _Team:
-    """The running launches of both sides by (side, number), and their answers to `prepare`."""
+    """The running launches of both sides, and their answers to `prepare`. The keys are (side, number)."""
 
     def __init__(self, work: Path, folders: dict[str, Path], stack: contextlib.ExitStack):
         self.work, self.folders, self.stack = work, folders, stack
@@ -182,7 +190,7 @@ class _Team:
         self.prepared: dict[LaunchId, dict] = {}
 
     def start(self, number: int) -> None:
-        """Start one launch of each side; it imports while earlier launches prepare."""
+        """Start one launch of each side. The new launches import their modules while earlier launches prepare."""
         for side in self._pair(number):
             name = f"launch {number} of {side} ({self.folders[side].name})"
             partner = RequestWorker(name, _WORKER, environment_of(self.folders[side]))
@@ -190,7 +198,7 @@ class _Team:
             partner.send("ready")
 
     def prepare(self, number: int) -> None:
-        """Let one launch of each side load the functions and warm up."""
+        """Let one launch of each side load its functions and warm them up."""
         for side in SIDES:
             self.partners[side, number].receive(_TIMEOUT_S)
         for side in self._pair(number):
@@ -199,7 +207,7 @@ class _Team:
             self.require_same_files(side, number)
 
     def require_same_files(self, side: str, number: int) -> None:
-        """Raise if a file was edited between the launches: the side would have two versions."""
+        """Raise if a file was edited between the launches of a side. The side would then contain two versions of the code."""
         first = self.prepared[side, 1]["files"]
         for file, digest in self.prepared[side, number]["files"].items():
             if first.get(file, digest) != digest:
@@ -211,7 +219,7 @@ class _Team:
 
     @staticmethod
     def _pair(number: int) -> tuple[str, ...]:
-        """Return the sides in the order of this pair; it alternates, in case the order matters."""
+        """Return the two sides in the order in which they start. The order alternates, in case it affects the times."""
         return SIDES if number % 2 else SIDES[::-1]
 
     @property
@@ -221,7 +229,7 @@ class _Team:
 
     @property
     def call_s(self) -> dict[str, float]:
-        """Seconds per call of each function in the fastest launch; other launches may have been disturbed.
+        """Seconds per call of each function in the fastest launch. Other work may have slowed down the other launches.
 
         Raises:
             HyperionError: not all launches have the same functions.
@@ -230,7 +238,8 @@ class _Team:
         for who, functions_here in zip(self.prepared, times, strict=True):
             if functions_here.keys() != times[0].keys():
                 raise HyperionError(
-                    f"launch {who[1]} of {who[0]} times {', '.join(functions_here)}, another one {', '.join(times[0])}",
+                    f"work() returned different functions: {', '.join(functions_here)} in launch {who[1]} of side {who[0]}, "
+                    f"and {', '.join(times[0])} in another launch",
                     where=self.work,
                     next_step="return the same names on both sides",
                 )
@@ -238,7 +247,7 @@ class _Team:
 
 
 def environment_of(folder: Path) -> dict[str, str]:
-    """Return the environment of a launch: this process's, with the side's folder first on the import path."""
+    """Return the environment of a launch. It is this process's environment with the side's folder first on the import path."""
     inherited = child_environment()
     return inherited | {"PYTHONPATH": f"{folder}{os.pathsep}{inherited['PYTHONPATH']}"}
 
@@ -309,21 +318,21 @@ def _folder(folder: Path) -> Path:
         raise HyperionError("no such folder", where=folder, next_step="pass the folder to put first on the import path")
     if (folder / "hyperion").is_dir() and not (folder / "hyperion/measure/api/relaunch_worker.py").is_file():
         raise HyperionError(
-            "the hyperion in this folder does not support relaunch",
+            "the version of hyperion in this folder does not support relaunch",
             where=folder / "hyperion",
-            next_step="pass a checkout of hyperion that has this command, or a folder with other code",
+            next_step="pass a checkout of hyperion that has the function relaunch, or a folder with other code",
         )
     return folder.resolve()
 
 
 def _require_use(work: Path, folders: dict[str, Path], files: dict[str, dict[str, str]]) -> None:
-    """Raise if a side imported nothing from its folder, so that both sides would time the same code."""
+    """Raise if a side imported nothing from its folder. It would then not time the version in this folder."""
     if folders["A"] == folders["B"]:
         return
     for side, folder in folders.items():
         if not files[side]:
             raise HyperionError(
-                f"{work.name} imported nothing from the folder of side {side}, so it would time other code",
+                f"{work.name} imported nothing from the folder of side {side}, so it would time code from another place",
                 where=folder,
                 next_step="pass the folder that contains the package (such as src/ of a checkout), and import it in work()",
             )

@@ -140,7 +140,7 @@ def turning(after, right, wrong):
 def test_an_output_that_changed_while_it_was_timed_is_refused():
     x = noise(64)
     with pytest.raises(
-        HarnessError, match=r"a call after the timing returned another value than the first two calls: output\[\d+\]"
+        HarnessError, match=r"a call after the timing returned a different value than the first two calls: output\[\d+\]"
     ):
         measure.time(turning(5, lambda: x * 2, lambda: x * 2.1), **SHORT)
     answer = measure.compare(turning(5, lambda: x * 2, lambda: x * 2.1), lambda: x * 2, **SHORT)
@@ -289,14 +289,14 @@ def test_nothing_that_a_call_could_read_is_ever_overwritten():
 def test_inputs_beside_what_is_computed_are_returned_unharmed_with_a_note():
     ids, table = torch.arange(5), torch.nn.Embedding(5, 3)
     answer = measure.time(lambda: {"ids": ids, "h": table(ids)}, **SHORT)
-    assert "returns its input ids beside what it computes" in str(answer) and ids.tolist() == [0, 1, 2, 3, 4]
+    assert "returns its input ids in addition to computed values" in str(answer) and ids.tolist() == [0, 1, 2, 3, 4]
     kept = []
 
     def cached_beside():
         kept[:] = kept or [noise(8)]
         return kept[0], table(ids)
 
-    assert "beside what it computes" in str(measure.time(cached_beside, **SHORT))
+    assert "in addition to computed values" in str(measure.time(cached_beside, **SHORT))
     with pytest.raises(HarnessError, match="of an earlier call .*did not write to it"):
         hidden = functools.cache(lambda: noise(8))
         measure.time(lambda: (hidden(), table(ids)), **SHORT)
@@ -356,7 +356,7 @@ def test_outputs_of_rare_kinds_are_compared(make):
 
 def test_an_output_without_numbers_is_said_not_to_be_compared():
     answer = measure.time(lambda: torch.empty(3, device="meta"), **SHORT)
-    assert "output cannot be read, so it was not compared" in str(answer)
+    assert "the values of output cannot be read, so they were not compared" in str(answer)
 
 
 def test_large_outputs_are_sampled_evenly():
@@ -469,7 +469,7 @@ def test_once_is_a_thread_on_its_way_to_rest_and_twice_is_work():
         require_nothing_left(["a thread works", "a thread works"], "f")
 
 
-@pytest.mark.parametrize("late_s, said", [(0.0, ""), (0.02, "on streams other than the current one")])
+@pytest.mark.parametrize("late_s, said", [(0.0, ""), (0.02, "on streams other than the current stream")])
 def test_work_on_other_streams_shows_as_a_device_that_is_busy_after_the_current_one(monkeypatch, late_s, said):
     """An injected device: the event of the current stream has passed, and the device itself is busy for so long."""
     told = []
@@ -639,4 +639,4 @@ def test_ranks_take_the_same_number_of_samples_and_fail_together():
     assert first["alone"] is not None and second["alone"] is None
     assert "the call did not write to it" in second["refused"] and "failed on rank 1" in first["refused"]
     assert "3 samples do not fit" in first["too slow"] and "3 samples do not fit" in second["too slow"]
-    assert "rank 1 did not call this within" in first["missing"] and second["missing"] == ""
+    assert "rank 1 did not call this timing function within" in first["missing"] and second["missing"] == ""
