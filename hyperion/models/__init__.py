@@ -1,4 +1,7 @@
-"""Models: plain `nn.Module`s that know no device, precision or parallelism. Each exports its layout as data."""
+"""Models: plain `nn.Module`s whose code does not depend on a device, a precision or a kind of parallelism.
+
+Each model returns its structure as a `Layout`.
+"""
 
 from hyperion.models.layout import Layout, ModelFlops, layout_of, parameter_count
 from hyperion.models.llama import (

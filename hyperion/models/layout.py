@@ -1,4 +1,7 @@
-"""The structure of a model as data: names of its stem, blocks and head, so that no caller guesses them from types."""
+"""The structure of a model as data: the names of its stem, blocks and head.
+
+With these names, sharding and compilation need no knowledge of the model's class.
+"""
 
 from dataclasses import dataclass, replace
 from typing import Any
@@ -14,9 +17,9 @@ class Layout:
 
     Attributes:
         stem: modules that run before the repeated blocks.
-        blocks: the repeated blocks: the units of sharding, activation checkpointing and per-block compilation.
+        blocks: the repeated blocks. They are the units of sharding, activation checkpointing and per-block compilation.
         head: modules that run after the blocks.
-        tied: pairs (user, owner): the module `user` computes with the weight that the module `owner` holds.
+        tied: pairs (user, owner) of module names. The module `user` computes with the weight of the module `owner`.
     """
 
     stem: tuple[str, ...]
@@ -27,32 +30,47 @@ class Layout:
 
 @dataclass(frozen=True)
 class ModelFlops:
-    """Floating-point operations of matrix products and convolutions (a multiply-add is 2), without recomputation."""
+    """Number of floating-point operations (FLOPs) of matrix products and convolutions.
+
+    A multiply-add counts as 2. Operations that activation checkpointing repeats are not counted.
+
+    Attributes:
+        forward: FLOPs of the forward pass.
+        forward_backward: FLOPs of the forward and the backward pass together.
+    """
 
     forward: int
     forward_backward: int
 
 
 def parameter_count(model: nn.Module) -> int:
-    """Return the number of parameters, each tied one counted once; buffers (BatchNorm's running statistics) do not count."""
+    """Return the number of parameters of a model.
+
+    A tied parameter is counted once. Buffers, such as BatchNorm's running statistics, are not counted.
+    """
     return sum(parameter.numel() for parameter in model.parameters())
 
 
 def layout_of(model: nn.Module) -> Layout:
     """Return the layout of a model.
 
-    Supported are models with a `layout()` method, transformers' LlamaForCausalLM (its decoder layers), torchvision's ResNet
-    (the residual blocks of its four stages), and each of them inside a peft model.
+    Supported models:
+
+    - a model with a method `layout()`
+    - transformers' LlamaForCausalLM; the blocks are its decoder layers
+    - torchvision's ResNet; the blocks are the residual blocks of its four stages
+    - a peft model around one of these models
 
     Raises:
-        HyperionError: another model.
+        HyperionError: the model is none of these.
     """
-    unchecked: Any = model  # the attributes below belong to optional libraries
-    if hasattr(model, "get_base_model"):  # first, because a peft model forwards unknown attributes to its base model
+    unchecked: Any = model  # Any, because the attributes below belong to classes of optional libraries
+    # Test for peft first, because a peft model forwards unknown attributes to its base model.
+    if hasattr(model, "get_base_model"):
         return _prefixed("base_model.model.", layout_of(unchecked.base_model.model))
     if hasattr(model, "layout"):
         return unchecked.layout()
-    # Compare class names, so that no library is imported here.
+    # Compare class names, so that the optional libraries need not be imported here.
     classes = {cls.__name__ for cls in type(model).__mro__}
     if "LlamaForCausalLM" in classes:
         return Layout(
@@ -69,7 +87,7 @@ def layout_of(model: nn.Module) -> Layout:
             head=("fc",),
         )
     raise HyperionError(
-        f"the blocks of a {type(model).__name__} are not known",
+        f"the names of the blocks of a {type(model).__name__} are not known",
         where="layout_of",
         next_step="give the model a method layout() that returns a hyperion.models.Layout",
     )

@@ -1,11 +1,14 @@
-"""transformers' Llama (Touvron et al. 2023) with the interface of TransformerLM: random configurations by name, and real weights.
+"""transformers' Llama (Touvron et al. 2023) with the interface of TransformerLM.
 
-Names of configurations with random weights start with `random_`: their losses say nothing about a pretrained Llama, but
-their shapes, bytes and FLOPs are real. Real weights come from a folder in transformers' format or from the hub, and are
-checked completely before they are loaded.
+A Llama has either random or pretrained weights:
 
-Letters: L layers, D width, N heads, H = D / N width of a head, K key-value heads, F width of the MLP, V vocabulary,
-T length of a sequence, r rank of an adapter.
+- The names of configurations with random weights start with `random_`. Their losses say nothing about a pretrained Llama,
+  but their shapes, bytes and FLOPs are those of a Llama of this size.
+- Pretrained weights come from a folder in transformers' format or from the Hugging Face Hub. The names and shapes of all
+  tensors are checked before the weights are loaded.
+
+Letters in formulas: L layers, D width, N heads, H = D / N width of a head, K key-value heads, F width of the MLP,
+V vocabulary, T length of a sequence, r rank of an adapter.
 """
 
 from __future__ import annotations
@@ -30,17 +33,18 @@ from hyperion.untrusted import inner_path, open_regular, read_json
 if TYPE_CHECKING:
     from transformers import LlamaConfig, LlamaForCausalLM
 
-WEIGHTS_FOLDER = "llama"  # in a mirror or the cache: weights that the user provides; no command downloads them
-HUB_FOLDER = "hub"  # in the cache: models downloaded by their id on the hub
+WEIGHTS_FOLDER = "llama"  # folder of a mirror or of the cache with weights that the user puts there
+HUB_FOLDER = "hub"  # folder of the cache for models that were downloaded by their id on the Hugging Face Hub
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 _AGAIN = "copy the whole folder again from its source"
-UNUSED_ROWS = 1024  # embeddings are often padded to a round number of rows; more unused rows mean another tokenizer
+# Embeddings are often padded to a round number of rows. More unused rows than this indicate the wrong tokenizer.
+UNUSED_ROWS = 1024
 
 
 @dataclass(frozen=True)
 class LlamaShape:
-    """Fields of transformers' LlamaConfig that determine a Llama's parameters, bytes and FLOPs."""
+    """Fields of transformers' LlamaConfig that determine a Llama's number of parameters, bytes and FLOPs."""
 
     hidden_size: int
     num_hidden_layers: int
@@ -54,22 +58,22 @@ class LlamaShape:
 RANDOM_LLAMAS = {
     "random_llama_d64_l2": LlamaShape(64, 2, 4, 2, 176),
     "random_llama_d512_l8": LlamaShape(512, 8, 8, 4, 1408),
-    # The shape of TinyLlama-1.1B (Zhang et al. 2024): 1,100,048,384 parameters at its vocabulary of 32,000.
+    # The shape of TinyLlama-1.1B (Zhang et al. 2024), which has 1,100,048,384 parameters with its vocabulary of 32,000.
     "random_llama_1b": LlamaShape(2048, 22, 32, 4, 5632),
 }
 
 
 def random_llama_shape(name: str, vocab_size: int) -> LlamaShape:
-    """Return the shape of a randomly initialised Llama. Does not need transformers.
+    """Return the shape of a randomly initialised Llama. This function works without transformers.
 
     Raises:
-        HyperionError: no configuration has that name, or vocab_size is below 1.
+        HyperionError: there is no configuration with this name, or vocab_size is below 1.
     """
     if name not in RANDOM_LLAMAS:
         raise HyperionError(
             f"no random Llama is named {name!r}",
             where="hyperion/models/llama.py",
-            next_step=f"choose one of {', '.join(RANDOM_LLAMAS)}, or name a folder of real weights",
+            next_step=f"choose one of {', '.join(RANDOM_LLAMAS)}, or give a folder with pretrained weights",
         )
     if vocab_size < 1:
         raise HyperionError(f"vocab_size is {vocab_size}", where=name, next_step="give the tokenizer's vocab_size")
@@ -79,8 +83,9 @@ def random_llama_shape(name: str, vocab_size: int) -> LlamaShape:
 def random_llama_config(name: str, vocab_size: int) -> LlamaConfig:
     """Return the configuration of a randomly initialised Llama.
 
-    Weights have a standard deviation of D^-0.5, so that a layer preserves the magnitude of its input. At small widths
-    transformers' constant 0.02 gives logits so small that a frozen head cannot distinguish tokens.
+    The weights have a standard deviation of D^-0.5, so that a layer preserves the magnitude of its input. The default of
+    transformers is 0.02 for every width. For a small width this gives such small logits that a frozen head cannot
+    distinguish tokens.
 
     Raises:
         HyperionError: see random_llama_shape.
@@ -89,7 +94,7 @@ def random_llama_config(name: str, vocab_size: int) -> LlamaConfig:
     from transformers import LlamaConfig
 
     return LlamaConfig(
-        name_or_path=name,  # pyright: ignore[reportCallIssue] - an argument of its base class
+        name_or_path=name,  # pyright: ignore[reportCallIssue] - an argument of the base class of LlamaConfig
         initializer_range=shape.hidden_size**-0.5,
         bos_token_id=None,
         eos_token_id=None,
@@ -101,7 +106,9 @@ def random_llama_config(name: str, vocab_size: int) -> LlamaConfig:
 def build_random_llama(
     name: str, vocab_size: int, dtype: torch.dtype = torch.float32, device: str | torch.device = "cpu"
 ) -> LlamaForCausalLM:
-    """Return a Llama with random weights from torch's generator of the device; seed it first.
+    """Return a Llama with random weights.
+
+    The weights are drawn from torch's default random generator of the device. Seed this generator first.
 
     Raises:
         HyperionError: see random_llama_shape.
@@ -110,20 +117,21 @@ def build_random_llama(
 
     config = random_llama_config(name, vocab_size)
     with torch.device(device):
-        # Pass dtype instead of casting afterwards: the angles of the rotary embedding must stay float32.
+        # Pass dtype here. Casting the model afterwards would also cast the angles of the rotary embedding, which must stay
+        # float32.
         return AutoModelForCausalLM.from_config(config, dtype=dtype)
 
 
 def require_vocabulary(tokenizer_size: int, model: LlamaForCausalLM, where: object = None) -> None:
-    """Check that a tokenizer belongs to the model, before training on its ids.
+    """Check that a tokenizer belongs to the model. Call this function before training on the tokenizer's ids.
 
     Args:
         tokenizer_size: the tokenizer's largest id + 1.
-        where: named in the error.
+        where: text that the error gives as its place, such as the path of the data.
 
     Raises:
-        HyperionError: the embedding does not have config.vocab_size rows, an id is outside of it, or more rows are unused
-            than padding explains.
+        HyperionError: the embedding does not have config.vocab_size rows, the tokenizer has an id that the embedding lacks,
+            or the embedding has too many unused rows to be explained by padding.
     """
     embedding: Any = model.get_input_embeddings()
     rows, stated = embedding.weight.shape[0], model.config.vocab_size
@@ -145,10 +153,10 @@ def require_vocabulary(tokenizer_size: int, model: LlamaForCausalLM, where: obje
 
 
 class LlamaLM(nn.Module):
-    """A LlamaForCausalLM, or a peft model around one, with the interface of TransformerLM.
+    """A LlamaForCausalLM, or a peft model around a LlamaForCausalLM, with the interface of TransformerLM.
 
-    Rows are padded on the right. With causal attention no token sees the padding after it, so no mask is needed, and the
-    fast causal attention kernels apply.
+    Rows must be padded on the right. With causal attention no token attends to the padding after it. So the model needs no
+    attention mask and can use the fast kernels for causal attention.
     """
 
     def __init__(self, lm: nn.Module):
@@ -156,7 +164,16 @@ class LlamaLM(nn.Module):
         self.lm = lm
 
     def forward(self, inputs_BT: Tensor, targets_BT: Tensor | None = None) -> Tensor:
-        """Return logits_BTV in the dtype of the model or, with targets, float32 nll_BT in nats, 0 for IGNORE_INDEX."""
+        """Return the logits or, if targets are given, the negative log-likelihood of each target.
+
+        Args:
+            inputs_BT: int64 token ids.
+            targets_BT: int64 ids of the next tokens. Targets equal to IGNORE_INDEX are not scored.
+
+        Returns:
+            Without targets: logits_BTV in the dtype of the model. With targets: nll_BT in nats, in float32, and zero where
+            the target is IGNORE_INDEX.
+        """
         logits_BTV = self.lm(input_ids=inputs_BT, use_cache=False).logits
         if targets_BT is None:
             return logits_BTV
@@ -164,7 +181,10 @@ class LlamaLM(nn.Module):
         return nll.view_as(targets_BT)
 
     def layout(self) -> Layout:
-        """Return the names of the embedding, the decoder layers, the last norm and the head, also inside a peft model."""
+        """Return the names of the embedding, the decoder layers, the last norm and the head.
+
+        If `lm` is a peft model, the names include peft's prefix.
+        """
         inside = "lm.base_model.model" if hasattr(self.lm, "peft_config") else "lm"
         config: Any = self.get_submodule(inside).config
         return Layout(
@@ -176,7 +196,7 @@ class LlamaLM(nn.Module):
 
 
 def layer_shapes(config: LlamaShape | LlamaConfig) -> dict[str, tuple[int, int]]:
-    """Return (d_in, d_out) of the linear layers of one decoder layer, by name."""
+    """Return (d_in, d_out) of each linear layer of one decoder layer. The keys are the names of the linear layers."""
     D, wide = config.hidden_size, config.intermediate_size
     head = getattr(config, "head_dim", None) or D // config.num_attention_heads
     key_value_heads = config.num_key_value_heads or config.num_attention_heads
@@ -193,14 +213,18 @@ def layer_shapes(config: LlamaShape | LlamaConfig) -> dict[str, tuple[int, int]]
 
 
 def llama_parameter_count(config: LlamaShape | LlamaConfig) -> int:
-    """Return the parameters of the model: embedding, head (not counted if tied), L layers with two norms each, last norm."""
+    """Return the number of parameters of the model.
+
+    Counted are the embedding, the head (unless it is tied to the embedding), L decoder layers with two norms each, and the
+    last norm.
+    """
     D, L = config.hidden_size, config.num_hidden_layers
     matrices = config.vocab_size * D * (1 if config.tie_word_embeddings else 2)
     return matrices + L * (sum(d_in * d_out for d_in, d_out in layer_shapes(config).values()) + 2 * D) + D
 
 
 def llama_lora_parameter_count(config: LlamaShape | LlamaConfig, rank: int, targets: Sequence[str]) -> int:
-    """Return the trainable parameters of LoRA: L times the sum over target layers of r (d_in + d_out)."""
+    """Return the number of trainable parameters of LoRA: L times the sum over the target layers of r (d_in + d_out)."""
     shapes = layer_shapes(config)
     return config.num_hidden_layers * sum(rank * sum(shapes[target]) for target in targets)
 
@@ -208,16 +232,20 @@ def llama_lora_parameter_count(config: LlamaShape | LlamaConfig, rank: int, targ
 def llama_flops_per_token(
     config: LlamaShape | LlamaConfig, sequence_length: int, lora_rank: int = 0, targets: Sequence[str] = ()
 ) -> ModelFlops:
-    """Return the FLOPs per token at that sequence length, for full training or for LoRA on a frozen base.
+    """Return the FLOPs per token for the given sequence length, for full training or for LoRA on a frozen base model.
 
-    forward = 2 (L sum d_in d_out + V D) + 4 L T N H, plus 2 r (d_in + d_out) for each adapter. Attention is counted in full
-    by convention. The backward pass computes two products for each one of the forward pass: the gradient of its input and
-    that of its weight. A frozen matrix needs only the first; q, k and v of the first layer need neither, because nothing
-    below them is trained. So a step of LoRA costs about two thirds of a full one. Equals torch's FlopCounterMode (tested) if
-    q, k or v are among the targets.
+    forward = 2 (L sum d_in d_out + V D) + 4 L T N H, plus 2 r (d_in + d_out) for each adapter. Attention is counted for all
+    T x T pairs of positions, as in the appendix of the PaLM paper, although a causal kernel may skip half of them.
+
+    For each matrix product (GEMM) of the forward pass, the backward pass computes two: the gradient of the input and the
+    gradient of the weight. A frozen weight needs only the gradient of the input. The frozen q, k and v of the first layer
+    need no gradient at all, because nothing before them is trained. So a step of LoRA costs about two thirds of a step of
+    full training.
+
+    The result equals torch's FlopCounterMode (tested), for LoRA if q, k or v are among the targets.
 
     Args:
-        lora_rank: 0 for full training.
+        lora_rank: r; 0 for full training.
         targets: names of the layers with adapters.
     """
     shapes, L = layer_shapes(config), config.num_hidden_layers
@@ -228,7 +256,8 @@ def llama_flops_per_token(
         return ModelFlops(forward, 3 * forward)
     adapters = 2 * llama_lora_parameter_count(config, lora_rank, targets)
     entry = ("q_proj", "k_proj", "v_proj")
-    # Inputs of the first layer need no gradient, neither through its frozen q, k and v nor through their adapters' A.
+    # The input of the first layer needs no gradient. This saves one product for each of the frozen q, k and v, and one for
+    # the matrix A of each of their adapters.
     spared = sum(2 * shapes[name][0] * shapes[name][1] for name in entry)
     spared += sum(2 * lora_rank * shapes[name][0] for name in entry if name in targets)
     forward = linear + attention + adapters
@@ -238,18 +267,19 @@ def llama_flops_per_token(
 def load_llama(
     model_id: str | Path, *, vocab_size: int | None = None, dtype: torch.dtype = torch.float32, device: str | torch.device = "cpu"
 ) -> LlamaForCausalLM:
-    """Load a Llama: random weights by the name of a configuration, real weights by a folder or an id on the hub.
+    """Load a Llama with random or pretrained weights.
 
     Args:
-        model_id: a name such as 'random_llama_1b', a folder, or 'organisation/model' on the hub, which is downloaded into
+        model_id: the name of a configuration with random weights, such as 'random_llama_1b'; or a folder with pretrained
+            weights; or the id 'organisation/model' of a model on the Hugging Face Hub. A model of the hub is downloaded into
             the cache once.
-        vocab_size: the tokenizer's size, for random weights; real weights have their own.
-        dtype: of the weights.
-        device: to load the weights to.
+        vocab_size: size of the tokenizer; used for random weights only.
+        dtype: dtype of the weights.
+        device: device of the weights.
 
     Raises:
-        HyperionError: no such configuration or folder, no network, or weights that are incomplete, pickled, quantised or
-            not a Llama's.
+        HyperionError: the configuration, folder or model does not exist; the download failed; or the weights are incomplete,
+            pickled, quantised, or belong to a model that is not a Llama.
     """
     folder = llama_folder(model_id)
     if folder is None:
@@ -258,10 +288,12 @@ def load_llama(
 
 
 def llama_folder(model_id: str | Path) -> Path | None:
-    """Return the folder with real weights and their tokenizer, downloaded if necessary; None for a random configuration.
+    """Return the folder with a model's pretrained weights and tokenizer; None for a configuration with random weights.
+
+    If `model_id` is not a folder, the model is downloaded from the Hugging Face Hub into the cache.
 
     Raises:
-        HyperionError: no such folder and no such model, or no network.
+        HyperionError: neither the folder nor the model exists, or the download failed.
     """
     name = str(model_id)
     if name.startswith("random_") or name in RANDOM_LLAMAS:
@@ -271,7 +303,11 @@ def llama_folder(model_id: str | Path) -> Path | None:
 
 
 def local_llama(data_source: str) -> Path | None:
-    """Return the folder llama/ of the mirror or of the cache, as the data source prescribes; None if it does not exist."""
+    """Return the folder llama/ of the mirror or of the cache; None if there is none.
+
+    Args:
+        data_source: the option of the same name. 'auto' looks into the mirror, then into the cache.
+    """
     places = {"mirror": ("auto", "mirror"), "cache": ("auto", "cache", "download")}
     for place in [place for place, sources in places.items() if data_source in sources]:
         try:
@@ -284,15 +320,15 @@ def local_llama(data_source: str) -> Path | None:
 
 
 def verify_llama_folder(folder: Path) -> LlamaForCausalLM:
-    """Check that a folder holds a complete Llama: configuration, all shards, all tensors with their shapes.
+    """Check that a folder contains a complete Llama: the configuration, all shards, and all tensors with the right shapes.
 
-    Reads no weights, only headers.
+    Only the headers of the weight files are read.
 
     Returns:
         The model on the meta device.
 
     Raises:
-        HyperionError: names the missing or wrong file or tensor.
+        HyperionError: a file or tensor is missing or wrong. The error names it.
     """
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -301,11 +337,11 @@ def verify_llama_folder(folder: Path) -> LlamaForCausalLM:
         raise HyperionError(
             f"config.json has the model type {settings.get('model_type')!r}, not 'llama'",
             where=folder / "config.json",
-            next_step="name the folder of a Llama",
+            next_step="give the folder of a Llama",
         )
     if "quantization_config" in settings:
         raise HyperionError(
-            "the weights are quantised", where=folder / "config.json", next_step="name a folder with the original weights"
+            "the weights are quantised", where=folder / "config.json", next_step="give a folder with the original weights"
         )
     shapes = _stored_shapes(folder)
     with torch.device("meta"):
@@ -324,7 +360,7 @@ def verify_llama_folder(folder: Path) -> LlamaForCausalLM:
 
 
 def _stored_shapes(folder: Path) -> dict[str, list[int]]:
-    """Return the shape of each tensor by name, from the headers of all weight files."""
+    """Read the headers of all weight files. Return the shapes of the tensors; the keys are the tensors' names."""
     index = folder / INDEX
     if index.is_file():
         files = _json(index).get("weight_map")
@@ -346,10 +382,10 @@ def _stored_shapes(folder: Path) -> dict[str, list[int]]:
         raise HyperionError(
             f"the weights are pickles ({pickled}), which could run code; they were not opened",
             where=folder,
-            next_step="save them as safetensors on a machine you trust: model.save_pretrained(folder)",
+            next_step="save the weights as safetensors on a machine where you trust them: model.save_pretrained(folder)",
         )
     raise HyperionError(
-        f"there is neither {SINGLE} nor {INDEX}", where=folder, next_step="name a folder with weights as safetensors"
+        f"the folder contains neither {SINGLE} nor {INDEX}", where=folder, next_step="give a folder with safetensors weights"
     )
 
 
@@ -387,13 +423,13 @@ def _load_folder(folder: Path, dtype: torch.dtype, device: str | torch.device) -
 
 
 def _from_hub(name: str) -> Path:
-    """Return the cache folder of a model on the hub; download the model if it is missing."""
+    """Return the cache folder of a model on the Hugging Face Hub. Download the model if the folder does not exist."""
     parts = name.split("/")
     if len(parts) != 2 or not all(parts) or name.startswith((".", "~")):
         raise HyperionError(
             f"{name!r} is not a folder, a random configuration, or an id of the form organisation/model",
             where=Path(name).absolute(),
-            next_step=f"name a folder with weights, or one of {', '.join(RANDOM_LLAMAS)}",
+            next_step=f"give a folder with weights, or one of {', '.join(RANDOM_LLAMAS)}",
         )
     target = cache_root() / HUB_FOLDER / "--".join(parts)
     if not target.is_dir():
@@ -404,7 +440,7 @@ def _from_hub(name: str) -> Path:
 
 
 def _download(name: str, work: Path) -> None:
-    """Download the list of a model's files, then its configuration, tokenizer and safetensors."""
+    """Download the list of a model's files, then the JSON files (configuration, tokenizer) and the safetensors files."""
     listing = work / "listing"
     try:
         download(f"{hub_endpoint()}/api/models/{name}", listing)
@@ -414,19 +450,21 @@ def _download(name: str, work: Path) -> None:
         raise DataUnavailable(
             f"the hub refuses to serve {name}: {error.__cause__}",
             where=f"{hub_endpoint()}/{name}",
-            next_step="check the id; if the model is gated, accept its licence, download it yourself and name the folder",
+            next_step="check the id; if the model is gated, accept its licence, download the model yourself and give its folder",
         ) from error
     siblings = _json(listing).get("siblings", [])
     listing.unlink()
     if not isinstance(siblings, list) or not all(isinstance(entry, dict) for entry in siblings):
         raise DataUnavailable(
-            f"the hub's reply for {name} has no list of files", where=hub_endpoint(), next_step="try again later"
+            f"the hub's reply for {name} contains no list of files", where=hub_endpoint(), next_step="try again later"
         )
     files = [str(entry.get("rfilename", "")) for entry in siblings]
     wanted = [file for file in files if "/" not in file and file.endswith((".json", ".safetensors"))]
     if not any(file.endswith(".safetensors") for file in wanted):
         raise DataUnavailable(
-            f"the hub has no safetensors of {name}", where=f"{hub_endpoint()}/{name}", next_step="choose a model that has them"
+            f"the hub has no safetensors files of {name}",
+            where=f"{hub_endpoint()}/{name}",
+            next_step="choose a model with safetensors files",
         )
     for file in wanted:
         download(f"{hub_endpoint()}/{name}/resolve/main/{file}", inner_path(work, file, DataUnavailable, _AGAIN))

@@ -2,8 +2,9 @@
 
 Shape suffixes: B batch, C channels, Y rows, X columns, T positions of a sequence, D width, K classes.
 
-A configuration knows name, shapes, parameters and FLOPs of its model without building it, and checks the model that it
-builds. A smaller configuration has its own name: `resnet50_w16_64px` is not ResNet-50.
+A configuration computes the name, the shapes, the number of parameters and the FLOPs of its model without building the
+model. `build` checks that the model has this number of parameters. A configuration of another size has another name, such
+as `resnet50_w16_64px`, so that its results are never reported as those of ResNet-50.
 """
 
 from abc import ABC, abstractmethod
@@ -21,20 +22,21 @@ from hyperion.models.layout import Layout, ModelFlops, parameter_count
 HEAD_WIDTH = 64  # features of one attention head, in ViT-B/16 and in the encoder
 PATCH = 16  # pixels on a side of a ViT's patch
 _BOTTLENECKS = (3, 4, 6, 3)
-_EXPANSION = 4  # a bottleneck block's last convolution has four times the channels of its stage's base width
+_EXPANSION = 4  # the last convolution of a bottleneck block has 4 · 64 · 2^stage channels, for every width
 
 
 class _Reference(ABC):
-    """Common part of the three models; each adds its shapes, its counts and `_make`."""
+    """Base class of the three configurations. A subclass defines the shapes, the counts and `_make`."""
 
     name: str
     parameter_count: int
 
     def build(self) -> nn.Module:
-        """Return the model, initialised from torch's current seed on the current default device.
+        """Build the model on torch's default device, with weights from torch's random generator.
 
         Raises:
-            HyperionError: torchvision is missing or broken, or the built model has another number of parameters.
+            HyperionError: torchvision is missing or broken, or the number of parameters of the model is not
+                `parameter_count`.
         """
         model = self._make()
         built = parameter_count(model)
@@ -42,13 +44,13 @@ class _Reference(ABC):
             raise HyperionError(
                 f"{self.name} has {self.parameter_count:,} parameters, but the built model has {built:,}",
                 where=type(model).__module__,
-                next_step="install a torchvision that matches this torch; no other model is used instead",
+                next_step="install the version of torchvision that matches this version of torch",
             )
         return model
 
     @abstractmethod
     def _make(self) -> nn.Module:
-        """Build the model with its library."""
+        """Build the model with torch or torchvision."""
 
 
 class _Classifier(_Reference):
@@ -63,7 +65,7 @@ class _Classifier(_Reference):
         return 3, self.image_size, self.image_size
 
     def targets(self, inputs_BCYX: Tensor, generator: torch.Generator) -> Tensor:
-        """Return one random class per image, int64 [B]. They are fixed, so that a model can memorise them."""
+        """Return one random class per image, int64 [B]. The model can learn the classes only by memorising the images."""
         shape = (len(inputs_BCYX),)
         return torch.randint(self.classes, shape, generator=generator, device=inputs_BCYX.device)
 
@@ -74,12 +76,12 @@ class _Classifier(_Reference):
 
 @dataclass(frozen=True)
 class ResNet50(_Classifier):
-    """ResNet-50 (He et al. 2015, arXiv 1512.03385), with the stride on the 3 x 3 convolution as in torchvision.
+    """ResNet-50 (He et al. 2015, arXiv 1512.03385). The 3 x 3 convolutions have the stride, as in torchvision.
 
     Args:
-        width: channels of the first stage's 3 x 3 convolutions; 64 in the published net.
-        image_size: pixels on a side, a multiple of 32.
-        classes: K.
+        width: number of channels of the 3 x 3 convolutions of the first stage; 64 in the paper.
+        image_size: height and width of an image in pixels, a multiple of 32.
+        classes: K, the number of classes.
     """
 
     width: int = 64
@@ -102,20 +104,26 @@ class ResNet50(_Classifier):
 
     @property
     def parameter_count(self) -> int:
-        """25,557,032 at the published width. Each convolution is followed by a BatchNorm with two parameters per channel."""
+        """Number of parameters: 25,557,032 at the default arguments.
+
+        Each convolution is followed by a BatchNorm, which has two parameters per channel.
+        """
         kernels = sum(out * (inputs * size**2 + 2) for inputs, out, size, _ in self._convolutions())
         return kernels + (self._features + 1) * self.classes
 
     @property
     def flops(self) -> ModelFlops:
-        """FLOPs per image of convolutions and classifier, a multiply-add being 2; no gradient of the image itself."""
+        """FLOPs per image of the convolutions and the classifier. A multiply-add counts as 2.
+
+        The gradient with respect to the image is not computed and not counted.
+        """
         work = [2 * inputs * out * (size * side) ** 2 for inputs, out, size, side in self._convolutions()]
         forward = sum(work) + 2 * self._features * self.classes
         return ModelFlops(forward, 3 * forward - work[0])
 
     @property
     def activations(self) -> int:
-        """Elements per image that convolutions write in the forward pass."""
+        """Number of elements per image that the convolutions write in the forward pass."""
         return sum(out * side**2 for _, out, _, side in self._convolutions())
 
     @property
@@ -123,7 +131,7 @@ class ResNet50(_Classifier):
         return 512 * _EXPANSION
 
     def _convolutions(self) -> Iterator[tuple[int, int, int, int]]:
-        """Yield (channels in, channels out, kernel size, side of the output) of every convolution, the stem first."""
+        """Yield (input channels, output channels, kernel size, output size) of every convolution, the stem first."""
         yield 3, 64, 7, self.image_size // 2
         channels, side = 64, self.image_size // 4
         for stage, blocks in enumerate(_BOTTLENECKS):
@@ -144,9 +152,9 @@ class VisionTransformer(_Classifier):
     """Vision Transformer over patches of 16 x 16 pixels (Dosovitskiy et al. 2020, arXiv 2010.11929), without dropout.
 
     Args:
-        width, layers: D and the number of blocks; 768 and 12 are ViT-B.
-        image_size: pixels on a side, a multiple of 16.
-        classes: K.
+        width, layers: D and the number of blocks. ViT-B has D = 768 and 12 blocks.
+        image_size: height and width of an image in pixels, a multiple of 16.
+        classes: K, the number of classes.
     """
 
     width: int = 768
@@ -172,7 +180,10 @@ class VisionTransformer(_Classifier):
         )
 
     def layout(self) -> Layout:
-        """Return the names of patch projection, blocks, norm and classifier; class token and positions are in no block."""
+        """Return the names of the patch projection, the blocks, the norm and the classifier.
+
+        The class token and the position embedding are parameters outside of these modules.
+        """
         blocks = tuple(f"encoder.layers.encoder_layer_{i}" for i in range(self.layers))
         return Layout(stem=("conv_proj",), blocks=blocks, head=("encoder.ln", "heads"))
 
@@ -183,30 +194,41 @@ class VisionTransformer(_Classifier):
 
     @property
     def parameter_count(self) -> int:
-        """86,567,656 for ViT-B/16: patches, class token and positions, blocks, last norm, classifier."""
+        """Number of parameters: 86,567,656 for ViT-B/16.
+
+        Counted are the patch projection, the class token, the position embedding, the blocks, the last norm and the
+        classifier.
+        """
         D = self.width
         embedding = (3 * PATCH**2 + 1) * D + (1 + self.positions) * D
         return embedding + _block_parameters(D, self.layers) + 2 * D + (D + 1) * self.classes
 
     @property
     def flops(self) -> ModelFlops:
-        """FLOPs per image of patches, blocks and classifier, a multiply-add being 2; no gradient of the image itself."""
+        """FLOPs per image of the patch projection, the blocks and the classifier. A multiply-add counts as 2.
+
+        The gradient with respect to the image is not computed and not counted.
+        """
         patches = 2 * 3 * PATCH**2 * self.width * (self.positions - 1)
         forward = patches + _block_flops(self.width, self.layers, self.positions) + 2 * self.width * self.classes
         return ModelFlops(forward, 3 * forward - patches)
 
     @property
     def activations(self) -> int:
-        """Elements per image that products write in the forward pass: patches, and each block's five projections."""
+        """Number of elements per image that matrix products write in the forward pass.
+
+        Counted are the patch projection and the projections of each block: query, key, value, attention's output (D each)
+        and the MLP (4 D + D, and another D for the sum).
+        """
         return self.positions * self.width * (1 + 10 * self.layers)
 
 
 @dataclass(frozen=True)
 class Encoder(_Reference):
-    """torch.nn.TransformerEncoder: post-norm, ReLU, MLP four times as wide (Vaswani et al. 2017), without dropout.
+    """torch.nn.TransformerEncoder (Vaswani et al. 2017) with post-norm, ReLU and an MLP of width 4 D, without dropout.
 
-    It has no position embeddings, so its output does not depend on the order of positions. The task is to output the mean of
-    the sequence at every position: it can be learned, and it needs attention.
+    The model has no position embeddings, so it does not know the order of the positions. The task is to output the mean of
+    the sequence at every position. The model can learn this task, and it needs attention to do so.
 
     Args:
         width, layers, positions: D, the number of blocks, and T.
@@ -218,7 +240,7 @@ class Encoder(_Reference):
 
     @property
     def name(self) -> str:
-        """Name with width, heads and layers; the length of the sequence belongs to the input, not to the model."""
+        """Name with the width, heads and layers. It omits the length of the sequence, which the model does not fix."""
         return f"encoder_d{self.width}_h{self.width // HEAD_WIDTH}_l{self.layers}"
 
     def _make(self) -> nn.Module:
@@ -226,7 +248,7 @@ class Encoder(_Reference):
         return nn.TransformerEncoder(layer, self.layers, enable_nested_tensor=False)
 
     def layout(self) -> Layout:
-        """Return the names of the blocks; there is no stem and no head."""
+        """Return the names of the blocks. The model has no stem and no head."""
         return Layout(stem=(), blocks=tuple(f"layers.{i}" for i in range(self.layers)), head=())
 
     @property
@@ -235,7 +257,10 @@ class Encoder(_Reference):
         return self.positions, self.width
 
     def targets(self, inputs_BTD: Tensor, generator: torch.Generator) -> Tensor:
-        """Return the mean of each sequence at every position, scaled to unit variance for standard normal inputs."""
+        """Return the mean of each sequence, repeated at every position.
+
+        The mean is multiplied by √T, so that the targets have unit variance for standard normal inputs.
+        """
         mean_B1D = inputs_BTD.mean(dim=1, keepdim=True) * self.positions**0.5
         return mean_B1D.expand_as(inputs_BTD).contiguous()
 
@@ -245,28 +270,37 @@ class Encoder(_Reference):
 
     @property
     def parameter_count(self) -> int:
-        """18,914,304 at d512 l6."""
+        """Number of parameters: 18,914,304 at width 512 with 6 blocks."""
         return _block_parameters(self.width, self.layers)
 
     @property
     def flops(self) -> ModelFlops:
-        """FLOPs per sequence of projections and attention; no gradient of the input through the first projection."""
+        """FLOPs per sequence of the projections and of attention. A multiply-add counts as 2.
+
+        The gradient with respect to the input of the model is not computed and not counted.
+        """
         forward = _block_flops(self.width, self.layers, self.positions)
         return ModelFlops(forward, 3 * forward - 6 * self.positions * self.width**2)
 
     @property
     def activations(self) -> int:
-        """Elements per sequence that products write in the forward pass: each block's five projections."""
+        """Number of elements per sequence that the projections of the blocks write in the forward pass."""
         return 10 * self.layers * self.positions * self.width
 
 
 def _block_parameters(width: int, layers: int) -> int:
-    """Return the parameters of all blocks, each with attention (4 D^2 + 4 D), MLP (8 D^2 + 5 D) and two norms (4 D)."""
+    """Return the number of parameters of all blocks.
+
+    A block has attention (4 D^2 + 4 D), an MLP (8 D^2 + 5 D) and two norms (4 D).
+    """
     return layers * (12 * width**2 + 13 * width)
 
 
 def _block_flops(width: int, layers: int, positions: int) -> int:
-    """Return the FLOPs of all blocks per sample, each with projections (24 T D^2) and attention's two products (4 T^2 D)."""
+    """Return the FLOPs per sample of all blocks.
+
+    A block has projections (24 T D^2) and two matrix products in attention (4 T^2 D).
+    """
     return layers * (24 * positions * width**2 + 4 * positions**2 * width)
 
 
@@ -285,10 +319,10 @@ REFERENCE_MODELS: dict[str, ReferenceModel] = {
 
 
 def reference_model(name: str) -> ReferenceModel:
-    """Return the configuration of that name.
+    """Return the configuration with this name.
 
     Raises:
-        HyperionError: there is none. No other model is used instead.
+        HyperionError: there is no configuration with this name.
     """
     if name not in REFERENCE_MODELS:
         raise HyperionError(

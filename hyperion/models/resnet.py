@@ -1,7 +1,7 @@
-"""ResNet-18 with the CIFAR stem, for 32 x 32 images: a 3x3 first convolution of stride 1 and no max-pool.
+"""ResNet-18 with the CIFAR stem, for 32 x 32 images.
 
-Basic blocks [2, 2, 2, 2] of widths w, 2w, 4w, 8w. The ImageNet stem (7x7, stride 2, max-pool) would reduce a CIFAR image to
-8 x 8 pixels before the first block.
+The stem is a 3x3 convolution of stride 1 without max-pool. The ImageNet stem (7x7, stride 2, max-pool) would reduce a CIFAR
+image to 8 x 8 pixels before the first block. Four stages of two basic blocks follow, with w, 2w, 4w and 8w channels.
 
 Shape suffixes: B batch, C channels, Y rows, X columns, K classes.
 
@@ -17,7 +17,7 @@ from hyperion.errors import HyperionError
 from hyperion.models.layout import Layout, ModelFlops
 
 BLOCKS_PER_STAGE = (2, 2, 2, 2)
-IMAGE_SIZE = 32  # pixels on a side, of CIFAR-10
+IMAGE_SIZE = 32  # height and width of a CIFAR-10 image in pixels
 
 
 def _conv3x3(channels_in: int, channels_out: int, stride: int = 1) -> nn.Conv2d:
@@ -25,7 +25,10 @@ def _conv3x3(channels_in: int, channels_out: int, stride: int = 1) -> nn.Conv2d:
 
 
 class BasicBlock(nn.Module):
-    """Two 3x3 convolutions with BatchNorm, added to the input; a 1x1 projection where the shape changes."""
+    """Two 3x3 convolutions with BatchNorm, and a shortcut that adds the input to their result.
+
+    If the shape changes, the shortcut contains a 1x1 convolution.
+    """
 
     def __init__(self, channels_in: int, channels_out: int, stride: int):
         super().__init__()
@@ -48,8 +51,8 @@ class ResNet18(nn.Module):
     """ResNet-18 for small images (see the module's docstring).
 
     Attributes:
-        name: `resnet18` at the published width of 64, else `resnet18_w<width>`, so that a narrower net is never reported as
-            ResNet-18.
+        name: `resnet18` for the width 64 of the paper, else `resnet18_w<width>`, so that a network of another width is never
+            reported as ResNet-18.
     """
 
     def __init__(self, num_classes: int, width: int):
@@ -66,13 +69,16 @@ class ResNet18(nn.Module):
         self.initialize()
 
     def initialize(self) -> None:
-        """Use He's normal initialisation for ReLU, by fan-out; BatchNorm and the classifier keep torch's defaults."""
+        """Initialise the convolutions with He's normal initialisation for ReLU, by fan-out.
+
+        BatchNorm and the classifier keep torch's default initialisation.
+        """
         for module in self.modules():
             if isinstance(module, nn.Conv2d):
                 nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
 
     def forward(self, images_BCYX: Tensor) -> Tensor:
-        """Return logits_BK for normalised float images [B, 3, 32, 32]; other sizes of at least 8 pixels work too."""
+        """Return logits_BK for normalised float images [B, 3, 32, 32]. Images of other sizes from 8 x 8 pixels work too."""
         x_BCYX = F.relu(self.norm1(self.conv1(images_BCYX)))
         for block in self.blocks:
             x_BCYX = block(x_BCYX)
@@ -84,9 +90,9 @@ class ResNet18(nn.Module):
 
 
 def block_shapes(width: int) -> Iterator[tuple[int, int, int]]:
-    """Yield (channels in, channels out, stride) of each block.
+    """Yield (input channels, output channels, stride) of each block.
 
-    Every stage except the first halves the image and doubles the width.
+    Every stage except the first halves the size of the image and doubles the number of channels.
     """
     channels = width
     for stage, blocks in enumerate(BLOCKS_PER_STAGE):
@@ -97,20 +103,21 @@ def block_shapes(width: int) -> Iterator[tuple[int, int, int]]:
 
 
 def resnet18(num_classes: int = 10, width: int = 64) -> ResNet18:
-    """Return a ResNet-18 with the CIFAR stem: 11,173,962 parameters at width 64 and 10 classes."""
+    """Return a ResNet-18 with the CIFAR stem. It has 11,173,962 parameters at width 64 with 10 classes."""
     return ResNet18(num_classes, width)
 
 
 def flops_per_image(num_classes: int = 10, width: int = 64, image_size: int = IMAGE_SIZE) -> ModelFlops:
-    """Return the FLOPs per image of convolutions and classifier (a multiply-add is 2): 1.1108e9 forward at width 64.
+    """Return the FLOPs per image of the convolutions and the classifier. A multiply-add counts as 2.
 
-    The backward pass computes two products for each one of the forward pass, except the gradient of the image. Norms, ReLU
-    and pooling are not counted. Equals torch's FlopCounterMode (tested).
+    At width 64 the forward pass has 1.1108e9 FLOPs. For each operation of the forward pass, the backward pass computes two
+    of the same size: the gradients of the input and of the weight. The gradient of the image is not computed. Norms, ReLU
+    and pooling are not counted. The result equals torch's FlopCounterMode (tested).
     """
     first = 2 * 9 * 3 * width * image_size**2
     forward, side = first, image_size
     for channels_in, channels_out, stride in block_shapes(width):
-        side = -(-side // stride)  # rounded up, as padding 1 does for an odd side
+        side = -(-side // stride)  # rounded up, because the convolution has padding 1
         shortcut = channels_in if stride != 1 or channels_in != channels_out else 0
         forward += 2 * side**2 * channels_out * (9 * channels_in + 9 * channels_out + shortcut)
     forward += 2 * 8 * width * num_classes

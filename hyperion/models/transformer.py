@@ -1,12 +1,12 @@
-"""A minimalist causal Transformer language model: GPT-2's architecture.
+"""A minimal causal Transformer language model with GPT-2's architecture.
 
 Shape suffixes: B batch, T positions of a sequence, D width, N heads, H width of a head (D = N * H), V vocabulary, M
 tokens of a batch or of one chunk of it; L is the number of layers.
 
-Token and learned position embeddings, L pre-norm blocks (causal self-attention, then a GELU MLP, each added to the
-residual stream), a final LayerNorm, and a head that shares the token embedding's weight. Dropout is where GPT-2 has it,
-except inside attention, so fused kernels still apply. `gpt2_124m` has GPT-2's 124,439,808 parameters and computes the same
-logits as `transformers.GPT2LMHeadModel` (tested).
+The model consists of token embeddings and learned position embeddings, L pre-norm blocks, a final LayerNorm, and a head
+that shares the token embedding's weight. A block adds causal self-attention, then a GELU MLP, to the residual stream.
+Dropout is at the same places as in GPT-2, except that attention has none, so that fused attention kernels can be used.
+`gpt2_124m` has GPT-2's 124,439,808 parameters and computes the same logits as `transformers.GPT2LMHeadModel` (tested).
 """
 
 import math
@@ -23,22 +23,22 @@ from hyperion.kernels import block_gradients
 from hyperion.kernels.token_loss import token_loss
 from hyperion.models.layout import Layout, ModelFlops
 
-# Logits exist for at most this many tokens at once: 6.6 GB in bfloat16 at V = 50257. Without gradients nothing is
-# recomputed, so smaller chunks cost nothing.
+# Largest number of tokens whose logits exist at the same time, in training and in evaluation. In training this is 6.6 GB in
+# bfloat16 at V = 50257. In evaluation nothing is recomputed, so smaller chunks cost no time.
 LOSS_CHUNK_TOKENS, EVALUATED_TOKENS = 65536, 16384
 
 
 @dataclass(frozen=True)
 class TransformerConfig:
-    """Shape of a TransformerLM; its MLP is 4 D wide.
+    """Shape of a TransformerLM. The MLP has 4 D hidden features.
 
     Attributes:
         vocab_size: V.
-        context: longest sequence, in tokens.
+        context: largest length of a sequence, in tokens.
         width: D.
-        heads: N; it divides the width.
+        heads: N; the width must be a multiple of it.
         layers: L.
-        dropout: probability of zeroing an element of the embeddings or of a branch's output in training.
+        dropout: probability of dropout in training, for the embeddings and for the outputs of attention and of the MLP.
     """
 
     vocab_size: int
@@ -66,7 +66,10 @@ class TransformerConfig:
 
     @property
     def parameter_count(self) -> int:
-        """Parameters of the model, the tied head counted once: D (V + T + 2) + L (12 D^2 + 13 D)."""
+        """Number of parameters, D (V + T + 2) + L (12 D^2 + 13 D), where T is the context.
+
+        The weight that the token embedding and the head share is counted once.
+        """
         D = self.width
         return D * (self.vocab_size + self.context + 2) + self.layers * (12 * D * D + 13 * D)
 
@@ -84,10 +87,13 @@ NAMED_CONFIGS = {
 
 
 def named_config(name: str, **changes: float) -> TransformerConfig:
-    """Return the configuration of that name, with the given fields replaced (vocab_size, context, …).
+    """Return the configuration with this name.
+
+    Args:
+        changes: fields to replace, such as vocab_size=256.
 
     Raises:
-        HyperionError: no configuration has that name.
+        HyperionError: there is no configuration with this name.
     """
     if name not in NAMED_CONFIGS:
         raise HyperionError(
@@ -102,8 +108,8 @@ class TransformerLM(nn.Module):
     """Causal language model over token ids (see the module's docstring).
 
     Args:
-        loss_chunk_tokens: with more tokens, the training loss is computed in chunks of this size, whose logits are
-            recomputed in the backward pass.
+        loss_chunk_tokens: if a batch has more tokens, the training loss is computed in chunks of this size, and the backward
+            pass recomputes the logits of each chunk.
     """
 
     def __init__(self, config: TransformerConfig, loss_chunk_tokens: int = LOSS_CHUNK_TOKENS):
@@ -118,10 +124,10 @@ class TransformerLM(nn.Module):
 
     @torch.no_grad()
     def initialize(self) -> None:
-        """Initialise as GPT-2 does: normal(0, 0.02), biases zero.
+        """Initialise as GPT-2 does: weights are normal with standard deviation 0.02, biases are zero.
 
-        The 2 L layers that write to the residual stream use 0.02 / sqrt(2 L), so that its variance does not grow with
-        depth.
+        The 2 L layers that write to the residual stream have the standard deviation 0.02 / sqrt(2 L), so that the variance
+        of the residual stream does not grow with depth.
         """
         blocks = [module for module in self.modules() if isinstance(module, TransformerBlock)]
         residual = {id(layer) for block in blocks for layer in (block.attention.output, block.mlp.down)}
@@ -133,17 +139,17 @@ class TransformerLM(nn.Module):
                 module.bias.zero_()
 
     def forward(self, inputs_BT: Tensor, targets_BT: Tensor | None = None) -> Tensor:
-        """Return the logits of the next token or, with targets, the negative log-likelihood of each target.
+        """Return the logits of the next token or, if targets are given, the negative log-likelihood of each target.
 
-        Training and evaluation both use this one method, so that wrappers (DDP, FSDP) see every use.
+        Training and evaluation both call this method, so that the hooks of wrappers (DDP, FSDP) always run.
 
         Args:
             inputs_BT: int64 token ids, T <= context.
-            targets_BT: int64 ids of the next tokens; IGNORE_INDEX is not scored.
+            targets_BT: int64 ids of the next tokens. Targets equal to IGNORE_INDEX are not scored.
 
         Returns:
-            Without targets logits_BTV in the dtype of the head; else float32 nll_BT in nats, zero where the target is
-            IGNORE_INDEX.
+            Without targets: logits_BTV in the dtype of the head. With targets: nll_BT in nats, in float32, and zero where
+            the target is IGNORE_INDEX.
 
         Raises:
             HyperionError: the sequence is longer than the context.
@@ -163,7 +169,7 @@ class TransformerLM(nn.Module):
         x_BTD = self.final_norm(x_BTD)
         if targets_BT is None:
             return F.linear(x_BTD, self.token_embedding.weight)
-        # clone() because a view would lose FSDP2's hooks on outputs, and a caller may modify the result in place.
+        # FSDP2 puts hooks on the output. A view would lose them if a caller modified it in place, so return a copy.
         return self._nll(x_BTD.flatten(0, 1), targets_BT.flatten()).view_as(targets_BT).clone()
 
     def _nll(self, x_MD: Tensor, targets_M: Tensor) -> Tensor:
@@ -176,7 +182,8 @@ class TransformerLM(nn.Module):
         chunks = list(zip(x_MD.split(size), targets_M.split(size), strict=True))
         if len(chunks) == 1 or not torch.is_grad_enabled():
             return torch.cat([token_loss(x, weight_VD, targets) for x, targets in chunks])
-        # The loss uses no random numbers, and reading a generator's state would make a CUDA graph impossible.
+        # preserve_rng_state=False: the loss uses no random numbers, and the state of a generator cannot be read during the
+        # capture of a CUDA graph.
         return torch.cat(
             [
                 checkpoint(token_loss, x, weight_VD, targets, use_reentrant=False, preserve_rng_state=False)
@@ -185,11 +192,11 @@ class TransformerLM(nn.Module):
         )
 
     def loss(self, inputs_BT: Tensor, targets_BT: Tensor) -> Tensor:
-        """Return the mean negative log-likelihood in nats over targets that are not IGNORE_INDEX (float32 scalar)."""
+        """Return the mean negative log-likelihood in nats (float32 scalar) over all targets that are not IGNORE_INDEX."""
         return self(inputs_BT, targets_BT).sum() / (targets_BT != IGNORE_INDEX).sum()
 
     def layout(self) -> Layout:
-        """Return the names of the stem, the blocks and the head; the head uses the token embedding's weight."""
+        """Return the names of the stem, the blocks and the head. The head uses the weight of the token embedding."""
         return Layout(
             stem=("token_embedding", "position_embedding"),
             blocks=tuple(f"blocks.{i}" for i in range(self.config.layers)),
@@ -199,11 +206,12 @@ class TransformerLM(nn.Module):
 
 
 def flops_per_token(config: TransformerConfig, sequence_length: int | None = None) -> ModelFlops:
-    """Return the FLOPs per token at that sequence length (default: the whole context).
+    """Return the FLOPs per token for the given sequence length (default: the context).
 
-    forward = L (24 D^2 + 4 T D) + 2 V D: the weights of the blocks, two T x T products per head (counted in full by
-    convention, though a causal kernel may skip half), and the head. The backward pass computes two products for each one
-    of the forward pass. Norms, GELU, softmax and lookups are not counted. Equals torch's FlopCounterMode (tested).
+    forward = L (24 D^2 + 4 T D) + 2 V D. The terms are the linear layers of the blocks, the two matrix products of attention,
+    and the head. Attention is counted for all T x T pairs of positions, as in the appendix of the PaLM paper, although a
+    causal kernel may skip half of them. For each matrix product (GEMM) of the forward pass the backward pass computes two.
+    Norms, GELU, softmax and embedding lookups are not counted. The result equals torch's FlopCounterMode (tested).
     """
     D, T = config.width, sequence_length or config.context
     forward = config.layers * (24 * D * D + 4 * T * D) + 2 * config.vocab_size * D
@@ -211,10 +219,10 @@ def flops_per_token(config: TransformerConfig, sequence_length: int | None = Non
 
 
 class TransformerBlock(nn.Module):
-    """x + attention(norm(x)), then x + mlp(norm(x)), with dropout on each branch.
+    """Pre-norm block: x + attention(norm(x)), then x + mlp(norm(x)), with dropout after attention and after the MLP.
 
-    Where the fused operations of hyperion.kernels.block_gradients apply, the block reads the weights of its inner layers
-    directly, so hooks on inner layers are bypassed; hooks on the block itself still run.
+    If the fused operations of hyperion.kernels.block_gradients are used, the block reads the weights of its layers directly.
+    Hooks on these layers do not run then. Hooks on the block itself always run.
     """
 
     def __init__(self, width: int, heads: int, dropout: float = 0.0):
@@ -227,7 +235,7 @@ class TransformerBlock(nn.Module):
 
     def forward(self, x_BTD: Tensor) -> Tensor:
         last = self.attention.output, self.mlp.down
-        # With dropout, the gradient of a bias is not the gradient that the norm's kernel sums for it.
+        # With dropout, the gradient of a bias differs from the column sum that the norm's kernel computes.
         plain = all(type(layer) is nn.Linear for layer in last) and not (self.dropout and self.training)
         detached = plain and block_gradients.applies_to(x_BTD)
         x_BTD, normed_BTD = self.attention_norm.fork(x_BTD)
@@ -239,9 +247,12 @@ class TransformerBlock(nn.Module):
 class CausalSelfAttention(nn.Module):
     """Multi-head attention in which position t attends to positions 0..t only.
 
-    Query, key and value are separate layers and the number of heads follows from their output, as a column-parallel split
-    over heads needs it. Compiled, they are one product with concatenated weights, which bypasses the layers' hooks: one
-    product with three times the columns keeps a GPU busier than three. Replaced layers (fp8, LoRA) stay separate.
+    Query, key and value are separate layers, and the number of heads follows from the width of their outputs. Both allow
+    tensor parallelism over heads.
+
+    In compiled code the three layers are computed as one matrix product with concatenated weights, because one large product
+    uses a GPU better than three small ones. Hooks on the three layers do not run then. Layers that were replaced (fp8, LoRA)
+    stay separate.
     """
 
     def __init__(self, width: int, heads: int):
@@ -253,7 +264,11 @@ class CausalSelfAttention(nn.Module):
         self.output = nn.Linear(width, width)
 
     def forward(self, x_BTD: Tensor, detached_bias: bool = False) -> Tensor:
-        """Return the attention output [B, T, D]; with `detached_bias` the output layer's bias gets its gradient elsewhere."""
+        """Return the attention output [B, T, D].
+
+        Args:
+            detached_bias: detach the bias of the output layer, because `LayerNorm.fork` computes its gradient.
+        """
         layers = self.query, self.key, self.value
         if torch.compiler.is_compiling() and all(type(layer) is nn.Linear for layer in layers):
             weight_ED, bias_E = (torch.cat([getattr(layer, name) for layer in layers]) for name in ("weight", "bias"))
@@ -270,25 +285,26 @@ class CausalSelfAttention(nn.Module):
 
 
 class LayerNorm(nn.LayerNorm):
-    """nn.LayerNorm that reads and writes the dtype of its input, also under autocast (see block_gradients.layer_norm)."""
+    """nn.LayerNorm whose output has the dtype of the input, also under autocast (see block_gradients.layer_norm)."""
 
     def forward(self, x_BTD: Tensor) -> Tensor:
         return block_gradients.layer_norm(x_BTD, self)
 
     def fork(self, x_BTD: Tensor, *biases_D: Tensor) -> tuple[Tensor, Tensor]:
-        """Return x for the residual stream and LayerNorm(x) for the branch.
+        """Return x for the residual stream, and LayerNorm(x) for attention or the MLP.
 
         Args:
-            biases_D: none, or the biases of the layers before and after, whose gradients are computed here.
+            biases_D: no biases; or two: the bias of the layer whose result was added to x, and of the layer whose result
+                will be added to x. The backward pass of this norm computes the gradients of both.
         """
-        # Biases given here are detached in their own layers: this is the only place that computes their gradients.
+        # The layers of these biases use them detached, so their gradients are computed only here.
         if biases_D or block_gradients.applies_to(x_BTD):
             return block_gradients.forked_norm(x_BTD, self, *biases_D)
         return x_BTD, self(x_BTD)
 
 
 class FeedForward(nn.Module):
-    """MLP: D -> 4 D -> D with GELU."""
+    """MLP with GELU. D features are mapped to 4 D and back to D."""
 
     def __init__(self, width: int):
         super().__init__()
@@ -296,7 +312,11 @@ class FeedForward(nn.Module):
         self.down = nn.Linear(4 * width, width)
 
     def forward(self, x_BTD: Tensor, detached_bias: bool = False) -> Tensor:
-        """Return the MLP output [B, T, D]; with `detached_bias` the last layer's bias gets its gradient elsewhere."""
+        """Return the MLP output [B, T, D].
+
+        Args:
+            detached_bias: detach the bias of the last layer, because `LayerNorm.fork` computes its gradient.
+        """
         if type(self.up) is nn.Linear and block_gradients.applies_to(x_BTD):
             hidden_BTE = block_gradients.gelu_projection(x_BTD, self.up)
         else:
