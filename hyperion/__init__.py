@@ -4,5 +4,6 @@ from hyperion import compat
 
 __version__ = "0.1.0"
 
-# Runs in every process that imports a package of the library, workers and notebook kernels included. Does not import torch.
+# This line runs in every process that imports a package of the library, also in workers and notebook kernels. It does not import
+# torch.
 compat.watch_torchvision()

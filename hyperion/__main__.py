@@ -1,4 +1,7 @@
-"""`python -m hyperion`: the `hyperion` command, also where its console script is not installed (PYTHON=…)."""
+"""Run the `hyperion` command as `python -m hyperion`.
+
+This also works in an environment named by PYTHON=, where the console script `hyperion` is not installed.
+"""
 
 import sys
 

@@ -1,6 +1,8 @@
-"""The `hyperion` command. Every option of `hyperion reproduce` is also a variable: PROFILE=smoke means --profile smoke.
+"""The `hyperion` command.
 
-It must start fast: PyTorch and other slow packages are imported inside functions only.
+Every option of `hyperion reproduce` can also be set by an environment variable: PROFILE=smoke means --profile smoke.
+
+The command must start fast. Therefore PyTorch and other packages that are slow to import are imported only inside functions.
 """
 
 import getpass
@@ -23,7 +25,9 @@ from hyperion.terminal import run_command, say
 
 FIRST_PORT = 8888
 _COLOURS = {"ok": "green", "warn": "yellow", "fail": "red"}
-RunName = Annotated[str, typer.Argument(help="A run: its folder or name, `latest`, or a reference machine's name.")]
+RunName = Annotated[
+    str, typer.Argument(help="A run: the path or the name of its folder, `latest`, or the name of a reference machine.")
+]
 
 app = typer.Typer(
     help="Hyperion: an executable book of ML-systems engineering.",
@@ -36,7 +40,7 @@ app.add_typer(data_app, name="data")
 
 
 def main() -> int:
-    """Run the command line and return the exit code; an error that a user can correct is printed with its next step."""
+    """Run the command line and return the exit code. An error that a user can correct is printed with its next step."""
     return run_command(lambda: run_app(app, "hyperion", sys.argv[1:]))
 
 
@@ -46,34 +50,40 @@ def reproduce(
         str,
         typer.Option(
             envvar="PROFILE",
-            help="smoke (minutes on a CPU), full (real sizes), study (more seeds), replay (no measurement: the numbers of "
-            "a reference machine), or auto: smoke on a CPU, full on an accelerator.",
+            help="smoke (takes minutes on a CPU), full (real sizes), study (more seeds), replay (measures nothing and uses the "
+            "numbers of a reference machine), or auto. auto means smoke on a CPU and full on an accelerator.",
         ),
     ] = "auto",
     only: Annotated[
         str | None,
-        typer.Option(envvar="ONLY", help="One chapter and what it needs: --only 01_hardware_exploration.", show_default="all"),
+        typer.Option(
+            envvar="ONLY",
+            help="Run one chapter and the chapters that it needs, as --only 01_hardware_exploration.",
+            show_default="all",
+        ),
     ] = None,
     data_source: Annotated[
         str,
         typer.Option(
             envvar="DATA_SOURCE",
-            help="mirror (folder in HYPERION_DATA_MIRROR), cache, download or synthetic; auto: the first one available.",
+            help="mirror (the folder that HYPERION_DATA_MIRROR names), cache, download or synthetic. auto takes the first of "
+            "these sources that is available.",
         ),
     ] = "auto",
     run: Annotated[
         str | None,
         typer.Option(
             envvar="RUN",
-            help="`new` starts a run, another name continues or starts that one under results/.",
-            show_default="the newest of the same profile, data source, seed, device and versions",
+            help="`new` starts a new run. Any other text is the name of a run under results/: this run is continued, or started "
+            "if it does not exist.",
+            show_default="the newest run with the same profile, data source, seed, device and versions",
         ),
     ] = None,
     time_budget: Annotated[
         str | None,
         typer.Option(
             envvar="TIME_BUDGET",
-            help="Stop cleanly after this time: 360, 6m, 1h30m. A later call continues.",
+            help="Stop cleanly after this time, as 360 (seconds), 6m or 1h30m. A later call continues.",
             show_default="no limit",
         ),
     ] = None,
@@ -81,7 +91,7 @@ def reproduce(
         str | None,
         typer.Option(
             envvar="CELL_TIMEOUT",
-            help="A cell that takes longer fails, and its notebook with it: 900, 15m, 2h.",
+            help="Time limit of a cell, as 900 (seconds), 15m or 2h. A cell that takes longer fails, and its notebook fails too.",
             show_default="15m in smoke, 20m in full, 6h in study, 10m in replay",
         ),
     ] = None,
@@ -89,7 +99,7 @@ def reproduce(
         str | None,
         typer.Option(
             envvar="NOTEBOOK_TIMEOUT",
-            help="A notebook that takes longer fails: 1800, 30m, 4h.",
+            help="Time limit of a notebook, as 1800 (seconds), 30m or 4h. A notebook that takes longer fails.",
             show_default="30m in smoke, 40m in full, 12h in study, 20m in replay",
         ),
     ] = None,
@@ -98,19 +108,19 @@ def reproduce(
         str | None,
         typer.Option(
             envvar="REPLAY_OF",
-            help="With profile replay: the reference machine.",
-            show_default="the first that holds the chapter",
+            help="Reference machine to replay, with profile replay.",
+            show_default="the first machine that has results of the chapter",
         ),
     ] = None,
 ) -> None:
-    """Execute the notebooks in order; a second call runs only what failed or changed.
+    """Execute the notebooks in order. A second call runs only the notebooks that failed or changed.
 
     Results go to results/<run>/ (HYPERION_RESULTS names another folder): rows, samples, tables and pictures by subject,
-    executed notebooks and their HTML. results/latest points to the newest finished run.
+    executed notebooks and their HTML pages. results/latest points to the newest finished run.
 
-    Exit codes: 0 all done; 1 a notebook failed or found something unexpected (the others were still run); 2 the request
-    cannot be met; 3 the time budget ended first; 130 or 143 stopped by Ctrl-C or SIGTERM. After each of them, the same
-    command continues where the last call ended.
+    Exit codes: 0 all notebooks are done; 1 a notebook failed or found something unexpected (the other notebooks were still
+    run); 2 the request cannot be carried out; 3 the time budget ended before all notebooks were done; 130 or 143 the call was
+    stopped by Ctrl-C or SIGTERM. After any of these, the same command continues where the last call ended.
     """
     from hyperion.reproduce import Request
     from hyperion.reproduce import reproduce as run_book
@@ -136,9 +146,10 @@ app.command()(relaunch)
 
 @app.command()
 def verify(run: RunName = "latest") -> None:
-    """Check a run: files against their hashes, rows against their rules and their samples; one line for each proven statement.
+    """Check the files of a run against their hashes, and the rows against their rules and their samples.
 
-    The last lines list what is not proven: rows that cannot be recomputed from samples, and files missing in the manifest.
+    Prints one line for each statement that was proven. The last lines list what could not be proven: rows that cannot be
+    recomputed from samples, and files that are missing in the manifest.
     """
     from hyperion.results import Run, find_run, verify_run
 
@@ -150,7 +161,7 @@ def verify(run: RunName = "latest") -> None:
 
 @app.command()
 def report(run: RunName = "latest") -> None:
-    """Write a run's report: one HTML page of tables and pictures, made from its rows alone."""
+    """Write the report of a run: one HTML page with tables and pictures. The report is made only from the rows of the run."""
     from hyperion.book import write_report
     from hyperion.results import Run, find_run
 
@@ -159,7 +170,7 @@ def report(run: RunName = "latest") -> None:
 
 @app.command()
 def fetch() -> None:
-    """Stage all data and tokenizers while there is a network; afterwards no command needs one."""
+    """Download all data and tokenizers into the cache. Afterwards no command needs a network."""
     from hyperion.data import fetch_all
 
     reports = fetch_all()
@@ -178,10 +189,10 @@ def verify_data(
         ),
     ] = None,
 ) -> None:
-    """Check prepared and staged data: hashes, records, vocabulary, labels, pixels, and that no splits are swapped.
+    """Check prepared and staged data: hashes, records, vocabulary, labels and pixels, and that no splits are swapped.
 
-    Damaged files are named with record and reason, and moved to quarantine/. Exit code 0 when all data are unchanged, 1 when
-    something is damaged.
+    For each damaged file, the output names the record and the reason. Damaged files are moved to quarantine/. The exit code is
+    0 if all data are unchanged, and 1 if a file is damaged.
     """
     from hyperion.data.prepare.verify import verify
 
@@ -193,7 +204,7 @@ def verify_data(
         for finding in verdict.findings:
             say(f"        {finding.file}: {finding.fault}")
         if verdict.moved_to is not None:
-            say(f"        moved to {verdict.moved_to}, nothing was deleted")
+            say(f"        moved to {verdict.moved_to}; nothing was deleted")
         if verdict.next_step:
             say(f"        next:  {verdict.next_step}")
     damaged = sum(bool(verdict.findings) for verdict in verdicts)
@@ -205,22 +216,25 @@ def verify_data(
 def lab(
     port: Annotated[int | None, typer.Option(help="Port on loopback.", show_default="the first free one from 8888")] = None,
 ) -> None:
-    """Start JupyterLab on this checkout, on loopback with a token; print the ssh line for a remote node."""
+    """Start JupyterLab in this checkout, reachable only from this machine and with a token.
+
+    Also prints the ssh command that makes JupyterLab reachable from another machine.
+    """
     from hyperion.reproduce.kernels import library_environment
 
     chosen = free_port() if port is None else port
     token = secrets.token_hex(24)
     command = lab_command(project_root(), chosen)
     print("\n".join(lab_lines(chosen, token)), flush=True)
-    # exec, not a child: signals, the terminal and the exit code are those of the server.
+    # exec and not a child process, so that the server gets the signals and the terminal, and its exit code is this command's.
     os.execve(command[0], command, {**library_environment(), "JUPYTER_TOKEN": token})
 
 
 def free_port(first: int = FIRST_PORT) -> int:
-    """Return the first free loopback port from `first` on.
+    """Return the first free loopback port that is at least `first`.
 
     Raises:
-        HyperionError: a hundred ports in a row are taken.
+        HyperionError: none of the hundred ports from `first` on is free.
     """
     for port in range(first, first + 100):
         with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
@@ -229,13 +243,14 @@ def free_port(first: int = FIRST_PORT) -> int:
             except OSError:
                 continue
             return port
-    raise HyperionError("no free port", where=f"127.0.0.1:{first}-{first + 99}", next_step="name another with --port")
+    raise HyperionError("no free port", where=f"127.0.0.1:{first}-{first + 99}", next_step="name another port with --port")
 
 
 def lab_command(root: Path, port: int) -> list[str]:
-    """Return the command that serves the checkout on loopback only.
+    """Return the command that starts JupyterLab in the checkout, on the loopback address only.
 
-    The token is passed in the environment: other users of the machine can read a process's arguments.
+    The command does not contain the token, because other users of the machine can read the arguments of a process. The token is
+    passed in an environment variable.
 
     Raises:
         HyperionError: JupyterLab is not installed.
@@ -243,16 +258,16 @@ def lab_command(root: Path, port: int) -> list[str]:
     if find_spec("jupyterlab") is None:
         raise HyperionError("JupyterLab is not installed", where=sys.executable, next_step="pip install -e '.[lab]'")
     options = ["--no-browser", "--ip=127.0.0.1", f"--port={port}", "--ServerApp.port_retries=0"]
-    if os.geteuid() == 0:  # common in containers; the server refuses to start for root without this option
+    if os.geteuid() == 0:  # common in containers; without this option the server refuses to start for root
         options.append("--allow-root")
     return [sys.executable, "-s", "-m", "jupyterlab", *options, f"--ServerApp.root_dir={root}"]
 
 
 def lab_lines(port: int, token: str) -> list[str]:
-    """Return the address to open, and the ssh command to type first on another machine."""
+    """Return two lines: the address to open in a browser, and the ssh command to run first on another machine."""
     try:
         user = getpass.getuser()
-    except (KeyError, OSError):  # in a container, the user's number may have no entry in the password file
+    except (KeyError, OSError):  # in a container, the user id may have no entry in the password file
         user = str(os.getuid())
     return [
         f"open      http://127.0.0.1:{port}/lab?token={token}",
@@ -263,31 +278,38 @@ def lab_lines(port: int, token: str) -> list[str]:
 @app.command()
 def doctor(
     floors: Annotated[
-        bool, typer.Option("--floors", help="Measure this device and compare it with the least that a healthy one reaches.")
+        bool, typer.Option("--floors", help="Measure this device and compare it with the least values of a healthy device.")
     ] = False,
     run: Annotated[
-        str | None, typer.Option(help="With --floors: read a run instead of measuring.", show_default="measure now")
+        str | None, typer.Option(help="With --floors: use the rows of this run instead of measuring.", show_default="measure now")
     ] = None,
-    harness: Annotated[bool, typer.Option("--harness", help="Plant faults that the measurements must catch.")] = False,
+    harness: Annotated[
+        bool, typer.Option("--harness", help="Plant faults in measurements; the library's checks must detect them.")
+    ] = False,
     numerics: Annotated[
         bool, typer.Option("--numerics", help="Compare logits, gradients and losses with float64, in every precision.")
     ] = False,
-    comparison: Annotated[bool, typer.Option("--comparison", help="Plant slowdowns that `compare` must catch.")] = False,
+    comparison: Annotated[
+        bool, typer.Option("--comparison", help="Plant slowdowns in code; `hyperion compare` must detect them.")
+    ] = False,
 ) -> None:
-    """Check this machine and installation; each finding comes with its evidence and its remedy.
+    """Check this machine and this installation. Each finding comes with its evidence and its remedy.
 
-    With --floors: the vendor's published acceptance floors of this device, cited; without those, bounds derived from its
-    data sheet; on one device, on both dies of an MI250X module, on all. Exit code 1 when one is not met.
+    With --floors: compare measured values with floors, the least values of a healthy device. The floors are the vendor's
+    published acceptance values for this device, with their source. If the vendor publishes none, they are derived from the data
+    sheet. The measurements run on one device, on both dies of an MI250X module, and on all devices. The exit code is 1 if a
+    floor is not met.
 
-    With --harness: plant every measurement mistake that this library knows, and show which check refuses it.
+    With --harness: plant every measurement mistake that this library knows, and show which check detects it.
 
-    With --numerics: two small trainings against the float64 numbers stored in git; exit code 1 names the first wrong tensor.
+    With --numerics: compare two small trainings with the float64 numbers stored in git. If a number is wrong, the output names
+    the first wrong tensor and the exit code is 1.
 
-    With --comparison: 44 comparisons of real launches in half an hour; exit code 1 unless every planted 10 % is confirmed and
-    false alarms are no more frequent than a rule with 5 % allows.
+    With --comparison: make 44 comparisons of real launches, which takes half an hour. The exit code is 1 if a planted slowdown
+    of 10 % is not confirmed, or if there are more false alarms than a test at the 5 % level allows.
     """
     if run is not None and not floors:
-        raise HyperionError("--run goes with --floors", next_step=f"hyperion doctor --floors --run {run}")
+        raise HyperionError(f"--run {run} is given without --floors", next_step=f"use both: hyperion doctor --floors --run {run}")
     if numerics:
         raise typer.Exit(print_numerics())
     if comparison:
@@ -296,7 +318,7 @@ def doctor(
 
 
 def print_numerics() -> int:
-    """Print this device's numbers next to the float64 ones; return 1 when one exceeds its tolerance."""
+    """Print the errors of this device's numbers relative to float64. Return 1 if an error exceeds its tolerance, else 0."""
     from hyperion.doctor.numerics import check_numerics, numerics_table
 
     report = check_numerics(on_line=say)
@@ -307,7 +329,7 @@ def print_numerics() -> int:
 
 
 def _print_checks() -> int:
-    """Print every finding with its evidence and remedy; return 1 when one is a failure."""
+    """Print every finding with its evidence and remedy. Return 1 if a check failed, else 0."""
     from hyperion.doctor import run_checks
 
     output, results = console(), run_checks()
@@ -321,7 +343,7 @@ def _print_checks() -> int:
 
 
 def _print_floors(run: str | None) -> int:
-    """Print the floors and the measured values of this machine or of a run; return 1 when a floor is not met."""
+    """Print the floors and the measured values of this machine or of a run. Return 1 if a floor is not met, else 0."""
     from hyperion.doctor import check_floors, floor_table
 
     report = check_floors(run)
@@ -332,7 +354,7 @@ def _print_floors(run: str | None) -> int:
 
 
 def _print_harness() -> int:
-    """Print which planted faults were refused; return 1 when a fault passed or a correct measurement was refused."""
+    """Print which planted faults were detected. Return 1 if a fault was not detected or a correct measurement was refused."""
     from hyperion.doctor.harness import self_test, self_test_conclusion, self_test_table
 
     results = self_test()
@@ -342,7 +364,7 @@ def _print_harness() -> int:
 
 
 def _print_comparison_trials() -> int:
-    """Print the comparisons of real launches; return 1 when a planted 10 % was missed or false alarms were too many."""
+    """Print the comparisons of real launches. Return 1 if a planted 10 % was missed or there were too many false alarms."""
     from hyperion.doctor.comparison import conclusion, is_reliable, try_comparison
 
     trials, folder = try_comparison(on_line=say)
@@ -360,13 +382,16 @@ def passport(
     ] = None,
     time_limit: Annotated[str, typer.Option(help="Approximate time to take: 40s, 5m.")] = "5m",
 ) -> None:
-    """Write what this machine is and reaches into one file that can be shared: fingerprint, ceilings, floors, hashes.
+    """Describe this machine in one file that can be shared: fingerprint, measured ceilings, floors and hashes.
 
-    To contribute your machine, add the file under results/passports/ in a pull request. With --verify: exit code 0 when all
-    files follow the rules, 1 with the field and the reason when one does not.
+    To contribute your machine, add the file under results/passports/ in a pull request. With --verify, the exit code is 0 if all
+    files follow the rules. If a file does not, the output names the field and the reason, and the exit code is 1.
     """
     if verify != bool(files):
-        raise HyperionError("files and --verify go together", next_step="hyperion passport --verify FILE [FILE ...]")
+        raise HyperionError(
+            "files and --verify must be given together",
+            next_step="to check files: hyperion passport --verify FILE [FILE ...]; to measure: hyperion passport",
+        )
     time_limit_s = parse_duration(time_limit, "--time-limit")
     from hyperion.passport import PassportError, measure_passport, passport_name, verify_passport, write_passport
     from hyperion.results.store import PASSPORTS
@@ -379,7 +404,7 @@ def passport(
     refused = False
     for path in files or ():
         try:
-            say(f"{path}: {verify_passport(path)} values keep the rules")
+            say(f"{path}: {verify_passport(path)} values follow the rules")
         except PassportError as error:
             refused = True
             say(f"{path}: {error.what}")
@@ -388,7 +413,7 @@ def passport(
 
 @app.command()
 def env() -> None:
-    """Print this machine's fingerprint as it goes into run.json: versions, device, driver."""
+    """Print this machine's fingerprint (versions, device, driver) as it is stored in run.json."""
     from hyperion.hardware import fingerprint
 
     say(json.dumps(fingerprint(), indent=1, sort_keys=True))
@@ -396,14 +421,15 @@ def env() -> None:
 
 @app.command()
 def clean(
-    runs: Annotated[bool, typer.Option("--runs", help="Also your own runs (never results/reference/).")] = False,
-    data: Annotated[bool, typer.Option("--data", help="Also downloaded and prepared data.")] = False,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only list.")] = False,
+    runs: Annotated[bool, typer.Option("--runs", help="Also remove your own runs. results/reference/ is never removed.")] = False,
+    data: Annotated[bool, typer.Option("--data", help="Also remove downloaded and prepared data.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="List what would be removed, and remove nothing.")] = False,
 ) -> None:
-    """Remove the caches and build products of a checkout; runs and data only on request. No file in git is touched.
+    """Remove the caches and build files of a checkout. Runs and data are removed only with --runs and --data.
 
-    Removes only files that Hyperion wrote and marked, and follows no link. If a run or the data folder also holds another
-    file, or a file that was changed, this file is listed and nothing is removed.
+    The command removes only files that Hyperion wrote and marked. It removes no file in git and follows no link. If a run or the
+    data folder contains a file that Hyperion did not write, or a file that was changed, the command lists this file and removes
+    nothing.
     """
     from hyperion.reproduce.housekeeping import removable, remove
 
@@ -414,12 +440,14 @@ def clean(
 
 
 @app.command()
-def publish(run: RunName, name: Annotated[str, typer.Argument(help="The machine's name: h200.")]) -> None:
-    """Make a run the reference of a machine, results/reference/NAME/, to replay and to compare with."""
+def publish(run: RunName, name: Annotated[str, typer.Argument(help="Name of the machine, such as h200.")]) -> None:
+    """Copy a run to results/reference/NAME/ as the reference of a machine. Other runs can be compared with a reference, and
+    `--profile replay` uses its numbers.
+    """
     from hyperion.reproduce.publishing import publish as publish_run
     from hyperion.results import Run, find_run
 
     folder, left_out = publish_run(Run.open(find_run(run)), name)
     say(f"published: {folder}")
     if left_out:
-        say(f"left out for their size: {', '.join(left_out)}")
+        say(f"not published, because the size limit is reached: {', '.join(left_out)}")

@@ -227,7 +227,7 @@ def test_the_command_checks_files_and_names_what_is_wrong(tmp_path):
     good.write_text(json.dumps(GOOD))
     bad.write_text(json.dumps(GOOD | {"devices": 4}))
     done = hyperion("passport", "--verify", str(good), str(bad))
-    assert done.returncode == 1 and f"{good}: 7 values keep the rules" in done.stdout
+    assert done.returncode == 1 and f"{good}: 7 values follow the rules" in done.stdout
     assert f"{bad}: hashes.whole" in done.stdout and "Traceback" not in done.stderr
     lone = hyperion("passport", "--verify")
-    assert lone.returncode == 2 and "files and --verify go together" in lone.stderr
+    assert lone.returncode == 2 and "files and --verify must be given together" in lone.stderr

@@ -35,4 +35,4 @@ def test_a_machine_without_floors_is_told_so_and_is_no_failure():
 
 def test_a_run_without_floors_is_refused():
     done = hyperion("doctor", "--run", "h200x2")
-    assert done.returncode == 2 and "--run goes with --floors" in done.stderr
+    assert done.returncode == 2 and "is given without --floors" in done.stderr
