@@ -1,4 +1,4 @@
-"""The answers of `measure.time` and `measure.compare`. They can be printed in a few lines, drawn as a figure, and stored as rows."""
+"""The results of `measure.time` and `measure.compare`, which can be printed, drawn as a figure, and stored as rows."""
 
 import functools
 import html

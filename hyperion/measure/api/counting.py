@@ -48,7 +48,7 @@ class MemoryAnswer(Answer):
 
     @property
     def added_bytes(self) -> int:
-        """Peak minus the memory in use before the call. On a GPU the allocator gives both values, on a CPU the count by dispatch."""
+        """Peak minus the memory in use before the call, from the allocator on a GPU and from the count by dispatch on a CPU."""
         if self.allocator_peak_bytes is None or self.allocator_before_bytes is None:
             return self.peak_bytes - self.before_bytes
         return self.allocator_peak_bytes - self.allocator_before_bytes
@@ -71,7 +71,7 @@ class MemoryAnswer(Answer):
         return self.rows(notebook=notebook, experiment=experiment, variant=variant, **columns)[0]
 
     def rows(self, *, notebook: str, experiment: str, variant: str, **columns) -> list[Row]:
-        """Return a row of `peak_memory_gib` (peak of the allocator, only on GPUs) and a row of `tensor_memory_gib` (by dispatch)."""
+        """Return a row of `tensor_memory_gib` (by dispatch) and, on a GPU, a row of `peak_memory_gib` (by the allocator)."""
         place = {"notebook": notebook, "experiment": experiment, "variant": variant, **columns}
         reason = "" if columns.get("limit") is not None else "no limit: what the function must hold is not known"
         peaks = {"peak_memory_gib": self.allocator_peak_bytes, "tensor_memory_gib": self.peak_bytes}
