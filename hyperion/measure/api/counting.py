@@ -73,7 +73,10 @@ class MemoryAnswer(Answer):
         return f"{self.label}: {allocated} (device allocator, n=1)\n{tensors} {counted}"
 
     def row(self, *, notebook: str, experiment: str, variant: str, **columns) -> Row:
-        """Return the first row of `rows`. On a GPU it contains the peak of the allocator, on a CPU the counted size of tensors."""
+        """Return the first row of `rows`.
+
+        On a GPU, it contains the peak of the allocator. On a CPU, it contains the largest total size of live tensors.
+        """
         return self.rows(notebook=notebook, experiment=experiment, variant=variant, **columns)[0]
 
     def rows(self, *, notebook: str, experiment: str, variant: str, **columns) -> list[Row]:
@@ -143,7 +146,7 @@ class FlopsAnswer(Answer):
         if not custom:
             return f"every other operator has a formula; {pointwise}" if light else "every operator has a formula"
         named = ", ".join(custom[:4]) + (f" and {len(custom) - 4} more" if len(custom) > 4 else "")
-        bound = "a lower bound" if self.total else "0 IS NOT THE ANSWER"
+        bound = "a lower bound" if self.total else "THE NUMBER OF FLOPS IS UNKNOWN"
         return f"{bound}: no formula for {named}" + (f"; {pointwise} too" if light else "")
 
     def __str__(self) -> str:

@@ -249,8 +249,8 @@ def verify_sum(total: torch.Tensor, factors: tuple[torch.Tensor, ...], number_fo
 
     The tolerance is the sum of two parts. The first part is sqrt(n) spacings of the format in which the terms are accumulated.
     For 16-bit formats, this format is float32. This part is four times the expected error of one running sum with independent
-    rounding errors. The second part is the error of rounding a sum of up to 4·q to the output format. The result of a library that
-    accumulates in 16 bits exceeds the tolerance.
+    rounding errors. The second part is the error of rounding a sum of up to 4·q to the output format. If a library accumulates
+    in 16 bits, the error exceeds the tolerance.
 
     Args:
         total: the computed sum. It must have been filled with NaN before the timed calls. If it has several elements, each

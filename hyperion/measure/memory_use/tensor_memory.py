@@ -8,8 +8,8 @@ The count can be too high in one case. If a weight is used twice, autograd adds 
 While a dispatch mode is active, it writes the sum into a new tensor (ATen's isTensorSubclassLike). If the peak is in this
 addition, the count is too high by the size of one gradient of this weight.
 
-`MemoryTimeline` also works with fake tensors, which have a shape but no memory. This predicts the memory of a step without running
-it, see hyperion.training.memory_estimate.
+`MemoryTimeline` also works with fake tensors, which have a shape but no memory. This predicts the memory of a step without
+running the step, see hyperion.training.memory_estimate.
 """
 
 import weakref

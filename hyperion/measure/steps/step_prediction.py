@@ -297,25 +297,25 @@ def _basis(
 ) -> str:
     device_s = sum(parts.values()) - parts["host_s"]
     if not ceilings.overlapped:
-        together = "one after the other"
+        together = "the device's time and the host's time add up"
     elif parts["host_s"] > device_s:
-        together = "the host's time decides"
+        together = "the host's time decides, because it is longer"
     else:
-        together = "the device's time decides"
+        together = "the device's time decides, because it is longer"
     apart = 0 if ceilings.convolution_time_s is None else sum(map(is_convolution, calls))
-    rest, each = "other operators' bytes", f"{len(calls) - apart} operators of {ceilings.operator_time_s * 1e6:.3g} us"
+    rest, each = "the other operators", f"{len(calls) - apart} operators of {ceilings.operator_time_s * 1e6:.3g} us each"
     if apart and ceilings.convolution_time_s is not None:
-        each += f" and {apart} convolutions and batch norms of {ceilings.convolution_time_s * 1e6:.3g} us"
+        each += f" and {apart} convolutions and batch norms of {ceilings.convolution_time_s * 1e6:.3g} us each"
     if compiled is not None:
-        rest, each = "what is fused between them", f"two kernels a product of {compiled.kernel_time_s * 1e6:.3g} us"
+        rest, each = "the fused operators between them", f"two kernels per product of {compiled.kernel_time_s * 1e6:.3g} us each"
         if compiled.blocks:
             each += f", {compiled.blocks} blocks entered for {compiled.entry_time_s * 1e6:.3g} us each"
-        each += ", and the update"
+        each += ", and the operators of the update"
     if ceilings.step_overhead_s:
-        each += f", {ceilings.step_overhead_s * 1e6:.3g} us once"
+        each += f", {ceilings.step_overhead_s * 1e6:.3g} us once per step"
     return (
-        f"products of {flops / 1e9:.4g} GFLOP at measured rates of their size {parts['products_s'] * 1e3:.3g} ms, "
-        f"{rest} at {ceilings.memory.bandwidth_gb_s:.4g} GB/s {parts['memory_s'] * 1e3:.3g} ms, "
-        f"update {parts['optimizer_s'] * 1e3:.3g} ms, latencies {parts['latency_s'] * 1e3:.3g} ms; "
-        f"host {each} = {parts['host_s'] * 1e3:.3g} ms; {together}"
+        f"on the device, matrix products of {flops / 1e9:.4g} GFLOP at the measured rates of their sizes take "
+        f"{parts['products_s'] * 1e3:.3g} ms, {rest} move their bytes at {ceilings.memory.bandwidth_gb_s:.4g} GB/s in "
+        f"{parts['memory_s'] * 1e3:.3g} ms, the optimizer update takes {parts['optimizer_s'] * 1e3:.3g} ms, and latencies take "
+        f"{parts['latency_s'] * 1e3:.3g} ms; on the host, {each} = {parts['host_s'] * 1e3:.3g} ms; {together}"
     )
