@@ -89,7 +89,7 @@ def _run(device: Device, fault: PlantedFault) -> FaultResult:
         believed,
         fault.check,
         caught,
-        "nothing objected" if raised is None else _words(raised),
+        "no check raised an error" if raised is None else _words(raised),
         objection is None,
         "" if objection is None else _words(objection),
         time.monotonic() - started,
@@ -454,17 +454,17 @@ FAULTS: tuple[PlantedFault, ...] = (
         "did not read its buffer",
         _no_flush(partial(Unflushed, counted=True)),
     ),
-    PlantedFault("constant data under another name", "verify_data", "operands are normal", _constant_data),
+    PlantedFault("constant data with a wrong label", "verify_data", "operands are normal", _constant_data),
     PlantedFault("a multiply-add counted as one FLOP", "require_product_flops", "FLOPs are claimed", _wrong_flops),
     PlantedFault("a timed region that skips work", "require_whole_work", "calls in a row take", _skipped_work),
     PlantedFault(
         "an output that is never written", "verify_product, Row.validate", "check_error is nan", _product(_NeverWritten)
     ),
-    PlantedFault("bf16 under the name of fp32", "verify_product, Row.validate", "failed its check", _product(_RoundedProduct)),
+    PlantedFault("bf16 labelled as fp32", "verify_product, Row.validate", "failed its check", _product(_RoundedProduct)),
     PlantedFault("clock drift during sampling", "Timing.drift", "the samples drifted", _clock_drift),
     PlantedFault("work outside of every phase", "time_step, Row.validate", "failed its check", _outside_of_phases),
     PlantedFault(
-        "a module's compute units for a die's",
+        "compute units of a whole module instead of one die",
         "specs.lookup",
         "220 compute units, expected 110",
         _wrong_device((220, 128 * GIB, 1700), "383 TFLOPS as the peak of one die, which halves the MFU"),
@@ -482,8 +482,8 @@ FAULTS: tuple[PlantedFault, ...] = (
         _wrong_device((110, 64 * GIB, 1_700_000), "a limit of 191,488 TFLOPS, which no wrong value exceeds"),
     ),
     PlantedFault("a value above the peak", "Row.validate", "beyond its limit", _above_peak),
-    PlantedFault("a reading of 0 for an unreadable one", "Row.validate", "power_w is 0", _zero_reading),
-    PlantedFault("best of one", "Row.validate", "lacks n or the 95 % confidence interval", _best_of_one),
+    PlantedFault("0 instead of an unreadable value", "Row.validate", "power_w is 0", _zero_reading),
+    PlantedFault("only the fastest sample", "Row.validate", "lacks n or the 95 % confidence interval", _best_of_one),
     PlantedFault("a rank with wrong values", "Buffers.require_exact", "rank 1: 1 of", _wrong_rank),
 )
 
