@@ -89,7 +89,7 @@ def _run(device: Device, fault: PlantedFault) -> FaultResult:
         believed,
         fault.check,
         caught,
-        "no check raised an error" if raised is None else _words(raised),
+        "no error raised" if raised is None else _words(raised),
         objection is None,
         "" if objection is None else _words(objection),
         time.monotonic() - started,
