@@ -371,8 +371,11 @@ def test_compiled_blocks_share_one_graph_and_keep_their_names(monkeypatch):
         ({"strategy": "ddp", "param_dtype": "bf16"}, "belong to strategy 'fsdp', not to 'ddp'"),
         ({"reshard_after_forward": False}, "belong to strategy 'fsdp', not to 'single'"),
         ({"checkpointing": "all"}, "checkpointing is 'all'"),
-        ({"checkpointing": "budget"}, "checkpointing 'budget' with checkpointed_blocks None"),
-        ({"checkpointing": "selective", "checkpointed_blocks": 3}, "'selective' with checkpointed_blocks 3"),
+        ({"checkpointing": "budget"}, "checkpointed_blocks is None, which is not possible with checkpointing 'budget'"),
+        (
+            {"checkpointing": "selective", "checkpointed_blocks": 3},
+            "checkpointed_blocks is 3, which is not possible with checkpointing 'selective'",
+        ),
     ],
 )
 def test_what_makes_no_sense_is_refused(options, message):

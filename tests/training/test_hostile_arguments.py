@@ -129,7 +129,7 @@ BAD_SETTINGS = {
     "strategy": (lambda f: ParallelPlan("fsdp2"), "strategy is 'fsdp2'"),
     "strategy of a list": (lambda f: ParallelPlan(["ddp"]), "strategy is"),
     "checkpointing": (lambda f: ParallelPlan(checkpointing=True), "checkpointing is True"),
-    "budget without blocks": (lambda f: ParallelPlan(checkpointing="budget"), "checkpointed_blocks None"),
+    "budget without blocks": (lambda f: ParallelPlan(checkpointing="budget"), "checkpointed_blocks is None"),
     "budget of -1": (lambda f: ParallelPlan(checkpointing="budget", checkpointed_blocks=-1), "checkpointed_blocks -1"),
     "budget of text": (lambda f: ParallelPlan(checkpointing="budget", checkpointed_blocks="2"), "checkpointed_blocks '2'"),
     "compile_blocks of text": (lambda f: ParallelPlan(compile_blocks="no"), "compile_blocks is 'no'"),
