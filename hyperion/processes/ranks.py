@@ -71,9 +71,7 @@ def run_ranks(
     """
     require_launchable(job)
     if job.ranks_per_node > (cores := read_cpu().cores):
-        on_line(
-            f"WARNING: {job.ranks_per_node} ranks share {cores} CPU cores and cannot all run at the same time, so measured times are meaningless"
-        )
+        on_line(f"WARNING: {job.ranks_per_node} ranks share {cores} CPU cores and cannot all run at once: times are meaningless")
     with tempfile.TemporaryDirectory(prefix="hyperion-ranks-") as temporary:
         folder = Path(temporary)
         logs = folder / "logs" if log_folder is None else log_folder.resolve()
