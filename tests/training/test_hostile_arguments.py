@@ -198,7 +198,7 @@ LANGUAGE_BATCHES = {
     "a target above the vocabulary": ((TOKENS, TOKENS + 1), "ids of the targets are from"),
     "a negative id": ((TOKENS - 1, TOKENS), "ids of the inputs are from -1"),
     "another mark for what is not scored": ((TOKENS, TOKENS.masked_fill(TOKENS == 3, -1)), "targets are from -1"),
-    "an empty batch": ((TOKENS[:0], TOKENS[:0]), "the batch holds int64 \\[0, 8\\]"),
+    "an empty batch": ((TOKENS[:0], TOKENS[:0]), "a tensor of the batch is empty: int64 \\[0, 8\\]"),
     "a batch on another device": ((TOKENS.to("meta"), TOKENS.to("meta")), "the batch is on meta"),
 }
 
@@ -244,7 +244,7 @@ def test_a_loss_that_is_not_one_number_a_token_is_refused_in_training_and_evalua
 IMAGE_BATCHES = {
     "HWC": ((IMAGES.permute(0, 2, 3, 1), LABELS), r"\[6, 16, 16, 3\], but the model takes \[B, 3, Y, X\]"),
     "one image": ((IMAGES[0], LABELS[:3]), r"float32 \[3, 16, 16\]"),
-    "bytes": (((IMAGES * 10).byte(), LABELS), "images uint8 .*not floating-point"),
+    "bytes": (((IMAGES * 10).byte(), LABELS), "images are uint8 .*not a floating-point"),
     "bytes as floats": ((torch.arange(6 * 3 * 256.0).view(6, 3, 16, 16) % 256, LABELS), "from 0 to 255"),
     "one-hot labels": ((IMAGES, F.one_hot(LABELS, 3).float()), r"labels float32 \[6, 3\]"),
     "float labels": ((IMAGES, LABELS.float()), "labels float32"),
