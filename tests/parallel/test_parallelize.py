@@ -154,7 +154,7 @@ def test_adapters_in_float32_share_a_unit_with_a_base_in_bf16(answers):
     [
         ("single", "strategy 'single' on 2 ranks"),
         ("nothing", "over the 1 blocks of Sequential would shard nothing"),
-        ("norms", "BatchNorm weights in bf16"),
+        ("norms", "BatchNorm weights would be bf16"),
         ("world", "needs a process group of size 1, but this process is in a group of 2"),
         ("engine", "2 ranks share each batch, but this TransformerLM is distributed over 1"),
     ],
