@@ -162,7 +162,7 @@ def test_of_a_nest_the_worst_tensor_counts():
     "other, reason",
     [
         (lambda: torch.ones(3), r"the shapes differ: \(2,\) and \(3,\)"),
-        (lambda: None, "the other is not"),
+        (lambda: None, "the other function does not"),
         (lambda: 1.0, r"the shapes differ: \(2,\) and \(\)"),
         (lambda: (torch.ones(2),), "different structures"),
         (lambda: torch.ones(2, dtype=torch.int64), "different kinds of numbers"),
