@@ -293,7 +293,7 @@ def stored_tensors(folder: Path, others: tuple[str, ...] = (STATE,)) -> dict[str
                     pass
     with reading(folder, "holds no shards of tensors"):
         metadata = HuggingFaceStorageReader(str(folder)).read_metadata()
-        # safetensors files hold tensors only.
+        # All entries are tensors, because safetensors files contain only tensors.
         stored = cast(dict[str, TensorStorageMetadata], metadata.state_dict_metadata)
         for index, piece in metadata.storage_data.items():
             if piece.dtype != stored[index.fqn].properties.dtype:

@@ -25,7 +25,7 @@ EARLIER = "remove this checkpoint; the next start uses the one before it, if the
 
 
 class CheckpointError(HyperionError):
-    """Error: a checkpoint cannot be written, or must not be used.
+    """Raised when a checkpoint cannot be written, or must not be used.
 
     Attributes:
         on_all_ranks: True if every rank raised this error at the same place. In this case no rank waits for another rank.

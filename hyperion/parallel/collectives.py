@@ -138,7 +138,7 @@ def average_statistics(model: nn.Module) -> None:
 
 
 class DesyncError(HyperionError):
-    """Error: ranks hold different values that must be equal."""
+    """Raised when ranks hold different values that must be equal."""
 
 
 def assert_ranks_agree(model: nn.Module) -> None:

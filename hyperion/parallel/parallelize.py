@@ -1,4 +1,4 @@
-"""`parallelize`: distribute a model over the ranks, in a fixed order.
+"""Distribute a model over ranks. `parallelize` does this in four steps, always in this order:
 
 1. Device: move the model to the device, and copy the values of rank 0 to every rank, so that all ranks hold the same model.
 2. Activation checkpointing: wrap the forward pass of each block. This is the innermost step.
@@ -203,7 +203,7 @@ def _replicate(model: nn.Module, world: World) -> nn.Module:
         device_ids=None if device.type == "cpu" else [device.index],
         process_group=world.group,
         gradient_as_bucket_view=True,  # gradients are views of the communication buckets, not copies
-        # find_unused_parameters and static_graph stay False: every parameter is used in every step, and non-reentrant
+        # find_unused_parameters and static_graph keep the default False: every parameter is used in every step, and non-reentrant
         # checkpointing needs neither option.
         **no_broadcast,
     )

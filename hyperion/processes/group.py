@@ -19,7 +19,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-# Documented names, which torch's __all__ lacks.
+# These names are documented, but they are not in torch's __all__.
 from torch.distributed import HashStore, PrefixStore, Store, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 from torch.distributed.rendezvous import rendezvous
 
@@ -35,7 +35,7 @@ _POLL_S = 0.002
 
 
 class GroupError(HyperionError):
-    """Error: a process group cannot be initialized."""
+    """Raised when a process group cannot be initialized."""
 
 
 @dataclass(frozen=True)

@@ -28,11 +28,11 @@ _LAST_LINES = 40
 
 
 class JobError(HyperionError):
-    """Error: a worker raised an exception, was killed, or exceeded its timeout.
+    """Raised when a worker raised an exception, was killed, or exceeded its timeout.
 
     Attributes:
-        exit_code: exit code of the HyperionError that the worker raised; 75 if the worker received SIGTERM and saved its
-            state.
+        exit_code: exit code of a command that fails with this error. It is the exit code of the HyperionError that the worker
+            raised, and 75 if the worker received SIGTERM and saved its state.
     """
 
     def __init__(self, what: str, *, where: object = None, next_step: str | None = None, exit_code: int = 2):

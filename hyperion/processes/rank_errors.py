@@ -23,7 +23,7 @@ _CALLERS = ("<frozen ", "/runpy.py", "/hyperion/processes/worker.py", "/contextl
 
 
 class RankError(JobError):
-    """Error of the first rank that failed. Failures that this rank caused on other ranks are omitted.
+    """Raised when a job on ranks fails. It describes the first rank that failed, not the failures that this rank caused.
 
     Attributes:
         rank: number of the rank; None if no single rank is the cause, for example in a hang of all ranks.
@@ -82,7 +82,7 @@ def first_failure(exits: list[RankExit]) -> RankExit | None:
 
 
 def _cause_order(end: RankExit) -> tuple[int, bool, float]:
-    """Return a sort key: more likely causes first; equally likely causes in the order of time."""
+    """Return a sort key. It puts more likely causes first, and orders equally likely causes by time."""
     if end.error:
         likelihood = 3 if end.error["lost_peer"] else 2 if end.error["exit_code"] == INTERRUPTED else 1
         return likelihood, False, end.error["time"]
@@ -183,7 +183,7 @@ def _main_thread(stack: str) -> Iterator[re.Match]:
 
 
 def missing_rank(stacks: list[RankStack]) -> int | None:
-    """Return the rank that does not wait while all other ranks wait; None unless there is exactly one such rank."""
+    """Return the only rank that does not wait for other ranks; None if the number of such ranks is not 1."""
     missing = [stack.rank for stack in stacks if not stack.waiting]
     return missing[0] if len(missing) == 1 < len(stacks) else None
 

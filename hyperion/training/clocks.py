@@ -27,7 +27,7 @@ UNTIMED_STEPS = 3  # the first steps of a process are slower: they allocate memo
 
 
 class Interrupted(HyperionError):
-    """Error: training was stopped by SIGTERM. The next call of `train` resumes from the checkpoint."""
+    """Raised when SIGTERM stops training. If a checkpoint was saved, the next call of `train` resumes from it."""
 
     exit_code = EXIT_CODE
 
@@ -203,7 +203,7 @@ class EpochMeter:
         }
 
     def load_state_dict(self, state: dict) -> None:
-        """Continue from the sums of a checkpoint. The warm-up steps of the new process are not timed."""
+        """Continue from the sums of a checkpoint. The new process has its own warm-up steps, which are not timed."""
         for name, value in state.items():
             setattr(self, name, value)
 

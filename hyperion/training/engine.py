@@ -47,12 +47,12 @@ from hyperion.training.recipe import Precision
 
 
 class NonFiniteError(HyperionError):
-    """Error: a loss, a gradient or a weight is infinite or NaN."""
+    """Raised when a loss, a gradient or a weight is infinite or NaN."""
 
 
 @dataclass(frozen=True)
 class StepMetrics:
-    """Metrics of one optimizer step. The tensors are on the device; reading one waits for the device.
+    """Metrics of one optimizer step. The tensors are on the device. Reading a value waits for the device.
 
     All tensors are scalars. "Whole batch" means the batch of all ranks together.
 

@@ -234,8 +234,9 @@ def train(
     Raises:
         NonFiniteError: a loss or a gradient of a step, the loss of an evaluation, or a weight to be saved is not finite. For
             a step, the error names the file with its batch. The error is raised on all ranks.
-        Interrupted: a rank received SIGTERM. The exit_code of the error is 75. The state was saved, and all ranks stop. A
-            single process stops after the current step. Several ranks stop after the same step, when losses are read next.
+        Interrupted: a rank received SIGTERM. The exit_code of the error is 75. If `folder` is given, the state was saved. All
+            ranks stop. A single process stops after the current step. Several ranks stop after the same step, when losses are
+            read next.
         HyperionError: the engine, the loader, `validation` or a callback does not have a method that the run needs. The error
             is raised before the first step.
         CheckpointError: no checkpoint in the folder can be used, or a checkpoint cannot be written. Before the first step, the
