@@ -267,7 +267,7 @@ def test_corrupted_checkpoints_of_a_training_that_goes_on(tmp_path, monkeypatch,
     damaged.write_bytes(damaged.read_bytes()[:-8] + bytes(8))
     assert train() == undisturbed
     printed = capsys.readouterr().out
-    assert "WARNING: checkpoint refused" in printed and str(damaged) in printed
+    assert "WARNING: this checkpoint cannot be used" in printed and str(damaged) in printed
 
     for checkpoint in context.workspace.glob("seed-0/step-*"):
         (checkpoint / "manifest.json").write_text("{")
