@@ -49,7 +49,7 @@ def show(result: HasRows, run: Run, published: bool = False, figures: Iterable[s
         picture = draw(plot.name, material, **options)
         if picture is not None:
             _display({"image/png": picture, "text/plain": f"[{plot.name}: {plot.caption}]"})
-    for caption, table in tables_of(result.rows):
+    for caption, table in tables_of(result.rows, material.steadiness):
         show_table(table, caption)
 
 

@@ -4,6 +4,7 @@ This module imports neither torch nor matplotlib, because functions that print t
 """
 
 import functools
+import json
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -86,6 +87,32 @@ class Material:
         frames = [self.run.samples(*pair) for pair in self.experiments if pair[1] == experiment]
         return pd.concat(frames, ignore_index=True) if frames else pd.DataFrame()
 
+    @cached_property
+    def _steadiness(self) -> dict[tuple[str, str, str, str, str], str]:
+        """Steadiness of each timed series, by notebook, experiment, variant, dtype and parameters as JSON."""
+        found = {}
+        for notebook, experiment in self.experiments:
+            samples = self.run.samples(notebook, experiment)
+            if not {"variant", "dtype", "params", "warm", "drift", "unsteady"} <= set(samples.columns):
+                continue
+            series = samples.dropna(subset=["params", "unsteady"]).drop_duplicates(["variant", "dtype", "params"])
+            for line in series.itertuples(index=False):
+                key = (notebook, experiment, line.variant, line.dtype, _canonical(json.loads(line.params)))
+                drifts = line.unsteady and (line.warm or ";" in line.unsteady)
+                reasons = [] if line.warm else ["warm-up"]
+                reasons += [f"drift {100 * line.drift:+.1f} %"] if drifts else []
+                found[key] = f"no ({', '.join(reasons)})" if reasons else "yes"
+        return found
+
+    def steadiness(self, row: Row) -> str:
+        """Return whether the device was in a steady state while the samples of a row were taken.
+
+        Returns:
+            "yes", or "no" with the reason: the times still changed at the end of the warm-up, or they drifted while they were
+            sampled. "" if the row was not timed, or its samples do not state it.
+        """
+        return self._steadiness.get((row.notebook, row.experiment, row.variant, row.dtype, _canonical(row.params)), "")
+
     def replayed_from(self, notebook: str, experiment: str) -> str:
         """Return the reference machine from which an experiment was replayed, or "" if it was measured in this run."""
         digest = self.finished.get(f"{notebook}/{experiment}", {}).get("input_hash", "")
@@ -99,6 +126,10 @@ class Material:
         pair = next(pair for pair in self.experiments if pair[1] == experiment)
         reference = self.replayed_from(*pair)
         return f"{reference} (replay)" if reference else device_name(self.information)
+
+
+def _canonical(params: dict) -> str:
+    return json.dumps(params, sort_keys=True)
 
 
 def device_name(information: dict) -> str:

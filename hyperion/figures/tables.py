@@ -5,7 +5,7 @@ dtype, parameters) become columns. Properties that all its rows share go into th
 """
 
 import json
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from html import escape
 from typing import cast
 
@@ -15,6 +15,10 @@ from hyperion.errors import HyperionError
 from hyperion.figures.material import interval, made_from_rows, number, number_within, percent
 from hyperion.results import Row, metric_named
 from hyperion.untrusted import printable
+
+
+# Repeated launches differ more than the samples of one launch: other memory addresses, clocks and neighbours.
+WITHIN_ONE_LAUNCH = "95 % interval within one launch"
 
 
 def metrics_of(rows: Iterable[Row]) -> list[str]:
@@ -55,11 +59,17 @@ def tidy(rows: Iterable[Row]) -> pd.DataFrame:
     )
 
 
-def metric_table(rows: Iterable[Row], metric: str) -> pd.DataFrame:
+def metric_table(rows: Iterable[Row], metric: str, steadiness: Callable[[Row], str] = lambda row: "") -> pd.DataFrame:
     """Return the rows of one metric as a table of texts.
 
-    The columns are the properties in which the rows differ, the value with its 95 % interval, the limit and the share of the
-    limit, the prediction with its error, and the check. A row without a value shows the reason. Empty columns are left out.
+    The columns are the properties in which the rows differ, the value with its 95 % interval, whether its samples were steady, the
+    limit and the share of the limit, the prediction with its error, and the check. A row without a value shows the reason. Empty
+    columns are left out.
+
+    Args:
+        rows: the rows. Rows of other metrics are ignored.
+        metric: name of the metric.
+        steadiness: function that returns the steadiness of a row, such as `Material.steadiness`.
 
     Raises:
         HyperionError: no row has this metric.
@@ -70,7 +80,7 @@ def metric_table(rows: Iterable[Row], metric: str) -> pd.DataFrame:
     unit = chosen[0].unit
     identity = pd.DataFrame([_identity(row) for row in chosen], dtype=object)
     differing = [c for c in identity if len(set(identity[c].map(text_of))) > 1 or len(chosen) == 1 and c == "variant"]
-    values = pd.DataFrame([_value_columns(row, metric, unit_mark(unit)) for row in chosen])
+    values = pd.DataFrame([_value_columns(row, metric, unit_mark(unit), steadiness(row)) for row in chosen])
     values = values[[column for column in values if values[column].ne("").to_numpy().any()]]
     return pd.concat([identity[differing].map(text_of), values], axis=1)
 
@@ -171,11 +181,11 @@ def escaped(value) -> str:
 
 
 @made_from_rows("the tables")
-def tables_of(rows: list[Row]) -> list[tuple[str, pd.DataFrame]]:
+def tables_of(rows: list[Row], steadiness: Callable[[Row], str] = lambda row: "") -> list[tuple[str, pd.DataFrame]]:
     """Return the tables of an experiment as pairs (caption, table).
 
     Rows of epochs are in the first table, and rows of phases in the second. Each metric of the other rows has its own table. A
-    metric has several tables if its rows do not all have the same parameters.
+    metric has several tables if its rows do not all have the same parameters. For `steadiness`, see `metric_table`.
     """
     tables = [
         (caption, table)
@@ -190,7 +200,7 @@ def tables_of(rows: list[Row]) -> list[tuple[str, pd.DataFrame]]:
     for (metric, *_), chosen in sorted(groups.items(), key=lambda group: order.index(group[0][0])):
         shared = shared_identity(chosen)
         caption = f"{metric}: {chosen[0].definition.meaning}" + (f" ({shared})" if shared else "")
-        tables.append((caption, metric_table(chosen, metric)))
+        tables.append((caption, metric_table(chosen, metric, steadiness)))
     return tables
 
 
@@ -208,13 +218,14 @@ def identity_of(variant: str, dtype: str, rank: int | None, params: dict) -> dic
     return named | params
 
 
-def _value_columns(row: Row, metric: str, unit: str) -> dict[str, str]:
+def _value_columns(row: Row, metric: str, unit: str, steady: str) -> dict[str, str]:
     shown = number_within(row.value, row.ci_low, row.ci_high) if row.value is not None else "none"
     floor = is_floor(row)
     return {
         f"{metric}{unit}": shown,
-        "95 % interval": interval(row.value, row.ci_low, row.ci_high) if row.ci_low != row.ci_high else "",
+        WITHIN_ONE_LAUNCH: interval(row.value, row.ci_low, row.ci_high) if row.ci_low != row.ci_high else "",
         "n": "" if row.n is None else f"{row.n:,}",
+        "steady": steady if row.value is not None else "",
         f"limit{unit}": "" if floor else number(row.limit),
         "% of limit": "" if floor else percent(row.fraction_of_limit),
         f"floor{unit}": number(row.limit) if floor else "",
