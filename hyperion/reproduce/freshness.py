@@ -112,7 +112,7 @@ def notebook_hash(notebook: Notebook, parameters: Mapping, upstream: Mapping[str
 
 
 def library_modules(notebook: Notebook) -> set[str]:
-    """Return the library modules that the notebook uses directly: modules that its cells import and modules of its experiments."""
+    """Return the library modules that the notebook uses directly: modules that its cells import, and its experiments."""
     modules = {module_of(experiment) for experiment in notebook.produces}
     for source in notebook.code:
         plain = "\n".join(line for line in source.splitlines() if not line.lstrip().startswith(("%", "!")))

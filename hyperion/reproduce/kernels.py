@@ -188,7 +188,7 @@ def _node_local_caches(scratch: Path) -> dict[str, str]:
     folder = Path(tempfile.gettempdir()) / f"hyperion-{os.getuid()}"
     if not is_private(folder):
         notice(
-            f"{folder} is not used for the caches of compilers, because it is a link, is not a folder, or can be changed by other "
+            f"{folder} is not used for the caches of compilers, because it is a link, is not a folder, or is open to other "
             "users. Remove it, or set TRITON_CACHE_DIR and TORCHINDUCTOR_CACHE_DIR to other folders."
         )
         folder = scratch / "caches"

@@ -139,7 +139,7 @@ class Lanes:
 def places_of(masks: Sequence[dict[str, str]], cores: set[int] | None = None, sys: Path = Path("/sys")) -> list[Place]:
     """Return one place for each device, with an equal share of the CPU cores.
 
-    If the machine has fewer than two devices, or fewer cores than devices, the whole machine is one place. Two hardware threads of
+    If the machine has fewer than two devices, or fewer cores than devices, the whole machine is one place. Hardware threads of
     one core belong to the same place, because notebooks that share a core slow each other down. Cores of one package stay
     together as far as possible.
 

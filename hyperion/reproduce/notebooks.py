@@ -63,8 +63,8 @@ def read_book(root: Path) -> list[Notebook]:
     The notebooks of the checkout are sorted by phase and file name. The notebooks of added subjects follow.
 
     Raises:
-        BookError: there is no notebook, a notebook is not JSON or has no metadata, two notebooks have the same name, or a notebook
-            needs a chapter that does not exist or comes later in the book.
+        BookError: there is no notebook, a notebook is not JSON or has no metadata, two notebooks have the same name, or a
+            notebook needs a chapter that does not exist or comes later in the book.
     """
     paths = sorted(root.glob("phase*/[0-9][0-9]_*.ipynb"), key=lambda path: (_phase_number(path), path.name))
     paths += [path for subject in subjects() for path in subject.notebooks]
