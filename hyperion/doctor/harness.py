@@ -73,7 +73,7 @@ def _hot_labelled_cold(device: Device, broken: bool, believe: Believe) -> None:
     target = torch.empty_like(source)
     timing = time_function(lambda: target.copy_(source), device, cold=False, minimum_samples=10, time_limit_s=0.05)
     believe(
-        f"{timing.estimate.map(lambda seconds: 2 * source.nbytes / seconds / 1e9).value:.3g} GB/s from a warm cache, labelled cold"
+        f"{timing.estimate.map(lambda seconds: 2 * source.nbytes / seconds / 1e9).value:.3g} GB/s of a warm cache, labelled cold"
     )
     sample_frame(timing, "copy", "fp32", {"elements": source.numel(), "cache": "cold" if broken else "hot"})
 

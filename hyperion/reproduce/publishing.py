@@ -33,7 +33,7 @@ from hyperion.results.store import checked_name
 # Limit of the references of all machines together, because results/reference/ is in git.
 LARGEST_BYTES = 12_000_000
 _PAGES = "notebooks/"
-# The report and the tables in JSON are not copied, because they can be rebuilt from the rows. README.md has the report's pictures.
+# The report and the tables in JSON are not copied, because they can be rebuilt from the rows. README.md has the pictures.
 _REBUILT = ("report.html", "benchmarks/*.json")
 _INLINE_PICTURE = re.compile(rb"data:image/png;base64,([A-Za-z0-9+/=\n]+)")
 ABSOLUTE_PATH = re.compile(
@@ -91,7 +91,7 @@ blockquote{margin:.5rem 0;padding-left:.8rem;border-left:3px solid var(--line);c
 .ansi-bold{font-weight:700}
 @media print{a{color:inherit}}
 """.strip()
-# The template of nbconvert with this style. The parts that would load RequireJS, MathJax and Mermaid from the network are removed.
+# The template of nbconvert with this style. The parts that load RequireJS, MathJax and Mermaid from a network are removed.
 _TEMPLATE = (
     """{%- extends 'lab/index.html.j2' -%}
 {%- block html_head_js_requirejs -%}{%- endblock -%}
@@ -243,8 +243,8 @@ def export_subjects(ledger: Ledger) -> str:
     """Write the run's tables, pictures and report, unless they are up to date with the run's rows and the library's code.
 
     Returns:
-        The error message if an export failed, else "". No exception is raised, so that later measurements are not lost because a
-        picture could not be drawn.
+        The error message if an export failed, else "". No exception is raised, because a picture that cannot be drawn must not
+        stop later measurements.
     """
     rows = hashlib.sha256(rows_to_csv(ledger.run.rows()).encode()).hexdigest()[:16]
     unexpected = hashlib.sha256(repr(unexpected_in(ledger.run)).encode()).hexdigest()[:16]
@@ -271,8 +271,9 @@ def export_subjects(ledger: Ledger) -> str:
 def publish(run: Run, name: str, folder: Path | None = None) -> tuple[Path, list[str]]:
     """Copy a verified run to the reference results and write its README.md.
 
-    Pages are copied last, from the smallest to the largest, until the size limit is reached. If a picture in a page is also a file
-    of the run, the page gets a link to this file. An existing reference of the same name is replaced completely or not at all.
+    Pages are copied last, from the smallest to the largest, until the size limit is reached. If a picture in a page is also a
+    file of the run, the page gets a link to this file. An existing reference of the same name is replaced completely or not at
+    all.
 
     Args:
         run: the run. Every file is first verified against the manifest of the run.
