@@ -69,7 +69,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _folder(given: Path) -> Path:
     path = expanded(str(given)).resolve()
     if not path.is_dir():
-        raise typer.BadParameter(f"the folder {str(given)!r} does not exist; create it, or use another folder")
+        raise typer.BadParameter(f"{str(given)!r} is not a folder; create it, or use another folder")
     return path
 
 
@@ -102,11 +102,11 @@ def compilation(
     ] = None,
     seed: Annotated[int, typer.Option(min=0, max=LARGEST_SEED, help="Seed of all random numbers.")] = 0,
 ) -> None:
-    """Measure the speed-up of torch.compile. The modes eager, default, max-autotune and reduce-overhead run in separate processes.
+    """Measure the speed-up of torch.compile. Each mode (eager, default, max-autotune, reduce-overhead) has its own process.
 
-    The folder <base_dir>/results/benchmarks/compilation/ gets compilation.csv, compilation.json, compilation.txt and two pictures.
-    The rows from which they are made are stored in a run folder under <base_dir>/results/, with samples, checks and environment.
-    Without --model, the published models are measured on a GPU, and tiny models with other names on a CPU. Chapter
+    The folder <base_dir>/results/benchmarks/compilation/ gets compilation.csv, compilation.json, compilation.txt and two
+    pictures. The rows from which they are made are stored in a run folder under <base_dir>/results/, with samples, checks and
+    environment. Without --model, the published models are measured on a GPU, and tiny models with other names on a CPU. Chapter
     07_compilation_optimization explains the method.
     """
     options = CompilationRequest(
@@ -165,7 +165,7 @@ def measure(options: CompilationRequest, specs: list[ModelSpec]) -> Run:
     """Measure every mode of every model, and return a new run with the rows and samples."""
     samples = max(options.repeat, FEWEST_SAMPLES)
     if samples > options.repeat:
-        say(f"--repeat {options.repeat} is too small: {samples} samples are taken, because a speed-up needs at least so many")
+        say(f"--repeat {options.repeat} is too small: {samples} samples are taken, which is the smallest number for a speed-up")
     sizes = profile_options().model_copy(update={"models": tuple(specs), "samples": samples})
     run = Run.create(new_run_folder(EXPERIMENT, options.base_dir / "results"), run_information("script", "none", options.seed))
     with tempfile.TemporaryDirectory() as workspace:

@@ -52,7 +52,7 @@ def _count(text: str) -> int:
 def _folder(text: str) -> str:
     path = expanded(text).resolve()
     if not path.is_dir():
-        raise typer.BadParameter(f"the folder {text!r} does not exist; create it, or use another folder")
+        raise typer.BadParameter(f"{text!r} is not a folder; create it, or use another folder")
     return str(path)
 
 
@@ -73,8 +73,8 @@ class CommandOptions:
         str | None,
         typer.Option(
             callback=one_of(MODELS),
-            help=f"What to train: {', '.join(MODELS)}. `all` trains the first four in one launch. `scaling` measures the scaling of "
-            "chapter 2.8 on 1, 2, 4 … devices.",
+            help=f"What to train: {', '.join(MODELS)}. `all` trains the first four in one launch. `scaling` measures "
+            "the scaling of chapter 2.8 on 1, 2, 4 … devices.",
             show_default=TRAININGS[0],
         ),
     ] = None

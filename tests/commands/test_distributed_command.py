@@ -104,7 +104,7 @@ def test_torchrun_goes_on_with_it_and_every_rank_has_its_row(stopped, place, cap
     table = [line.split()[:4] for line in done.stdout.splitlines() if line.startswith("lm_d128_h4_l2_fsdp  fp32")]
     assert [line[3] for line in table] == ["all", "0", "1"]
     assert main("", print, ["--run", str(folder), "--steps", "9"]) == 2
-    assert f"--steps 9, and the run was started with {STEPS}" in capsys.readouterr().err
+    assert f"--steps 9 is given now, but the run was started with {STEPS}" in capsys.readouterr().err
 
 
 @pytest.mark.process
