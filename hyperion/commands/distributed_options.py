@@ -137,7 +137,7 @@ class CommandOptions:
         typer.Option(
             "--data_source",
             callback=one_of(SOURCES),
-            help=f"{', '.join(SOURCES)}. auto takes the first available source of mirror, cache, download and, on a CPU, synthetic.",
+            help=f"{', '.join(SOURCES)}. auto takes the first available of mirror, cache, download and, on a CPU, synthetic.",
             show_default="auto",
         ),
     ] = None
@@ -148,7 +148,7 @@ class CommandOptions:
         typer.Option(
             "--resume",
             "--run",
-            help="Continue a run: its folder, or its name under results/. The other options of the run need not be repeated. With "
+            help="Continue a run: its folder, or its name under results/. The other options need not be repeated. With "
             "torchrun, use --resume and not --run.",
         ),
     ] = None
@@ -196,7 +196,8 @@ def parsed(given: Sequence[str] | None, description: str) -> CommandOptions:
     """Read a command line.
 
     Raises:
-        OptionError: an option is unknown or has an invalid value. The error is not printed here, because only rank 0 must print it.
+        OptionError: an option is unknown or has an invalid value. The error is not printed here, because only rank 0 must print
+            it.
         SystemExit: after `--help`.
     """
     app = typer.Typer(add_completion=False, rich_markup_mode=None)
@@ -354,8 +355,8 @@ def _recipe(name: str, options: CommandOptions, machine: Machine, notes: list[st
 def _llama(options: CommandOptions, machine: Machine, configurations: list[str], strategy: str, notes: list[str]) -> str:
     """Return the name or the folder of the weights of the Llama.
 
-    These are the weights that --model_id names. Without this option, they are the weights in the mirror or the cache. If there are
-    none, they are random weights of the first configuration that fits into the memory.
+    These are the weights that --model_id names. Without this option, they are the weights in the mirror or the cache. If there
+    are none, they are random weights of the first configuration that fits into the memory.
     """
     if options.model_id is not None:
         return options.model_id
