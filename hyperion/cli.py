@@ -377,10 +377,8 @@ def _print_comparison_trials() -> int:
 def passport(
     files: Annotated[list[Path] | None, typer.Argument(help="With --verify: passport files.", show_default=False)] = None,
     verify: Annotated[bool, typer.Option("--verify", help="Check files instead of measuring.")] = False,
-    output: Annotated[
-        Path | None, typer.Option(help="Where to write it.", show_default="results/passports/<device>.json")
-    ] = None,
-    time_limit: Annotated[str, typer.Option(help="Approximate time to take: 40s, 5m.")] = "5m",
+    output: Annotated[Path | None, typer.Option(help="File to write.", show_default="results/passports/<device>.json")] = None,
+    time_limit: Annotated[str, typer.Option(help="Approximate time for the measurements, as 40s or 5m.")] = "5m",
 ) -> None:
     """Describe this machine in one file that can be shared: fingerprint, measured ceilings, floors and hashes.
 

@@ -275,7 +275,7 @@ def build_step(work: Workload, dtype: str, plan: ParallelPlan, device: Device, s
 def estimate_step(work: Workload, dtype: str, plan: ParallelPlan, device: Device) -> MemoryEstimate:
     """Return the estimated memory of a training step after warm-up.
 
-    On an accelerator, the memory that the device's libraries need is measured and included. Estimates are cached, because the
+    On an accelerator, the device is asked how much memory its libraries need. Estimates are cached, because the
     policies of a chapter need the same estimates many times.
     """
     return _estimate(work.sizes, dtype, plan, device)
