@@ -252,7 +252,7 @@ def check_caches(variables: Mapping[str, str] = os.environ, home: Path | None = 
     if not broken:
         return CheckResult("caches", "ok", f"{len(folders)} cache folders are writable")
     evidence = "; ".join(f"{name} = {folders[name]}: {cause}" for name, cause in broken.items())
-    # mktemp: a predictable name below /tmp may already belong to another user.
+    # mktemp chooses a random name, because a folder in /tmp with a fixed name may belong to another user.
     settings = " ".join(f"{name}=$(mktemp -d)" for name in broken)
     return CheckResult("caches", "fail", evidence, f"set them to node-local folders: export {settings}")
 

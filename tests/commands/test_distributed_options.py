@@ -179,7 +179,7 @@ def no_tokenizer(folder):
     [
         (drop_shard, HyperionError, "the shard .* is missing"),
         (other_tokenizer, HyperionError, "the tokenizer's largest id is .*, but the model's embedding has"),
-        (adapter, HyperionError, "an adapter of rank 8, not a model: .* adapters of rank 16"),
+        (adapter, HyperionError, "an adapter of rank 8 and not a model; .* adapters of rank 16"),
         (no_tokenizer, DataError, "the model has no tokenizer.json"),
     ],
 )
