@@ -10,7 +10,9 @@
 export PROFILE ONLY TIME_BUDGET CELL_TIMEOUT NOTEBOOK_TIMEOUT RUN DATA_SOURCE SEED REPLAY_OF PYTHON TORCH
 
 enter = sh hyperion/install/enter.sh
-pytest = $(enter) --extra test run pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
+pytest = $(enter) --extra test run pytest
+# Three processes, because many tests wait for processes that they start.
+parallel = --numprocesses 3 --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
 .PHONY: help reproduce test test-fast test-book setup fetch lab report lint clean
@@ -26,14 +28,15 @@ reproduce: ## run every notebook, keep rows and reports in results/, go on where
 		$${CELL_TIMEOUT:+--cell-timeout "$$CELL_TIMEOUT"} $${NOTEBOOK_TIMEOUT:+--notebook-timeout "$$NOTEBOOK_TIMEOUT"} \
 		$${DATA_SOURCE:+--data-source "$$DATA_SOURCE"}
 
-test: ## run the tests, except those of test-book
-	@$(pytest) -m "not book"
+test: ## run the tests of the library
+	@$(pytest) $(parallel) -m "not book"
 
 test-fast: ## run the tests that take at most five seconds and start no processes
-	@$(pytest) -m "not slow and not process and not book"
+	@$(pytest) $(parallel) -m "not slow and not process and not book"
 
-test-book: ## run the README's `make reproduce` commands, which execute the whole book in the smoke profile
-	@$(pytest) -m book
+test-book: ## run the tests of the book: the commands of the README, all notebooks in the smoke profile, and the driver
+	@$(pytest) tests/test_readme.py
+	@$(pytest) $(parallel) -m book --ignore=tests/test_readme.py
 
 setup: ## make or repair the environment, nothing else; with PYTHON=, what reproduce needs (lab, test, lint add theirs)
 	@$(enter) setup

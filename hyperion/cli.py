@@ -377,7 +377,10 @@ def _print_comparison_trials() -> int:
 def passport(
     files: Annotated[list[Path] | None, typer.Argument(help="With --verify: passport files.", show_default=False)] = None,
     verify: Annotated[bool, typer.Option("--verify", help="Check files instead of measuring.")] = False,
-    output: Annotated[Path | None, typer.Option(help="File to write.", show_default="results/passports/<device>.json")] = None,
+    output: Annotated[
+        Path | None,
+        typer.Option(help="File to write.", show_default="results/passports/<device>.json, never over an existing file"),
+    ] = None,
     time_limit: Annotated[str, typer.Option(help="Approximate time for the measurements, as 40s or 5m.")] = "5m",
 ) -> None:
     """Describe this machine in one file that can be shared: fingerprint, measured ceilings, floors and hashes.
@@ -391,14 +394,25 @@ def passport(
             next_step="to check files: hyperion passport --verify FILE [FILE ...]; to measure: hyperion passport",
         )
     time_limit_s = parse_duration(time_limit, "--time-limit")
-    from hyperion.passport import PassportError, measure_passport, passport_name, verify_passport, write_passport
+    from hyperion.passport import (
+        PassportError,
+        measure_passport,
+        new_passport_path,
+        not_measured,
+        verify_passport,
+        write_passport,
+    )
     from hyperion.results.store import PASSPORTS
 
     if not files:
+        if output is not None and output.exists():  # before minutes of measuring
+            raise HyperionError("there is already a file with this name", where=output, next_step="choose another --output")
         content = measure_passport(time_limit_s)
-        path = output or results_folder() / PASSPORTS / passport_name(content)
+        path = output or new_passport_path(content, results_folder() / PASSPORTS)
         write_passport(content, path)
         say(f"{path}: {verify_passport(path)} values")
+        for line in not_measured(content):
+            say(line)
     refused = False
     for path in files or ():
         try:

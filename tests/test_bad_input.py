@@ -152,6 +152,7 @@ def test_bad_files_are_not_staged(hyperion, tmp_path, fault, words):
     assert not (tmp_path / "mirror" / "it ran").exists()
 
 
+@pytest.mark.book
 def test_a_notebook_that_meets_a_bad_file_says_so_in_the_same_words(hyperion, checkout, tmp_path):
     file = bad_mirror(tmp_path / "mirror", "pickle that runs code")
     cell = "from hyperion.data import load_cifar10\nload_cifar10(data_source)"
@@ -163,6 +164,7 @@ def test_a_notebook_that_meets_a_bad_file_says_so_in_the_same_words(hyperion, ch
     nothing_half_written(tmp_path / "results")
 
 
+@pytest.mark.book
 def test_a_file_where_the_results_folder_should_be(hyperion, tmp_path):
     place = tmp_path / "in the way"
     place.write_text("mine")
@@ -170,12 +172,14 @@ def test_a_file_where_the_results_folder_should_be(hyperion, tmp_path):
     assert place.read_text() == "mine"
 
 
+@pytest.mark.book
 def test_a_results_folder_that_cannot_be_written(hyperion, small_disk):
     place = small_disk("ro")
     told(hyperion("reproduce", HYPERION_RESULTS=place), 2, "not writable", place, "HYPERION_RESULTS=")
     assert list(place.iterdir()) == []
 
 
+@pytest.mark.book
 def test_a_disk_that_is_full_before_the_first_row(hyperion, small_disk):
     place = small_disk()
     filler = place / "filler"
@@ -193,6 +197,7 @@ Run.open(output).record("01_first", "large", [row], samples, input_hash="h")
 """
 
 
+@pytest.mark.book
 def test_a_disk_that_fills_up_under_a_notebook(hyperion, checkout, small_disk):
     place = small_disk("size=6m")
     (place / "filler").write_bytes(bytes(3 * 2**20))
@@ -209,6 +214,7 @@ def test_a_disk_that_fills_up_under_a_notebook(hyperion, checkout, small_disk):
     assert [row.experiment for row in Run.open(run).rows()] == ["counting", "large"]
 
 
+@pytest.mark.book
 def test_an_edited_result_is_never_built_upon(hyperion, tmp_path):
     assert hyperion("reproduce").returncode == 0
     (rows,) = tmp_path.glob("results/*-smoke/rows.csv")
@@ -261,7 +267,7 @@ def test_corrupted_checkpoints_of_a_training_that_goes_on(tmp_path, monkeypatch,
     damaged.write_bytes(damaged.read_bytes()[:-8] + bytes(8))
     assert train() == undisturbed
     printed = capsys.readouterr().out
-    assert "WARNING: checkpoint refused" in printed and str(damaged) in printed
+    assert "WARNING: this checkpoint cannot be used" in printed and str(damaged) in printed
 
     for checkpoint in context.workspace.glob("seed-0/step-*"):
         (checkpoint / "manifest.json").write_text("{")

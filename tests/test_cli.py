@@ -34,7 +34,7 @@ def test_help_names_every_option_its_variable_and_the_exit_codes():
     text = hyperion("reproduce", "--help").stdout
     for option in ("profile", "only", "data-source", "run", "time-budget", "seed", "replay-of"):
         assert f"--{option}" in text and f"[env var: {option.upper().replace('-', '_')}]" in text
-    for code in ("0 all done", "1 a notebook failed", "2 the request", "3 the time budget", "130 or 143"):
+    for code in ("0 all notebooks are done", "1 a notebook failed", "2 the request", "3 the time budget", "130 or 143"):
         assert code in " ".join(text.split())
 
 

@@ -41,6 +41,7 @@ def follow(copy: Path) -> list[str]:
     return touched
 
 
+@pytest.mark.book
 @pytest.mark.slow
 @pytest.mark.process
 def test_the_first_recipe_gives_an_experiment_that_runs(tmp_path):

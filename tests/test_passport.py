@@ -3,6 +3,7 @@
 import copy
 import getpass
 import json
+import re
 import socket
 from dataclasses import replace
 from pathlib import Path
@@ -12,8 +13,17 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from hyperion.doctor import FloorReport, judge
+from hyperion.errors import HyperionError
 from hyperion.hardware import collect_facts, detect, fingerprint, floors_for
-from hyperion.passport import PassportError, measure_passport, passport_name, verify_passport, write_passport
+from hyperion.passport import (
+    PassportError,
+    measure_passport,
+    new_passport_path,
+    not_measured,
+    passport_name,
+    verify_passport,
+    write_passport,
+)
 from hyperion.passport.measure import passport_of, shareable_fingerprint
 from hyperion.passport.verify import hashes_of, private_text
 from tests.doctor.test_floors import healthy, row
@@ -56,7 +66,8 @@ def test_there_is_a_passport_of_a_cpu():
 @pytest.mark.parametrize("path", COMMITTED, ids=lambda path: path.name)
 def test_every_committed_passport_keeps_the_rules(path):
     assert verify_passport(path) >= 5
-    assert passport_name(json.loads(path.read_text())) == path.name
+    name = passport_name(json.loads(path.read_text())).removesuffix(".json")
+    assert re.fullmatch(rf"{re.escape(name)}(-\d+)?\.json", path.name)
 
 
 def test_a_node_of_mi250x_has_a_passport_with_amds_floors(tmp_path):
@@ -218,7 +229,23 @@ def test_this_machine_gets_a_passport_in_seconds(tmp_path):
     assert content["fingerprint"] == json.loads(json.dumps(fingerprint(collect_facts())))
     reasons = [entry["value_reason"] for entry in content["ceilings"] if entry["value"] is None]
     assert reasons and all(reasons)
+    said = not_measured(content)
+    assert len(said) == len(set(reasons)) and any("the time limit of 4 s ended before it" in line for line in said)
     assert content["floors"]["unknown"].startswith("no floor is known for")
+
+
+def test_a_passport_never_replaces_another_one(tmp_path):
+    content = GOOD | {"device": "AMD Instinct MI250X"}
+    for number in ("", "-2", "-3"):
+        path = new_passport_path(content, tmp_path)
+        assert path.name == passport_name(content).replace(".json", f"{number}.json")
+        write_passport(content, path)
+    before = path.read_bytes()
+    with pytest.raises(HyperionError, match="already a file with this name"):
+        write_passport(content | {"devices": 4}, path)
+    assert path.read_bytes() == before and len(list(tmp_path.iterdir())) == 3
+    refused = hyperion("passport", "--output", str(path))
+    assert refused.returncode == 2 and "already a file with this name" in refused.stderr and path.read_bytes() == before
 
 
 @pytest.mark.process

@@ -45,15 +45,16 @@ def test_a_second_call_has_nothing_to_do(reproduced, place):
     assert done.returncode == 0 and "up to date" in done.stdout, done.stdout[-3000:]
 
 
+@pytest.mark.parametrize("command", [c for c in commands() if needs_the_book(c) and not c.startswith("make reproduce")])
+def test_what_is_done_with_a_run(command, reproduced, place):
+    """Before the variants of `make reproduce`: they start runs of their own, which would be the latest."""
+    done = run(command, place)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+
+
 @pytest.mark.parametrize("command", [c for c in commands() if c.startswith("make reproduce") and c != "make reproduce"])
 def test_variants_of_make_reproduce(command, reproduced, place):
     done = run(command, place)
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-3000:]
     if "replay" in command:
         assert "BANNER: replay" in done.stdout and "done" in done.stdout
-
-
-@pytest.mark.parametrize("command", [c for c in commands() if needs_the_book(c) and not c.startswith("make reproduce")])
-def test_what_is_done_with_a_run(command, reproduced, place):
-    done = run(command, place)
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]

@@ -37,6 +37,7 @@ def quick(command: str) -> bool:
     return not needs_the_book(command) and not command.startswith(("make test", "make lab")) and command not in DISTRIBUTED
 
 
+@pytest.mark.book
 @pytest.mark.process
 @pytest.mark.parametrize("command", [c for c in commands() if quick(c)])
 def test_commands_that_need_no_run(command, place):
@@ -48,6 +49,7 @@ def test_commands_that_need_no_run(command, place):
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
 
 
+@pytest.mark.book
 @pytest.mark.process
 @pytest.mark.parametrize("command", DISTRIBUTED)
 def test_the_distributed_commands_run_on_two_ranks(command, place):
@@ -67,6 +69,7 @@ def adapters_are_saved(said: str, results: Path) -> None:
     assert sorted(str(row.rank) for row in losses) == ["0", "1", "None"]
 
 
+@pytest.mark.book
 @pytest.mark.process
 def test_make_lab_serves_on_loopback_with_a_token(place):
     server = subprocess.Popen(
@@ -90,6 +93,7 @@ def test_make_lab_serves_on_loopback_with_a_token(place):
         server.wait(30)
 
 
+@pytest.mark.book
 @pytest.mark.process
 def test_python_blocks_run(place):
     for block in re.findall(r"```python\n(.*?)```", README, re.DOTALL):

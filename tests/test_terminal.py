@@ -98,12 +98,14 @@ def finished(book: Path) -> bool:
     return (book / "results/latest/notebooks/01_first.html").is_file()
 
 
+@pytest.mark.book
 @pytest.mark.process
 @pytest.mark.slow
 def test_a_chapter_runs_for_a_user_without_a_home_and_with_closed_streams(shell, book, unknown_user):
     assert shell("hyperion reproduce <&- >&- 2>&-", **unknown_user).returncode == 0 and finished(book)
 
 
+@pytest.mark.book
 @pytest.mark.process
 @pytest.mark.slow
 def test_a_chapter_runs_in_an_ascii_locale_with_a_home_that_cannot_be_written(shell, book):
@@ -112,6 +114,7 @@ def test_a_chapter_runs_in_an_ascii_locale_with_a_home_that_cannot_be_written(sh
     assert done.stdout.isascii()
 
 
+@pytest.mark.book
 @pytest.mark.process
 @pytest.mark.slow
 def test_a_reader_that_ends_first_ends_a_run_with_a_code_of_its_own(shell, book):

@@ -7,7 +7,7 @@ import pandas as pd
 
 from hyperion.book.plots import draw, plots_of, results_folder, title_of
 from hyperion.errors import not_none
-from hyperion.figures.material import ALL, Material, Plot, device_name, made_from_rows, measured, quoted_value, replayed_from
+from hyperion.figures.material import ALL, Material, Plot, device_name, made_from_rows, measured, quoted_value
 from hyperion.figures.tables import is_floor, tables_of
 from hyperion.results import Row, StoreError
 
@@ -97,7 +97,7 @@ def environment(material: Material) -> pd.DataFrame:
     """Return a table of the device, the versions and the source code of the measurements, with one column per environment."""
     columns = {}
     for experiments in _measured_alike(material):
-        machine = replayed_from(material.run, *experiments[0])
+        machine = material.replayed_from(*experiments[0])
         title = f"of {machine} (replay)" if machine else "of this run"
         columns[f"{title}: {', '.join(e for _, e in experiments)}"] = _lines(material, experiments)
     if len(columns) == 1:
@@ -117,18 +117,18 @@ def _measured_alike(material: Material) -> list[list[tuple[str, str]]]:
     groups: dict[tuple, list[tuple[str, str]]] = {}
     for pair in material.experiments:
         provenance = _provenance(material, pair)
-        key = (replayed_from(material.run, *pair), *(provenance.get(name) for name in ("environment", "profile", "seed")))
+        key = (material.replayed_from(*pair), *(provenance.get(name) for name in ("environment", "profile", "seed")))
         groups.setdefault(key, []).append(pair)
     return list(groups.values())
 
 
 def _provenance(material: Material, pair: tuple[str, str]) -> dict:
-    return (material.run.finished(*pair) or {}).get("provenance") or {}
+    return material.finished.get("/".join(pair), {}).get("provenance") or {}
 
 
 def _lines(material: Material, experiments: list[tuple[str, str]]) -> dict:
     """Return the properties of an environment by name. They come from the provenance of the experiment, or else from run.json."""
-    here = not any(replayed_from(material.run, *pair) for pair in experiments)
+    here = not any(material.replayed_from(*pair) for pair in experiments)
     provenance = material.information if here else {}
     provenance = provenance | (_provenance(material, experiments[0]) if experiments else {})
     stored = provenance.get("environment") or {}
@@ -180,7 +180,7 @@ def picture(plot: Plot, material: Material) -> bytes | None:
 
 
 def _section(material: Material, experiment: str) -> Section:
-    machines = {replayed_from(material.run, *pair) for pair in material.experiments if pair[1] == experiment} - {""}
+    machines = {material.replayed_from(*pair) for pair in material.experiments if pair[1] == experiment} - {""}
     replayed = f" (replayed from {', '.join(sorted(machines))})" if machines else ""
     title = title_of(experiment) + replayed
     return Section(experiment, title, _pictures(material, experiment), tables_of(material.of(experiment)))

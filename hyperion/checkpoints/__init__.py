@@ -1,7 +1,9 @@
-"""Checkpoints: written completely or not at all, verified by hash before use, and unable to execute code when loaded.
+"""Checkpoints of training runs.
 
-On many ranks all ranks call these functions together, except write_state and read_state, which handle the files of one
-process. Rank 0 creates and verifies the folder, each rank writes its shards, and an error on one rank is raised on all.
+A checkpoint is written completely or not at all. Its hashes are verified before use, and loading it cannot execute code.
+
+With several ranks, all ranks must call these functions together, except write_state and read_state, which handle the files of one
+process. Rank 0 creates and verifies the folder. Each rank writes its own shards. An error on one rank is raised on all ranks.
 """
 
 from hyperion.checkpoints.folders import (

@@ -1,11 +1,11 @@
-"""Checkpoint folders step-00000100/ with a manifest: written completely or not at all, verified by size and sha256.
+"""Checkpoint folders, such as step-00000100, with a manifest that contains the size and the sha256 of each file.
 
-`save` and `load` handle one state per process. For anything else, such as the many files of a sharded checkpoint, write the
-files into the folder that `saving` yields. This module computes the hashes, writes the manifest, and renames the folder,
-which makes it a checkpoint.
+A checkpoint is written completely or not at all. Use `save` and `load` for a state that one process holds. For other states, such
+as the many files of a sharded checkpoint, write the files into the folder that `saving` yields. `saving` then computes the
+hashes, writes the manifest, and renames the folder. After the rename the folder is a checkpoint.
 
-With a process group, all ranks call these functions together: rank 0 creates, seals and verifies the folder, and an error
-on one rank is raised on all.
+With a process group, all ranks must call these functions together. Rank 0 creates the folder, writes the manifest, and verifies
+the files. An error on one rank is raised on all ranks.
 """
 
 import contextlib
@@ -46,9 +46,9 @@ class Checkpoint:
     """A verified checkpoint.
 
     Attributes:
-        path: its folder.
-        step: optimizer steps done when it was saved.
-        state: the saved state, with tensors on the CPU.
+        path: folder of the checkpoint.
+        step: number of optimizer steps before the checkpoint was saved.
+        state: the saved state. All tensors are on the CPU.
     """
 
     path: Path
@@ -70,15 +70,21 @@ class _Manifest:
 
 
 def save(folder: Path, step: int, state: dict[str, Any], keep: int = 2) -> Path:
-    """Save a nested dict of tensors and JSON values as folder/step-<step>, and keep the newest `keep` checkpoints.
+    """Save a nested dict of tensors and JSON values as folder/step-<step>. Older checkpoints are removed.
 
-    On many ranks the state of rank 0 is saved.
+    With several ranks the state of rank 0 is saved.
+
+    Args:
+        folder: folder that contains the checkpoints of the run.
+        step: number of optimizer steps done.
+        state: the state to save; see `write_state` for the possible types.
+        keep: number of checkpoints to keep, including the new one.
 
     Returns:
-        The folder of the checkpoint.
+        The folder of the new checkpoint.
 
     Raises:
-        CheckpointError: the state cannot be stored, or the folder cannot be written; earlier checkpoints are unchanged.
+        CheckpointError: the state cannot be stored, or the folder cannot be written. Earlier checkpoints are unchanged.
     """
     with saving(folder, step, keep) as new:
         on_rank_0(lambda: write_state(new, state))
@@ -86,47 +92,53 @@ def save(folder: Path, step: int, state: dict[str, Any], keep: int = 2) -> Path:
 
 
 def load(path: Path) -> Checkpoint:
-    """Verify and read one checkpoint folder.
+    """Verify a checkpoint folder and read its state.
 
     Raises:
-        CheckpointError: it does not match its manifest, or a file is malformed.
+        CheckpointError: the files do not match the manifest, or a file is malformed.
     """
     manifest = verify(path)
     return Checkpoint(Path(path), int(manifest["step"]), agreed(lambda: read_state(path)))
 
 
 def load_latest(folder: Path) -> Checkpoint | None:
-    """Return the newest valid checkpoint of a folder, None if there is no checkpoint (see `newest_good` for refusals)."""
+    """Return the newest valid checkpoint of a folder; None if there is no checkpoint.
+
+    See `newest_good` for checkpoints that cannot be used.
+    """
     return newest_good(folder, load)
 
 
 def checkpoint_path(folder: Path, step: int) -> Path:
-    """Return the folder of the checkpoint of that step, such as step-00000100; steps from 10^8 on have more digits."""
+    """Return the path of the checkpoint of a step, such as folder/step-00000100. Steps of 10^8 or more have more digits."""
     return Path(folder) / f"step-{step:08d}"
 
 
 def step_of(name: str) -> int | None:
-    """Return the step in the name of a checkpoint folder, None for a name that `checkpoint_path` does not return."""
+    """Return the step that the name of a checkpoint folder contains; None if `checkpoint_path` never returns this name."""
     match = _NAME.fullmatch(name)
-    # step-0000000001 would be a second name of step 1.
+    # Reject a name such as step-0000000001, which would be a second name for step 1.
     return int(match[1]) if match and checkpoint_path(Path(), int(match[1])).name == name else None
 
 
 @contextmanager
 def saving(folder: Path, step: int, keep: int = 2) -> Iterator[Path]:
-    """Yield a new folder for a checkpoint's files; rename it to folder/step-<step> if the block succeeds on every rank.
+    """Context manager that yields a new folder for the files of a checkpoint.
 
-    Until then, and after an error, existing checkpoints are unchanged. Afterwards the new one and the newest `keep - 1`
-    others remain. Only checkpoints are removed: folders with the exact name, whose manifest has the same step. Only one
-    run may use a folder of checkpoints at a time: unfinished folders of an earlier, killed save are removed.
+    If the block succeeds on every rank, the folder is renamed to folder/step-<step>. Before the rename, and after an error,
+    the existing checkpoints are unchanged. After the rename, the new checkpoint and the newest `keep - 1` other checkpoints
+    remain. No other folders are removed: a folder is a checkpoint only if its name and its manifest contain the same step.
 
-    Inside the block each rank writes its own files. Wrap code that may fail on one rank while others enter a collective in
-    `agreed` (write_sharded does so): the others would wait forever for the failed rank.
+    Only one run at a time may use a folder of checkpoints, because `saving` removes unfinished folders, which remain when a
+    process is killed while it saves.
+
+    Inside the block each rank writes its own files. If code in the block can fail on one rank while other ranks enter a
+    collective, call this code through `agreed`, as write_sharded does. Otherwise the other ranks would wait forever.
 
     Raises:
         HyperionError: `step` or `keep` is out of range.
-        CheckpointError: the folder cannot be written (full disk, no permission), or is not shared by all ranks; names the
-            folder, the cause and the failing rank.
+        CheckpointError: the folder cannot be written (for example, the disk is full), or not all ranks see the same folder.
+            The error names the folder, the cause and the failing rank.
     """
     for name, value, least in (("step", step, 0), ("keep", keep, 1)):
         require_number(name, value, "saving a checkpoint", whole=True, at_least=least)
@@ -158,10 +170,12 @@ def saving(folder: Path, step: int, keep: int = 2) -> Iterator[Path]:
 
 
 def require_writable(folder: Path) -> None:
-    """Create the folder if it is missing and write a test file, so that training does not fail at its first checkpoint.
+    """Create the folder if it does not exist, and check that files can be written to it.
+
+    Call this function before training, so that an error does not occur only at the first checkpoint.
 
     Raises:
-        CheckpointError: it cannot be created or written to, or is not shared by all ranks.
+        CheckpointError: the folder cannot be created, files cannot be written to it, or not all ranks see the same folder.
     """
     folder = Path(folder)
 
@@ -185,18 +199,19 @@ def require_writable(folder: Path) -> None:
 
 
 def newest_good(folder: Path, read: Callable[[Path], T]) -> T | None:
-    """Return `read(path)` of the newest checkpoint that `read` accepts.
+    """Call `read(path)` for the checkpoints of a folder, the newest first, until one call raises no CheckpointError.
 
-    Prints each newer checkpoint that was refused, and the reason, to stderr.
+    For each checkpoint that cannot be used, a warning with the reason is printed to stderr.
 
     Args:
-        read: returns on all ranks or raises the same CheckpointError on all, as `verify` and `read_sharded` do.
+        read: function that reads a checkpoint. It must return on all ranks, or raise the same CheckpointError on all ranks,
+            as `verify` and `read_sharded` do.
 
     Returns:
-        None if there is no checkpoint.
+        The result of `read`; None if there is no checkpoint.
 
     Raises:
-        CheckpointError: `read` refused every checkpoint, or the folder cannot be listed.
+        CheckpointError: no checkpoint can be used, or the folder cannot be listed.
     """
     refused = []
     for path in on_rank_0(lambda: _checkpoint_paths(Path(folder))):
@@ -206,10 +221,10 @@ def newest_good(folder: Path, read: Callable[[Path], T]) -> T | None:
         except CheckpointError as error:
             refused.append(error)
             if rank_and_size()[0] == 0:
-                print(printable(f"WARNING: checkpoint refused: {path}. {error}"), file=sys.stderr)
+                print(printable(f"WARNING: this checkpoint cannot be used: {path}. {error}"), file=sys.stderr)
     if refused:
         raise CheckpointError(
-            f"none of the {len(refused)} checkpoints can be used; the newest: {refused[0].what}",
+            f"none of the {len(refused)} checkpoints can be used; the problem of the newest one: {refused[0].what}",
             where=refused[0].where,
             next_step=f"restore {folder} from a copy, or remove it to train from the beginning",
         )
@@ -217,15 +232,15 @@ def newest_good(folder: Path, read: Callable[[Path], T]) -> T | None:
 
 
 def verify(path: Path) -> dict:
-    """Check that a checkpoint folder holds exactly the files of its manifest, with their sizes and sha256.
+    """Check that a checkpoint folder contains exactly the files of its manifest, with the listed sizes and sha256 hashes.
 
-    On many ranks only rank 0 reads the files; all ranks get the result.
+    With several ranks only rank 0 reads the files. All ranks get the result.
 
     Returns:
         The manifest.
 
     Raises:
-        CheckpointError: names the file and the problem.
+        CheckpointError: the folder does not match its manifest. The error names the file and the problem.
     """
     return on_rank_0(lambda: _verified(Path(path)))
 
@@ -257,10 +272,10 @@ def _verified(path: Path) -> dict:
 
 
 def _manifest(path: Path) -> dict:
-    """Return the manifest of a checkpoint folder, after checking the type of every field and the step.
+    """Return the manifest of a checkpoint folder. The types of all fields and the step are checked.
 
     Raises:
-        CheckpointError: it is missing, malformed, or of another folder.
+        CheckpointError: the manifest is missing or malformed, or it belongs to another folder.
     """
     place = inner_path(path, MANIFEST, CheckpointError, EARLIER)
 
@@ -290,7 +305,7 @@ def _manifest(path: Path) -> dict:
 
 
 def _begin(new: Path, step: int) -> None:
-    """Create an empty folder, after cleaning up what a killed save left."""
+    """Create an empty folder for a new checkpoint. First clean up folders of a process that was killed while it saved."""
     with _explain_os_errors(new.parent, step):
         _put_back(new.parent)
         for left_over in _ours(new.parent, UNFINISHED):
@@ -299,7 +314,7 @@ def _begin(new: Path, step: int) -> None:
 
 
 def _put_back(folder: Path) -> None:
-    """Restore the name of a checkpoint whose replacement by one of the same step was interrupted by a kill."""
+    """Restore the name of a checkpoint if the process was killed while it replaced this checkpoint by one of the same step."""
     for replaced in _ours(folder, REPLACED):
         target = folder / replaced.name.removeprefix(REPLACED)
         if _is_checkpoint(target):
@@ -333,17 +348,19 @@ def _explain_os_errors(folder: Path, step: int) -> Iterator[None]:
 
 
 def _finish(new: Path, target: Path, step: int, keep: int) -> None:
-    """Write the manifest, rename the folder to its final name, and remove the checkpoints it replaces."""
+    """Write the manifest, rename the folder to its final name, and remove old checkpoints."""
     folder = target.parent
     with _explain_os_errors(folder, step):
         _seal(new, step)
         replaced = None
-        if _is_checkpoint(target):  # the same step again, after a resume; a folder cannot be renamed onto another
+        if _is_checkpoint(
+            target
+        ):  # the same step was saved before a resume; a folder cannot be renamed to the name of an existing folder
             replaced = target.rename(folder / f"{REPLACED}{target.name}")
         elif os.path.lexists(target):
             _set_aside(target)
         new.rename(target)
-        for place in (folder, folder.parent):  # folder.parent, because the folder itself may be new
+        for place in (folder, folder.parent):  # flush folder.parent too, because the folder may be new
             _flush(place)
         others = [path for path in _newest_first(folder) if path != target and _is_checkpoint(path)]
         for old in ([replaced] if replaced else []) + others[keep - 1 :]:
@@ -351,14 +368,17 @@ def _finish(new: Path, target: Path, step: int, keep: int) -> None:
 
 
 def _set_aside(path: Path) -> None:
-    """Rename something that has a checkpoint's name but is not a valid checkpoint; it may be wanted, so do not remove it."""
+    """Rename a file or folder that has the name of a checkpoint but is not a valid checkpoint.
+
+    It is not removed, because the user may need it.
+    """
     aside = next(name for number in itertools.count(1) if not os.path.lexists(name := Path(f"{path}.aside-{number}")))
     path.rename(aside)
     print(printable(f"WARNING: {path} is not a readable checkpoint; it was renamed to {aside.name}"), file=sys.stderr)
 
 
 def _seal(new: Path, step: int) -> None:
-    """Write the manifest of all files in the folder, and flush everything to the disk."""
+    """Write a manifest with all files of the folder, and flush the files and folders to the disk."""
     digests = _digests(new, sorted(_files(new)))
     files = {name: {"bytes": (new / name).stat().st_size, "sha256": digest} for name, digest in digests.items()}
     manifest = {"format": FORMAT, "step": step, "files": files}
@@ -371,7 +391,7 @@ def _files(path: Path) -> set[str]:
     """Return the relative names of all files of a checkpoint except its manifest.
 
     Raises:
-        CheckpointError: an entry is neither a regular file nor a folder: a link, a named pipe.
+        CheckpointError: an entry is neither a regular file nor a folder, for example a link or a named pipe.
         OSError: a folder cannot be listed.
     """
     names, folders = set(), [path]
@@ -400,7 +420,7 @@ def _checkpoint_paths(folder: Path) -> list[Path]:
 
 
 def _newest_first(folder: Path) -> list[Path]:
-    """Return every entry with a checkpoint's name, valid or not, the highest step first."""
+    """Return all entries that have the name of a checkpoint, the highest step first. They may be invalid checkpoints."""
     return sorted(_named(folder, ""), key=lambda path: step_of(path.name) or 0, reverse=True)
 
 
@@ -418,7 +438,7 @@ def _named(folder: Path, prefix: str) -> list[Path]:
 
 
 def _is_checkpoint(path: Path) -> bool:
-    """Return True if this is a folder, not a link to one, with a manifest of the step in its name."""
+    """Return True if the path is a folder, not a link to a folder, and its manifest has the step of its name."""
     try:
         _require_folder(path)
         _manifest(path)
@@ -434,20 +454,24 @@ def _require_folder(path: Path) -> None:
 
 
 def _digests(path: Path, names: list[str]) -> dict[str, str]:
-    """Return the sha256 of files by name; in threads, because one core hashes more slowly than a disk array reads."""
+    """Return the sha256 of files by name. Several threads hash files, because one CPU core hashes slower than disks read."""
     with ThreadPoolExecutor(HASHING_THREADS) as threads:
         return dict(zip(names, threads.map(lambda name: sha256_of(path / name, EARLIER), names), strict=True))
 
 
 def sha256_of(path: Path, next_step: str) -> str:
-    """Return the sha256 of a regular file; an error names `next_step`."""
+    """Return the sha256 of a regular file.
+
+    Args:
+        next_step: value for the field `next_step` of an error.
+    """
     with open_regular(path, CheckpointError, next_step) as file:
-        # typeshed lacks BinaryIO here.
+        # The annotation in typeshed does not allow BinaryIO.
         return hashlib.file_digest(file, "sha256").hexdigest()  # pyright: ignore[reportArgumentType]
 
 
 def _flush(path: Path) -> None:
-    """fsync a file or the entries of a folder."""
+    """Flush a file, or the list of entries of a folder, to the disk with fsync."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

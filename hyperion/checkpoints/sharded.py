@@ -1,11 +1,12 @@
-"""A nested state of many ranks: each rank writes its shards as safetensors, rank 0 writes everything else as JSON.
+"""Write and read a nested state of many ranks. Each rank writes its shards as safetensors; rank 0 writes other values as JSON.
 
-`agreed` and `on_rank_0` raise an error of one rank on all ranks, so that no rank waits for a failed one. In a single process,
-without torch.distributed, they are plain calls.
+`agreed` and `on_rank_0` raise an error of one rank on all ranks, so that no rank waits for a rank that has failed. In a single
+process, without torch.distributed, they only call the function.
 
-The shards are written by torch.distributed.checkpoint (DCP) in its safetensors format, also by a single process. So there is
-one format for every number of ranks and every layout of the tensors, and any layout can be loaded into any other. DCP's
-default format contains a pickled index and torch.save files, which can run code; this format contains neither.
+torch.distributed.checkpoint (DCP) writes the shards in its safetensors format. A single process also uses DCP. Therefore the
+format is the same for every number of ranks and every layout of the tensors, and a state with one layout can be loaded into any
+other layout. The default format of DCP contains a pickled index and files of torch.save, which can run code. The safetensors
+format contains neither.
 """
 
 import math
@@ -35,17 +36,18 @@ SHARDS = "*.safetensors"
 
 
 T = TypeVar("T")
-# The arguments of a HyperionError, which travel between ranks; exceptions themselves do not always survive pickling.
+# The arguments of a HyperionError, which ranks send to each other. Exceptions are not sent, because not every exception can be
+# pickled.
 Fault = dict[str, str | None]
 
 
 def rank_and_size() -> tuple[int, int]:
-    """Return this rank and the number of ranks; (0, 1) without a process group."""
+    """Return the number of this rank and the number of ranks; (0, 1) without a process group."""
     return (dist.get_rank(), dist.get_world_size()) if dist.is_available() and dist.is_initialized() else (0, 1)
 
 
 def gathered(value: T) -> list[T]:
-    """Return the values of all ranks in rank order, on every rank. All ranks call it."""
+    """Return the values of all ranks in rank order, on every rank. All ranks must call this function."""
     _, size = rank_and_size()
     if size == 1:
         return [value]
@@ -55,15 +57,18 @@ def gathered(value: T) -> list[T]:
 
 
 def agreed(work: Callable[[], T]) -> T:
-    """Run `work` on this rank, then exchange errors with all ranks. All ranks call it.
+    """Call `work` on this rank, then raise an error on all ranks if it failed on any rank. All ranks must call this function.
 
     Args:
-        work: contains no collective, so that an error inside does not leave other ranks waiting.
+        work: a function that contains no collective, so that other ranks do not wait in a collective if it fails here.
+
+    Returns:
+        The result of `work` on this rank.
 
     Raises:
-        Exception: in a single process, the exception of `work`.
-        CheckpointError: on many ranks, the same on all: the error of the first failing rank. It names the failing ranks
-            unless all failed with the same error.
+        Exception: in a single process: the exception that `work` raised.
+        CheckpointError: with several ranks: the error of the first rank that failed, on all ranks. The error names the ranks
+            that failed, unless all ranks failed with the same error.
     """
     result, error = None, None
     try:
@@ -79,11 +84,14 @@ def agreed(work: Callable[[], T]) -> T:
 
 
 def on_rank_0(work: Callable[[], T]) -> T:
-    """Run `work` on rank 0 and return its result (picklable) on every rank. All ranks call it.
+    """Call `work` on rank 0 and return its result on every rank. All ranks must call this function.
+
+    Args:
+        work: a function whose result can be pickled.
 
     Raises:
-        Exception: in a single process, the exception of `work`.
-        CheckpointError: on many ranks, the error of rank 0, on all ranks.
+        Exception: in a single process: the exception that `work` raised.
+        CheckpointError: with several ranks: the error of rank 0, on all ranks.
     """
     rank, size = rank_and_size()
     if size == 1:
@@ -111,7 +119,7 @@ def _fault(error: Exception) -> Fault:
 
 
 def _first_fault(faults: list[Fault | None]) -> CheckpointError:
-    """Return the error of the first failing rank, with the failing ranks named."""
+    """Return the error of the first rank that failed. The message names the ranks with this error."""
     failed = {rank: fault for rank, fault in enumerate(faults) if fault is not None}
     first = next(iter(failed.values()))
     if len(failed) == len(faults) and all(fault == first for fault in failed.values()):
@@ -128,15 +136,16 @@ def _error_on_all(fault: Fault) -> CheckpointError:
 
 
 def write_sharded(folder: Path, state: dict[str, Any]) -> None:
-    """Write a state into an existing, empty folder. All ranks call it with states of the same structure.
+    """Write a state into an existing, empty folder. All ranks must call this function with states of the same structure.
 
     Args:
-        folder: shared by all ranks; not flushed to the disk here (see `saving`).
-        state: as for write_state. Of a DTensor each rank writes its shard. Plain tensors must be the same on all ranks and
-            are written once.
+        folder: a folder that all ranks share. Its files are not flushed to the disk here; `saving` flushes them.
+        state: a state as for write_state. Each rank writes its own shard of a DTensor. A plain tensor must be the same on all
+            ranks and is written once.
 
     Raises:
-        CheckpointError: on all ranks; names the rank that failed and the reason.
+        CheckpointError: the state could not be written. The error is raised on all ranks, and names the rank that failed and
+            the reason.
     """
     tensors: dict[str, Tensor] = {}
     storages: set[int] = set()
@@ -148,17 +157,19 @@ def write_sharded(folder: Path, state: dict[str, Any]) -> None:
 
 
 def read_sharded(folder: Path, state: dict[str, Any]) -> dict[str, Any]:
-    """Read a state that any layout may have written into the tensors of `state`. All ranks call it.
+    """Read a stored state into the tensors of `state`. All ranks must call this function.
+
+    The stored state may have been written with another number of ranks or another layout of the tensors.
 
     Args:
-        state: the state of the present layout, as for write_sharded; its tensors are overwritten.
+        state: a state with the current layout, as for write_sharded. Its tensors are overwritten.
 
     Returns:
-        The stored state, with the tensors of `state`.
+        The stored state. Its tensors are the tensors of `state`, with the stored values.
 
     Raises:
-        CheckpointError: on all ranks: a file is missing or malformed, or names, shapes or dtypes of the tensors differ.
-            Nothing is overwritten unless a file changes while it is read.
+        CheckpointError: a file is missing or malformed, or names, shapes or dtypes of the tensors differ. The error is raised
+            on all ranks. In these cases no tensor is overwritten, unless a file changes while it is read.
     """
     tensors: dict[str, Tensor] = {}
     to_tree(state, tensors, Tensor.detach)
@@ -170,9 +181,9 @@ def read_sharded(folder: Path, state: dict[str, Any]) -> dict[str, Any]:
 
 
 class _StoresError:
-    """Stores an error of this rank until all ranks have left DCP; then `raise_error` raises it inside `agreed`.
+    """Mixin that stores an error of this rank until all ranks have left DCP. Then `raise_error` raises it inside `agreed`.
 
-    DCP would send the error to the other ranks as a pickle, which not every exception survives.
+    DCP itself would send the error to the other ranks as a pickle, but not every exception can be pickled.
     """
 
     error: Exception | None = None
@@ -217,7 +228,7 @@ class _Reader(_StoresError, HuggingFaceStorageReader):
 def _call_dcp(call: Callable[[bool], object], folder: Path) -> None:
     """Call torch.distributed.checkpoint with `no_dist=True` in a single process.
 
-    DCP raises its own errors on all ranks, as a CheckpointException, which is not an Exception.
+    DCP raises its own errors on all ranks as a CheckpointException. This class is not a subclass of Exception.
     """
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
@@ -233,7 +244,7 @@ def _call_dcp(call: Callable[[bool], object], folder: Path) -> None:
 
 
 def _separate(tensor: Tensor, storages: set[int]) -> Tensor:
-    """Return the tensor as safetensors needs it: contiguous, in a storage that no other tensor of the state uses."""
+    """Return a contiguous tensor whose storage no other tensor of the state uses, as safetensors requires."""
     tensor = tensor.contiguous()
     local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
     place = local.untyped_storage().data_ptr()
@@ -244,7 +255,7 @@ def _separate(tensor: Tensor, storages: set[int]) -> Tensor:
 
 
 def _stored_state(folder: Path, tensors: dict[str, Tensor]) -> dict[str, Any]:
-    """Return the stored state with these tensors, after checking that every name, shape and dtype matches."""
+    """Return the stored state with the given tensors inserted. Every name, shape and dtype must match the stored tensors."""
     stored = stored_tensors(folder)
     for name in sorted(set(stored) | set(tensors)):
         if name not in tensors:
@@ -258,14 +269,14 @@ def _stored_state(folder: Path, tensors: dict[str, Tensor]) -> dict[str, Any]:
 
 
 def stored_tensors(folder: Path, others: tuple[str, ...] = (STATE,)) -> dict[str, TensorStorageMetadata]:
-    """Return shape and dtype of each tensor of a folder that write_sharded wrote, from the headers of its files.
+    """Return the shape and dtype of each tensor in a folder that write_sharded wrote. Only the headers of files are read.
 
     Args:
-        others: names of the files in the folder that hold no tensors.
+        others: names of the files in the folder that contain no tensors.
 
     Raises:
-        CheckpointError: there is another file, a file is damaged, or the shards of a tensor overlap, leave a gap, or have
-            different dtypes.
+        CheckpointError: the folder contains an unknown file, a file is damaged, or the shards of a tensor overlap, leave a
+            gap, or have different dtypes.
     """
     with reading(folder, "holds no shards"):
         files = sorted(folder.iterdir())
@@ -282,7 +293,7 @@ def stored_tensors(folder: Path, others: tuple[str, ...] = (STATE,)) -> dict[str
                     pass
     with reading(folder, "holds no shards of tensors"):
         metadata = HuggingFaceStorageReader(str(folder)).read_metadata()
-        # safetensors files hold tensors only.
+        # All entries are tensors, because safetensors files contain only tensors.
         stored = cast(dict[str, TensorStorageMetadata], metadata.state_dict_metadata)
         for index, piece in metadata.storage_data.items():
             if piece.dtype != stored[index.fqn].properties.dtype:
@@ -294,7 +305,10 @@ def stored_tensors(folder: Path, others: tuple[str, ...] = (STATE,)) -> dict[str
 
 
 def _tile(whole: TensorStorageMetadata) -> bool:
-    """Return True if the shards cover a tensor exactly once: as many elements as it has, and no two shards overlap."""
+    """Return True if the shards cover the tensor exactly once.
+
+    This is the case if the shards have as many elements as the tensor, and no two shards overlap.
+    """
     shards = sorted((tuple(c.offsets), tuple(c.sizes)) for c in whole.chunks if math.prod(c.sizes))
     if any(len(offset) != len(size) or min(offset, default=0) < 0 for offset, size in shards):
         return False
@@ -303,7 +317,7 @@ def _tile(whole: TensorStorageMetadata) -> bool:
     for number, (offset, size) in enumerate(shards):
         for other, other_size in shards[number + 1 :]:
             if offset and other[0] >= offset[0] + size[0]:
-                break  # sorted by the first axis, which FSDP2 shards: later shards start no earlier
+                break  # shards are sorted by the first axis, which FSDP2 shards, so all later shards start here or later
             if all(a < b + m and b < a + n for a, n, b, m in zip(offset, size, other, other_size, strict=True)):
                 return False
     return True
@@ -314,19 +328,19 @@ def _format(shape: torch.Size, dtype: torch.dtype) -> str:
 
 
 def mismatch(what: str, folder: Path) -> CheckpointError:
-    """Return the error for a checkpoint of another model or optimizer."""
+    """Return the error for a checkpoint that belongs to another model or optimizer."""
     return CheckpointError(
         f"the checkpoint does not fit this model and optimizer: {what}",
         where=folder,
-        next_step="use the configuration it was saved with, or choose another checkpoint folder",
+        next_step="use the configuration with which the checkpoint was saved, or choose another checkpoint folder",
     )
 
 
 def difference(stored: Any, here: Any, path: str = "") -> str:
-    """Return the first difference of two nested states in keys, lengths, types or strings; "" if there is none.
+    """Return the first difference of two nested states in keys, lengths, types or strings; "" if there is no difference.
 
-    read_sharded has compared the tensors. Versions of PyTorch differ in the options of parameter groups; only options that
-    are in both are compared.
+    Tensors are not compared, because read_sharded has compared them. The options of parameter groups depend on the version of
+    PyTorch, so only options that both states contain are compared.
     """
     if isinstance(here, dict) and isinstance(stored, dict):
         options = path.startswith("optimizer/param_groups/") and "params" in stored
@@ -350,9 +364,10 @@ def _kind(value: Any) -> type:
 
 
 def non_finite_tensor(state: Any) -> str | None:
-    """Return the path of the first floating-point tensor of a nested state with an infinity or a NaN, None if all are finite.
+    """Return the path of the first tensor of a nested state that contains an infinity or a NaN; None if all are finite.
 
-    Of sharded tensors only this rank's shards are checked. Waits for the device once.
+    Only floating-point tensors are checked. Of a sharded tensor only the shard of this rank is checked. The function waits for
+    the device once.
     """
     tensors: list[tuple[str, Tensor]] = []
     _collect("", state, tensors)
@@ -364,10 +379,13 @@ def non_finite_tensor(state: Any) -> str | None:
 
 
 def require_finite(state: dict[str, Any], where: object, kind: type[HyperionError], next_step: str) -> None:
-    """Check the tensors of the entries "model" and "optimizer" of a state.
+    """Check that all tensors in the entries "model" and "optimizer" of a state are finite.
+
+    Args:
+        kind: class of the error.
 
     Raises:
-        HyperionError: of the given kind: a tensor contains an infinity or a NaN; names it.
+        HyperionError: a tensor contains an infinity or a NaN. The error has the class `kind` and names the tensor.
     """
     if name := non_finite_tensor({part: state[part] for part in ("model", "optimizer")}):
         raise kind(f"{name} contains an infinity or a NaN", where=where, next_step=next_step)

@@ -1,6 +1,6 @@
-"""A nested state of one process in two files: tensors as safetensors, everything else as JSON.
+"""Write and read a nested state of one process in two files: tensors as safetensors, all other values as JSON.
 
-Neither format can execute code.
+Reading these formats cannot execute code.
 """
 
 import contextlib
@@ -18,17 +18,17 @@ from hyperion.errors import HyperionError
 from hyperion.untrusted import inner_path, open_regular, read_json
 
 STATE = "state.json"
-STATE_BYTES = 2**28  # limit of state.json; the history of a million steps takes a tenth of it
+STATE_BYTES = 2**28  # size limit of state.json; the history of a million steps needs a tenth of this size
 TENSORS = "tensors.safetensors"
-TENSOR_MARK = "$tensor"  # {"$tensor": name} in the JSON refers to the tensor of that name
+TENSOR_MARK = "$tensor"  # {"$tensor": name} in the JSON file stands for the tensor with this name
 EARLIER = "remove this checkpoint; the next start uses the one before it, if there is one"
 
 
 class CheckpointError(HyperionError):
-    """A checkpoint cannot be written, or must not be used.
+    """Raised when a checkpoint cannot be written, or must not be used.
 
     Attributes:
-        on_all_ranks: True if every rank raised this error at the same place, so that no rank waits for another.
+        on_all_ranks: True if every rank raised this error at the same place. In this case no rank waits for another rank.
     """
 
     on_all_ranks = False
@@ -40,11 +40,11 @@ def write_state(folder: Path, state: dict[str, Any]) -> None:
     The files are not flushed to the disk here; `saving` does that.
 
     Args:
-        state: nested dicts with string keys, lists, tuples (read back as lists), None, bool, int, finite float, str and
-            tensors.
+        state: a nested dict with strings as keys. Values are dicts, lists, tuples (which are read back as lists), None, bool,
+            int, finite float, str and tensors.
 
     Raises:
-        CheckpointError: a value has another type, a float is not finite, or the tensors cannot be written.
+        CheckpointError: a value has a type that cannot be stored, a float is not finite, or the tensors cannot be written.
     """
     tensors: dict[str, torch.Tensor] = {}
     # Copy each tensor, because safetensors refuses tensors that share storage.
@@ -52,17 +52,18 @@ def write_state(folder: Path, state: dict[str, Any]) -> None:
     path = folder / TENSORS
     try:
         save_file(tensors, path)
-    except SafetensorError as error:  # raised for a full disk too, instead of OSError
+    except SafetensorError as error:  # also raised instead of OSError if the disk is full
         raise CheckpointError(
             f"cannot write the tensors: {error}", where=path, next_step="free disk space, then start again"
         ) from error
 
 
 def read_state(folder: Path) -> dict[str, Any]:
-    """Return the state that write_state wrote, with tensors on the CPU.
+    """Return the state that write_state wrote. All tensors are on the CPU.
 
     Raises:
-        CheckpointError: a file is missing or malformed, or the two do not match; names the file and the problem.
+        CheckpointError: a file is missing or malformed, or the two files do not match. The error names the file and the
+            problem.
     """
     return read_tree(folder, read_tensors(inner_path(folder, TENSORS, CheckpointError, EARLIER)))
 
@@ -74,19 +75,20 @@ def read_tensors(path: Path) -> dict[str, torch.Tensor]:
         CheckpointError: the file is missing, not a regular file, or damaged.
     """
     with reading(path, "holds no tensors"):
-        open_regular(path, CheckpointError, EARLIER).close()  # load_file would block on a named pipe
+        open_regular(path, CheckpointError, EARLIER).close()  # a check, because load_file would block on a named pipe
         return load_file(path)
 
 
 @contextlib.contextmanager
 def reading(path: Path, what: str) -> Iterator[None]:
-    """Turn any exception inside into a CheckpointError that describes the file.
+    """Context manager that turns any exception into a CheckpointError, which describes the file.
 
-    A modified file can make the readers of PyTorch, safetensors and JSON raise anything: MemoryError, RecursionError,
-    KeyError, OverflowError. Put only calls of these readers inside, none of the caller's own code.
+    If a file was modified, the readers of PyTorch, safetensors and JSON can raise any exception, for example MemoryError,
+    RecursionError, KeyError or OverflowError. The block should contain only calls of these readers, so that errors of other
+    code are not hidden.
 
     Args:
-        what: the problem, as the predicate of a sentence about the file ("holds no tensors").
+        what: the problem, as the end of a sentence that starts with the name of the file, such as "holds no tensors".
     """
     try:
         yield
@@ -97,15 +99,15 @@ def reading(path: Path, what: str) -> Iterator[None]:
 
 
 def write_tree(folder: Path, tree: Any) -> None:
-    """Write the result of to_tree as state.json.
+    """Write the result of to_tree to state.json.
 
     Raises:
-        CheckpointError: it is larger than read_tree accepts.
+        CheckpointError: the file would be larger than the limit of read_tree.
     """
     content = json.dumps(tree, allow_nan=False).encode()
     if len(content) > STATE_BYTES:
         raise CheckpointError(
-            f"numbers and text take {len(content) / 2**20:.0f} MiB, more than {STATE_BYTES / 2**20:.0f} MiB",
+            f"numbers and text need {len(content) / 2**20:.0f} MiB, more than the limit of {STATE_BYTES / 2**20:.0f} MiB",
             where=folder / STATE,
             next_step="store long series as tensors",
         )
@@ -113,11 +115,11 @@ def write_tree(folder: Path, tree: Any) -> None:
 
 
 def read_tree(folder: Path, tensors: dict[str, torch.Tensor]) -> Any:
-    """Return the state of state.json with the given tensors inserted, each at exactly one place.
+    """Return the state in state.json with the given tensors inserted. Each tensor is inserted at exactly one place.
 
     Raises:
-        CheckpointError: the file is missing, is not a JSON object, contains a number that is not finite, or refers to
-            other tensors.
+        CheckpointError: state.json is missing, is not a JSON object, contains a number that is not finite, or does not refer
+            to exactly the given tensors.
     """
     path = inner_path(folder, STATE, CheckpointError, EARLIER)
     placed: set[str] = set()
@@ -136,13 +138,18 @@ def _refusal(path: Path, what: str) -> CheckpointError:
 
 
 def to_tree(value: Any, tensors: dict[str, torch.Tensor], copy: Callable[[torch.Tensor], torch.Tensor], name: str = "") -> Any:
-    """Return `value` as JSON values, and put `copy(tensor)` of each tensor into `tensors` under the path to the tensor.
+    """Convert a nested value to JSON values, and collect its tensors.
+
+    Args:
+        tensors: for each tensor, `copy(tensor)` is added to this dict. The key is the path to the tensor, such as "model/weight".
+        copy: function that prepares a tensor for storage.
+        name: path to `value`.
 
     Raises:
-        CheckpointError: a value or key cannot be stored.
+        CheckpointError: a value or a key cannot be stored.
     """
     if isinstance(value, torch.Tensor):
-        if not name or name in tensors:  # the keys "a/b" and "a", "b" give one path
+        if not name or name in tensors:  # for example, {"a/b": x} and {"a": {"b": y}} have the same path
             raise CheckpointError(f"two tensors have the path {name!r}", where="state", next_step="use keys without '/'")
         tensors[name] = copy(value)
         return {TENSOR_MARK: name}
@@ -167,11 +174,11 @@ def own_copy(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _from_tree(tree: Any, tensors: dict[str, torch.Tensor], placed: set[str], path: str) -> Any:
-    """Return `tree` with marks replaced by tensors, and add the names of these tensors to `placed`."""
+    """Return `tree` with each {"$tensor": name} replaced by the tensor, and add the names of these tensors to `placed`."""
     if isinstance(tree, dict):
         if TENSOR_MARK in tree:
-            if tree != {TENSOR_MARK: path}:  # to_tree names each tensor by the path that leads to it
-                raise ValueError(f"{path!r} holds {tree!r}, not the tensor of that name")
+            if tree != {TENSOR_MARK: path}:  # to_tree uses the path to a tensor as its name
+                raise ValueError(f"{path!r} contains {tree!r}, but must contain the tensor with the name {path!r}")
             if path not in tensors:
                 raise ValueError(f"the tensor {path!r} is not stored")
             placed.add(path)
@@ -180,12 +187,12 @@ def _from_tree(tree: Any, tensors: dict[str, torch.Tensor], placed: set[str], pa
     if isinstance(tree, list):
         return [_from_tree(item, tensors, placed, f"{path}/{index}") for index, item in enumerate(tree)]
     if isinstance(tree, float) and not math.isfinite(tree):
-        raise ValueError(f"{path!r} is not a finite number")  # 1e999 is valid JSON
+        raise ValueError(f"{path!r} is not a finite number")  # 1e999 is valid JSON, but is read as infinity
     return tree
 
 
 def describe(path: Path, error: Exception | None = None) -> str:
-    """Return a description of a file that could not be read: missing, a pickle, or the error."""
+    """Describe why a file could not be read: the file is missing, it is a pickle, or the reader raised an error."""
     description = f"{type(error).__name__}: {error}" if error else "the format is unknown; it was not opened"
     try:
         with open_regular(path, CheckpointError, EARLIER) as file:

@@ -1,4 +1,4 @@
-"""Weights of a whole model in one file: export them for other programs, and read them from any usual format."""
+"""Export the weights of a model to one file for other programs, and read weights from common formats."""
 
 import os
 import pickle
@@ -29,9 +29,10 @@ _NAME_A_FILE = "name a file of weights or a checkpoint folder"
 
 
 def full_state(model: nn.Module) -> dict[str, Tensor]:
-    """Return all tensors of the model by name on rank 0's CPU, without wrappers' prefixes; an empty dict on other ranks.
+    """Return all tensors of the model by name. Rank 0 gets the tensors on its CPU; other ranks get an empty dict.
 
-    Gathering is a collective: all ranks call it.
+    The names do not contain prefixes of wrappers such as DDP. All ranks must call this function, because it contains
+    collectives.
     """
     average_statistics(model)
     state = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
@@ -39,14 +40,19 @@ def full_state(model: nn.Module) -> dict[str, Tensor]:
 
 
 def export_model(model: nn.Module, path: Path) -> Path:
-    """Write the whole model as one safetensors file, completely or not at all. All ranks call it; rank 0 writes.
+    """Write the weights of the whole model to one safetensors file. All ranks must call this function; rank 0 writes the file.
+
+    The file is written completely or not at all. It can be read without this library:
+    `model.load_state_dict(safetensors.torch.load_file(path))`.
 
     Args:
-        path: the file, usually with the suffix ".safetensors"; `model.load_state_dict(safetensors.torch.load_file(path))`
-            reads it without this library.
+        path: path of the file, usually with the suffix ".safetensors".
+
+    Returns:
+        The path of the file.
 
     Raises:
-        CheckpointError: on all ranks: the file cannot be written.
+        CheckpointError: the file cannot be written. The error is raised on all ranks.
     """
     path = Path(path)
     state = full_state(model)
@@ -57,7 +63,7 @@ def export_model(model: nn.Module, path: Path) -> Path:
 def _write_file(state: dict[str, Tensor], path: Path) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        # In a private folder: another user could place a link at a predictable name.
+        # Write to a private folder first. In a shared folder another user could create a link with a predictable name.
         with tempfile.TemporaryDirectory(prefix=f".{path.name}.", dir=path.parent) as private:
             new = Path(private) / path.name
             save_file({name: own_copy(tensor) for name, tensor in state.items()}, new, metadata={"format": "pt"})
@@ -65,7 +71,9 @@ def _write_file(state: dict[str, Tensor], path: Path) -> None:
                 os.fsync(file.fileno())
             new.replace(path)
     except (OSError, SafetensorError) as error:
-        cause = error if isinstance(error, OSError) else OSError(str(error))  # a full disk raises SafetensorError
+        cause = (
+            error if isinstance(error, OSError) else OSError(str(error))
+        )  # if the disk is full, safetensors raises SafetensorError
         raise refused_write(
             cause,
             CheckpointError,
@@ -78,11 +86,12 @@ def _write_file(state: dict[str, Tensor], path: Path) -> None:
 
 @dataclass(frozen=True)
 class Weights:
-    """Tensors by name, on the CPU.
+    """The weights of a model, and the file from which they were read.
 
     Attributes:
-        path: the file or checkpoint folder they were read from.
-        sha256: of the file; for a checkpoint folder, of its manifest, which contains the hash of every file.
+        path: the file or checkpoint folder from which the weights were read.
+        sha256: hash of the file. For a checkpoint folder, hash of its manifest, which contains the hash of every file.
+        tensors: the tensors by name, on the CPU.
     """
 
     path: Path
@@ -91,11 +100,11 @@ class Weights:
 
 
 def read_weights(path: Path) -> Weights:
-    """Read a model's weights. Nothing in the file is executed.
+    """Read the weights of a model. Code in the file is never executed.
 
     Args:
-        path: a .safetensors file; a checkpoint folder (step-00000100), which is verified first and of which only the model
-            is read; or any other file, which must be a state dict written by torch.save.
+        path: a .safetensors file, a checkpoint folder such as step-00000100, or a state dict that torch.save wrote. A
+            checkpoint folder is verified first, and only its model is read.
 
     Raises:
         CheckpointError: the file is missing or damaged, or contains anything but tensors.
@@ -120,7 +129,7 @@ def _read_checkpoint(folder: Path) -> dict[str, Tensor]:
         tensors = {name: torch.empty(tensor.size, dtype=tensor.properties.dtype) for name, tensor in metadata.items()}
         try:
             load(tensors, storage_reader=HuggingFaceStorageReader(str(folder)), no_dist=True)
-        except CheckpointException as error:  # not an Exception, but PyTorch's collection of the exceptions of all ranks
+        except CheckpointException as error:  # a BaseException that contains the exceptions of all ranks
             raise ValueError(str(error)) from error
     return {name.removeprefix(_MODEL): tensor for name, tensor in tensors.items()}
 
@@ -137,7 +146,7 @@ def _read_pickle(path: Path) -> dict[str, Tensor]:
         state = torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
         raise _refusal(path, "the pickle contains more than tensors; nothing in it was executed") from error
-    except Exception as error:  # the unpickler can raise anything on a file that is not a pickle
+    except Exception as error:  # the unpickler can raise any exception if the file is not a pickle
         raise _refusal(path, f"it cannot be read as a state dict ({type(error).__name__}: {error})") from error
     for _ in _NESTED:  # a fixed number of times, because a pickle can contain itself
         if isinstance(state, dict) and (nested := next((name for name in _NESTED if name in state), None)):

@@ -49,6 +49,11 @@ class Material:
         return self.run.environments()
 
     @cached_property
+    def finished(self) -> dict[str, dict]:
+        """Entries of the stored experiments by "notebook/experiment", as `Run.experiments` returns them."""
+        return self.run.experiments()
+
+    @cached_property
     def experiments(self) -> list[tuple[str, str]]:
         """Pairs (notebook, experiment) in the order of the rows."""
         return list(dict.fromkeys((row.notebook, row.experiment) for row in self.rows))
@@ -61,7 +66,7 @@ class Material:
     @property
     def replayed(self) -> list[str]:
         """Names of the reference machines from which experiments of this run were replayed."""
-        return sorted({replayed_from(self.run, *pair) for pair in self.experiments} - {""})
+        return sorted({self.replayed_from(*pair) for pair in self.experiments} - {""})
 
     @property
     def data_sources(self) -> list[str]:
@@ -81,9 +86,19 @@ class Material:
         frames = [self.run.samples(*pair) for pair in self.experiments if pair[1] == experiment]
         return pd.concat(frames, ignore_index=True) if frames else pd.DataFrame()
 
+    def replayed_from(self, notebook: str, experiment: str) -> str:
+        """Return the reference machine from which an experiment was replayed, or "" if it was measured in this run."""
+        digest = self.finished.get(f"{notebook}/{experiment}", {}).get("input_hash", "")
+        return digest.removeprefix("replay:").partition(":")[0] if digest.startswith("replay:") else ""
+
     def machine(self, experiment: str) -> str:
-        """Return the name of the machine on which an experiment of this run was measured, for titles."""
-        return next(machine_name(self.run, *pair) for pair in self.experiments if pair[1] == experiment)
+        """Return the name of the device on which an experiment ran, for titles.
+
+        For a replayed experiment, return the reference machine and "(replay)".
+        """
+        pair = next(pair for pair in self.experiments if pair[1] == experiment)
+        reference = self.replayed_from(*pair)
+        return f"{reference} (replay)" if reference else device_name(self.information)
 
 
 def device_name(information: dict) -> str:
@@ -98,19 +113,6 @@ def device_name(information: dict) -> str:
         return gpus[0]["name"]
     cpu = environment.get("cpu")
     return f"{cpu['name']} ({cpu['cores']} cores)" if cpu else "a machine that run.json does not describe"
-
-
-def replayed_from(run: Run, notebook: str, experiment: str) -> str:
-    """Return the reference machine from which an experiment of this run was replayed, or "" if it was measured here."""
-    finished = run.finished(notebook, experiment)
-    digest = finished["input_hash"] if finished else ""
-    return digest.removeprefix("replay:").partition(":")[0] if digest.startswith("replay:") else ""
-
-
-def machine_name(run: Run, notebook: str, experiment: str) -> str:
-    """Return the device on which the experiment ran, for titles. For a replay, return the reference machine and "(replay)"."""
-    reference = replayed_from(run, notebook, experiment)
-    return f"{reference} (replay)" if reference else device_name(run.information())
 
 
 def select(rows: Iterable[Row], **wanted) -> list[Row]:

@@ -189,7 +189,9 @@ def spread_labels(axes: Axes, labels: Iterable[tuple[float, str, str]], gap_poin
     """
     figure = axes.get_figure(root=True)
     assert figure is not None
-    figure.draw_without_rendering()
+    layout = figure.get_layout_engine()
+    assert layout is not None
+    layout.execute(figure)  # sets the size of the panel, and thereby the positions of the labels
     scale = 72 / figure.dpi
     placed: float | None = None
     for y, text, colour in sorted(labels):

@@ -1,5 +1,6 @@
-"""Operations with a Triton kernel, each with its PyTorch reference.
+"""Operations that have a Triton kernel and a reference implementation in PyTorch.
 
-Each function chooses its implementation by device, dtype and autocast, so that the models that call it know none of them.
-Modules named `*_triton` import Triton, which only PyTorch's GPU builds contain; import them inside functions.
+Each function selects its implementation from the device, the dtype and the state of autocast, so the calling model does not need
+to know the implementations. Modules named `*_triton` import Triton, which only the GPU builds of PyTorch contain. Therefore
+import these modules inside functions.
 """

@@ -1,15 +1,16 @@
 """Operations of a Transformer block whose backward passes read each gradient once.
 
-The gradient of a bias is the column sum of a gradient. A compiler makes a separate pass over the tensor for it, because a
-kernel that reduces rows does not reduce columns too. Where the tensor is large, in the MLP and before attention, this pass
-takes about one percent of a step. Here the Triton kernel that writes the gradient also sums its columns:
+The gradient of a bias is the sum of a gradient over its rows. A compiler reads the gradient a second time for this sum, because a
+kernel that reduces along rows does not also reduce along columns. For large tensors, in the MLP and before attention, this second
+pass takes about one percent of a step. In this module, the Triton kernel that writes the gradient also sums its columns:
 
-- A GELU projection and the joint query, key and value projection sum the gradient of their bias.
-- A norm sums the gradients of its weight and bias, and adds the gradient of the residual stream in the same pass. The
-  gradient that it writes is also the gradient of the bias of the layer before (attention's output); the gradient that it
-  reads from the residual stream is that of the layer after (the MLP's output). It sums both for these two layers.
+- The GELU projection, and the joint projection to query, key and value: the kernel sums the gradient of the bias.
+- The norm: the kernel sums the gradients of the norm's weight and bias, and adds the gradient of the residual stream in the same
+  pass. It also computes the bias gradients of two other layers. The layer before the norm is the output projection of
+  attention: its bias gradient is the sum of the gradient that the kernel writes. The layer after the norm is the output
+  projection of the MLP: its bias gradient is the sum of the gradient that the kernel reads from the residual stream.
 
-These functions replace a block's own layers only in torch.compile on a GPU in bfloat16 (`applies_to`).
+These functions replace the layers of a block only in code that torch.compile compiles for a GPU, in bfloat16 (see `applies_to`).
 
 Shape suffixes as in hyperion.models.transformer; E is the number of columns of a layer's output.
 """
@@ -26,15 +27,18 @@ from hyperion.kernels.token_loss import HAS_TRITON
 
 
 def applies_to(x: Tensor, dtype: torch.dtype = torch.bfloat16) -> bool:
-    """Return True if these functions replace the layers that read x: compiled, on a GPU with Triton, with x of `dtype`."""
+    """Return True if the functions of this module replace the layers with input x.
+
+    This is the case in compiled code on a GPU with Triton, if x has the given dtype.
+    """
     return torch.compiler.is_compiling() and x.is_cuda and HAS_TRITON and x.dtype == dtype
 
 
 def gelu(x: Tensor) -> Tensor:
     """Return GELU in the tanh form, as in GPT-2.
 
-    Compiled, it is the equivalent x · sigmoid(2 √(2/π) (x + 0.044715 x³)), since (1 + tanh z) / 2 = sigmoid(2 z): GPUs have a
-    hardware unit for the exponential, not for tanh.
+    Compiled code computes the equivalent x · sigmoid(2 √(2/π) (x + 0.044715 x³)), because (1 + tanh z) / 2 = sigmoid(2 z). GPUs
+    have a hardware unit for the exponential function, which the sigmoid uses, but not for tanh.
     """
     if torch.compiler.is_compiling():
         return x * torch.sigmoid(2 * math.sqrt(2 / math.pi) * (x + 0.044715 * x * x * x))
@@ -44,11 +48,11 @@ def gelu(x: Tensor) -> Tensor:
 def layer_norm(x_BTD: Tensor, norm: nn.LayerNorm) -> Tensor:
     """Return LayerNorm(x) in the dtype of x, computed in float32, with weights rounded to the dtype of x.
 
-    Under autocast on a GPU PyTorch's own layer norm reads and writes float32: its input is copied and saved in twice the
-    bytes, and the query, key and value layers each convert its output and save the copy.
+    Under autocast on a GPU, the layer norm of PyTorch reads and writes float32. Its input is converted to a float32 copy, which
+    is saved and needs twice the memory. The query, key and value layers each convert its output again, and save the result.
     """
     weight_D, bias_D = norm.weight.to(x_BTD.dtype), norm.bias.to(x_BTD.dtype)
-    # In compiled code autocast's casts are fused with the reads and writes, so they cost nothing.
+    # In compiled code the casts of autocast are fused with reads and writes, so they take no extra time.
     if torch.compiler.is_compiling() or not _autocast_enabled(x_BTD.device.type):
         return F.layer_norm(x_BTD, norm.normalized_shape, weight_D, bias_D, norm.eps).to(x_BTD.dtype)
     with torch.autocast(x_BTD.device.type, enabled=False):
@@ -56,10 +60,11 @@ def layer_norm(x_BTD: Tensor, norm: nn.LayerNorm) -> Tensor:
 
 
 def add_positions(x_BTD: Tensor, positions_TD: Tensor) -> Tensor:
-    """Return x + positions in the dtype of the residual stream: bfloat16 under autocast to bfloat16, else that of the sum.
+    """Return x + positions in the dtype of the residual stream.
 
-    Sums with a float32 tensor would keep the whole residual stream in float32, with twice the bytes of every read. float16
-    has too little range for it.
+    Under autocast to bfloat16 this dtype is bfloat16. Otherwise it is the dtype of the sum. Without this function, the sum with
+    a float32 tensor would make the whole residual stream float32, and every read would need twice the bytes. The range of
+    float16 is too small for the residual stream.
     """
     to_bf16 = _autocasts_to_bf16(x_BTD.device.type)
     if to_bf16 and applies_to(x_BTD, torch.float32):
@@ -69,30 +74,32 @@ def add_positions(x_BTD: Tensor, positions_TD: Tensor) -> Tensor:
 
 
 def gelu_projection(x_BTD: Tensor, layer: nn.Linear) -> Tensor:
-    """Return GELU(x·weightᵀ + bias) in the tanh form, [B, T, E]."""
+    """Return GELU(x·weightᵀ + bias) with shape [B, T, E], with GELU in the tanh form."""
     return _GeluProjection.apply(x_BTD, layer.weight, layer.bias)
 
 
 def joint_projection(x_BTD: Tensor, weight_ED: Tensor, bias_E: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the three parts [B, T, E/3] of x·weightᵀ + bias."""
+    """Compute x·weightᵀ + bias, and return its three parts of shape [B, T, E/3]."""
     return _JointProjection.apply(x_BTD, weight_ED, bias_E)
 
 
 def forked_norm(
     x_BTD: Tensor, norm: nn.LayerNorm, before_D: Tensor | None = None, after_D: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Return x itself and LayerNorm(x); one kernel adds their gradients.
+    """Return x and LayerNorm(x). In the backward pass one kernel adds the gradients of the two results.
+
+    The values of `before_D` and `after_D` are not used, but the two biases receive their gradients here. Therefore the two
+    layers must use their biases detached (see `projection`).
 
     Args:
-        before_D, after_D: biases of the layer whose result was added to x, and of the layer whose result will be added to x.
-            Their values are not used; they receive their gradients here, so those layers use them detached (see
-            `projection`).
+        before_D: bias of the layer whose output was added to x before the norm.
+        after_D: bias of the layer whose output is added to x after the norm.
     """
     return _ForkedNorm.apply(x_BTD, norm.weight, norm.bias, norm.eps, before_D, after_D)
 
 
 def projection(x_BTD: Tensor, layer: nn.Linear) -> Tensor:
-    """Return the layer's result; its bias receives its gradient from `forked_norm` instead."""
+    """Return the output of a linear layer, without a gradient for its bias. `forked_norm` computes the bias gradient."""
     return F.linear(x_BTD, layer.weight, layer.bias.detach())
 
 
@@ -140,7 +147,7 @@ class _ForkedNorm(Function):
         inverse = torch.rsqrt(variance + eps)
         ctx.save_for_backward(x_BTD, mean, inverse, rounded_D)
         normalized = (values - mean) * inverse * rounded_D + bias_D.to(x_BTD.dtype)
-        # An output must not be an input of the Function; the compiler removes the copy.
+        # An output of a Function must not be one of its inputs, so x is copied. The compiler removes the copy.
         return x_BTD.clone(), normalized.to(x_BTD.dtype)
 
     @staticmethod

@@ -1,8 +1,8 @@
-"""Triton kernels of `block_gradients`, for AMD and NVIDIA alike, wrapped as custom operators for torch.compile.
+"""Triton kernels of `block_gradients` for AMD and NVIDIA GPUs, wrapped as custom operators for torch.compile.
 
-Each program handles a strip of rows. It writes the gradient of each row, accumulates column sums over the strip in float32,
-and writes the sums once. The sums of all strips are then added in a fixed order, so the result is deterministic. With few
-warps a thread holds the same columns of several rows and adds them without exchanging data with other threads.
+Each program processes a strip of rows. It writes the gradient of each row, and accumulates the column sums of the strip in
+float32. At the end it writes these sums. The sums of all strips are then added in a fixed order, so the result is deterministic.
+With few warps, a thread holds the same columns of several rows, and adds them without exchanging data with other threads.
 
 Shape suffixes: M rows (tokens), D and E columns, S strips; B sequences of T positions.
 """
@@ -15,12 +15,12 @@ import triton.language as tl  # pyright: ignore[reportMissingImports]
 from torch import Tensor
 from torch.library import triton_op, wrap_triton
 
-STRIP = 64  # rows
+STRIP = 64  # number of rows of a strip
 
 
 @dataclass(frozen=True)
 class Tile:
-    """Tile of one program: rows and columns per iteration, warps, and pipeline stages of the loads."""
+    """Tile of one program: rows and columns per iteration, number of warps, and pipeline stages of the loads."""
 
     rows: int
     columns: int
@@ -28,12 +28,15 @@ class Tile:
     stages: int
 
 
-# The fastest of about twenty tiles for each kernel on an H200, with 65536 rows of GPT-2's width.
+# The fastest of about twenty tiles for each kernel, measured on an H200 with 65536 rows of the width of GPT-2.
 GELU, JOINED, POSITIONS = Tile(8, 512, 2, 3), Tile(8, 128, 2, 3), Tile(4, 128, 4, 1)
 
 
 def norm_tile(width: int) -> Tile:
-    """Return the tile of a LayerNorm, which needs whole rows: as many rows as fit into registers, one if rows are long."""
+    """Return the tile of a LayerNorm of this width.
+
+    A LayerNorm needs whole rows. The tile has as many rows as fit into registers, at least one.
+    """
     columns = triton.next_power_of_2(width)
     return Tile(max(1, min(4, 4096 // columns)), columns, max(1, min(8, columns // 512)), 2 if columns <= 2048 else 1)
 
@@ -51,7 +54,7 @@ def gelu_strip(
     BLOCK: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """Backward of y = GELU(x), tanh form: write the gradient of x and its column sums over the strip."""
+    """Backward pass of y = GELU(x) in the tanh form: write the gradient of x, and its column sums over the strip."""
     strip, column = tl.program_id(1), tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)[None, :]
     inside = column < columns
     total = tl.zeros([BLOCK], tl.float32)
@@ -105,7 +108,7 @@ def joined_strip(
     BLOCK: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """Copy three matrices side by side into one, and write the column sums over the strip."""
+    """Concatenate three matrices along the columns, and write the column sums over the strip."""
     part, strip = tl.program_id(2), tl.program_id(1)
     source = first_part if part == 0 else (second_part if part == 1 else third_part)
     column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)[None, :]
@@ -123,7 +126,7 @@ def joined_strip(
 
 @triton_op("hyperion::joined_gradient", mutates_args={})
 def joined_gradient(first_MD: Tensor, second_MD: Tensor, third_MD: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the three matrices side by side, [M, 3 D], and their column sums, [3 D] in float32."""
+    """Return the three matrices concatenated along the columns, [M, 3 D], and the column sums, [3 D] in float32."""
     M, D = first_MD.shape
     grid = triton.cdiv(D, JOINED.columns), triton.cdiv(M, STRIP), 3
     joined_ME = torch.empty(M, 3 * D, dtype=first_MD.dtype, device=first_MD.device)
@@ -163,7 +166,7 @@ def norm_strip(
     BLOCK: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """Backward of (x, LayerNorm(x)): write the gradient of x and the strip's part of the weight and bias gradients.
+    """Backward pass of (x, LayerNorm(x)): write the gradient of x, and the sums over the strip for weight and bias gradients.
 
     With SUMS = 4 also write the column sums of the gradient of x and of the gradient from the residual stream.
     """
@@ -210,14 +213,18 @@ def norm_gradient(
     weight_D: Tensor,
     biases: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Return the gradient of x for the pair (x, y = LayerNorm(x)), and sums [2, D] in float32: weight and bias gradients.
+    """Return the gradient of x for the pair (x, y = LayerNorm(x)), and column sums.
 
     Args:
-        x_BTD: the saved tensor itself, not a view: the compiler would compute x a second time for a view.
+        x_BTD: the saved tensor x. It must not be a view, because the compiler would compute x a second time for a view.
         grad_y_BTD: gradient of y.
         grad_residual_BTD: gradient of x from the residual stream, which bypasses the norm.
         mean_BT1, inverse_BT1: mean and reciprocal standard deviation of each row, in float32.
-        biases: return sums [4, D], with the column sums of the gradient of x and of grad_residual_BTD as rows 2 and 3.
+        biases: also return the column sums of the gradient of x and of grad_residual_BTD.
+
+    Returns:
+        The gradient of x, and the sums in float32. The sums have shape [2, D] with the gradients of weight and bias. With
+        `biases` their shape is [4, D], and rows 2 and 3 are the column sums of the gradient of x and of grad_residual_BTD.
     """
     D, grad_x_BTD = x_BTD.shape[-1], torch.empty_like(x_BTD, memory_format=torch.contiguous_format)
     M, tile = x_BTD.numel() // D, norm_tile(D)
@@ -248,20 +255,20 @@ def norm_gradient(
 def position_sum(
     values, sums, sequences, rows, columns: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr
 ):
-    """Write the sum over all sequences, for a tile of positions and columns."""
+    """Write the sum over all sequences for one tile of positions and columns."""
     row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)[:, None]
     column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)[None, :]
     mask, total = (row < rows) & (column < columns), tl.zeros([ROWS, BLOCK], tl.float32)
     here = values + row * columns + column
     for _ in tl.range(0, sequences, num_stages=STAGES):
         total += tl.load(here, mask=mask, other=0.0).to(tl.float32)
-        here += rows * columns  # advance the pointer: a 32-bit offset from the start overflows in a large batch
+        here += rows * columns  # advance the pointer, because a 32-bit offset from the start would overflow for a large batch
     tl.store(sums + row * columns + column, total, mask=mask)
 
 
 @triton_op("hyperion::position_gradient", mutates_args={})
 def position_gradient(grad_x_BTD: Tensor) -> Tensor:
-    """Return the sum over the sequences, [T, D] in float32."""
+    """Return the gradient of the positions: the sum of grad_x_BTD over the sequences, [T, D] in float32."""
     B, T, D = grad_x_BTD.shape
     sums_TD = torch.empty(T, D, dtype=torch.float32, device=grad_x_BTD.device)
     wrap_triton(position_sum)[triton.cdiv(D, POSITIONS.columns), triton.cdiv(T, POSITIONS.rows)](

@@ -1,12 +1,14 @@
-"""Negative log-likelihood of each token from the input of the head, without a float32 copy of the logits.
+"""Negative log-likelihood of each token, computed from the input of the head without a float32 copy of the logits.
 
-The logits are by far the largest tensor of a language model. PyTorch's cross-entropy converts them to float32: a copy twice
-as large as bfloat16 logits, and a gradient of the same size. On a GPU, a Triton kernel sums in float32 and overwrites the
-logits with softmax - one-hot, which is all that the backward pass needs. With S_MV that matrix and g_M the gradient of each
-token's loss, the gradient is g·(S·W) for the input and Sᵀ·(g·x) for the weight, so S itself is never scaled. On a CPU, or
-without Triton, PyTorch's own function is used.
+The logits are by far the largest tensor of a language model. The cross-entropy of PyTorch converts them to float32. The copy is
+twice as large as bfloat16 logits, and its gradient has the same size as the copy. On a GPU, a Triton kernel computes sums in
+float32 and overwrites the logits with softmax - one-hot. The backward pass needs no other values of this size.
 
-Shape suffixes: M tokens, D width, V classes, P padded classes, so that rows are aligned (P >= V).
+Let S_MV be softmax - one-hot, and g_M the gradient of the loss of each token. The gradient of the input is g·(S·W), and the
+gradient of the weight is Sᵀ·(g·x). In this form S is never multiplied by g. On a CPU or without Triton, PyTorch's function is
+used.
+
+Shape suffixes: M tokens, D width, V classes, P classes after padding (P >= V), so that rows are aligned.
 """
 
 import importlib.util
@@ -17,23 +19,26 @@ from torch import Tensor
 
 from hyperion.data.packing import IGNORE_INDEX
 
-# Matrix units need rows that start at multiples of 128 bytes; rows of 50257 columns do not.
+# Matrix units are fast only if rows start at multiples of 128 bytes. Rows of 50257 columns do not.
 _ALIGNMENT = 64
-# Triton comes with PyTorch's GPU builds.
+# The GPU builds of PyTorch contain Triton.
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 
 
 def padded_classes(classes: int) -> int:
-    """Return P: the number of classes padded so that rows of logits are aligned."""
+    """Return the number of classes after padding, P, so that the rows of the logits are aligned."""
     return -(-classes // _ALIGNMENT) * _ALIGNMENT
 
 
 def token_loss(x_MD: Tensor, weight_VD: Tensor, targets_M: Tensor) -> Tensor:
-    """Return nll_M in nats, float32, for the logits x·weightᵀ; zero where the target is IGNORE_INDEX.
+    """Return the negative log-likelihood of each token, nll_M, for the logits x·weightᵀ.
+
+    The result is in nats, in float32. It is zero where the target is IGNORE_INDEX.
 
     Args:
-        x_MD, weight_VD: floating-point; the product is computed in autocast's dtype.
-        targets_M: int64 classes below V. An invalid class gives NaN on a GPU and raises on a CPU.
+        x_MD, weight_VD: floating-point tensors. Under autocast the matrix product is computed in the dtype of autocast.
+        targets_M: int64 class of each token, below V. For an invalid class the result is NaN on a GPU; on a CPU PyTorch
+            raises an error.
     """
     if not (x_MD.is_cuda and HAS_TRITON):
         logits_MV = F.linear(x_MD, weight_VD).float()

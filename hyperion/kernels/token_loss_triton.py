@@ -1,8 +1,9 @@
 """Triton kernel of `token_loss`, wrapped as a custom operator for torch.compile and autograd.
 
-Each program handles the row of logits of one token. The first pass computes the maximum and the sum of exponentials online:
-the sum is rescaled whenever the maximum grows. The second pass overwrites the row with softmax - one-hot. The second pass
-runs backwards, because the rows of all running programs together exceed the cache: only what was read last is still cached.
+Each program processes the row of logits of one token. The first pass computes the maximum and the sum of exponentials in one
+loop: when the maximum grows, the sum is rescaled. The second pass overwrites the row with softmax - one-hot. It runs from the end
+of the row to its start. The rows of all running programs together are larger than the cache, so only the part of the row
+that was read last is still in the cache.
 
 Source: Milakov and Gimelshein, Online normalizer calculation for softmax, 2018.
 """
@@ -15,7 +16,8 @@ import triton.language as tl  # pyright: ignore[reportMissingImports]
 from torch import Tensor
 from torch.library import triton_op, wrap_triton
 
-# Elements per iteration, warps and pipeline stages: the fastest of about forty on an H200, with bfloat16 rows of 50304.
+# Elements per iteration, warps, and pipeline stages. These values were the fastest of about forty combinations on an H200, with
+# bfloat16 rows of 50304 elements.
 BLOCK, WARPS, STAGES = 2048, 4, 3
 
 
@@ -31,8 +33,8 @@ def nll_and_slope(
     BLOCK: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """Write the negative log-likelihood; if `slope` > 0, overwrite the logits with slope · (softmax - one-hot)."""
-    LOG2_E: tl.constexpr = 1.4426950408889634  # GPUs have a hardware unit for powers of 2, not for exp
+    """Write the negative log-likelihood. If `slope` > 0, also overwrite the logits with slope · (softmax - one-hot)."""
+    LOG2_E: tl.constexpr = 1.4426950408889634  # GPUs have a hardware unit for powers of 2, but not for exp
     row = tl.program_id(0).to(tl.int64)
     start = logits + row * columns
     target = tl.load(targets + row)
@@ -42,7 +44,7 @@ def nll_and_slope(
     total = tl.zeros([BLOCK], tl.float32)
     for first in tl.range(0, classes, BLOCK, num_stages=STAGES):
         place = first + tl.arange(0, BLOCK)
-        # Mask with the aligned number of columns: an unaligned bound would prevent vector loads.
+        # Use the aligned number of columns in the mask, because vector loads are not possible with an unaligned bound.
         x = tl.load(start + place, mask=place < columns, other=float("-inf"), eviction_policy="evict_last")
         x = tl.where(place < classes, x.to(tl.float32) * LOG2_E, float("-inf"))
         larger = tl.maximum(largest, tl.max(x, 0))
@@ -65,9 +67,12 @@ def nll_and_slope(
 def head_loss(
     x_MD: Tensor, weight_PD: Tensor, targets_M: Tensor, classes: int, ignored: int, slope: bool
 ) -> tuple[Tensor, Tensor]:
-    """Return nll_M in float32 and S_MP over the first `classes` columns.
+    """Return the negative log-likelihood nll_M in float32, and a matrix S_MP.
 
-    S is (softmax - one-hot) times `_slope` if `slope`, else the logits.
+    Args:
+        classes: number of classes V. The other columns are padding.
+        ignored: target of the tokens that have no loss.
+        slope: if True, S is (softmax - one-hot) times `_slope`. If False, S contains the logits.
     """
     logits_MP = x_MD @ weight_PD.T
     nll_M = torch.empty(len(x_MD), dtype=torch.float32, device=x_MD.device)
@@ -87,7 +92,10 @@ def head_loss(
 
 
 def _slope(dtype: torch.dtype) -> float:
-    """Return the scale of S: with 50,000 classes softmax is subnormal in float16, which some matrix units flush to zero."""
+    """Return the factor by which S is multiplied.
+
+    With 50,000 classes, values of softmax are subnormal in float16, and some matrix units replace subnormal numbers by zero.
+    """
     return 1024.0 if dtype == torch.float16 else 1.0
 
 

@@ -1,7 +1,7 @@
-"""Test the checks: plant known measurement errors into real measurements, and require that a check detects each of them.
+"""Test the checks: plant known measurement errors into real measurements, and require that a check detects each error.
 
-Each fault has a clean twin, the same measurement without the fault, which must pass: a check that rejects everything proves
-nothing.
+Each fault has a clean twin. The twin is the same measurement without the fault, and it must pass the check. Without the twin, a
+check that rejects every measurement would seem to work.
 """
 
 import time
@@ -25,7 +25,7 @@ from hyperion.processes import RollCall, World
 from hyperion.results import Estimate, Row
 from hyperion.units import GIB
 
-# Receives the wrong number that a reader would have seen.
+# A function that records one line of text: the wrong result that a reader would have seen without the check.
 Believe = Callable[[str], None]
 
 
@@ -34,11 +34,13 @@ class PlantedFault:
     """One kind of measurement error.
 
     Args:
-        name: the error.
-        check: the check that detects it.
-        refusal: text in the message of this check. An error without this text does not count as detected.
-        plant: (device, broken, believe) -> None; runs the measurement, with the fault if `broken`. It raises the error of the
-            check and passes the number that a reader would have seen to `believe`.
+        name: name of the error.
+        check: name of the check that must detect the error.
+        refusal: text that the message of this check contains. If the message does not contain it, another check raised the
+            exception, and the error does not count as detected.
+        plant: function (device, broken, believe) -> None that runs the measurement. If `broken` is True, the measurement has
+            the fault. The function calls `believe` with the wrong result that a reader would have seen. It raises the
+            exception of the check.
     """
 
     name: str
@@ -52,14 +54,14 @@ class FaultResult:
     """The result of a planted fault.
 
     Args:
-        name: the error.
-        believed: the number that a reader would have seen.
-        check: the check that should detect it.
-        caught: whether the check detected it.
-        message: the message of the check, or what happened instead.
+        name: name of the error.
+        believed: the wrong result that a reader would have seen.
+        check: name of the check that should detect the error.
+        caught: whether this check detected the error.
+        message: message of the check, or a description of what happened instead.
         twin_passes: whether the measurement without the fault passed.
-        twin_message: why it did not pass, else "".
-        seconds: duration of both.
+        twin_message: reason why the measurement without the fault did not pass. "" if it passed.
+        seconds: duration of both measurements together.
     """
 
     name: str
@@ -73,7 +75,7 @@ class FaultResult:
 
     @property
     def passed(self) -> bool:
-        """Whether the check rejects the fault and accepts its twin."""
+        """Whether the check rejects the measurement with the fault and accepts the measurement without it."""
         return self.caught and self.twin_passes
 
 
@@ -87,7 +89,7 @@ def _run(device: Device, fault: PlantedFault) -> FaultResult:
         believed,
         fault.check,
         caught,
-        "nothing objected" if raised is None else _words(raised),
+        "no error raised" if raised is None else _words(raised),
         objection is None,
         "" if objection is None else _words(objection),
         time.monotonic() - started,
@@ -95,11 +97,11 @@ def _run(device: Device, fault: PlantedFault) -> FaultResult:
 
 
 def _measure(device: Device, fault: PlantedFault, *, broken: bool) -> tuple[str, Exception | None]:
-    """Return what a reader would have seen, and the exception or None."""
+    """Run the measurement. Return the result that a reader would have seen, and the exception (None if there was none)."""
     read: list[str] = []
     try:
         fault.plant(device, broken, read.append)
-    except Exception as error:  # a fault can raise anything; `refusal` decides whether it was the right check
+    except Exception as error:  # any exception is possible; `refusal` decides whether the right check raised it
         return "; ".join(read), error
     return "; ".join(read), None
 
@@ -113,11 +115,11 @@ _WORK_S = 1e-3
 
 
 class UnsteadyError(HyperionError):
-    """Raised when samples are not of one steady state."""
+    """Raised when the device was not in one steady state while the samples were taken."""
 
 
 def require_steady(timing: Timing) -> None:
-    """Raise if `Timing.unsteady` gives a reason."""
+    """Raise an error if the samples drifted, or if the warm-up reached its time limit; see `Timing.unsteady`."""
     if timing.unsteady:
         raise UnsteadyError(timing.unsteady, next_step="let the device warm up, and lock its clocks if possible")
 
@@ -125,22 +127,22 @@ def require_steady(timing: Timing) -> None:
 def _no_synchronisation(device: Device, broken: bool, believe: Believe) -> None:
     queue = Queue(waits=not broken)
     queue.launch()
-    believe(f"{queue.one(queue.launch) * 1e6:.0f} us for {queue.work_s * 1e6:.0f} us of work")
+    believe(f"{queue.one(queue.launch) * 1e6:.0f} us measured for {queue.work_s * 1e6:.0f} us of work")
     time_function(queue.launch, device, cold=False, minimum_samples=20, time_limit_s=_QUICK_S, clock=queue)
 
 
 def _no_synchronisation_of_a_block(device: Device, broken: bool, believe: Believe) -> None:
     queue = Queue(waits=True)
     clock = BlockClock(device, 10, queue, waits=not broken)
-    believe(f"{clock.sample([queue.launch], None, 1)[0][0] * 1e6:.0f} us for {queue.work_s * 1e6:.0f} us of work")
+    believe(f"{clock.sample([queue.launch], None, 1)[0][0] * 1e6:.0f} us measured for {queue.work_s * 1e6:.0f} us of work")
     time_function(queue.launch, device, cold=False, minimum_samples=20, time_limit_s=_QUICK_S, clock=clock)
 
 
 def _no_warm_up(device: Device, broken: bool, believe: Believe) -> None:
-    """The first calls are four times slower; the warm-up is long enough or too short."""
+    """The first calls are up to four times slower. If broken, the time limit ends the warm-up too early."""
     clock = Scripted(lambda call: _WORK_S * (1 + 3 * np.exp(-call / 50)))
     timing = time_function(lambda: None, device, cold=False, minimum_samples=30, time_limit_s=0.1 if broken else 5.0, clock=clock)
-    believe(f"{timing.samples_s.mean() * 1e3:.2f} ms for {_WORK_S * 1e3:.2f} ms once warm")
+    believe(f"{timing.samples_s.mean() * 1e3:.2f} ms on average, but {_WORK_S * 1e3:.2f} ms after a complete warm-up")
     require_steady(timing)
 
 
@@ -148,18 +150,22 @@ def _clock_drift(device: Device, broken: bool, believe: Believe) -> None:
     clock = Scripted(lambda call: _WORK_S * (1 + (broken * call / 5000)))
     timing = time_function(lambda: None, device, cold=False, minimum_samples=1000, time_limit_s=0.1, clock=clock)
     first, last = timing.drift.ends
-    believe(f"{np.median(timing.samples_s) * 1e3:.3f} ms, from {first * 1e3:.3f} at first to {last * 1e3:.3f} at last")
+    believe(
+        f"{np.median(timing.samples_s) * 1e3:.3f} ms, although the time rose from {first * 1e3:.3f} ms to {last * 1e3:.3f} ms"
+    )
     require_steady(timing)
 
 
 def _no_flush(clock: Callable[[Device], Clock]) -> Callable[[Device, bool, Believe], None]:
-    """Time a copy with cold caches, with a clock that does not flush if broken."""
+    """Return the fault: a copy is timed as with cold caches, but if broken, the clock does not flush the cache."""
 
     def plant(device: Device, broken: bool, believe: Believe) -> None:
         source = torch.randn(1 << 16, device=device.torch_device)
         target = torch.empty_like(source)
         hot = time_function(lambda: target.copy_(source), device, cold=False, minimum_samples=10, time_limit_s=_QUICK_S)
-        believe(f"{2 * source.nbytes / np.median(hot.samples_s) / 1e9:.3g} GB/s out of the cache, as if it were memory's")
+        believe(
+            f"{2 * source.nbytes / np.median(hot.samples_s) / 1e9:.3g} GB/s of the cache, reported as the bandwidth of the memory"
+        )
         broken_clock = clock(device) if broken else None
         time_function(lambda: target.copy_(source), device, minimum_samples=10, time_limit_s=_QUICK_S, clock=broken_clock)
 
@@ -175,26 +181,26 @@ def _skipped_work(device: Device, broken: bool, believe: Believe) -> None:
         if not broken or call % 4 == 0:
             time.sleep(4 * _WORK_S if broken else _WORK_S)
 
-    believe("the time of a call that finds its work done: that of most, and so the median")
+    believe("a median of almost zero, because most calls return an earlier result")
     time_function(work, device, cold=False, minimum_samples=20, time_limit_s=_QUICK_S)
 
 
 class _NeverWritten(Gemm):
-    """A product that returns without computing."""
+    """A matrix product that returns without computing its output."""
 
     def __call__(self) -> torch.Tensor:
         return self.c_MN
 
 
 class _RoundedProduct(Gemm):
-    """A product in bfloat16 that claims to be float32."""
+    """A matrix product that claims to compute in float32, but computes in bfloat16."""
 
     def __call__(self) -> torch.Tensor:
         return self.c_MN.copy_(self.a_MK.bfloat16() @ self.b_KN.bfloat16())
 
 
 def _product(kind: type[Gemm]) -> Callable[[Device, bool, Believe], None]:
-    """Measure a product that is of this kind if broken."""
+    """Return the fault: a matrix product is measured. If broken, it is an instance of `kind`, which computes wrongly."""
 
     def plant(device: Device, broken: bool, believe: Believe) -> None:
         product = (kind if broken else Gemm)(128, 128, 128, "fp32", device)
@@ -211,7 +217,7 @@ def _constant_data(device: Device, broken: bool, believe: Believe) -> None:
     if broken:
         product.a_MK.fill_(1.0)
         product.b_KN.fill_(1.0)
-    believe("the rate of ones as that of normal numbers, which draw more power")
+    believe("the rate for operands of ones, labelled as the rate for normal numbers, which draw more power")
     product.measure(cold=False, time_limit_s=_QUICK_S)
 
 
@@ -219,7 +225,7 @@ def _wrong_flops(device: Device, broken: bool, believe: Believe) -> None:
     product = Gemm(128, 96, 64, "fp32", device)
     if broken:
         product.flops = product.m * product.n * product.k
-    believe(f"{product.flops / 1e6:.2f} MFLOP for {2 * product.m * product.n * product.k / 1e6:.2f}")
+    believe(f"{product.flops / 1e6:.2f} MFLOP instead of {2 * product.m * product.n * product.k / 1e6:.2f} MFLOP")
     product.measure(cold=False, time_limit_s=_QUICK_S)
 
 
@@ -252,7 +258,12 @@ def mi250x(compute_units: int, memory_bytes: float, clock_mhz: float) -> Device:
 
 
 def _wrong_device(wrong: tuple[int, float, float], said: str) -> Callable[[Device, bool, Believe], None]:
-    """Look up the peak of a device with properties in a wrong unit if broken, else of one die."""
+    """Return the fault: the peak of one die of an MI250X is looked up. If broken, the device has the properties `wrong`.
+
+    Args:
+        wrong: (compute units, bytes of memory, clock in MHz).
+        said: the result that a reader would have seen.
+    """
 
     def plant(device: Device, broken: bool, believe: Believe) -> None:
         believe(said)
@@ -272,20 +283,20 @@ def _above_peak(device: Device, broken: bool, believe: Believe) -> None:
 
 
 def _zero_reading(device: Device, broken: bool, believe: Believe) -> None:
-    believe("0 W: a device that needs no power")
+    believe("a power of 0 W, as if the device needed no power")
     row = _row(device, "fp32", Estimate(1e-9, 1e-9, 1e-9, 30), Verification("float64 slice", 0.0, 1e-3))
     replace(row, power_w=0.0 if broken else None).validate()
 
 
 def _best_of_one(device: Device, broken: bool, believe: Believe) -> None:
-    believe("one sample, the fastest there was, without an interval")
+    believe("only the fastest sample, without a confidence interval")
     row = _row(device, "fp32", Estimate(1e-9, 1e-9, 1e-9, 30), Verification("float64 slice", 0.0, 1e-3))
     (replace(row, n=None, ci_low=None, ci_high=None) if broken else row).validate()
 
 
 def _wrong_rank(device: Device, broken: bool, believe: Believe) -> None:
-    """An all-reduce of two ranks, computed here from both inputs; if broken, one element on rank 1 is off by one."""
-    believe("a bus bandwidth, though rank 1 computes on with a wrong sum")
+    """Simulate an all-reduce of two ranks in one process. If broken, one element of the output of rank 1 is too large by 1."""
+    believe("a bus bandwidth, although rank 1 received a wrong sum")
     sound = COLLECTIVES["all_reduce"]
     ranks = [Buffers(sound, 4096, "bf16", World(rank, 2, rank, "gloo", detect_cpu()), RollCall()) for rank in range(2)]
     total = ranks[0].input + ranks[1].input
@@ -296,7 +307,7 @@ def _wrong_rank(device: Device, broken: bool, believe: Believe) -> None:
 
 
 def _row(device: Device, dtype: str, rate: Estimate, verification: Verification) -> Row:
-    """Return a row with a product's rate."""
+    """Return a result row with the rate of a matrix product."""
     limit = peak(device, gemm_path(dtype, device))
     return Row(
         notebook="harness",
@@ -316,11 +327,16 @@ def _row(device: Device, dtype: str, rate: Estimate, verification: Verification)
     )
 
 
-# Broken clocks: a scripted clock, two that do not synchronise, and two that do not flush the cache.
+# The clocks of the faults: `Scripted` has scripted times, `Queue` and `BlockClock` do not synchronise, and `Unflushed` does not
+# flush the cache.
 
 
 class Scripted:
-    """A clock whose samples follow a script (call number -> seconds), with the noise of an idle machine."""
+    """A clock whose samples follow a script, with the noise of an idle machine.
+
+    Args:
+        script: function from the number of a call (from 1) to its seconds.
+    """
 
     def __init__(self, script: Callable[[int], float]):
         self._script, self._calls, self._now_s = script, 0, 0.0
@@ -330,7 +346,7 @@ class Scripted:
         return self._now_s
 
     def in_a_row(self, function, count: int) -> None:
-        """Return None: nothing runs."""
+        """Return None, because nothing runs."""
 
     def sample(self, functions, flush, count: int) -> list[list[float]]:
         series = [[self._next() for _ in range(count)] for _ in functions]
@@ -343,13 +359,13 @@ class Scripted:
 
 
 class Queue:
-    """A device whose calls return before the work is done, and a stopwatch.
+    """A simulated device and its clock. A call on this device returns before its work is done, as on a GPU.
 
     Args:
-        waits: whether the stopwatch waits for the device before it stops.
+        waits: whether the clock waits for the device at the end of a sample. If False, the clock stops too early.
     """
 
-    # Well above the launch overhead on a busy machine, which is about 0.1 ms.
+    # Much longer than the overhead of `launch`, which is about 0.1 ms on a busy machine.
     work_s = 2e-3
     now = staticmethod(time.monotonic)
 
@@ -377,7 +393,7 @@ class Queue:
         return (time.perf_counter() - started) / count
 
     def one(self, function) -> float:
-        """Return the seconds of a call by the stopwatch."""
+        """Return the seconds of one call that this clock measures."""
         started = time.perf_counter()
         function()
         if self._waits:
@@ -386,10 +402,10 @@ class Queue:
 
 
 class BlockClock(WallClock):
-    """The host's clock around a block of calls on an asynchronous device.
+    """The host's clock, which times a block of calls on an asynchronous device.
 
     Args:
-        waits: whether it synchronises at the end of a block; it always does at the start.
+        waits: whether the clock synchronises at the end of a block. It always synchronises at the start.
     """
 
     def __init__(self, device: Device, calls: int, queue: Queue, waits: bool):
@@ -408,10 +424,10 @@ class BlockClock(WallClock):
 
 
 class Unflushed:
-    """The device's clock without cache flushes.
+    """The clock of a device, but it does not flush the cache.
 
     Args:
-        counted: whether the flush counts its calls all the same; it reads nothing.
+        counted: whether the clock increments the call counter of the flush before each sample, although the flush does not run.
     """
 
     def __init__(self, device: Device, counted: bool = False):
@@ -438,45 +454,50 @@ FAULTS: tuple[PlantedFault, ...] = (
         "did not read its buffer",
         _no_flush(partial(Unflushed, counted=True)),
     ),
-    PlantedFault("constant data under another name", "verify_data", "operands are normal", _constant_data),
+    PlantedFault("constant data with a wrong label", "verify_data", "operands are normal", _constant_data),
     PlantedFault("a multiply-add counted as one FLOP", "require_product_flops", "FLOPs are claimed", _wrong_flops),
     PlantedFault("a timed region that skips work", "require_whole_work", "calls in a row take", _skipped_work),
     PlantedFault(
         "an output that is never written", "verify_product, Row.validate", "check_error is nan", _product(_NeverWritten)
     ),
-    PlantedFault("bf16 under the name of fp32", "verify_product, Row.validate", "failed its check", _product(_RoundedProduct)),
+    PlantedFault("bf16 labelled as fp32", "verify_product, Row.validate", "failed its check", _product(_RoundedProduct)),
     PlantedFault("clock drift during sampling", "Timing.drift", "the samples drifted", _clock_drift),
     PlantedFault("work outside of every phase", "time_step, Row.validate", "failed its check", _outside_of_phases),
     PlantedFault(
-        "a module's compute units for a die's",
+        "compute units of a whole module instead of one die",
         "specs.lookup",
         "220 compute units, expected 110",
-        _wrong_device((220, 128 * GIB, 1700), "383 TFLOPS as the peak of one die: an MFU half as high"),
+        _wrong_device((220, 128 * GIB, 1700), "383 TFLOPS as the peak of one die, which halves the MFU"),
     ),
     PlantedFault(
         "GB taken for GiB",
         "specs.lookup",
         "GiB of memory, expected 64",
-        _wrong_device((110, 64e9, 1700), "59.6 GiB of memory for 64: batches 7 % too small"),
+        _wrong_device((110, 64e9, 1700), "59.6 GiB of memory instead of 64 GiB, so batches are 7 % too small"),
     ),
     PlantedFault(
         "kHz taken for MHz",
         "Device",
         "not a clock in MHz",
-        _wrong_device((110, 64 * GIB, 1_700_000), "a limit of 191,488 TFLOPS, which no fault exceeds"),
+        _wrong_device((110, 64 * GIB, 1_700_000), "a limit of 191,488 TFLOPS, which no wrong value exceeds"),
     ),
     PlantedFault("a value above the peak", "Row.validate", "beyond its limit", _above_peak),
-    PlantedFault("a reading of 0 for an unreadable one", "Row.validate", "power_w is 0", _zero_reading),
-    PlantedFault("best of one", "Row.validate", "lacks n or the 95 % confidence interval", _best_of_one),
+    PlantedFault("0 instead of an unreadable value", "Row.validate", "power_w is 0", _zero_reading),
+    PlantedFault("only the fastest sample", "Row.validate", "lacks n or the 95 % confidence interval", _best_of_one),
     PlantedFault("a rank with wrong values", "Buffers.require_exact", "rank 1: 1 of", _wrong_rank),
 )
 
 
 def run_self_test(device: Device, faults: Iterable[PlantedFault] = FAULTS) -> list[FaultResult]:
-    """Plant every fault into a measurement on this device, and run its clean twin. Takes about 10 s on a CPU.
+    """Run each measurement twice on this device, once with the planted fault and once without it.
+
+    The default faults take about 10 s on a CPU.
 
     Args:
-        device: device for products and copies; faults that need a particular device use a description of it.
-        faults: faults to plant; `hyperion.doctor.harness.ALL_FAULTS` also contains faults that need a model or rows.
+        device: device for matrix products and copies. Faults that need a particular device use a description of that device.
+        faults: faults to plant. `hyperion.doctor.harness.ALL_FAULTS` also contains faults that need a model or result rows.
+
+    Returns:
+        One result for each fault, in the same order.
     """
     return [_run(device, fault) for fault in faults]

@@ -1,6 +1,6 @@
 """The structure of a model as data: the names of its stem, blocks and head.
 
-With these names, sharding and compilation need no knowledge of the model's class.
+With these names, the code for sharding and compilation does not depend on the class of the model.
 """
 
 from dataclasses import dataclass, replace
@@ -62,7 +62,7 @@ def layout_of(model: nn.Module) -> Layout:
     - a peft model around one of these models
 
     Raises:
-        HyperionError: the model is none of these.
+        HyperionError: the model is not supported.
     """
     unchecked: Any = model  # Any, because the attributes below belong to classes of optional libraries
     # Test for peft first, because a peft model forwards unknown attributes to its base model.

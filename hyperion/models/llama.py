@@ -127,11 +127,11 @@ def require_vocabulary(tokenizer_size: int, model: LlamaForCausalLM, where: obje
 
     Args:
         tokenizer_size: the tokenizer's largest id + 1.
-        where: text that the error gives as its place, such as the path of the data.
+        where: value for the field `where` of an error, such as the path of the data.
 
     Raises:
-        HyperionError: the embedding does not have config.vocab_size rows, the tokenizer has an id that the embedding lacks,
-            or the embedding has too many unused rows to be explained by padding.
+        HyperionError: the embedding does not have config.vocab_size rows, the tokenizer has an id that is not in the
+            embedding, or the embedding has more unused rows than padding can explain.
     """
     embedding: Any = model.get_input_embeddings()
     rows, stated = embedding.weight.shape[0], model.config.vocab_size
@@ -146,7 +146,7 @@ def require_vocabulary(tokenizer_size: int, model: LlamaForCausalLM, where: obje
         )
     if rows - tokenizer_size > UNUSED_ROWS:
         raise HyperionError(
-            f"the tokenizer has {tokenizer_size} ids, but the embedding has {rows} rows: it was trained with another tokenizer",
+            f"the tokenizer has {tokenizer_size} ids, but the embedding has {rows} rows: this model has another tokenizer",
             where=where,
             next_step=remedy,
         )
@@ -215,8 +215,8 @@ def layer_shapes(config: LlamaShape | LlamaConfig) -> dict[str, tuple[int, int]]
 def llama_parameter_count(config: LlamaShape | LlamaConfig) -> int:
     """Return the number of parameters of the model.
 
-    Counted are the embedding, the head (unless it is tied to the embedding), L decoder layers with two norms each, and the
-    last norm.
+    The number includes the embedding, the head (unless it is tied to the embedding), L decoder layers with two norms each,
+    and the last norm.
     """
     D, L = config.hidden_size, config.num_hidden_layers
     matrices = config.vocab_size * D * (1 if config.tie_word_embeddings else 2)
@@ -256,7 +256,7 @@ def llama_flops_per_token(
         return ModelFlops(forward, 3 * forward)
     adapters = 2 * llama_lora_parameter_count(config, lora_rank, targets)
     entry = ("q_proj", "k_proj", "v_proj")
-    # The input of the first layer needs no gradient. This saves one product for each of the frozen q, k and v, and one for
+    # The input of the first layer needs no gradient. This saves one matrix product for each of the frozen q, k and v, and one for
     # the matrix A of each of their adapters.
     spared = sum(2 * shapes[name][0] * shapes[name][1] for name in entry)
     spared += sum(2 * lora_rank * shapes[name][0] for name in entry if name in targets)

@@ -196,7 +196,7 @@ class VisionTransformer(_Classifier):
     def parameter_count(self) -> int:
         """Number of parameters: 86,567,656 for ViT-B/16.
 
-        Counted are the patch projection, the class token, the position embedding, the blocks, the last norm and the
+        The number includes the patch projection, the class token, the position embedding, the blocks, the last norm and the
         classifier.
         """
         D = self.width
@@ -217,8 +217,8 @@ class VisionTransformer(_Classifier):
     def activations(self) -> int:
         """Number of elements per image that matrix products write in the forward pass.
 
-        Counted are the patch projection and the projections of each block: query, key, value, attention's output (D each)
-        and the MLP (4 D + D, and another D for the sum).
+        The number includes the patch projection, and the projections of each block: query, key, value, the output of
+        attention (D each) and the MLP (4 D + D, and another D for the sum).
         """
         return self.positions * self.width * (1 + 10 * self.layers)
 
@@ -228,7 +228,7 @@ class Encoder(_Reference):
     """torch.nn.TransformerEncoder (Vaswani et al. 2017) with post-norm, ReLU and an MLP of width 4 D, without dropout.
 
     The model has no position embeddings, so it does not know the order of the positions. The task is to output the mean of
-    the sequence at every position. The model can learn this task, and it needs attention to do so.
+    the sequence at every position. The model can learn this task only with attention.
 
     Args:
         width, layers, positions: D, the number of blocks, and T.

@@ -23,8 +23,8 @@ from hyperion.kernels import block_gradients
 from hyperion.kernels.token_loss import token_loss
 from hyperion.models.layout import Layout, ModelFlops
 
-# Largest number of tokens whose logits exist at the same time, in training and in evaluation. In training this is 6.6 GB in
-# bfloat16 at V = 50257. In evaluation nothing is recomputed, so smaller chunks cost no time.
+# Largest number of tokens whose logits exist at the same time, in training and in evaluation. In training these logits need
+# 6.6 GB in bfloat16 at V = 50257. In evaluation nothing is recomputed, so smaller chunks take no additional time.
 LOSS_CHUNK_TOKENS, EVALUATED_TOKENS = 65536, 16384
 
 
@@ -294,10 +294,11 @@ class LayerNorm(nn.LayerNorm):
         """Return x for the residual stream, and LayerNorm(x) for attention or the MLP.
 
         Args:
-            biases_D: no biases; or two: the bias of the layer whose result was added to x, and of the layer whose result
-                will be added to x. The backward pass of this norm computes the gradients of both.
+            biases_D: either no arguments, or two biases. The first is the bias of the layer whose output was added to x before
+                the norm. The second is the bias of the layer whose output is added to x after the norm. The backward pass of
+                this norm computes the gradients of both biases.
         """
-        # The layers of these biases use them detached, so their gradients are computed only here.
+        # The two layers use these biases detached, so the gradients of the biases are computed only here.
         if biases_D or block_gradients.applies_to(x_BTD):
             return block_gradients.forked_norm(x_BTD, self, *biases_D)
         return x_BTD, self(x_BTD)

@@ -1,4 +1,4 @@
-"""One model on many devices: `parallelize(model, plan, world)`, and checks that ranks agree."""
+"""Parallel training: distribute a model over several devices with `parallelize`, and check that the ranks agree."""
 
 from hyperion.parallel.collectives import (
     DesyncError,

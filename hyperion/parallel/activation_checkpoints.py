@@ -1,9 +1,10 @@
-"""Activation checkpointing: wrap the forward pass of each block as the plan's policy says.
+"""Activation checkpointing: wrap the forward pass of each block, according to the checkpointing policy of the plan.
 
-A recomputation that differs from the forward pass gives wrong gradients without an error: torch's GRU modifies its products
-in place without changing their version counters, a block may modify its input, or count its calls. So the first forward
-pass of each kind of block compares gradients and buffers with and without recomputation, on the block's real inputs. This
-costs two forward and backward passes of one block, once, and no more memory than the backward pass needs later.
+If the recomputation differs from the forward pass, the gradients are wrong, and PyTorch often raises no error. Examples: torch's
+GRU modifies results of matrix products in place without changing their version counters; a block modifies its input; a block
+counts its calls. Therefore the first forward pass of each kind of block compares gradients and buffers with and without
+recomputation, on the real inputs of the block. This takes two forward and two backward passes of one block, once per kind of
+block. It uses no more memory than the later backward pass.
 """
 
 import contextlib
@@ -22,27 +23,30 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from hyperion.errors import HyperionError
 
-# Relative L2 norm of the difference of a gradient: above the noise of kernels that sum in any order, far below the effect of
-# a tensor that was modified in place.
+# Limits of the relative L2 norm of the difference of a gradient, in float32 and in 16-bit types. They are larger than the
+# differences that come from another order of summation, and far smaller than the effect of a tensor that was modified in place.
 _TOLERANCE, _TOLERANCE_16_BIT = 1e-3, 2e-2
-_ATTEMPTS = 3  # per kind of block while its gradients are not finite, as with a loss scale that is still too large
+_ATTEMPTS = 3  # number of comparisons per kind of block; they are repeated if gradients are not finite (loss scale too large)
 Contexts = tuple[AbstractContextManager, AbstractContextManager]
 
-# Operators that take nearly all of a block's time, without their overload names; each attention kernel has its own suffix.
+# Names of the operators that take nearly all of the time of a block, without overload names. The last entry is a prefix,
+# because each attention kernel has its own suffix.
 _PRODUCTS = ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::convolution", "aten::_scaled_dot_product_")
 
 
 def apply_checkpointing(model: nn.Module, blocks: list[nn.Module], policy: str, *, selective: bool, compiled: bool) -> None:
-    """Replace the forward pass of some blocks of a model; parameters keep their names.
+    """Checkpoint the activations of some blocks of a model. Only `forward` is replaced, so parameters keep their names.
 
     Args:
         blocks: the blocks to checkpoint.
-        policy: name of the policy, for errors.
-        selective: also save the results of matrix products, convolutions and attention, not only the inputs.
-        compiled: the blocks are compiled afterwards.
+        policy: name of the policy, for error messages.
+        selective: if True, save the inputs of blocks and the results of matrix products, convolutions and attention. If
+            False, save only the inputs.
+        compiled: True if the caller compiles the blocks afterwards.
     """
     for module in model.modules():
-        # A transformers model that caches keys and values would append to the cache again in the recomputation.
+        # A model of the transformers library that caches keys and values would append them to the cache again in the
+        # recomputation.
         config: Any = getattr(module, "config", None)
         if getattr(config, "use_cache", False):
             config.use_cache = False
@@ -52,7 +56,7 @@ def apply_checkpointing(model: nn.Module, blocks: list[nn.Module], policy: str, 
 
 
 def _checkpoint_block(block: nn.Module, policy: str, selective: bool, compiled: bool, attempts: dict[tuple, int]) -> None:
-    """Checkpoint one block without reentrant autograd, as FSDP2, compilation and frozen inputs require."""
+    """Checkpoint one block with non-reentrant autograd, which FSDP2, compilation and frozen inputs require."""
     forward = block.forward
     options: dict[str, Any] = {"use_reentrant": False}
     # In a compiled block the recomputation is part of the backward graph, which does not update statistics.
@@ -69,9 +73,9 @@ def _checkpoint_block(block: nn.Module, policy: str, selective: bool, compiled: 
     kind = tuple((name, type(module)) for name, module in block.named_modules())
 
     def compared_then_checkpointed(*args: Any, **kwargs: Any) -> Any:
-        # A compiler plans the recomputation itself, on a graph without in-place changes.
+        # A compiler plans the recomputation itself, on a graph without in-place operations: no comparison is needed.
         pending = attempts.get(kind, 0) < _ATTEMPTS and not torch.compiler.is_compiling() and torch.is_grad_enabled()
-        # During graph capture no value can be read back.
+        # During the capture of a CUDA graph, the host cannot read values from the device.
         if pending and not (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()):
             conclusive = _compare(block, policy, forward, checkpointed, args, kwargs)
             attempts[kind] = _ATTEMPTS if conclusive else attempts.get(kind, 0) + 1
@@ -81,9 +85,9 @@ def _checkpoint_block(block: nn.Module, policy: str, selective: bool, compiled: 
 
 
 def frozen_statistics(block: nn.Module) -> Contexts:
-    """Return the contexts of a block's forward pass and of its recomputation, for torch.utils.checkpoint's context_fn.
+    """Return two context managers, for `context_fn` of torch.utils.checkpoint: for the forward pass and for the recomputation.
 
-    The recomputation would otherwise add the same batch to BatchNorm's running statistics a second time.
+    Without them, the recomputation would add the same batch to the running statistics of BatchNorm a second time.
     """
     norms = [module for module in block.modules() if isinstance(module, _BatchNorm)]
     return contextlib.nullcontext(), _without_momentum(norms)
@@ -91,7 +95,8 @@ def frozen_statistics(block: nn.Module) -> Contexts:
 
 @contextlib.contextmanager
 def _without_momentum(norms: list[_BatchNorm]) -> Iterator[None]:
-    # The same operator must run as in the forward pass, or it would save other tensors; only its momentum is set to 0.
+    # The recomputation must run the same operator as the forward pass, because another operator would save other tensors.
+    # Therefore only the momentum is changed, to 0.
     before = [(norm.momentum, norm.num_batches_tracked) for norm in norms]
     for norm in norms:
         norm.momentum, norm.num_batches_tracked = 0.0, None
@@ -119,32 +124,33 @@ def _both(first: AbstractContextManager, second: AbstractContextManager) -> Iter
 
 
 def _compare(block: nn.Module, policy: str, forward: Callable, checkpointed: Callable, args: tuple, kwargs: dict) -> bool:
-    """Compare gradients and buffers of a block with and without recomputation, and leave the block unchanged.
+    """Compare gradients and buffers of a block with and without recomputation. The block is not changed.
 
     Returns:
-        False if the comparison is inconclusive: inputs are fake, nothing needs a gradient, or a gradient is not finite.
+        False if the comparison has no result, because inputs are fake tensors, no tensor requires a gradient, or a gradient
+        is not finite. Otherwise True.
 
     Raises:
-        HyperionError: they differ.
+        HyperionError: a gradient or a buffer differs.
     """
     tensors = [leaf for leaf in [*tree_leaves((args, kwargs)), *block.parameters()] if isinstance(leaf, Tensor)]
     if any(isinstance(tensor, FakeTensor) for tensor in tensors) or not any(t.requires_grad for t in tensors):
         return False
-    # Modes that count the operations or bytes of a step must not count the comparison.
+    # Dispatch modes that count the operations or bytes of a step must not count this comparison.
     with _disable_current_modes(), _without_autocast_cache():
         plain = _gradients(block, forward, args, kwargs)
         try:
             recomputed = _gradients(block, checkpointed, args, kwargs)
         except torch.OutOfMemoryError:
             raise
-        except RuntimeError as error:  # torch detects some in-place changes, and tensors whose shapes differ
+        except RuntimeError as error:  # raised by torch for some in-place operations, and for tensors with other shapes
             raise _refusal(block, f"checkpointing {policy!r} cannot recompute a block: {error}") from error
     if not plain or not all(bool(tensor.isfinite().all()) for tensor in plain.values()):
         return False
     half = torch.is_autocast_enabled(tensors[0].device.type) or any(t.element_size() < 4 for t in plain.values())
     tolerance = _TOLERANCE_16_BIT if half else _TOLERANCE
     norms = {name: float(tensor.double().norm()) for name, tensor in plain.items()}
-    # The relative error of a gradient that is zero up to rounding is meaningless.
+    # A gradient that is zero except for rounding errors has no meaningful relative error. Use at least this norm instead.
     smallest = 1e-2 * max(norms.values())
     for name, tensor in plain.items():
         difference = float((recomputed[name].double() - tensor.double()).norm()) if name in recomputed else norms[name]
@@ -159,7 +165,10 @@ def _compare(block: nn.Module, policy: str, forward: Callable, checkpointed: Cal
 
 @contextlib.contextmanager
 def _without_autocast_cache() -> Iterator[None]:
-    """Cast each weight anew: the recomputation runs without the casts that the forward pass has cached."""
+    """Disable the cache of autocast, so that each weight is cast again.
+
+    The recomputation does not use the casts that the forward pass has cached.
+    """
     before = torch.is_autocast_cache_enabled()
     torch.set_autocast_cache_enabled(False)
     try:
@@ -173,14 +182,14 @@ def _refusal(block: nn.Module, what: str) -> HyperionError:
         what,
         where=f"a block of {', '.join(sorted({type(module).__name__ for module in block.modules()}))}",
         next_step="choose another policy of ParallelPlan.checkpointing, or 'none'; layers that modify their results in place "
-        "or hold a state cannot be recomputed",
+        "or store a state between calls cannot be recomputed",
     )
 
 
 def _gradients(block: nn.Module, forward: Callable, args: tuple, kwargs: dict) -> dict[str, Tensor]:
-    """Return the gradients of a block's inputs and parameters for random output gradients, and its buffers afterwards.
+    """Return the gradients of the inputs and parameters of a block for random output gradients, and its buffers afterwards.
 
-    Every call uses the same random numbers. Buffers are restored.
+    Every call uses the same random numbers. The buffers of the block are then restored.
     """
     buffers = [(buffer, buffer.clone()) for buffer in block.buffers()]
     leaves: dict[str, Tensor] = {}
@@ -189,7 +198,7 @@ def _gradients(block: nn.Module, forward: Callable, args: tuple, kwargs: dict) -
         leaf = tensor.detach()
         if tensor.requires_grad:
             leaves[f"the gradient of input {len(leaves)}"] = leaf.requires_grad_()
-        return leaf.clone()  # a block that modifies its input in place must not modify this one
+        return leaf.clone()  # a copy, because the block may modify its input in place
 
     device = next((t.device for t in [*block.parameters(), *tree_leaves(args)] if isinstance(t, Tensor)), None)
     with torch.random.fork_rng([] if device is None or device.type == "cpu" else [device]):
@@ -205,13 +214,16 @@ def _gradients(block: nn.Module, forward: Callable, args: tuple, kwargs: dict) -
         for index, (buffer, before) in enumerate(buffers):
             if buffer.is_floating_point():
                 gradients[f"buffer {index} afterwards"] = buffer.clone()
-            if not torch.equal(buffer, before):  # an expanded buffer cannot be written to, and has not changed
+            if not torch.equal(buffer, before):  # an expanded buffer has not changed, and cannot be written to
                 buffer.copy_(before)
     return gradients
 
 
 def _seed(device: torch.device | None, seed: int) -> None:
-    """Seed the generators of the CPU and of one device; torch.manual_seed would also seed GPUs that fork_rng does not restore."""
+    """Seed the random number generators of the CPU and of one device.
+
+    torch.manual_seed would also seed other GPUs, whose generators fork_rng does not restore.
+    """
     torch.default_generator.manual_seed(seed)
     if device is not None and device.type == "cuda":
         with torch.cuda.device(device):

@@ -1,5 +1,7 @@
-"""Collectives of a model's ranks: gradient exchange, norms, sums that the host does not wait for, BatchNorm statistics, and
-checks that hold at any time: replicated parameters are equal, sharded parameters are sharded.
+"""Collectives for a distributed model.
+
+The functions exchange gradients, compute gradient norms, sum values without blocking the host, and average BatchNorm statistics.
+Other functions check that replicated parameters are equal on all ranks, and report how parameters are sharded.
 """
 
 import contextlib
@@ -18,17 +20,17 @@ from hyperion.errors import HyperionError
 
 
 def is_sharded(model: nn.Module) -> bool:
-    """Return True if FSDP2 has sharded the parameters, so that each rank holds a part of the gradients."""
+    """Return True if FSDP2 has sharded the parameters. Each rank then holds only a part of the parameters and gradients."""
     return isinstance(model, FSDPModule)
 
 
 def is_replicated(model: nn.Module) -> bool:
-    """Return True if the model is wrapped in DDP, so that each rank holds the whole model."""
+    """Return True if the model is wrapped in DDP. Each rank then holds the whole model."""
     return isinstance(model, DistributedDataParallel)
 
 
 def ranks_of(model: nn.Module) -> int:
-    """Return the number of ranks that `parallelize` distributed the model over; 1 for an undistributed model."""
+    """Return the number of ranks over which `parallelize` distributed the model; 1 for a model that is not distributed."""
     if isinstance(model, DistributedDataParallel):
         return dist.get_world_size(model.process_group)
     if not is_sharded(model):
@@ -39,9 +41,9 @@ def ranks_of(model: nn.Module) -> int:
 
 @contextlib.contextmanager
 def without_exchange(model: nn.Module) -> Iterator[None]:
-    """Accumulate gradients on each rank without communication; the next backward pass outside exchanges the sums.
+    """Context manager: accumulate gradients on each rank without communication.
 
-    FSDP2 keeps the gradients unsharded until then.
+    The next backward pass outside the block exchanges the sums of the gradients. Until then FSDP2 keeps the gradients unsharded.
     """
     if isinstance(model, DistributedDataParallel):
         with model.no_sync():
@@ -57,13 +59,13 @@ def without_exchange(model: nn.Module) -> Iterator[None]:
 
 
 def start_sum(values: Tensor, ranks: int) -> Callable[[], Tensor]:
-    """Start summing `values` over all ranks, asynchronously to the work that follows on the device.
+    """Start to sum `values` over all ranks, asynchronously to the next operations on the device.
 
     Args:
-        ranks: 1 to return `values` unchanged.
+        ranks: number of ranks. With 1 the result is `values` itself.
 
     Returns:
-        A function that returns the sum. The device waits for it there; the host does not.
+        A function that returns the sum. When it is called, the device waits for the sum, but the host does not.
     """
     if ranks == 1:
         return lambda: values
@@ -79,7 +81,7 @@ def start_sum(values: Tensor, ranks: int) -> Callable[[], Tensor]:
 
 
 def local_gradient_norm(model: nn.Module) -> Tensor:
-    """Return the L2 norm (scalar on the device) of this rank's gradients; with FSDP2 that of its shards."""
+    """Return the L2 norm of the gradients of this rank, as a scalar on the device. With FSDP2 these are only its shards."""
     return nn.utils.get_total_norm(_local_gradients(model))
 
 
@@ -87,24 +89,27 @@ def local_gradient_norm(model: nn.Module) -> Tensor:
 def clip_gradients(model: nn.Module, limit: float, norm: Tensor) -> None:
     """Scale the gradients so that their L2 norm over all ranks is at most `limit`.
 
-    Computes the same as nn.utils.clip_grads_with_norm_, which dispatches sharded gradients one by one through DTensor and
-    so costs milliseconds of host time in every step.
+    The result is that of nn.utils.clip_grads_with_norm_. That function processes sharded gradients one by one through DTensor,
+    which takes milliseconds of host time in every step.
 
     Args:
-        norm: current L2 norm over all ranks, scalar on the device.
+        norm: current L2 norm of the gradients over all ranks, as a scalar on the device.
     """
     factor = (limit / (norm + 1e-6)).clamp(max=1.0)
     torch._foreach_mul_(_local_gradients(model), factor)  # pyright: ignore[reportPrivateImportUsage] - no public name
 
 
-@torch.no_grad()  # with gradients enabled, autograd would record DTensor.to_local
+@torch.no_grad()  # otherwise autograd would record DTensor.to_local
 def _local_gradients(model: nn.Module) -> list[Tensor]:
     gradients = [p.grad for p in model.parameters() if p.grad is not None]
     return [gradient.to_local() if isinstance(gradient, DTensor) else gradient for gradient in gradients]
 
 
 def reshard(model: nn.Module) -> None:
-    """Free the parameters that FSDP2 leaves gathered after a forward pass without a backward pass."""
+    """Free the gathered parameters of FSDP2.
+
+    After a forward pass without a backward pass, FSDP2 does not free all of them itself.
+    """
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
@@ -112,11 +117,12 @@ def reshard(model: nn.Module) -> None:
 
 @torch.no_grad()
 def average_statistics(model: nn.Module) -> None:
-    """Replace BatchNorm's running means and variances by their mean over all ranks. All ranks call it.
+    """Replace the running means and variances of BatchNorm by their averages over all ranks. All ranks must call this function.
 
-    Call it before the statistics are used or saved. A running statistic is a weighted sum over batches, so averaging over
-    ranks earlier or more often changes the result by rounding only. The result is not that of one device with the whole
-    batch: as always with DDP, each rank normalises by its own part of the batch, so the variance between parts is missing.
+    Call it before the statistics are used or saved. A running statistic is a weighted sum over batches. Therefore, calling
+    this function earlier or more often changes the result only by rounding. The result differs from that of one device
+    with the whole batch. As always with DDP, each rank normalises by the statistics of its own part of the batch, so the
+    average does not contain the variance between the parts.
     """
     if (ranks := ranks_of(model)) == 1:
         return
@@ -132,14 +138,17 @@ def average_statistics(model: nn.Module) -> None:
 
 
 class DesyncError(HyperionError):
-    """Ranks hold different values where they must be equal."""
+    """Raised when ranks hold different values that must be equal."""
 
 
 def assert_ranks_agree(model: nn.Module) -> None:
-    """Check that every replicated parameter is bitwise equal on all ranks. All ranks call it; see `differing_parameters`.
+    """Check that every replicated parameter is bitwise equal on all ranks. All ranks must call this function.
+
+    See `differing_parameters` for the cost.
 
     Raises:
-        DesyncError: on every rank; names the ranks that differ from rank 0 and the first differing parameter.
+        DesyncError: a parameter differs. The error is raised on every rank. It names the first parameter that differs, and
+            the ranks on which this parameter differs from that of rank 0.
     """
     differing = differing_parameters(model)
     if not differing:
@@ -155,13 +164,16 @@ def assert_ranks_agree(model: nn.Module) -> None:
 
 @torch.no_grad()
 def differing_parameters(model: nn.Module) -> dict[str, list[int]]:
-    """Return the replicated parameters that are not bitwise equal on all ranks: name to the ranks that differ from rank 0.
+    """Return the replicated parameters that are not bitwise equal on all ranks. All ranks must call this function.
 
-    All ranks call it. It costs one broadcast of the replicated parameters, and the memory of one of them. Sharded parameters
-    have no second copy to compare. A single process returns an empty dict.
+    The function broadcasts the replicated parameters one by one, so it needs additional memory for one parameter. Sharded
+    parameters are not compared, because they exist only once.
+
+    Returns:
+        A dict from the name of a parameter to the ranks whose values differ from rank 0. Empty in a single process.
 
     Raises:
-        DesyncError: on every rank; names, shapes or dtypes of the parameters differ.
+        DesyncError: names, shapes or dtypes of the parameters differ. The error is raised on every rank.
     """
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return {}
@@ -178,7 +190,7 @@ def differing_parameters(model: nn.Module) -> dict[str, list[int]]:
 
 
 def _unwrapped(model: nn.Module) -> nn.Module:
-    """Return the module inside DDP, whose parameter names lack DDP's prefix."""
+    """Return the module inside DDP. Its parameter names do not have the prefix of DDP."""
     return model.module if isinstance(model, DistributedDataParallel) else model
 
 
@@ -187,8 +199,8 @@ def _replicated(model: nn.Module) -> dict[str, Tensor]:
 
 
 def _differs_from_rank_0(value: Tensor) -> Tensor:
-    """Return a bool scalar on the device. Compares bits, so a NaN equals itself."""
-    # Flattened, because strides of dimensions of size 1 may differ between ranks in tensors that count as contiguous.
+    """Return True, as a scalar on the device, if the value differs from that of rank 0. Bits are compared, so NaN equals NaN."""
+    # Flatten the tensor: in contiguous tensors the strides of dimensions of size 1 may differ between ranks.
     mine = value.contiguous().flatten()
     reference = mine.clone()
     dist.broadcast(reference, src=0)
@@ -196,12 +208,12 @@ def _differs_from_rank_0(value: Tensor) -> Tensor:
 
 
 def assert_same_shapes(model: nn.Module) -> None:
-    """Check that all ranks have the same parameters by name, shape and dtype. All ranks call it.
+    """Check that the parameters have the same names, shapes and dtypes on all ranks. All ranks must call this function.
 
-    Without this check, a collective over different shapes would hang.
+    Without this check, a collective over tensors of different shapes would hang.
 
     Raises:
-        DesyncError: on every rank; names the ranks that differ from rank 0.
+        DesyncError: parameters differ. The error is raised on every rank and names the ranks that differ from rank 0.
     """
     text = "\n".join(f"{name} {tuple(p.shape)} {p.dtype}" for name, p in model.named_parameters())
     digests: list = [None] * dist.get_world_size()
@@ -216,16 +228,19 @@ def assert_same_shapes(model: nn.Module) -> None:
 
 @torch.no_grad()
 def local_parameter_bytes(model: nn.Module) -> int:
-    """Return the bytes of parameters on this rank: its shards, and all parameters that are not sharded."""
+    """Return the size of the parameters on this rank in bytes: its shards, and all parameters that are not sharded."""
     local = [p.to_local() if isinstance(p, DTensor) else p for p in model.parameters()]
     return sum(value.numel() * value.element_size() for value in local)
 
 
 def full_parameter_bytes(model: nn.Module) -> int:
-    """Return the bytes of all parameters of the model, summed over all shards."""
+    """Return the size of all parameters of the model in bytes, summed over all shards."""
     return sum(p.numel() * p.element_size() for p in model.parameters())
 
 
 def fsdp_units(model: nn.Module) -> list[str]:
-    """Return the names of the modules that FSDP2 gathers and frees as a unit, in order; '' is the root. Empty without FSDP."""
+    """Return the names of the FSDP2 units in order: modules whose parameters are gathered and freed together.
+
+    The name of the root is ''. Without FSDP2 the list is empty.
+    """
     return [name for name, module in model.named_modules() if isinstance(module, FSDPModule)]

@@ -1,13 +1,13 @@
-"""`parallelize`: distribute a model over the ranks, in a fixed order.
+"""Distribute a model over ranks. `parallelize` does this in four steps, always in this order:
 
-1. Device: move the model, and copy rank 0's values to every rank, so that all ranks hold the same model.
-2. Activation checkpointing, innermost: it wraps the plain forward pass of each block.
-3. Compilation, block by block: the compiler must see the recomputation, to plan it, and must not see the communication,
-   which would break its graphs.
-4. FSDP2 or DDP, outermost: their hooks gather parameters before the compiled, checkpointed block and reduce gradients
-   after it.
+1. Device: move the model to the device, and copy the values of rank 0 to every rank, so that all ranks hold the same model.
+2. Activation checkpointing: wrap the forward pass of each block. This is the innermost step.
+3. Compilation: compile each block separately. The compiler must see the recomputation of step 2 to plan it. It must not see the
+   communication of step 4, which would cause graph breaks.
+4. FSDP2 or DDP: this is the outermost step. Hooks gather parameters before each compiled, checkpointed block and reduce
+   gradients after it.
 
-Steps 2 and 3 replace only the `forward` of a block, so that parameters keep the names of the plain model.
+Steps 2 and 3 replace only the `forward` of a block. Therefore parameters keep the names that they have in the original model.
 """
 
 import inspect
@@ -39,21 +39,22 @@ class ParallelPlan:
     """Options of `parallelize`.
 
     Attributes:
-        strategy: 'single' (one device), 'ddp' (each rank holds the whole model, gradients are averaged) or 'fsdp'
-            (parameters, gradients and optimizer state are sharded over the ranks and gathered block by block).
-        param_dtype: FSDP only: dtype in which parameters are gathered and used. None keeps their own dtype; 'bf16' halves
-            the traffic, while the optimizer's shards and the sum of gradients stay float32. Independent of a `Precision`
-            of bf16 (autocast), which works with every strategy.
-        checkpointing: what the forward pass saves; the backward pass recomputes the rest. 'none': everything. 'every
-            block': only the inputs of blocks. 'selective': also the results of matrix products, convolutions and
-            attention, so that only cheap operations are repeated. 'budget': only the inputs for the first
-            `checkpointed_blocks` blocks, everything for the others.
-        checkpointed_blocks: 'budget' only: number of checkpointed blocks; hyperion.training.fewest_checkpointed computes
-            the smallest that fits a memory. The first blocks are chosen because they are recomputed last, when all others
-            have freed their memory.
-        compile_blocks: compile each block separately; blocks of the same structure share one compilation.
-        reshard_after_forward: FSDP only: free a gathered block after its forward pass and gather it again in the
-            backward pass. False uses more memory and less traffic.
+        strategy: 'single', 'ddp' or 'fsdp'. With 'single' the model is on one device. With 'ddp' each rank holds the whole
+            model, and gradients are averaged. With 'fsdp' parameters, gradients and optimizer state are sharded over the
+            ranks, and parameters are gathered block by block.
+        param_dtype: dtype in which FSDP gathers and uses parameters; only for 'fsdp'. None keeps the dtype of the
+            parameters. 'bf16' halves the communication; the parameters of the optimizer and the sum of gradients remain
+            float32. This option does not depend on a `Precision` of bf16 (autocast), which works with every strategy.
+        checkpointing: which activations the forward pass saves; the backward pass recomputes the others. 'none' saves all
+            activations. 'every block' saves only the inputs of blocks. 'selective' also saves the results of matrix
+            products, convolutions and attention, so that only cheap operations are recomputed. 'budget' saves only the
+            inputs of the first `checkpointed_blocks` blocks, and all activations of the other blocks.
+        checkpointed_blocks: number of checkpointed blocks; only for 'budget'. hyperion.training.fewest_checkpointed computes
+            the smallest number for a given memory. The first blocks are checkpointed, because the backward pass recomputes
+            them last, after the other blocks have freed their activations.
+        compile_blocks: compile each block separately. Blocks with the same structure share one compilation.
+        reshard_after_forward: free the gathered parameters of a block after its forward pass, and gather them again in the
+            backward pass; only for 'fsdp'. With False, FSDP uses more memory and less communication.
     """
 
     strategy: str = "single"
@@ -76,33 +77,34 @@ class ParallelPlan:
             raise HyperionError(
                 f"param_dtype and reshard_after_forward belong to strategy 'fsdp', not to {self.strategy!r}",
                 where="ParallelPlan",
-                next_step="remove them; for bf16 with any strategy give the engine a Precision of bf16",
+                next_step="omit them; for bf16 with every strategy, pass a Precision of bf16 to the engine",
             )
         blocks = self.checkpointed_blocks
         is_count = isinstance(blocks, int) and not isinstance(blocks, bool) and blocks >= 0
         if not (is_count if self.checkpointing == BUDGET else blocks is None):
             raise HyperionError(
-                f"checkpointing {self.checkpointing!r} with checkpointed_blocks {blocks!r}",
+                f"checkpointed_blocks is {blocks!r}, which is not possible with checkpointing {self.checkpointing!r}",
                 where="ParallelPlan",
-                next_step=f"give a number of 0 or more with {BUDGET!r}, and None with the other policies",
+                next_step=f"set checkpointed_blocks to a number of at least 0 if checkpointing is {BUDGET!r}, else to None",
             )
 
 
 def parallelize(model: nn.Module, plan: ParallelPlan, world: World) -> nn.Module:
-    """Move the model to this rank's device, and checkpoint, compile and shard or replicate it as planned.
+    """Move a model to the device of this rank, then checkpoint, compile, and shard or replicate it according to the plan.
 
-    All ranks call it with models of the same shapes; rank 0's values are used. Build the optimizer from the result. With
-    every strategy, state dicts of torch.distributed.checkpoint.state_dict have the parameter names of the plain model.
+    All ranks must call this function with models of the same shapes. The parameter values of rank 0 are used. Create the
+    optimizer from the returned model. With every strategy, state dicts of torch.distributed.checkpoint.state_dict have the
+    parameter names of the original model.
 
     Args:
-        model: its blocks are those of `layout_of(model)`; it is modified in place.
-        world: this process's world: hyperion.processes.world().
+        model: a model whose blocks are known to `layout_of(model)`. It is modified in place.
+        world: the result of hyperion.processes.world().
 
     Returns:
-        The model itself ('single', 'fsdp') or DDP around it.
+        The model itself for 'single' and 'fsdp'; DistributedDataParallel with the model for 'ddp'.
 
     Raises:
-        HyperionError: the plan does not suit the ranks or the model, or FSDP would shard nothing.
+        HyperionError: the plan is not possible with these ranks or this model, or FSDP would shard nothing.
     """
     _require_ranks(plan, world)
     blocks = [model.get_submodule(name) for name in layout_of(model).blocks]
@@ -139,7 +141,10 @@ def _require_ranks(plan: ParallelPlan, world: World) -> None:
 
 @torch.no_grad()
 def _broadcast_from_rank_0(model: nn.Module) -> None:
-    """Copy rank 0's values to all ranks. FSDP2 does not do this itself: it would combine shards of different models."""
+    """Copy the values of rank 0 to all ranks.
+
+    FSDP2 does not copy values. Without this function it would combine shards of different models.
+    """
     assert_same_shapes(model)
     for tensor in [*model.parameters(), *model.buffers()]:
         values = tensor.detach().contiguous()  # a copy if the memory format differs, such as channels-last
@@ -148,7 +153,7 @@ def _broadcast_from_rank_0(model: nn.Module) -> None:
 
 
 def _shard(model: nn.Module, blocks: list[nn.Module], plan: ParallelPlan, world: World) -> nn.Module:
-    """Apply FSDP2 with one unit per block, and one unit for the rest at the root."""
+    """Apply FSDP2 with one unit per block, and one unit for the other parameters at the root."""
     if not blocks or not all(list(block.parameters()) for block in blocks):
         raise HyperionError(
             f"FSDP over the {len(blocks)} blocks of {type(model).__name__} would shard nothing block by block",
@@ -159,18 +164,18 @@ def _shard(model: nn.Module, blocks: list[nn.Module], plan: ParallelPlan, world:
     if plan.param_dtype == "bf16":
         _require_no_batch_norm(model)
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    # FSDP2 warns that views it returns must not be modified in place; engines only read them.
+    # FSDP2 warns that the views that it returns must not be modified in place. The engines only read these views.
     warnings.filterwarnings("ignore", message=r"FSDP2-wrapped module .* returned a view tensor")
     # FSDP2 shards contiguous parameters only. pyright: the overload is private in torch.
     model.to(memory_format=torch.contiguous_format)  # pyright: ignore[reportCallIssue]
     kind = torch.device(world.device.torch_device).type
     mesh = init_device_mesh(kind, (world.size,)) if world.group is None else DeviceMesh.from_group(world.group, kind)
     for block in blocks:
-        # The backward pass starts with the last block: freed after the forward pass, it would be gathered again at once.
+        # Do not free the last block after the forward pass: the backward pass starts with it and would gather it again at once.
         free = plan.reshard_after_forward and block is not blocks[-1]
         fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=free)
-    # The same holds for the root. It contains everything outside of blocks, such as the token embedding and the head, so a
-    # weight tied between the two belongs to one unit.
+    # Do not free the root either, for the same reason. The root unit contains all parameters outside of blocks, such as the
+    # token embedding and the head. Therefore a weight that the two share belongs to one unit.
     fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
     return model
 
@@ -178,27 +183,27 @@ def _shard(model: nn.Module, blocks: list[nn.Module], plan: ParallelPlan, world:
 def _require_no_batch_norm(model: nn.Module) -> None:
     if any(isinstance(module, _BatchNorm) for module in model.modules()):
         raise HyperionError(
-            "param_dtype 'bf16' would use BatchNorm weights in bf16 with running statistics in float32",
+            "with param_dtype 'bf16' BatchNorm weights would be bf16, but its running statistics float32",
             where=f"parallelize, {type(model).__name__}",
-            next_step="remove param_dtype and give the engine a Precision of bf16 (autocast)",
+            next_step="omit param_dtype and pass a Precision of bf16 (autocast) to the engine",
         )
 
 
 def _replicate(model: nn.Module, world: World) -> nn.Module:
     device = torch.device(world.device.torch_device)
-    # A gradient has the memory format of its parameter, and DDP's buckets depend on it: convert 4-d weights to the
-    # channels-last format of ImageEngine before DDP, not after.
+    # A gradient has the memory format of its parameter, and the buckets of DDP depend on this format. Therefore convert 4-d
+    # weights to channels-last, the format of ImageEngine, before DDP and not after it.
     model.to(memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue]
-    # Running statistics are averaged over ranks when they are used, in evaluation and in checkpoints
-    # (average_statistics), instead of being broadcast from rank 0 in every step. torch 2.13 renamed the option.
+    # By default DDP broadcasts the running statistics of rank 0 in every step. Here average_statistics averages them over
+    # ranks before they are used, in evaluation and in checkpoints. torch 2.13 renamed the option.
     renamed = "forward_sync_buffers" in inspect.signature(DistributedDataParallel).parameters
     no_broadcast: dict[str, Any] = {"forward_sync_buffers" if renamed else "broadcast_buffers": False}
     return DistributedDataParallel(
         model,
         device_ids=None if device.type == "cpu" else [device.index],
         process_group=world.group,
-        gradient_as_bucket_view=True,  # gradients are views of the buckets, not copies
-        # find_unused_parameters and static_graph stay False: every parameter is used in every step, and non-reentrant
+        gradient_as_bucket_view=True,  # gradients are views of the communication buckets, not copies
+        # find_unused_parameters and static_graph keep the default False: every parameter is used in every step, and non-reentrant
         # checkpointing needs neither option.
         **no_broadcast,
     )

@@ -1,5 +1,6 @@
 """Measure a passport: the ceilings of this machine within a few minutes, with the most important ceilings first."""
 
+import itertools
 import json
 import time
 from collections.abc import Callable
@@ -84,7 +85,13 @@ def measure_passport(time_limit_s: float = 300.0, on_line: Callable[[str], objec
 
 
 def write_passport(content: dict, path: Path) -> None:
-    """Write a passport atomically. Folders in `path` that do not exist are created."""
+    """Write a passport to a new file. Folders in `path` that do not exist are created.
+
+    Raises:
+        HyperionError: there is a file at `path`. It is left unchanged.
+    """
+    if path.exists():
+        raise HyperionError("there is already a file with this name", where=path, next_step="choose another name: --output FILE")
     path.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(path, (json.dumps(content, indent=1, ensure_ascii=False, allow_nan=False) + "\n").encode())
 
@@ -96,6 +103,23 @@ def passport_name(content: dict) -> str:
         return f"cpu-{fingerprint_of['cpu']['cores']}-cores.json"
     words = "".join(letter if letter.isalnum() else " " for letter in content["device"].lower()).split()
     return "-".join(words) + (f"-x{devices}" if devices > 1 else "") + ".json"
+
+
+def new_passport_path(content: dict, folder: Path) -> Path:
+    """Return the path for a new passport in `folder`. If files with the device's name exist, it ends in -2, -3 and so on."""
+    first = folder / passport_name(content)
+    numbered = (first.with_stem(f"{first.stem}-{number}") for number in itertools.count(2))
+    return next(path for path in itertools.chain([first], numbered) if not path.exists())
+
+
+def not_measured(content: dict) -> list[str]:
+    """Return one line for each reason why ceilings of a passport have no value. It names the ceilings."""
+    missing: dict[str, dict[str, None]] = {}
+    for row in content["ceilings"]:
+        if row["value"] is None:
+            name = " ".join(filter(None, (row["experiment"], row["variant"], row["dtype"])))
+            missing.setdefault(row["value_reason"], {})[name] = None
+    return [f"not measured, because {reason}: {', '.join(names)}" for reason, names in missing.items()]
 
 
 def passport_of(facts: MachineFacts, device: Device, devices: int, rows: list[Row], report: FloorReport) -> dict:

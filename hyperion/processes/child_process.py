@@ -1,4 +1,4 @@
-"""Start child processes, pass the environment on to them, and end them with the process that started them."""
+"""Child processes: start them, pass the environment on to them, and end them when the process that started them ends."""
 
 import contextlib
 import ctypes
@@ -13,12 +13,13 @@ from typing import IO
 
 import psutil
 
-# Time between SIGTERM and SIGKILL, in which a process saves its state.
+# Time between SIGTERM and SIGKILL, in seconds. A process can save its state in this time.
 GRACE_S = 30.0
-# CPU numbers, "0,1,2", on which a process and its children compute. Set for notebooks that run side by side.
+# Environment variable with the numbers of the CPU cores for a process and its children, such as "0,1,2". It is set when
+# several notebooks run at the same time.
 CORES = "HYPERION_CORES"
-# torchrun's agent sets these for its ranks. A job that a rank starts is not that rank and must not see them. All other
-# variables are inherited unchanged, for example NCCL's settings and OMP_NUM_THREADS.
+# torchrun's agent sets these variables for its ranks. A job that a rank starts is another process, which must not see the
+# variables of the rank. All other variables are inherited unchanged, for example NCCL's settings and OMP_NUM_THREADS.
 TORCHRUN_VARIABLES = (
     "RANK",
     "WORLD_SIZE",
@@ -37,14 +38,19 @@ TORCHRUN_VARIABLES = (
     "TORCHELASTIC_USE_AGENT_STORE",
     "TORCHELASTIC_ERROR_FILE",
 )
-# Defaults of torchrun's own options (PET_NNODES …), meant for another call of torchrun.
+# Prefix of variables that set defaults of torchrun's options (PET_NNODES …). They are meant for another call
+# of torchrun, so child processes do not inherit them.
 _TORCHRUN_OPTIONS = "PET_"
 _PR_SET_PDEATHSIG = 1
 _POLL_S = 1.0
 
 
 def child_environment() -> dict[str, str]:
-    """Return this process's environment without torchrun's variables, and with this copy of hyperion on PYTHONPATH."""
+    """Return the environment for a child process.
+
+    It is the environment of this process without torchrun's variables. PYTHONPATH starts with the folder that contains this
+    copy of hyperion.
+    """
     package_parent = str(Path(__file__).resolve().parents[2])
     inherited = {
         name: value
@@ -64,12 +70,13 @@ def start(
     new_session: bool = False,
     folder: str | None = None,
 ) -> subprocess.Popen[str]:
-    """Start `python -m module arguments` with stdout and stderr in one stream and an empty stdin.
+    """Start `python -m module arguments`. The process writes stdout and stderr to one stream, and its stdin is empty.
 
     Args:
-        stdout: a file, subprocess.PIPE for text that `.stdout` of the result reads, or None for that of this process.
+        stdout: where the output goes: a file; subprocess.PIPE, so that the caller reads it from `.stdout` of the result; or
+            None for the stdout of this process.
         new_session: make the process the leader of a new session and process group.
-        folder: working directory; by default that of this process.
+        folder: working directory of the child process; by default the working directory of this process.
     """
     return subprocess.Popen(
         [python, "-m", module, *arguments],
@@ -85,25 +92,28 @@ def start(
 
 
 def die_with(launcher: int) -> None:
-    """Ask Linux for a SIGTERM when the parent ends, however it ends. Exit if it already ended.
+    """Ask Linux to send SIGTERM to this process when its parent ends for any reason. Exit if the parent has already ended.
 
     Args:
         launcher: process number of the parent.
     """
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-    # The parent may have ended before prctl: then this process has another parent, and no signal comes.
+    # The parent may have ended before prctl was called. This process then has another parent and receives no signal.
     if os.getppid() != launcher:
         sys.exit("the launcher ended before the worker began")
 
 
 def do_not_outlive(launcher: int) -> None:
-    """Kill this process `GRACE_S` after its launcher ended, even if it catches SIGTERM and waits for dead peers."""
+    """Kill this process `GRACE_S` seconds after its launcher has ended.
+
+    SIGKILL ends this process even if it handles SIGTERM and waits for ranks that have died.
+    """
 
     def watch() -> None:
         while not has_ended(launcher):
             time.sleep(_POLL_S)
-        os.kill(os.getpid(), signal.SIGTERM)  # for systems other than Linux, where `die_with` asks for no signal
+        os.kill(os.getpid(), signal.SIGTERM)  # `die_with` does this on Linux only
         time.sleep(GRACE_S)
         os.kill(os.getpid(), signal.SIGKILL)
 
@@ -111,9 +121,9 @@ def do_not_outlive(launcher: int) -> None:
 
 
 def pin_to_cores() -> None:
-    """Pin this process to the cores that `CORES` names; without the variable, do nothing.
+    """Pin this process to the cores listed in the environment variable `CORES`. Do nothing if the variable is not set.
 
-    Call it before torch is imported: torch counts the cores then to choose its number of threads.
+    Call this function before importing torch, because torch counts the cores at import to choose its number of threads.
     """
     cores = os.environ.get(CORES)
     if cores and hasattr(os, "sched_setaffinity"):
@@ -121,21 +131,24 @@ def pin_to_cores() -> None:
 
 
 def has_ended(pid: int) -> bool:
-    """Return True if no process of this number runs; a zombie has ended."""
+    """Return True if no process with this number is running. A zombie process counts as ended."""
     with contextlib.suppress(psutil.NoSuchProcess):
         return not is_alive(psutil.Process(pid))
     return True
 
 
 def is_alive(process: psutil.Process) -> bool:
-    """Return True if the process runs. A zombie, which only waits for its parent to read its exit code, does not."""
+    """Return True if the process is running.
+
+    Return False for a zombie, which has ended and only waits until its parent reads its exit code.
+    """
     with contextlib.suppress(psutil.NoSuchProcess):
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     return False
 
 
 def descendants(leader: int) -> list[psutil.Process]:
-    """Return the children of a session's leader, their children, and all orphans in its session."""
+    """Return all descendants of a session's leader, and all other processes of the session, whose parents have ended."""
     found: set[psutil.Process] = set()
     with contextlib.suppress(psutil.NoSuchProcess):
         found.update(psutil.Process(leader).children(recursive=True))
@@ -150,9 +163,9 @@ def kill_session(leader: int, ours: bool) -> None:
     """Send SIGKILL to the leader of a session and to every process of its process group.
 
     Args:
-        leader: its process number.
-        ours: True if a process of that number is still the one that was started. Linux gives the number to another process
-            only when the session is empty.
+        leader: process number of the leader.
+        ours: True if the process with this number is still the process that the caller started. If False, the signal is
+            sent only if no process has this number, because Linux reuses the number only when the session is empty.
     """
     if ours or not psutil.pid_exists(leader):
         with contextlib.suppress(ProcessLookupError):

@@ -1,7 +1,7 @@
-"""Process groups: this process's rank and device, and setting up and taking down torch.distributed.
+"""Process groups: the rank and device of this process, and functions that initialize and destroy torch.distributed.
 
-torchrun's variables (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT …) define the ranks, whoever started them.
-Without these variables a process is alone, and its group has one rank.
+The environment variables of torchrun (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT …) define the ranks. Any launcher
+may set them. Without these variables the process group has one rank.
 """
 
 import atexit
@@ -19,7 +19,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-# Documented names, which torch's __all__ lacks.
+# These names are documented, but they are not in torch's __all__.
 from torch.distributed import HashStore, PrefixStore, Store, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 from torch.distributed.rendezvous import rendezvous
 
@@ -28,27 +28,27 @@ from hyperion.hardware import Device, MachineFacts, collect_facts, detect, detec
 from hyperion.hardware.facts import VISIBLE_DEVICE_VARIABLES
 
 BACKENDS = ("nccl", "gloo")
-# Time to take down a group after an error. If it takes longer, the group is left until the process ends.
+# Time limit for destroying a group after an error, in seconds. After it, the group remains until the process ends.
 _ABANDON_S = 5.0
 _CONNECT_S = 30.0
 _POLL_S = 0.002
 
 
 class GroupError(HyperionError):
-    """A process group cannot be set up."""
+    """Raised when a process group cannot be initialized."""
 
 
 @dataclass(frozen=True)
 class World:
-    """This process among its ranks.
+    """The rank and device of this process, and the number of ranks.
 
     Args:
-        rank: number of this process, from 0.
-        size: number of processes.
-        local_rank: number of this process on its node, which is the index of its device.
+        rank: rank of this process, from 0.
+        size: number of ranks.
+        local_rank: rank of this process on its node, which is the index of its GPU.
         backend: "nccl" (RCCL on AMD) or "gloo"; "" without a process group.
         device: the device of this rank.
-        group: process group of its collectives; None for the default group.
+        group: process group for the collectives; None for the default group.
     """
 
     rank: int
@@ -59,9 +59,9 @@ class World:
     group: dist.ProcessGroup | None = None
 
     def alone(self) -> "World":
-        """Return a world of one rank with its own group, to run the same program without communication.
+        """Return a world of size 1 with a process group of its own, to run the same program without communication.
 
-        A collective call: every rank calls it.
+        This is a collective call: every rank must make it.
         """
         group, _ = dist.new_subgroups(1)
         return replace(self, rank=0, size=1, group=group)
@@ -69,7 +69,7 @@ class World:
 
 @dataclass(frozen=True)
 class RankInfo:
-    """What torchrun's variables say about this process; `local_size` is the number of ranks on this node."""
+    """Values of torchrun's environment variables for this process. `local_size` is the number of ranks on this node."""
 
     rank: int
     size: int
@@ -78,7 +78,10 @@ class RankInfo:
 
 
 def world() -> World:
-    """Return this process among its ranks: rank 0 of 1 with backend "" if there is no process group."""
+    """Return the rank, device and number of ranks of this process.
+
+    Without a process group, the rank is 0, the size is 1 and the backend is "".
+    """
     if not dist.is_initialized():
         return World(0, 1, 0, "", _device(0))
     info, backend = rank_info(os.environ), dist.get_backend()
@@ -89,20 +92,20 @@ def world() -> World:
 
 @contextlib.contextmanager
 def process_group(timeout_s: float = 600.0, backend: str | None = None) -> Iterator[World]:
-    """Context manager that sets up torch.distributed on this rank's device, and takes it down on exit.
+    """Context manager that initializes torch.distributed on the device of this rank, and destroys the group on exit.
 
-    Under torchrun every rank enters it. A process without torchrun's variables gets a group of one rank, which DDP and FSDP2
-    need, without opening a port. It can be entered again after it was left. After an exception the group is aborted, so that
-    nothing waits for peers that may be dead.
+    Under torchrun every rank must enter it. A process without torchrun's variables gets a group of one rank, because DDP and
+    FSDP2 need a group; no port is opened for it. A process can use the context manager several times, one after the other.
+    After an exception the group is aborted, so that this rank does not wait for ranks that may have died.
 
     Args:
-        timeout_s: seconds that a rank waits for its peers, at the start and in every collective.
-        backend: "nccl" or "gloo". With gloo the ranks compute on the CPU even if there are GPUs. None: nccl on GPUs, gloo on
-            a CPU.
+        timeout_s: seconds that a rank waits for the other ranks, at the start and in every collective.
+        backend: "nccl" or "gloo". With gloo the ranks compute on the CPU even if there are GPUs. None selects nccl if there
+            are GPUs, else gloo.
 
     Raises:
-        GroupError: a group already exists, torchrun's variables are incomplete, this node has more ranks than GPUs, the
-            machine does not support the backend, or a peer did not join in time.
+        GroupError: a process group already exists, torchrun's variables are incomplete, this node has more ranks than GPUs,
+            the machine does not support the backend, or another rank did not join in time.
     """
     _require_no_group()
     info = rank_info(os.environ)
@@ -125,10 +128,10 @@ def process_group(timeout_s: float = 600.0, backend: str | None = None) -> Itera
 
 
 def rank_info(environment: Mapping[str, str]) -> RankInfo | None:
-    """Parse torchrun's variables; None if RANK and WORLD_SIZE are not set.
+    """Parse torchrun's environment variables. Return None if neither RANK nor WORLD_SIZE is set.
 
     Raises:
-        GroupError: variables are missing, are not whole numbers, or contradict each other.
+        GroupError: a variable is missing or is not a whole number, or two variables contradict each other.
     """
     if "RANK" not in environment and "WORLD_SIZE" not in environment:
         return None
@@ -160,14 +163,14 @@ def _parse_port(text: str) -> int:
 
 
 def choose_device(info: RankInfo | None, backend: str | None, facts: MachineFacts) -> tuple[str, Device]:
-    """Return the backend and the device of a rank. On a machine with GPUs each rank has its own.
+    """Return the backend and the device of a rank. With nccl each rank has its own GPU.
 
     Raises:
-        GroupError: the backend is unknown, nccl has no GPU, or this node has more ranks than GPUs.
+        GroupError: the backend is unknown, nccl was requested without a GPU, or this node has more ranks than GPUs.
     """
     if backend not in (None, *BACKENDS):
         raise GroupError(f"there is no backend {backend!r}", where="process_group", next_step=f"choose {' or '.join(BACKENDS)}")
-    # If torch sees a GPU that it cannot open, `detect` raises: do not compute on the CPU instead.
+    # If torch sees a GPU but cannot open it, use nccl: `detect` then raises an error. Do not compute on the CPU silently.
     gpus = bool(facts.gpus or facts.gpu_error)
     if backend == "gloo" or not gpus:
         if backend == "nccl":
@@ -180,7 +183,10 @@ def choose_device(info: RankInfo | None, backend: str | None, facts: MachineFact
 
 
 def more_ranks_than_devices(ranks: int, devices: int) -> GroupError:
-    """Return the error for several ranks on one GPU. NCCL would raise it later, with a message that is harder to read."""
+    """Return the error for a node with more ranks than GPUs.
+
+    NCCL would also raise an error, but later and with a message that is harder to understand.
+    """
     hiding = ", ".join(f"{name}={os.environ[name]}" for name in VISIBLE_DEVICE_VARIABLES if name in os.environ)
     return GroupError(
         f"{ranks} ranks on a node where PyTorch sees {devices} GPU{'s' * (devices != 1)}",
@@ -190,10 +196,10 @@ def more_ranks_than_devices(ranks: int, devices: int) -> GroupError:
 
 
 class StoreBarrier:
-    """Barriers of the ranks of a job, through the job's store. Each name is used once.
+    """Barriers for the ranks of a job, in the job's store. Use each name for one barrier only.
 
-    NCCL's barrier is a kernel that spins on every GPU until all ranks arrive, and so disturbs ranks that measure. Here a rank
-    that waits sleeps.
+    NCCL's barrier is a kernel that spins on every GPU until all ranks arrive, which disturbs measurements on other ranks. In
+    a StoreBarrier a waiting rank sleeps.
 
     Args:
         timeout_s: seconds that `wait` waits for the other ranks.
@@ -212,10 +218,10 @@ class StoreBarrier:
         return self._store.add(name, 0) >= ranks
 
     def wait(self, name: str, ranks: int) -> None:
-        """Arrive, and wait until this many ranks have.
+        """Count this rank as arrived, and wait until this many ranks have arrived.
 
         Raises:
-            HyperionError: the timeout passed.
+            HyperionError: some ranks did not arrive before the timeout.
         """
         self.arrive(name)
         deadline = time.monotonic() + self._timeout_s
@@ -231,25 +237,25 @@ class StoreBarrier:
 
 
 def job_store(prefix: str) -> Store:
-    """Open a new connection to the job's store, at MASTER_ADDR and MASTER_PORT, for keys below a prefix.
+    """Open a new connection to the job's store at MASTER_ADDR and MASTER_PORT. The prefix is added to all keys.
 
     Raises:
-        GroupError: a variable is missing, or the port is not valid.
+        GroupError: MASTER_ADDR or MASTER_PORT is not set, or the port is not valid.
     """
     if missing := [name for name in ("MASTER_ADDR", "MASTER_PORT") if not os.environ.get(name)]:
         raise _environment_error(f"{', '.join(missing)} not set")
     store = connect_store(os.environ["MASTER_ADDR"], _parse_port(os.environ["MASTER_PORT"]), _CONNECT_S)
-    # A restarted job must not see the keys of its earlier start.
+    # After a restart of the job, the ranks must not see the keys of the earlier start.
     return PrefixStore(f"hyperion/{prefix}/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
 
 
 def connect_store(host: str, port: int, timeout_s: float) -> Store:
-    """Connect to a TCPStore that another process serves."""
+    """Connect to a TCPStore whose server runs in another process."""
     return TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=timeout_s))
 
 
 def _initialize(info: RankInfo, backend: str, device: torch.device, timeout: timedelta, alone: bool) -> None:
-    """Initialize torch.distributed. Each group of a process has its own prefix, so it sees no keys of an earlier one."""
+    """Initialize torch.distributed. Each group has its own prefix in the store, so it does not see keys of earlier groups."""
     try:
         store = HashStore() if alone else _shared_store(info, timeout)
         store.set_timeout(timeout)
@@ -263,22 +269,23 @@ def _initialize(info: RankInfo, backend: str, device: torch.device, timeout: tim
         )
     except (dist.DistStoreError, dist.DistNetworkError) as error:
         raise GroupError(
-            f"rank {info.rank} of {info.size} found no peers within {timeout.total_seconds():g} s: {error}",
+            f"rank {info.rank} of {info.size} did not reach the other ranks within {timeout.total_seconds():g} s: {error}",
             where=f"MASTER_ADDR={os.environ.get('MASTER_ADDR')} MASTER_PORT={os.environ.get('MASTER_PORT')}",
             next_step="check that all ranks were started and that every node reaches this address",
         ) from error
 
 
-# References to gloo groups that were left, until the process ends. A DDP model can outlive its group. If it held the last
-# reference, gloo's threads would be joined while Python's lock is held, which they need to release the last all-reduce
-# (seen with PyTorch 2.13: a process that made such models hung within fifty groups).
+# Gloo groups that this process has left. The list keeps a reference to each of them until the process ends. Otherwise a DDP
+# model that outlives its group could hold the last reference. Deleting the model would then join gloo's threads while this
+# thread holds Python's global lock, which gloo's threads need to release the last all-reduce. The process would hang (seen
+# with PyTorch 2.13, within fifty groups).
 _old_groups: list[dist.ProcessGroup] = []
 _group_numbers = itertools.count()
 _stores: dict[tuple[RankInfo, str, str], Store] = {}
 
 
 def _shared_store(info: RankInfo, timeout: timedelta) -> Store:
-    """Return the job's store; one per process, because rank 0 cannot open its port a second time."""
+    """Return the job's store. All groups of a process share it, because rank 0 cannot open its port a second time."""
     address = (info, os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"])
     if address not in _stores:
         _stores[address], _, _ = next(rendezvous("env://", info.rank, info.size, timeout=timeout))
@@ -300,7 +307,7 @@ def _require_no_group() -> None:
         raise GroupError(
             "there is already a process group",
             where=f"rank {dist.get_rank()} of {dist.get_world_size()}",
-            next_step="call hyperion.processes.world() to use it, or leave it first",
+            next_step="use the existing group through hyperion.processes.world(), or destroy it first",
         )
 
 
@@ -313,9 +320,11 @@ def _environment_error(what: str) -> GroupError:
 
 
 def _abort(backend: str) -> None:
-    """Take the group down without its peers.
+    """Abort the process group without waiting for the other ranks.
 
-    Gloo has no abort: its destructor waits for collectives in progress, and so would the end of the process.
+    Gloo has no abort function: its destructor waits for collectives in progress. Therefore the abort runs in a thread. If the
+    thread has not finished after `_ABANDON_S` seconds, the process would also wait for gloo when it exits. An exit handler
+    then ends the process.
     """
     if not dist.is_initialized():
         return
@@ -328,5 +337,8 @@ def _abort(backend: str) -> None:
 
 
 def _end_process_soon() -> None:
-    """Let the other exit handlers run, then end the process, even if gloo's threads still wait for a peer."""
+    """End the process after `_ABANDON_S` seconds, even if gloo's threads still wait for another rank.
+
+    Other exit handlers run before that.
+    """
     faulthandler.dump_traceback_later(_ABANDON_S, exit=True, file=open(os.devnull, "w"))  # noqa: SIM115 - until the end

@@ -1,7 +1,7 @@
-"""Detect hangs: each rank counts its collectives; when no rank makes progress, report the ranks that are behind.
+"""Hang detection: each rank counts its collectives. When no rank makes progress, report the ranks that are behind.
 
-A collective waits for every rank. If one rank does not join, the others wait too, and none of them knows which is missing. So
-a thread of every rank publishes in the job's store how many collectives its rank has entered.
+A collective waits for every rank. If one rank does not join, the other ranks wait, and they do not know which rank is missing.
+Therefore a thread of every rank writes to the job's store how many collectives its rank has entered.
 """
 
 import json
@@ -21,11 +21,11 @@ from hyperion.processes.group import World, job_store, world
 
 EXIT_CODE = 1
 _POLL_S = 0.25
-# Ranks wait this long for the others' stacks. Then ranks that are not behind wait this long for the one that is to exit
-# first: launchers name the first rank that exits.
+# _STACKS_S: time that a rank waits until all ranks have published their stacks. _EXIT_S: time that the other ranks then wait
+# until a rank that is behind has exited. That rank must exit first, because launchers name the first rank that exits.
 _STACKS_S, _EXIT_S = 2.0, 5.0
 _FRAMES = 4
-# A main thread in one of these waits for other ranks.
+# If a frame of the main thread contains one of these texts, the rank waits for other ranks.
 _WAITING = ("/torch/distributed/", "/torch/cuda/", "in wait_for_peers\n")
 _FINISHED = 2**62
 _blocks = 0
@@ -33,13 +33,13 @@ _blocks = 0
 
 @dataclass(frozen=True)
 class RankProgress:
-    """How far a rank is.
+    """Progress of a rank.
 
     Args:
-        steps: number of collectives that it has entered.
-        operation: the last of them.
-        frames: stack of its main thread, outermost frame first; empty until a hang is suspected, or if the rank does not
-            respond.
+        steps: number of collectives that the rank has entered.
+        operation: name of the last of these collectives.
+        frames: stack of the rank's main thread, outermost frame first. Empty until a hang is suspected, and if the rank does
+            not respond.
     """
 
     steps: int = 0
@@ -48,12 +48,12 @@ class RankProgress:
 
     @property
     def waiting(self) -> bool:
-        """True if the main thread waits for other ranks."""
+        """True if the main thread of the rank waits for other ranks."""
         return any(mark in frame for frame in self.frames for mark in _WAITING)
 
     @property
     def reached(self) -> str:
-        """Name of the last collective that the rank entered."""
+        """Number and name of the last collective that the rank has entered, as text."""
         if self.steps == _FINISHED:
             return "the end of the work"
         return f"collective {self.steps} ({self.operation})" if self.steps else "none"
@@ -61,32 +61,38 @@ class RankProgress:
 
 @dataclass
 class RollCall:
-    """Counter of this rank's collectives. Call `step` before each collective; it costs one addition."""
+    """Counter of the collectives of this rank. Call `step` before each collective; the cost is one addition."""
 
     steps: int = 0
     operation: str = "nothing yet"
 
     def step(self, operation: str) -> None:
-        """Count a collective that this rank now enters."""
+        """Count the collective that this rank enters next.
+
+        Args:
+            operation: name of the collective, for the hang report.
+        """
         self.steps, self.operation = self.steps + 1, operation
 
 
 def wait_for_peers(work: dist.Work) -> None:
-    """Wait for an asynchronous collective. The name of this function is in the stack of a rank that waits here.
+    """Wait for an asynchronous collective.
 
-    torch's own `Work.wait` is C++ and leaves no frame in Python's stack.
+    A rank that waits here has the name of this function in its Python stack. torch's own `Work.wait` is written in C++ and has
+    no frame in the Python stack.
     """
     work.wait()
 
 
 @contextmanager
 def roll_call(timeout_s: float) -> Iterator[RollCall]:
-    """Watch the collectives of the block. If no rank makes progress for `timeout_s`, report those behind and end the job.
+    """Context manager that detects a hang of the collectives in its block. Every rank must enter the block.
 
-    A rank is behind if it has entered fewer collectives than others. If all have entered the same number, it is the rank that
-    does not respond (stopped, or C++ code holds the interpreter's lock). If all respond, it is the rank whose main thread does
-    not wait while others do. The rank behind prints the report and exits with `EXIT_CODE`; the others exit after it. Every
-    rank enters the block.
+    If no rank makes progress for `timeout_s` seconds, a report names the ranks that are behind, and the job ends. A rank is
+    behind if it has entered fewer collectives than other ranks. If all ranks have entered the same number, the rank that does
+    not respond is behind: the rank is stopped, or C++ code holds the interpreter's lock. If all ranks respond, the rank whose
+    main thread does not wait while other ranks wait is behind. The rank that is behind prints the report and exits with
+    `EXIT_CODE`. The other ranks exit after it.
     """
     global _blocks
     _blocks += 1
@@ -94,7 +100,7 @@ def roll_call(timeout_s: float) -> Iterator[RollCall]:
     if here.size == 1:
         yield counter
         return
-    # A connection of its own: the group's connection may block in the collective that hangs.
+    # Open a second connection, because the group's connection may be blocked in the collective that hangs.
     store = job_store(f"hang_detection/{_blocks}")
     watch = threading.Thread(
         target=_watch, args=(counter, here, store, timeout_s, done), name="hyperion-hang-detection", daemon=True
@@ -115,12 +121,12 @@ def _watch(counter: RollCall, here: World, store: Store, timeout_s: float, done:
     try:
         _follow(counter, here, store, timeout_s, done)
     except (dist.DistStoreError, dist.DistNetworkError) as error:
-        # The launcher serves the store. If it is gone the job is ending, and another process reports why.
+        # The launcher runs the server of the store. If the server is gone, the job is ending, and another process reports why.
         print(f"rank {here.rank}: hang detection ends, the job's store does not respond: {error}", file=sys.stderr)
 
 
 def _follow(counter: RollCall, here: World, store: Store, timeout_s: float, done: threading.Event) -> None:
-    """Publish this rank's progress and read the others', until the block is done or no rank makes progress."""
+    """Publish the progress of this rank and read the progress of all ranks, until the block ends or no rank makes progress."""
     last_steps, since = None, time.monotonic()
     while True:
         finished = done.is_set()
@@ -161,27 +167,30 @@ def _main_frames() -> tuple[str, ...]:
 
 
 def ranks_behind(ranks: list[RankProgress]) -> list[int]:
-    """Return the ranks that the others wait for, by the rules of `roll_call`; empty if no rank differs from the others.
+    """Return the ranks that are behind, as defined in `roll_call`. The list is empty if no rank differs from the others.
 
     Args:
-        ranks: progress by rank.
+        ranks: progress of each rank, in rank order.
     """
     most = max(_steps(ranks))
     for differs in (lambda one: one.steps < most, lambda one: not one.frames, lambda one: not one.waiting):
         behind = [rank for rank, one in enumerate(ranks) if differs(one)]
         if behind and len(behind) < len(ranks):
-            # Of several, only those furthest behind: the others wait for them.
+            # If several ranks are behind, return only the ranks with the fewest collectives: the other ranks wait for these.
             least = min(ranks[rank].steps for rank in behind)
             return [rank for rank in behind if ranks[rank].steps == least]
     return []
 
 
 def _exit(here: World, ranks: list[RankProgress], hung_s: float, done: threading.Event) -> None:
-    """Print the report and end the process, the rank behind first if it can. The main thread may hang, so it is not asked."""
+    """Print the report and end the process. A rank that is behind exits first if it can.
+
+    The main thread may hang, so this thread ends the process without it.
+    """
     behind = ranks_behind(ranks)
     first = min(behind or range(here.size))
     if here.rank not in behind and here.rank != first and done.wait(_EXIT_S):
-        return  # the main thread continued: it lost its peer, or the peer made progress after all
+        return  # the main thread continued: its collective failed, or the other rank made progress in the meantime
     print(hang_report(ranks, hung_s), file=sys.stderr)
     sys.stderr.flush()
     sys.stdout.flush()
@@ -189,12 +198,17 @@ def _exit(here: World, ranks: list[RankProgress], hung_s: float, done: threading
 
 
 def hang_report(ranks: list[RankProgress], hung_s: float) -> str:
-    """Format the hang report: missing ranks, the collective they missed, and their stacks (all ranks' if none is missing)."""
+    """Format the hang report: the missing ranks, the collective that they missed, and their stacks.
+
+    If no rank is missing, the report contains the stacks of all ranks.
+    """
     behind = ranks_behind(ranks)
     lines = [f"no rank made progress for {hung_s:.0f} s"]
     if not behind:
-        lines += ["all ranks entered the same collective and it does not end: suspect their connection, no single rank"]
-    lines += [f"rank {rank} is missing: the last it entered was {ranks[rank].reached}" for rank in behind]
+        lines += [
+            "all ranks entered the same collective, which does not finish: suspect the connection between the ranks, not one rank"
+        ]
+    lines += [f"rank {rank} is missing: the last collective that it entered was {ranks[rank].reached}" for rank in behind]
     lines += [f"rank {rank} reached {one.reached}" for rank, one in enumerate(ranks) if rank not in behind]
     for rank in behind or range(len(ranks)):
         frames = "".join(ranks[rank].frames[-_FRAMES:]).rstrip()

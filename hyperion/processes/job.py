@@ -1,7 +1,7 @@
-"""A job: a function that runs in a fresh process, with its own memory, settings and exit code.
+"""Jobs: functions that run in fresh processes, each with its own memory, settings and exit code.
 
-The launcher streams the worker's output, enforces a timeout, and raises the worker's error. The worker ends when its
-launcher ends.
+The launcher is the process that starts the job, and the worker is the process that runs it. The launcher streams the output
+of the worker, enforces a timeout, and raises the worker's error. The worker ends when its launcher ends.
 """
 
 import importlib
@@ -19,18 +19,20 @@ from pathlib import Path
 from hyperion.errors import HyperionError
 from hyperion.processes.child_process import GRACE_S, child_environment, start
 
-# Exit code of a worker that received SIGTERM, saved its state and can be started again: EX_TEMPFAIL of <sysexits.h>.
+# Exit code of a worker that received SIGTERM and saved its state, and that can be started again. The value is EX_TEMPFAIL in
+# <sysexits.h>.
 INTERRUPTED = 75
-KILLED_REMEDY = "the system kills with SIGKILL when memory runs out: choose smaller sizes, or free memory, and run again"
+KILLED_REMEDY = "the operating system sends SIGKILL when memory runs out: choose smaller sizes or free memory, then run again"
 _PROGRESS = "@progress "
 _LAST_LINES = 40
 
 
 class JobError(HyperionError):
-    """A worker raised, was killed, or timed out.
+    """Raised when a worker raised an exception, was killed, or exceeded its timeout.
 
     Attributes:
-        exit_code: that of the worker's HyperionError; 75 if the worker received SIGTERM and saved its state.
+        exit_code: exit code of a command that fails with this error. It is the exit code of the HyperionError that the worker
+            raised, and 75 if the worker received SIGTERM and saved its state.
     """
 
     def __init__(self, what: str, *, where: object = None, next_step: str | None = None, exit_code: int = 2):
@@ -40,17 +42,17 @@ class JobError(HyperionError):
 
 @dataclass(frozen=True)
 class Job:
-    """What a worker process runs.
+    """A function to run in a worker process, with its arguments and the options of the process.
 
     Args:
-        function: called in the worker as `function(**params)`; returns a JSON-able dict. It is defined at the top level of a
-            module, from which the worker imports it.
-        params: JSON-able keyword arguments.
-        timeout_s: seconds after which the worker gets SIGTERM, and SIGKILL 30 s later.
-        python: interpreter of the worker.
-        ranks: number of ranks on all nodes together (`run_ranks`); None for one plain worker (`run_job`).
-        nodes: number of hosts, which share the ranks evenly. Each host calls `run_ranks` with the same job.
-        rendezvous: torchrun's rendezvous endpoint "host:port"; "" on a single host.
+        function: the worker calls `function(**params)`, which returns a dict that can be written as JSON. The function must
+            be defined at the top level of a module, because the worker imports it from there.
+        params: keyword arguments of the function, which can be written as JSON.
+        timeout_s: seconds after which the worker receives SIGTERM. It receives SIGKILL 30 s later.
+        python: path of the Python interpreter of the worker.
+        ranks: total number of ranks on all nodes, for `run_ranks`; None for one worker without ranks, for `run_job`.
+        nodes: number of hosts. Each host runs the same number of ranks and calls `run_ranks` with the same job.
+        rendezvous: rendezvous endpoint of torchrun, as "host:port"; "" on a single host.
 
     Raises:
         HyperionError: the worker cannot import the function.
@@ -69,7 +71,7 @@ class Job:
 
     @property
     def entry(self) -> str:
-        """The function as "package.module:name"."""
+        """The name of the function, as "package.module:name"."""
         return entry_of(self.function)
 
     @property
@@ -78,17 +80,17 @@ class Job:
         return (self.ranks or 1) // self.nodes
 
     def request(self) -> dict:
-        """Return the job as JSON-able values, for the process that runs it."""
+        """Return the job as a dict that can be written as JSON, for the process that runs it."""
         values = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "function"}
         return values | {"entry": self.entry}
 
 
 def entry_of(function: Callable) -> str:
-    """Return "package.module:name", by which another process imports the function.
+    """Return the name of a function as "package.module:name", so that another process can import the function.
 
     Raises:
-        HyperionError: it is not at the top level of a module that can be imported: a lambda, a nested function, a method, or
-            a function of a notebook or a script.
+        HyperionError: the function is not defined at the top level of a module that can be imported. Examples are a lambda, a
+            nested function, a method, and a function of a notebook or a script.
     """
     module, name = getattr(function, "__module__", None), getattr(function, "__qualname__", "")
     if not module or module == "__main__" or not name.isidentifier():
@@ -101,7 +103,7 @@ def entry_of(function: Callable) -> str:
 
 
 def load_entry(entry: str) -> Callable:
-    """Import the function that `entry_of` named."""
+    """Import the function with this name, as `entry_of` returns it."""
     module, name = entry.split(":")
     return getattr(importlib.import_module(module), name)
 
@@ -111,15 +113,16 @@ def run_job(
     on_line: Callable[[str], object] = print,
     on_progress: Callable[[int, int, str], object] = lambda done, total, note: None,
 ) -> dict:
-    """Run a job in a fresh process that inherits the environment, and return what its function returned.
+    """Run a job in a fresh process, and return the result of its function. The process inherits the environment.
 
     Args:
-        on_line: called with each line the worker prints.
-        on_progress: called with (done, total, note) for each `report_progress` of the worker.
+        on_line: called with each line that the worker prints.
+        on_progress: called with (done, total, note) for each call of `report_progress` in the worker.
 
     Raises:
-        JobError: the worker raised, was killed by a signal, or exceeded its timeout. The message is that of the worker's
-            HyperionError; for any other error it contains the last lines of the worker's log.
+        JobError: the worker raised an exception, was killed by a signal, or exceeded its timeout. If the worker raised a
+            HyperionError, the JobError has the same message. Otherwise the message contains the last lines of the worker's
+            log.
     """
     if job.ranks is not None:
         raise JobError(
@@ -148,19 +151,19 @@ def run_job(
 
 
 def report_progress(done: int, total: int, note: str = "") -> None:
-    """Report the progress of a worker to its launcher, which calls its `on_progress`."""
+    """Report the progress of this worker to its launcher. The launcher then calls `on_progress` with the same arguments."""
     print(_PROGRESS + json.dumps([done, total, note]), flush=True)
 
 
 class OutputHandler:
-    """Pass a worker's lines and progress reports on, and store its last lines for an error message.
+    """Call functions for the lines and the progress reports of a worker, and store its last lines for an error message.
 
     Args:
-        on_line: called with each line, without its newline.
+        on_line: called with each line, without the newline.
         on_progress: called with (done, total, note) for each progress report.
 
     Attributes:
-        last_lines: the last 40 lines.
+        last_lines: the last 40 lines that the worker printed, without progress reports.
     """
 
     def __init__(self, on_line: Callable[[str], object], on_progress: Callable[[int, int, str], object]):
@@ -168,7 +171,7 @@ class OutputHandler:
         self.last_lines: list[str] = []
 
     def handle(self, line: str) -> None:
-        """Handle one line, which ends with its newline."""
+        """Handle one line. The line ends with a newline."""
         if line.startswith(_PROGRESS):
             self.on_progress(*json.loads(line.removeprefix(_PROGRESS)))
             return
@@ -178,13 +181,16 @@ class OutputHandler:
 
 
 def last_lines(log: str) -> str:
-    """Return the last 40 lines of a log, without progress reports and without the C++ frames and module lists of a crash."""
+    """Return the last 40 lines of a log.
+
+    Progress reports are omitted, and also the C++ frames and the list of modules that a crash prints.
+    """
     noise = (_PROGRESS, "frame #", "Extension modules:")
     return "".join([line for line in log.splitlines(keepends=True) if not line.startswith(noise)][-_LAST_LINES:])
 
 
 def _stream(worker: subprocess.Popen[str], timeout_s: float, output: OutputHandler) -> bool:
-    """Pass the worker's output on until it ends. Return True if it timed out."""
+    """Handle the output of the worker until the worker ends. Return True if the worker exceeded its timeout."""
     timed_out = threading.Event()
 
     def on_timeout():
@@ -206,7 +212,10 @@ def _stream(worker: subprocess.Popen[str], timeout_s: float, output: OutputHandl
 
 
 def _end(worker: subprocess.Popen[str]) -> None:
-    """Leave no process behind, also when the launcher is interrupted. The worker gets `GRACE_S` to save its state."""
+    """End the worker if it is still running, for example because the launcher was interrupted.
+
+    The worker has `GRACE_S` seconds to save its state.
+    """
     if worker.poll() is None:
         worker.terminate()
         try:
@@ -219,13 +228,13 @@ def _end(worker: subprocess.Popen[str]) -> None:
 
 
 def _worker_error(answer: Path, code: int) -> JobError:
-    """The HyperionError that the worker raised."""
+    """Return the HyperionError that the worker raised, as a JobError."""
     error = json.loads(answer.read_text())["error"]
     return JobError(error["what"], where=error["where"], next_step=error["next_step"], exit_code=code)
 
 
 def _exit_error(job: Job, worker: subprocess.Popen[str], lines: list[str]) -> JobError:
-    """The error of a worker that wrote no answer: its exit code or signal, and its last lines."""
+    """Return the error for a worker that wrote no answer, with its exit code or signal and its last lines."""
     code = worker.returncode
     cause = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"failed with exit code {code}"
     remedy = KILLED_REMEDY if code == -signal.SIGKILL else "read the traceback above"

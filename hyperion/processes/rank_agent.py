@@ -1,7 +1,10 @@
-"""torchrun on one node: `python -m hyperion.processes.rank_agent FOLDER`.
+"""The rank agent runs torchrun on one node: `python -m hyperion.processes.rank_agent FOLDER`.
 
-It runs torch.distributed.run and adds three things: it ends with its launcher and leaves no process behind, it refuses a job
-whose module is not found before it starts N interpreters, and it writes how each rank ended.
+It calls torch.distributed.run and adds three things:
+
+- When its launcher ends, the agent ends too, and no process of the job remains.
+- If the module of the job cannot be found, the agent reports an error before it starts any rank.
+- It writes to a file how each rank ended.
 """
 
 import contextlib
@@ -27,7 +30,7 @@ _POLL_S = 0.1
 
 
 def main(folder: str) -> None:
-    """Run the ranks of the job in this folder. The exit code is 0 if all of them succeeded."""
+    """Run the ranks of the job in this folder. The exit code is 0 if all ranks succeeded."""
     files = JobFolder(Path(folder))
     request = read_json(files.request)
     die_with(request["launcher"])
@@ -37,7 +40,7 @@ def main(folder: str) -> None:
     except HyperionError as error:
         write_json(files.ends, {"error": error.as_dict()})
         sys.exit(error.exit_code)
-    # Divide the cores among the ranks, unless the user did: torchrun would give each rank a single thread.
+    # Divide the cores among the ranks, unless the user has set OMP_NUM_THREADS. torchrun would set it to 1 for each rank.
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, read_cpu().cores // (request["ranks"] // request["nodes"]))))
     ranks = _Ranks()
     try:
@@ -45,7 +48,7 @@ def main(folder: str) -> None:
     finally:
         ranks.end()
         if has_ended(request["launcher"]):
-            shutil.rmtree(folder, ignore_errors=True)  # the launcher can no longer remove it
+            shutil.rmtree(folder, ignore_errors=True)  # because the launcher has ended and cannot remove the folder
 
 
 def _run(command: list[str], files: JobFolder, ranks: "_Ranks") -> None:
@@ -54,16 +57,17 @@ def _run(command: list[str], files: JobFolder, ranks: "_Ranks") -> None:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
 
-    # torchrun starts ranks with this method. Ours gives each rank a session, so that its children can be ended with it.
+    # torchrun starts ranks with this method. Replace it, so that each rank has its own session and its child processes can be
+    # ended together with the rank.
     SubprocessHandler._popen = lambda handler, args, env: ranks.start(args, env)  # pyright: ignore[reportAttributeAccessIssue]
     try:
         torchrun.main(command)
     except ChildFailedError as failed:
-        # torchrun records times in whole seconds.
+        # The times are in whole seconds, as torchrun records them.
         ends = {rank: {"code": end.exitcode, "time": end.timestamp} for rank, end in failed.failures.items()}
         write_json(files.ends, {"ends": ends})
         sys.exit(1)
-    except SignalException:  # torchrun received SIGTERM and ended the ranks itself, some with SIGKILL: no rank failed
+    except SignalException:  # torchrun received SIGTERM and ended the ranks, some of them with SIGKILL. No rank failed.
         raise
     except Exception:
         write_json(files.ends, {"ends": ranks.exit_codes()})
@@ -71,7 +75,7 @@ def _run(command: list[str], files: JobFolder, ranks: "_Ranks") -> None:
 
 
 class _Ranks:
-    """The ranks that torchrun starts here, each in its own session."""
+    """The ranks of this node. Each rank runs in its own session."""
 
     def __init__(self):
         self.processes: list[psutil.Process] = []
@@ -87,18 +91,19 @@ class _Ranks:
         return process
 
     def exit_codes(self) -> dict[int, dict]:
-        """Return the exit codes of ranks that ended by themselves, for a torchrun that raised before it reported them.
+        """Return the exit codes of the ranks that ended without a signal from torchrun.
 
-        Ranks that torchrun ended before it raised ended by SIGTERM, and are omitted.
+        This is used if torchrun raises an error before it reports the exit codes. Ranks whose exit code is SIGTERM are
+        omitted, because torchrun ended them.
         """
         codes = {rank: handle.poll() for rank, handle in self._handles.items()}
         return {rank: {"code": code} for rank, code in codes.items() if code not in (None, -signal.SIGTERM)}
 
     def end(self) -> None:
-        """Leave no process behind.
+        """End all ranks and their child processes.
 
-        torchrun ends its ranks, unless a second signal interrupts it: when a launcher with threads is killed, Linux sends one
-        SIGTERM per thread, and the second ends torchrun while its ranks still save their state.
+        torchrun usually ends its ranks itself, but a second signal interrupts it. When a launcher with several threads is
+        killed, Linux sends one SIGTERM per thread. The second SIGTERM ends torchrun while the ranks still save their state.
         """
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         alive = [rank for rank in self.processes if is_alive(rank)]
@@ -115,7 +120,7 @@ def arguments(request: dict, folder: str) -> list[str]:
     """Return torchrun's command line for a job."""
     rendezvous = ["--standalone", "--nnodes=1"]
     if request["rendezvous"]:
-        # Nodes of the same job find each other by this id, and two jobs that use one address in turn do not mix.
+        # The nodes of a job find each other by this id. Different jobs that use the same address have different ids.
         job = json.dumps([request[key] for key in ("entry", "params", "ranks", "nodes")], sort_keys=True)
         rendezvous = [
             f"--nnodes={request['nodes']}",
@@ -138,14 +143,14 @@ def arguments(request: dict, folder: str) -> list[str]:
 
 
 def require_module(module: str) -> None:
-    """Raise a HyperionError if ranks cannot find the module. It is not imported here: the ranks do that."""
+    """Raise a HyperionError if the module cannot be found. This function does not import the module; the ranks import it."""
     try:
         found = importlib.util.find_spec(module) is not None
-    except ModuleNotFoundError:  # of the package
+    except ModuleNotFoundError:  # the package that contains the module is missing
         found = False
     if not found:
         raise HyperionError(
-            f"there is no module {module!r}",
+            f"the module {module!r} cannot be found",
             where="function of a job",
             next_step=f"add its folder to PYTHONPATH, so that {sys.executable} finds it",
         )

@@ -1,7 +1,8 @@
 """Find the root-cause rank of a failed job and explain its failure.
 
-When one rank fails, the others fail with it: they lose their connection, or the launcher ends them. The functions here find
-the first failure from the exit codes, the records that ranks wrote, and their stacks.
+When one rank fails, the other ranks fail too: they lose their connection to it, or the launcher ends them. The functions of
+this module find the first failure. They use the exit codes, the results and errors that the ranks wrote to files, and the
+stacks of the ranks.
 """
 
 import re
@@ -15,18 +16,19 @@ from hyperion.processes.job import INTERRUPTED, KILLED_REMEDY, Job, JobError, la
 _FRAMES = 8
 _WATCHDOG = "collective operation timeout"
 _FRAME = re.compile(r'  File "(?P<file>.+)", line (?P<line>\d+) in (?P<function>.+)')
-# Files of a rank that waits for other ranks, and files through which every rank's entry is called.
+# _WAITING: a rank waits for other ranks if its stack contains a file with one of these paths. _CALLERS: files from which the
+# function of the job is called on every rank; their frames are omitted.
 _WAITING = ("torch/distributed/", "torch\\distributed\\")
 _CALLERS = ("<frozen ", "/runpy.py", "/hyperion/processes/worker.py", "/contextlib.py")
 
 
 class RankError(JobError):
-    """The first rank to fail; failures caused by it are omitted.
+    """Raised when a job on ranks fails. It describes the first rank that failed, not the failures that this rank caused.
 
     Attributes:
-        rank: number of the rank; None when no single rank is the cause, for example in a hang of all ranks.
-        signal: name of the signal that killed it, such as "SIGKILL"; "" if none did.
-        exit_code: 75 when the ranks received SIGTERM and saved their state.
+        rank: number of the rank; None if no single rank is the cause, for example in a hang of all ranks.
+        signal: name of the signal that killed the rank, such as "SIGKILL"; "" if no signal killed it.
+        exit_code: exit code of a command that fails with this error; 75 if the ranks received SIGTERM and saved their state.
     """
 
     def __init__(
@@ -48,11 +50,11 @@ class RankExit:
     """How a rank ended.
 
     Args:
-        record: what the rank wrote about its result or error (see worker.py); None if it wrote nothing.
-        code: exit code, or the negative number of a signal; None if torchrun reported none.
-        time: when torchrun noticed the exit, in whole seconds since 1970.
-        killed_by_launcher: the launcher killed it because another rank had failed.
-        failed_first: the launcher saw it among the first ranks that were gone.
+        record: result or error that the rank wrote to its file (see worker.py); None if the rank wrote nothing.
+        code: exit code, or the negative number of the signal; None if torchrun reported no exit code.
+        time: time at which torchrun noticed the exit, in whole seconds since 1970.
+        killed_by_launcher: True if the launcher killed the rank because another rank had failed.
+        failed_first: True if the rank had failed when the launcher first saw a failed rank.
     """
 
     rank: int
@@ -64,31 +66,31 @@ class RankExit:
 
     @property
     def succeeded(self) -> bool:
-        """True if the entry returned and the rank left the group."""
+        """True if the function of the job returned and the rank left the process group."""
         return self.record is not None and "answer" in self.record
 
     @property
     def error(self) -> dict | None:
-        """The record of the error that the rank raised; None if it raised none or could not write it."""
+        """The record of the error that the rank raised; None if the rank raised no error or could not write it."""
         return None if self.succeeded else self.record
 
 
 def first_failure(exits: list[RankExit]) -> RankExit | None:
-    """Return the exit of the root-cause rank; None if no rank failed, or all were killed by the launcher."""
+    """Return the exit of the root-cause rank; None if no rank failed, or the launcher killed all ranks that failed."""
     failed = [end for end in exits if not end.succeeded and not end.killed_by_launcher and (end.error or end.code is not None)]
     return min(failed, key=_cause_order, default=None)
 
 
 def _cause_order(end: RankExit) -> tuple[int, bool, float]:
-    """Sort key: the more likely cause first, then the earlier one."""
+    """Return a sort key. It puts more likely causes first, and orders equally likely causes by time."""
     if end.error:
         likelihood = 3 if end.error["lost_peer"] else 2 if end.error["exit_code"] == INTERRUPTED else 1
         return likelihood, False, end.error["time"]
     code = end.code or 0
     if code == -signal.SIGTERM:  # torchrun ends the other ranks with SIGTERM
         return 4, not end.failed_first, end.time
-    # NCCL's watchdog aborts a rank whose collective timed out. The abort is the cause only if no other failure happened
-    # before it or in the same second.
+    # NCCL's watchdog aborts a rank whose collective timed out. The abort is the root cause only if no other failure happened
+    # earlier or in the same second.
     aborted = code == -signal.SIGABRT or code >= 0
     return (1, False, end.time + 1) if aborted else (0, not end.failed_first, end.time)
 
@@ -96,7 +98,7 @@ def _cause_order(end: RankExit) -> tuple[int, bool, float]:
 def collective_timed_out(end: RankExit, log: str) -> bool:
     """Return True if the rank failed because a collective exceeded the group's timeout.
 
-    Gloo raises an error then; NCCL's watchdog aborts the process and writes to the log.
+    In this case Gloo raises an error. NCCL's watchdog aborts the process and writes a message to the log.
     """
     if end.error:
         return end.error["timed_out"]
@@ -104,11 +106,14 @@ def collective_timed_out(end: RankExit, log: str) -> bool:
 
 
 def rank_error(job: Job, end: RankExit, log: str, where: str) -> RankError:
-    """Return the error of the failed rank: its HyperionError, its traceback, or its signal and the end of its log.
+    """Return the error of a failed rank.
+
+    Its message is that of the HyperionError that the rank raised. For another exception the message contains the traceback. If
+    there was no exception, the message contains the signal or exit code and the end of the log.
 
     Args:
         log: everything that this rank printed.
-        where: the error's `where`.
+        where: value for the field `where` of the error.
     """
     name = f"rank {end.rank} of {job.ranks}"
     if end.error and (error := end.error["error"]):
@@ -122,7 +127,7 @@ def rank_error(job: Job, end: RankExit, log: str, where: str) -> RankError:
             remedy = "another rank exited or never joined, and logged no error: see the logs of all ranks and nodes"
         what = f"{name} raised {end.error['raised']}\n{end.error['traceback'].rstrip()}"
         return RankError(what, rank=end.rank, where=where, next_step=remedy)
-    code, killer, remedy = end.code or 0, "", "read the end of its log, above"
+    code, killer, remedy = end.code or 0, "", "read the end of its log above"
     cause = f"failed with exit code {code}" if code else "ended without an answer"
     if code < 0:
         killer = signal.Signals(-code).name
@@ -134,12 +139,12 @@ def rank_error(job: Job, end: RankExit, log: str, where: str) -> RankError:
 
 @dataclass(frozen=True)
 class RankStack:
-    """Where a rank was when it received SIGUSR1.
+    """The stack of a rank at the time when it received SIGUSR1.
 
     Args:
-        frames: of its main thread, innermost first, as "function (file.py:12)"; empty if it wrote none.
-        waiting: it was waiting for other ranks.
-        finished: its entry had returned.
+        frames: frames of the main thread, innermost first, as "function (file.py:12)"; empty if the rank wrote no stack.
+        waiting: True if the rank was waiting for other ranks.
+        finished: True if the function of the job had returned on this rank.
     """
 
     rank: int
@@ -157,7 +162,12 @@ class RankStack:
 
 
 def read_stack(rank: int, stack: str, finished: bool) -> RankStack:
-    """Parse faulthandler's dump of a rank. Its last block is the main thread."""
+    """Parse the stack that faulthandler wrote on a rank. The last block of the text is the stack of the main thread.
+
+    Args:
+        stack: text that faulthandler wrote.
+        finished: True if the function of the job had returned on this rank.
+    """
     frames = [
         (match["file"], f"{match['function']} ({Path(match['file']).name}:{match['line']})")
         for match in _main_thread(stack)
@@ -173,13 +183,13 @@ def _main_thread(stack: str) -> Iterator[re.Match]:
 
 
 def missing_rank(stacks: list[RankStack]) -> int | None:
-    """Return the one rank that does not wait while all others wait for it; None if there is no such rank."""
+    """Return the only rank that does not wait for other ranks; None if the number of such ranks is not 1."""
     missing = [stack.rank for stack in stacks if not stack.waiting]
     return missing[0] if len(missing) == 1 < len(stacks) else None
 
 
 def job_timeout_error(job: Job, stacks: list[RankStack], where: str) -> RankError:
-    """Return the error of a job that exceeded its timeout, with the stack of every rank."""
+    """Return the error for a job that exceeded its timeout. The message contains the stack of every rank."""
     return RankError(
         f"{job.entry} on {job.ranks} ranks exceeded its timeout of {job.timeout_s:g} s and was ended\n{_lines(stacks)}",
         rank=missing_rank(stacks),
@@ -189,11 +199,13 @@ def job_timeout_error(job: Job, stacks: list[RankStack], where: str) -> RankErro
 
 
 def collective_timeout_error(job: Job, error: RankError, stacks: list[RankStack]) -> RankError:
-    """Return the error of a collective that exceeded the group's timeout. It names the missing rank, if there is one.
+    """Return the error for a collective that exceeded the timeout of the process group.
+
+    If exactly one rank did not join the collective, the message names this rank.
 
     Args:
-        error: of the rank whose collective timed out.
-        stacks: of every rank at that time.
+        error: error of the rank whose collective timed out.
+        stacks: stack of every rank at the time of the timeout.
     """
     stacks = [replace(stack, waiting=True) if stack.rank == error.rank else stack for stack in stacks]
     missing = missing_rank(stacks)

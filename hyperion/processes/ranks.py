@@ -1,4 +1,7 @@
-"""Run a job on ranks: torchrun as a subprocess, rank 0's output streamed, one log per rank, the root-cause rank in the error."""
+"""Run a job on several ranks, with torchrun in a subprocess.
+
+The output of rank 0 is streamed, and each rank has its own log. If the job fails, the error names the root-cause rank.
+"""
 
 import contextlib
 import errno
@@ -36,7 +39,8 @@ from hyperion.results.files import write_atomically
 _ENDED_BY_SIGTERM = 128 + signal.SIGTERM
 _PROBE_S = 2.0
 _POLL_S = 0.1
-# When a rank fails, torchrun sends SIGTERM to its peers. They cannot continue or save, and are killed after this time.
+# When a rank fails, torchrun sends SIGTERM to the other ranks. They can neither continue nor save their state, so the launcher
+# kills them after this number of seconds.
 _PEERS_GRACE_S = 5.0
 _STACKS_S = 2.0
 _REAP_S = 10.0
@@ -48,26 +52,26 @@ def run_ranks(
     on_progress: Callable[[int, int, str], object] = lambda done, total, note: None,
     log_folder: Path | None = None,
 ) -> list[dict]:
-    """Run a job on `job.ranks` ranks under torchrun and return what its function returned on each, in rank order.
+    """Run a job on `job.ranks` ranks under torchrun, and return the results of its function in rank order.
 
-    Each rank is in a process group (`process_group`) when the function is called. The environment is inherited, except for
-    torchrun's own variables. With several nodes, each calls this with the same job and gets the results of all ranks.
+    Each rank enters `process_group` before it calls the function. The ranks inherit the environment, except torchrun's own
+    variables. With several nodes, every node calls `run_ranks` with the same job and gets the results of all ranks.
 
     Args:
-        on_line: called with each line that rank 0 prints, on either stream.
-        on_progress: called with (done, total, note) for each `report_progress` of rank 0.
-        log_folder: folder for rank-<n>.log of every rank and torchrun.log; by default a temporary folder.
+        on_line: called with each line that rank 0 prints to stdout or stderr.
+        on_progress: called with (done, total, note) for each call of `report_progress` on rank 0.
+        log_folder: folder for the logs: rank-<n>.log of every rank, and torchrun.log. By default a temporary folder.
 
     Raises:
-        RankError: a rank raised or was killed, or the job exceeded its timeout. The error names the first rank to fail with
-            its signal or traceback; after a timeout it has the stack of every rank. Within seconds of a rank's death no
-            process of the job is left.
-        HyperionError: the job cannot run: its module is not found, it has more ranks than devices, or a port is taken. No
-            rank was started.
+        RankError: a rank raised an exception or was killed, or the job exceeded its timeout. The error names the first rank
+            that failed, with its signal or traceback. After a timeout the error contains the stack of every rank. All
+            processes of the job end within seconds after a rank has failed.
+        HyperionError: the job cannot run, because its module is not found, it has more ranks than devices, or a port is used
+            by another process. No rank was started.
     """
     require_launchable(job)
     if job.ranks_per_node > (cores := read_cpu().cores):
-        on_line(f"WARNING: {job.ranks_per_node} ranks share {cores} cores: they take turns, so measured times are meaningless")
+        on_line(f"WARNING: {job.ranks_per_node} ranks share {cores} CPU cores and cannot all run at once: times are meaningless")
     with tempfile.TemporaryDirectory(prefix="hyperion-ranks-") as temporary:
         folder = Path(temporary)
         logs = folder / "logs" if log_folder is None else log_folder.resolve()
@@ -97,9 +101,9 @@ class Torchrun:
     """torchrun as a subprocess in its own session.
 
     Args:
-        folder: for the files that the processes exchange (`JobFolder`).
-        logs: folder for one log per rank, and torchrun's own.
-        output: handles the lines of rank 0.
+        folder: folder for the files that the processes exchange (see `JobFolder`).
+        logs: folder for the log of each rank and the log of torchrun.
+        output: handler of the lines that rank 0 prints.
     """
 
     def __init__(self, job: Job, folder: Path, logs: Path, output: OutputHandler):
@@ -114,11 +118,11 @@ class Torchrun:
 
     @property
     def exit_code(self) -> int | None:
-        """torchrun's exit code; None while it runs."""
+        """Exit code of torchrun; None before it has ended."""
         return None if self.agent is None else self.agent.returncode
 
     def start(self) -> None:
-        """Start torchrun. Its ranks follow within seconds."""
+        """Start torchrun, and return at once. torchrun starts the ranks within seconds."""
         write_json(self.files.request, self.job.request() | {"launcher": os.getpid(), "logs": str(self.logs)})
         with open(torchrun_log(self.logs), "w", encoding="utf-8") as log:
             self.agent = start(
@@ -131,7 +135,7 @@ class Torchrun:
             )
 
     def follow(self, timeout_s: float) -> bool:
-        """Pass rank 0's output on until torchrun ends. Return True if `timeout_s` passed before."""
+        """Handle the output of rank 0 until torchrun ends. Return True if torchrun still runs after `timeout_s` seconds."""
         deadline = time.monotonic() + timeout_s
         while self._agent_runs():
             if time.monotonic() > deadline:
@@ -142,13 +146,13 @@ class Torchrun:
         return False
 
     def terminate(self) -> None:
-        """Send SIGTERM to every rank, through torchrun: they save their state."""
+        """Send SIGTERM to torchrun, which sends it to every rank, so that the ranks save their state."""
         self._terminating = True
         if self.agent is not None:
             self.agent.terminate()
 
     def end(self) -> None:
-        """Leave no process behind: SIGTERM, `GRACE_S` to save, then SIGKILL."""
+        """End all processes of the job: send SIGTERM, wait up to `GRACE_S` seconds, then send SIGKILL."""
         if self.agent is None:
             return
         try:
@@ -171,21 +175,24 @@ class Torchrun:
             self._read_output()
 
     def request_stacks(self) -> None:
-        """Send SIGUSR1 to every rank; `stacks` reads the answers. A rank that hangs in C++ answers too."""
+        """Send SIGUSR1 to every rank, so that it writes its stack to a file. `stacks` reads these files.
+
+        A rank that hangs in C++ code also writes its stack.
+        """
         alive = {rank: process for rank, process in self.ranks.items() if is_alive(process)}
         for process in alive.values():
             process.send_signal(signal.SIGUSR1)
         deadline = time.monotonic() + _STACKS_S
         while not all(map(self._stack, alive)) and time.monotonic() < deadline:
             time.sleep(_POLL_S)
-        time.sleep(_POLL_S)  # faulthandler writes frame by frame: wait for the last ones
+        time.sleep(_POLL_S)  # faulthandler writes one frame after the other: wait for the last frames
 
     def stacks(self) -> list[RankStack]:
-        """Return the stack of each rank of this node at its last signal."""
+        """Return the stack of each rank of this node at the time of the last SIGUSR1."""
         return [read_stack(rank, self._stack(rank), "answer" in (self._record(rank) or {})) for rank in self._local_ranks()]
 
     def exits(self) -> list[RankExit]:
-        """Return how each rank of this node ended, as far as is known."""
+        """Return how each rank of this node ended. Unknown fields have their default values."""
         codes = (read_json(self.files.ends) or {}).get("ends", {})
         return [
             RankExit(
@@ -199,11 +206,11 @@ class Torchrun:
         ]
 
     def refusal(self) -> dict | None:
-        """Return the error with which the agent refused to start ranks; None if it did not."""
+        """Return the error because of which the rank agent started no ranks; None if there is no such error."""
         return (read_json(self.files.ends) or {}).get("error")
 
     def answers(self) -> list[dict] | None:
-        """Return the answers of all ranks of all nodes in rank order; None if one is missing."""
+        """Return the results of all ranks of all nodes in rank order; None if a result is missing."""
         records = [self._record(rank) for rank in self._local_ranks()]
         answers = [record["answer"] for record in records if record and "answer" in record]
         if not answers or len(answers) < len(records):
@@ -217,7 +224,7 @@ class Torchrun:
         return self.agent is not None and self.agent.poll() is None
 
     def _poll_ranks(self) -> None:
-        """Read rank 0's output, and kill the peers of a failed rank when their time is over."""
+        """Handle new output of rank 0. After a rank has failed, wait `_PEERS_GRACE_S` seconds, then kill the other ranks."""
         self._find_ranks()
         self._read_output()
         if not self._failed_first:
@@ -240,7 +247,7 @@ class Torchrun:
                     self.ranks[rank] = psutil.Process(pid)
 
     def _has_failed(self, rank: int) -> bool:
-        """Return True if the rank ended without an answer and without saving its state after SIGTERM."""
+        """Return True if the rank has ended without a result, unless it saved its state after SIGTERM."""
         if is_alive(self.ranks[rank]):
             return False
         record = self._record(rank)
@@ -272,8 +279,10 @@ class Torchrun:
 
 @contextlib.contextmanager
 def _forward_sigterm(torchrun: Torchrun) -> Iterator[threading.Event]:
-    """Forward a SIGTERM that would end this process to the ranks, so that they save their state. Yield an event that is set
-    when one arrives. A handler that somebody else installed stays.
+    """Forward SIGTERM from this process to the ranks, so that the ranks save their state.
+
+    The context manager yields an event, which is set when SIGTERM arrives. It does not replace a SIGTERM handler that other
+    code has installed; in this case nothing is forwarded.
     """
     received = threading.Event()
     default = threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
@@ -290,7 +299,7 @@ def _forward_sigterm(torchrun: Torchrun) -> Iterator[threading.Event]:
         if default:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
     if received.is_set():
-        signal.raise_signal(signal.SIGTERM)  # the ranks have finished, and this process must still end
+        signal.raise_signal(signal.SIGTERM)  # the ranks have ended; now SIGTERM must also end this process
 
 
 def _saved(torchrun: Torchrun) -> bool:
@@ -313,7 +322,7 @@ def _failure(job: Job, torchrun: Torchrun, where: str) -> RankError:
     end = first_failure(torchrun.exits())
     if end is not None:
         log = rank_log(torchrun.logs, end.rank)
-        # A rank that fails before it opens its log writes to torchrun's.
+        # A rank that fails before it opens its own log writes to the log of torchrun.
         log = (log if log.exists() else torchrun_log(torchrun.logs)).read_text(errors="replace")
         error = rank_error(job, end, log, where)
         return collective_timeout_error(job, error, torchrun.stacks()) if collective_timed_out(end, log) else error
@@ -323,22 +332,22 @@ def _failure(job: Job, torchrun: Torchrun, where: str) -> RankError:
     return RankError(
         f"torchrun, the parent of the {job.ranks} ranks of {job.entry}, {cause}\n{lines}",
         where=where,
-        next_step="find out what ended it; its ranks were ended with it",
+        next_step="find out what ended torchrun; all ranks were ended with it",
         signal=signal.Signals(-code).name if code < 0 else "",
     )
 
 
 def require_launchable(job: Job, devices: int | None = None) -> None:
-    """Raise if the job's number of ranks, devices or port cannot work, before any process is started.
+    """Check the settings of a job before any process is started: ranks, nodes, rendezvous, timeout, GPUs and port.
 
     Args:
-        devices: number of GPUs that PyTorch sees on this node; None counts them. With 0 the ranks share the CPU.
+        devices: number of GPUs that PyTorch sees on this node; None counts the GPUs. With 0 the ranks share the CPU.
 
     Raises:
-        HyperionError: the message names the setting and what to change.
+        HyperionError: a setting is not possible. The message names the setting and the change to make.
     """
     _require_numbers(job)
-    import torch  # deferred: a job without ranks does not need it
+    import torch  # imported here, because a job without ranks does not need torch
 
     devices = torch.cuda.device_count() if devices is None else devices
     if devices and job.ranks_per_node > devices:
@@ -353,35 +362,39 @@ def _require_numbers(job: Job) -> None:
     if job.ranks is None or job.ranks < 1:
         raise _job_error(job, f"run_ranks was called with ranks={job.ranks}", "set ranks to 1 or more")
     if job.nodes < 1 or job.ranks % job.nodes:
-        raise _job_error(job, f"{job.nodes} nodes cannot share {job.ranks} ranks evenly", "set ranks to a multiple of the nodes")
+        raise _job_error(job, f"{job.nodes} nodes cannot share {job.ranks} ranks evenly", "set ranks to a multiple of nodes")
     if job.nodes > 1 and not job.rendezvous:
-        raise _job_error(job, f"{job.nodes} nodes need a rendezvous", 'set rendezvous="host:port", a host that all reach')
+        raise _job_error(
+            job, f"{job.nodes} nodes need a rendezvous", 'set rendezvous="host:port" with a host that all nodes reach'
+        )
     if job.rendezvous and not job.rendezvous.rpartition(":")[2].isdigit():
-        raise _job_error(job, f"{job.rendezvous!r} is no rendezvous", 'write it as "host:port"')
+        raise _job_error(job, f"the rendezvous {job.rendezvous!r} has no port number", 'write it as "host:port"')
     if job.timeout_s <= 0:
         raise _job_error(job, f"the timeout is {job.timeout_s} s", "set timeout_s above 0")
 
 
 def _require_free_port(job: Job) -> None:
-    """Raise if the rendezvous port of this host is taken by something other than another node's torchrun."""
+    """Raise an error if another process uses the rendezvous port of this host. The torchrun of another node may use it."""
     host, _, port = job.rendezvous.rpartition(":")
     host = host.strip("[]")
     try:
         addresses = socket.getaddrinfo(host, int(port), type=socket.SOCK_STREAM)
     except (OSError, OverflowError) as error:
         raise _job_error(
-            job, f"the rendezvous {job.rendezvous} has no address: {error}", "name a host that can be reached"
+            job, f"the host of the rendezvous {job.rendezvous} cannot be resolved: {error}", "name a host that can be reached"
         ) from error
     if not all(_is_free(family, address) for family, _, _, _, address in addresses):
         if job.nodes > 1 and _is_torch_store(host, int(port)):
             return
-        raise _job_error(job, f"port {port} is taken by another process", "choose another port, or omit rendezvous on one node")
+        raise _job_error(job, f"port {port} is used by another process", "choose another port, or omit rendezvous on one node")
 
 
 def _is_free(family: int, address: tuple) -> bool:
     """Return True if the local port is free; remote addresses are not checked."""
     with socket.socket(family, socket.SOCK_STREAM) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as torch does: a port that was just closed is free
+        probe.setsockopt(
+            socket.SOL_SOCKET, socket.SO_REUSEADDR, 1
+        )  # torch sets this option too: a port that was just closed counts as free
         try:
             probe.bind(address)
         except OSError as error:
@@ -390,7 +403,10 @@ def _is_free(family: int, address: tuple) -> bool:
 
 
 def _is_torch_store(host: str, port: int) -> bool:
-    """Return True if torch's store listens there. A thread asks: torch never stops waiting for another server's answer."""
+    """Return True if a TCPStore of torch listens on this port.
+
+    A thread connects to the port, because torch waits forever for an answer if another kind of server listens.
+    """
     import torch.distributed as dist
 
     from hyperion.processes.group import connect_store
@@ -413,14 +429,16 @@ def _job_error(job: Job, what: str, next_step: str) -> JobError:
 
 @dataclass(frozen=True)
 class JobFolder:
-    """Paths of the files. All are JSON and written atomically, except the stacks, which faulthandler writes.
+    """Paths of the files that the launcher, the rank agent and the ranks of a job exchange.
 
-    request: the job, the launcher's process number and the folder of the logs.
-    pid(rank): process number, written when the rank handles signals.
-    record(rank): {"answer": …}, or what the rank raised (see worker.py).
-    stack(rank): the rank's stack at the last SIGUSR1 or SIGTERM.
-    ends: exit codes of the ranks as torchrun saw them, or the error with which the agent refused the job.
-    answers: answers of all ranks of all nodes; only with several nodes.
+    All files are JSON and written atomically, except the stacks, which faulthandler writes.
+
+    request: the job, the process number of the launcher, and the folder of the logs.
+    pid(rank): process number of the rank, written when the rank is ready to handle signals.
+    record(rank): {"answer": …} with the result of the rank, or the error that the rank raised (see worker.py).
+    stack(rank): stack of the rank at the last SIGUSR1 or SIGTERM.
+    ends: exit codes of the ranks as torchrun reported them, or the error because of which the agent started no ranks.
+    answers: results of all ranks of all nodes. The file is written only with several nodes.
     """
 
     folder: Path
@@ -452,20 +470,20 @@ class JobFolder:
 
 
 def read_json(file: Path) -> Any:
-    """Return the file's content; None if there is no file."""
+    """Return the content of a JSON file; None if the file does not exist."""
     return json.loads(file.read_text()) if file.exists() else None
 
 
 def write_json(file: Path, content: object) -> None:
-    """Write the file atomically: a reader sees all of it or no file."""
+    """Write a JSON file atomically: another process sees the complete file or no file."""
     write_atomically(file, json.dumps(content).encode())
 
 
 def rank_log(logs: Path, rank: int) -> Path:
-    """Return the path of the file with everything that a rank prints."""
+    """Return the path of a rank's log, which contains everything that the rank prints."""
     return logs / f"rank-{rank}.log"
 
 
 def torchrun_log(logs: Path) -> Path:
-    """Return the path of the file with what torchrun prints, and what a rank prints before it opens its own log."""
+    """Return the path of torchrun's log. It also contains what a rank prints before the rank opens its own log."""
     return logs / "torchrun.log"

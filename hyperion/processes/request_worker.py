@@ -1,7 +1,8 @@
-"""A worker process that serves requests: one line of JSON in, one line of JSON out.
+"""Worker processes that serve requests. Each request and each reply is one line of JSON.
 
-Use it when the work of several processes must take turns. Between requests the worker blocks in a read and uses no CPU. It
-ends with the process that started it. What it prints goes to a log, whose end is part of an error's message.
+Use them when several processes must do their work one after the other. Between two requests a worker waits for input and uses
+no CPU time. A worker ends when the process that started it ends. Its output goes to a log, and an error message contains the
+end of this log.
 """
 
 import contextlib
@@ -24,7 +25,7 @@ from hyperion.processes.child_process import die_with, kill_session
 from hyperion.processes.job import KILLED_REMEDY, JobError, last_lines
 
 _LAUNCHER, _ANSWERS = "HYPERION_LAUNCHER", "HYPERION_ANSWERS"
-# Time in which a hanging worker writes its stack.
+# Time that a hanging worker has to write its stack, in seconds.
 _STACK_S = 0.5
 _EXIT_S = 2.0
 _POLL_S = 1.0
@@ -32,11 +33,11 @@ _LIBRARY = str(Path(hyperion.__file__).parent) + os.sep
 
 
 class RequestWorker:
-    """The client's side: start a Python process that calls `serve_requests`, and send it requests.
+    """Client of a worker process: start a Python process that calls `serve_requests`, and send requests to it.
 
     Args:
         name: name of the worker in error messages.
-        arguments: command-line arguments of the interpreter.
+        arguments: command-line arguments of the Python interpreter.
         environment: all environment variables of the worker.
 
     Attributes:
@@ -45,13 +46,15 @@ class RequestWorker:
 
     def __init__(self, name: str, arguments: Sequence[str], environment: dict[str, str]):
         self.name = name
-        # Append mode: the worker writes on while `_log_end` reads.
+        # In append mode the worker continues to write at the end of the file after `_log_end` has moved the position.
         self._log = tempfile.TemporaryFile("a+", errors="replace")  # noqa: SIM115 - closed by `close`
         self._received = b""
-        # Answers have their own pipe: text printed before `serve_requests` starts, by a sitecustomize say, is no answer.
+        # Answers have their own pipe. Otherwise, text that is printed before `serve_requests` starts, for example by a
+        # sitecustomize module, would be read as an answer.
         answers, end = os.pipe()
         self._answers = os.fdopen(answers, "rb", buffering=0)
-        # The worker leads a session: Ctrl-C reaches only this process, which then ends the worker and its children.
+        # The worker is the leader of a new session, so Ctrl-C reaches only this process. This process then ends the worker and
+        # its child processes.
         self._process = subprocess.Popen(
             [sys.executable, *arguments],
             stdin=subprocess.PIPE,
@@ -74,21 +77,26 @@ class RequestWorker:
         self.close()
 
     def call(self, function: str, timeout_s: float, /, **params: object) -> dict:
-        """Send a request and return its result; see `send` and `receive`."""
+        """Send a request, wait for its result, and return the result; see `send` and `receive`."""
         self.send(function, **params)
         return self.receive(timeout_s)
 
     def send(self, function: str, /, **params: object) -> None:
-        """Send a request with JSON-able parameters, and return at once."""
+        """Send a request, and return at once.
+
+        Args:
+            function: name of the function to call, as in the argument of `serve_requests`.
+            params: keyword arguments of the function, which can be written as JSON.
+        """
         with contextlib.suppress(BrokenPipeError):  # the worker has died: `receive` raises the error
             self._requests.write(json.dumps([function, params]).encode() + b"\n")
 
     def receive(self, timeout_s: float) -> dict:
-        """Return the result of the request that was sent.
+        """Wait for the result of the last request, and return the result.
 
         Raises:
-            JobError: the worker raised, died, or took longer than `timeout_s` seconds. The message has the worker's name and
-                its HyperionError, its traceback, or its stack.
+            JobError: the worker raised an exception, ended, or took longer than `timeout_s` seconds. The message contains
+                the name of the worker, and the message of its HyperionError, its traceback, or its log with its stack.
         """
         line = self._read_line(time.monotonic() + timeout_s)
         if line is None:
@@ -106,7 +114,7 @@ class RequestWorker:
         return reply["answer"]
 
     def close(self) -> None:
-        """Kill the worker and its children at once: they have no state to save."""
+        """Kill the worker and its child processes at once. They have no state to save."""
         kill_session(self.pid, ours=self._process.poll() is None)
         self._process.wait()
         for stream in (self._requests, self._answers, self._log):
@@ -117,7 +125,7 @@ class RequestWorker:
         return f"process {self.pid}"
 
     def _read_line(self, deadline: float) -> bytes | None:
-        """Return the next line without its newline, b"" if the worker has died, None at the deadline."""
+        """Return the next line without its newline; b"" if the worker has ended; None if the deadline has passed."""
         while b"\n" not in self._received:
             left_s = max(0.0, deadline - time.monotonic())
             if select.select([self._answers], [], [], min(left_s, _POLL_S))[0]:
@@ -125,7 +133,7 @@ class RequestWorker:
                 if not data:
                     return b""
                 self._received += data
-            elif self._process.poll() is not None:  # a child of the worker may hold the pipe open
+            elif self._process.poll() is not None:  # the worker has ended, but its child may keep the pipe open
                 return b""
             elif not left_s:
                 return None
@@ -149,7 +157,7 @@ class RequestWorker:
         try:
             code = self._process.wait(_EXIT_S)
         except subprocess.TimeoutExpired:
-            code = 0  # it closed its pipe and still runs
+            code = 0  # the worker has closed its pipe but is still running
         cause = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
         return JobError(
             f"{self.name} {cause}\n{self._log_end()}",
@@ -159,12 +167,13 @@ class RequestWorker:
 
 
 def serve_requests(functions: dict[str, Callable[..., dict]]) -> None:
-    """The worker's side: serve requests until the client closes the pipe.
+    """Serve requests in the worker process until the client closes the pipe.
 
-    What the functions print goes to the log; their standard input is empty.
+    The output of the functions goes to the log. Their standard input is empty.
 
     Args:
-        functions: by name. Each takes the request's parameters and returns a JSON-able dict.
+        functions: the functions that a request can call, by name. Each function takes the parameters of the request and
+            returns a dict that can be written as JSON.
     """
     die_with(int(os.environ.pop(_LAUNCHER)))
     requests, answers = os.fdopen(os.dup(0)), os.fdopen(int(os.environ.pop(_ANSWERS)), "w")
@@ -185,7 +194,7 @@ def serve_requests(functions: dict[str, Callable[..., dict]]) -> None:
 
 
 def _traceback(error: Exception) -> str:
-    """Format the traceback from the first frame outside this library; all of it if there is none."""
+    """Format the traceback, starting at the first frame outside this library. If there is no such frame, format all frames."""
     trace = error.__traceback__
     while trace is not None and trace.tb_frame.f_code.co_filename.startswith((_LIBRARY, "<frozen ")):
         trace = trace.tb_next

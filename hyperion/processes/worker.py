@@ -1,8 +1,9 @@
-"""The processes that run jobs and notebooks: `python -m hyperion.processes.worker KIND arguments`.
+"""Main program of the processes that run jobs and notebooks: `python -m hyperion.processes.worker KIND arguments`.
 
-job REQUEST ANSWER: the worker of a plain job.
-rank FOLDER AGENT: one rank of a job, started by torchrun.
-kernel LAUNCHER arguments: a notebook's kernel that ends with its launcher; the other arguments are ipykernel's.
+job REQUEST ANSWER: run a job without ranks. REQUEST and ANSWER are files.
+rank FOLDER AGENT: run one rank of a job. torchrun starts it; AGENT is the process number of the rank agent.
+kernel LAUNCHER arguments: run the kernel of a notebook, which ends when the process with the number LAUNCHER ends. The other
+    arguments are passed to ipykernel.
 """
 
 import contextlib
@@ -28,13 +29,14 @@ from hyperion.processes.ranks import JobFolder, rank_log, read_json, write_json
 if TYPE_CHECKING:
     from hyperion.processes.group import World
 
-# Gloo raises plain RuntimeErrors. With these texts: a peer closed its connection, or did not join in time.
+# Gloo raises RuntimeError for all errors. If the message contains one of these texts, another rank closed its connection or did
+# not join in time.
 _GLOO_MARKS = ("gloo/transport", "Connection closed by peer", "Connection reset by peer")
 _STACKS_S = 0.5
 
 
 def run_plain_job(request_file: str, answer_file: str) -> None:
-    """Call the job's function and write its result, or its HyperionError, to the answer file."""
+    """Call the function of the job, and write its result or its HyperionError to the answer file."""
     request = read_json(Path(request_file))
     die_with(request["launcher"])
     pin_to_cores()
@@ -47,17 +49,21 @@ def run_plain_job(request_file: str, answer_file: str) -> None:
 
 
 def run_kernel(launcher: str, *arguments: str) -> None:
-    """Tie this process to the launcher of that process number, then run ipykernel with the other arguments."""
+    """Run ipykernel with the given arguments, and end this process when its launcher ends.
+
+    Args:
+        launcher: process number of the launcher.
+    """
     die_with(int(launcher))
     pin_to_cores()
-    # With it ipykernel watches its parent, for systems where `die_with` gets no signal.
+    # ipykernel then watches its parent process. This is needed on systems where `die_with` requests no signal.
     os.environ["JPY_PARENT_PID"] = str(os.getppid())
     sys.argv[1:] = arguments
     runpy.run_module("ipykernel_launcher", run_name="__main__", alter_sys=True)
 
 
 def run_rank(folder: str, agent: str) -> None:
-    """Join the process group, call the entry, and write this rank's answer or error."""
+    """Join the process group, call the function of the job, and write the result or the error of this rank to a file."""
     files, rank = JobFolder(Path(folder)), int(os.environ["RANK"])
     request = read_json(files.request)
     _redirect_output(rank_log(Path(request["logs"]), rank))
@@ -75,9 +81,10 @@ def run_rank(folder: str, agent: str) -> None:
 
 
 def _dump_stack_on_signals(stack: Path) -> None:
-    """Write the stack on SIGUSR1, which the launcher sends, and on SIGTERM, unless the entry handles it. Log it on a crash.
+    """Write the stack to a file on SIGUSR1 and SIGTERM, and to the log on a crash.
 
-    faulthandler works without the interpreter, so a rank that hangs in C++ writes its stack too.
+    The launcher sends SIGUSR1. SIGTERM writes no stack if the function of the job installs its own handler. faulthandler does
+    not need the interpreter, so a rank that hangs in C++ code also writes its stack.
     """
     file = open(stack, "w")  # noqa: SIM115 - open until the process ends
     faulthandler.register(signal.SIGUSR1, file=file)
@@ -86,9 +93,10 @@ def _dump_stack_on_signals(stack: Path) -> None:
 
 
 def _work(request: dict, files: JobFolder, rank: int) -> tuple[dict | None, HyperionError | None]:
-    """Return the entry's answer, or the error by which it says that it saved its state after SIGTERM.
+    """Call the function of the job and return (its result, None).
 
-    In both cases the ranks leave the group in order.
+    If the function saved its state after SIGTERM, it raises a HyperionError with the exit code `INTERRUPTED`. In this case
+    return (None, the error). In both cases all ranks leave the process group normally.
     """
     from hyperion.processes.group import process_group
 
@@ -106,7 +114,7 @@ def _work(request: dict, files: JobFolder, rank: int) -> tuple[dict | None, Hype
 
 
 def _gather_answers(answer: dict, world: "World", files: JobFolder) -> None:
-    """Write the answers of all ranks on each node: a launcher cannot read the files of other nodes."""
+    """Write the results of all ranks to a file on each node, because a launcher cannot read the files of other nodes."""
     import torch.distributed as dist
 
     answers = [None] * world.size
@@ -117,7 +125,7 @@ def _gather_answers(answer: dict, world: "World", files: JobFolder) -> None:
 
 @contextlib.contextmanager
 def _record_errors(files: JobFolder, rank: int) -> Iterator[None]:
-    """Write whatever is raised inside, then end the process at once: a normal exit would wait for peers."""
+    """Write any exception of the block to a file, then end the process at once. A normal exit would wait for other ranks."""
     try:
         yield
     except BaseException as error:
@@ -130,7 +138,7 @@ def _record_errors(files: JobFolder, rank: int) -> Iterator[None]:
 
 
 def _record(files: JobFolder, rank: int, error: BaseException) -> dict:
-    """Write the error to the rank's record and to its log, and return the record."""
+    """Write the error to the record file and the log of the rank, and return the record."""
     message = error.as_dict() if isinstance(error, HyperionError) else None
     texts = [str(link).lower() for link in _chain(error)]
     lost_peer = any(map(_is_lost_peer, _chain(error)))
@@ -144,21 +152,21 @@ def _record(files: JobFolder, rank: int, error: BaseException) -> dict:
         "timed_out": lost_peer and any("timed out" in text or "timeout" in text for text in texts),
     }
     write_json(files.record(rank), record)
-    # The user sees rank 0's log. A HyperionError, or a peer's failure, needs no traceback there.
+    # The user sees the log of rank 0. The log needs no traceback for a HyperionError or for the failure of another rank.
     short = f"rank {rank} lost its peers: {record['raised']}" if lost_peer else record["raised"]
     print(short if lost_peer or message else record["traceback"], file=sys.stderr)
     return record
 
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:
-    """Yield the error, then its causes."""
+    """Yield the error, then its cause, the cause of that cause, and so on."""
     while error is not None:
         yield error
         error = error.__cause__ or error.__context__
 
 
 def _is_lost_peer(error: BaseException) -> bool:
-    """Return True if the error says that another rank is gone or late, so that this rank is not the root cause."""
+    """Return True if the error means that another rank has ended or is late, so that this rank is not the root cause."""
     import torch.distributed as dist
 
     if isinstance(error, dist.DistBackendError | dist.DistNetworkError | dist.DistStoreError):
@@ -167,14 +175,17 @@ def _is_lost_peer(error: BaseException) -> bool:
 
 
 def _from_entry(frames: TracebackType | None) -> TracebackType | None:
-    """Return the traceback without this file's frames, which every rank has."""
+    """Return the traceback without its first frames, which are in this file on every rank."""
     while frames is not None and frames.tb_next is not None and frames.tb_frame.f_code.co_filename == __file__:
         frames = frames.tb_next
     return frames
 
 
 def _request_peers_stacks(files: JobFolder) -> None:
-    """Send SIGUSR1 to the other ranks of this node, before torchrun ends them: the stack of a missing rank shows where it is."""
+    """Send SIGUSR1 to the other ranks of this node before torchrun ends them, so that they write their stacks.
+
+    The stack of a missing rank shows where the rank is.
+    """
     for pid in files.pids().values():
         with contextlib.suppress(psutil.NoSuchProcess):
             if pid != os.getpid() and psutil.Process(pid).ppid() == os.getppid():
@@ -183,7 +194,7 @@ def _request_peers_stacks(files: JobFolder) -> None:
 
 
 def _redirect_output(file: Path) -> None:
-    """Redirect stdout and stderr of this process, C++ code and child processes to one file, in order of writing."""
+    """Redirect stdout and stderr to one file. The output of C++ code and of child processes goes to this file too."""
     log = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     for stream in (1, 2):
         os.dup2(log, stream)

@@ -126,8 +126,11 @@ class _Call:
             return self.lanes.lasting_s([notebook for notebook in chosen if notebook.stem in seconds], seconds)
 
         self._print(f"{len(expected)} of {len(chosen)} notebooks to run, predicted {format_duration(total_s(expected))}")
-        if len(self.lanes.places) > 1:
-            self._print(f"notebooks that use one device run at the same time, on {len(self.lanes.places)} devices")
+        places = len(self.lanes.places)
+        if places > 1 and self.machine.profile == REPLAY:
+            self._print(f"up to {places} notebooks run at the same time, because a replay measures nothing")
+        elif places > 1:
+            self._print(f"notebooks that use one device run at the same time, on {places} devices")
         code = FINISHED
         with Display(self.console, expected, total_s) as display, warnings.catch_warnings():
             # Warnings in this process come from the code of nbformat and papermill. Warnings of cells are output of the cells.

@@ -5,12 +5,17 @@ import os
 import subprocess
 import sys
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import hyperion
 from hyperion.errors import HyperionError
 from hyperion.reproduce.kernels import library_environment
 
+if TYPE_CHECKING:
+    from hyperion.hardware import Device
+
 _MARK = "hyperion-machine:"
+_REPLAYED_AT_ONCE = 8  # a kernel with torch takes about 1 GB
 
 
 @dataclass(frozen=True)
@@ -22,8 +27,8 @@ class MachineProfile:
         settings: the settings of the profile that rows depend on, {"sizes": {experiment: sizes}, "synthetic", "allow_synthetic"}.
         setting: device and versions. A run with another setting is not continued.
         information: contents of run.json for a new run.
-        masks: one entry for each accelerator, if notebooks may use the accelerators at the same time. An entry holds the
-            environment variables that hide all other accelerators.
+        masks: one entry for each notebook that may run at the same time. An entry holds the environment variables that hide all
+            accelerators except the one of this notebook. For a replay, which measures nothing, the entries are empty.
     """
 
     profile: str
@@ -63,7 +68,6 @@ def _answer(profile: str, data_source: str, seed: int) -> dict:
     from hyperion.chapter.profiles import default_profile, load_profile, require_valid_sizes
     from hyperion.data.store.sources import require_known_source
     from hyperion.hardware import detect
-    from hyperion.hardware.facts import one_at_a_time
 
     require_known_source(data_source)
     device = detect()
@@ -76,8 +80,20 @@ def _answer(profile: str, data_source: str, seed: int) -> dict:
         "settings": chosen.settings(tuple(chosen.experiments)),
         "setting": setting,
         "information": run_information(name, data_source, seed),
-        "masks": one_at_a_time(device, torch.cuda.device_count(), os.environ),
+        "masks": _masks(name, device),
     }
+
+
+def _masks(profile: str, device: "Device") -> list[dict[str, str]]:
+    import torch
+
+    from hyperion.chapter.profiles import REPLAY
+    from hyperion.hardware.cpu import read_cpu
+    from hyperion.hardware.facts import one_at_a_time
+
+    if profile == REPLAY:
+        return [{}] * min(read_cpu().cores, _REPLAYED_AT_ONCE)
+    return one_at_a_time(device, torch.cuda.device_count(), os.environ)
 
 
 def _main(profile: str, data_source: str, seed: str) -> None:

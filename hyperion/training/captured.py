@@ -1,9 +1,9 @@
-"""Whole training steps as one unit of the device: compile options, and steps captured as CUDA (HIP) graphs.
+"""Training steps captured as CUDA (HIP) graphs, and torch.compile options for whole training steps.
 
-A step of a small model has hundreds of kernels, which the host launches one by one; if they are short, the device waits for
-the host. A graph contains all of them, forward and backward pass, clipping and update, and is launched once. It reads and
-writes the same tensors every time, so what changes from step to step, the batch and the learning rate, is copied into these
-tensors first. PyTorch has one interface for CUDA and HIP graphs.
+A step of a small model has hundreds of kernels, which the host launches one by one. If the kernels are short, the device waits
+for the host. A graph contains all kernels of the forward pass, the backward pass, clipping and the update, and the host launches
+it once. A graph reads and writes the same tensors in every replay. Therefore the batch and the learning rate, which change from
+step to step, are copied into these tensors before each replay. PyTorch has the same interface for CUDA and HIP graphs.
 """
 
 import time
@@ -17,23 +17,23 @@ from torch import Tensor, nn
 from hyperion.hardware import Device
 from hyperion.training.recipe import rng_state, set_rng_state
 
-# Before the capture, libraries must be loaded, convolution algorithms chosen, code compiled and optimizer state allocated:
-# none of these can happen during a capture.
+# Warm-up steps load libraries, choose convolution algorithms, compile code and allocate optimizer state. None of these is
+# possible during a capture.
 WARM_UP_STEPS = 3
 
 
 def compile_options(device: Device) -> dict[str, Any] | None:
     """Return the torch.compile options for whole training steps.
 
-    On an NVIDIA GPU independent small kernels are combined into one, such as casts of weights to 16 bits or the batch
-    counters of norms; in a graph each costs a microsecond more than its work. Not on AMD: there PyTorch 2.9 could store
-    wrong scalars from a combined kernel (pytorch/pytorch issue 168937).
+    On an NVIDIA GPU the compiler combines small independent kernels into one kernel. Examples are casts of weights to 16 bits
+    and the batch counters of norms. In a graph each kernel takes a microsecond in addition to its work. On an AMD GPU kernels
+    are not combined, because PyTorch 2.9 could store wrong scalars from a combined kernel (pytorch/pytorch issue 168937).
     """
     return {"combo_kernels": True} if device.kind == "cuda" else None
 
 
 def why_not_captured(device: Device, ranks: int, dtype: str) -> str:
-    """Return the reason why a step cannot be captured as a graph, "" if it can."""
+    """Return the reason why a step cannot be captured as a graph; "" if it can be captured."""
     if device.kind == "cpu":
         return "a CPU has no graphs"
     if ranks > 1:
@@ -44,22 +44,22 @@ def why_not_captured(device: Device, ranks: int, dtype: str) -> str:
 
 
 class CapturedStep:
-    """A step of one device captured as a graph: `captured(batch, learning_rate)` replays it.
+    """A training step on one device, captured as a graph. Call `captured(batch, learning_rate)` to replay the step.
 
-    The capture leaves weights, statistics, optimizer state and random generators unchanged. It uses memory for the step's
-    tensors, in the graph's own pool. Afterwards weights, buffers and optimizer state must stay the same tensors: copy new
-    values into them (see `same_tensors`).
+    The capture does not change weights, running statistics, optimizer state or random generators. The graph has its own memory
+    pool for the tensors of the step. After the capture, weights, buffers and optimizer state must remain the same tensors. To
+    change their values, copy new values into them (see `same_tensors`).
 
     Args:
-        step: runs a step on a batch and returns scalars on the device. It must leave no gradients behind, must not wait for
-            the device, and must run the same operations for all values.
-        batch: tensors; every replayed batch has their shapes.
-        model, optimizer: modified by the step.
-        counters: other tensors modified by the step.
-        device: an accelerator.
+        step: function that runs a step on a batch and returns scalars on the device. It must set all gradients to None, must
+            not wait for the device, and must run the same operations for all values.
+        batch: tensors with the shapes of all batches to replay.
+        model, optimizer: the model and the optimizer that the step modifies.
+        counters: other tensors that the step modifies.
+        device: a GPU.
 
     Attributes:
-        time_s: duration of the capture, including compilation and algorithm selection at first calls.
+        time_s: duration of the capture in seconds, including compilation and the selection of algorithms.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class CapturedStep:
                     for _ in range(WARM_UP_STEPS):
                         step(self._inputs)
                 torch.cuda.current_stream().wait_stream(side)
-            # thread_local: other threads may still make driver calls that are illegal during a capture, this one may not.
+            # thread_local: a driver call that is illegal during a capture raises an error in this thread, but not in others.
             recording = torch.cuda.graph(self._graph, stream=side, capture_error_mode="thread_local")
             with _learning_rate_from(optimizer, self._learning_rate, capturable=True), recording:
                 self._numbers = step(self._inputs)
@@ -91,11 +91,11 @@ class CapturedStep:
         self.time_s = time.perf_counter() - started
 
     def fits(self, batch: Sequence[Tensor]) -> bool:
-        """Return True if a batch has the captured shapes and dtypes."""
+        """Return True if the batch has the same shapes and dtypes as the captured batch."""
         return [(part.shape, part.dtype) for part in batch] == [(part.shape, part.dtype) for part in self._inputs]
 
     def __call__(self, batch: Sequence[Tensor], learning_rate: float) -> tuple[Tensor, ...]:
-        """Replay the step; return copies of its scalars, because the next replay overwrites the graph's own tensors."""
+        """Replay the step and return copies of its scalars. The next replay overwrites the original scalars."""
         for own, part in zip(self._inputs, batch, strict=True):
             own.copy_(part)
         self._learning_rate.fill_(learning_rate)
@@ -106,9 +106,10 @@ class CapturedStep:
 
 @contextmanager
 def restored(model: nn.Module, optimizer: torch.optim.Optimizer, counters: Sequence[Tensor]) -> Iterator[None]:
-    """Undo the effects of training steps inside: restore all tensors in place, and the random generators.
+    """Context manager that undoes training steps: it restores all tensors in place, and the random generators.
 
-    Optimizer state that the steps created stays allocated with value zero, which leads to the same next step.
+    Optimizer state that the steps created remains allocated and is set to zero. The next step has the same result as with new
+    optimizer state.
     """
     tensors = [*model.parameters(), *model.buffers(), *counters, *_state_tensors(optimizer)]
     before, random = [tensor.detach().clone() for tensor in tensors], rng_state()
@@ -127,7 +128,7 @@ def restored(model: nn.Module, optimizer: torch.optim.Optimizer, counters: Seque
 
 @contextmanager
 def same_tensors(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """Copy optimizer state that is loaded inside into the tensors that a graph uses, which stay in place."""
+    """Context manager for loading optimizer state: copy the loaded values into the tensors that a captured graph uses."""
     before = {parameter: dict(state) for parameter, state in optimizer.state.items()}
     yield
     for parameter, known in before.items():
@@ -139,10 +140,10 @@ def same_tensors(optimizer: torch.optim.Optimizer) -> Iterator[None]:
 
 @contextmanager
 def _learning_rate_from(optimizer: torch.optim.Optimizer, rate: Tensor, capturable: bool = False) -> Iterator[None]:
-    """Make the optimizer read the learning rate from a tensor on the device instead of passing a number to each launch.
+    """Context manager in which the optimizer reads the learning rate from a tensor on the device, not from a Python number.
 
     Args:
-        capturable: set the option of the same name that AdamW needs in a capture.
+        capturable: also set the optimizer option `capturable`, which AdamW needs during a capture.
     """
     before = [dict(group) for group in optimizer.param_groups]
     try:
@@ -158,7 +159,10 @@ def _learning_rate_from(optimizer: torch.optim.Optimizer, rate: Tensor, capturab
 
 @contextmanager
 def _convolution_search() -> Iterator[None]:
-    """Benchmark convolution algorithms and use the fastest, unless deterministic results are requested."""
+    """Context manager that lets cuDNN or MIOpen use the fastest convolution algorithms.
+
+    The library measures the algorithms, unless deterministic results are requested.
+    """
     cudnn = torch.backends.cudnn  # also controls MIOpen
     before = cudnn.benchmark
     cudnn.benchmark = not (cudnn.deterministic or torch.are_deterministic_algorithms_enabled())

@@ -1,7 +1,7 @@
-"""Clocks of the training loop: when to read losses, whether to stop early, and time, items and memory of an epoch.
+"""Classes that the training loop uses to stop early, to decide when to read losses, and to measure epochs.
 
-A batch system sends SIGTERM some time before it ends a job. SIGTERM sets a flag, and the ranks agree to stop after the same
-step. The training loop saves at the next safe point and exits with a code of its own.
+A batch system sends SIGTERM some time before it ends a job. SIGTERM sets a flag. The ranks then agree to stop after the same
+step, and the training loop saves a checkpoint and exits with the code `EXIT_CODE`.
 """
 
 import signal
@@ -20,14 +20,14 @@ from hyperion.errors import HyperionError
 from hyperion.hardware import Device
 from hyperion.measure import PeakMemoryRegion
 
-EXIT_CODE = 75  # EX_TEMPFAIL of <sysexits.h>, "try again later": a batch system can requeue on it
+EXIT_CODE = 75  # EX_TEMPFAIL in <sysexits.h>, "try again later": a batch system can start the job again
 SYNC_STEPS = 20
 SYNC_S = 5.0
-UNTIMED_STEPS = 3  # the first steps of a process allocate memory, choose kernels and fill caches
+UNTIMED_STEPS = 3  # the first steps of a process are slower: they allocate memory, choose kernels and fill caches
 
 
 class Interrupted(HyperionError):
-    """Training was asked to stop; called again, it resumes from its checkpoint."""
+    """Raised when SIGTERM stops training. If a checkpoint was saved, the next call of `train` resumes from it."""
 
     exit_code = EXIT_CODE
 
@@ -35,8 +35,11 @@ class Interrupted(HyperionError):
 class StopFlag:
     """Context manager in which SIGTERM sets `requested` instead of ending the process.
 
-    The previous handler is restored at the end. Python lets only the main thread handle signals: in another thread the flag
-    is never set, and SIGTERM keeps its previous effect.
+    The previous handler is restored at the end. In Python only the main thread can install signal handlers. In another thread
+    `requested` remains False, and SIGTERM has its previous effect.
+
+    Attributes:
+        requested: True if SIGTERM was received.
     """
 
     def __init__(self) -> None:
@@ -56,10 +59,11 @@ class StopFlag:
         self.requested = True
 
     def watch(self, batches: Iterable, must_stop: Callable[[], bool] | None = None) -> Iterator:
-        """Yield the batches; raise Interrupted as soon as a stop is requested. For phases that can be repeated.
+        """Yield the batches, and raise Interrupted when a stop is requested. Use it for work that can be repeated.
 
         Args:
-            must_stop: called before each batch instead of reading `requested`, where ranks must agree on the batch.
+            must_stop: function that is called before each batch and returns True to stop. Use it if all ranks must stop
+                before the same batch. By default `requested` is read.
         """
         for batch in batches:
             if self.requested if must_stop is None else must_stop():
@@ -70,12 +74,12 @@ class StopFlag:
 
 
 class Pulse:
-    """Decides after how many steps losses are read, and lets the ranks agree to stop at that moment.
+    """Decides after how many steps losses are read. When losses are read, the ranks also agree whether to stop.
 
-    Reading losses waits for the device, so the small all-reduce for the agreement costs little there. On a CPU losses are
-    read every step. On one accelerator they are read every SYNC_STEPS steps. On many accelerators they are read more often
-    if SYNC_STEPS of the slowest rank would take longer than SYNC_S, so that all ranks learn of a request within about SYNC_S
-    (or one step, if that takes longer).
+    Reading losses waits for the device, so the additional small all-reduce takes little time. On a CPU losses are read after
+    every step. On one accelerator they are read every SYNC_STEPS steps. On several accelerators they are read more often if
+    SYNC_STEPS steps of the slowest rank would take longer than SYNC_S seconds. As a result, all ranks receive a request to
+    stop within about SYNC_S seconds, or after one step if a step takes longer.
 
     Attributes:
         steps: number of steps between two reads.
@@ -88,15 +92,15 @@ class Pulse:
         self.start()
 
     def start(self) -> None:
-        """Start the clock of the steps, after an evaluation or a checkpoint."""
+        """Start to measure the time per step, for example after an evaluation or a checkpoint."""
         self._since = time.perf_counter()
 
     def agree(self, stop: bool, fault: bool, steps: int) -> tuple[bool, bool]:
-        """Return whether any rank was asked to stop, and whether any rank has a fault. All ranks call it after the same step.
+        """Return (any_stop, any_fault) over all ranks. All ranks must call this method after the same step.
 
         Args:
-            stop: this rank was asked to stop.
-            fault: this rank has a fault.
+            stop: True if this rank was requested to stop.
+            fault: True if this rank has found an error.
             steps: number of steps since the last call.
         """
         now = time.perf_counter()
@@ -112,10 +116,12 @@ class Pulse:
 
 
 class EpochMeter:
-    """Sums time, items and peak memory of an epoch's steps between start() and pause(), called any number of times.
+    """Measures the time, the items and the peak memory of the steps of an epoch.
+
+    Steps are measured between start() and pause(). Both can be called several times in an epoch.
 
     Args:
-        warmed_up: True to time the first steps too, because this process has trained before.
+        warmed_up: True if this process has already trained. In this case the first steps are also timed.
     """
 
     def __init__(self, device: Device, warmed_up: bool = False):
@@ -130,13 +136,17 @@ class EpochMeter:
         self._since: float | None = None
 
     def start(self) -> None:
-        """Start counting steps."""
+        """Start to measure steps."""
         self._region = PeakMemoryRegion(self.device)
         self._region.__enter__()
         self._start_clock()
 
     def count(self, items: Tensor) -> None:
-        """Count one step with `items` items."""
+        """Add one step.
+
+        Args:
+            items: number of items in the step.
+        """
         self.items = self.items + items
         if self._since is not None:
             self.timed_items, self.timed_steps = self.timed_items + items, self.timed_steps + 1
@@ -145,7 +155,7 @@ class EpochMeter:
             self._start_clock()
 
     def waiting(self, batches: Iterable) -> Iterator:
-        """Yield the batches, and add the time that the loop waits for each to `waited_s` once steps are timed."""
+        """Yield the batches. If steps are timed, add the time that the loop waits for each batch to `waited_s`."""
         batches = iter(batches)
         while True:
             started = time.perf_counter()
@@ -157,7 +167,7 @@ class EpochMeter:
             yield batch
 
     def pause(self) -> None:
-        """Wait for the device and stop counting; a second call does nothing."""
+        """Wait for the device and stop measuring. If measuring has already stopped, do nothing."""
         if self._region is None:
             return
         self._region.__exit__(None, None, None)  # synchronises
@@ -168,7 +178,7 @@ class EpochMeter:
         self.gib = peak.gib if self.gib is None or peak.gib is None else max(self.gib, peak.gib)
 
     def results(self) -> dict[str, Any]:
-        """Return the fields of EpochRecord that are measured here."""
+        """Return the fields of EpochRecord that this class measures, by name."""
         timed_items = int(self.timed_items)
         return {
             "items": int(self.items),
@@ -193,7 +203,7 @@ class EpochMeter:
         }
 
     def load_state_dict(self, state: dict) -> None:
-        """Continue from the stored sums; the new process warms up again."""
+        """Continue from the sums of a checkpoint. The new process has its own warm-up steps, which are not timed."""
         for name, value in state.items():
             setattr(self, name, value)
 

@@ -1,6 +1,7 @@
-"""Engines: an Engine turns a batch into an optimizer step. The training loop works with any Engine.
+"""Engines: an engine runs one optimizer step per batch. The training loop works with any class that implements Engine.
 
-TorchEngine is the one for PyTorch modules; LanguageEngine and ImageEngine add what a batch of tokens or of images is.
+TorchEngine is the base class for PyTorch modules. Its subclasses LanguageEngine and ImageEngine define batches of tokens and of
+images.
 """
 
 import contextlib
@@ -46,21 +47,23 @@ from hyperion.training.recipe import Precision
 
 
 class NonFiniteError(HyperionError):
-    """A loss, gradient or weight is infinite or NaN."""
+    """Raised when a loss, a gradient or a weight is infinite or NaN."""
 
 
 @dataclass(frozen=True)
 class StepMetrics:
-    """Metrics of one optimizer step. The tensors are on the device; reading one waits for the device.
+    """Metrics of one optimizer step. The tensors are on the device. Reading a value waits for the device.
+
+    All tensors are scalars. "Whole batch" means the batch of all ranks together.
 
     Attributes:
-        loss: scalar, nats per token or image over the whole batch, before the step.
-        gradient_norm: scalar, L2 norm over all gradients of the whole batch before clipping.
-        items: scalar, tokens or images of the whole batch, without padding.
-        learning_rate: of this step.
-        rank_loss: loss of this rank's part of the batch; equal to `loss` on one device.
-        rank_items: items of this rank's part; equal to `items` on one device.
-        skipped: bool scalar, True if the update was skipped because a gradient overflowed in fp16 (its norm is not finite).
+        loss: mean loss of the whole batch in nats per token or image, before the update.
+        gradient_norm: L2 norm of the gradients of the whole batch, before clipping.
+        items: number of tokens or images in the whole batch, without padding.
+        learning_rate: learning rate of this step.
+        rank_loss: loss of this rank's part of the batch. On one device it is equal to `loss`.
+        rank_items: number of items in this rank's part of the batch. On one device it is equal to `items`.
+        skipped: True if the update was skipped because a gradient overflowed in fp16. The gradient norm is then not finite.
     """
 
     loss: Tensor
@@ -76,9 +79,10 @@ class Engine(Protocol):
     """Interface that the training loop needs.
 
     Attributes:
-        device: the device it computes on.
-        item: 'token' or 'image': the unit of the item counts.
-        tokens_seen: items of all steps so far (images for an image engine); reading it waits for the device.
+        device: the device on which the engine computes.
+        item: 'token' or 'image', the unit in which the engine counts items.
+        tokens_seen: number of items in all steps so far. For an image engine these are images. Reading this attribute waits
+            for the device.
     """
 
     device: Device
@@ -88,43 +92,44 @@ class Engine(Protocol):
     def tokens_seen(self) -> int: ...
 
     def train_step(self, batch: Any) -> StepMetrics:
-        """Run one optimizer step on one batch of the loader."""
+        """Run one optimizer step on a batch from the loader, and return its metrics."""
         ...
 
     def evaluate(self, batches: Iterable) -> dict[str, float]:
-        """Return metrics of held-out data by name, including 'loss'; leaves the training state unchanged."""
+        """Return metrics of held-out data by name, including 'loss'. The training state does not change."""
         ...
 
     def save(self, folder: Path) -> None:
-        """Write the whole state into an existing, empty folder."""
+        """Write the complete state of the engine into an existing, empty folder."""
 
     def load(self, folder: Path) -> None:
-        """Restore the state that `save` wrote. Raises CheckpointError if it is bad or of another model."""
+        """Restore the state that `save` wrote. Raise CheckpointError if the state is damaged or belongs to another model."""
 
 
 class TorchEngine(ABC):
-    """A module, an optimizer and a schedule, on one device or on each of many ranks; subclasses define the batch.
+    """Engine that trains a PyTorch module with an optimizer and a learning-rate schedule. Subclasses define the batch.
 
-    On many ranks each rank gets its part of the batch. Parts may have different numbers of items: the step is the one that a
-    single device would make with the whole batch. Two small sums over the ranks overlap with the forward and the backward
-    pass; the host waits for neither.
+    With several ranks each rank gets its part of the batch. The parts may have different numbers of items. The result of the
+    step is the same as on a single device with the whole batch. The ranks exchange two small sums, which overlap with the
+    forward and the backward pass. The host does not wait for these sums.
 
     Args:
-        model: on the device already; on many ranks the result of hyperion.parallel.parallelize.
-        optimizer: of the model's parameters; its learning rate is set from the schedule at every step.
-        schedule: learning rate as a function of the step, counted from 1.
-        precision: number format of the forward pass.
-        clip_norm: gradients are scaled down to this L2 norm; math.inf disables clipping.
-        world: the ranks that share each batch; default: the process group of this process.
-        capture: capture the whole step as a CUDA (HIP) graph at the first batch, and replay it for every batch of the same
-            shapes. If that is not possible, steps run normally and `uncaptured` says why.
-        micro_batches: number of parts that a rank splits its batch into, to use a fraction of the memory. Each item has the
-            same weight in every part, so the step is the same up to rounding. (Exceptions: dropout draws other numbers, and
-            a batch norm sees one part at a time.)
+        model: a module on the device. With several ranks it must be the result of hyperion.parallel.parallelize.
+        optimizer: optimizer of the parameters of the model. Its learning rate is set from the schedule in every step.
+        schedule: function that returns the learning rate of a step. Steps are counted from 1.
+        precision: number format of matrix products and convolutions.
+        clip_norm: limit of the L2 norm of the gradients. Larger gradients are scaled down to this norm. math.inf disables
+            clipping.
+        world: the ranks that share each batch; by default all ranks of the process group of this process.
+        capture: if True, capture the whole step as a CUDA (HIP) graph at the first batch, and replay the graph for every
+            batch with the same shapes. If a capture is not possible, steps run normally, and `uncaptured` contains the reason.
+        micro_batches: number of parts into which a rank splits its batch, to use less memory. Each item has the same weight
+            in every part, so the step is the same up to rounding. There are two exceptions: dropout uses other random
+            numbers, and batch norms compute statistics for each part separately.
 
     Attributes:
-        scaler: the loss scale of fp16; part of the engine's state.
-        uncaptured: why steps are not replayed; "" if they are.
+        scaler: the loss scaler of fp16. Its state is part of the state of the engine.
+        uncaptured: the reason why steps are not replayed from a graph; "" if they are replayed.
         unchecked: True until `check_batch` has checked the first batch.
     """
 
@@ -151,7 +156,7 @@ class TorchEngine(ABC):
             raise HyperionError(
                 f"{sharing} ranks share each batch, but this {type(model).__name__} is distributed over {self.ranks}",
                 where=type(self).__name__,
-                next_step="pass the result of hyperion.parallel.parallelize as model; to train on one of several ranks alone, "
+                next_step="pass the result of hyperion.parallel.parallelize as model; to train on one of several ranks only, "
                 "pass a world of one rank",
             )
         self.uncaptured = why_not_captured(device, self.ranks, precision.dtype) if capture else "not asked for"
@@ -163,39 +168,40 @@ class TorchEngine(ABC):
 
     @property
     def tokens_seen(self) -> int:
-        """Tokens (or images) of all steps so far; reading it waits for the device."""
+        """Number of tokens (or images) in all steps so far. Reading this property waits for the device."""
         return int(self._items_seen)
 
     @property
     def capture_time_s(self) -> float | None:
-        """Seconds that capturing the step took, None before the capture; the first step includes them."""
+        """Duration of the capture in seconds; None before the capture. The duration of the first step includes this time."""
         return None if self._captured is None else self._captured.time_s
 
     def capture(self) -> None:
-        """Capture the step at the next batch, if possible, and replay it from then on."""
+        """Capture the step at the next batch if this is possible, and replay it for later batches."""
         self.uncaptured = why_not_captured(self.device, self.ranks, self.precision.dtype)
 
     @abstractmethod
     def count_items(self, batch: Any) -> Tensor:
-        """Return the number of items of this rank's batch in the loss (int64 scalar, created on the device)."""
+        """Return the number of items of this rank's batch that are in the loss, as an int64 scalar created on the device."""
 
     @abstractmethod
     def summed_loss(self, batch: Any) -> Tensor:
-        """Return the sum of the losses of this rank's items (scalar with gradient)."""
+        """Return the sum of the losses of all items in this rank's batch, as a scalar with gradient."""
 
     @abstractmethod
     def check_batch(self, batch: Any) -> None:
-        """Check the form of a batch. Called before the first step only, because it waits for the device.
+        """Check the shapes, dtypes and values of a batch. Called only before the first step, because it waits for the device.
 
         Raises:
-            HyperionError: the batch has another form; says which form is expected.
+            HyperionError: the batch does not have the expected form. The message describes the expected form.
         """
 
     def train_step(self, batch: Any) -> StepMetrics:
-        """Run forward pass, backward pass, clipping and update. All ranks call it.
+        """Run the forward pass, the backward pass, clipping and the update. All ranks must call this method.
 
         Raises:
-            HyperionError: the first batch, or the loss of a batch, has the wrong form (see `check_batch`).
+            HyperionError: the first batch does not have the expected form (see `check_batch`), or the loss of a batch does
+                not have the expected shape.
         """
         if self.unchecked:
             self.check_batch(batch)
@@ -203,12 +209,12 @@ class TorchEngine(ABC):
         learning_rate = self.schedule(self.steps + 1)
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate
-        if not self.model.training:  # train() visits all modules, which takes the host as long as some kernels
+        if not self.model.training:  # train() visits all modules, which takes the host as long as the launch of some kernels
             self.model.train()
         if not self.uncaptured and self._captured is None:
             counters = (self._items_seen,)
             self._captured = CapturedStep(self._step, batch, self.model, self.optimizer, counters, self.device)
-        # A batch of other shapes, such as the last one of an epoch, runs without the graph.
+        # A batch with other shapes, such as the last batch of an epoch, runs without the graph.
         captured = self._captured if self._captured is not None and self._captured.fits(batch) else None
         metrics = self._step(batch) if captured is None else captured(batch, learning_rate)
         loss, norm, items, rank_loss, rank_items, skipped = metrics
@@ -216,9 +222,9 @@ class TorchEngine(ABC):
         return StepMetrics(loss, norm, items, learning_rate, rank_loss, rank_items, skipped)
 
     def _step(self, batch: Any) -> tuple[Tensor, ...]:
-        """Run all work of a step on the device, at the learning rate of the optimizer's groups.
+        """Run the step on the device, with the learning rate of the optimizer's parameter groups.
 
-        Nothing here waits for the device or reads a value, so that the step can be captured.
+        No operation waits for the device or reads a value from it, so that the step can be captured.
         """
         rank_items = self.count_items(batch)
         finish_count = start_sum(rank_items, self.ranks)  # overlaps with the forward pass
@@ -231,8 +237,9 @@ class TorchEngine(ABC):
                         total = self.summed_loss(part)
                     if index == 0:
                         items = finish_count()
-                    share = total / items  # the mean over the whole batch is the sum of the shares of all parts and ranks
-                    # DDP and FSDP average gradients over ranks, but the gradient of the mean is the sum.
+                    share = total / items  # the mean over the whole batch is the sum of these shares over all parts and ranks
+                    # DDP and FSDP average gradients over ranks. The gradient of the mean loss is the sum over ranks, so multiply
+                    # by the number of ranks.
                     self.scaler.backward(share if self.ranks == 1 else share * self.ranks)
                 sums.append(total.detach())
         total = sums[0] if len(sums) == 1 else torch.stack(sums).sum()
@@ -251,32 +258,32 @@ class TorchEngine(ABC):
     def _norm_and_loss(self, share: Tensor) -> tuple[Tensor, Callable[[], Tensor]]:
         """Return the gradient norm of the whole batch, and a function that returns the loss of the whole batch."""
         norm = local_gradient_norm(self.model)
-        if self.ranks == 1 or not is_sharded(self.model):  # each rank holds the whole gradient
+        if self.ranks == 1 or not is_sharded(self.model):  # each rank has the complete gradient
             return norm, start_sum(share, self.ranks)
         squared, loss = start_sum(torch.stack((norm.square(), share)), self.ranks)()
         return squared.sqrt(), lambda: loss
 
     def save(self, folder: Path) -> None:
-        """Write model and optimizer state by parameter name, each rank its shards. All ranks call it.
+        """Write the state of the model and the optimizer by parameter name. All ranks must call this method.
 
-        Any layout of the same model can read it.
+        Each rank writes its shards. The state can be loaded into the same model with any layout over ranks.
 
         Raises:
-            NonFiniteError: a weight or optimizer state is infinite or NaN (CheckpointError on many ranks). Training could
-                not resume from such a checkpoint, so nothing is written.
+            NonFiniteError: a weight or an optimizer state is infinite or NaN. With several ranks the error is a
+                CheckpointError. Nothing is written, because training could not resume from such a checkpoint.
         """
         average_statistics(self.model)  # buffers are stored once, so they must be the same on all ranks
         state = self._state()
-        advice = "nothing was saved; start again to resume from the checkpoint before, or lower the learning rate"
+        advice = "nothing was saved; start again to resume from the previous checkpoint, or lower the learning rate"
         agreed(lambda: require_finite(state, f"after step {self.steps}", NonFiniteError, advice))
         write_sharded(folder, state)
 
     def load(self, folder: Path) -> None:
-        """Restore the state that `save` wrote on any number of ranks. All ranks call it.
+        """Restore the state that `save` wrote on any number of ranks. All ranks must call this method.
 
         Raises:
-            CheckpointError: on all ranks: a file is bad, a number is not finite, or the state is of another model or
-                optimizer.
+            CheckpointError: a file is damaged, a number is not finite, or the state belongs to another model or optimizer.
+                The error is raised on all ranks.
         """
         here = self._state()
         state = read_sharded(folder, here)
@@ -300,10 +307,12 @@ class TorchEngine(ABC):
 
 
 class LanguageEngine(TorchEngine):
-    """Batches (inputs_BT, targets_BT) for a model that returns nll_BT when given targets (TransformerLM).
+    """Engine for language models. A batch is a pair (inputs_BT, targets_BT).
 
-    Inputs are int32 or int64 token ids, targets int64 token ids or IGNORE_INDEX, both [B, T] on the engine's device. The
-    engine divides the sum of nll_BT by the number of targets of the whole batch, so the model must not return a mean loss.
+    Inputs are int32 or int64 token ids. Targets are int64 token ids or IGNORE_INDEX. Both have shape [B, T] and are on the
+    device of the engine. `model(inputs_BT, targets_BT)` must return nll_BT, the negative log-likelihood of each target, as
+    TransformerLM does. The model must not return a mean loss, because the engine divides the sum of nll_BT by the number of
+    targets in the whole batch.
     """
 
     item = "token"
@@ -312,9 +321,9 @@ class LanguageEngine(TorchEngine):
         inputs_BT, targets_BT = _two_tensors(batch, "inputs_BT, targets_BT", self.device)
         shapes = f"inputs {_form(inputs_BT)} and targets {_form(targets_BT)}"
         if inputs_BT.ndim != 2 or inputs_BT.shape != targets_BT.shape:
-            raise _batch_error(shapes, "pass token ids [B, T] for both, with targets one token ahead of inputs")
+            raise _batch_error(shapes, "pass token ids of shape [B, T] for both; each target is the token that follows its input")
         if inputs_BT.dtype not in (torch.int32, torch.int64) or targets_BT.dtype != torch.int64:
-            raise _batch_error(shapes, "pass token ids: inputs int32 or int64, targets int64")
+            raise _batch_error(shapes, "pass inputs as int32 or int64 token ids, and targets as int64 token ids")
         configs = (getattr(module, "config", None) for module in self.model.modules())
         vocabulary = next((size for config in configs if (size := getattr(config, "vocab_size", None))), None)
         scored_BT = targets_BT.masked_fill(targets_BT == IGNORE_INDEX, 0)
@@ -337,19 +346,20 @@ class LanguageEngine(TorchEngine):
         return nll_BT.sum()
 
     def evaluate(self, batches: Iterable[tuple[Tensor, Tensor]]) -> dict[str, float]:
-        """Return evaluate_language's results: 'loss' in nats per token, 'perplexity_token', 'total_nll_nats', 'tokens', …"""
+        """Return the results of evaluate_language by name: 'loss' in nats per token, 'perplexity_token', 'total_nll_nats', …"""
         result = evaluate_language(self.model, batches, self.precision, self.device)
         return {"loss": result.loss, "perplexity_token": result.perplexity_token} | asdict(result)
 
 
 class ImageEngine(TorchEngine):
-    """Batches (images_BCYX, labels_B) for a classifier.
+    """Engine for image classifiers. A batch is a pair (images_BCYX, labels_B).
 
-    Images are floating-point, normalised, [B, C, Y, X]; labels are int64 classes [B]; both on the engine's device. Weights
-    are converted to the channels-last format, for which convolutions are fastest.
+    Images are normalized floating-point tensors of shape [B, C, Y, X]. Labels are int64 classes of shape [B]. Both are on the
+    device of the engine. The engine converts weights to the channels-last format, with which convolutions are fastest.
 
     Args:
-        label_smoothing: probability that training spreads over all classes instead of the label.
+        label_smoothing: probability, from 0 to below 1, that is distributed evenly over all classes in the training targets
+            (as in torch.nn.CrossEntropyLoss).
     """
 
     item = "image"
@@ -366,7 +376,7 @@ class ImageEngine(TorchEngine):
             )
         if not images_BCYX.is_floating_point():
             raise _batch_error(
-                f"images {_form(images_BCYX)}: not floating-point",
+                f"images are {_form(images_BCYX)}, which is not a floating-point dtype",
                 "pass normalised floating-point images: (images / 255 - mean) / deviation, as ImageBatches does",
             )
         if labels_B.shape != images_BCYX.shape[:1] or labels_B.dtype != torch.int64:
@@ -375,10 +385,12 @@ class ImageEngine(TorchEngine):
                 "pass one class per image, int64 [B]; use argmax(dim=1) for one-hot labels",
             )
         lowest, highest = _range(images_BCYX)
-        if lowest >= 0 and highest > 100:  # normalised values are a few deviations from 0, and no deviation is below 1/100
+        if (
+            lowest >= 0 and highest > 100
+        ):  # normalized values are a few standard deviations from 0; values above 100 cannot be normalized
             raise _batch_error(
-                f"images have values from {lowest:g} to {highest:g}: bytes that are not normalised",
-                "normalise them: (images / 255 - mean) / deviation, as ImageBatches does",
+                f"images have values from {lowest:g} to {highest:g}, so they seem to be bytes that are not normalised",
+                "normalise images: (images / 255 - mean) / deviation, as ImageBatches does",
             )
         least, self._highest_label = _range(labels_B)
         if least < 0:
@@ -387,13 +399,13 @@ class ImageEngine(TorchEngine):
     def __init__(self, model: nn.Module, *args: Any, label_smoothing: float = 0.0, **kwargs: Any):
         require_number("label_smoothing", label_smoothing, "ImageEngine", at_least=0, below=1)
         self.label_smoothing, self._highest_label = label_smoothing, 0
-        if not is_sharded(model):  # FSDP2 gathers contiguous weights, whatever the format of their shards
+        if not is_sharded(model):  # FSDP2 always gathers contiguous weights
             model = model.to(memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue] - a private overload
         super().__init__(model, *args, **kwargs)
 
     def count_items(self, batch: tuple[Tensor, Tensor]) -> Tensor:
         labels_B = batch[1]
-        # torch.full launches a kernel; torch.tensor would copy from the host and wait for the device in every step.
+        # torch.full only launches a kernel. torch.tensor would copy from the host and wait for the device in every step.
         return torch.full((), len(labels_B), dtype=torch.int64, device=labels_B.device)
 
     def summed_loss(self, batch: tuple[Tensor, Tensor]) -> Tensor:
@@ -404,22 +416,22 @@ class ImageEngine(TorchEngine):
         if logits_BK.ndim != 2 or logits_BK.shape[1] <= self._highest_label:
             raise _batch_error(
                 f"the model returned {_form(logits_BK)}, but labels go up to {self._highest_label}",
-                "build the model with as many classes as the labels have, and let it return logits [B, K]",
+                "build the model with at least as many classes as the labels have, and let it return logits of shape [B, K]",
             )
         return F.cross_entropy(logits_BK, labels_B, reduction="sum", label_smoothing=self.label_smoothing)
 
     def evaluate(self, batches: Iterable[tuple[Tensor, Tensor]]) -> dict[str, float]:
-        """Return evaluate_images's results: 'loss' in nats per image, 'accuracy', 'standard_error', 'images'."""
+        """Return the results of evaluate_images by name: 'loss' in nats per image, 'accuracy', 'standard_error', 'images'."""
         return asdict(evaluate_images(self.model, batches, self.precision, self.device))
 
 
 def _require_same_structure(state: dict[str, Any], here: dict[str, Any], folder: Path) -> None:
-    """Raise a CheckpointError if a stored state has another structure than the present state `here`."""
+    """Raise a CheckpointError if the structure of a stored state differs from the structure of the current state `here`."""
     if state.get("scaler") and here["scaler"]:
         fault = difference(state, here)
     elif "scaler" not in state:
         fault = "scaler is missing"
-    else:  # one of them has no loss scale; LossScaler.load_state_dict reports that the precisions differ
+    else:  # only one state has a loss scale; LossScaler.load_state_dict reports that the precisions differ
         fault = difference({**state, "scaler": {}}, {**here, "scaler": {}})
         fault = fault or ("" if isinstance(state["scaler"], dict) else "scaler is not an object")
     for name in ("steps", "items_seen"):
@@ -430,14 +442,14 @@ def _require_same_structure(state: dict[str, Any], here: dict[str, Any], folder:
 
 
 def keep_freed_memory() -> bool:
-    """Make the C library reuse large freed buffers instead of returning them to the kernel.
+    """Make the C library reuse large freed buffers instead of returning them to the operating system.
 
-    glibc maps every buffer of 32 MiB or more anew, and the kernel zeroes it page by page. A step of the small language
-    model has logits of 206 MB; it takes 0.34 s with this call and 0.66 s without (fp32, 1024 tokens, 2 cores). The process
-    keeps its peak memory until it ends.
+    By default glibc maps new memory for every buffer of 32 MiB or more, and the operating system fills it with zeros page by
+    page. A step of the small language model has logits of 206 MB. It takes 0.34 s with this call and 0.66 s without it (fp32,
+    1024 tokens, 2 cores). With this call the process holds its peak memory until it ends.
 
     Returns:
-        True if it took effect: only glibc has the call.
+        True if the call was successful. It needs glibc.
     """
     trim_threshold, mmap_max = -1, -4  # M_TRIM_THRESHOLD and M_MMAP_MAX of glibc's <malloc.h>
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
@@ -447,12 +459,13 @@ def keep_freed_memory() -> bool:
 def _micro_batches(
     batch: Sequence[Tensor], count: int, model: nn.Module
 ) -> Iterator[tuple[Sequence[Tensor], AbstractContextManager]]:
-    """Yield the batch in `count` parts of nearly equal length, each with the context of its forward and backward pass.
+    """Split a batch into `count` parts of nearly equal length. Yield pairs (part, context manager).
 
-    Ranks exchange gradients only in the last part.
+    The forward and the backward pass of a part must run inside its context manager, so that ranks exchange gradients only in
+    the last part.
 
     Args:
-        batch: tensors [B, ...] of the same B.
+        batch: tensors of shape [B, ...] with the same B.
 
     Raises:
         HyperionError: the batch has fewer than `count` examples.
@@ -464,7 +477,7 @@ def _micro_batches(
         raise HyperionError(
             f"a batch of {examples} examples cannot be split into {count} parts",
             where="gradient accumulation",
-            next_step="use a larger batch, drop the last, smaller one, or use fewer micro-batches",
+            next_step="use a larger batch or fewer micro-batches; drop the last batch of an epoch if it is smaller",
         )
     parts = list(zip(*(tensor.tensor_split(count) for tensor in batch), strict=True))
     for part in parts[:-1]:
@@ -478,12 +491,14 @@ def _check_arguments(schedule: Any, clip_norm: float, micro_batches: int, where:
 
     if not callable(schedule):
         raise refusal(
-            f"the schedule is {schedule!r:.80}, not a function of the step",
+            f"the schedule is {schedule!r:.80}, but must be a function of the step",
             "pass WarmupCosine(…), or lambda step: 1e-3 for a constant rate",
         )
     rate = schedule(1)
     if isinstance(rate, bool) or not isinstance(rate, int | float) or not 0 <= rate < math.inf:
-        raise refusal(f"the schedule returns the learning rate {rate!r} for step 1", "return a finite number of 0 or more")
+        raise refusal(
+            f"the schedule returns the learning rate {rate!r} for step 1", "return a finite number that is not negative"
+        )
     if isinstance(clip_norm, bool) or not isinstance(clip_norm, int | float) or not clip_norm > 0:
         raise refusal(f"clip_norm is {clip_norm!r}", "pass a number above 0, or math.inf to disable clipping")
     require_number("micro_batches", micro_batches, where, whole=True, at_least=1)
@@ -502,7 +517,7 @@ def _two_tensors(batch: Any, names: str, device: Device) -> tuple[Tensor, Tensor
         if part.device.type != expected.type or expected.index not in (None, part.device.index):
             raise _batch_error(f"the batch is on {part.device}", f"create it on {expected}, the engine's device")
         if not part.numel():
-            raise _batch_error(f"the batch holds {_form(part)}", "skip empty batches")
+            raise _batch_error(f"a tensor of the batch is empty: {_form(part)}", "skip empty batches")
     first, second = batch
     return first, second
 

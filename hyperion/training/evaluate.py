@@ -1,7 +1,7 @@
-"""Evaluation on held-out data: every token or image once, with sums in float64.
+"""Evaluation on held-out data. Every token or image is evaluated once, and sums are computed in float64.
 
-On many ranks all ranks iterate over the same batches of the whole split (loaders with rank 0 of 1). Each evaluates every
-n-th batch, and the sums over all ranks are the result on every rank.
+With n ranks, every rank iterates over all batches of the split, so its loader must be created for rank 0 of 1. Each rank
+evaluates every n-th batch. The results are computed from the sums over all ranks, and are the same on every rank.
 """
 
 import math
@@ -26,9 +26,9 @@ class LanguageEvaluation:
     """Negative log-likelihood of a text under a model.
 
     Attributes:
-        total_nll_nats: sum over all scored tokens.
+        total_nll_nats: negative log-likelihood in nats, summed over all scored tokens.
         tokens: number of scored tokens.
-        standard_error_nats: standard error of the mean per token, with tokens regarded as independent.
+        standard_error_nats: standard error of `loss` in nats per token, computed as if tokens were independent.
     """
 
     total_nll_nats: float
@@ -42,21 +42,28 @@ class LanguageEvaluation:
 
     @property
     def perplexity_token(self) -> float:
-        """Perplexity per token, exp(loss); depends on the tokenizer."""
+        """Perplexity per token, exp(loss). It depends on the tokenizer."""
         return math.exp(self.loss)
 
     def perplexity_word(self, words: int) -> float:
-        """Return the perplexity per word, exp(total / words), which is comparable between tokenizers.
+        """Return the perplexity per word, exp(total_nll_nats / words). It can be compared between tokenizers.
 
         Args:
-            words: number of words, including one <eos> per line.
+            words: number of words of the text, including one <eos> per line.
         """
         return math.exp(self.total_nll_nats / words)
 
 
 @dataclass(frozen=True)
 class ImageEvaluation:
-    """Loss in nats per image, and accuracy with its binomial standard error, over `images` images."""
+    """Loss and accuracy of a model on images.
+
+    Attributes:
+        loss: mean loss in nats per image.
+        accuracy: fraction of images that are classified correctly.
+        standard_error: binomial standard error of the accuracy.
+        images: number of images.
+    """
 
     loss: float
     accuracy: float
@@ -68,13 +75,13 @@ class ImageEvaluation:
 def evaluate_language(
     model: nn.Module, windows: Iterable[tuple[Tensor, Tensor]], precision: Precision, device: Device
 ) -> LanguageEvaluation:
-    """Score windows (inputs_BT, targets_BT) of token ids.
+    """Compute the negative log-likelihood of windows (inputs_BT, targets_BT) of token ids.
 
-    Targets of IGNORE_INDEX (overlap between windows, padding) are context only. The windows must contain each token as a
-    target exactly once (see hyperion.data.batches.evaluation_windows).
+    Positions whose target is IGNORE_INDEX are not scored. They are padding, or overlap between windows that serves only as
+    context. The windows must contain each token exactly once as a target (see hyperion.data.batches.evaluation_windows).
 
     Raises:
-        HyperionError: no window has a target, or the model does not return nll_BT.
+        HyperionError: no window has a target, or the model does not return nll_BT, one value per target.
     """
     sums = torch.zeros(3, dtype=torch.float64, device=device.torch_device)  # nll, its square, tokens
     with _evaluating(model):
@@ -97,10 +104,10 @@ def evaluate_language(
 def evaluate_images(
     model: nn.Module, batches: Iterable[tuple[Tensor, Tensor]], precision: Precision, device: Device
 ) -> ImageEvaluation:
-    """Return loss and accuracy over batches (images_BCYX, labels_B).
+    """Return the loss and the accuracy on batches (images_BCYX, labels_B).
 
     Raises:
-        HyperionError: there is no image, or labels are not int64 classes [B].
+        HyperionError: there are no images, or the labels are not int64 classes with shape [B].
     """
     sums = torch.zeros(3, dtype=torch.float64, device=device.torch_device)  # loss, correct, images
     with _evaluating(model):
@@ -120,10 +127,10 @@ def evaluate_images(
 
 
 def require_nll(nll_BT: Tensor, targets_BT: Tensor) -> None:
-    """Check that a language model returned one number for each target.
+    """Check that a language model returned one floating-point value per target.
 
     Raises:
-        HyperionError: it returned something else, such as a mean loss, logits, or an object of another library.
+        HyperionError: the model returned something else, such as a mean loss, logits, or an object of another library.
     """
     if isinstance(nll_BT, Tensor) and nll_BT.shape == targets_BT.shape and nll_BT.is_floating_point():
         return
@@ -131,7 +138,7 @@ def require_nll(nll_BT: Tensor, targets_BT: Tensor) -> None:
     raise HyperionError(
         f"the model returned {form} for targets {list(targets_BT.shape)}",
         where="LanguageEngine",
-        next_step="return the negative log-likelihood of each target in nats, [B, T], zero where it is not scored: "
+        next_step="return the negative log-likelihood of each target in nats [B, T], and zero where a target is not scored: "
         "F.cross_entropy(…, reduction='none'); the engine computes the mean over the whole batch",
     )
 
@@ -147,7 +154,7 @@ def _require_classes(logits_BK: Tensor, labels_B: Tensor) -> None:
 
 @contextmanager
 def _evaluating(model: nn.Module) -> Iterator[None]:
-    """Switch to evaluation mode, with the same running statistics on all ranks."""
+    """Context manager that switches to evaluation mode, and makes the running statistics equal on all ranks."""
     was_training = model.training
     average_statistics(model)
     model.eval()
@@ -159,10 +166,10 @@ def _evaluating(model: nn.Module) -> Iterator[None]:
 
 
 def _own(batches: Iterable, ranks: int) -> Iterator[tuple[tuple[Tensor, Tensor], bool]]:
-    """Yield this rank's batches, each with True if it counts.
+    """Yield pairs (batch, counts) for this rank. `counts` is False for a batch that must not be added to the sums.
 
-    A forward pass may contain collectives (FSDP2), so all ranks must run the same number of them. If the last batches are
-    fewer than the ranks, a rank without one repeats a batch that does not count.
+    With FSDP2 a forward pass contains collectives, so all ranks must run the same number of forward passes. If fewer batches
+    than ranks remain at the end, the ranks without a batch repeat the last batch, with `counts` False.
     """
     rank = dist.get_rank() if ranks > 1 else 0
     group: list = []

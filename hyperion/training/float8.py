@@ -1,14 +1,15 @@
-"""Training in fp8: linear layers whose three matrix products have fp8 operands, each scaled by its own largest value.
+"""Training in fp8: linear layers whose three matrix products (forward, input gradient, weight gradient) have fp8 operands.
 
-The forward pass needs resolution: e4m3, up to 448 (240 in the fnuz variant of CDNA 3). Gradients need range: e5m2, up to
-57344. Neither covers the range of a tensor, so each operand is divided by a scale s = max|x| / largest value of the format,
-and the product is multiplied by both scales:
+The forward pass needs resolution. It uses e4m3, with values up to 448 (240 in the fnuz variant of CDNA 3). Gradients need range.
+They use e5m2, with values up to 57344. Neither format covers the range of a tensor. Therefore each operand is divided by a scale
+s = max|x| / (largest value of the format), and the result is multiplied by both scales:
 
     y = s_x s_w · (x/s_x)(w/s_w)ᵀ
 
-The scale is computed from the tensor at each use (dynamic scaling per tensor). This costs one more pass over memory, and
-needs no history in checkpoints. Products accumulate in float32; weights, their gradients and optimizer state stay float32.
-The backward pass uses the saved 8-bit operands: half the bytes of bf16. The head, embeddings and norms are unchanged.
+The scale is computed from the tensor at each use (dynamic scaling per tensor). This needs one more pass over the tensor,
+but checkpoints need no history of scales. Matrix products accumulate in float32. Weights, their gradients and optimizer state
+remain float32. The forward pass saves the 8-bit operands for the backward pass, half the bytes of bf16. The head, embeddings and
+norms are unchanged.
 
 Source: Micikevicius et al., FP8 Formats for Deep Learning, 2022.
 
@@ -31,7 +32,7 @@ MULTIPLE = 16  # torch._scaled_mm needs sizes that are multiples of 16, so that 
 
 @dataclass(frozen=True)
 class Formats:
-    """fp8 dtypes of a device's matrix units: `forward` for inputs and weights, `gradient` for gradients."""
+    """The fp8 dtypes of the matrix units of a device: `forward` for inputs and weights, `gradient` for gradients."""
 
     forward: torch.dtype
     gradient: torch.dtype
@@ -42,10 +43,10 @@ FNUZ = Formats(torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)
 
 
 def float8_formats(device: Device) -> Formats:
-    """Return the fp8 dtypes of the device's matrix units.
+    """Return the fp8 dtypes of the matrix units of the device.
 
     Raises:
-        HyperionError: the device has none; states the reason.
+        HyperionError: the device does not support fp8. The message contains the reason.
     """
     name = fp8_format(device)
     if name is None:
@@ -55,10 +56,10 @@ def float8_formats(device: Device) -> Formats:
 
 
 def to_float8(model: nn.Module, formats: Formats) -> nn.Module:
-    """Replace each linear layer inside the model's blocks by a Float8Linear with the same parameters and names.
+    """Replace each linear layer in the blocks of the model by a Float8Linear. Parameters and their names do not change.
 
     Raises:
-        HyperionError: a layer's sizes are not multiples of 16, or the blocks have no linear layer.
+        HyperionError: a size of a layer is not a multiple of 16, or the blocks have no linear layer.
     """
     layers = [
         (parent, name, layer)
@@ -77,10 +78,14 @@ def to_float8(model: nn.Module, formats: Formats) -> nn.Module:
 
 
 class Float8Linear(nn.Linear):
-    """Linear layer y_*N = x_*K · weight_NKᵀ + bias_N in fp8, with the parameters of the layer it replaces. Returns bfloat16.
+    """Linear layer y_*N = x_*K · weight_NKᵀ + bias_N whose matrix products have fp8 operands. The output is bfloat16.
+
+    Args:
+        layer: the linear layer to replace. The new layer uses its parameters.
+        formats: fp8 dtypes.
 
     Raises:
-        HyperionError: K, N, or the number of tokens in a call is not a multiple of 16.
+        HyperionError: K, N, or the number of tokens in a batch is not a multiple of 16.
     """
 
     def __init__(self, layer: nn.Linear, formats: Formats):
@@ -100,7 +105,10 @@ _scaled_mm = torch._scaled_mm  # pyright: ignore[reportPrivateImportUsage] - no 
 
 
 class Float8Product(torch.autograd.Function):
-    """x_MK · w_NKᵀ in bfloat16, with g·w and gᵀ·x in the backward pass; all three products have fp8 operands."""
+    """Matrix product x_MK · w_NKᵀ with fp8 operands and a bfloat16 result.
+
+    The backward pass computes g·w and gᵀ·x, also with fp8 operands.
+    """
 
     @staticmethod
     def forward(ctx: Any, x_MK: Tensor, w_NK: Tensor, dtype: torch.dtype, gradient_dtype: torch.dtype) -> Tensor:
@@ -114,26 +122,27 @@ class Float8Product(torch.autograd.Function):
     def backward(ctx: Any, g_MN: Tensor) -> tuple[Tensor, Tensor, None, None]:
         x8_MK, x_scale, w8_NK, w_scale = ctx.saved_tensors
         g8_MN, g_scale = quantized(g_MN, ctx.gradient_dtype)
-        # _scaled_mm needs a column-major second operand; the copies have a quarter of float32's bytes.
+        # _scaled_mm needs a column-major second operand, so the 8-bit tensors are copied. A copy has a quarter of the bytes of
+        # float32.
         dx_MK = _scaled_mm(g8_MN, _column_major(w8_NK), g_scale, w_scale, out_dtype=torch.bfloat16)
         dw_NK = _scaled_mm(g8_MN.t().contiguous(), _column_major(x8_MK), g_scale, x_scale, out_dtype=torch.bfloat16)
         return dx_MK.to(ctx.x_dtype), dw_NK.to(ctx.w_dtype), None, None
 
 
 def quantized(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Return x divided by its scale, in fp8 and row-major, and the scale (float32 scalar).
+    """Return x divided by its scale, as a row-major fp8 tensor, and the scale, as a float32 scalar.
 
-    A tensor of zeros gets the smallest normal number as its scale. If x contains an infinity or a NaN, so do the scale and
-    the product, and the step's gradient norm is not finite.
+    The scale of a tensor of zeros is the smallest normal number. If x contains an infinity or a NaN, the scale and the matrix
+    product are not finite either. The gradient norm of the step is then not finite.
     """
     largest = torch.finfo(dtype).max
     scale = (x.detach().abs().amax().float() / largest).clamp(min=torch.finfo(torch.float32).tiny)
-    # Rounding may exceed the largest value, which becomes NaN in e4m3.
+    # After the division a value can exceed the largest value of the format by rounding. In e4m3 it would become NaN.
     return (x.float() / scale).clamp(-largest, largest).to(dtype).contiguous(), scale
 
 
 def reference_product(x_MK: Tensor, w_NK: Tensor, x_dtype: torch.dtype, w_dtype: torch.dtype) -> Tensor:
-    """Return x·wᵀ of the same quantised operands, computed in float64."""
+    """Return x·wᵀ in float64, computed from the same quantized operands as Float8Product."""
     (x8, x_scale), (w8, w_scale) = quantized(x_MK, x_dtype), quantized(w_NK, w_dtype)
     return F.linear(x8.double() * x_scale.double(), w8.double() * w_scale.double())
 
@@ -146,7 +155,7 @@ def _column_major(x8_RC: Tensor) -> Tensor:
 def _require_multiples(what: str, *sizes: int) -> None:
     if any(size % MULTIPLE for size in sizes):
         raise HyperionError(
-            f"fp8 products need multiples of {MULTIPLE}: {what} has {' x '.join(map(str, sizes))}",
+            f"fp8 matrix products need sizes that are multiples of {MULTIPLE}, but {what} has {' x '.join(map(str, sizes))}",
             where="Float8Linear",
-            next_step="choose such a width and batch size, or bf16",
+            next_step=f"choose a width and a number of tokens per batch that are multiples of {MULTIPLE}, or choose bf16",
         )

@@ -1,7 +1,7 @@
-"""The training loop: drives an Engine over batches, measures, evaluates, saves and resumes.
+"""The training loop: runs the steps of an Engine, measures them, evaluates the model, saves checkpoints and resumes.
 
-It knows no optimizer, wrapper or model. Losses stay on the device and are read for several steps at once (see Pulse); at the
-same moment the ranks agree whether to stop.
+The loop does not depend on the model, its wrapper or the optimizer. Losses remain on the device and are read for several steps
+together (see Pulse). When losses are read, the ranks also agree whether to stop.
 """
 
 import math
@@ -29,10 +29,11 @@ class TrainingPlan:
     """How long to train, and when to evaluate and save.
 
     Attributes:
-        epochs: passes over the loader; give either epochs or steps.
-        steps: optimizer steps.
-        evaluate_every: epochs between evaluations; the last epoch is always evaluated.
-        checkpoint_every: steps between checkpoints; None saves only at the end, or when asked to stop.
+        epochs: number of passes over the training data. Set either `epochs` or `steps`.
+        steps: number of optimizer steps.
+        evaluate_every: number of epochs between evaluations. An evaluation always follows the last epoch.
+        checkpoint_every: number of steps between checkpoints. With None, a checkpoint is saved only at the end and when
+            SIGTERM stops training.
         keep: number of checkpoints to keep.
     """
 
@@ -52,21 +53,21 @@ class TrainingPlan:
                 require_number(name, value, "TrainingPlan", whole=True, at_least=1)
 
     def total_steps(self, steps_per_epoch: int) -> int:
-        """Return the optimizer steps of the whole plan."""
+        """Return the number of optimizer steps of the whole plan."""
         return self.steps if self.steps is not None else (self.epochs or 0) * steps_per_epoch
 
 
 class Batches(Protocol):
-    """A resumable loader. Each iteration yields the rest of the current epoch, or a whole epoch if nothing is left."""
+    """Interface of a loader that can resume. An iteration yields the rest of the current epoch, or a new epoch at its end."""
 
     def __len__(self) -> int:
-        """Return the number of batches of a whole epoch."""
+        """Return the number of batches in a complete epoch."""
         ...
 
     def __iter__(self) -> Iterator: ...
 
     def state_dict(self) -> dict:
-        """Return the position after the last yielded batch, the same on all ranks: tensors and JSON values."""
+        """Return the position after the last yielded batch, as tensors and JSON values. It must be the same on all ranks."""
         ...
 
     def load_state_dict(self, state: dict) -> None: ...
@@ -74,27 +75,32 @@ class Batches(Protocol):
 
 @dataclass(frozen=True)
 class EpochRecord:
-    """One pass over the training data, of all ranks together or of one rank. The plan may end the last one early.
+    """Results of one epoch, for one rank or for all ranks together.
+
+    An epoch is one pass over the training data. The last epoch may be shorter, because training stops after the number of steps
+    in the plan.
 
     Attributes:
         epoch: number of the epoch, from 1.
-        step: optimizer steps of the whole run at the end of the epoch.
-        steps: optimizer steps of this epoch.
-        loss: mean training loss of its steps, nats per token or image.
-        learning_rate: of its last step.
-        items: tokens or images trained on, without padding.
-        time_s: wall time of the timed steps, including loading, without evaluation and checkpoints; the device is
-            synchronised at both ends.
-        timed_steps: steps in time_s: all except the first ones of a process, which warm up.
-        items_per_s: items of the timed steps per second; None if no step was timed.
-        peak_memory_metric: 'peak_memory_gib' (tensors on an accelerator) or 'peak_rss_gib' (the whole process on a
-            CPU).
-        peak_memory_gib: peak over the steps of the epoch; None if the system does not report it.
-        evaluation: metrics of the held-out split after the epoch, None if it was not evaluated; the same on all ranks.
-        waited_s: seconds of time_s in which the loop waited for the loader. On an accelerator this is time of the host;
-            the device may be busy meanwhile.
-        rank: the rank whose losses, items and times these are, since the run last changed its number of ranks. None for
-            all ranks together: global losses, the sum of items, and time and memory of the rank with the largest.
+        step: number of optimizer steps of the whole run at the end of the epoch.
+        steps: number of optimizer steps in this epoch.
+        loss: mean training loss of the steps in nats per token or image.
+        learning_rate: learning rate of the last step.
+        items: number of tokens or images, without padding.
+        time_s: wall time of the timed steps in seconds. It includes the time for loading batches, but not evaluations and
+            checkpoints. The device is synchronized at the start and at the end.
+        timed_steps: number of steps in `time_s`. The first steps of a process are warm-up and are not timed.
+        items_per_s: items of the timed steps divided by `time_s`; None if no step was timed.
+        peak_memory_metric: 'peak_memory_gib' for the tensors on an accelerator, 'peak_rss_gib' for the whole process on a
+            CPU.
+        peak_memory_gib: peak memory of the steps in GiB; None if the system does not report it.
+        evaluation: metrics on the held-out split after the epoch, the same on all ranks; None if there was no evaluation.
+        waited_s: part of `time_s` in which the loop waited for the loader, in seconds. On an accelerator the host waits, and
+            the device may compute during this time.
+        rank: number of the rank to which loss, items and times belong. If the run was resumed on another number of ranks
+            during the epoch, the record of a rank contains only the steps after that. None for the record of all ranks
+            together: its losses are those of the whole batches, its items are the sum, and its times and memory are the
+            largest values of any rank.
     """
 
     epoch: int
@@ -114,21 +120,21 @@ class EpochRecord:
 
     @property
     def waiting_share(self) -> float | None:
-        """Share of the timed steps spent waiting for the loader; None if no step was timed."""
+        """Fraction of `time_s` in which the loop waited for the loader; None if no step was timed."""
         return self.waited_s / self.time_s if self.timed_steps else None
 
 
 @dataclass
 class History:
-    """All epochs of a run, including those before an interruption; the same on every rank.
+    """Losses and epochs of a run, including the parts before an interruption. The history is the same on every rank.
 
     Attributes:
         item: 'token' or 'image'.
-        losses: training loss of each optimizer step, over the whole batch.
-        epochs: one record per epoch.
-        resumed_at: steps at which the run resumed from a checkpoint.
-        rank_epochs: one record per epoch and rank, in this order. If all ranks have equally many items in each step, the
-            loss of an epoch is mean_over_ranks of its records.
+        losses: training loss of each optimizer step, over the batch of all ranks.
+        epochs: one record per epoch, for all ranks together.
+        resumed_at: numbers of the steps at which the run resumed from a checkpoint.
+        rank_epochs: one record per epoch and rank, ordered by epoch, then by rank. If all ranks have the same number of items
+            in each step, the loss of an epoch is equal to `mean_over_ranks` of its records.
     """
 
     item: str
@@ -140,13 +146,14 @@ class History:
     def add_epoch(
         self, parts: Sequence[EpochRecord], loss: float, earlier_items: int, evaluation: dict[str, float] | None
     ) -> EpochRecord:
-        """Add an epoch from the records of all ranks.
+        """Add an epoch, and return its record for all ranks together.
 
         Args:
             parts: the records of all ranks.
-            loss: mean of the global losses of the steps.
-            earlier_items: items of the epoch in no rank's record, because another number of ranks trained on them.
-            evaluation: metrics of the held-out split.
+            loss: mean of the losses of the steps over the batches of all ranks.
+            earlier_items: number of items of this epoch that are in no record, because they were processed before the run
+                was resumed on another number of ranks.
+            evaluation: metrics on the held-out split.
 
         Returns:
             The record of all ranks together.
@@ -171,7 +178,7 @@ class History:
         return whole
 
     def state_dict(self) -> dict:
-        """Return the state for a checkpoint; losses are stored bit for bit."""
+        """Return the state for a checkpoint. Losses are stored exactly, as float64."""
         return {
             "item": self.item,
             "losses": torch.tensor(self.losses, dtype=torch.float64),
@@ -182,13 +189,13 @@ class History:
 
     @classmethod
     def from_state_dict(cls, state: dict) -> "History":
-        """Return the history that state_dict stored."""
+        """Create a history from the result of `state_dict`."""
         epochs, rank_epochs = ([EpochRecord(**record) for record in state[key]] for key in ("epochs", "rank_epochs"))
         return cls(state["item"], state["losses"].tolist(), epochs, list(state["resumed_at"]), rank_epochs)
 
 
 def mean_over_ranks(parts: Sequence[EpochRecord]) -> float:
-    """Return the mean loss of the ranks' records of one epoch, weighted by items."""
+    """Return the mean loss over the records of all ranks for one epoch. Each record is weighted by its number of items."""
     return math.fsum(part.loss * part.items for part in parts) / sum(part.items for part in parts)
 
 
@@ -202,33 +209,38 @@ def train(
     on_epoch: Sequence[Callable[[EpochRecord], object]] = (),
     report: Report = lambda done, total, note: None,
 ) -> History:
-    """Train as planned. If `folder` holds a checkpoint, resume from it, with the same losses as an uninterrupted run.
+    """Train according to the plan. If `folder` contains a checkpoint, resume from it.
 
-    On many ranks all of them call it with the same arguments, except that each engine and loader handles its rank's part of
-    the batch. Only rank 0 reports and calls `on_epoch`. Each rank has its own random numbers. On the same number of ranks a
-    resumed run is bitwise equal. On another number of ranks the loader continues where it was and losses agree up to
-    rounding, except that random generators (dropout) are seeded anew; a warning on stderr says so.
+    With several ranks, all ranks must call this function with the same arguments, but the engine and the loader of each rank
+    process the part of this rank of each batch. Only rank 0 calls `report` and `on_epoch`. Each rank has its own random numbers.
+
+    If a run is resumed on the same number of ranks, its results are bitwise equal to those of a run without interruption. If it
+    is resumed on another number of ranks, the loader continues at the same position, but random generators get new seeds. Losses
+    then agree up to rounding, unless the model uses random numbers such as dropout. A warning on stderr reports the change of
+    the number of ranks.
 
     Args:
-        engine: runs the steps.
-        batches: training data.
+        engine: engine that runs the steps.
+        batches: loader of the training data.
         plan: how long to train, and when to evaluate and save.
-        validation: returns a new iterable of held-out batches for engine.evaluate.
-        folder: for the checkpoints of this run, shared by all ranks; None saves nothing.
-        on_epoch: functions called with each epoch's record.
-        report: called with (steps done, steps in total, the newest loss) whenever losses are read.
+        validation: function that returns a new iterable of held-out batches for engine.evaluate.
+        folder: folder for the checkpoints of this run, which all ranks share. With None no checkpoint is saved.
+        on_epoch: functions that are called with the record of each epoch.
+        report: function that is called with (steps done, total steps, text with the last loss) whenever losses are read.
 
     Returns:
-        The history of the whole run, including the parts before an interruption; the same on all ranks.
+        The history of the whole run, including the parts before an interruption. It is the same on all ranks.
 
     Raises:
-        NonFiniteError: on all ranks: a loss or gradient is not finite (the error names the file with the batch), or the loss
-            of an evaluation, or a weight to be saved.
-        Interrupted: a rank received SIGTERM. The state is saved first, and all ranks stop. Its exit_code is 75. A single
-            process stops after the step in progress; many ranks stop after the same step, when losses are read next.
-        HyperionError: before the first step: the engine, the loader, `validation` or a callback lacks what the run needs.
-        CheckpointError: no checkpoint in the folder can be used, or one cannot be written. Before the first step: the folder
-            is not writable, or the loader's state cannot be stored.
+        NonFiniteError: a loss or a gradient of a step, the loss of an evaluation, or a weight to be saved is not finite. For
+            a step, the error names the file with its batch. The error is raised on all ranks.
+        Interrupted: a rank received SIGTERM. The exit_code of the error is 75. If `folder` is given, the state was saved. All
+            ranks stop. A single process stops after the current step. Several ranks stop after the same step, when losses are
+            read next.
+        HyperionError: the engine, the loader, `validation` or a callback does not have a method that the run needs. The error
+            is raised before the first step.
+        CheckpointError: no checkpoint in the folder can be used, or a checkpoint cannot be written. Before the first step, the
+            error is also raised if the folder is not writable or the state of the loader cannot be stored.
     """
     with StopFlag() as stop:
         return _Run(engine, batches, plan, validation, folder, on_epoch, stop, report).run()
@@ -259,18 +271,18 @@ class _Run:
         self.seed = torch.initial_seed()
         self.step = self.steps_in_epoch = self.saved_at = 0
         self.learning_rate = 0.0
-        self.stopping = False  # True once all ranks know that one of them was asked to stop
-        self.evaluated = 0  # held-out batches
+        self.stopping = False  # True after all ranks have agreed to stop
+        self.evaluated = 0  # number of held-out batches
         self.begin_epoch()
         # Steps whose metrics are still on the device, with their batches.
         self.unread: list[tuple[StepMetrics, Any]] = []
 
     def check_arguments(self) -> None:
-        """Check everything that the run will need, before the first step.
+        """Check the arguments of the run before the first step.
 
         Raises:
-            HyperionError: an argument lacks what this run needs.
-            CheckpointError: the loader's state cannot be stored.
+            HyperionError: an argument does not have a method that this run needs, or cannot be called.
+            CheckpointError: the state of the loader cannot be stored.
         """
         saves = ("state_dict", "load_state_dict") if self.folder is not None else ()
         for name, part, methods in (
@@ -302,10 +314,10 @@ class _Run:
             to_tree({"batches": self.batches.state_dict()}, {}, torch.Tensor.detach)
 
     def begin_epoch(self, warmed_up: bool = False) -> None:
-        """Reset everything that is counted per epoch."""
+        """Reset all values that are measured per epoch."""
         self.meter = EpochMeter(self.engine.device, warmed_up)
         self.rank_losses: list[float] = []
-        self.earlier_items = 0  # items of this epoch that another number of ranks trained on before a resume
+        self.earlier_items = 0  # items of this epoch before the run was resumed on another number of ranks
         self.steps_in_epoch = 0
 
     def run(self) -> History:
@@ -323,7 +335,7 @@ class _Run:
         return self.history
 
     def train_epoch(self) -> None:
-        """Train on the rest of the epoch. Nothing is left if the run was interrupted after the last step of the epoch."""
+        """Train on the rest of the epoch. If the run was interrupted after the last step of the epoch, there is no rest."""
         left = min(len(self.batches) - self.steps_in_epoch, self.total_steps - self.step)
         if left == 0:
             return
@@ -349,9 +361,9 @@ class _Run:
         self.meter.pause()
         if left:
             raise HyperionError(
-                f"the loader ended {left} batches early",
+                f"the loader ended {left} batches before the end of the epoch",
                 where=f"step {self.step}",
-                next_step="make its len() equal to the number of batches it yields",
+                next_step="make len() of the loader equal to the number of batches that it yields",
             )
 
     def start_clocks(self) -> None:
@@ -387,9 +399,10 @@ class _Run:
             self.save()
 
     def evaluate(self, validation: Callable[[], Iterable]) -> dict[str, float]:
-        """Return the metrics of the held-out data; on SIGTERM save and raise Interrupted.
+        """Return the metrics on the held-out data.
 
         Raises:
+            Interrupted: a rank received SIGTERM. The state was saved first.
             NonFiniteError: the loss is not finite.
         """
         try:
@@ -400,12 +413,15 @@ class _Run:
             raise NonFiniteError(
                 f"evaluation after step {self.step}: loss {evaluation['loss']}; training stopped",
                 where=self.folder,
-                next_step="start again to resume from the checkpoint before; if it happens again, check the held-out data",
+                next_step="start again to resume from the previous checkpoint; if this happens again, check the held-out data",
             )
         return evaluation
 
     def must_stop_evaluation(self) -> bool:
-        """Called before each held-out batch. Many ranks agree only every `pulse.steps` batches, all before the same one."""
+        """Return True if the evaluation must stop. Called before each held-out batch.
+
+        Several ranks agree only every `pulse.steps` batches, so that all ranks stop before the same batch.
+        """
         self.evaluated += 1
         if self.ranks > 1 and self.evaluated % self.pulse.steps:
             return False
@@ -413,10 +429,11 @@ class _Run:
         return self.stopping
 
     def read_losses(self) -> None:
-        """Read the losses of all steps since the last call at once; many ranks also agree whether to stop.
+        """Read the losses of all steps since the last call. With several ranks, also agree whether to stop.
 
         Raises:
-            NonFiniteError: a loss or gradient is not finite; names the first bad step and the file with its batch.
+            NonFiniteError: a loss or a gradient is not finite. The error names the first step with such a value, and the file
+                with its batch.
         """
         if not self.unread:
             return
@@ -424,7 +441,8 @@ class _Run:
         losses, norms, rank_losses, skipped = (
             torch.stack([getattr(step, name) for step in steps]) for name in ("loss", "gradient_norm", "rank_loss", "skipped")
         )
-        # A step whose fp16 gradients overflowed was skipped and its loss scale halved: training is healthy, so ignore its norm.
+        # If the fp16 gradients of a step overflowed, the update was skipped and the loss scale was halved. This is not an error,
+        # so ignore the gradient norm of the step.
         numbers = torch.stack((losses, norms.masked_fill(skipped, 0.0), rank_losses), dim=1).tolist()
         bad = not all(map(is_finite, numbers))
         self.stopping, any_bad = self.pulse.agree(self.stop.requested, bad, len(numbers))
@@ -436,11 +454,11 @@ class _Run:
         self.unread.clear()
 
     def save_and_stop(self) -> NoReturn:
-        """Save, and raise Interrupted."""
+        """Save a checkpoint and raise Interrupted."""
         if self.folder is None:
             raise Interrupted(
                 f"stopped by SIGTERM after step {self.step}; nothing was saved, because there is no checkpoint folder",
-                next_step="give a checkpoint folder",
+                next_step="pass a checkpoint folder to save the state",
             )
         self.save()
         raise Interrupted(
@@ -450,7 +468,7 @@ class _Run:
         )
 
     def save(self) -> None:
-        """Save everything that the rest of the run depends on."""
+        """Save a checkpoint with all values that the rest of the run needs."""
         self.meter.pause()
         self.read_losses()
         if self.folder is None:
@@ -496,13 +514,13 @@ class _Run:
             set_rng_state(own["rng"])
 
     def change_ranks(self, before: int) -> None:
-        """Start new per-rank state: it cannot be carried over to another number of ranks."""
+        """Start with a new state for each rank, because stored states belong to another number of ranks. Print a warning."""
         seed_rank(self.seed, self.step, self.rank)
         if self.rank == 0:
             print(
                 f"WARNING: the checkpoint of step {self.step} was saved on {before} rank(s) and is resumed on {self.ranks}. "
-                "Random generators are seeded anew from (seed, step, rank). The next losses agree up to rounding, unless the "
-                "model uses random numbers, such as dropout.",
+                "Random generators get new seeds from (seed, step, rank). The next losses agree with those of a run without "
+                "interruption up to rounding, unless the model uses random numbers, such as dropout.",
                 file=sys.stderr,
             )
 

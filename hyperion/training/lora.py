@@ -1,9 +1,10 @@
-"""LoRA: a trainable low-rank update added to each frozen target layer (Hu et al. 2021, arXiv 2106.09685), and its checkpoints.
+"""LoRA: add a trainable low-rank update to each frozen target layer (Hu et al. 2021, arXiv 2106.09685), and save the updates.
 
-A saved adapter has peft's own file format: megabytes instead of the model's gigabytes. It is a checkpoint folder like any
-other (written completely or not at all, with hashes) with adapter_model.safetensors, adapter_config.json, and base.json with
-the hash of the frozen weights. On another base of the same shape an adapter would load without an error and give meaningless
-outputs; the hash detects this.
+The updates of all target layers together are called an adapter. An adapter has megabytes where the model has gigabytes. It is
+saved in the file format of the peft library, in a checkpoint folder. Like other checkpoints, the folder is written completely
+or not at all, and its manifest contains hashes. The files are adapter_model.safetensors, adapter_config.json, and base.json
+with the hash of the frozen weights. Without this hash, an adapter could be loaded into another base model of the same shape
+without an error. The outputs would then be meaningless.
 """
 
 import copy
@@ -30,43 +31,49 @@ from hyperion.untrusted import read_json
 if TYPE_CHECKING:
     from peft import PeftModel
 
-ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")  # attention's projections in transformers' Llama
+ATTENTION = (
+    "q_proj",
+    "k_proj",
+    "v_proj",
+    "o_proj",
+)  # names of the projections of attention in the Llama models of the transformers library
 WEIGHTS, CONFIG, BASE = "adapter_model.safetensors", "adapter_config.json", "base.json"
 _MARK, _NAME = ".lora_", "default"
 
 
 def add_lora(model: nn.Module, rank: int = 16, alpha: float = 32, targets: Sequence[str] = ATTENTION) -> nn.Module:
-    """Add LoRA adapters from peft to the model and freeze everything else. Call it before `parallelize`.
+    """Add LoRA adapters of the peft library to the model, and freeze all other parameters. Call it before `parallelize`.
 
-    A target layer W of shape [d_out, d_in] computes W x + (alpha / r) B A x, with A [r, d_in] random and B [d_out, r]
-    zero, so that before the first step the outputs are those of the base model. Only A and B are trainable:
+    A target layer with the weight W of shape [d_out, d_in] computes W x + (alpha / r) B A x. A has shape [r, d_in] and starts
+    with random values. B has shape [d_out, r] and starts at zero, so that before the first step the model has the outputs of
+    the base model. Only A and B are trainable. The number of trainable parameters is
 
         sum over target layers of r (d_in + d_out)
 
-    parameters. Adapters of a 16-bit base are float32, because AdamW's updates are too small for 16 bits.
+    The adapters of a 16-bit base model are float32, because the updates of AdamW are too small for 16-bit parameters.
 
     Args:
-        model: contains the target layers, as nn.Linear; it is modified in place.
-        rank: r; at most the smaller side of every target layer.
+        model: model with the target layers, which are nn.Linear. It is modified in place.
+        rank: r, at most the smaller one of d_in and d_out of every target layer.
         alpha: numerator of the scale alpha / r.
-        targets: last parts of the names of the target layers.
+        targets: last parts of the names of the target layers, such as "q_proj".
 
     Returns:
-        The peft model around `model`.
+        The model of the peft library that wraps `model`.
 
     Raises:
-        HyperionError: a target names no layer, the rank does not fit, or the number of trainable parameters differs from
-            the formula.
+        HyperionError: no layer has the name of a target, the rank is too large or below 1, or the number of trainable
+            parameters differs from the formula.
     """
     expected = expected_lora_parameters(model, rank, targets)
     from peft import LoraConfig, get_peft_model  # slow to import, and used only here
 
-    # peft's class for causal language models adds generate(), and needs the methods of a transformers model.
+    # peft's class for causal language models adds generate(). It works only with models that have the methods of transformers.
     task = "CAUSAL_LM" if hasattr(model, "prepare_inputs_for_generation") else None
-    scale: Any = alpha  # peft annotates int, and computes with any number
+    scale: Any = alpha  # the annotation in peft is int, but other numbers work too
     config = LoraConfig(r=rank, lora_alpha=scale, target_modules=list(targets), task_type=task)
     with warnings.catch_warnings():
-        # peft uses a property of transformers by its deprecated name; users cannot fix that.
+        # peft uses a deprecated property of transformers. Users cannot change this, so hide the warning.
         warnings.filterwarnings("ignore", message=".*is_gradient_checkpointing", category=FutureWarning)
         adapted = get_peft_model(model, config)
     trainable = trainable_parameter_count(adapted)
@@ -80,13 +87,15 @@ def add_lora(model: nn.Module, rank: int = 16, alpha: float = 32, targets: Seque
 
 
 def expected_lora_parameters(model: nn.Module, rank: int, targets: Sequence[str] = ATTENTION) -> int:
-    """Return LoRA's number of trainable parameters: the sum over target layers of r (d_in + d_out).
+    """Return the number of trainable parameters with LoRA: the sum over target layers of r (d_in + d_out).
 
     Args:
-        model: a base model, or one that already has adapters.
+        model: a base model, or a model that already has adapters.
+        rank: r.
+        targets: last parts of the names of the target layers.
 
     Raises:
-        HyperionError: a target names no layer, or a layer is smaller than the rank.
+        HyperionError: no layer has the name of a target, or the rank is below 1 or larger than d_in or d_out of a layer.
     """
     # peft's LoRA layers are not nn.Linear, but have the same attributes.
     layers: dict[str, Any] = {
@@ -103,34 +112,38 @@ def expected_lora_parameters(model: nn.Module, rank: int, targets: Sequence[str]
     for name, layer in layers.items():
         if not 1 <= rank <= min(layer.in_features, layer.out_features):
             raise HyperionError(
-                f"rank {rank} does not fit the layer of {layer.out_features} x {layer.in_features}",
+                f"rank {rank} is not possible for a layer of shape {layer.out_features} x {layer.in_features}",
                 where=name,
-                next_step="choose a rank from 1 to the smaller side of every target layer",
+                next_step="choose a rank that is at least 1 and at most the smaller dimension of every target layer",
             )
     return sum(rank * (layer.in_features + layer.out_features) for layer in layers.values())
 
 
 def trainable_parameter_count(model: nn.Module) -> int:
-    """Return the number of trainable parameters; sharded parameters count in full."""
+    """Return the number of trainable parameters. The number includes all shards of sharded parameters."""
     return sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
 
 
 def save_adapter(folder: Path, step: int, model: nn.Module, base_sha256: str, keep: int = 2) -> Path:
-    """Save a model's adapters as folder/step-<step>. All ranks call it; shards are gathered, rank 0 writes.
+    """Save the adapters of a model as folder/step-<step>. All ranks must call this function.
+
+    Shards are gathered, and rank 0 writes the files.
 
     Args:
-        model: a peft model with LoRA, or a module around one, sharded or not.
-        base_sha256: `frozen_sha256` of the base, computed before sharding.
-        keep: number of checkpoints to keep.
+        folder: folder that contains the checkpoints of the run.
+        step: number of optimizer steps done.
+        model: the result of add_lora, or a module that contains it. It may be sharded.
+        base_sha256: `frozen_sha256` of the base model, computed before sharding.
+        keep: number of checkpoints to keep, including the new one.
 
     Returns:
-        The folder of the checkpoint.
+        The folder of the new checkpoint.
 
     Raises:
-        CheckpointError: on all ranks: the model has no adapters, or the folder cannot be written.
+        CheckpointError: the model has no adapters, or the folder cannot be written. The error is raised on all ranks.
     """
     tensors = {_stored_name(name): _full(parameter) for name, parameter in _adapters(model).items()}
-    # peft stores adapters in inference mode; this one is still in training mode.
+    # peft stores configurations with inference_mode=True. The configuration of this model has False, so change a copy.
     config = copy.copy(_peft_model(model).peft_config[_NAME])
     config.inference_mode = True
     with saving(folder, step, keep) as new:
@@ -139,16 +152,17 @@ def save_adapter(folder: Path, step: int, model: nn.Module, base_sha256: str, ke
 
 
 def load_adapter(model: nn.Module, path: Path, base_sha256: str | None = None) -> None:
-    """Load saved adapters into a model that has adapters of the same rank on the same layers, in a single process.
+    """Load saved adapters into a model that has adapters of the same rank on the same layers. Works in a single process only.
 
     Args:
-        model: the result of add_lora, or a module around it.
-        path: a folder written by save_adapter, verified by its manifest, or a folder written by peft, which has none.
-        base_sha256: `frozen_sha256` of the model, to require that the adapter was trained on these weights.
+        model: the result of add_lora, or a module that contains it.
+        path: a folder that save_adapter or peft wrote. A folder of save_adapter has a manifest, with which it is verified.
+        base_sha256: `frozen_sha256` of the model. If given, the adapter must have been trained on weights with this hash. A
+            folder without base.json is not checked.
 
     Raises:
-        CheckpointError: a file is damaged, weights are pickled, or the adapter has another rank, scale, layers, shape or
-            base. The model is unchanged.
+        CheckpointError: a file is damaged, the weights are pickled, or the adapter has another rank, scale, shape, target
+            layers or base model. The model is not changed.
     """
     path = Path(path)
     if (path / MANIFEST).is_file():
@@ -162,15 +176,15 @@ def load_adapter(model: nn.Module, path: Path, base_sha256: str | None = None) -
             raise CheckpointError(
                 f"the adapter's {name} is {theirs}, but the model's is {mine}: it was trained on a model of another shape",
                 where=path / WEIGHTS,
-                next_step="load it into the base model that it was trained on",
+                next_step="load the adapter into the base model on which it was trained",
             )
     if base_sha256 is not None and (path / BASE).is_file():
         trained_on = _json(path / BASE).get("sha256")
         if trained_on != base_sha256:
             raise CheckpointError(
-                f"the adapter was trained on base weights {str(trained_on)[:12]}, but these are {base_sha256[:12]}",
+                f"the adapter was trained on weights with sha256 {str(trained_on)[:12]}, but this base has {base_sha256[:12]}",
                 where=path / BASE,
-                next_step="load the base weights that it was trained on",
+                next_step="load the base weights on which the adapter was trained",
             )
     with torch.no_grad():
         for name, parameter in expected.items():
@@ -178,9 +192,10 @@ def load_adapter(model: nn.Module, path: Path, base_sha256: str | None = None) -
 
 
 def frozen_sha256(model: nn.Module) -> str:
-    """Return the hash of the frozen weights, by their names without adapters.
+    """Return the sha256 of the frozen weights and their names.
 
-    It is the same before and after add_lora. For sharded weights it is the hash of this rank's shards.
+    Adapters are not included, and the names are those of the base model. Therefore the hash is the same before and after
+    add_lora. For sharded weights the hash depends only on the shards of this rank.
     """
     frozen = {_base_name(name): p for name, p in model.named_parameters() if _MARK not in name}
     names = sorted(frozen)
@@ -206,12 +221,12 @@ def _peft_model(model: nn.Module) -> "PeftModel":
 
 
 def _adapters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Return the adapters' parameters by their names in the peft model."""
+    """Return the parameters of the adapters, by their names in the peft model."""
     return {name: p for name, p in _peft_model(model).named_parameters() if _MARK in name}
 
 
 def _stored_name(name: str) -> str:
-    """Return the name in peft's file, which lacks the name of the adapter inside the model."""
+    """Return the name of a parameter in the file of peft. It does not contain the name of the adapter ("default")."""
     return name.replace(f".{_NAME}.", ".")
 
 
@@ -228,7 +243,7 @@ def _full(parameter: Tensor) -> Tensor:
 def _write(folder: Path, tensors: dict[str, Tensor], config: Any, base_sha256: str) -> None:
     try:
         save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
-    except SafetensorError as error:  # raised for a full disk too, instead of OSError
+    except SafetensorError as error:  # also raised instead of OSError if the disk is full
         raise OSError(str(error)) from error
     config.save_pretrained(str(folder))
     (folder / BASE).write_text(json.dumps({"sha256": base_sha256}), encoding="utf-8")

@@ -1,12 +1,15 @@
-"""Estimate the memory of a training step before it runs: the whole step on fake tensors, activations by formula.
+"""Estimate the memory of a training step before it runs.
 
-PyTorch's fake tensors have a shape and no memory. They go through the same Python code, autograd, autocast, checkpointing,
-chunked loss and optimizer as real tensors, operator by operator, without computing anything. So the order of allocations,
-which determines the peak, is that of the code that will run. A GPU's additional memory is added: blocks of its allocator,
-and workspaces of kernels and libraries.
+There are two methods. `estimate_memory` runs the whole step with fake tensors. `language_activations` and `image_activations`
+compute the memory of activations with formulas.
 
-The formulas count the bytes that each layer saves for its backward pass, from shapes alone. Scalars and the means and
-variances of norms are left out; the tests compare with what autograd really saves and allow 2 %.
+The fake tensors of PyTorch have a shape, but no memory. They pass through the same Python code as real tensors: autograd,
+autocast, checkpointing, chunked loss and optimizer. No values are computed. The order of allocations determines the peak, and is
+the same as in a real step. For a GPU the estimate also includes the rounding of block sizes by the allocator, and the workspaces
+of kernels and libraries.
+
+The formulas compute from shapes how many bytes each layer saves for its backward pass. They do not include scalars and the means
+and variances of norms. The tests compare the formulas with the bytes that autograd saves, with a tolerance of 2 %.
 """
 
 import contextlib
@@ -28,7 +31,7 @@ from hyperion.models.resnet import IMAGE_SIZE, block_shapes
 from hyperion.models.transformer import TransformerConfig
 from hyperion.training.engine import TorchEngine
 
-BLOCK_BYTES = 512  # PyTorch's caching allocator rounds up to multiples of this
+BLOCK_BYTES = 512  # PyTorch's caching allocator rounds sizes up to multiples of this number
 _IS_CUDA = vars(torch._C.TensorBase)["is_cuda"].__get__
 Make = Callable[[Device], tuple[TorchEngine, Any]]
 _FLOAT32, _SIXTEEN_BIT = 4, 2  # bytes
@@ -39,8 +42,8 @@ class MemoryEstimate:
     """Memory of one training step in the steady state, on one device.
 
     Attributes:
-        history: every allocation of the step.
-        library_bytes: workspaces that matrix libraries keep from the first product on.
+        history: all allocations of the step.
+        library_bytes: bytes of the workspaces that matrix libraries allocate at the first matrix product and never free.
     """
 
     history: MemoryHistory
@@ -48,22 +51,22 @@ class MemoryEstimate:
 
     @property
     def peak_bytes(self) -> int:
-        """Peak of allocated memory."""
+        """Peak of the allocated memory in bytes."""
         return self.history.peak_bytes + self.library_bytes
 
     @property
     def parts(self) -> dict[str, int]:
-        """Peak bytes of each kind of tensor; kinds may have their peaks at different moments."""
+        """Peak of each kind of tensor in bytes. Different kinds can have their peaks at different times."""
         return self.history.parts
 
     @property
     def at_peak(self) -> dict[str, int]:
-        """Bytes by kind at the moment of the overall peak."""
+        """Bytes of each kind of tensor at the time of the overall peak."""
         return self.history.at(self.history.fullest())
 
     @property
     def phase(self) -> str:
-        """Phase of the step that contains the overall peak."""
+        """Phase of the step in which the overall peak occurs."""
         return self.history.phase_of(self.history.fullest())
 
 
@@ -71,11 +74,11 @@ def estimate_memory(make: Make, device: Device, ask: bool = False) -> MemoryEsti
     """Estimate the memory of a training step.
 
     Args:
-        make: builds the engine and one batch on the given device. It runs under fake tensors, whose `torch_device` is always
-            "cpu".
-        device: the device that the step will run on. It need not be present.
-        ask: the device is present: measure the workspaces of its libraries (two small layers, and each distinct convolution
-            once).
+        make: function that returns the engine and one batch on the given device. It is called with fake tensors and a
+            device whose `torch_device` is "cpu".
+        device: the device on which the step will run. The device does not have to be present, unless `ask` is True.
+        ask: if True, measure the workspaces of libraries on the device. This runs two small layers, and each distinct
+            convolution of the step.
     """
     accelerator = device.kind != "cpu"
     kernels = _KernelBytes(device if ask else None) if accelerator else None
@@ -94,7 +97,7 @@ def estimate_memory(make: Make, device: Device, ask: bool = False) -> MemoryEsti
 
 
 def _create_optimizer_state(engine: TorchEngine) -> None:
-    """Allocate what the optimizer allocates in its first step, without the rest of that step."""
+    """Allocate the optimizer state that the optimizer allocates in its first step."""
     for parameter in engine.model.parameters():
         parameter.grad = torch.zeros_like(parameter)
     engine.optimizer.step()
@@ -102,9 +105,10 @@ def _create_optimizer_state(engine: TorchEngine) -> None:
 
 
 def library_bytes(device: Device) -> int:
-    """Return the bytes that matrix libraries keep allocated on a device, measured with two small layers; 0 on a CPU.
+    """Return the bytes of the workspaces that matrix libraries allocate on a device and never free; 0 on a CPU.
 
-    PyTorch allocates one workspace per thread that multiplies: the caller's and the one of the backward pass.
+    They are measured with two small layers. PyTorch allocates one workspace for each thread that computes matrix products: the
+    thread of the caller, and the thread of the backward pass.
     """
     if device.kind == "cpu":
         return 0
@@ -120,19 +124,20 @@ def library_bytes(device: Device) -> int:
 
 
 def largest_batch(peak: Callable[[int], float], memory: float, at_most: int = 2**20) -> int:
-    """Return the largest batch whose step fits into a memory; 0 if a single item does not fit.
+    """Return the largest batch size with which a step fits into a given memory; 0 if a single item does not fit.
 
     Args:
-        peak: returns the peak memory of a step with a batch of that many items; must not decrease with the batch.
-        memory: available memory, in the unit of the peak.
-        at_most: upper bound of the search.
+        peak: function that returns the peak memory of a step for a number of items in the batch. A larger batch must not
+            have a smaller peak.
+        memory: available memory, in the unit of `peak`.
+        at_most: upper limit of the result.
     """
     fits, used = 1, peak(1)
     if used > memory:
         return 0
     fails, per_item, halve = at_most + 1, 0, False
     while fails - fits > 1:
-        # Memory is nearly linear in the batch, so a few interpolations find the limit; bisection needs many more.
+        # Memory is nearly linear in the batch size, so a few interpolations find the limit. Bisection needs more steps.
         guess = fits + int((memory - used) / per_item) if per_item else 2 * fits
         guess = (fits + fails) // 2 if halve else min(max(guess, fits + 1), fails - 1)
         needed = peak(guess)
@@ -145,15 +150,18 @@ def largest_batch(peak: Callable[[int], float], memory: float, at_most: int = 2*
 
 
 def fewest_checkpointed(peak_bytes: Callable[[int], int], blocks: int, memory_bytes: int) -> int:
-    """Return the smallest number of checkpointed blocks with which a step fits into a memory (ParallelPlan's 'budget').
+    """Return the smallest number of checkpointed blocks with which a step fits into a given memory.
+
+    Use it for the checkpointing policy 'budget' of ParallelPlan.
 
     Args:
-        peak_bytes: returns the peak memory of a step with that many blocks checkpointed; must not increase with the number.
+        peak_bytes: function that returns the peak memory of a step for a number of checkpointed blocks. More checkpointed
+            blocks must not have a larger peak.
         blocks: number of blocks of the model.
         memory_bytes: available memory.
 
     Raises:
-        HyperionError: the step does not fit with all blocks checkpointed.
+        HyperionError: the step does not fit into the memory even if all blocks are checkpointed.
     """
     if (most := peak_bytes(0)) <= memory_bytes:
         return 0
@@ -164,7 +172,7 @@ def fewest_checkpointed(peak_bytes: Callable[[int], int], blocks: int, memory_by
             next_step="use a smaller batch (largest_batch computes one that fits), or more memory",
         )
     fails, fits = 0, blocks
-    guess = math.ceil(blocks * (most - memory_bytes) / (most - least))  # equal blocks save equal amounts
+    guess = math.ceil(blocks * (most - memory_bytes) / (most - least))  # exact if all blocks save the same number of bytes
     while fits - fails > 1:
         guess = min(max(guess, fails + 1), fits - 1)
         if peak_bytes(guess) <= memory_bytes:
@@ -179,11 +187,11 @@ class BlockBytes:
     """Bytes of one repeated block.
 
     Attributes:
-        input: the block's input; all that activation checkpointing saves.
-        saved: what the block saves in addition to its input.
-        recomputed: what recomputing the block brings back.
-        transient: largest sum of activation gradients that exist at once in its backward pass.
-        gradients: gradients of its parameters.
+        input: bytes of the input of the block. With activation checkpointing only the input is saved.
+        saved: bytes of activations that the forward pass saves in addition to the input.
+        recomputed: bytes that the recomputation allocates in the backward pass.
+        transient: largest number of bytes of activation gradients that exist at the same time in the backward pass.
+        gradients: bytes of the gradients of the parameters.
     """
 
     input: int
@@ -195,14 +203,16 @@ class BlockBytes:
 
 @dataclass(frozen=True)
 class ActivationBytes:
-    """Bytes of a whole model, for one batch.
+    """Bytes of activations and gradients of a whole model, for one batch.
+
+    The stem is the part of the model before the blocks. The head is the part after the blocks.
 
     Attributes:
-        stem, head: saved before and after the blocks.
-        blocks: the repeated blocks in the order of the forward pass.
-        head_transient: most that the head's backward pass allocates in addition to what is saved.
-        head_gradients: gradients of the head's parameters.
-        stem_transient: what the stem's backward pass allocates in addition to all gradients.
+        stem, head: bytes that the forward pass of the stem and of the head saves.
+        blocks: bytes of the repeated blocks, in the order of the forward pass.
+        head_transient: largest number of bytes that the backward pass of the head allocates in addition to saved activations.
+        head_gradients: bytes of the gradients of the parameters of the head.
+        stem_transient: bytes that the backward pass of the stem allocates in addition to all parameter gradients.
     """
 
     stem: int
@@ -213,14 +223,22 @@ class ActivationBytes:
     stem_transient: int
 
     def saved(self, checkpointed: bool = False) -> int:
-        """Return the bytes saved by the forward pass; with every block checkpointed, blocks save only their inputs."""
+        """Return the number of bytes that the forward pass saves.
+
+        Args:
+            checkpointed: if True, every block is checkpointed and saves only its input.
+        """
         inside = 0 if checkpointed else sum(block.saved for block in self.blocks)
         return self.stem + sum(block.input for block in self.blocks) + inside + self.head
 
     def peak(self, checkpointed: bool = False) -> int:
-        """Return the peak of the backward pass, including the parameter gradients computed up to that moment."""
+        """Return the peak of the backward pass in bytes. It includes the parameter gradients that exist at that time.
+
+        Args:
+            checkpointed: if True, every block is checkpointed.
+        """
         held, gradients = self.saved(checkpointed), self.head_gradients
-        moments = [held + self.head_transient]  # the head's parameter gradients are allocated after these are freed
+        moments = [held + self.head_transient]  # the parameter gradients of the head are allocated later
         held -= self.head
         for block in reversed(self.blocks):
             recomputed = block.recomputed if checkpointed else 0
@@ -233,20 +251,21 @@ class ActivationBytes:
 def language_activations(config: TransformerConfig, batch: int, length: int, sixteen_bit: bool) -> ActivationBytes:
     """Return the activation bytes of a TransformerLM that is given targets, in float32 or under autocast to bfloat16.
 
-    In units of one [B, T, D] tensor a block saves its input and the sum after attention (1 + 1), both norms' outputs
-    (1 + 1), query, key and value (3), attention's output (1), and the MLP before and after GELU (4 + 4): 16. Autocast to
-    bfloat16 halves them all, and saves a 16-bit copy of each weight matrix. (float16 saves more: its residual stream stays
-    float32.) The loss is PyTorch's own; the Triton kernel of `token_loss` would save 16-bit logits.
+    The bytes are counted in units of one [B, T, D] tensor. A block saves 16 units: its input and the sum after attention
+    (1 + 1), the outputs of both norms (1 + 1), query, key and value (3), the output of attention (1), and the activations of
+    the MLP before and after GELU (4 + 4). Autocast to bfloat16 halves all these bytes, but also saves a 16-bit copy of each
+    weight matrix. With float16 more bytes are saved, because its residual stream remains float32; the formula does not apply
+    to float16. The loss is that of PyTorch. The Triton kernel of `token_loss` would save 16-bit logits instead.
 
     Args:
         batch, length: B and T.
-        sixteen_bit: autocast to bfloat16.
+        sixteen_bit: if True, under autocast to bfloat16.
     """
     B, T, D, V = batch, length, config.width, config.vocab_size
     each = _SIXTEEN_BIT if sixteen_bit else _FLOAT32
     unit, logits = each * B * T * D, _FLOAT32 * B * T * V  # logits are float32 in every precision
     parameters, matrices = 12 * D * D + 13 * D, 12 * D * D
-    log_sum_exp = _FLOAT32 * B * T * config.heads  # of attention
+    log_sum_exp = _FLOAT32 * B * T * config.heads  # saved by attention
     saved = 15 * unit + log_sum_exp + (_SIXTEEN_BIT * matrices if sixteen_bit else 0)
     block = BlockBytes(input=unit, saved=saved, recomputed=saved, transient=5 * unit, gradients=_FLOAT32 * parameters)
     head = 2 * unit + logits + (_SIXTEEN_BIT * V * D if sixteen_bit else 0)
@@ -256,15 +275,18 @@ def language_activations(config: TransformerConfig, batch: int, length: int, six
         head=head,
         head_transient=2 * logits,  # the gradients of log-probabilities and of logits
         head_gradients=_FLOAT32 * V * D,
-        stem_transient=_FLOAT32 * V * D,  # the embedding's part of the gradient that it shares with the head
+        stem_transient=_FLOAT32
+        * V
+        * D,  # gradient of the embedding, which is then added to that of the head: both share one weight
     )
 
 
 def image_activations(width: int, batch: int, sixteen_bit: bool, image_size: int = IMAGE_SIZE) -> ActivationBytes:
     """Return the activation bytes of a ResNet-18, in float32 or under autocast to a 16-bit format.
 
-    A norm saves the output of its convolution; a ReLU saves its result, which the next convolution saves too. So a block
-    saves its input, three tensors of its output's size, and a fourth if the shortcut has a projection.
+    A norm saves its input, which is the output of a convolution. A ReLU saves its result, and the next convolution saves the
+    same tensor. Therefore a block saves its input and three tensors of the size of its output. If the shortcut has a
+    projection, it saves a fourth tensor of this size.
     """
     each = _SIXTEEN_BIT if sixteen_bit else _FLOAT32
     side, blocks = image_size, []
@@ -278,12 +300,17 @@ def image_activations(width: int, batch: int, sixteen_bit: bool, image_size: int
         saved = (4 if projection else 3) * out + copies
         blocks.append(BlockBytes(before, saved, saved + out, 3 * out, _FLOAT32 * weights))
     stem = each * batch * width * image_size**2
-    images = _SIXTEEN_BIT * batch * 3 * image_size**2 if sixteen_bit else 0  # the float32 batch exists in any case
+    images = (
+        _SIXTEEN_BIT * batch * 3 * image_size**2 if sixteen_bit else 0
+    )  # copy in 16 bits; the float32 batch is not counted, because it always exists
     return ActivationBytes(stem + images, tuple(blocks), head=0, head_transient=0, head_gradients=0, stem_transient=0)
 
 
 class _WithoutMemo(TorchDispatchMode):
-    """Clear the fake mode's memo after each operator: `Module.to` cannot swap parameters while the memo refers to them."""
+    """Clear the memo of the fake tensor mode after each operator.
+
+    `Module.to` cannot swap parameters while the memo contains references to them.
+    """
 
     def __init__(self, fake: FakeTensorMode):
         super().__init__()
@@ -296,7 +323,7 @@ class _WithoutMemo(TorchDispatchMode):
 
 
 class _PretendCuda(TorchFunctionMode):
-    """Make `Tensor.is_cuda` True, so that code takes the same branches as on a GPU."""
+    """Make `Tensor.is_cuda` True for all tensors, so that code takes the same branches as on a GPU."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return True if func == _IS_CUDA else func(*args, **kwargs or {})
@@ -304,7 +331,10 @@ class _PretendCuda(TorchFunctionMode):
 
 @contextlib.contextmanager
 def _cuda_autocast(engine: TorchEngine) -> Iterator[None]:
-    """Give CUDA's autocast the engine's settings, for code that reads them; fake tensors use those of the CPU."""
+    """Context manager that sets the autocast options of CUDA to those of the engine, for code that reads them.
+
+    The fake tensors themselves use the autocast options of the CPU.
+    """
     before = torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")
     with engine.precision.autocast(engine.device):
         enabled, dtype = torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")
@@ -318,10 +348,11 @@ def _cuda_autocast(engine: TorchEngine) -> Iterator[None]:
 
 
 class _KernelBytes:
-    """Workspace bytes of a GPU's kernels, by operator and shapes.
+    """Function that returns the workspace bytes of a GPU kernel for an operator and its arguments.
 
     Args:
-        ask: the device on which each distinct convolution is measured once; None if it is not present: they count as 0.
+        ask: the device on which each distinct convolution is measured once. With None the workspaces of convolutions are
+            counted as 0 bytes.
     """
 
     def __init__(self, ask: Device | None):
@@ -331,7 +362,7 @@ class _KernelBytes:
     def __call__(self, operator: Any, arguments: tuple) -> int:
         name = operator._schema.name
         if "scaled_dot_product" in name and name.endswith(("_backward", "_backward_for_cpu")):
-            # Flash attention accumulates the gradient of the queries in float32, and one more sum per query.
+            # Flash attention allocates the gradient of the queries in float32, and one more float32 value per query.
             query = arguments[1]
             return 4 * query.numel() + 4 * query.numel() // query.shape[-1]
         if self._ask is None or not name.startswith("aten::convolution"):
@@ -349,14 +380,14 @@ def _signature(argument: Any) -> Any:
 
 
 def _workspace_bytes(operator: Any, arguments: tuple, device: Device) -> int:
-    """Measure the workspace of a library's kernel, which depends on the algorithm that the library chooses for the shapes."""
+    """Measure the workspace of a library kernel. It depends on the algorithm that the library chooses for the shapes."""
     where = device.torch_device
     with unset_fake_temporarily():
         real = [
             torch.empty_strided(a.shape, a.stride(), dtype=a.dtype, device=where).zero_() if isinstance(a, Tensor) else a
             for a in arguments
         ]
-        operator(*real)  # the first call may search for a kernel
+        operator(*real)  # the first call may try several algorithms
         torch.cuda.synchronize(where)
         before = torch.cuda.memory_allocated(where)
         torch.cuda.reset_peak_memory_stats(where)

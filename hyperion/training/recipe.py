@@ -1,6 +1,6 @@
-"""Choices of a training run: optimizer and learning-rate schedule, number format with its loss scale, and seeds.
+"""Options of a training run: optimizer, learning-rate schedule, number format with loss scaling, and random seeds.
 
-Optimizers decay weights, but neither biases nor norm parameters.
+The optimizers apply weight decay to weights, but not to biases and parameters of norms.
 """
 
 import contextlib
@@ -24,18 +24,21 @@ from hyperion.parallel import is_sharded
 
 TRAINING_DTYPES = ("fp32", "tf32", "bf16", "fp16")
 FP8 = "fp8"
-# fp8 applies to linear layers replaced by hyperion.training.float8; everything else then computes in bf16.
+# fp8 is used only in the linear layers that hyperion.training.float8 replaces. All other layers then compute in bf16.
 _AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16, FP8: torch.bfloat16}
-_NUMPY_WORDS = 624  # of the Mersenne twister
+_NUMPY_WORDS = 624  # size of the state of the Mersenne twister
 
 
 def adamw(
     model: nn.Module, learning_rate: float, weight_decay: float = 0.1, betas: tuple[float, float] = (0.9, 0.95), eps: float = 1e-8
 ) -> torch.optim.AdamW:
-    """Return AdamW (Loshchilov & Hutter 2019) as one fused kernel per step; betas as in GPT-3 (Brown et al. 2020).
+    """Return the AdamW optimizer (Loshchilov & Hutter 2019) in its fused form.
+
+    The default betas are those of GPT-3 (Brown et al. 2020).
 
     Raises:
-        HyperionError: a rate, decay or eps is negative or not finite, a beta is outside 0 .. 1, or no parameter is trainable.
+        HyperionError: the learning rate, the weight decay or eps is negative or not finite, a beta is not in [0, 1), or no
+            parameter is trainable.
     """
     require_number("learning_rate", learning_rate, "adamw", at_least=0)
     require_number("eps", eps, "adamw", at_least=0)
@@ -45,23 +48,29 @@ def adamw(
 
 
 def sgd_nesterov(model: nn.Module, learning_rate: float, weight_decay: float = 5e-4, momentum: float = 0.9) -> torch.optim.SGD:
-    """Return SGD with Nesterov momentum as one fused kernel per step; weight decay is the L2 form of ResNet training.
+    """Return the SGD optimizer with Nesterov momentum, in its fused form if the model is not sharded.
+
+    Weight decay is added to the gradient (L2 form), as in the training of ResNets.
 
     Raises:
-        HyperionError: a rate or decay is negative or not finite, momentum is outside 0 .. 1, or no parameter is trainable.
+        HyperionError: the learning rate or the weight decay is negative or not finite, the momentum is not in (0, 1), or no
+            parameter is trainable.
     """
     require_number("learning_rate", learning_rate, "sgd_nesterov", at_least=0)
     require_number("momentum", momentum, "sgd_nesterov", above=0, below=1)
-    # torch has no fused SGD for sharded parameters; "foreach" needs a few kernels per step over all parameters at once.
+    # torch has no fused SGD for sharded parameters. "foreach" needs only a few kernels per step, each for all parameters.
     kernel: dict[str, Any] = {"foreach" if is_sharded(model) else "fused": True}
     return torch.optim.SGD(decay_groups(model, weight_decay), lr=learning_rate, momentum=momentum, nesterov=True, **kernel)
 
 
 def decay_groups(model: nn.Module, weight_decay: float) -> list[dict]:
-    """Return two parameter groups: matrices, embeddings and convolution kernels with decay, 1-d parameters without.
+    """Return two parameter groups: parameters with at least two dimensions with weight decay, and others without.
+
+    The first group contains matrices, embeddings and convolution kernels. The second group contains biases and parameters of
+    norms.
 
     Raises:
-        HyperionError: the decay is negative or not finite, or no parameter requires a gradient.
+        HyperionError: the weight decay is negative or not finite, or no parameter requires a gradient.
     """
     require_number("weight_decay", weight_decay, "optimizer", at_least=0)
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -79,15 +88,15 @@ def decay_groups(model: nn.Module, weight_decay: float) -> list[dict]:
 
 @dataclass(frozen=True)
 class WarmupCosine:
-    """Learning rate: linear warm-up to the peak, half a cosine down to a fraction of it, then constant.
+    """Learning-rate schedule: linear warm-up to a peak, then decay along half a cosine, then a constant rate.
 
-    A pure function of the step, so a resumed run needs no scheduler state.
+    The learning rate depends only on the step, so a checkpoint contains no state of the schedule. Steps are counted from 1.
 
     Attributes:
-        peak: highest learning rate, reached at step warmup_steps (steps count from 1).
-        warmup_steps: 0 starts at the peak.
-        total_steps: step at which the rate reaches peak * final_fraction.
-        final_fraction: 1 keeps the rate constant after the warm-up.
+        peak: highest learning rate. It is reached at step `warmup_steps`.
+        warmup_steps: number of steps of the warm-up. With 0 the schedule starts at the peak.
+        total_steps: step at which the learning rate reaches peak * final_fraction.
+        final_fraction: final learning rate divided by the peak. With 1 the rate is constant after the warm-up.
     """
 
     peak: float
@@ -102,13 +111,13 @@ class WarmupCosine:
         require_number("final_fraction", self.final_fraction, "WarmupCosine", at_least=0, at_most=1)
         if not 0 <= self.warmup_steps < self.total_steps:
             raise HyperionError(
-                f"warmup_steps {self.warmup_steps} is not from 0 to total_steps {self.total_steps} - 1",
+                f"warmup_steps is {self.warmup_steps}, but must be at least 0 and below total_steps, which is {self.total_steps}",
                 where="WarmupCosine",
                 next_step="shorten the warm-up or train longer",
             )
 
     def __call__(self, step: int) -> float:
-        """Return the learning rate of optimizer step `step`, counted from 1.
+        """Return the learning rate of an optimizer step. Steps are counted from 1.
 
         Raises:
             HyperionError: the step is below 1.
@@ -123,12 +132,12 @@ class WarmupCosine:
 
 @dataclass(frozen=True)
 class Precision:
-    """Number format of matrix products and convolutions; weights, optimizer state and losses are always float32.
+    """Number format of matrix products and convolutions. Weights, optimizer state and losses are always float32.
 
     Attributes:
-        dtype: 'fp32' (without TF32), 'tf32', 'bf16', 'fp16', or 'fp8' for a model converted by
+        dtype: 'fp32' (without TF32), 'tf32', 'bf16', 'fp16' or 'fp8'. With 'fp8' the model must have been converted by
             hyperion.training.float8.to_float8.
-        reason: why this format was chosen.
+        reason: the reason for this format.
     """
 
     dtype: str
@@ -141,23 +150,24 @@ class Precision:
             )
 
     def products(self) -> AbstractContextManager:
-        """Return the context of a whole step, including the backward pass: sets whether float32 products may use TF32.
+        """Return a context manager for a whole step, including the backward pass.
 
-        The setting belongs to the process, so engines of different precision can alternate in one process.
+        It sets whether float32 matrix products may use TF32, and restores the previous setting at the end. The setting is
+        global in the process. Therefore engines with different precisions can be used alternately in one process.
         """
-        # With a 16-bit format hardly any product is float32, so the setting is left unchanged.
+        # With a 16-bit format almost no matrix product is float32, so the setting is not changed.
         return contextlib.nullcontext() if self.dtype in _AUTOCAST else matmul_precision(FORMATS[self.dtype])
 
     @contextlib.contextmanager
     def autocast(self, device: Device) -> Iterator[None]:
-        """Return the context of a forward pass."""
+        """Context manager for a forward pass, with the autocast of this format."""
         where = torch.device(device.torch_device).type
         dtype = _AUTOCAST.get(self.dtype, torch.bfloat16)
         with self.products(), torch.autocast(where, dtype, enabled=self.dtype in _AUTOCAST):
             yield
 
     def loss_scaler(self, device: Device) -> "LossScaler":
-        """Return the loss scaler: an adaptive scale for fp16, disabled for other formats."""
+        """Return the loss scaler. It is enabled for fp16 and disabled for other formats."""
         return LossScaler(device, enabled=self.dtype == "fp16")
 
     def __str__(self) -> str:
@@ -165,16 +175,17 @@ class Precision:
 
 
 class LossScaler:
-    """Loss scale that keeps fp16 gradients from underflow: multiply the loss by a scale, divide the gradients by it.
+    """Loss scaler that prevents the underflow of fp16 gradients.
 
-    A gradient below 2^-24 is zero in fp16; multiplied by 65536 it is not. If the scale is too large, gradients overflow:
-    then the step is skipped and the scale halved. After 2000 steps without overflow the scale is doubled. torch's GradScaler
-    does the arithmetic without waiting for the device.
+    The loss is multiplied by a scale, and the gradients are divided by the same scale. Without a scale, gradients below 2^-24
+    are zero in fp16. With a scale of 65536 many of them are not zero. If the scale is too large, gradients overflow. In this
+    case the step is skipped and the scale is halved. After 2000 steps without overflow the scale is doubled. The class uses
+    torch.amp.GradScaler, which does not wait for the device.
 
     Source: Micikevicius et al., Mixed Precision Training, 2018.
 
     Args:
-        enabled: False uses no scale, skips no step and has no state.
+        enabled: if False, no scale is used, no step is skipped, and there is no state.
     """
 
     def __init__(self, device: Device, enabled: bool):
@@ -183,12 +194,12 @@ class LossScaler:
 
     @property
     def scale(self) -> float:
-        """Scale of the next step, 1 if disabled; reading it waits for the device."""
+        """Scale of the next step; 1 if disabled. Reading this property waits for the device."""
         return self._scaler.get_scale()
 
     @property
     def skipped_steps(self) -> int:
-        """Number of steps skipped because a gradient overflowed; reading it waits for the device."""
+        """Number of steps that were skipped because a gradient overflowed. Reading this property waits for the device."""
         return int(self._skipped)
 
     def backward(self, loss: Tensor) -> None:
@@ -196,18 +207,18 @@ class LossScaler:
         self._scaler.scale(loss).backward()
 
     def unscale(self, optimizer: torch.optim.Optimizer) -> None:
-        """Divide the gradients by the scale. Call it before clipping or reading them."""
+        """Divide the gradients by the scale. Call this method before gradients are clipped or read."""
         self._scaler.unscale_(optimizer)
 
     def step(self, optimizer: torch.optim.Optimizer, gradient_norm: Tensor) -> Tensor:
-        """Update the weights unless a gradient overflowed, and adapt the scale.
+        """Update the weights unless a gradient overflowed, then adapt the scale.
 
         Args:
-            gradient_norm: L2 norm of the gradients after `unscale`, scalar.
+            gradient_norm: L2 norm of the gradients after `unscale`, as a scalar.
 
         Returns:
-            True if the update was skipped because the scale was too large (bool scalar on the device). A scale below 1 is
-            not too large: then the gradients themselves are infinite or NaN.
+            True, as a bool scalar on the device, if the update was skipped because the scale was too large. False if the
+            scale is below 1, because infinite or NaN gradients are then not caused by the scale.
         """
         if not self._scaler.is_enabled():
             optimizer.step()
@@ -220,14 +231,14 @@ class LossScaler:
         return overflowed
 
     def state_dict(self) -> dict:
-        """Return the state for a checkpoint; empty if disabled."""
+        """Return the state for a checkpoint. It is empty if the scaler is disabled."""
         return self._scaler.state_dict() | {"skipped_steps": self.skipped_steps} if self._scaler.is_enabled() else {}
 
     def load_state_dict(self, state: dict) -> None:
-        """Restore a state of `state_dict`.
+        """Restore a state that `state_dict` returned.
 
         Raises:
-            CheckpointError: the state is from another precision.
+            CheckpointError: the state was saved with fp16 and this run does not use fp16, or the other way round.
         """
         if bool(state) != self._scaler.is_enabled():
             saved, here = ("fp16", "another precision") if state else ("another precision than fp16", "fp16")
@@ -242,10 +253,10 @@ class LossScaler:
 
 
 def _initialize_momentum(optimizer: torch.optim.Optimizer) -> None:
-    """Give SGD a momentum of zero before its first step, which leads to the same first step.
+    """Create the momentum buffers of SGD with value zero before the first step. The result of the first step is the same.
 
-    PyTorch's fused SGD (2.11, 2.13) allocates its momentum uninitialised and relies on the first update to write it. If that
-    update is skipped, the next one uses uninitialised memory.
+    The fused SGD of PyTorch (2.11, 2.13) allocates momentum buffers without values and writes them in the first update. If this
+    update is skipped, the next update would read uninitialized memory.
     """
     for group in optimizer.param_groups if isinstance(optimizer, torch.optim.SGD) else ():
         for parameter in group["params"] if group["momentum"] else ():
@@ -254,14 +265,14 @@ def _initialize_momentum(optimizer: torch.optim.Optimizer) -> None:
 
 
 def choose_precision(device: Device, requested: str = "auto") -> Precision:
-    """Return the precision to train in on this device.
+    """Return the precision for training on this device.
 
     Args:
-        requested: 'auto', 'fp32', 'tf32', 'bf16', 'fp16' or 'fp8'. 'auto' is bf16 on a GPU with matrix units for it, else
-            fp32.
+        requested: 'auto', 'fp32', 'tf32', 'bf16', 'fp16' or 'fp8'. 'auto' selects bf16 on a GPU with matrix units for bf16,
+            else fp32.
 
     Raises:
-        HyperionError: an unknown name, or a format that the device does not support.
+        HyperionError: the name is unknown, or the device does not support the format.
     """
     if requested == "auto":
         return _automatic(device)
@@ -291,15 +302,16 @@ def _automatic(device: Device) -> Precision:
 
 
 def seed_everything(seed: int, deterministic: bool = False) -> None:
-    """Seed the generators of Python, NumPy and torch (including those of all GPUs).
+    """Set the seeds of the random generators of Python, NumPy and torch, including those of all GPUs.
 
     Args:
-        seed: 0 to 2^32 - 1.
-        deterministic: also make torch refuse nondeterministic operations. On a CPU with a fixed number of threads losses
-            repeat bit for bit without it; on a GPU only with it, at some cost in speed.
+        seed: whole number from 0 to 2^32 - 1.
+        deterministic: if True, torch also raises an error for nondeterministic operations. On a GPU losses are bitwise
+            reproducible only with this option, which makes some operations slower. On a CPU with a fixed number of threads
+            they are bitwise reproducible without it.
 
     Raises:
-        HyperionError: the seed is out of range.
+        HyperionError: the seed is not a whole number in this range.
     """
     seed = require_seed(seed)
     random.seed(seed)
@@ -312,9 +324,9 @@ def seed_everything(seed: int, deterministic: bool = False) -> None:
 
 
 def seed_rank(seed: int, step: int, rank: int) -> None:
-    """Seed everything from the run's seed, the current step and the rank.
+    """Set the seeds of all random generators from the seed of the run, the current step and the rank.
 
-    So ranks have different random numbers, and a resumed run does not repeat those of an earlier start.
+    As a result, ranks have different random numbers, and a resumed run does not repeat the random numbers of an earlier start.
 
     Raises:
         HyperionError: an argument is negative or not a whole number.
@@ -325,7 +337,7 @@ def seed_rank(seed: int, step: int, rank: int) -> None:
 
 
 def rng_state() -> dict[str, Any]:
-    """Return the state of all generators, as tensors and JSON values."""
+    """Return the state of all random generators, as tensors and JSON values."""
     python = random.getstate()
     _, numpy_keys, numpy_position, has_gauss, cached_gauss = cast(tuple, np.random.get_state())
     return {
@@ -337,15 +349,15 @@ def rng_state() -> dict[str, Any]:
 
 
 def require_rng_state(state: dict[str, Any]) -> None:
-    """Check a state from a file by setting it in new generators, so that `set_rng_state` cannot fail later.
+    """Check a state that was read from a file. The state is set in new generators, so that `set_rng_state` cannot fail later.
 
     Raises:
-        Exception: whatever a generator raises if the state is malformed.
+        Exception: the state is malformed. The type depends on the generator that refuses the state.
     """
     version, internal, gauss = state["python"]
     random.Random().setstate((version, tuple(internal), gauss))
     keys, position, has_gauss, cached_gauss = state["numpy"]
-    if not 0 <= position <= _NUMPY_WORDS:  # NumPy would read out of bounds
+    if not 0 <= position <= _NUMPY_WORDS:  # otherwise NumPy would read outside of the state
         raise ValueError(f"the position of NumPy's generator is {position}")
     np.random.RandomState().set_state(("MT19937", keys.numpy().astype(np.uint32), position, has_gauss, cached_gauss))
     torch.Generator().set_state(state["torch"])
@@ -354,7 +366,10 @@ def require_rng_state(state: dict[str, Any]) -> None:
 
 
 def set_rng_state(state: dict[str, Any]) -> None:
-    """Restore the result of rng_state; GPUs without a stored state are unchanged, and states without a GPU are ignored."""
+    """Restore the state that rng_state returned.
+
+    GPUs without a stored state are not changed. Stored states of GPUs that do not exist here are ignored.
+    """
     version, internal, gauss = state["python"]
     random.setstate((version, tuple(internal), gauss))
     keys, position, has_gauss, cached_gauss = state["numpy"]

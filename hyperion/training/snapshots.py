@@ -1,6 +1,6 @@
-"""What a training run writes: its checkpoints, and the batch of a step whose loss or gradient is infinite or NaN.
+"""Files that a training run writes: checkpoints, and the batch of a step whose loss or gradient is infinite or NaN.
 
-A checkpoint holds the engine's shards, the state shared by all ranks, and the state of each rank.
+A checkpoint contains the shards of the engine, the state that all ranks share, and the state of each rank.
 """
 
 import math
@@ -27,7 +27,7 @@ from hyperion.training.engine import Engine, NonFiniteError
 from hyperion.training.recipe import require_rng_state
 
 _NUMBER = (int, float)
-# Types of the fields that the loop and each rank store. Numbers other than losses are not negative.
+# Types of the fields in the shared state and in the state of each rank. Only losses may be negative.
 _SHARED = {
     "step": int,
     "ranks": int,
@@ -69,17 +69,17 @@ _RECORD = {
 
 
 def write_run(folder: Path, step: int, keep: int, engine: Engine, shared: dict, own: dict) -> None:
-    """Save a run. All ranks call it.
+    """Save a checkpoint of a run. All ranks must call this function.
 
     Args:
-        folder: of the run's checkpoints.
-        step: optimizer steps done.
-        keep: number of checkpoints to keep.
-        shared: state that is the same on all ranks; rank 0 writes it.
+        folder: folder that contains the checkpoints of the run.
+        step: number of optimizer steps done.
+        keep: number of checkpoints to keep, including the new one.
+        shared: state that is the same on all ranks. Rank 0 writes it.
         own: state of this rank.
 
     Raises:
-        CheckpointError: see `saving`.
+        CheckpointError: the checkpoint cannot be written (see `saving`).
     """
     rank, size = rank_and_size()
     with saving(folder, step, keep) as new:
@@ -91,20 +91,22 @@ def write_run(folder: Path, step: int, keep: int, engine: Engine, shared: dict, 
 
 
 def read_run(path: Path, engine: Engine, total_steps: int) -> tuple[dict, dict | None]:
-    """Verify one checkpoint and load it into the engine. All ranks call it.
+    """Verify a checkpoint and load it into the engine. All ranks must call this function.
 
     Returns:
-        The shared state, with "step", "ranks" and the state of a History as "history"; and the state of this rank, None if
-        another number of ranks saved the checkpoint.
+        A pair of the shared state and the state of this rank. The shared state has the additional entries "step" and "ranks";
+        its entry "history" is the state of a History. The state of this rank is None if the checkpoint was saved on another
+        number of ranks.
 
     Raises:
-        CheckpointError: on all ranks: the checkpoint is bad, of another model, or after the end of the plan.
+        CheckpointError: the checkpoint is damaged, belongs to another model, or has more steps than the plan. The error is
+            raised on all ranks.
     """
     manifest = verify(path)
     shared = agreed(lambda: _read_shared(path / "loop", manifest["step"], engine.item))
     if shared["step"] > total_steps:
         raise CheckpointError(
-            f"the checkpoint is at step {shared['step']}, after the end of the plan at {total_steps}",
+            f"the checkpoint is at step {shared['step']}, after the end of the plan at step {total_steps}",
             where=path,
             next_step="train longer, or choose another checkpoint folder",
         )
@@ -115,7 +117,7 @@ def read_run(path: Path, engine: Engine, total_steps: int) -> tuple[dict, dict |
 
 
 def _read_shared(folder: Path, step: int, item: str) -> dict[str, Any]:
-    """Return the shared state, after checking the type of every value and that the numbers of steps agree."""
+    """Return the shared state. The types of all values are checked, and the numbers of steps must agree."""
     shared, place = read_state(folder), folder / STATE
     _require_fields(shared, _SHARED, "the state of the loop", place)
     history = shared["history"]
@@ -139,7 +141,7 @@ def _read_shared(folder: Path, step: int, item: str) -> dict[str, Any]:
 
 
 def _read_own(folder: Path, shared: dict) -> dict[str, Any]:
-    """Return the state of this rank, after checking the type of every value and the states of the random generators."""
+    """Return the state of this rank. The types of all values and the states of the random generators are checked."""
     own, place = read_state(folder), folder / STATE
     _require_fields(own, _OWN, "the state of the rank", place)
     _require_fields(own["meter"], _METER, "the state of the meter", place)
@@ -179,21 +181,22 @@ def _rank_folder(rank: int) -> str:
 
 
 def is_finite(numbers: Sequence[float]) -> bool:
-    """Return True if the numbers of a step (loss, gradient norm, the rank's own loss) are all finite."""
+    """Return True if all numbers of a step are finite: loss, gradient norm, and the loss of this rank."""
     return all(map(math.isfinite, numbers))
 
 
 def non_finite(folder: Path | None, first: int, numbers: Sequence[Sequence[float]], batches: list) -> NonFiniteError:
-    """Save the batch of the first bad step of any rank, and return the error. All ranks call it and get the same error.
+    """Save the batch of the first step with a number that is not finite, and return the error.
 
-    The error names the ranks whose own loss is not finite, and these save their batch. If only the gradient is not finite,
-    its origin is unknown, and all ranks save their batch.
+    All ranks must call this function, and get the same error. The error names the ranks whose own loss is not finite, and these
+    ranks save their batch. If only the gradient norm is not finite, its origin is unknown, and all ranks save their batch.
 
     Args:
-        folder: for the evidence; None for a temporary folder.
-        first: step of the first row.
-        numbers: loss, gradient norm and this rank's own loss of some steps; at least one is not finite on some rank.
-        batches: of the same steps.
+        folder: folder in which the batch is saved; None for a temporary folder.
+        first: number of the first step in `numbers`.
+        numbers: for each step, the loss, the gradient norm and the loss of this rank. On some rank at least one number is not
+            finite.
+        batches: the batches of the same steps.
     """
     rank, size = rank_and_size()
     bad = [first + index for index, row in enumerate(numbers) if not is_finite(row)]
@@ -210,7 +213,7 @@ def non_finite(folder: Path | None, first: int, numbers: Sequence[Sequence[float
     return NonFiniteError(
         f"step {step}{ranks}: loss {loss}, gradient norm {norm}; training stopped, and the batch of the step was saved",
         where=Path(places[0]),
-        next_step="lower the learning rate or inspect that batch; earlier checkpoints are unchanged",
+        next_step="lower the learning rate or inspect the saved batch; earlier checkpoints are unchanged",
     )
 
 

@@ -1,17 +1,24 @@
-"""Every figure is drawn from rows, small, and the same each time; what has no rows is not drawn."""
+"""Every figure is drawn from rows, small, and the same each time; what has no rows is not drawn.
+
+The export and the reference page are tested here too: both contain every figure, and one process draws each of them once.
+"""
 
 import io
+import json
+import re
+import shutil
 from dataclasses import replace
 
 import pytest
 from PIL import Image
 
-from hyperion.book.outline import picture
-from hyperion.book.plots import all_plots, draw
+from hyperion.book.export import export_run, reference_readme
+from hyperion.book.outline import picture, sections
+from hyperion.book.plots import all_plots, draw, results_folder
 from hyperion.book.report import report_page
 from hyperion.errors import HyperionError
 from hyperion.figures.material import Material
-from hyperion.results import Run
+from hyperion.results import Row, Run, rows_from_csv
 
 PLOTS = all_plots()
 NAMES = [plot.name for plot in PLOTS]
@@ -82,3 +89,60 @@ def test_a_fault_of_a_figure_is_an_error_where_no_value_was_refused(material, mo
 def test_the_report_is_written_whatever_values_were_refused(material, every, monkeypatch):
     monkeypatch.setattr("hyperion.book.outline.draw", lambda name, material: None)  # see above
     assert "unexpected: 7 failed its check" in report_page(with_refused_values(material, every))
+
+
+@pytest.mark.slow
+def test_csv_and_json_hold_the_same_rows_and_pictures_lie_beside(run, material, tmp_path):
+    copy = Run.open(shutil.copytree(run.folder, tmp_path / "copy"))
+    names = export_run(copy)
+    subjects = {results_folder(row.experiment) for row in copy.rows()}
+    assert {name.split("/")[1] for name in names} == subjects | {"predictions", "summary.png"}
+    assert {"benchmarks/hardware/gemm.png", "benchmarks/baseline/perplexity.png"} <= set(names)
+    exported = []
+    for name in (name for name in names if name.endswith(".csv")):
+        rows = rows_from_csv(copy.read(name).decode())
+        lines = json.loads(copy.read(name.removesuffix("csv") + "json"))
+        units = [line.pop("unit") for line in lines]
+        assert [Row(**line) for line in lines] == rows and units == [row.unit for row in rows]
+        exported += rows
+    assert exported and sorted((r.key for r in exported), key=str) == sorted((r.key for r in copy.rows()), key=str)
+    before = {name: copy.read(name) for name in names}
+    # `material` was read and drawn apart from the copy's.
+    assert export_run(copy, material) == names and {name: copy.read(name) for name in names} == before
+    assert set(names) <= set(copy.verify())
+
+
+@pytest.fixture(scope="module")
+def reference_files(run, material):
+    return reference_readme(run, material)
+
+
+def test_every_picture_of_the_page_comes_with_it(reference_files, material):
+    page = reference_files["README.md"].decode()
+    shown = set(re.findall(r"!\[[^\]]*\]\(([^)]+)\)", page))
+    drawn = [picture for section in sections(material) for picture in section.pictures]
+    assert shown == set(reference_files) - {"README.md"} and len(shown) == len(drawn) + 1  # and the summary
+    assert sum(map(len, reference_files.values())) < 2_000_000
+
+
+def test_tables_are_well_formed_and_details_closed(reference_files):
+    page = reference_files["README.md"].decode()
+    assert page.startswith("# NVIDIA Test GPU\n")
+    assert page.index("](benchmarks/summary.png)") < page.index("## At a glance")
+    assert page.count("<details>") == page.count("</details>") > 2
+    blocks = re.findall(r"(?:^\|.*\|\n)+", page, flags=re.M)
+    assert len(blocks) > 8
+    for block in blocks:
+        lines = block.replace("\\|", "").splitlines()
+        assert len({line.count("|") for line in lines}) == 1 and set(lines[1]) <= set("|-: ")
+    assert "unsupported: torch.mm takes no fp8" in page and "2.11.0+cu128" in page
+
+
+def test_the_page_says_synthetic(cpu_run, cpu_material):
+    assert "**Synthetic data" in reference_readme(cpu_run, cpu_material)["README.md"].decode()
+
+
+def test_an_empty_run_still_has_a_page(tmp_path):
+    run = Run.create(tmp_path / "run", {"environment": {"cpu": {"name": "Some CPU", "cores": 2}}})
+    assert reference_readme(run)["README.md"].decode().startswith("# Some CPU (2 cores)")
+    assert Material(run).experiments == []

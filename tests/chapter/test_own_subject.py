@@ -140,6 +140,7 @@ def replace(path: Path, old: str, new: str) -> None:
     path.write_text(text.replace(old, new))
 
 
+@pytest.mark.book
 @pytest.mark.slow
 @pytest.mark.process
 @pytest.mark.parametrize("register", [named, installed])
@@ -160,6 +161,7 @@ def test_a_subject_of_ones_own_runs_and_is_measured_again_when_its_files_change(
     assert [row.value for row in Run.open(run.folder).rows("01_toy")] == [2.0, 11.0]
 
 
+@pytest.mark.book
 @pytest.mark.slow
 @pytest.mark.process
 def test_a_figure_makes_no_measurement_stale_and_other_sizes_do(toy, tmp_path):
@@ -176,6 +178,7 @@ def test_a_figure_makes_no_measurement_stale_and_other_sizes_do(toy, tmp_path):
     assert [row.value for row in Run.open(run.folder).rows("01_toy")] == [5.0]
 
 
+@pytest.mark.book
 @pytest.mark.process
 @pytest.mark.parametrize(
     ("name", "old", "new", "says"),

@@ -426,7 +426,7 @@ def test_an_edited_checkpoint_is_refused_by_name_and_the_one_before_is_used(orig
             step, bias = FORMS[form][1](run)
         assert step == 1 and torch.equal(bias, state(1)["model"]["bias"])
         warning = capsys.readouterr().err
-        assert "WARNING: checkpoint refused" in warning and "step-00000002" in warning and "next:" in warning
+        assert "WARNING: this checkpoint cannot be used" in warning and "step-00000002" in warning and "next:" in warning
         assert "\x1b" not in warning
         assert listing(tmp_path) == before, "reading changed a file"
 
@@ -683,7 +683,7 @@ def test_an_edited_run_goes_on_from_the_checkpoint_before(run_original, name, tm
         shared, own = newest_good(tmp_path / "run", lambda path: read_run(path, engine, 9))
     assert shared["step"] == engine.steps == 8 and len(shared["history"]["losses"]) == 8 and own is not None
     warning = capsys.readouterr().err
-    assert "WARNING: checkpoint refused" in warning and "step-00000009" in warning
+    assert "WARNING: this checkpoint cannot be used" in warning and "step-00000009" in warning
 
 
 def test_an_error_of_the_engines_own_code_is_raised_as_it_is(tmp_path):

@@ -106,8 +106,8 @@ def test_a_missing_file_is_named(tmp_path):
 @pytest.mark.parametrize(
     ("content", "reason"),
     [
-        ('{"x": {"$tensor": "y"}}', "not the tensor of that name"),
-        ('{"x": {"$tensor": ["x"]}}', "not the tensor of that name"),
+        ('{"x": {"$tensor": "y"}}', "must contain the tensor with the name"),
+        ('{"x": {"$tensor": ["x"]}}', "must contain the tensor with the name"),
         ('{"x": {"$tensor": "x"}, "y": {"$tensor": "y"}}', "the tensor 'y' is not stored"),
         ("{}", "does not refer to the stored tensor 'x'"),
         ('{"x": {"$tensor": "x"}, "y": 1e999}', "1e999 is too large for a number"),

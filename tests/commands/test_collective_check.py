@@ -59,7 +59,7 @@ def test_a_rank_that_hangs_is_named_with_the_place_where_it_stands(monkeypatch):
     assert time.monotonic() - started < 60
     assert ended.value.rank == 1
     told = ended.value.what
-    assert re.search(r"rank 1 is missing: the last it entered was collective \d+ \(", told)
+    assert re.search(r"rank 1 is missing: the last collective that it entered was collective \d+ \(", told)
     assert "rank 0 reached collective" in told and "rank 0 is missing" not in told
     assert "stack of rank 1:" in told and "time.sleep(600)" in told
 

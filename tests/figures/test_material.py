@@ -1,6 +1,6 @@
 """Whose numbers these are."""
 
-from hyperion.figures.material import device_name, machine_name, replayed_from
+from hyperion.figures.material import Material, device_name
 from tests.book.made_up import made_up_run
 
 
@@ -12,6 +12,7 @@ def test_the_first_gpu_else_the_cpu_names_the_machine():
 
 def test_a_replayed_experiment_names_its_reference(tmp_path):
     run = made_up_run(tmp_path / "run", replay="replay:h200:")
-    assert replayed_from(run, "01_hardware_exploration", "gemm") == "h200"
-    assert machine_name(run, "01_hardware_exploration", "gemm") == "h200 (replay)"
-    assert replayed_from(run, "01_hardware_exploration", "never run") == ""
+    material = Material(run)
+    assert material.replayed_from("01_hardware_exploration", "gemm") == "h200"
+    assert material.machine("gemm") == "h200 (replay)"
+    assert material.replayed_from("01_hardware_exploration", "never run") == ""

@@ -1,6 +1,9 @@
 """The environment in the checkout: made once, updated, repaired, and never someone else's. Nothing is downloaded."""
 
+import os
 import shutil
+import subprocess
+import sys
 import venv
 from pathlib import Path
 
@@ -130,3 +133,15 @@ def test_too_little_disk_is_said_before_anything_is_made(checkout, monkeypatch):
     with pytest.raises(HyperionError, match="needs 1000000000 GB, but the disk has only"):
         environment.ensure_environment(root, NO_GPU, CPU_CHOICE)
     assert not (root / ".venv").exists() and not calls
+
+
+@pytest.mark.process
+def test_a_script_in_the_parent_folder_of_a_clone_imports_the_library(tmp_path):
+    """With setuptools' import hook, the folder "hyperion" beside the script would be imported as an empty namespace package."""
+    (tmp_path / "hyperion").symlink_to(ROOT)
+    (tmp_path / "script.py").write_text("import hyperion.results\nprint(hyperion.__file__)\n")
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    done = subprocess.run(
+        [sys.executable, "script.py"], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0 and done.stdout.strip().endswith("hyperion/__init__.py"), done.stderr

@@ -154,7 +154,7 @@ def test_adapters_in_float32_share_a_unit_with_a_base_in_bf16(answers):
     [
         ("single", "strategy 'single' on 2 ranks"),
         ("nothing", "over the 1 blocks of Sequential would shard nothing"),
-        ("norms", "BatchNorm weights in bf16"),
+        ("norms", "BatchNorm weights would be bf16"),
         ("world", "needs a process group of size 1, but this process is in a group of 2"),
         ("engine", "2 ranks share each batch, but this TransformerLM is distributed over 1"),
     ],
@@ -371,8 +371,11 @@ def test_compiled_blocks_share_one_graph_and_keep_their_names(monkeypatch):
         ({"strategy": "ddp", "param_dtype": "bf16"}, "belong to strategy 'fsdp', not to 'ddp'"),
         ({"reshard_after_forward": False}, "belong to strategy 'fsdp', not to 'single'"),
         ({"checkpointing": "all"}, "checkpointing is 'all'"),
-        ({"checkpointing": "budget"}, "checkpointing 'budget' with checkpointed_blocks None"),
-        ({"checkpointing": "selective", "checkpointed_blocks": 3}, "'selective' with checkpointed_blocks 3"),
+        ({"checkpointing": "budget"}, "checkpointed_blocks is None, which is not possible with checkpointing 'budget'"),
+        (
+            {"checkpointing": "selective", "checkpointed_blocks": 3},
+            "checkpointed_blocks is 3, which is not possible with checkpointing 'selective'",
+        ),
     ],
 )
 def test_what_makes_no_sense_is_refused(options, message):

@@ -32,7 +32,7 @@ def test_several_nodes_find_each_other_by_the_id_of_their_job():
 @pytest.mark.parametrize("module", ["no_such_module", "no.such.module", "tests.processes.no_such_module"])
 def test_a_module_that_ranks_do_not_find_is_refused(module):
     require_module("tests.processes.rank_entries")
-    with pytest.raises(HyperionError, match=f"there is no module '{module}'"):
+    with pytest.raises(HyperionError, match=f"the module '{module}' cannot be found"):
         require_module(module)
 
 

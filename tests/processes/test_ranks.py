@@ -243,7 +243,7 @@ def test_more_ranks_than_devices_are_refused():
 def test_a_busy_port_is_refused(nodes):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        with pytest.raises(JobError, match=f"port {port} is taken by another process"):
+        with pytest.raises(JobError, match=f"port {port} is used by another process"):
             run_ranks(Job(rank_entries.total, ranks=2, nodes=nodes, rendezvous=f"127.0.0.1:{port}"))
 
 
@@ -254,8 +254,8 @@ def test_a_busy_port_is_refused(nodes):
         ({"ranks": None}, "called with ranks=None"),
         ({"ranks": 3, "nodes": 2}, "2 nodes cannot share 3 ranks evenly"),
         ({"ranks": 2, "nodes": 2}, "2 nodes need a rendezvous"),
-        ({"ranks": 2, "rendezvous": "localhost"}, "'localhost' is no rendezvous"),
-        ({"ranks": 2, "rendezvous": "nowhere.invalid:29500"}, "has no address"),
+        ({"ranks": 2, "rendezvous": "localhost"}, "'localhost' has no port number"),
+        ({"ranks": 2, "rendezvous": "nowhere.invalid:29500"}, "cannot be resolved"),
         ({"ranks": 2, "timeout_s": 0}, "the timeout is 0 s"),
     ],
 )

@@ -64,6 +64,7 @@ def statuses(run: Run) -> dict:
     return {stem: entry["status"] for stem, entry in json.loads(run.read("reproduce.json"))["notebooks"].items()}
 
 
+@pytest.mark.book
 @pytest.mark.process
 def test_a_failure_stops_what_depends_on_it_and_a_second_call_does_only_the_rest(root):
     make_book(root, second=["print('BANNER: synthetic')\nraise ValueError('planted')"])
@@ -88,6 +89,7 @@ def test_a_failure_stops_what_depends_on_it_and_a_second_call_does_only_the_rest
     assert code == 0 and text.count("up to date") == 3 and "04_alone" not in text
 
 
+@pytest.mark.book
 @pytest.mark.process
 def test_the_kernel_is_this_interpreter_in_the_notebooks_folder_with_the_whole_environment(root, monkeypatch):
     for name in NVIDIA_SWITCHES:
@@ -105,6 +107,7 @@ def test_the_kernel_is_this_interpreter_in_the_notebooks_folder_with_the_whole_e
     assert row.value == 6
 
 
+@pytest.mark.book
 @pytest.mark.process
 def test_running_without_the_declared_rows_is_a_failure_and_so_is_a_dead_kernel(root):
     phase = root / "phase1_hardware"
@@ -115,6 +118,7 @@ def test_running_without_the_declared_rows_is_a_failure_and_so_is_a_dead_kernel(
     assert statuses(the_run(root)) == {"01_first": "failed", "02_dead": "failed"}
 
 
+@pytest.mark.book
 @pytest.mark.process
 def test_rows_of_an_earlier_call_do_not_stand_for_an_experiment_that_did_not_run(root):
     write_notebook(root / "phase1_hardware", "01_first", [recording("01_first")])
@@ -136,6 +140,7 @@ def summary_of(text: str, stem: str) -> str:
     return next(line for line in text.splitlines() if stem in line and "│" in line)
 
 
+@pytest.mark.book
 @pytest.mark.process
 def test_a_claim_that_does_not_hold_lets_the_book_go_on_and_is_measured_anew_by_the_next_call(root):
     phase = root / "phase1_hardware"
@@ -157,6 +162,7 @@ def test_a_claim_that_does_not_hold_lets_the_book_go_on_and_is_measured_anew_by_
     assert "only 7.0 counted" not in (the_run(root).folder / "report.html").read_text()
 
 
+@pytest.mark.book
 @pytest.mark.process
 @pytest.mark.parametrize("isolated", [False, True])
 def test_a_row_that_fails_its_check_keeps_the_others_and_is_measured_anew_by_the_next_call(root, isolated):
@@ -183,6 +189,7 @@ def test_a_row_that_fails_its_check_keeps_the_others_and_is_measured_anew_by_the
     assert [row.value for row in the_run(root).rows("01_first")] == [7.0, 7.0]
 
 
+@pytest.mark.book
 @pytest.mark.process
 def test_an_error_without_a_refused_row_is_a_failure_though_a_claim_did_not_hold(root):
     cells = [counting("01_first"), "chapter.expect(False, 'not so')", "raise ValueError('planted')"]
@@ -192,6 +199,7 @@ def test_an_error_without_a_refused_row_is_a_failure_though_a_claim_did_not_hold
     assert statuses(the_run(root)) == {"01_first": "failed"}
 
 
+@pytest.mark.book
 @pytest.mark.process
 def test_an_experiment_that_fails_after_a_refused_row_is_a_failure(root):
     cells = [counting("01_first", "0.5"), "raise ValueError('the second experiment cannot be run')"]
@@ -201,6 +209,7 @@ def test_an_experiment_that_fails_after_a_refused_row_is_a_failure(root):
     assert statuses(the_run(root)) == {"01_first": "failed"}
 
 
+@pytest.mark.book
 @pytest.mark.process
 @pytest.mark.parametrize("value", ["1", "2"])
 def test_checks_do_not_depend_on_PYTHONOPTIMIZE(root, monkeypatch, value):
@@ -245,6 +254,7 @@ child.wait()
 }
 
 
+@pytest.mark.book
 @pytest.mark.process
 @pytest.mark.parametrize("how", ENDLESS)
 def test_an_endless_cell_ends_at_its_limit_with_all_its_processes_and_keeps_finished_rows(root, how, monkeypatch):
@@ -265,6 +275,7 @@ def test_an_endless_cell_ends_at_its_limit_with_all_its_processes_and_keeps_fini
     assert call(cell_timeout_s=30.0)[0] == 0
 
 
+@pytest.mark.book
 @pytest.mark.process
 def test_a_notebook_has_a_limit_too_and_one_that_keeps_to_both_is_done(root):
     cells = [recording("01_first"), *["import time\ntime.sleep(1.5)"] * 4]
@@ -274,6 +285,7 @@ def test_a_notebook_has_a_limit_too_and_one_that_keeps_to_both_is_done(root):
     assert call(cell_timeout_s=30.0, notebook_timeout_s=60.0)[0] == 0
 
 
+@pytest.mark.book
 @pytest.mark.process
 @pytest.mark.parametrize("how", ["computes", "sleeps"])
 def test_the_time_budget_interrupts_a_cell(root, how):
@@ -286,6 +298,7 @@ def test_the_time_budget_interrupts_a_cell(root, how):
     assert call()[0] == 0
 
 
+@pytest.mark.book
 @pytest.mark.process
 def test_a_go_that_measures_nothing_leaves_the_expected_time_alone(root):
     write_notebook(root / "phase1_hardware", "01_first", ["import time\ntime.sleep(1)", recording("01_first")])
@@ -299,6 +312,7 @@ def test_a_go_that_measures_nothing_leaves_the_expected_time_alone(root):
     assert entry["whole_s"] == whole != entry["seconds"]
 
 
+@pytest.mark.book
 @pytest.mark.process
 def test_other_data_and_other_synthetic_sizes_make_a_notebook_stale(root, monkeypatch):
     monkeypatch.setenv("HYPERION_DATA", str(root / "data"))
@@ -315,6 +329,7 @@ def test_other_data_and_other_synthetic_sizes_make_a_notebook_stale(root, monkey
     assert "01_first: done" in call(machine)[1]
 
 
+@pytest.mark.book
 @pytest.mark.process
 def test_changed_upstream_rows_make_a_notebook_stale(root):
     make_book(root)
@@ -325,6 +340,7 @@ def test_changed_upstream_rows_make_a_notebook_stale(root):
     assert "02_second: done" in call(only="02_second")[1]
 
 
+@pytest.mark.book
 @pytest.mark.process
 def test_the_time_budget_stops_before_a_notebook_and_within_one(root):
     write_notebook(root / "phase1_hardware", "01_first", ["import time\ntime.sleep(1)", recording("01_first")])
@@ -348,6 +364,7 @@ def test_bad_requests_are_errors_before_anything_is_made(root, monkeypatch):
     assert not (root / "results").exists()
 
 
+@pytest.mark.book
 @pytest.mark.process
 def test_replay_skips_what_no_reference_holds_and_says_so(root):
     make_book(root)
@@ -358,6 +375,7 @@ def test_replay_skips_what_no_reference_holds_and_says_so(root):
         call(machine, profile="replay", replay_of="h900")
 
 
+@pytest.mark.book
 @pytest.mark.process
 def test_replay_runs_what_a_reference_holds(root):
     write_notebook(root / "phase1_hardware", "01_first", ["assert profile == 'replay:h100'", recording("01_first")])
@@ -390,6 +408,7 @@ while not Path('go').exists():
     time.sleep(0.05)"""
 
 
+@pytest.mark.book
 @pytest.mark.process
 @pytest.mark.slow
 def test_any_end_leaves_a_run_that_the_next_call_finishes_with_the_same_rows(root, start):
@@ -410,6 +429,7 @@ def test_any_end_leaves_a_run_that_the_next_call_finishes_with_the_same_rows(roo
     assert [row.experiment for row in the_run(root).rows()] == ["kept", "counting"]
 
 
+@pytest.mark.book
 @pytest.mark.process
 def test_two_calls_at_once_work_in_folders_of_their_own(root, start):
     write_notebook(root / "phase1_hardware", "01_first", [WAITING, recording("01_first")])
@@ -426,6 +446,7 @@ def test_two_calls_at_once_work_in_folders_of_their_own(root, start):
         assert len(run.rows()) == 1
 
 
+@pytest.mark.book
 @pytest.mark.process
 def test_a_kernel_is_a_fresh_process_works_in_the_notebooks_folder_and_ends_with_its_driver(root, start):
     telling = """

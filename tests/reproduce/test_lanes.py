@@ -96,6 +96,7 @@ def test_the_longest_go_first_and_what_needs_all_devices_runs_alone():
     assert Lanes().pick([every, long], lambda notebook: 0.0) is every  # one place: the book's order
 
 
+@pytest.mark.book
 @pytest.mark.process
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="two places want two cores")
 def test_two_notebooks_of_one_device_run_at_once_and_a_third_waits_for_what_it_needs(root):
@@ -120,6 +121,7 @@ def test_two_notebooks_of_one_device_run_at_once_and_a_third_waits_for_what_it_n
     assert Path.cwd() == root
 
 
+@pytest.mark.book
 @pytest.mark.process
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="two places want two cores")
 def test_a_failure_beside_another_notebook_leaves_that_one_alone(root):
@@ -132,6 +134,7 @@ def test_a_failure_beside_another_notebook_leaves_that_one_alone(root):
     assert code == 1 and "ValueError: planted" in text and "blocked by 01_first" in text and "02_second: done" in text
 
 
+@pytest.mark.book
 @pytest.mark.process
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="two places want two cores")
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
@@ -161,6 +164,7 @@ def test_a_signal_ends_all_that_run_and_the_next_call_goes_on(root, number, code
     assert call()[0] == 0 and len(the_run(root).rows()) == 4
 
 
+@pytest.mark.book
 @pytest.mark.process
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="two places want two cores")
 def test_the_time_budget_ends_each_of_them_between_two_cells(root):
@@ -172,6 +176,7 @@ def test_the_time_budget_ends_each_of_them_between_two_cells(root):
     assert code == 3 and text.count("unfinished, the time budget is spent") == 2 and the_run(root).rows() == []
 
 
+@pytest.mark.book
 @pytest.mark.process
 def test_what_the_time_budget_is_too_short_for_stops_what_builds_on_it_and_nothing_else(root):
     phase = root / "phase1_hardware"

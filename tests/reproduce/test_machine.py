@@ -1,6 +1,7 @@
 import pytest
 
 from hyperion.errors import HyperionError
+from hyperion.hardware.cpu import read_cpu
 from hyperion.reproduce.machine import examine_machine
 
 pytestmark = pytest.mark.process
@@ -13,6 +14,11 @@ def test_the_machine_answers_with_profile_setting_and_run_information():
     settings = machine.settings
     assert set(settings) == {"sizes", "synthetic", "allow_synthetic"} and settings["synthetic"]["lines"]
     assert machine.information["seed"] == 3 and machine.information["environment"]
+
+
+def test_a_replay_measures_nothing_and_so_its_notebooks_share_the_machine():
+    machine = examine_machine("replay", "auto", 0)
+    assert machine.profile == "replay" and list(machine.masks) == [{}] * min(read_cpu().cores, 8)
 
 
 def test_an_unknown_profile_is_told_in_the_librarys_words():

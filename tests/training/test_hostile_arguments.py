@@ -129,9 +129,9 @@ BAD_SETTINGS = {
     "strategy": (lambda f: ParallelPlan("fsdp2"), "strategy is 'fsdp2'"),
     "strategy of a list": (lambda f: ParallelPlan(["ddp"]), "strategy is"),
     "checkpointing": (lambda f: ParallelPlan(checkpointing=True), "checkpointing is True"),
-    "budget without blocks": (lambda f: ParallelPlan(checkpointing="budget"), "checkpointed_blocks None"),
-    "budget of -1": (lambda f: ParallelPlan(checkpointing="budget", checkpointed_blocks=-1), "checkpointed_blocks -1"),
-    "budget of text": (lambda f: ParallelPlan(checkpointing="budget", checkpointed_blocks="2"), "checkpointed_blocks '2'"),
+    "budget without blocks": (lambda f: ParallelPlan(checkpointing="budget"), "checkpointed_blocks is None"),
+    "budget of -1": (lambda f: ParallelPlan(checkpointing="budget", checkpointed_blocks=-1), "checkpointed_blocks is -1"),
+    "budget of text": (lambda f: ParallelPlan(checkpointing="budget", checkpointed_blocks="2"), "checkpointed_blocks is '2'"),
     "compile_blocks of text": (lambda f: ParallelPlan(compile_blocks="no"), "compile_blocks is 'no'"),
     "reshard of text": (lambda f: ParallelPlan("fsdp", reshard_after_forward="no"), "reshard_after_forward is 'no'"),
     "bf16 shards of DDP": (lambda f: ParallelPlan("ddp", param_dtype="bf16"), "belong to strategy 'fsdp'"),
@@ -198,7 +198,7 @@ LANGUAGE_BATCHES = {
     "a target above the vocabulary": ((TOKENS, TOKENS + 1), "ids of the targets are from"),
     "a negative id": ((TOKENS - 1, TOKENS), "ids of the inputs are from -1"),
     "another mark for what is not scored": ((TOKENS, TOKENS.masked_fill(TOKENS == 3, -1)), "targets are from -1"),
-    "an empty batch": ((TOKENS[:0], TOKENS[:0]), "the batch holds int64 \\[0, 8\\]"),
+    "an empty batch": ((TOKENS[:0], TOKENS[:0]), "a tensor of the batch is empty: int64 \\[0, 8\\]"),
     "a batch on another device": ((TOKENS.to("meta"), TOKENS.to("meta")), "the batch is on meta"),
 }
 
@@ -244,7 +244,7 @@ def test_a_loss_that_is_not_one_number_a_token_is_refused_in_training_and_evalua
 IMAGE_BATCHES = {
     "HWC": ((IMAGES.permute(0, 2, 3, 1), LABELS), r"\[6, 16, 16, 3\], but the model takes \[B, 3, Y, X\]"),
     "one image": ((IMAGES[0], LABELS[:3]), r"float32 \[3, 16, 16\]"),
-    "bytes": (((IMAGES * 10).byte(), LABELS), "images uint8 .*not floating-point"),
+    "bytes": (((IMAGES * 10).byte(), LABELS), "images are uint8 .*not a floating-point"),
     "bytes as floats": ((torch.arange(6 * 3 * 256.0).view(6, 3, 16, 16) % 256, LABELS), "from 0 to 255"),
     "one-hot labels": ((IMAGES, F.one_hot(LABELS, 3).float()), r"labels float32 \[6, 3\]"),
     "float labels": ((IMAGES, LABELS.float()), "labels float32"),

@@ -271,7 +271,7 @@ def test_a_loader_that_ends_early_is_an_error():
         def __len__(self):
             return 9
 
-    with pytest.raises(HyperionError, match="ended 2 batches early"):
+    with pytest.raises(HyperionError, match="ended 2 batches before the end of the epoch"):
         train(small_engine(), Short(small_batches(), -1), TrainingPlan(epochs=1))
 
 

@@ -56,7 +56,7 @@ def test_rate_and_time_are_one_prediction_and_its_basis_is_told(tmp_path):
     rate, time = experiment_named("model_steps").forecast(context)
     assert rate.estimate == pytest.approx(2 / time.estimate)
     assert rate.params == time.params == {"batch": 2, "step": "steady"} | EAGER
-    assert "no launch was measured" in time.basis and "10 GB/s" in time.basis and "us = " in time.basis
+    assert "no launch was measured" in time.basis and "10 GB/s" in time.basis and "us each = " in time.basis
     doubled = toy_context("model_steps", SIZES, tmp_path, [upstream("gemm", "torch.mm", 0.01), *streams()])
     assert experiment_named("model_steps").forecast(doubled)[1].estimate > time.estimate
 
@@ -80,7 +80,7 @@ def test_tf32_has_rates_of_its_own_and_compiled_code_fewer_bytes_and_launches(tm
         for variant in (StepVariant("fp32"), StepVariant("tf32"), StepVariant("fp32", compiled=True))
     )
     assert tf32.estimate < fp32.estimate and compiled.estimate <= fp32.estimate and compiled.params["mode"] == "compiled"
-    assert "what is fused between them" in compiled.basis and "two kernels a product of 0.02 us" in compiled.basis
+    assert "fused operators between them" in compiled.basis and "two kernels per product of 0.02 us" in compiled.basis
     assert step_ceilings(context, "tf32")[0].products["fp32"] == step_ceilings(context, "tf32")[0].products["tf32"]
     without = toy_context("model_steps", SIZES, tmp_path, [upstream("gemm", "torch.mm", 50.0), *streams()])
     assert forecast_reference_step(without, NAME, 2, StepVariant("tf32"))[1].estimate is None

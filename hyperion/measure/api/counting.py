@@ -29,9 +29,12 @@ class MemoryAnswer(Answer):
     """The peak memory of a call.
 
     Args:
-        before_bytes: total size of the tensors that the call uses and that existed before the call.
-        peak_bytes: largest total size of live tensors, counted by dispatch. It includes `before_bytes`.
-        peak_operator: the operator after which the peak was reached.
+        label: name of the function.
+        device: the device that ran the function.
+        before_bytes: total size of the tensors that existed before the call and that the call uses.
+        peak_bytes: largest total size of live tensors. The outputs of all operators that PyTorch dispatches are counted, and
+            `before_bytes` is included.
+        peak_operator: name of the operator after which the total size was largest.
         history_bytes: total size of live tensors after each operator.
         allocator_peak_bytes: peak of the device's allocator over all tensors of the process. None on a CPU.
         allocator_before_bytes: number of allocated bytes just before the call. None on a CPU.
@@ -48,14 +51,17 @@ class MemoryAnswer(Answer):
 
     @property
     def added_bytes(self) -> int:
-        """Peak minus the memory in use before the call, from the allocator on a GPU and from the count by dispatch on a CPU."""
+        """Peak minus the memory in use before the call, in bytes.
+
+        On a GPU, both values are those of the allocator. On a CPU, they are the counted sizes of tensors.
+        """
         if self.allocator_peak_bytes is None or self.allocator_before_bytes is None:
             return self.peak_bytes - self.before_bytes
         return self.allocator_peak_bytes - self.allocator_before_bytes
 
     @property
     def verdict(self) -> str:
-        """The operator at the peak."""
+        """Text that names the operator at the peak."""
         return f"peak after {self.peak_operator}" if self.peak_operator else "no operator created a tensor on this device"
 
     def __str__(self) -> str:
@@ -67,11 +73,14 @@ class MemoryAnswer(Answer):
         return f"{self.label}: {allocated} (device allocator, n=1)\n{tensors} {counted}"
 
     def row(self, *, notebook: str, experiment: str, variant: str, **columns) -> Row:
-        """Return the first row of `rows`. On a GPU it is the allocator's peak, on a CPU the count by dispatch."""
+        """Return the first row of `rows`.
+
+        On a GPU, it contains the peak of the allocator. On a CPU, it contains the largest total size of live tensors.
+        """
         return self.rows(notebook=notebook, experiment=experiment, variant=variant, **columns)[0]
 
     def rows(self, *, notebook: str, experiment: str, variant: str, **columns) -> list[Row]:
-        """Return a row of `tensor_memory_gib` (by dispatch) and, on a GPU, a row of `peak_memory_gib` (by the allocator)."""
+        """Return a row of `tensor_memory_gib`. On a GPU, return a row of `peak_memory_gib` (peak of the allocator) before it."""
         place = {"notebook": notebook, "experiment": experiment, "variant": variant, **columns}
         reason = "" if columns.get("limit") is not None else "no limit: what the function must hold is not known"
         peaks = {"peak_memory_gib": self.allocator_peak_bytes, "tensor_memory_gib": self.peak_bytes}
@@ -90,7 +99,7 @@ class MemoryAnswer(Answer):
 
 @dataclass(frozen=True)
 class Uncounted:
-    """An operator without a FLOP formula; it counts as 0.
+    """An operator without a FLOP formula. Its FLOPs count as 0.
 
     Args:
         name: name with namespace, such as "aten::relu".
@@ -107,9 +116,10 @@ class Uncounted:
 
 @dataclass(frozen=True, repr=False)
 class FlopsAnswer(Answer):
-    """Floating-point operations of one call; a multiply-add counts as 2.
+    """The floating-point operations of one call. A multiply-add counts as 2.
 
     Args:
+        label: name of the function.
         by_operator: FLOPs by name of the operator ("aten.mm"), in descending order.
         by_module: FLOPs by module path. The FLOPs of a module include those of its submodules.
         uncounted: operators without a formula. Custom operators come first; the others are sorted by number of elements.
@@ -136,7 +146,7 @@ class FlopsAnswer(Answer):
         if not custom:
             return f"every other operator has a formula; {pointwise}" if light else "every operator has a formula"
         named = ", ".join(custom[:4]) + (f" and {len(custom) - 4} more" if len(custom) > 4 else "")
-        bound = "a lower bound" if self.total else "0 IS NOT THE ANSWER"
+        bound = "a lower bound" if self.total else "THE NUMBER OF FLOPS IS UNKNOWN"
         return f"{bound}: no formula for {named}" + (f"; {pointwise} too" if light else "")
 
     def __str__(self) -> str:

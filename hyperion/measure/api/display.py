@@ -45,7 +45,7 @@ _MOST_BARS = 12
 
 
 class AnswerFigure(Figure):
-    """A figure that notebooks display without pyplot and its global state."""
+    """A figure that a notebook can display directly. It does not use pyplot, which has global state."""
 
     def _repr_png_(self) -> bytes:
         drawn = io.BytesIO()

@@ -84,7 +84,7 @@ class Explanation(Answer):
 
     @property
     def verdict(self) -> str:
-        """The largest part of the step."""
+        """Text that names the largest part of the step and its share."""
         largest = max(self.parts, key=lambda part: part.nanoseconds)
         return f"largest part: {largest.name}, {100 * largest.share:.1f} %"
 

@@ -1,4 +1,7 @@
-"""Clocks that sample the time of functions: device events on a GPU, the monotonic clock on the host; one rank or several."""
+"""Clocks that measure the time of functions, on one rank or on all ranks of a process group.
+
+On a GPU, device events measure the time. On a CPU, the monotonic clock of the host measures it.
+"""
 
 import functools
 import time
@@ -11,30 +14,37 @@ import torch.distributed as dist
 from hyperion.hardware import Device
 from hyperion.processes import World
 
-# Enqueuing one sample (restoring inputs, an all-reduce, two events, the collective) takes the host about 150 microseconds.
+# Number of cycles that the GPU spins per sample. In this time, the host enqueues the sample: it restores inputs, and launches an
+# all-reduce, two events and the collective. The host needs about 150 microseconds for this.
 _RANKS_HEAD_START_CYCLES = 400_000
 
 
 class Clock(Protocol):
-    """Takes samples, and measures the time for time limits."""
+    """The interface of clocks. A clock measures the time of functions, and the elapsed time for time limits."""
 
     def sample(self, functions: list[Callable], flush: Callable | None, count: int) -> list[list[float]]:
-        """Return the seconds of `count` calls of each function, in turn; `flush` runs before each call and is not timed."""
+        """Call each function `count` times, in turn, and return for each function the seconds of its calls.
+
+        `flush` runs before each call if it is not None. Its time is not included.
+        """
         ...
 
     def in_a_row(self, function: Callable, count: int) -> float | None:
-        """Return the host's seconds per call of `count` calls in a row between two synchronisations; None if these cannot be
-        compared with the samples."""
+        """Time `count` calls in a row on the host's clock, between two synchronisations, and return the seconds per call.
+
+        Return None if this time cannot be compared with the samples of this clock.
+        """
         ...
 
     def now(self) -> float:
-        """Return seconds since an arbitrary time."""
+        """Return the seconds since an arbitrary fixed time."""
         ...
 
 
-# Enqueuing one sample (flush, two events, the call) takes the host about 30 microseconds; the device spins that long first.
+# Number of cycles that the GPU spins per sample. In this time, the host enqueues the sample: the flush, two events and the call.
+# The host needs about 30 microseconds for this.
 _HEAD_START_CYCLES = 80_000
-# Batches of at least this many calls consist of short calls, for which the head start suffices.
+# A batch with at least this many calls consists of short calls. For such calls, the host enqueues a sample while the GPU spins.
 _CALLS_OF_A_FULL_QUEUE = 30
 
 
@@ -42,12 +52,14 @@ _MOST_CALLS = 1000
 
 
 class _EventClock:
-    """Device events around each call, and one synchronisation per batch.
+    """The clock of a GPU. It records one event before and one event after each call, and synchronises once per batch.
 
-    The device spins at the start of a batch until the host has filled the queue, so that the device does not wait for a launch
-    between the two events of a sample. A call that keeps the host busy longer than the device, such as an eager training step,
-    is timed with these waits, because they are part of it. A batch of few long calls starts with a call that is not timed,
-    because the host cannot fill the queue in time: without it, the first of two equal training steps was slower.
+    At the start of a batch, the device spins until the host has filled the queue. So the device does not wait for a launch
+    between the two events of a sample. Some calls take longer on the host than on the device, such as an eager training step.
+    The device then waits for the host during the call. This wait is part of the time of the call, so it is included.
+
+    If a batch consists of few long calls, the host cannot fill the queue in time. Such a batch starts with a call that is not
+    timed. Without this call, the first of two equal training steps was slower.
     """
 
     now = staticmethod(time.monotonic)
@@ -56,13 +68,13 @@ class _EventClock:
         self.device, self.head_start_cycles = torch.device(device.torch_device), head_start_cycles
 
     def stamp(self) -> torch.cuda.Event:
-        """Record an event at the current position of the device's stream."""
+        """Record an event on the current stream of the device, and return the event."""
         event = torch.cuda.Event(enable_timing=True)
         event.record()
         return event
 
     def seconds(self, start: torch.cuda.Event, end: torch.cuda.Event) -> float:
-        """Return the seconds between two stamps; the device must have passed both."""
+        """Return the seconds between two events. The device must have reached both events."""
         return start.elapsed_time(end) / 1e3
 
     def in_a_row(self, function, count: int) -> float:
@@ -88,7 +100,7 @@ class _EventClock:
 
 
 class _HostClock:
-    """The monotonic clock around each call; on a CPU a call has done its work when it returns."""
+    """The clock of a CPU. It reads the monotonic clock before and after each call, because a CPU call is synchronous."""
 
     stamp = staticmethod(time.perf_counter_ns)
     now = staticmethod(time.monotonic)
@@ -112,7 +124,10 @@ class _HostClock:
 
 
 class WallClock:
-    """The monotonic clock around `calls` calls in a row, with synchronisation at both ends; a sample is their mean."""
+    """The clock of the host for blocks of calls. Each sample is the mean time of `calls` calls in a row.
+
+    The device is synchronised before and after each block.
+    """
 
     now = staticmethod(time.monotonic)
 
@@ -125,17 +140,17 @@ class WallClock:
         return in_turn(functions, count, lambda function: _mean_of_calls(function, self.calls, self.synchronize))
 
     def in_a_row(self, function, count: int) -> None:
-        """Return None: the samples themselves are calls in a row."""
+        """Return None, because the samples themselves are the times of calls in a row."""
 
 
 def in_turn(functions: list[Callable], count: int, sample: Callable[[Callable], float]) -> list[list[float]]:
-    """Return `count` samples of each function, taken in turn (A B A B …)."""
+    """Take `count` samples of each function in turn (A B A B …), and return the samples of each function."""
     rounds = [[sample(function) for function in functions] for _ in range(count)]
     return [[taken[place] for taken in rounds] for place in range(len(functions))]
 
 
 def _mean_of_calls(function: Callable, calls: int, synchronize: Callable) -> float:
-    """Return the host's seconds per call of several calls in a row between two synchronisations."""
+    """Time several calls in a row on the host's clock, between two synchronisations, and return the seconds per call."""
     synchronize()
     start = time.perf_counter_ns()
     for _ in range(calls):
@@ -145,29 +160,33 @@ def _mean_of_calls(function: Callable, calls: int, synchronize: Callable) -> flo
 
 
 def device_clock(device: Device, head_start_cycles: int = _HEAD_START_CYCLES) -> _EventClock | _HostClock:
-    """Return the clock of a device, see `Clock`. It also has `stamp()`, and `seconds(start, end)` between two stamps.
+    """Return the clock of a device, see `Clock`.
+
+    The clock has two more methods. `stamp()` records the current time, and `seconds(start, end)` returns the seconds between two
+    stamps.
 
     Args:
-        head_start_cycles: cycles that a GPU spins for each call of a batch, while the host fills its queue.
+        head_start_cycles: number of cycles per call that a GPU spins at the start of a batch, while the host fills the queue.
     """
     return _HostClock() if device.kind == "cpu" else _EventClock(device, head_start_cycles)
 
 
 def calls_that_fill(seconds: float, call_s: float) -> int:
-    """Return how many calls of `call_s` seconds fill `seconds`: at least 1, at most 1000."""
+    """Return the number of calls of `call_s` seconds that fit in `seconds` seconds. The result is between 1 and 1000."""
     return max(1, min(_MOST_CALLS, int(seconds / max(call_s, 1e-9))))
 
 
 class RanksClock:
-    """Samples calls that all ranks make at the same time, for `time_function(…, clock=RanksClock(…))`.
+    """A clock for functions that all ranks call at the same time. Use it as `time_function(…, clock=RanksClock(…))`.
 
-    Each rank decides from the samples and the elapsed time how often to call. If ranks decided differently, they would hang in
-    a collective. Therefore all ranks use the maximum over all ranks, of each sample and of the elapsed time.
+    The samples and the elapsed time decide how often a function is called. If ranks decided differently, they would hang in a
+    collective. Therefore all ranks use the same values: for each sample and for the elapsed time, the maximum over all ranks.
 
     Args:
-        here: this rank, in an initialised process group.
-        prepare: called before each timed call, not timed; restores what the call overwrites.
-        step: called with a description before each collective that the clock itself starts.
+        here: this rank. The process group must be initialised.
+        prepare: function that restores the data that the timed call overwrites. It runs before each timed call, and its time is
+            not included.
+        step: function that is called with a description before each collective that the clock itself starts.
     """
 
     def __init__(self, here: World, prepare: Callable[[], object], step: Callable[[str], object]):
@@ -177,11 +196,11 @@ class RanksClock:
         self._started, self._agreed_s = time.monotonic(), 0.0
 
     def now(self) -> float:
-        """Return the seconds since construction at the last sample; the same on all ranks."""
+        """Return the seconds from the construction to the last sample. The value is the same on all ranks."""
         return self._agreed_s
 
     def sample(self, functions: list[Callable], flush: Callable | None, count: int) -> list[list[float]]:
-        """Return the seconds of `count` calls of each function, in turn: for each call the time of the slowest rank."""
+        """Call each function `count` times, in turn. Return for each call the seconds of the slowest rank."""
         own = self._clock.sample(functions, self._meet if flush is None else lambda: (flush(), self._meet()), count)
         local = [seconds for series in own for seconds in series] + [time.monotonic() - self._started]
         agreed = torch.tensor(local, dtype=torch.float64, device=self._token.device)
@@ -191,10 +210,10 @@ class RanksClock:
         return [slowest[start : start + count] for start in range(0, len(slowest), count)]
 
     def in_a_row(self, function: Callable, count: int) -> None:
-        """Return None: without synchronisation before each call, the time would contain the skew between ranks."""
+        """Return None. Ranks do not synchronise between calls in a row, so the time would contain the skew between ranks."""
 
     def _meet(self) -> None:
-        """All-reduce one number, so that all ranks start the timed call at nearly the same time."""
+        """Prepare the call and run a small all-reduce, so that all ranks start the timed call at nearly the same time."""
         self._prepare()
         self._step("meeting before a timed call")
         dist.all_reduce(self._token)

@@ -1,11 +1,15 @@
-"""Time functions: warm up until the times are stable, flush the cache, sample, stop when the interval is narrow enough.
+"""Measure the time of functions.
 
-Every speed in Hyperion is measured by `time_interleaved`. On a GPU each sample is a pair of device events, and a batch of
-samples needs one synchronisation; on a CPU the same interface reads the monotonic clock. The device's clock does not see the
-host's cost of launching a call; `back_to_back` includes it.
+`time_interleaved` measures all times in Hyperion. It calls the functions until their times are stable (warm-up), flushes the
+cache before each sample, and takes samples until the confidence interval of the median is narrow enough.
 
-The `require_` functions check the measurement itself. Each detects an error that leaves the output correct, such as a clock that
-stops too early. `hyperion.measure.planted_faults` plants each of these errors and requires that it is detected.
+On a GPU, each sample is the time between two device events, and a batch of samples needs one synchronisation. On a CPU, each
+sample is read from the monotonic clock. Device events do not measure the time that the host needs to launch a call. The argument
+`back_to_back` includes this time.
+
+The functions whose names start with `require_` check the measurement itself. Each of them detects an error that does not change
+the output of the function, such as a clock that stops too early. `hyperion.measure.planted_faults` plants each of these errors
+and checks that it is detected.
 """
 
 import functools
@@ -23,27 +27,27 @@ from hyperion.measure.clock.clocks import Clock, WallClock, device_clock
 from hyperion.results import Estimate, median_estimate
 
 MINIMUM_SAMPLES = 30
-# Fewer samples say nothing about the scatter.
+# With fewer samples, the scatter of the times is unknown.
 LEAST_SAMPLES = 3
 RELATIVE_INTERVAL = 0.01
 _WARM_WINDOW_S = 0.03
 _WARM_TOLERANCE = 0.02
 _BATCH_S = 0.1
-# Shares of `budget_s`: for the whole warm-up, and for each of its windows.
+# Share of `budget_s` for the whole warm-up, and share of `budget_s` for each window of the warm-up.
 _WARM_SHARE, _WINDOW_SHARE = 0.25, 0.05
-# A series drifts if it changes by more than this over its length, and by more than chance explains.
+# A series of samples drifts if it changes by more than this share over its length, and if chance does not explain the change.
 DRIFT_TOLERANCE = 0.05
 _DRIFT_Z = 3.29  # two-sided p = 0.001
-# Calls in a row may take longer than the samples by this factor plus this time: a launch costs the host some microseconds,
-# and other processes on the machine must not make a correct clock fail.
+# Calls in a row may take this factor times the sampled time, plus this number of seconds. There are two reasons.
+# The host needs some microseconds for a launch, and other processes on the machine must not make a correct clock fail.
 _COVER_FACTOR, _COVER_SLACK_S = 3.0, 2e-4
-# One long interruption makes the mean of ten calls many times their median, so a busy machine needs many tries.
+# One long interruption can make the mean of ten calls many times their median. So many tries are needed on a busy machine.
 _COVER_TRIES, _COVER_BLOCK_S, _COVER_CALLS = 30, 0.02, 10
 _COVER_TRIES_IN_HASTE = 5
 
 
 class HarnessError(HyperionError):
-    """Raised when a measurement does not measure what it claims to."""
+    """Raised when a check finds that a measurement is wrong, for example because the clock stopped too early."""
 
 
 @dataclass(frozen=True)
@@ -51,9 +55,10 @@ class Drift:
     """The drift of a series of samples.
 
     Args:
-        relative: change over the whole series relative to its median, from the slope of a resistant line.
+        relative: change over the whole series, divided by the median of the series. It is computed from the slope of a resistant
+            line.
         z: standard normal score of the rank correlation between the samples and their order.
-        ends: medians of the first and the last third, in the unit of the samples.
+        ends: median of the first third and median of the last third of the series, in the unit of the samples.
     """
 
     relative: float
@@ -62,7 +67,7 @@ class Drift:
 
     @property
     def present(self) -> bool:
-        """Whether the drift exceeds both the tolerance and chance."""
+        """Whether the drift is larger than the tolerance and cannot be explained by chance."""
         return abs(self.relative) > DRIFT_TOLERANCE and abs(self.z) > _DRIFT_Z
 
     def __str__(self) -> str:
@@ -71,15 +76,17 @@ class Drift:
 
 @dataclass(frozen=True)
 class Timing:
-    """Raw samples of one function, and how they were taken.
+    """The raw samples of one function, with the conditions under which they were taken.
 
     Args:
-        samples_s: seconds per call in the order taken; the mean of a block if calls were timed in blocks.
-        warmup_s: medians of the warm-up windows in seconds.
-        warm: whether the times were stable at the end of the warm-up; False if it reached its time limit.
+        samples_s: seconds per call, in the order in which the samples were taken. If calls were timed in blocks, each sample is
+            the mean over a block.
+        warmup_s: median of each window of the warm-up, in seconds.
+        warm: whether the times were stable at the end of the warm-up. False if the warm-up reached its time limit.
         cold: whether the last-level cache was flushed before each sample.
-        stopped: why sampling ended: "interval" (95 % CI within 1 % of the median) or "time limit".
-        telemetry: median clock and power, and throttle state, during sampling.
+        stopped: the reason why sampling ended. "interval" means that the 95 % confidence interval was within 1 % of the median.
+            The other value is "time limit".
+        telemetry: median clock frequency, median power and throttle state of the device during sampling.
     """
 
     samples_s: np.ndarray
@@ -91,21 +98,24 @@ class Timing:
 
     @property
     def drift(self) -> Drift:
-        """Drift of the samples, such as from a falling clock or a device that heats up."""
+        """Drift of the samples, for example because the device heats up and lowers its clock frequency."""
         return drift_of(self.samples_s)
 
     @property
     def unsteady(self) -> str:
-        """Why the samples are not of one steady state, or "": they drift, or the warm-up reached its time limit."""
+        """Text that says why the device was not in a steady state. "" if it was.
+
+        There are two possible reasons: the samples drift, or the warm-up reached its time limit.
+        """
         reasons = [] if self.warm else ["the warm-up's windows still differed when its time was up"]
         return "; ".join(reasons + [str(drift) for drift in [self.drift] if drift.present])
 
     @property
     def estimate(self) -> Estimate:
-        """Median seconds with its 95 % bootstrap interval.
+        """Median seconds of a call with its 95 % bootstrap interval.
 
-        The bootstrap assumes exchangeable samples. If the samples drift, the interval is extended to the medians of the first
-        and the last third.
+        The bootstrap assumes that the order of the samples does not matter. If the samples drift, this is not true. The interval
+        is then extended, so that it contains the median of the first third and the median of the last third.
         """
         estimate, drift = median_estimate(self.samples_s), self.drift
         if not drift.present:
@@ -114,7 +124,7 @@ class Timing:
         return Estimate(estimate.value, min(ends), max(ends), estimate.n)
 
     def per_call(self, calls: int) -> "Timing":
-        """Return the timing of one call, for samples that are each the time of `calls` calls in a row."""
+        """Divide all times by `calls`. Use this method if each sample is the time of `calls` calls in a row."""
         return replace(self, samples_s=self.samples_s / calls, warmup_s=tuple(seconds / calls for seconds in self.warmup_s))
 
 
@@ -153,26 +163,31 @@ def time_interleaved(
     budget_s: float | None = None,
     clock: Clock | None = None,
 ) -> list[Timing]:
-    """Time functions in turn (A B A B …), so that a drift of clock or temperature affects all of them alike.
+    """Time functions in turn (A B A B …), so that a drift of clock frequency or temperature affects all of them alike.
 
-    Sampling stops when the 95 % interval of every median is within 1 %, or after `time_limit_s`, but not before
-    `minimum_samples` samples of each function.
+    Sampling stops when the 95 % confidence interval of each median is within 1 % of the median, or when the time limit is
+    reached. It does not stop before there are `minimum_samples` samples of each function.
 
     Args:
-        functions: each does or enqueues one unit of work and rewrites its output.
-        cold: flush the last-level cache before each sample.
-        minimum_samples: samples of each function, at least 3.
-        time_limit_s: seconds of sampling once the minimum is reached; warm-up takes at most half as long.
-        back_to_back: 0 times each call by itself on the device's clock, without launch overhead. If above 0, each sample is
-            the mean of this many calls in a row between two synchronisations on the host's clock, launch overhead included.
-        budget_s: if given, seconds for warm-up, checks and samples together, instead of `time_limit_s`. Sampling then stops
-            at the budget, also before `minimum_samples`, but not before 3 samples. The caller must have called each function
-            once.
-        clock: takes the samples instead of the device's clock, such as `RanksClock` for collectives.
+        functions: functions without arguments. Each one does or enqueues one unit of work and writes its output in every call.
+        device: the device that does the work.
+        cold: if True, flush the last-level cache before each sample.
+        minimum_samples: smallest number of samples of each function, at least 3.
+        time_limit_s: time limit for sampling in seconds. The warm-up of each function takes at most half as long.
+        back_to_back: if 0, each sample is the time of one call on the device's clock, without launch overhead. If above 0, each
+            sample is the mean time of this many calls in a row, measured on the host's clock between two synchronisations. This
+            time includes the launch overhead.
+        budget_s: seconds for warm-up, checks and samples together. If given, it replaces `time_limit_s`. Sampling then stops at
+            the budget, even if there are fewer than `minimum_samples` samples, but not before there are 3 samples. The caller
+            must have called each function once. None means no budget.
+        clock: clock that takes the samples, such as `RanksClock` for collectives. None means the clock of the device.
+
+    Returns:
+        The timing of each function, in the order of `functions`.
 
     Raises:
         HyperionError: an argument is out of range, or both `back_to_back` and `cold` are set.
-        HarnessError: calls in a row take much longer than the clock says, or cold samples were taken without a flush.
+        HarnessError: calls in a row take much longer than the clock says, or cold samples were taken without a cache flush.
     """
     require_sampling(minimum_samples, back_to_back, time_limit_s=time_limit_s, budget_s=budget_s)
     if not functions:
@@ -232,10 +247,12 @@ def _call_s(clock: Clock, function: Callable, count: int) -> float:
 
 
 def require_sampling(minimum_samples: int, back_to_back: int = 0, **limits_s: float | None) -> None:
-    """Check the arguments that set the amount of sampling.
+    """Check the arguments that determine how many samples are taken.
 
     Args:
-        limits_s: time limits in seconds by argument name; None means no limit.
+        minimum_samples: smallest number of samples.
+        back_to_back: number of calls per sample, or 0.
+        limits_s: time limits in seconds, by name of the argument. None means no limit.
 
     Raises:
         HyperionError: an argument is out of range.
@@ -250,16 +267,18 @@ def require_sampling(minimum_samples: int, back_to_back: int = 0, **limits_s: fl
 
 
 class CacheFlush:
-    """Flushes the last-level cache by reading a buffer of twice its size, and can prove that it did.
+    """Function that flushes the last-level cache by reading a buffer of twice the size of the cache.
 
-    It does not write, because dirty lines would be written back inside the timed region.
+    The function does not write to the buffer. The cache would write modified lines back to memory later, while the timed call
+    runs.
 
     Args:
-        elements: number of float32 elements to read; None means twice the last-level cache, at least 16 MiB.
+        elements: number of float32 elements to read. None means a buffer of twice the size of the last-level cache, but at least
+            16 MiB.
 
     Attributes:
-        calls: number of calls.
-        bytes: bytes read by one call.
+        calls: number of calls so far.
+        bytes: number of bytes that one call reads.
     """
 
     def __init__(self, device: Device, elements: int | None = None):
@@ -274,22 +293,25 @@ class CacheFlush:
 
     @property
     def read_all(self) -> bool:
-        """Whether a call has read every element: the buffer holds ones, so their sum is the number of elements."""
+        """Whether the last call has read every element.
+
+        The buffer contains only ones, so their sum must be the number of elements.
+        """
         return math.isclose(self._total.item(), self._buffer.numel(), rel_tol=1e-3)
 
 
 def _warm_up(clock, function, limit_s: float, window_s: float = _WARM_WINDOW_S, called: bool = False) -> tuple[list[float], bool]:
-    """Run windows of calls until the medians of three windows in a row agree within 2 %, or until the time limit.
+    """Run windows of calls until the medians of three windows in a row agree within 2 %, or until the time limit is reached.
 
     Args:
-        called: the function has been called before, so its first call is not special.
+        called: whether the function was called before. If not, the first call is not part of a window.
 
     Returns:
-        Medians of the windows in seconds, and whether they agree.
+        The median of each window in seconds, and whether the last three medians agree.
     """
     medians: list[float] = []
     if not called:
-        clock.sample([function], None, 1)  # the first call compiles, loads and allocates, and is not representative
+        clock.sample([function], None, 1)  # the first call is slower than later calls, because it compiles, loads and allocates
     deadline = clock.now() + limit_s
     count = 1
     while True:
@@ -304,7 +326,9 @@ def _warm_up(clock, function, limit_s: float, window_s: float = _WARM_WINDOW_S, 
 
 
 def _relative_half_width(samples: list[float]) -> float:
-    """Return half the 95 % interval of the median by order statistics, relative to the median. Cheap enough for every batch.
+    """Return half the width of the 95 % interval of the median, divided by the median.
+
+    The interval is computed from order statistics, which is fast enough to do it after every batch.
 
     Source: Conover, Practical Nonparametric Statistics, 3rd edition, section 3.2.
     """
@@ -322,17 +346,19 @@ def compare_with_plain_loop(
     rounds: int = MINIMUM_SAMPLES,
     plain: Callable[[], object] | None = None,
 ) -> tuple[Timing, Timing]:
-    """Time a function with Hyperion's clock and with a plain loop: synchronize, host clock, `calls` calls, synchronize.
+    """Time a function with Hyperion's clock and with a plain loop on the host's clock.
 
-    Both run with hot caches and alternate; each round of `calls` calls gives one sample of each.
+    The plain loop synchronises, reads the clock, does `calls` calls, synchronises, and reads the clock again. Both measurements
+    use hot caches. They alternate, and each round gives one sample of each.
 
     Args:
-        calls: calls per round.
-        rounds: number of samples.
-        plain: function for the plain loop; None means the same function.
+        calls: number of calls per round.
+        rounds: number of rounds, which is the number of samples.
+        plain: function for the plain loop. None means `function`.
 
     Returns:
-        Timings of one call with Hyperion's clock (median of a round) and with the plain loop (mean of a round).
+        The timing of one call with Hyperion's clock, and the timing of one call with the plain loop. A sample of the first timing
+        is the median over a round. A sample of the second timing is the mean over a round.
     """
     clock, plain_clock = device_clock(device), WallClock(device, calls)
     ours, theirs = [], []
@@ -353,18 +379,20 @@ LEAST_INTERVALS = 3
 
 @dataclass(frozen=True)
 class Energy:
-    """Energy of one call: the power during sampling times the time of a call.
+    """The energy of one call, which is the power during sampling times the time of a call.
 
-    The power is the median of readings over the whole sampling, including cache flushes: for cold calls it is the power of
-    call and flush together. Drivers average power over up to a second (NVML since Ampere), so the energy of shorter work is
-    less certain. `counter_difference` compares it with the device's energy counter.
+    The power is the median of all readings during sampling. For calls with a cold cache, this is the power of the calls and of
+    the cache flushes together. Drivers average the power over up to a second (NVML since Ampere), so the energy is less accurate
+    if sampling was shorter. `counter_difference` compares the result with the energy counter of the device.
 
     Args:
-        joules: median power times the time of a call, with the interval of that time; None if the power is unknown.
-        reason: why `joules` is None, else "".
-        power_w: median power during sampling.
-        scope: scope of the power reading: "device", or "module" if it covers both dies of an MI250X.
-        counter_difference: energy counter over the sampling / (median power times its duration) - 1; None without a counter.
+        joules: median power times the time of a call, in joules. The interval is that of the time. None if the power is unknown.
+        reason: reason why `joules` is None. "" if it is known.
+        power_w: median power during sampling in watts.
+        scope: the part of the hardware whose power was read. "device", or "module" if the reading includes both dies of an
+            MI250X.
+        counter_difference: E / (P·T) - 1, where E is the energy during sampling according to the energy counter, P is the median
+            power, and T is the duration of sampling. None if the device has no energy counter.
     """
 
     joules: Estimate | None
@@ -374,11 +402,11 @@ class Energy:
     counter_difference: float | None = None
 
     def j_per_tflop(self, flops: float) -> Estimate | None:
-        """Return joules per 10¹² operations for a call that does `flops`; None for the reason in `reason`."""
+        """Return the joules per 10¹² FLOPs of a call that does `flops` FLOPs. Return None if the energy is unknown."""
         return self._per(flops / 1e12)
 
     def j_per_gb(self, traffic_bytes: float) -> Estimate | None:
-        """Return joules per 10⁹ bytes for a call that moves `traffic_bytes`; None for the reason in `reason`."""
+        """Return the joules per 10⁹ bytes of a call that moves `traffic_bytes` bytes. Return None if the energy is unknown."""
         return self._per(traffic_bytes / 1e9)
 
     def _per(self, work: float) -> Estimate | None:
@@ -386,7 +414,7 @@ class Energy:
 
 
 def energy_of(timing: Timing) -> Energy:
-    """Return the energy of one call of a timed function, or the reason why it is unknown."""
+    """Return the energy of one call of a timed function. If the energy is unknown, the result contains the reason."""
     state = timing.telemetry
     reason = _missing_readings(state)
     if reason or state.power_w is None:
@@ -400,7 +428,7 @@ def energy_of(timing: Timing) -> Energy:
 
 
 def _missing_readings(state: Telemetry) -> str:
-    """Return why the power readings do not suffice, or ""."""
+    """Return the reason why there are not enough power readings. Return "" if there are enough."""
     if state.power_w is None:
         return f"no power: {state.unreadable.get('power_w', 'it was not read')}"
     if state.samples < LEAST_READINGS:
@@ -412,13 +440,16 @@ def _missing_readings(state: Telemetry) -> str:
 
 
 def drift_of(samples) -> Drift:
-    """Return the drift of a series: the slope of a resistant line, and Daniels' test for trend.
+    """Return the drift of a series of samples.
+
+    The size of the drift is the slope of a resistant line, which connects the medians of the outer thirds. Daniels' test for
+    trend decides whether chance can explain the drift.
 
     Args:
-        samples: 1-D, in the order taken. Fewer than 10 samples have no drift.
+        samples: 1-D series in the order in which the samples were taken. With fewer than 10 samples, the returned drift is 0.
 
-    Source: Tukey, Exploratory Data Analysis, 1977, chapter 10, for the line through the medians of the outer thirds;
-    Daniels, Journal of the Royal Statistical Society B 12 (1950) 171-181, for the test.
+    Sources: for the line, Tukey, Exploratory Data Analysis, 1977, chapter 10. For the test, Daniels, Journal of the Royal
+    Statistical Society B 12 (1950) 171-181.
     """
     values = np.asarray(samples, dtype=np.float64)
     n, third = len(values), len(values) // 3
@@ -436,19 +467,22 @@ def require_whole_work(
     again: Callable[[int], float],
     over: Callable[[], bool] = lambda: False,
 ) -> None:
-    """Check that calls in a row, between two synchronisations, take about as long as the clock says.
+    """Check that calls in a row between two synchronisations take about as long as the clock says.
 
-    They take longer if the clock stops before the work is done (no synchronisation, or work on another stream), and if most
-    calls reuse the result of an earlier call.
+    Calls in a row take longer in two cases. The clock may stop before the work is done, because it does not synchronise or
+    because the work runs on another stream. Or most calls reuse the result of an earlier call.
 
     Args:
-        sample_s: median seconds of one call by the clock.
-        in_a_row: makes this number of calls and returns the host's seconds per call, or None if the check does not apply.
-        again: times this number of calls again and returns the clock's seconds per call. Load on the machine slows both.
-        over: returns whether the time budget is used up.
+        sample_s: median seconds of one call according to the clock.
+        in_a_row: function that does a given number of calls in a row and returns the host's seconds per call. It returns None if
+            this check does not apply to the clock.
+        again: function that times a given number of calls with the clock and returns the median seconds per call. It is used
+            because load on the machine slows down both measurements.
+        over: function that returns whether the time budget is used up.
 
     Raises:
-        HarnessError: calls in a row took more than three times as long in each of thirty blocks (five after the budget).
+        HarnessError: calls in a row took more than three times as long in each of thirty blocks. After the time budget is used
+            up, five blocks are enough.
     """
     calls = max(1, min(_COVER_CALLS, int(_COVER_BLOCK_S / max(sample_s, 1e-9))))
     seen: list[float] = []
@@ -458,14 +492,14 @@ def require_whole_work(
         if seconds is None or seconds <= _COVER_FACTOR * sample_s + _COVER_SLACK_S:
             return
         seen.append(seconds)
-        # The median, not the maximum: one delayed reading must not excuse a clock that stops early.
+        # Use the median of the readings. With their maximum, one delayed reading would hide that the clock stops too early.
         clock_s.append(again(calls))
         sample_s = max(sample_s, float(np.median(clock_s)))
     raise HarnessError(
         f"the clock reports {sample_s * 1e3:.4g} ms per call, but {calls} calls in a row take {min(seen) * 1e3:.4g} ms each "
-        f"until the device is idle",
+        "if the host waits until the device is idle",
         where="a timed function",
-        next_step="synchronise before the clock stops, keep the work on the current stream, and do the work in every call",
+        next_step="synchronise before the clock stops, run all work on the current stream, and do the work in every call",
     )
 
 
@@ -473,36 +507,36 @@ def require_flushed(samples: int, flushes: int, read_all: bool = True) -> None:
     """Check that the cache was flushed before every cold sample.
 
     Args:
-        samples: number of cold samples.
-        flushes: number of flushes.
-        read_all: whether a flush read its whole buffer.
+        samples: number of samples that are labelled cold.
+        flushes: number of cache flushes.
+        read_all: whether the last flush read its whole buffer.
 
     Raises:
-        HarnessError: there are samples without a flush, or the flush did nothing.
+        HarnessError: there are fewer flushes than samples, or the flush did not read its buffer.
     """
     if flushes < samples:
         raise HarnessError(
-            f"{samples} cold samples, but the cache was flushed {flushes} times",
+            f"{samples} samples are labelled cold, but the cache was flushed {flushes} times",
             where="a timed function",
             next_step="call `flush` before each sample, or use cold=False and label the samples hot",
         )
     if not read_all:
         raise HarnessError(
-            f"{samples} cold samples, but the flush did not read its buffer, so the cache was hot",
+            f"{samples} samples are labelled cold, but the flush did not read its buffer, so the cache was hot",
             where="a timed function",
             next_step="let `CacheFlush` read its whole buffer, or use cold=False and label the samples hot",
         )
 
 
 def require_cache_label(label: str | None, cold: bool) -> None:
-    """Check the `cache` parameter of a row against the samples.
+    """Check that the parameter `cache` of a row agrees with how its samples were taken.
 
     Args:
-        label: "cold", "hot", or None if the row has no such parameter.
+        label: value of the parameter, "cold" or "hot". None if the row has no parameter `cache`.
         cold: whether the cache was flushed before each sample.
 
     Raises:
-        HarnessError: the label is wrong.
+        HarnessError: the label and the samples do not agree.
     """
     taken = "cold" if cold else "hot"
     if label in ("cold", "hot") and label != taken:

@@ -1,4 +1,4 @@
-"""Number formats with their tolerances, and verification of outputs against float64."""
+"""Number formats with their tolerances, and checks of outputs against results computed in float64."""
 
 import contextlib
 import math
@@ -12,10 +12,10 @@ from hyperion.errors import HyperionError
 from hyperion.hardware import Device, fp8_format
 
 _CHUNK = 1 << 22
-# Products of at most this many multiplications are checked completely; that is fast on any host.
+# A matrix product with at most this many multiplications is checked completely, because this is fast on any host.
 _PRODUCTS_OF_A_CHECK = 1 << 28
-# The tolerance is two to three times the expected Frobenius error; the worst of a million elements has five times the expected
-# error.
+# Factor for the tolerance of a single element. The tolerance of a product is two to three times the expected Frobenius error.
+# Among a million elements, the worst one has about five times the expected error.
 _DEVIATIONS = 4
 
 
@@ -24,17 +24,19 @@ class NumberFormat:
     """A number format.
 
     Args:
-        name: name in rows: fp64, fp32, tf32, fp16, bf16, fp8_e4m3fn (OCP), fp8_e4m3fnuz (CDNA 3) or int8.
-        storage: torch dtype of the operands of a product.
-        output: torch dtype of the result.
-        gemm_tolerance: largest relative Frobenius error of a product against float64.
+        name: name of the format in result rows: fp64, fp32, tf32, fp16, bf16, fp8_e4m3fn (OCP), fp8_e4m3fnuz (CDNA 3) or int8.
+        storage: PyTorch dtype of the operands of a matrix product.
+        output: PyTorch dtype of the result.
+        gemm_tolerance: largest allowed relative Frobenius error of a matrix product against float64.
 
-            - fp64, fp32: about sqrt(K) unit roundoffs at K = 8192, far above the error of blocked accumulation.
-            - fp16, bf16: two to three times the rounding of the output; inputs are exact and accumulation is in float32.
-            - tf32: two to three times the rounding of the inputs to 11 bits.
-            - fp8: the rounding of the bf16 output; the reference uses the same fp8 operands. Hopper adds 14-bit sums to
-              float32 every 128 terms, which adds a tenth of it. Sums of 14 bits throughout (`use_fast_accum`) fail at K = 8192.
-            - int8: 0; sums are exact in int32 up to K = 133,000.
+            - fp64, fp32: about sqrt(K) unit roundoffs at K = 8192. Libraries sum in blocks, so their error is much smaller.
+            - fp16, bf16: two to three times the error of rounding the output. The reference uses the same rounded operands, and
+              sums are accumulated in float32.
+            - tf32: two to three times the error of rounding the operands to 11 bits.
+            - fp8: two to three times the error of rounding the output to bf16. The reference uses the same fp8 operands. Hopper
+              sums 128 terms with 14 bits and adds these sums in float32, which increases the error by a tenth. If all terms are
+              summed with 14 bits (`use_fast_accum`), the error exceeds the tolerance at K = 8192.
+            - int8: 0, because sums are exact in int32 up to K = 133,000.
     """
 
     name: str
@@ -44,17 +46,20 @@ class NumberFormat:
 
     @property
     def bytes(self) -> int:
-        """Bytes of one element of an operand."""
+        """Size of one element of an operand in bytes."""
         return self.storage.itemsize
 
     @property
     def scaled(self) -> bool:
-        """Whether operands are stored divided by a scale, as in 8-bit formats, whose range is too small for raw values."""
+        """Whether operands are divided by a scale before they are stored.
+
+        This is necessary for 8-bit formats, because their range is too small for the original values.
+        """
         return self.bytes == 1
 
     @property
     def largest(self) -> float:
-        """Largest value to which operands are scaled; 127 for int8."""
+        """Largest finite value of the format, for example 127 for int8. Scaled operands have this maximum."""
         return float((torch.finfo if self.storage.is_floating_point else torch.iinfo)(self.storage).max)
 
 
@@ -74,10 +79,14 @@ FORMATS = {
 
 
 def format_of(dtype: str, device: Device) -> NumberFormat:
-    """Return the format with this name on a device: a name of `FORMATS`, or 'fp8' for the fp8 format of the device.
+    """Return the number format with this name.
+
+    Args:
+        dtype: a key of `FORMATS`, or 'fp8' for the fp8 format that the device supports.
+        device: the device.
 
     Raises:
-        HyperionError: the device has no fp8 units, or the name is unknown.
+        HyperionError: there is no format with this name, or the name is 'fp8' and the device has no fp8 units.
     """
     name = fp8_format(device) if dtype == "fp8" else dtype
     if name in FORMATS:
@@ -93,8 +102,10 @@ def format_of(dtype: str, device: Device) -> NumberFormat:
 
 @contextlib.contextmanager
 def matmul_precision(number_format: NumberFormat) -> Iterator[None]:
-    """Use TF32 units for float32 products and convolutions only if the format is tf32, and accumulate 16-bit products in
-    float32, within this context. (PyTorch's default uses TF32 for convolutions.)
+    """Context that sets the precision of matrix products and convolutions on a GPU.
+
+    Within this context, float32 matrix products and convolutions use TF32 units only if the format is tf32. (By default, PyTorch
+    uses TF32 units for convolutions.) Matrix products of 16-bit formats accumulate in float32.
     """
     matmul: Any = torch.backends.cuda.matmul
     convolution: Any = torch.backends.cudnn.conv  # pyright: ignore[reportAttributeAccessIssue]  # torch adds it at run time
@@ -120,7 +131,13 @@ def matmul_precision(number_format: NumberFormat) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Verification:
-    """A named check with its error and its tolerance (both relative, dimensionless)."""
+    """The result of a check.
+
+    Args:
+        name: name of the check.
+        error: relative error, without unit.
+        tolerance: largest allowed relative error, without unit.
+    """
 
     name: str
     error: float
@@ -134,7 +151,10 @@ class Verification:
 
 
 def relative_error(output: torch.Tensor, reference: torch.Tensor) -> float:
-    """Return the relative Frobenius error in float64; NaN if the output contains NaN."""
+    """Return the relative Frobenius error |output - reference| / |reference|, computed in float64.
+
+    If the reference is 0, return |output - reference|. The result is NaN if the output contains NaN.
+    """
     reference = reference.double()
     scale = reference.norm().item()
     difference = (output.double() - reference).norm().item()
@@ -144,17 +164,21 @@ def relative_error(output: torch.Tensor, reference: torch.Tensor) -> float:
 def verify_product(
     a_MK: torch.Tensor, b_KN: torch.Tensor, c_MN: torch.Tensor, tolerance: float, size: int = 128, scale: float = 1.0
 ) -> Verification:
-    """Check C = scale·A·B against a float64 product.
+    """Check the output of a matrix product, C = scale·A·B, against a product computed in float64.
 
-    Small products are checked completely, others on at least `size` rows and columns, spread over the whole output. Each element
-    must also be within four tolerances times |a_i|·|b_j|, the norms of its row of A and its column of B: this is the size of
-    its sum if the terms have random signs. A single wrong element fails this, but would vanish in the Frobenius norm.
+    A small product is checked completely. For a larger product, at least `size` rows and `size` columns are checked, which are
+    spread over the whole output.
+
+    Two errors are checked. The relative Frobenius error must be within the tolerance. The error of each element, divided by
+    |a_i|·|b_j|, must be within four times the tolerance. |a_i| and |b_j| are the norms of the row of A and of the column of B.
+    Their product is the expected size of the element if its terms have random signs. The second check is needed because a single
+    wrong element hardly changes the Frobenius norm.
 
     Args:
-        a_MK, b_KN, c_MN: operands and output, any dtype and device.
-        tolerance: largest relative Frobenius error.
-        size: least number of checked rows and columns.
-        scale: product of the scales by which the stored operands were divided.
+        a_MK, b_KN, c_MN: operands and output, of any dtype and on any device.
+        tolerance: largest allowed relative Frobenius error.
+        size: smallest number of checked rows and of checked columns.
+        scale: product of the two scales by which the stored operands were divided.
     """
     size = max(size, math.isqrt(_PRODUCTS_OF_A_CHECK // max(1, a_MK.shape[1])))
     rows, columns = _spread(c_MN.shape[0], size, c_MN.device), _spread(c_MN.shape[1], size, c_MN.device)
@@ -167,14 +191,18 @@ def verify_product(
 
 
 def verify_elementwise(output: torch.Tensor, operation, inputs: tuple[torch.Tensor, ...], tolerance: float) -> Verification:
-    """Check every element of an element-wise operation against float64.
+    """Check every element of the output of an element-wise operation against float64.
+
+    The error of an element is relative to the size of the element. The size is the result of the operation on the absolute values
+    of the inputs. Rounding errors are proportional to this size, even if the element itself is close to 0 by cancellation.
 
     Args:
-        operation: the operation on float64 tensors; a sum of terms with positive factors, so that its value for the inputs'
-            magnitudes is the size to which rounding errors of an element are relative.
+        output: the output to check.
+        operation: function that does the operation on float64 tensors. It must be a sum of the inputs with positive factors.
         inputs: inputs of the operation.
-        tolerance: largest relative Frobenius error, and largest error of an element relative to its size. One step of the
-            subnormal numbers is subtracted first, because tiny results are rounded to it. 0 requires equality.
+        tolerance: largest allowed relative Frobenius error, and largest allowed error of an element relative to its size. The
+            smallest subnormal number is first subtracted from the error of each element, because tiny results are rounded to a
+            multiple of this number. A tolerance of 0 requires equality.
     """
     step = torch.finfo(output.dtype).tiny * torch.finfo(output.dtype).eps if tolerance else 0.0
     squares = scale = worst = 0.0
@@ -191,39 +219,45 @@ def verify_elementwise(output: torch.Tensor, operation, inputs: tuple[torch.Tens
 
 
 def _worst_element(difference: torch.Tensor, size: torch.Tensor) -> float:
-    """Return the largest difference relative to the size of its element; a difference at size 0 is infinite."""
+    """Return the largest value of difference / size. It is infinite if the size of an element is 0 and its difference is not."""
     relative = torch.where(difference == 0, 0.0, difference / size)
     return relative.max().item() if relative.numel() else 0.0
 
 
 def poison(output: torch.Tensor) -> None:
-    """Fill an output with a value that no operation here writes: NaN, or the smallest integer."""
+    """Fill an output with a value that the measured operations never write: NaN, or the smallest integer of the dtype."""
     output.fill_(float("nan") if output.is_floating_point() else torch.iinfo(output.dtype).min)
 
 
 def _unwritten(output: torch.Tensor) -> bool:
-    """Return whether any element still has the value of `poison`."""
+    """Return whether an element still has the value that `poison` wrote."""
     if output.is_floating_point():
         return bool(torch.isnan(output).any())
     return bool((output == torch.iinfo(output.dtype).min).any())
 
 
 def _spread(length: int, size: int, device: torch.device) -> torch.Tensor:
-    """Return evenly spaced indices from the first to the last."""
+    """Return at most `size` evenly spaced indices from 0 to `length` - 1."""
     return torch.linspace(0, length - 1, min(size, length), dtype=torch.float64, device=device).round().long()
 
 
 def verify_sum(total: torch.Tensor, factors: tuple[torch.Tensor, ...], number_format: NumberFormat) -> Verification:
-    """Check a sum of products over all elements against float64.
+    """Check a sum or a dot product over all elements against float64.
 
-    The error is relative to q, the root of the sum of the squared terms. With random signs the sum is about as large as q, and
-    omitting m of the n terms changes it by about q·sqrt(m/n). The tolerance is sqrt(n) spacings of the accumulation format
-    (float32 for 16-bit formats), which is four times the expected error of one running sum with independent roundings, plus
-    the rounding of a sum of up to 4·q to the output format. A library that accumulates in 16 bits fails.
+    The error is divided by q, the root of the sum of the squared terms. If the terms have random signs, the sum is about as large
+    as q. If a library left out m of the n terms, the sum would change by about q·sqrt(m/n).
+
+    The tolerance is the sum of two parts. The first part is sqrt(n) spacings of the format in which the terms are accumulated.
+    For 16-bit formats, this format is float32. This part is four times the expected error of one running sum with independent
+    rounding errors. The second part is the error of rounding a sum of up to 4·q to the output format. If a library accumulates
+    in 16 bits, the error exceeds the tolerance.
 
     Args:
-        total: the sum, poisoned with NaN before the timed calls; if it has several elements, each must be the sum.
-        factors: one tensor (a sum) or two (a dot product) of n elements; their products have random signs.
+        total: the computed sum. It must have been filled with NaN before the timed calls. If it has several elements, each
+            element must be the sum.
+        factors: one tensor of n elements for a sum, or two tensors of n elements for a dot product. The terms must have random
+            signs.
+        number_format: number format of the tensors.
 
     Source: Higham, Accuracy and Stability of Numerical Algorithms, 2nd edition, sections 2.8 and 3.1.
     """
@@ -237,7 +271,10 @@ def verify_sum(total: torch.Tensor, factors: tuple[torch.Tensor, ...], number_fo
 
 
 def _float64_sums(factors: tuple[torch.Tensor, ...]) -> tuple[float, float]:
-    """Return the sums of the terms and of their squares, in chunks: a float64 copy of everything might not fit."""
+    """Return the sum of the terms and the sum of their squares.
+
+    The sums are computed in chunks, because a float64 copy of all elements might not fit in memory.
+    """
     exact = squares = 0.0
     for pieces in zip(*(factor.split(_CHUNK) for factor in factors), strict=True):
         terms = pieces[0].double()
@@ -249,7 +286,9 @@ def _float64_sums(factors: tuple[torch.Tensor, ...]) -> tuple[float, float]:
 
 
 def poison_bits(destination: torch.Tensor, source: torch.Tensor) -> None:
-    """Fill the destination of a copy with the inverted bits of the source, so that a byte that is not written is detected.
+    """Fill the destination of a copy with the inverted bits of the source.
+
+    If a copy does not write a byte, `verify_bits` then detects this byte.
 
     Args:
         destination, source: uint8 tensors of the same length, on any devices.
@@ -259,7 +298,7 @@ def poison_bits(destination: torch.Tensor, source: torch.Tensor) -> None:
 
 
 def verify_bits(destination: torch.Tensor, source: torch.Tensor) -> Verification:
-    """Check a copy bit for bit; the error is the share of different bytes, the tolerance is 0.
+    """Check that two tensors are equal bit for bit. The error is the share of bytes that differ, and the tolerance is 0.
 
     Args:
         destination, source: uint8 tensors of the same length, on any devices.

@@ -1,9 +1,12 @@
-"""Measure collectives and ring messages, verify every value of their outputs, and measure their overlap with a computation.
+"""Measure the time of collectives, verify every element of their outputs, and measure how they overlap with a computation.
 
-Inputs are integers that differ by rank and element, and whose sums are exact in the dtype. Outputs are therefore compared for
-equality, which detects a rank that is missing, counted twice or swapped, and data shifted by one element.
+The inputs are integers that differ between ranks and between elements. Their sums are exact in the dtype, so outputs are compared
+for equality. This detects a rank that is missing, that is counted twice or that is swapped with another rank. It also detects
+data that is shifted by one element.
 
-Source of the factors and of what S counts: NVIDIA nccl-tests, doc/PERFORMANCE.md.
+S is the message size in bytes. For each collective, S is the size of a certain buffer, see `Collective.size`.
+
+Source of the definition of S and of the bus factors: NVIDIA nccl-tests, doc/PERFORMANCE.md.
 """
 
 import re
@@ -32,16 +35,16 @@ CHECK = "equal to the expected values on every rank"
 _POISON = -1
 _MOST_VALUES = 1 << 11
 _CHUNK = 1 << 24
-# Memory for verification: the limit for large messages, and the factor for messages shorter than a chunk (8-byte indices and
-# a few temporaries per 2-byte element).
+# Memory for the verification. Large messages need at most the first value in bytes. Messages that are smaller than a chunk need
+# at most their size times the second value, because each element of 2 bytes needs an index of 8 bytes and some temporaries.
 _CHECKING_BYTES, _CHECKING_FACTOR = 2 << 30, 64
-# The default computation repeats a product of this many rows and columns.
+# The default computation multiplies square matrices of this size, by kind of device.
 _PRODUCT = {"cpu": 256, "cuda": 4096, "rocm": 4096}
 _MOST_PRODUCTS = 1000
 
 
 class WrongValueError(HyperionError):
-    """Raised when a rank has a wrong output value."""
+    """Raised when the output of a collective has a wrong value on a rank."""
 
     exit_code = 1
 
@@ -53,20 +56,21 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 
 @dataclass(frozen=True)
 class Collective:
-    """One collective operation on `ranks` ranks.
+    """The description of a collective operation.
 
     Args:
-        name: common name.
-        size: what S counts, as in nccl-tests.
-        bus_factor: busbw / algbw as a function of the number of ranks: the share of S that crosses a rank's link in one
-            direction.
-        call: runs the collective, (output, input).
-        expected: (value, rank, ranks, block, index) -> int64 values expected at `index` of this rank's output, where
-            value(rank, index) is the input of a rank and `block` is S / ranks in elements.
-        sums: whether values of all ranks are summed.
-        in_place: whether the output is also the input and is overwritten by each call.
-        whole_input, whole_output: whether this buffer has S bytes; otherwise S / ranks.
-        only_on_root: whether only the root's output is defined and compared.
+        name: common name of the collective.
+        size: text that says which buffer has the size S. The definition is the same as in nccl-tests.
+        bus_factor: function from the number of ranks to the bus factor, busbw / algbw. The bus factor is the number of bytes
+            that cross the link of a rank in one direction, divided by S.
+        call: function (output, input) that runs the collective.
+        expected: function (value, rank, ranks, block, index) that returns the expected values at `index` of the output of a
+            rank, as int64. value(rank, index) returns the input of a rank. `block` is the number of elements in S / ranks bytes.
+        sums: whether the collective sums the values of all ranks.
+        in_place: whether the output buffer is also the input buffer, so that each call overwrites the input.
+        whole_input: True if the input has S bytes on each rank, False if it has S / ranks bytes.
+        whole_output: True if the output has S bytes on each rank, False if it has S / ranks bytes.
+        only_on_root: whether only the output of the root is defined. The outputs of the other ranks are then not compared.
     """
 
     name: str
@@ -82,7 +86,11 @@ class Collective:
 
 
 def root_of(ranks: int) -> int:
-    """Return the root of broadcast and reduce: the last rank, because 0 is the default and would hide a wrong root."""
+    """Return the root rank of broadcast and reduce, which is the last rank.
+
+    The root is not rank 0, because 0 is the default of PyTorch. If a library ignored the given root, a test with root 0 would not
+    detect this.
+    """
     return ranks - 1
 
 
@@ -103,7 +111,7 @@ COLLECTIVES = {
     for collective in (
         Collective(
             "all_reduce",
-            "the buffer that each rank gives and gets",
+            "the buffer of each rank, which is input and output",
             lambda n: 2 * (n - 1) / n,
             lambda output, _: dist.all_reduce(output),
             lambda value, rank, ranks, block, index: sum(value(peer, index) for peer in range(ranks)),
@@ -120,7 +128,7 @@ COLLECTIVES = {
         ),
         Collective(
             "all_gather",
-            "what each rank gets, the parts of all",
+            "the output of each rank, which contains the inputs of all ranks",
             lambda n: (n - 1) / n,
             _all_gather,
             lambda value, rank, ranks, block, index: value(index // block, index % block),
@@ -128,7 +136,7 @@ COLLECTIVES = {
         ),
         Collective(
             "reduce_scatter",
-            "what each rank gives, of which it gets one part back summed",
+            "the input of each rank; each rank receives the sum of one part of all inputs",
             lambda n: (n - 1) / n,
             _reduce_scatter,
             lambda value, rank, ranks, block, index: sum(value(peer, rank * block + index) for peer in range(ranks)),
@@ -137,7 +145,7 @@ COLLECTIVES = {
         ),
         Collective(
             "all_to_all",
-            "what each rank gives, one part to each",
+            "the input of each rank, which sends one part to every rank",
             lambda n: (n - 1) / n,
             dist.all_to_all_single,
             _all_to_all_expected,
@@ -146,13 +154,13 @@ COLLECTIVES = {
 }
 
 
-# All collectives: those of the chapters, and two more that training uses for checkpoints and pipelines.
+# The collectives that the chapters measure, and two more: training uses them for checkpoints and for pipelines.
 ALL_COLLECTIVES = COLLECTIVES | {
     collective.name: collective
     for collective in (
         Collective(
             "reduce",
-            "the buffer that each rank gives",
+            "the input of each rank",
             lambda n: 1.0,
             lambda output, _: dist.reduce(output, root_of(dist.get_world_size())),
             COLLECTIVES["all_reduce"].expected,
@@ -162,7 +170,7 @@ ALL_COLLECTIVES = COLLECTIVES | {
         ),
         Collective(
             "send_recv",
-            "what each rank sends to the next one of a ring",
+            "the message that each rank sends to the next rank of the ring",
             lambda n: 1.0,
             _around_the_ring,
             lambda value, rank, ranks, block, index: value((rank - 1) % ranks, index),
@@ -173,12 +181,15 @@ ALL_COLLECTIVES = COLLECTIVES | {
 
 @dataclass(frozen=True)
 class CollectiveMeasurement:
-    """The timing of one verified collective.
+    """The timing of one collective.
 
     Args:
-        bytes: S, rounded up to whole elements for each rank.
-        timing: seconds of the slowest rank for each call; the same on all ranks.
-        verification: check of this rank's output after the timed calls.
+        collective: the collective.
+        dtype: dtype of the elements.
+        bytes: S in bytes, rounded up so that all ranks have the same whole number of elements.
+        ranks: number of ranks.
+        timing: seconds of each call on the slowest rank. All ranks have the same values.
+        verification: check of the output of this rank after the timed calls.
     """
 
     collective: Collective
@@ -189,22 +200,26 @@ class CollectiveMeasurement:
     verification: Verification
 
     def algbw_gb_s(self, seconds: float) -> float:
-        """Return S / time in 10⁹ bytes/s."""
+        """Return the algorithm bandwidth, S / time, in 10⁹ bytes/s."""
         return self.bytes / seconds / 1e9
 
     def busbw_gb_s(self, seconds: float) -> float:
-        """Return the bytes that cross a link in one direction / time in 10⁹ bytes/s, if no switch reduces or multicasts."""
+        """Return the bus bandwidth, algorithm bandwidth x bus factor, in 10⁹ bytes/s.
+
+        It is the rate at which bytes cross the link of a rank in one direction. This does not hold if a switch does the
+        reduction or the multicast.
+        """
         return self.algbw_gb_s(seconds) * self.collective.bus_factor(self.ranks)
 
 
 def collective_bytes(wanted: int, dtype: str, ranks: int) -> int:
-    """Return S for about `wanted` bytes, rounded up so that every rank has the same whole number of elements."""
+    """Return `wanted` bytes rounded up, so that every rank has the same whole number of elements."""
     element = DTYPES[dtype].itemsize
     return -(-wanted // (element * ranks)) * element * ranks
 
 
 def memory_needed(size_bytes: int) -> int:
-    """Return the most bytes that one collective of S bytes needs on a rank: input, output, and verification."""
+    """Return the largest memory in bytes that a collective of S bytes needs on a rank, for input, output and verification."""
     return 2 * size_bytes + min(_CHECKING_BYTES, _CHECKING_FACTOR * size_bytes)
 
 
@@ -214,15 +229,16 @@ def measure_collective(
     """Verify a collective, time it, and verify its output again. All ranks must call this with the same arguments.
 
     Args:
-        size_bytes: S; rounded up by `collective_bytes`.
-        dtype: one of `DTYPES`.
+        collective: the collective.
+        size_bytes: S in bytes. It is rounded up by `collective_bytes`.
+        dtype: a key of `DTYPES`.
         here: this rank.
-        roll: receives the name of every collective before it starts, for hang reports.
-        time_limit_s: as in `time_function`.
+        roll: object that receives the name of every collective before the collective starts. Hang reports contain these names.
+        time_limit_s: see `time_function`.
 
     Raises:
         WrongValueError: the output of this rank is wrong.
-        HyperionError: there is only one rank, or there are too many ranks for exact sums in this dtype.
+        HyperionError: there is only one rank, or the sums of all ranks would not be exact in this dtype.
     """
     if here.size < 2:
         raise HyperionError(
@@ -241,7 +257,7 @@ def measure_collective(
 
 
 class Buffers:
-    """Input and output of one collective on this rank, with its call and its verification."""
+    """The input and output buffers of one collective on this rank, with methods to run and to verify the collective."""
 
     def __init__(self, collective: Collective, size_bytes: int, dtype: str, here: World, roll: RollCall):
         self.collective, self.dtype, self.here, self.roll = collective, dtype, here, roll
@@ -258,7 +274,7 @@ class Buffers:
             self._fill_input()
 
     def prepare(self) -> None:
-        """Restore the input, and poison the output so that an old result cannot pass."""
+        """Restore the input. Fill a separate output with a wrong value, so that the check does not accept an old result."""
         if self.collective.in_place:
             self.output.copy_(self.input)
         else:
@@ -270,16 +286,17 @@ class Buffers:
         self.collective.call(self.output, self.input)
 
     def require_exact(self, when: str) -> Verification:
-        """Compare every element of the output.
+        """Check that every element of the output equals the expected value.
 
         Args:
-            when: time of the check for the error message.
+            when: text for the error message that says when the check ran, such as "after the timed calls".
 
         Raises:
-            WrongValueError: an element is wrong; the message contains the rank, the first such element and both values.
+            WrongValueError: an element is wrong. The message contains the rank, the index of the first wrong element, its value
+                and the expected value.
         """
         if self.here.device.kind != "cpu":
-            # A rank that waits for a peer waits here; hang reports recognise it by this frame.
+            # If another rank does not arrive, this rank waits in this line. Hang reports recognise a waiting rank by this frame.
             torch.cuda.synchronize(self.here.device.torch_device)
         wrong, first = self.wrong()
         verification = Verification(CHECK, float(wrong), 0.0)
@@ -289,12 +306,18 @@ class Buffers:
                 f"rank {self.here.rank}: {wrong:,} of {self.output.numel():,} values of {self.described} are wrong {when}: "
                 f"element {place:,} is {actual:g} instead of {expected:g}",
                 where=f"rank {self.here.rank} of {self.here.size}, {self.here.device.name}",
-                next_step="run it again: if the same rank fails, suspect its device or link, otherwise the communication library",
+                next_step="run the collective again; if the same rank fails, its device or link may be broken, otherwise the "
+                "communication library",
             )
         return verification
 
     def wrong(self) -> tuple[int, tuple[int, float, float] | None]:
-        """Return the number of wrong elements, and for the first one its index, its value and the expected value."""
+        """Compare the output with the expected values.
+
+        Returns:
+            The number of wrong elements, and (index, value, expected value) of the first wrong element. The second item is None
+            if all elements are correct.
+        """
         count, first = 0, None
         if self.collective.only_on_root and self.here.rank != root_of(self.here.size):
             return count, first
@@ -317,9 +340,13 @@ class Buffers:
 
 
 def _values_of(dtype: torch.dtype, terms: int) -> Callable:
-    """Return value(rank, index): pseudo-random integers from 1 on, of which `terms` add up exactly in the dtype.
+    """Return a function (rank, index) that returns pseudo-random integers, the input values of a rank.
 
-    A format with p bits of precision represents every integer up to 2^p: 256 in bf16, 2048 in fp16.
+    The integers start at 1. They are so small that the sum of `terms` of them is exact in the dtype. A format with p bits of
+    precision can represent every integer up to 2^p. This is 256 for bf16 and 2048 for fp16.
+
+    Raises:
+        HyperionError: the sum of `terms` different integers is not exact in this dtype.
     """
     exact = int(2 / torch.finfo(dtype).eps) if dtype.is_floating_point else torch.iinfo(dtype).max
     values = min(exact // terms, _MOST_VALUES)
@@ -329,7 +356,8 @@ def _values_of(dtype: torch.dtype, terms: int) -> Callable:
         )
 
     def value(rank, index: torch.Tensor) -> torch.Tensor:
-        # A hash: a ramp shifted by its period would look the same. Source: Steele et al., SplitMix, OOPSLA 2014.
+        # The values are a hash of the index. With a repeating ramp, a shift by one period would not be detected. Source of the
+        # hash: Steele et al., SplitMix, OOPSLA 2014.
         mixed = (index + 1 + rank * 0x3C6EF372) * 0x1E3779B97F4A7C15
         mixed = (mixed ^ (mixed >> 30)) * 0x3F58476D1CE4E5B9
         return (mixed ^ (mixed >> 27)).remainder(values) + 1
@@ -337,18 +365,21 @@ def _values_of(dtype: torch.dtype, terms: int) -> Callable:
     return value
 
 
-# Names of the kernels of NCCL, RCCL and MSCCL.
+# Matches the names of the kernels of NCCL, RCCL and MSCCL.
 _KERNEL = re.compile(r"^(?:void )?(\w*(?:nccl|rccl|mscc)\w*Kernel\w*)", re.IGNORECASE)
 
 
 def kernels_of_collectives(cells: Sequence[tuple[Collective, str, int]], here: World, roll: RollCall) -> list[str] | None:
-    """Run each collective once more on every rank, and return the kernels' names on rank 0 of a GPU, else None.
+    """Run each collective once on every rank, and return the names of the kernels.
 
-    Call this after all timing, because a profiler can slow down later work.
+    Call this function after all timing, because the profiler can slow down later work.
 
     Args:
-        cells: (collective, dtype, bytes).
-        roll: receives the name of every collective before it starts.
+        cells: the collectives to run, as (collective, dtype, bytes).
+        roll: object that receives the name of every collective before the collective starts.
+
+    Returns:
+        One name for each collective on rank 0. None on the other ranks, on a CPU, and if `kernels_launched` returns None.
     """
 
     def call(collective: Collective, dtype: str, size: int) -> None:
@@ -365,10 +396,10 @@ def kernels_of_collectives(cells: Sequence[tuple[Collective, str, int]], here: W
 
 
 def kernels_launched(calls: Sequence[Callable[[], object]], device: Device) -> list[str] | None:
-    """Return the name of the kernel of each call; None if the profiler did not record exactly one per call.
+    """Return the name of the kernel of each call. Return None if the profiler did not record one kernel for each call.
 
     Args:
-        calls: collectives that all ranks call. NCCL and RCCL launch one kernel per collective.
+        calls: functions that run one collective each. All ranks must call them. NCCL and RCCL launch one kernel per collective.
         device: a GPU.
     """
     with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as profiler:
@@ -382,13 +413,13 @@ def kernels_launched(calls: Sequence[Callable[[], object]], device: Device) -> l
 
 
 def algorithm_of(kernel: str, *, switch_may_add: bool) -> str:
-    """Return the algorithm of an NCCL kernel, derived from its name.
+    """Return the algorithm of an NCCL kernel, derived from the name of the kernel.
 
-    NCCL builds one kernel for trees, and one with the name of the ring for all other algorithms. Source: NVIDIA nccl,
+    NCCL has one kernel for the tree algorithm. The kernel for all other algorithms has "RING" in its name. Source: NVIDIA nccl,
     src/device/generate.py, best_kernel.
 
     Args:
-        switch_may_add: whether the library may use the switch (NVLS).
+        switch_may_add: whether NCCL may let the switch do the reduction (NVLS).
     """
     if "SendRecv" in kernel or "AlltoAll" in kernel:
         return "messages between pairs"
@@ -401,13 +432,17 @@ def algorithm_of(kernel: str, *, switch_may_add: bool) -> str:
 
 @dataclass(frozen=True)
 class CollectiveOverlap:
-    """The times of an all-reduce and a computation, alone and overlapped; each sample is that of the slowest rank.
+    """The times of an all-reduce, of a computation, and of both overlapped.
+
+    The three were sampled in turn. Each sample is the time of the slowest rank.
 
     Args:
-        bytes: S of the all-reduce.
+        bytes: S of the all-reduce in bytes.
         dtype: dtype of the all-reduce.
         ranks: number of ranks.
-        compute, collective, both: timings, sampled in turn.
+        compute: timing of the computation alone.
+        collective: timing of the all-reduce alone.
+        both: timing of the overlapped call.
         verification: check of the output after the last overlapped call.
     """
 
@@ -421,13 +456,16 @@ class CollectiveOverlap:
 
     @property
     def share(self) -> Estimate:
-        """(compute + collective - both) / the shorter of the two: 1 if the shorter one is fully hidden, 0 if they run one after
-        the other, below 0 if they slow each other down by more than they save."""
+        """Saved time divided by the shorter time: (compute + collective - both) / min(compute, collective).
+
+        It is 1 if the overlap hides the shorter operation completely. It is 0 if the overlap saves no time. It is below 0 if the
+        two operations slow each other down by more than the overlap saves.
+        """
         return self._estimate(lambda compute, collective, both: (compute + collective - both) / min(compute, collective))
 
     @property
     def exposed_share(self) -> Estimate:
-        """(both - compute) / collective: the share of the collective that a training step waits for."""
+        """Share of the collective that a training step waits for: (both - compute) / collective."""
         return self._estimate(lambda compute, collective, both: (both - compute) / collective)
 
     def _estimate(self, function: Callable[[float, float, float], float]) -> Estimate:
@@ -458,19 +496,20 @@ def measure_overlap(
 ) -> CollectiveOverlap:
     """Time an all-reduce that overlaps with a computation. All ranks must call this with the same arguments.
 
-    The overlapped call starts the all-reduce with async_op (on a GPU it runs on a separate stream), launches the computation,
-    and waits for both. On a CPU the all-reduce runs in gloo's threads, which also need cores.
+    The overlapped call starts the all-reduce with async_op=True, launches the computation, and waits for both. On a GPU, the
+    all-reduce runs on a separate stream. On a CPU, the all-reduce runs in the threads of gloo, which also need cores.
 
     Args:
-        size_bytes: S; rounded up to whole elements for every rank.
-        dtype: dtype of the all-reduce, one of `collectives.DTYPES`.
+        size_bytes: S of the all-reduce in bytes. It is rounded up by `collective_bytes`.
+        dtype: dtype of the all-reduce, a key of `collectives.DTYPES`.
         here: this rank.
-        roll: receives the name of every collective before it starts, for hang reports.
-        compute: a computation on this rank's device; None means matrix products that take about as long as the all-reduce.
-        minimum_samples, time_limit_s: as in `time_interleaved`.
+        roll: object that receives the name of every collective before the collective starts. Hang reports contain these names.
+        compute: function that runs a computation on this rank's device. None means matrix products that take about as long as
+            the all-reduce.
+        minimum_samples, time_limit_s: see `time_interleaved`.
 
     Raises:
-        WrongValueError: the sum on this rank is wrong afterwards.
+        WrongValueError: the output of the last overlapped call is wrong on this rank.
         HyperionError: there is only one rank.
     """
     buffers = Buffers(COLLECTIVES["all_reduce"], size_bytes, dtype, here, roll)
@@ -479,7 +518,7 @@ def measure_overlap(
 
     def at_once() -> None:
         roll.step(f"{buffers.described}, overlapped with a computation")
-        work = cast(dist.Work, dist.all_reduce(buffers.output, async_op=True))  # None is for ranks outside of the group
+        work = cast(dist.Work, dist.all_reduce(buffers.output, async_op=True))  # None only for ranks outside of the group
         compute()
         wait_for_peers(work)
 
@@ -491,13 +530,16 @@ def measure_overlap(
         time_limit_s=time_limit_s,
         clock=clock,
     )
-    # The overlapped call is the last of each round, so the output is its result.
+    # In each round, the overlapped call comes last. So the output is the result of an overlapped call.
     verification = buffers.require_exact("after it overlapped with a computation")
     return CollectiveOverlap(buffers.bytes, dtype, here.size, alone, collective, both, verification)
 
 
 def _products(device: Device, lasting_s: float, clock: RanksClock, here: World) -> Callable[[], object]:
-    """Return matrix products that take about `lasting_s`; their number is the same on all ranks because the times are."""
+    """Return a function that computes matrix products for about `lasting_s` seconds.
+
+    The number of products is the same on all ranks, because it is computed from times that are the same on all ranks.
+    """
     size = _PRODUCT[device.kind]
     dtype = "fp32" if device.kind == "cpu" else "bf16"
     product = Gemm(size, size, size, dtype, device)
@@ -512,6 +554,6 @@ def _products(device: Device, lasting_s: float, clock: RanksClock, here: World) 
 
 
 def _seconds(function: Callable[[], object], here: World, clock: RanksClock) -> float:
-    """Return a quick median in seconds; the same on all ranks."""
+    """Return the median seconds of a call from few samples. The value is the same on all ranks."""
     timing = time_function(function, here.device, cold=False, minimum_samples=10, time_limit_s=0.1, clock=clock)
     return timing.estimate.value

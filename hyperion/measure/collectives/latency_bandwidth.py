@@ -1,4 +1,7 @@
-"""Fit latency and bandwidth of messages, and derive the bucket size that uses a given share of the bandwidth."""
+"""Fit the latency and the bandwidth of messages, and derive the message size that reaches a given share of the bandwidth.
+
+The message size helps to choose the bucket size of DDP and the size of the units of FSDP.
+"""
 
 import itertools
 import math
@@ -16,14 +19,16 @@ _SMALLEST_S_PER_GB = 1e-12
 
 @dataclass(frozen=True)
 class LatencyBandwidth:
-    """The fit of time = latency + bytes / bandwidth.
+    """The result of fitting time = latency + bytes / bandwidth to measured times.
 
     Args:
         latency_s: seconds of a message of size 0.
-        s_per_gb: seconds per GB (1e9 bytes), the inverse of the bandwidth.
-        half_rate_gb: size in GB that reaches half of the bandwidth (n_1/2 in Hockney's paper): its time is twice the latency.
-            Meaningless if the interval of `s_per_gb` reaches 0, because the times then do not grow with the size.
-        deviation: largest relative distance of a median from the fit; large if the protocol changes with the size.
+        s_per_gb: seconds per GB (1e9 bytes). This is the inverse of the bandwidth.
+        half_rate_gb: message size in GB that reaches half of the bandwidth (n_1/2 in Hockney's paper). A message of this size
+            takes twice the latency. The value is meaningless if the interval of `s_per_gb` contains 0, because the times then do
+            not grow with the size.
+        deviation: largest relative difference between a median time and the fit. It is large if the library changes its protocol
+            with the message size.
     """
 
     latency_s: Estimate
@@ -33,17 +38,17 @@ class LatencyBandwidth:
 
 
 def fit_latency_bandwidth(gigabytes: Sequence[float], times_s: Sequence[Sequence[float]]) -> LatencyBandwidth:
-    """Fit latency and bandwidth by least squares of the *relative* errors.
+    """Fit latency and bandwidth by least squares of the relative errors.
 
-    With absolute errors, the largest messages would decide the fit and the latency would be arbitrary.
+    With absolute errors, the largest messages would decide the fit, and the latency would be arbitrary.
 
     Args:
-        gigabytes: message sizes in units of 1e9 bytes; at least two different ones.
-        times_s: samples in seconds for each size.
+        gigabytes: message sizes in units of 1e9 bytes. At least two of them must be different.
+        times_s: for each message size, the samples in seconds.
 
     Source: Hockney, The communication challenge for MPP, Parallel Computing 20 (1994) 389-398, for the model.
     """
-    # Imported here because it takes half a second in every worker process.
+    # Imported here, because the import takes half a second in every worker process.
     from scipy.optimize import nnls
 
     size = np.asarray(gigabytes, dtype=np.float64)
@@ -61,9 +66,14 @@ def fit_latency_bandwidth(gigabytes: Sequence[float], times_s: Sequence[Sequence
 
 
 def half_rate_size(sizes: Sequence[float], rates: Sequence[float]) -> float | None:
-    """Return the size at which the rate first reaches half of its maximum (n_1/2 in Hockney's paper).
+    """Return the smallest size at which the rate is half of the maximum rate (n_1/2 in Hockney's paper).
 
-    Interpolates over the logarithm of the size. Returns None if the smallest size already reaches it.
+    Between two sizes, the rate is interpolated over the logarithm of the size. The result is None if the rate of the smallest
+    size is already at least half of the maximum.
+
+    Args:
+        sizes: message sizes.
+        rates: for each message size, the measured rate.
     """
     ordered = sorted(zip(sizes, rates, strict=True))
     half = max(rates) / 2
@@ -75,19 +85,20 @@ def half_rate_size(sizes: Sequence[float], rates: Sequence[float]) -> float | No
 
 
 SHARE = 0.9
-# torch.nn.parallel.DistributedDataParallel's own, in MiB.
+# Default of bucket_cap_mb in torch.nn.parallel.DistributedDataParallel.
 DDP_DEFAULT_MIB = 25
 
 
 @dataclass(frozen=True)
 class BucketSize:
-    """The message size that reaches a share of the asymptotic bandwidth of a collective.
+    """The smallest message size that reaches a given share of the asymptotic bandwidth of a collective.
 
     Args:
         collective: name of the collective.
         share: share of the asymptotic bandwidth.
-        bytes: S as the collective counts it; None if no size can be derived.
-        reason: why there is no size, or a warning about it, else "".
+        bytes: message size S in bytes. `Collective.size` says which buffer of the collective has this size. None if the size
+            cannot be derived.
+        reason: the reason why `bytes` is None, or a warning about the size. "" if there is neither.
     """
 
     collective: str
@@ -96,10 +107,10 @@ class BucketSize:
     reason: str = ""
 
     def words(self, element_bytes: int = 2) -> str:
-        """Describe the size and what it means for DDP or FSDP.
+        """Return a text with the size, and with the settings of DDP or FSDP that follow from it.
 
         Args:
-            element_bytes: bytes of a transferred gradient or parameter; 2 for bf16.
+            element_bytes: bytes of one transferred gradient or parameter element, for example 2 for bf16.
         """
         if self.bytes is None:
             return f"{self.collective}: no size recommended: {self.reason}"
@@ -112,24 +123,30 @@ class BucketSize:
 def recommended_bucket(
     fit: LatencyBandwidth, collective: str, bus_factor: float, measured_bytes: Sequence[int], share: float = SHARE
 ) -> BucketSize:
-    """Return the size at which latency takes 1 - `share` of the time: share / (1 - share) x latency x bandwidth.
+    """Return the message size at which a collective reaches a given share of its bandwidth.
+
+    The latency then takes 1 - `share` of the time. The number of bytes that cross a link is
+    share / (1 - share) x latency x bandwidth.
 
     Args:
-        fit: fit over the gigabytes that cross a link, bus factor x S.
+        fit: fit of the times over the gigabytes that cross a link, which are bus factor x S.
         collective: name of the collective.
-        bus_factor: bus factor for the ranks of the fit.
-        measured_bytes: the fitted sizes S. A result outside of them is an extrapolation, and its `reason` says so.
-        share: between 0 and 1, exclusive.
+        bus_factor: bus factor of the collective for the number of ranks of the fit.
+        measured_bytes: the sizes S of the fit. If the result is larger than all of them, it is an extrapolation, and its
+            `reason` contains a warning.
+        share: share of the bandwidth, between 0 and 1, exclusive.
 
     Raises:
         HyperionError: the share is out of range.
     """
     if not 0 < share < 1:
         raise HyperionError(
-            f"the share of the bandwidth is {share:g}", where="recommended_bucket", next_step="pass a share between 0 and 1"
+            f"the share of the bandwidth is {share:g}, but must be between 0 and 1",
+            where="recommended_bucket",
+            next_step="pass a share between 0 and 1",
         )
     crossing = fit.half_rate_gb
-    # If a byte may cost nothing, no size is the right one.
+    # If the time per byte may be 0, every size reaches the bandwidth, so no size can be derived.
     if fit.s_per_gb.ci_low <= 0:
         return BucketSize(collective, share, None, "the times do not grow with the size by more than they scatter")
     size = crossing.map(lambda gigabytes: share / (1 - share) * gigabytes * 1e9 / bus_factor)
@@ -144,7 +161,7 @@ def recommended_bucket(
 def _ddp(size: float, element_bytes: int) -> str:
     buckets = f"; DDP: bucket_cap_mb={max(1, math.ceil(size / MIB))} or more"
     if size <= DDP_DEFAULT_MIB * MIB:
-        return f"{buckets} (its default of {DDP_DEFAULT_MIB} MiB is large enough; larger ones start later and overlap less)"
+        return f"{buckets} (its default of {DDP_DEFAULT_MIB} MiB is large enough; larger buckets start later and overlap less)"
     return f"{buckets} (its default of {DDP_DEFAULT_MIB} MiB leaves bandwidth unused)"
 
 
@@ -156,7 +173,7 @@ _MEANINGS = {"all_reduce": _ddp, "all_gather": _fsdp, "reduce_scatter": _fsdp}
 
 
 def _size(size: float) -> str:
-    """Format bytes in binary units."""
+    """Return a size in bytes as text in binary units."""
     for unit, factor in (("GiB", GIB), ("MiB", MIB), ("KiB", KIB)):
         if size >= factor:
             return f"{size / factor:.3g} {unit}"

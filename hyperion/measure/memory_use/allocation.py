@@ -1,4 +1,4 @@
-"""Cap the memory of this process, recognise refusals of an allocator, and find the largest possible allocation."""
+"""Limit the memory of this process, recognise out-of-memory errors, and find the largest possible allocation."""
 
 import contextlib
 import ctypes
@@ -20,7 +20,8 @@ STEP_BYTES = 64 * MIB
 _TOUCHED = 4096
 _CPU_SHARE = 0.5
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # <malloc.h> of glibc
-# glibc starts with the small threshold and raises it up to the large one after larger buffers were freed.
+# Limits of the mmap threshold of glibc. It starts at the smaller value. glibc raises it up to the larger value when large buffers
+# are freed.
 _SMALL, _LARGE = 128 * KIB, 32 * MIB
 _SHARE_OF_FREE = 0.95
 _CPU_REFUSAL = "DefaultCPUAllocator: can't allocate memory"
@@ -29,14 +30,15 @@ _ASKED_BYTES = 32 * MIB
 
 
 class NoMemoryCap(HyperionError):
-    """Raised when the system does not enforce a memory cap."""
+    """Raised when the system allows allocations beyond a memory cap."""
 
 
 def allocator_refusal(error: Exception, device: Device) -> str | None:
-    """Return the first line of an out-of-memory error, or None if the error has another cause.
+    """Return the first line of the message if the error is an out-of-memory error. Return None otherwise.
 
-    On a CPU, torch has no exception class for it, only the message of its allocator. oneDNN, which allocates its own memory,
-    reports only that it "could not create a primitive"; then a test allocation decides.
+    On a CPU, PyTorch has no exception class for out-of-memory errors, so the message of the allocator is compared. oneDNN
+    allocates its own memory. If this fails, its error message only says that it "could not create a primitive". For such an
+    error, a test allocation decides whether memory is missing.
     """
     if isinstance(error, torch.OutOfMemoryError | MemoryError) or _CPU_REFUSAL in str(error):
         return (str(error) or "MemoryError").splitlines()[0]
@@ -55,11 +57,11 @@ def _refusal_of(count: int, device: Device) -> str | None:
 
 @dataclass(frozen=True)
 class MemoryCap:
-    """A memory cap.
+    """A limit of the memory of this process.
 
     Args:
-        gib: GiB that the process may allocate after the start of the cap.
-        peak_gib: the peak that PeakMemoryRegion reports when all of it is used.
+        gib: GiB that the process may allocate in addition to the memory that it had at the start of the cap.
+        peak_gib: the peak in GiB that `PeakMemoryRegion` reports if the process uses all of this memory.
     """
 
     gib: float
@@ -68,31 +70,32 @@ class MemoryCap:
 
 @contextlib.contextmanager
 def memory_cap(device: Device, gib: float) -> Iterator[MemoryCap]:
-    """Cap the memory that this process can allocate for tensors; beyond it, allocations fail as on a full device.
+    """Context in which this process can allocate only a limited amount of memory for tensors.
 
-    On a GPU, PyTorch's allocator enforces the cap with its usual error. On a CPU, the kernel enforces it (RLIMIT_DATA); within
-    this context the C library maps every larger buffer separately and unmaps it when it is freed, so that freed memory does
-    not count.
+    If the limit is exceeded, allocations fail as on a device whose memory is full. On a GPU, PyTorch's allocator enforces the
+    limit and raises its usual error. On a CPU, the Linux kernel enforces the limit (RLIMIT_DATA). Within this context, the C
+    library maps every large buffer separately, and unmaps the buffer when it is freed. So freed memory does not count.
 
     Args:
-        gib: cap in GiB; at most 95 % of the free memory of a GPU is used.
+        device: the device whose memory is limited. For a CPU, the memory of the process on the host is limited.
+        gib: limit in GiB. On a GPU, the limit is at most 95 % of the free memory.
 
     Raises:
-        NoMemoryCap: an allocation of 1.5 times the cap succeeded.
+        NoMemoryCap: an allocation of 1.5 times the limit succeeded.
     """
     with (_resident_cap if device.kind == "cpu" else _device_cap)(device, gib) as cap:
         if _refusal_of(int(1.5 * cap.gib * GIB), device) is None:
             raise NoMemoryCap(
                 f"{1.5 * cap.gib:.3g} GiB were granted under a cap of {cap.gib:.3g} GiB",
                 where=device.name,
-                next_step="run it on a system that enforces RLIMIT_DATA, such as native Linux",
+                next_step="use a system that enforces RLIMIT_DATA, such as native Linux",
             )
         yield cap
 
 
 @contextlib.contextmanager
 def _device_cap(device: Device, gib: float) -> Iterator[MemoryCap]:
-    torch.cuda.empty_cache()  # cached blocks of earlier work are fragmented
+    torch.cuda.empty_cache()  # otherwise fragmented cached blocks of earlier work remain
     free, total = torch.cuda.mem_get_info(device.torch_device)
     held = torch.cuda.memory_allocated(device.torch_device)
     allowed = held + min(gib * GIB, _SHARE_OF_FREE * free)
@@ -105,7 +108,7 @@ def _device_cap(device: Device, gib: float) -> Iterator[MemoryCap]:
 
 @contextlib.contextmanager
 def _resident_cap(device: Device, gib: float) -> Iterator[MemoryCap]:
-    gc.collect()  # memory that is freed later would be available on top of the cap
+    gc.collect()  # garbage that is freed later would raise the limit
     _tune_malloc(mapped_from_bytes=_SMALL, trimmed_at_bytes=_SMALL)
     mapped, resident = _status_bytes("VmData"), _status_bytes("VmRSS")
     soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
@@ -118,7 +121,12 @@ def _resident_cap(device: Device, gib: float) -> Iterator[MemoryCap]:
 
 
 def _tune_malloc(mapped_from_bytes: int, trimmed_at_bytes: int) -> None:
-    """Set the size from which glibc maps buffers separately, and how much free memory it keeps. Other C libraries: no-op."""
+    """Set two thresholds of glibc. With another C library, do nothing.
+
+    Args:
+        mapped_from_bytes: glibc maps buffers of at least this size separately.
+        trimmed_at_bytes: glibc returns free memory to the system if it has more than this.
+    """
     library = ctypes.CDLL(None)
     if hasattr(library, "mallopt"):
         library.mallopt(_M_MMAP_THRESHOLD, mapped_from_bytes)
@@ -136,15 +144,16 @@ class LargestAllocation:
     """The largest single allocation that succeeds.
 
     Args:
-        granted_bytes: size of the allocation, a multiple of `step_bytes`; one step more fails.
+        granted_bytes: size of the allocation. It is a multiple of `step_bytes`, and an allocation of one step more fails.
         step_bytes: resolution of the search.
         free_bytes: free memory of the device before the search.
-        memory_bytes: memory of the device; of the machine for a CPU.
-        cap_bytes: the memory cap of this process during the search; None without a cap. On a CPU there is always a cap,
-            because a system that overcommits memory refuses nothing and fails later.
-        refusal: first line of the allocator's error.
-        attempts: number of allocations.
-        verification: check that bytes written at 4,096 places, from the first to the last, were read back.
+        memory_bytes: total memory of the device. For a CPU, the memory of the machine.
+        cap_bytes: limit of the memory of this process during the search. None if there was no limit. On a CPU there is always a
+            limit, because a system that overcommits memory accepts every allocation and fails only when the memory is used.
+        refusal: first line of the error message of the allocator.
+        attempts: number of allocations that were tried.
+        verification: check that 4,096 bytes could be written and read back. They are spread from the first to the last byte of
+            the allocation.
     """
 
     granted_bytes: int
@@ -163,23 +172,24 @@ class LargestAllocation:
 
     @property
     def share_of_memory(self) -> float:
-        """Share of the device's memory, 0 to 1."""
+        """Size of the allocation divided by the total memory of the device, 0 to 1."""
         return self.granted_bytes / self.memory_bytes
 
 
 def largest_allocation(device: Device, *, step_bytes: int = STEP_BYTES, cap_gib: float | None = None) -> LargestAllocation:
-    """Find the largest single tensor that can be allocated on a device, by bisection. The memory is freed again.
+    """Find the largest single tensor that can be allocated on a device, by bisection. The memory is freed afterwards.
 
-    Only 4,096 bytes are written, so a CPU does not have to back the allocation with physical memory.
+    Only 4,096 bytes of the tensor are written. So on a CPU, most of the allocation needs no physical memory.
 
     Args:
-        step_bytes: resolution of the search.
-        cap_gib: cap in GiB on this process during the search, see `memory_cap`. None means no cap on a GPU, and half of the
-            available memory on a CPU.
+        device: the device.
+        step_bytes: resolution of the search in bytes.
+        cap_gib: limit in GiB of the memory of this process during the search, see `memory_cap`. With None, there is no limit on
+            a GPU, and the limit on a CPU is half of the available memory.
 
     Raises:
-        NoMemoryCap: the system does not enforce the cap.
-        HyperionError: an allocation larger than the device's memory succeeded, or even one step failed.
+        NoMemoryCap: the system does not enforce the limit.
+        HyperionError: an allocation larger than the memory of the device succeeded, or an allocation of one step failed.
     """
     free = _free_bytes(device)
     if cap_gib is None and device.kind == "cpu":
@@ -201,16 +211,19 @@ def largest_allocation(device: Device, *, step_bytes: int = STEP_BYTES, cap_gib:
 
 
 class _Search:
-    """Allocations of whole steps on one device."""
+    """The search for the largest allocation on one device. All allocations are multiples of `step_bytes`."""
 
     def __init__(self, device: Device, step_bytes: int):
         self.device, self.step_bytes = device, step_bytes
         self.refusal, self.attempts = "", 0
 
     def run(self, beyond: int, most: int) -> int:
-        """Return the largest number of steps that can be allocated, at most `most`; `beyond` must fail.
+        """Return the largest number of steps that can be allocated, but at most `most`.
 
-        `most` is needed under a cap, because other threads of this process can free memory during the search.
+        Args:
+            beyond: number of steps whose allocation must fail.
+            most: upper limit of the result. It is needed under a memory cap, because other threads of this process can free
+                memory during the search.
         """
         granted, refused = 0, min(beyond, most + 1)
         if self._grants(beyond):
@@ -235,12 +248,13 @@ class _Search:
         return granted
 
     def verified(self, steps: int) -> tuple[int, Verification]:
-        """Allocate the largest size again, write numbers at places spread over it, and read them back.
+        """Allocate the largest size again, write bytes that are spread over the allocation, and read them back.
 
-        Fewer steps are allocated if other threads of this process have taken memory meanwhile.
+        If this allocation fails, because other threads of this process have allocated memory in the meantime, fewer steps are
+        allocated.
 
         Returns:
-            Number of steps, and the share of numbers that differ.
+            The number of steps, and a verification whose error is the share of bytes that differ.
         """
         while steps > 1 and not self._grants(steps):
             steps -= 1

@@ -1,15 +1,15 @@
-"""Measure the memory of tensors: the peak of a region, live bytes operator by operator, and the lifetime of each tensor.
+"""Measure the memory of tensors: the peak of a region, the live bytes after each operator, and the lifetime of each tensor.
 
-An allocator rounds up, caches, and holds workspaces of libraries; the resident memory of a process includes the interpreter.
-The count of `TensorMemory` is the size of the storages of all live tensors. It includes the outputs of operators, but not the
-workspace of a kernel.
+`TensorMemory` counts the size of the storages of all live tensors. The count includes the outputs of operators, but not the
+workspace of a kernel. Other measures of memory are larger. An allocator rounds sizes up, and also holds cached blocks and
+workspaces of libraries. The resident memory of a process also contains the Python interpreter.
 
-Counting changes one thing: with a dispatch mode active, autograd adds two gradients of the same tensor into a third one
-instead of in place (ATen's isTensorSubclassLike). If a weight is used twice and the peak is in that operator, the count is too
-high by one gradient of this weight.
+The count can be too high in one case. If a weight is used twice, autograd adds its two gradients. Normally it adds them in place.
+While a dispatch mode is active, it writes the sum into a new tensor (ATen's isTensorSubclassLike). If the peak is in this
+addition, the count is too high by the size of one gradient of this weight.
 
-`MemoryTimeline` also works on fake tensors, which have a shape and no memory; this predicts the memory of a step without running
-it, see hyperion.training.memory_estimate.
+`MemoryTimeline` also works with fake tensors, which have a shape but no memory. This predicts the memory of a step without
+running the step, see hyperion.training.memory_estimate.
 """
 
 import weakref
@@ -32,19 +32,19 @@ from hyperion.units import GIB
 _STATUS, _CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 PHASES = ("forward", "backward", "update")
 ACTIVATIONS, GRADIENTS, TEMPORARY = "activations", "gradients", "temporary"
-WORKSPACE = "workspace"  # memory of a kernel while it runs, which is not an output of the operator
+WORKSPACE = "workspace"  # memory that a kernel needs only while it runs
 
 
 class TensorMemory(TorchDispatchMode):
-    """Context that counts the bytes of live tensors. Tensors created on other Python threads are not counted.
+    """Context that counts the bytes of live tensors. Tensors that other Python threads create are not counted.
 
     Args:
-        device: count tensors on this type of device only.
-        alive: existing tensors to count.
+        device: only tensors on this type of device are counted.
+        alive: tensors that already exist and must be counted.
 
     Attributes:
-        now_bytes: size of all counted live tensors; a shared storage counts once.
-        peak_bytes: largest `now_bytes` since the start or since `reset_peak`.
+        now_bytes: current size of all counted live tensors. A storage that several tensors share counts once.
+        peak_bytes: largest value of `now_bytes` since the start, or since the last call of `reset_peak`.
     """
 
     def __init__(self, device: Device, alive: Iterable[Tensor] = ()):
@@ -69,7 +69,7 @@ class TensorMemory(TorchDispatchMode):
         self._storages.clear()
 
     def reset_peak(self) -> None:
-        """Set the peak to the current size."""
+        """Set `peak_bytes` to `now_bytes`."""
         self.peak_bytes = self.now_bytes
 
     def _count(self, tensor: Tensor) -> None:
@@ -77,7 +77,7 @@ class TensorMemory(TorchDispatchMode):
         if storage.device.type != self._type or id(storage) in self._storages:
             return
         size = storage.nbytes()
-        # The Python object of a storage lives exactly as long as its memory, regardless of the tensors that share it.
+        # The Python object of a storage lives exactly as long as the memory of the storage, whichever tensors share it.
         self._storages[id(storage)] = weakref.finalize(storage, self._forget, id(storage), size)
         self.now_bytes += size
         self.peak_bytes = max(self.peak_bytes, self.now_bytes)
@@ -88,10 +88,10 @@ class TensorMemory(TorchDispatchMode):
 
 
 class SavedForBackward:
-    """Context of a forward pass that counts the tensors that autograd saves for the backward pass.
+    """Context that counts the activations that autograd saves for the backward pass. Use it around a forward pass.
 
     Args:
-        known: tensors that are not activations: parameters, buffers, the batch.
+        known: tensors that are not activations, such as parameters, buffers and the batch. They are not counted.
     """
 
     def __init__(self, known: Iterable[Tensor]):
@@ -108,7 +108,7 @@ class SavedForBackward:
 
     @property
     def bytes(self) -> int:
-        """Size of all saved activations that are alive; a shared storage counts once."""
+        """Size in bytes of all saved activations that are alive. A storage that several tensors share counts once."""
         return sum(storage.nbytes() for storage in self._alive())
 
     def _alive(self) -> Iterator[torch.UntypedStorage]:
@@ -122,17 +122,20 @@ class SavedForBackward:
 
 
 def storage_key(tensor: Tensor) -> int:
-    """Return a key that is unique among live storages."""
+    """Return a key of the tensor's storage. Two live storages have different keys."""
     return id(tensor.untyped_storage())
 
 
 def bytes_of(tensors: Iterable[Tensor]) -> int:
-    """Return the size of the storages of these tensors; a shared storage counts once."""
+    """Return the size in bytes of the storages of these tensors. A storage that several tensors share counts once."""
     return sum({storage_key(tensor): tensor.untyped_storage().nbytes() for tensor in tensors}.values())
 
 
 def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, list[Tensor]]:
-    """Return the tensors that outlive a training step by kind: parameters, buffers, gradients, optimizer state."""
+    """Return the tensors that exist between training steps, by kind.
+
+    The kinds are "parameters", "buffers", "gradients" and "optimizer state".
+    """
     parameters: list[Tensor] = list(model.parameters())
     moments = [value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor)]
     return {
@@ -148,10 +151,10 @@ class PeakMemory:
     """The peak memory of a region.
 
     Args:
-        metric: "peak_memory_gib" (allocated memory of tensors on a GPU) or "peak_rss_gib" (resident host memory of the whole
-            process, including interpreter and libraries).
-        gib: the peak in GiB; None if the system does not report it.
-        reason: why `gib` is None, else "".
+        metric: "peak_memory_gib" is the allocated memory of tensors on a GPU. "peak_rss_gib" is the resident host memory of the
+            whole process, including the interpreter and libraries.
+        gib: the peak in GiB. None if the system does not report it.
+        reason: reason why `gib` is None. "" if it is known.
     """
 
     metric: str
@@ -160,7 +163,10 @@ class PeakMemory:
 
 
 class PeakMemoryRegion:
-    """Context manager that sets `.peak` to the peak memory of the region, including memory allocated before it."""
+    """Context that measures the peak memory of a region. At the end of the region, it sets the attribute `peak`.
+
+    The peak includes memory that was allocated before the region.
+    """
 
     peak: PeakMemory
 
@@ -194,13 +200,13 @@ _MEMORY_EVENT = "[memory]"
 
 
 def allocated_peak(device: Device, call: Callable[[], object], standing_bytes: int = 0) -> int:
-    """Call a function once and return the allocator's peak in bytes, including workspaces from the allocator.
+    """Call a function once and return the peak memory of PyTorch's allocator in bytes.
 
-    On a GPU this is the allocator's peak over all memory of the process. The CPU allocator has no counter, but reports every
-    allocation and release to the profiler.
+    Workspaces that come from this allocator are included. On a GPU, the peak is read from the allocator and includes all tensors
+    of the process. The CPU allocator does not count memory, but it reports every allocation and every release to the profiler.
 
     Args:
-        standing_bytes: CPU only: size of the existing tensors to include.
+        standing_bytes: only for a CPU, the size of the existing tensors to include in bytes.
     """
     if device.kind != "cpu":
         torch.cuda.synchronize(device.torch_device)
@@ -221,13 +227,14 @@ def allocated_peak(device: Device, call: Callable[[], object], standing_bytes: i
 
 @dataclass(frozen=True)
 class Birth:
-    """The lifetime of a piece of memory.
+    """The lifetime of a piece of memory. Allocations and releases are numbered events.
 
     Args:
-        size: bytes.
-        kind: "parameters", "optimizer state", … for memory that existed before the step, else one of the four kinds of this
-            module.
-        born, died: event numbers from 0; `died` is None if it outlives the step.
+        size: size in bytes.
+        kind: kind of the memory. For memory that existed before the step, "parameters", "optimizer state" or a similar name. For
+            other memory, `ACTIVATIONS`, `GRADIENTS`, `TEMPORARY` or `WORKSPACE`.
+        born: number of the event that allocated the memory.
+        died: number of the event that released the memory. None if the memory still exists at the end of the step.
     """
 
     size: int
@@ -238,12 +245,12 @@ class Birth:
 
 @dataclass(frozen=True)
 class MemoryHistory:
-    """The history of the memory of a step.
+    """The history of the memory of a training step.
 
     Args:
-        lives: lifetimes of all pieces of memory; those that existed before the step are born at event 0.
-        events: number of allocations and releases.
-        phase_ends: event number at the end of each of PHASES.
+        lives: lifetimes of all pieces of memory. Memory that existed before the step has `born` = 0.
+        events: number of events, which are allocations and releases.
+        phase_ends: for each phase in PHASES, the event number at its end.
     """
 
     lives: tuple[Birth, ...]
@@ -251,7 +258,7 @@ class MemoryHistory:
     phase_ends: tuple[int, ...]
 
     def levels(self, kind: str | None = None) -> list[int]:
-        """Return the live bytes after each event, of one kind or of all."""
+        """Return the live bytes after each event, for one kind of memory. None means all kinds together."""
         changes = [0] * self.events
         for life in self.lives:
             if kind in (None, life.kind):
@@ -261,27 +268,27 @@ class MemoryHistory:
         return list(accumulate(changes))
 
     def kinds(self) -> list[str]:
-        """Return the kinds in the order in which they first appear."""
+        """Return all kinds of memory, in the order in which they first appear."""
         return list(dict.fromkeys(life.kind for life in sorted(self.lives, key=lambda life: life.born)))
 
     @property
     def parts(self) -> dict[str, int]:
-        """Peak bytes of each kind; the peaks can be at different events."""
+        """Peak in bytes of each kind of memory. The peaks of different kinds can be at different events."""
         return {kind: max(self.levels(kind)) for kind in self.kinds()}
 
     @property
     def kept_bytes(self) -> int:
-        """Bytes of activations at the end of the forward pass."""
+        """Size of the activations at the end of the forward pass in bytes."""
         return self.levels(ACTIVATIONS)[self.phase_ends[0] - 1]
 
     def fullest(self) -> int:
-        """Return the event after which the live bytes are largest."""
+        """Return the number of the first event after which the number of live bytes is largest."""
         levels = self.levels()
         return levels.index(max(levels))
 
     @property
     def peak_bytes(self) -> int:
-        """Largest number of live bytes, workspaces included."""
+        """Largest number of live bytes, including workspaces of kernels."""
         return max(self.levels())
 
     @property
@@ -290,23 +297,25 @@ class MemoryHistory:
         return max(all_of_it - inside for all_of_it, inside in zip(self.levels(), self.levels(WORKSPACE), strict=True))
 
     def phase_of(self, event: int) -> str:
-        """Return the phase of an event."""
+        """Return the name of the phase in which an event happens."""
         return next((name for name, end in zip(PHASES, self.phase_ends, strict=True) if event < end), PHASES[-1])
 
     def at(self, event: int) -> dict[str, int]:
-        """Return the live bytes by kind after an event."""
+        """Return the live bytes after an event, by kind of memory."""
         return {kind: self.levels(kind)[event] for kind in self.kinds()}
 
 
 class MemoryTimeline(TorchDispatchMode):
-    """Context of one training step on one device; `history()` then returns its memory.
+    """Context that records the memory of one training step on one device. `history()` returns the result.
 
     Args:
-        model: the model whose gradients are recognised.
-        standing: existing tensors by kind.
-        block_bytes: sizes are rounded up to multiples of this, as an allocator does.
-        inside: (operator, arguments) -> workspace bytes of its kernel while it runs.
-        in_place: fake tensors only: add two gradients of the same tensor in place, as autograd does without a dispatch mode.
+        model: the model that is trained. The gradients of its parameters get the kind `GRADIENTS`.
+        standing: tensors that exist before the step, by kind.
+        block_bytes: block size of the allocator. Sizes are rounded up to a multiple of it.
+        inside: function (operator, arguments) that returns the workspace of the operator's kernel in bytes. None means that no
+            operator has a workspace.
+        in_place: if True, add two gradients of the same tensor in place, as autograd does if no dispatch mode is active. Use this
+            only with fake tensors.
     """
 
     def __init__(
@@ -319,7 +328,7 @@ class MemoryTimeline(TorchDispatchMode):
     ):
         super().__init__()
         self._model, self._block, self._inside, self._in_place = model, block_bytes, inside, in_place
-        self._numbers: dict[int, int] = {}  # index of each live piece of memory by storage key
+        self._numbers: dict[int, int] = {}  # number of each live piece of memory, by the key of its storage
         self._finalizers: dict[int, weakref.finalize] = {}
         self._sizes: list[int] = []
         self._born: list[int] = []
@@ -355,7 +364,7 @@ class MemoryTimeline(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None) -> Any:
         in_node = torch._C._current_autograd_node() is not None
         if in_node and not self._ends[0]:
-            self._ends[0] = self._event  # the first operation of the backward pass
+            self._ends[0] = self._event  # this is the first operation of the backward pass
         if self._in_place and in_node and (summed := _sum_of_gradients(func, args)) is not None:
             return summed
         returned = func(*args, **kwargs or {})
@@ -367,7 +376,7 @@ class MemoryTimeline(TorchDispatchMode):
         return returned
 
     def history(self) -> MemoryHistory:
-        """Return the history up to now."""
+        """Return the history from the start to the current event."""
         ends = self._ends[0] or self._event, self._ends[1] or self._event, self._event
         lives = tuple(map(Birth, self._sizes, self._kinds, self._born, self._died))
         return MemoryHistory(tuple(_as_activation(life, ends[0]) for life in lives), self._event, ends)
@@ -418,15 +427,20 @@ class MemoryTimeline(TorchDispatchMode):
 
 
 def _as_activation(life: Birth, forward_end: int) -> Birth:
-    """Classify memory that outlives the forward pass as activation, also if autograd did not save it itself."""
+    """Return the lifetime with the kind `ACTIVATIONS` if the memory was allocated in the forward pass and is released later.
+
+    This also covers memory that autograd did not save itself. All other lifetimes are returned unchanged.
+    """
     left = 0 < life.born < forward_end and (life.died is None or life.died >= forward_end)
     return replace(life, kind=ACTIVATIONS) if life.kind == TEMPORARY and left else life
 
 
 def _sum_of_gradients(operator: Any, arguments: tuple) -> Tensor | None:
-    """Add in place if autograd accumulates two gradients of the same tensor; return None for any other operation.
+    """Do the operation in place and return its result, if it is autograd's addition of two gradients of the same tensor.
 
-    Recomputed forward passes run with gradients enabled, and backward formulas hardly ever add tensors of equal layout.
+    Return None for any other operation. The addition is recognised by two properties: gradients are disabled, and both tensors
+    have the same shape, strides and dtype. In a recomputed forward pass, gradients are enabled. Backward formulas hardly ever add
+    two tensors with the same layout.
     """
     if operator is not torch.ops.aten.add.Tensor or torch.is_grad_enabled() or len(arguments) != 2:
         return None

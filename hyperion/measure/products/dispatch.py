@@ -1,15 +1,19 @@
-"""Record the operators that a call dispatches as plain data, dispatch a whole step without computing it, and derive products.
+"""Record the operators that a function dispatches, run a step without computing it, and find the matrix products of operators.
 
-PyTorch dispatches the operators of forward and backward passes one by one on every device. Each is recorded with the shapes of
-its tensors, not with the tensors. `products_of` returns the matrix products in an operator, forward or backward.
+PyTorch dispatches the operators of forward and backward passes one by one on every device. Each operator is recorded with the
+shapes of its tensors, but without the tensors. `products_of` returns the matrix products (GEMMs) that an operator computes, in
+the forward or in the backward pass. In this module, "product" always means a matrix product.
 
-A convolution is an implicit product over unfolded patches, one for each group. Forward: M = images x output pixels, N = output
-channels, K = input channels x kernel size. Attention consists of its products of queries, keys and values for each head. Masks
-are ignored, and the backward pass recomputes the scores.
+A convolution counts as one matrix product over unfolded patches for each group. In the forward pass, M is the number of images
+times the number of output pixels, N is the number of output channels, and K is the number of input channels times the kernel
+size. Attention counts as its products of queries, keys and values for each head. Masks are ignored. The backward pass of
+attention includes the product that recomputes the scores.
 
-Every product counts 2·M·N·K FLOPs. The sums equal those of torch.utils.flop_counter with these exceptions: torch lacks
-attention on CPUs and integer products, and for the weight gradient of a grouped convolution it counts the input channels of all
-groups instead of one.
+Every product counts 2·M·N·K FLOPs. The sums equal those of torch.utils.flop_counter with these exceptions:
+
+- torch.utils.flop_counter has no formula for attention on CPUs and for integer products.
+- For the weight gradient of a grouped convolution, torch.utils.flop_counter counts the input channels of all groups. This
+  module counts the input channels of one group.
 """
 
 import contextlib
@@ -28,7 +32,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from hyperion.errors import HyperionError
 from hyperion.hardware import canonical_dtype
 
-# These allocate or alias memory and move no bytes.
+# These operators allocate or alias memory. They do not read or write the elements.
 _MOVE_NOTHING = {
     "empty",
     "empty_like",
@@ -42,17 +46,17 @@ _MOVE_NOTHING = {
 }
 
 
-# Products with weights, which a causal mask cannot skip.
+# Operators that multiply by weights. A causal mask cannot skip a part of these products.
 _WEIGHTED = ("mm", "addmm", "convolution")
 
 
 @dataclass(frozen=True)
 class TensorShape:
-    """A tensor without its values.
+    """The description of a tensor without its values.
 
     Args:
-        stride: in elements.
-        dtype: Hyperion's name ("bf16"), or torch's if Hyperion has none ("int64").
+        stride: stride of each dimension in elements.
+        dtype: Hyperion's name of the dtype, such as "bf16". If Hyperion has no name for it, PyTorch's name, such as "int64".
         itemsize: bytes per element.
         device: device type: "cpu", "cuda".
     """
@@ -65,7 +69,7 @@ class TensorShape:
 
     @property
     def bytes(self) -> int:
-        """Bytes of its elements in memory; an element repeated by stride 0 counts once."""
+        """Size of the elements in memory in bytes. An element that is repeated by a stride of 0 counts once."""
         elements = 1
         for size, step in zip(self.shape, self.stride, strict=True):
             elements *= size if step or not size else 1
@@ -77,11 +81,13 @@ class Call:
     """One dispatched operator.
 
     Args:
-        name: name without overload and, for PyTorch's own operators, without namespace: "addmm".
-        arguments: arguments by name; tensors are replaced by their `TensorShape`.
-        inputs, outputs: tensors that it reads, and tensors that it returns or overwrites.
-        moves: whether it reads or writes memory; a view does not.
-        tf32: whether its float32 products may use the TF32 units of a GPU.
+        name: name of the operator without its overload, such as "addmm". For PyTorch's own operators, the name has no
+            namespace.
+        arguments: arguments by name. Each tensor is replaced by its `TensorShape`.
+        inputs: tensors that the operator reads.
+        outputs: tensors that the operator returns or overwrites.
+        moves: whether the operator reads or writes memory. It is False for a view.
+        tf32: whether the operator may compute float32 products on the TF32 units of a GPU.
     """
 
     name: str
@@ -93,19 +99,20 @@ class Call:
 
     @property
     def bytes(self) -> int:
-        """Minimum traffic: each input read once, each output written once; 0 for a view."""
+        """Smallest possible memory traffic in bytes: each input is read once, and each output is written once. 0 for a view."""
         if not self.moves:
             return 0
-        # An embedding reads the rows that it returns, not the whole table.
+        # An embedding reads only the rows that it returns, not the whole table.
         read = self.outputs if self.name == "embedding" else self.inputs
         return sum(tensor.bytes for tensor in (*read, *self.outputs))
 
 
 def dispatched(function: Callable[[], object]) -> list[Call]:
-    """Call a function once and return the operators that it dispatches in order, including those of its backward pass.
+    """Call a function once and return the operators that PyTorch dispatches, in order.
 
-    A composite operator (such as `linear` in inference mode) is recorded as the operators that it consists of. Compiled code
-    runs uncompiled, because fused operators are not dispatched.
+    The operators of a backward pass are included if the function runs one. A composite operator, such as `linear` in inference
+    mode, is recorded as the operators that it consists of. A compiled function runs without compilation, because PyTorch does not
+    dispatch fused operators.
     """
     recorder = _Recorder()
     with torch.compiler.set_stance("force_eager"), recorder:
@@ -120,7 +127,7 @@ class _Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, operation, types, arguments=(), named=None):
         named = named or {}
-        if operation.namespace in ("prim", "profiler"):  # queries of a tensor, and marks for the profiler
+        if operation.namespace in ("prim", "profiler"):  # these read properties of a tensor, or mark regions for the profiler
             return operation(*arguments, **named)
         if _is_composite(operation):
             with self:
@@ -131,7 +138,7 @@ class _Recorder(TorchDispatchMode):
 
 
 def _is_composite(operation) -> bool:
-    # Below autograd a composite operator appears only in inference mode. If it also has kernels, these are used.
+    # A composite operator reaches this dispatch mode only in inference mode. If it has its own kernels, PyTorch uses them.
     has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
     return operation._can_decompose() and not any(has_kernel(operation.name(), key) for key in ("CPU", "CUDA", "Meta"))
 
@@ -141,7 +148,7 @@ def _call(operation, arguments, named, output) -> Call:
     passed = {declared.name: value for declared, value in zip(schema.arguments, arguments, strict=False)} | named
     name = schema.name.removeprefix("aten::")
     written = [passed[argument] for argument in _overwritten(schema, name) if argument in passed]
-    # Tensors overwritten in place are often also returned; count them once.
+    # An operator often returns the tensor that it overwrites. Count such a tensor once.
     outputs = {id(leaf): leaf for leaf in tree_leaves((written, output)) if isinstance(leaf, Tensor)}
     inputs = tuple(_shape_of(leaf) for leaf in tree_leaves(passed) if isinstance(leaf, Tensor))
     return Call(
@@ -161,7 +168,11 @@ def is_view(operation) -> bool:
 
 
 def _overwritten(schema, name: str) -> list[str]:
-    """Return the arguments that an operator writes. Fused optimizers write the gradients only with a gradient scaler."""
+    """Return the names of the arguments that an operator overwrites.
+
+    The schema of a fused optimizer says that the operator overwrites the gradients. It does so only with a gradient scaler, so
+    the gradients are left out.
+    """
     written = [a.name for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write]
     return [argument for argument in written if not (name.startswith("_fused_") and argument == "grads")]
 
@@ -179,7 +190,7 @@ def _shape_of(tensor: Tensor) -> TensorShape:
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """Return Hyperion's name of a torch dtype, or torch's name if there is none."""
+    """Return Hyperion's name of a PyTorch dtype, such as "bf16". If Hyperion has no name for it, return PyTorch's name."""
     try:
         return canonical_dtype(str(dtype))
     except HyperionError:
@@ -188,13 +199,14 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 @contextlib.contextmanager
 def shapes_only(*modules: nn.Module) -> Iterator[None]:
-    """Within this context, tensors have shapes but no values: nothing is computed or stored.
+    """Context in which tensors have shapes but no values, so that nothing is computed or stored.
 
-    The tensors appear to be on a CPU, so autocast and the choice of attention kernels work as on a device, unlike on the device
-    `meta`. Tensors created within the context have shapes only.
+    This also holds for tensors that are created within the context. The tensors appear to be on a CPU. Therefore autocast and
+    the choice of attention kernels work as on a real device. On the device `meta` they would not.
 
     Args:
-        modules: modules built on `meta`. They are converted in place and cannot be used afterwards. Shared tensors stay shared.
+        modules: modules that were built on the device `meta`. They are converted in place and cannot be used after the context.
+            Tensors that modules share stay shared.
 
     Raises:
         HyperionError: a parameter or buffer is not on `meta`.
@@ -224,15 +236,18 @@ def _without_values(mode: FakeTensorMode, tensor: Tensor, name: str) -> Tensor:
 
 @dataclass(frozen=True)
 class Product:
-    """C[b,M,N] = A[b,M,K]·B[b,K,N] for every b of `batch`.
+    """A batch of matrix products of the same size: C[b,M,N] = A[b,M,K]·B[b,K,N] for b = 0 … batch - 1.
 
     Args:
         kind: "matmul", "convolution" or "attention".
-        batch: number of independent products of the same size in one call: of `bmm`, groups, or heads.
+        batch: number of independent products of the same size in one call. This is the batch size of `bmm`, the number of groups
+            of a convolution, or the batch size times the number of heads of attention.
+        m, n, k: sizes M, N and K.
         dtype: dtype of the operands, such as "bf16".
-        transposes: memory layout of A and B: "N" row-major, "T" column-major; "" for convolutions, whose patches are not
-            stored.
-        bytes: minimum bytes that the call reads and writes for this product. Attention scores stay on the chip.
+        transposes: memory layout of A and of B, one letter each. "N" is row-major and "T" is column-major. "" for convolutions,
+            because their patches are not stored.
+        bytes: smallest number of bytes that the call reads and writes for this product. Attention scores are not included,
+            because they stay on the chip.
     """
 
     kind: str
@@ -246,7 +261,7 @@ class Product:
 
     @property
     def flops(self) -> int:
-        """2·batch·M·N·K."""
+        """Number of FLOPs, 2·batch·M·N·K."""
         return 2 * self.batch * self.m * self.n * self.k
 
     @property
@@ -261,7 +276,10 @@ class Product:
 
 
 def products_of(call: Call) -> list[Product] | None:
-    """Return the products of an operator (empty if no output is requested), or None if there is no formula."""
+    """Return the matrix products of an operator, or None if there is no formula for the operator.
+
+    The list is empty for the backward pass of a convolution if none of the gradients is requested.
+    """
     formula = _FORMULAS.get(call.name)
     return None if formula is None else list(formula(call))
 
@@ -290,7 +308,7 @@ def _lies(matrix: TensorShape) -> str:
 
 
 def _convolution(call: Call) -> Iterator[Product]:
-    image = call.arguments["input" if "input" in call.arguments else "self"]  # library operators name it `self`
+    image = call.arguments["input" if "input" in call.arguments else "self"]  # cuDNN and MIOpen call it `self`
     forward, _, _ = _unfolded(call, image, call.outputs[0])
     yield _implicit(call, image, forward, call.bytes)
 
@@ -298,7 +316,8 @@ def _convolution(call: Call) -> Iterator[Product]:
 def _convolution_backward(call: Call) -> Iterator[Product]:
     gradient, image, kernel = (call.arguments[name] for name in ("grad_output", "input", "weight"))
     _, of_image, of_kernel = _unfolded(call, image, gradient)
-    # Each product reads two of gradient, image and kernel, and writes a tensor of the size of the third.
+    # There are three tensors: gradient, image and kernel. Each product reads two of them, and writes an output of the size of
+    # the third one.
     traffic = gradient.bytes + image.bytes + kernel.bytes
     for size, requested in zip((of_image, of_kernel), call.arguments["output_mask"], strict=False):
         if requested:
@@ -306,9 +325,9 @@ def _convolution_backward(call: Call) -> Iterator[Product]:
 
 
 def _unfolded(call: Call, image: TensorShape, output: TensorShape) -> tuple[tuple[int, int, int], ...]:
-    """Return (M, N, K) of a convolution, of its image gradient, and of its kernel gradient.
+    """Return three sizes (M, N, K): of the convolution, of the gradient of the image, and of the gradient of the kernel.
 
-    A transposed convolution is the image gradient of another convolution, so the first two are swapped.
+    A transposed convolution computes the image gradient of another convolution. Therefore its first two sizes are swapped.
     """
     kernel, transposed = call.arguments["weight"], bool(call.arguments.get("transposed", False))
     pixels = image if transposed else output
@@ -348,7 +367,7 @@ def _backward_operands(call: Call) -> tuple[TensorShape, ...]:
 
 
 def _sizes(query: TensorShape, key: TensorShape, value: TensorShape) -> tuple[int, int, int, int, int]:
-    """Return (batch x heads, queries, keys, query width, value width) of tensors [batch, heads, positions, width]."""
+    """Return (batch x heads, queries, keys, query width, value width) of tensors of shape [batch, heads, positions, width]."""
     batch, heads, queries, width = query.shape
     return batch * heads, queries, key.shape[2], width, value.shape[3]
 
@@ -374,13 +393,14 @@ _FORMULAS: dict[str, Callable[[Call], Iterator[Product]]] = {
 
 @dataclass(frozen=True)
 class Census:
-    """The operations of one call of a function.
+    """The number of operations, FLOPs and bytes of one call of a function.
 
     Args:
-        operations: operations that read or write memory; views do not.
-        flops: FLOPs of matrix products, convolutions and attention by dtype; a multiply-add counts as 2.
-        weight_flops: the part of `flops` in products with weights and convolutions, which a causal mask cannot skip.
-        product_bytes: bytes that these products read and write.
+        operations: number of operations that read or write memory. Views are not counted.
+        flops: FLOPs of matrix products, convolutions and attention, by dtype. A multiply-add counts as 2.
+        weight_flops: the part of `flops` that belongs to products with weights and to convolutions. A causal mask cannot skip
+            these FLOPs.
+        product_bytes: bytes that matrix products, convolutions and attention read and write.
         other_bytes: bytes that all other operations read and write.
     """
 
@@ -392,7 +412,7 @@ class Census:
 
     @property
     def total_flops(self) -> int:
-        """FLOPs of all dtypes."""
+        """Sum of the FLOPs over all dtypes."""
         return sum(self.flops.values())
 
     def share_in(self, dtype: str) -> float:
@@ -401,7 +421,7 @@ class Census:
 
 
 def count_operations(function: Callable[[], object]) -> Census:
-    """Call a function once, without gradients, and count the operations that it dispatches."""
+    """Call a function once without gradients, and count the operations that PyTorch dispatches."""
     with torch.no_grad():
         calls = [call for call in dispatched(function) if call.moves]
     flops: Counter[str] = Counter()

@@ -1,8 +1,11 @@
-"""Explain the gap between the data sheet's peak and a measured rate: clock, tiles, memory, launch, and an unexplained rest.
+"""Explain why the measured rate of a matrix product is lower than the peak in the data sheet.
 
-The factors multiply to measured / peak. Each factor is the effect of a known limit on the rate before it. The last one,
-"unexplained", is the rest. If it is above 1, the product was faster than the other factors allow, so one of them is too low: the
-clock was read at another time, or the device can exceed the peak.
+The result is a list of factors. Their product is the measured rate divided by the peak. Four factors belong to known limits:
+clock, tiles, memory and launch. Each factor is the rate with this limit divided by the rate without it. The last factor is
+"unexplained". It is the part of the gap that the known limits do not explain.
+
+If the last factor is above 1, the matrix product was faster than the known limits allow. Then one of the other factors is too
+low. For example, the clock was read at another time, or the device can exceed the peak.
 """
 
 from collections.abc import Callable, Iterator
@@ -14,19 +17,19 @@ from hyperion.hardware import Device, gemm_path, lookup
 from hyperion.hardware.specs import load_specifications
 from hyperion.measure.products.dispatch import Product
 
-# Output tiles (rows, columns) of one compute unit in the BLAS libraries of both vendors.
+# Sizes (rows, columns) of the output tiles that one compute unit computes, in the BLAS libraries of NVIDIA and AMD.
 TILES = ((256, 128), (128, 256), (128, 128), (128, 64), (64, 128), (64, 64))
 
 
 @dataclass(frozen=True)
 class Tiling:
-    """A product divided into tiles of one size.
+    """The output of a matrix product, divided into tiles of one size.
 
     Args:
         tile: rows and columns of a tile.
-        tiles: number of tiles, of all splits and the whole batch.
-        waves: rounds in which each unit computes one tile; in the last one, units may be idle.
-        share: share of the device's arithmetic in these waves that is useful.
+        tiles: total number of tiles, over all parts of K and all products of the batch.
+        waves: number of waves. In a wave, each compute unit computes one tile. In the last wave, some units may be idle.
+        share: FLOPs of the matrix product divided by the FLOPs that all units could do in these waves, 0 to 1.
 
     Source: NVIDIA, Matrix Multiplication Background User's Guide, sections on tile and wave quantization.
     """
@@ -41,10 +44,10 @@ class Tiling:
 
 
 def tile(m: int, n: int, batch: int, units: int, tile: tuple[int, int], splits: int = 1) -> Tiling:
-    """Divide a product's output [batch, m, n] into tiles for `units` compute units.
+    """Divide the output of a matrix product, of shape [batch, m, n], into tiles for `units` compute units.
 
     Args:
-        splits: number of parts of K; each part is computed as a separate tile, and the parts are summed.
+        splits: number of parts into which K is split. Each part is computed as a separate tile, and the tiles are summed.
     """
     rows, columns = tile
     tiles = batch * ceil(m / rows) * ceil(n / columns) * splits
@@ -53,10 +56,11 @@ def tile(m: int, n: int, batch: int, units: int, tile: tuple[int, int], splits: 
 
 
 def best_tiling(m: int, n: int, units: int, batch: int = 1, tolerance: float = 0.0) -> Tiling:
-    """Return the tiling of a common tile size with the largest share; K is not split.
+    """Return the tiling with the largest share, among the tile sizes of `TILES`. K is not split.
 
     Args:
-        tolerance: loss of share accepted for a larger tile, which loads fewer bytes per FLOP.
+        tolerance: a larger tile is preferred if its share is smaller by at most this value, because larger tiles load fewer
+            bytes per FLOP.
     """
     tilings = [tile(m, n, batch, units, size) for size in TILES]
     least = max(tiling.share for tiling in tilings) - tolerance
@@ -64,17 +68,17 @@ def best_tiling(m: int, n: int, units: int, batch: int = 1, tolerance: float = 0
 
 
 UNEXPLAINED = "unexplained"
-_LARGER_TILE = 0.03  # libraries accept about this loss of share for larger tiles
+_LARGER_TILE = 0.03  # libraries accept about this loss of share to use larger tiles
 
 
 @dataclass(frozen=True)
 class NominalPeak:
-    """The peak in a data sheet.
+    """The peak rate in a data sheet.
 
     Args:
         tflops: peak in 10¹² FLOP/s.
-        clock_mhz: clock at which the peak is stated; None if not stated.
-        units: compute units of the device; None if unknown.
+        clock_mhz: clock frequency for which the data sheet states the peak. None if the data sheet does not name it.
+        units: number of compute units of the device. None if unknown.
         source: source of the peak.
     """
 
@@ -86,12 +90,13 @@ class NominalPeak:
 
 @dataclass(frozen=True)
 class GapFactor:
-    """One factor between peak and measured rate.
+    """One factor between the peak and the measured rate.
 
     Args:
         name: name of the limit.
-        factor: rate after / rate before; None if unknown, and its effect is then part of `unexplained`.
-        tflops: rate after this factor.
+        factor: the rate with this limit divided by the rate without it. None if the factor is unknown. The effect of an unknown
+            factor is part of `Gap.unexplained`.
+        tflops: the rate with this limit and all limits before it, in 10¹² FLOP/s.
         reason: how the factor is computed, or why it is unknown.
     """
 
@@ -103,7 +108,7 @@ class GapFactor:
 
 @dataclass(frozen=True)
 class Gap:
-    """The factors from peak to measured rate; the known factors multiply to `measured_tflops / peak.tflops`."""
+    """The factors between the peak and the measured rate. The product of the known factors is `measured_tflops / peak.tflops`."""
 
     peak: NominalPeak
     measured_tflops: float
@@ -111,7 +116,7 @@ class Gap:
 
     @property
     def unexplained(self) -> float:
-        """Measured rate / rate that the known limits allow; 1 if they explain everything."""
+        """Measured rate divided by the rate that the known limits allow. It is 1 if the known limits explain the whole gap."""
         return self.factors[-1].factor or 0.0
 
     def __str__(self) -> str:
@@ -123,7 +128,11 @@ class Gap:
 
 
 def nominal_peak(device: Device, dtype: str) -> tuple[NominalPeak | None, str]:
-    """Return (the data sheet's peak for products of this dtype, ''), or (None, the reason why there is none)."""
+    """Return the peak in the data sheet for matrix products of this dtype.
+
+    Returns:
+        (peak, ""), or (None, the reason why there is no peak).
+    """
     sheet, reason = lookup(device)
     if sheet is None:
         return None, reason
@@ -147,15 +156,15 @@ def explain_gap(
     bandwidth_gb_s: float | None = None,
     launch_time_s: float | None = None,
 ) -> Gap:
-    """Explain the rate of one product.
+    """Explain the measured rate of one matrix product by the factors between the peak and this rate.
 
     Args:
-        product: the product.
+        product: the matrix product.
         measured_tflops: its measured rate in 10¹² FLOP/s.
-        peak: result of `nominal_peak` for the product's dtype.
-        clock_mhz: clock of the compute units during the measurement; None if unreadable.
-        bandwidth_gb_s: measured memory bandwidth of the device; None if unknown.
-        launch_time_s: launch overhead per call in seconds; None if the measured time does not include it.
+        peak: result of `nominal_peak` for the dtype of the product.
+        clock_mhz: clock frequency of the compute units during the measurement. None if it could not be read.
+        bandwidth_gb_s: measured memory bandwidth of the device in 10⁹ bytes/s. None if unknown.
+        launch_time_s: launch overhead per call in seconds. None if the measured time does not include the overhead.
 
     Raises:
         HyperionError: a rate, clock, bandwidth or time is not a positive number.
@@ -166,12 +175,12 @@ def explain_gap(
         wrong.append("launch_time_s")
     if wrong:
         raise HyperionError(
-            f"{' and '.join(wrong)} must be positive numbers", where="explain_gap", next_step="pass None for what is unknown"
+            f"{' and '.join(wrong)} must be positive numbers", where="explain_gap", next_step="pass None for an unknown value"
         )
     factors: list[GapFactor] = []
     rate = peak.tflops
     for name, factor, reason in _known(product, peak, clock_mhz, bandwidth_gb_s, launch_time_s):
-        # The factors of memory and launch depend on the rate after the factors before them.
+        # The factors of memory and launch are functions of the rate that the factors before them allow.
         share = factor(rate) if callable(factor) else factor
         rate = rate if share is None else rate * share
         factors.append(GapFactor(name, share, rate, reason))
@@ -182,7 +191,10 @@ def explain_gap(
 def _known(
     product: Product, peak: NominalPeak, clock_mhz: float | None, bandwidth_gb_s: float | None, launch_time_s: float | None
 ) -> Iterator[tuple[str, float | Callable[[float], float] | None, str]]:
-    """Yield (name, factor or a function of the rate before it, reason) of each known factor."""
+    """Yield (name, factor, reason) for each known limit.
+
+    A factor that depends on the rate before it is a function of this rate. A factor is None if it is unknown.
+    """
     if clock_mhz is None or peak.clock_mhz is None:
         yield "clock", None, "the clock was not readable" if clock_mhz is None else "the data sheet names no clock"
     else:

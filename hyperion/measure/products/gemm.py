@@ -1,8 +1,11 @@
-"""Matrix products: create operands in a number format, time, verify, and name the BLAS library.
+"""Matrix products (GEMMs): create operands in a number format, time the product, verify it, and name the BLAS library.
 
-The speed of a product depends on its data: repeated bits switch fewer transistors, draw less power, and cause less throttling.
-Source: Bhalachandra et al., Understanding the Impact of Input Entropy on FPU, CPU, and GPU Power, 2022. AMD's acceptance targets
-for one shape (ROCm Validation Suite, rvs/conf/MI3*/gst_single.conf) differ by a factor of 1.05 to 1.46 between two kinds of data.
+In this module, "product" always means a matrix product.
+
+The speed of a product depends on the values of its operands. If the bits of the values repeat, fewer transistors switch, the
+device draws less power, and it throttles less. Source: Bhalachandra et al., Understanding the Impact of Input Entropy on FPU,
+CPU, and GPU Power, 2022. AMD tests its devices with two kinds of data. The required rates for one shape (ROCm Validation Suite,
+rvs/conf/MI3*/gst_single.conf) differ by a factor of 1.05 to 1.46 between the two kinds.
 """
 
 from collections.abc import Callable
@@ -19,9 +22,9 @@ from hyperion.hardware import Device
 from hyperion.measure.clock.timing import MINIMUM_SAMPLES, HarnessError, Timing, compare_with_plain_loop, time_function
 from hyperion.measure.clock.verify import NumberFormat, Verification, format_of, matmul_precision, poison, verify_product
 
-_torch: Any = torch  # torch._int_mm and torch._scaled_mm have no public names, so torch's types lack them
+_torch: Any = torch  # torch's type stubs lack torch._int_mm and torch._scaled_mm, which are not public
 _SAMPLED = 4096
-# 8-bit activations of real layers have dozens of different values among 4096 samples; a constant has one.
+# Among 4096 samples, the 8-bit activations of real layers have dozens of different values. A constant has only one.
 _LEAST_DISTINCT = 0.005
 
 DISTRIBUTIONS: dict[str, Callable[..., torch.Tensor]] = {
@@ -31,7 +34,7 @@ DISTRIBUTIONS: dict[str, Callable[..., torch.Tensor]] = {
     "normal": lambda shape, generator, **options: torch.randn(shape, generator=generator, **options),
 }
 SAME_EVERYWHERE = ("zeros", "constant")
-# Name of the data of operands that the caller passes.
+# Name of the data if the caller passes the operands.
 ACTIVATIONS = "activations"
 
 
@@ -41,34 +44,43 @@ class RefusedProduct(HyperionError):
 
 @dataclass(frozen=True)
 class Operand:
-    """A stored matrix: `values` [rows, columns] in the storage dtype of the format, times `scale` (float32 scalar)."""
+    """A matrix in a number format. The matrix is `values * scale`.
+
+    Args:
+        values: stored values, shape [rows, columns], in the storage dtype of the format.
+        scale: float32 scalar.
+    """
 
     values: torch.Tensor
     scale: torch.Tensor
 
     @property
     def transposed(self) -> "Operand":
-        """The transposed matrix, a view."""
+        """The transposed matrix as a view."""
         return Operand(self.values.T, self.scale)
 
 
 class Gemm:
-    """One matrix product on a device with its operands; B is stored as the transposed weight of a Linear layer.
+    """One matrix product on a device, with its operands. B has the memory layout of the transposed weight of a Linear layer.
 
-    fp8 operands are multiplied by `torch._scaled_mm` into bf16 with float32 accumulation (the default, not `use_fast_accum`),
-    int8 operands by `torch._int_mm` into int32, and all others by `torch.mm`. If the device has no units for a format, PyTorch
-    may convert the operands; `device.supports(dtype)` tells.
+    The dtype decides which PyTorch function multiplies the operands:
+
+    - fp8: `torch._scaled_mm`. The output is bf16. Sums are accumulated in float32, without `use_fast_accum`.
+    - int8: `torch._int_mm`. The output is int32.
+    - all other formats: `torch.mm`.
+
+    If the device has no units for a format, PyTorch may convert the operands. Call `device.supports(dtype)` to find out.
 
     Args:
         m, n, k: sizes of C[M,N] = A[M,K]·B[K,N].
-        dtype: a name of `FORMATS`, or 'fp8' for the fp8 format of the device.
+        dtype: a key of `FORMATS`, or 'fp8' for the fp8 format of the device.
         data: distribution of the operands: zeros, constant, uniform or normal; see `DISTRIBUTIONS`.
 
     Attributes:
-        flops: 2·M·N·K.
-        traffic_bytes: bytes of both operands, read once, and of the output, written once.
-        function: name of the call: torch.mm, torch._scaled_mm or torch._int_mm.
-        backend: the BLAS library, or the one that PyTorch prefers.
+        flops: number of FLOPs, 2·M·N·K.
+        traffic_bytes: smallest possible memory traffic in bytes. Both operands are read once, and the output is written once.
+        function: name of the PyTorch function: torch.mm, torch._scaled_mm or torch._int_mm.
+        backend: name of the BLAS library. If PyTorch does not report it, the name of the library that PyTorch prefers.
     """
 
     def __init__(self, m: int, n: int, k: int, dtype: str, device: Device, seed: int = 0, data: str = "normal"):
@@ -79,14 +91,17 @@ class Gemm:
 
     @classmethod
     def of(cls, a_MK: torch.Tensor, b_KN: torch.Tensor, dtype: str, device: Device, data: str = ACTIVATIONS) -> "Gemm":
-        """Return a product of given matrices, such as a layer's input and its transposed weight, rounded to the format.
+        """Return the product of given matrices, for example the input of a layer and its transposed weight.
+
+        The matrices are copied and rounded to the format.
 
         Args:
-            a_MK, b_KN: floating-point matrices on any device; they are copied.
-            data: name of the data in rows.
+            a_MK, b_KN: floating-point matrices on any device.
+            dtype: a key of `FORMATS`, or 'fp8' for the fp8 format of the device.
+            data: name of the data in result rows.
 
         Raises:
-            HyperionError: the shapes do not fit, or a value is not finite.
+            HyperionError: the matrices cannot be multiplied because of their shapes, or a value is not finite.
         """
         if a_MK.ndim != 2 or b_KN.ndim != 2 or a_MK.shape[1] != b_KN.shape[0]:
             raise HyperionError(
@@ -103,7 +118,14 @@ class Gemm:
 
     @classmethod
     def holding(cls, a: Operand, b: Operand, c_MN: torch.Tensor, chosen: NumberFormat, device: Device, data: str) -> "Gemm":
-        """Return a product of stored operands (B column-major) into a given output, without allocation or copy."""
+        """Return a product that reads given operands and writes into a given output. Nothing is allocated or copied.
+
+        Args:
+            b: right operand, column-major.
+            c_MN: output tensor.
+            chosen: number format of the operands.
+            data: name of the data in result rows.
+        """
         product = cls.__new__(cls)
         product._hold(a, b, c_MN, chosen, device, data)
         return product
@@ -130,7 +152,7 @@ class Gemm:
         return self._multiply()
 
     def plain_call(self) -> Callable[[], torch.Tensor]:
-        """Return the same product as a plain PyTorch call, which allocates its output."""
+        """Return a function that computes the same product with a plain PyTorch call. Each call allocates its output."""
         a, b = self.a_MK, self.b_KN
         if self.format.storage == torch.int8:
             return lambda: _torch._int_mm(a, b)
@@ -141,15 +163,15 @@ class Gemm:
 
     @property
     def distinct_share(self) -> float:
-        """The smaller `distinct_share` of both operands, 0 to 1."""
+        """The smaller of the two shares of distinct values of the operands, 0 to 1; see the function `distinct_share`."""
         return min(distinct_share(self.a_MK), distinct_share(self.b_KN))
 
     def verify_data(self) -> Verification:
-        """Check that the operands match the distribution `data`."""
+        """Check that the operands have the distribution that `data` names."""
         return verify_data(self.data, self.a_MK, self.b_KN)
 
     def verify(self) -> Verification:
-        """Poison the output, multiply once, and check a slice.
+        """Fill the output with an invalid value, multiply once, and check a part of the output.
 
         Raises:
             RefusedProduct: the library does not support this product.
@@ -163,11 +185,12 @@ class Gemm:
         """Time the product, then verify the output of the timed calls.
 
         Args:
-            cold: flush the caches before each sample.
-            time_limit_s: as in `time_function`.
+            cold: if True, flush the caches before each sample.
+            time_limit_s: see `time_function`.
 
         Raises:
             RefusedProduct: the library does not support this product.
+            HarnessError: the operands or the FLOPs are not what this object claims.
         """
         with matmul_precision(self.format):
             self.first_call()
@@ -176,7 +199,7 @@ class Gemm:
         return timing, self._verified()
 
     def first_call(self) -> None:
-        """Multiply for the first time, which loads or tunes a kernel.
+        """Multiply for the first time. The first call loads or tunes a kernel, so it is not timed.
 
         Raises:
             RefusedProduct: the library does not support this product.
@@ -184,7 +207,7 @@ class Gemm:
         try:
             self()
         except RuntimeError as error:
-            # Out of memory and device errors are not about this product.
+            # The library did not refuse the product if the device ran out of memory or failed.
             if isinstance(error, torch.OutOfMemoryError | torch.AcceleratorError):
                 raise
             shape, words = f"{self.m}x{self.n}x{self.k} (MxNxK)", str(error).strip().split("\n")[0]
@@ -197,26 +220,29 @@ class Gemm:
     def _verified(self) -> Verification:
         require_product_flops(self.flops, self.a_MK, self.b_KN)
         require_passed(self.verify_data())
-        # The output of an int8 product is the integer sum of the stored values, without a scale.
+        # The output of an int8 product is the integer sum over the stored values. It does not contain the scales.
         scaled = self.format.scaled and self.format.storage.is_floating_point
         scale = self._a.scale.item() * self._b.scale.item() if scaled else 1.0
         return verify_product(self.a_MK, self.b_KN, self.c_MN, self.format.gemm_tolerance, scale=scale)
 
     def compare_with_plain_loop(self, calls: int = 10, rounds: int = MINIMUM_SAMPLES) -> tuple[Timing, Timing]:
-        """Time the product with Hyperion's clock and with a plain loop; see `compare_with_plain_loop`."""
+        """Time the product with Hyperion's clock and with a plain loop; see the function `compare_with_plain_loop`."""
         with matmul_precision(self.format):
             return compare_with_plain_loop(self, self.device, calls, rounds)
 
 
 def blas_backend(device: Device, number_format: NumberFormat) -> str:
-    """Return the name of the BLAS library for a format on a device, as far as PyTorch reports it."""
+    """Return the name of the BLAS library that multiplies matrices of this format on this device.
+
+    PyTorch does not always report the library. The result then names the possible libraries, or the preferred one.
+    """
     if device.kind == "cpu":
         if number_format.bytes <= 2 and torch.backends.mkldnn.is_available():
             return "oneDNN" if number_format.name in ("fp16", "bf16", "int8") else "oneDNN or conversion to float32"
         return "MKL" if torch.backends.mkl.is_available() else "OpenBLAS or built-in BLAS"
     tunable = ", TunableOp on" if torch.cuda.tunable.is_enabled() else ""
     if number_format.scaled:
-        # torch._scaled_mm (one scale per matrix) and torch._int_mm support only this library; TunableOp does not tune int8.
+        # torch._scaled_mm (with one scale per matrix) and torch._int_mm use only this library. TunableOp does not tune int8.
         library = {"cuda": "cuBLASLt", "rocm": "hipBLASLt"}[device.kind]
         return library + (tunable if number_format.storage.is_floating_point else "")
     preferred = str(torch.backends.cuda.preferred_blas_library()).rsplit(".", 1)[-1].lower()
@@ -230,27 +256,31 @@ def _output(m: int, n: int, number_format: NumberFormat, device: Device) -> torc
 
 
 def made_up(data: str, shape: tuple[int, ...], number_format: NumberFormat, device: Device, generator) -> Operand:
-    """Return a matrix drawn from a named distribution.
+    """Return a matrix of random or constant values from a named distribution.
 
     Args:
         data: "zeros", "constant" (all 1), "uniform" in [-1, 1), or "normal" (standard).
-        generator: random generator of the device; None if the distribution needs none.
+        generator: random generator of the device. None is allowed for "zeros" and "constant".
 
     Raises:
-        HyperionError: the name is unknown.
+        HyperionError: there is no distribution with this name.
     """
     if data not in DISTRIBUTIONS:
         raise HyperionError(
             f"{data!r} is not a distribution of operands.",
             next_step=f"Use one of {', '.join(DISTRIBUTIONS)}; pass the activations of a real layer to Gemm.of(a_MK, b_KN, …).",
         )
-    # A float64 operand drawn in float32 would end in 29 zero bits.
+    # float64 operands are drawn in float64. If they were drawn in float32, the last 29 bits of each value would be 0.
     drawn = torch.float64 if number_format.storage == torch.float64 else torch.float32
     return stored(DISTRIBUTIONS[data](shape, generator, device=device.torch_device, dtype=drawn), number_format)
 
 
 def stored(matrix: torch.Tensor, number_format: NumberFormat) -> Operand:
-    """Round a floating-point matrix to a format; for 8-bit formats, divide it by max|x| / largest first, as layers do."""
+    """Round a floating-point matrix to a number format.
+
+    For 8-bit formats, the matrix is first divided by a scale, as quantised layers do. The scale is max|x| divided by the largest
+    value of the format.
+    """
     one = torch.ones((), dtype=torch.float32, device=matrix.device)
     if not number_format.scaled:
         return Operand(matrix.to(number_format.storage), one)
@@ -263,9 +293,10 @@ def stored(matrix: torch.Tensor, number_format: NumberFormat) -> Operand:
 
 
 def distinct_share(values: torch.Tensor, seed: int = 0) -> float:
-    """Return the share of distinct values: 0 if all values are equal, 1 if as many differ as possible.
+    """Return the share of distinct values, 0 to 1. It is 0 if all values are equal.
 
-    Uses at most 4096 elements at random places: (distinct − 1) / (min(elements, codes of the dtype) − 1).
+    The formula is (d − 1) / (min(n, c) − 1). d is the number of distinct values among n elements, and c is the number of
+    different values that the dtype can represent. At most 4096 elements are used, at random indices.
     """
     flat = (values if values.is_contiguous() else values.T).reshape(-1)
     if len(flat) > _SAMPLED:
@@ -276,9 +307,14 @@ def distinct_share(values: torch.Tensor, seed: int = 0) -> float:
 
 
 def verify_data(data: str, *operands: torch.Tensor) -> Verification:
-    """Check that operands match the name of their distribution: many distinct values, or one for zeros and constant.
+    """Check that the number of distinct values of each operand fits the name of the distribution.
 
-    The error is 1 − the smallest `distinct_share`; for zeros and constant it is the largest `distinct_share`.
+    Operands named "zeros" or "constant" must have one distinct value. The error is the largest `distinct_share`. All other
+    operands must have many distinct values. The error is 1 minus the smallest `distinct_share`.
+
+    Args:
+        data: name of the distribution.
+        operands: the matrices to check.
     """
     shares = [distinct_share(values) for values in operands]
     if data in SAME_EVERYWHERE:
@@ -287,25 +323,25 @@ def verify_data(data: str, *operands: torch.Tensor) -> Verification:
 
 
 def require_passed(verification: Verification) -> None:
-    """Check a verification of the operands, without which the rate is that of another quantity.
+    """Raise an error if a verification of the operands failed. The measured rate would then belong to other data.
 
     Raises:
-        HarnessError: it failed; the message contains its name, error and tolerance.
+        HarnessError: the verification failed. The message contains the name, the error and the tolerance of the verification.
     """
     if not verification.passed:
         raise HarnessError(
-            f"{verification.name}: they are not (error {verification.error:.4g} above {verification.tolerance:.4g})",
+            f"the check '{verification.name}' failed: error {verification.error:.4g}, tolerance {verification.tolerance:.4g}",
             where="the operands of a measurement",
-            next_step="draw the operands from the distribution of their label, or correct the label",
+            next_step="draw the operands from the distribution that the label names, or correct the label",
         )
 
 
 def require_product_flops(claimed: int, a_MK: torch.Tensor, b_KN: torch.Tensor) -> None:
-    """Check a number of FLOPs against PyTorch's count for this product.
+    """Check that a number of FLOPs equals the number that PyTorch counts for this product.
 
     Args:
-        claimed: FLOPs; a multiply-add counts as 2.
-        a_MK, b_KN: operands; only their shapes are used.
+        claimed: number of FLOPs. A multiply-add counts as 2.
+        a_MK, b_KN: operands. Only their shapes are used.
 
     Raises:
         HarnessError: the numbers differ.

@@ -1,8 +1,12 @@
-"""Search the maximum achievable rate of a format (MAF): rank shapes by few samples, then measure the leaders.
+"""Search for the shape with the highest rate of a matrix product (GEMM) in a number format.
 
-The rate is smooth in the inner size K, but jumps in the outer sizes M and N, because output tiles fill the last wave of compute
-units or leave most of them idle. Therefore the coarse pass samples every M and N at two K. The next passes follow the leaders:
-along K, to neighbouring M and N, and to swapped M and N. If there is time, all other shapes follow.
+This rate is called the maximum achievable FLOPS (MAF). The search first ranks shapes with few samples per shape. It then measures
+the leaders, which are the shapes with the highest rates. In this module, "product" always means a matrix product.
+
+The rate changes smoothly with the inner size K, but it jumps with the outer sizes M and N. The reason is that the output tiles
+either fill the last wave of compute units or leave most of the units idle. Therefore the first pass samples every M and N at two
+values of K. The next passes sample shapes near the leaders: shapes with another K, shapes with neighbouring M and N, and shapes
+with M and N swapped. If there is time left, all other shapes are sampled.
 """
 
 import math
@@ -22,10 +26,10 @@ from hyperion.measure.products.gemm import Gemm, Operand, made_up
 from hyperion.results import Estimate
 
 FINALISTS = 6
-# Shapes that rank further behind the leader than this (natural logarithm) are not finalists.
+# A shape is not a finalist if the logarithm of its rate lies further below that of the best shape.
 _WITHIN = math.log(1.05)
 _SHARE_OF_RANKING = 0.6
-# Least number of calls for warm-up and samples of a finalist.
+# Smallest number of calls of a finalist, for its warm-up and its samples.
 _CALLS_OF_A_FINALIST = MINIMUM_SAMPLES + 12
 _TIMING_LIMIT_S = 5.0
 Shape = tuple[int, int, int]
@@ -33,21 +37,25 @@ Shape = tuple[int, int, int]
 _LEADERS = 12
 _SAMPLES_IN_TURN = 32
 _BLOCK_S = 0.25
-# This many samples in a row share one value of the drift; with fewer, drift and shapes could not be separated.
+# Number of consecutive samples for which one value of the drift is estimated. With fewer samples, the effect of the drift could
+# not be separated from the effect of the shapes.
 _MOMENT = 16
 _FIT_ROUNDS = 10
 _CLIMBS = 8
-# Refinements (leaders, samples of each): fewer leaders differ less, so they need more samples.
+# Refinements, as (number of leaders, samples of each leader). With fewer leaders, their rates differ less, so they need more
+# samples.
 _REFINEMENTS = ((64, 4), (24, 8), (12, 16))
 _SHARE_OF_SEARCH = 0.7
 
 
 @dataclass(frozen=True)
 class Finalist:
-    """A leading shape, timed with cold caches in turn with the others, and verified.
+    """One of the best shapes of a search. It was timed with cold caches, in turn with the other finalists.
 
     Args:
         shape: (M, N, K).
+        timing: the samples in seconds.
+        verification: check of the output.
     """
 
     shape: Shape
@@ -65,16 +73,16 @@ class GemmSearch:
     """The result of a search.
 
     Args:
-        dtype: full name of the format, such as "fp8_e4m3fn".
-        backend: the BLAS library.
-        data: distribution of the operands.
-        finalists: fastest first, compared within each round of samples. If the clock changed, the order of the medians can
-            differ.
-        ranking: 10¹² FLOP/s of every sampled shape, best first. These rates come from few samples and only serve to find the
-            leaders.
-        shapes: number of shapes of the grid; `seen` of them were sampled.
-        elapsed_s: seconds of the whole search.
-        stopped: "all shapes seen", or why not all were.
+        dtype: full name of the number format, such as "fp8_e4m3fn".
+        backend: name of the BLAS library.
+        data: name of the distribution of the operands.
+        finalists: the finalists, fastest first. Their rates are compared within each round of samples. Their medians can have
+            another order if the clock frequency changed between rounds.
+        ranking: pairs of shape and rate in 10¹² FLOP/s for every sampled shape, best first. These rates come from few samples,
+            and are used only to choose the finalists.
+        shapes: number of shapes of the grid.
+        elapsed_s: duration of the whole search in seconds.
+        stopped: "all shapes seen", or the reason why some shapes were not sampled.
     """
 
     dtype: str
@@ -104,7 +112,7 @@ class GemmSearch:
             raise HyperionError(
                 f"No leading {self.dtype} product passes its check ({errors}).",
                 where=self.backend,
-                next_step="Run hyperion doctor: the library computes wrong results, or the tolerance is too small.",
+                next_step="Run hyperion doctor. Either the library computes wrong results, or the tolerance is too small.",
             )
         return right[0]
 
@@ -118,10 +126,10 @@ class GemmSearch:
 
 
 class SharedOperands:
-    """Products of any shape of a grid, with operands that are views of the same buffers.
+    """Operand and output buffers for products of any shape of a grid. All products use views of the same three buffers.
 
     Args:
-        largest: largest size of M, N and K.
+        largest: largest value of M, N and K.
     """
 
     def __init__(self, largest: int, dtype: str, device: Device, seed: int = 0, data: str = "normal"):
@@ -131,7 +139,7 @@ class SharedOperands:
         self.c = torch.empty(largest**2, dtype=self.format.output, device=device.torch_device)
 
     def product(self, shape: Shape) -> Gemm:
-        """Return C[M,N] = A[M,K]·B[K,N] on the first elements of the buffers; all products share the output buffer."""
+        """Return the product C[M,N] = A[M,K]·B[K,N] of the first elements of the buffers."""
         m, n, k = shape
         a = Operand(self.a.values[: m * k].view(m, k), self.a.scale)
         b = Operand(self.b.values[: n * k].view(n, k), self.b.scale)
@@ -151,16 +159,18 @@ def search_gemm(
 ) -> GemmSearch:
     """Find the fastest product among all M, N and K that are multiples of `step` up to `largest` (by default 512 shapes).
 
-    Shapes are ranked by few samples with cold caches, in turn, so that a drift of the clock affects all of them alike, from
-    coarse to fine (`ShapeRanking`). The leaders are then timed in turn (n ≥ 30, 95 % interval) and verified. Products too slow
-    to be timed within the limit are skipped.
+    `ShapeRanking` first ranks the shapes with few samples and cold caches. The shapes are sampled in turn, so that a drift of the
+    clock frequency affects all of them alike. The best shapes are then timed in turn with at least 30 samples each, and their
+    outputs are verified. A product is skipped if it is too slow to be timed within the limit.
 
     Args:
-        dtype: a name of `FORMATS`, or 'fp8'.
-        time_limit_s: seconds of the whole search; at least one shape is always measured.
-        largest, step: the grid of shapes.
-        data: distribution of the operands.
-        exhaustive: sample every shape without a time limit; `time_limit_s` then applies to the finalists.
+        dtype: a key of `FORMATS`, or 'fp8' for the fp8 format of the device.
+        time_limit_s: duration of the whole search in seconds. At least one shape is always measured.
+        largest: largest value of M, N and K.
+        step: distance between neighbouring values of M, N and K.
+        seed: seed of the operands and of the order of the samples.
+        data: distribution of the operands, a key of `DISTRIBUTIONS`.
+        exhaustive: if True, sample every shape without a time limit. `time_limit_s` then applies only to the finalists.
 
     Raises:
         HyperionError: the device does not support the format, or the grid is empty.
@@ -179,7 +189,7 @@ def search_gemm(
     every = grid(largest, step)
     operands = SharedOperands(largest, dtype, device, seed, data)
     least = operands.product(every[0])
-    # The first verification in a process takes seconds to load libraries, so do it before the time-limited part.
+    # The first verification in a process takes seconds, because it loads libraries. Do it before the search.
     least.verify()
     with matmul_precision(operands.format):
         ranking, finalists = search_shapes(
@@ -200,10 +210,16 @@ def search_gemm(
 def time_shapes(
     shapes: list[Shape], dtype: str, device: Device, *, time_limit_s: float = _TIMING_LIMIT_S, seed: int = 0, data: str = "normal"
 ) -> list[Finalist]:
-    """Time given shapes in turn with cold caches and verify them, for example to compare the winners of two searches.
+    """Time products of given shapes in turn with cold caches, and verify their outputs.
+
+    For example, this compares the best shapes of two searches.
 
     Args:
-        shapes: (M, N, K) of each; the result has the same order.
+        shapes: the shapes (M, N, K). The result has the same order.
+        dtype: a key of `FORMATS`, or 'fp8' for the fp8 format of the device.
+        time_limit_s: see `time_interleaved`.
+        seed: seed of the operands.
+        data: distribution of the operands, a key of `DISTRIBUTIONS`.
 
     Raises:
         HyperionError: the device does not support the format.
@@ -218,25 +234,26 @@ def time_shapes(
 
 
 def flops_of(shape: Shape) -> int:
-    """Return 2·M·N·K."""
+    """Return the number of FLOPs of a shape, 2·M·N·K."""
     return 2 * math.prod(shape)
 
 
 def grid(largest: int, step: int) -> list[Shape]:
-    """Return all (M, N, K) of multiples of `step` up to `largest`, smallest products first."""
+    """Return all shapes (M, N, K) whose sizes are multiples of `step` up to `largest`. Shapes with fewer FLOPs come first."""
     sizes = range(step, largest + 1, step)
     return sorted(((m, n, k) for m in sizes for n in sizes for k in sizes), key=lambda shape: (flops_of(shape), shape))
 
 
 class ShapeRanking:
-    """Ranks the shapes of a grid by rate until a deadline.
+    """Ranks the shapes of a grid by their rates until a deadline.
 
     Args:
-        largest, step: the grid, see `grid`.
-        sample: shapes -> seconds of one call of each, in turn.
-        now: current time in seconds on the clock of the deadline.
-        deadline: time at which the ranking ends; infinite for an exhaustive ranking.
-        affordable_s: longer products are skipped, because there would be no time to measure them.
+        largest, step: arguments of `grid`.
+        sample: function that calls the product of each given shape once, in turn, and returns the seconds of each call.
+        now: function that returns the current time in seconds.
+        deadline: time at which the ranking ends, on the clock of `now`. Infinite for an exhaustive ranking.
+        affordable_s: largest expected time of a product in seconds. Slower products are skipped, because there would be no time
+            to measure them.
         seed: seed of the order of the shapes.
     """
 
@@ -265,9 +282,9 @@ class ShapeRanking:
         return {self.shapes[place] for place in set(self._places)}
 
     def run(self) -> None:
-        """Run the coarse pass, follow the leaders, sample the rest of the grid, then refine the leaders."""
+        """Run the first pass, sample shapes near the leaders, sample the rest of the grid, and sample the leaders again."""
         search_until = self.started + _SHARE_OF_SEARCH * (self.deadline - self.started)
-        # The smallest shape gives a first rate, from which affordable shapes are derived.
+        # The smallest shape gives a first rate. The times of all other shapes are estimated from it.
         self._visit(self.shapes[:1], 2, search_until)
         self._visit(self._coarse(), 2, search_until)
         for _ in range(_CLIMBS):
@@ -275,7 +292,7 @@ class ShapeRanking:
             new = self._unseen(shape for leader in leaders for shape in self._neighbours(leader))
             if not new or not self._visit(new + leaders, 2, search_until):
                 break
-        # In random order, so that shapes skipped at the deadline are spread over the grid.
+        # The order is random, so that the shapes that the deadline leaves out are spread over the grid.
         rest = self._unseen(self.shapes)
         self.random.shuffle(rest)
         self._visit(rest, 2, search_until)
@@ -290,7 +307,7 @@ class ShapeRanking:
         return sorted(rates, key=lambda shape: (-rates[shape], shape))[:count]
 
     def log_rates(self) -> dict[Shape, float]:
-        """Return the natural logarithm of the rate (FLOP/s) of each sampled shape, with the drift removed."""
+        """Return the natural logarithm of the rate in FLOP/s of each sampled shape. The drift is removed."""
         effects = shape_effects(np.array(self._places), np.array(self._log_rates), _MOMENT)
         return {self.shapes[place]: float(effect) for place, effect in effects.items()}
 
@@ -310,9 +327,9 @@ class ShapeRanking:
         return [shape for shape in dict.fromkeys(shapes) if shape not in seen]
 
     def _visit(self, shapes: list[Shape], rounds: int, until: float) -> bool:
-        """Sample shapes in turn, in a new order each round; return False if time ran out."""
+        """Sample each shape once per round, in a new random order each round. Return False if the time ran out."""
         for round_ in range(rounds):
-            # Start with small products while the rate, and so the affordable size, is unknown.
+            # Start with small products, because the rate and therefore the times of large products are still unknown.
             first = round_ == 0 and not self.seen.issuperset(shapes)
             left = sorted(shapes, key=flops_of) if first else [shapes[p] for p in self.random.permutation(len(shapes))]
             while left:
@@ -330,10 +347,13 @@ class ShapeRanking:
         return flops_of(shape) <= self.affordable_s * self.best_rate or not self._places
 
     def _block(self, shapes: list[Shape]) -> tuple[list[Shape], list[Shape]]:
-        """Split off the shapes to sample before the next check of the time; return them and the rest.
+        """Split the shapes into a block and the rest. The block is sampled before the time is checked again.
 
-        A shape that is not affordable ends the block, because the samples of the block may raise the best rate. At the start of
-        a block it is skipped.
+        A shape whose product would take too long ends the block. The samples of the block may raise the best rate, and the
+        estimated time of this shape then becomes shorter. If the first shape would still take too long, it is dropped.
+
+        Returns:
+            (shapes of the block, remaining shapes).
         """
         if not self._affordable(shapes[0]):
             return [], shapes[1:]
@@ -346,15 +366,15 @@ class ShapeRanking:
 
 
 def shape_effects(places: np.ndarray, values: np.ndarray, moment: int) -> dict[int, float]:
-    """Separate the effects of shapes from the drift: fit value = shape + moment by medians.
+    """Fit value = effect of the shape + drift by median polish, and return the effects of the shapes.
 
     Args:
-        places: number of the shape of each sample, in the order taken.
-        values: samples as logarithms, so that a change of the clock has the same effect on all shapes.
-        moment: number of samples in a row that share one value of the drift; the median of the drift is 0.
+        places: for each sample, the number of its shape, in the order in which the samples were taken.
+        values: logarithms of the sampled rates. A change of the clock frequency then adds the same value for all shapes.
+        moment: number of consecutive samples for which one value of the drift is estimated. The median of the drift is 0.
 
     Returns:
-        The effect of each shape by its number.
+        The effects of the shapes, by number of the shape.
 
     Source: Tukey, Exploratory Data Analysis, 1977, chapter 11 (median polish).
     """
@@ -369,10 +389,12 @@ def shape_effects(places: np.ndarray, values: np.ndarray, moment: int) -> dict[i
 
 
 def _high_medians(values: np.ndarray, groups: np.ndarray) -> np.ndarray:
-    """Return the median of each group; of two middle values the higher one, because disturbances only lower the rate.
+    """Return the median of each group. If a group has two middle values, return the higher one.
+
+    The higher value is the better estimate, because disturbances only lower the rate.
 
     Args:
-        groups: the group of each value, numbered from 0 without gaps.
+        groups: for each value, the number of its group. The numbers start at 0 and have no gaps.
     """
     ordered = values[np.lexsort((values, groups))]
     counts = np.bincount(groups)
@@ -389,11 +411,14 @@ def search_shapes(
     exhaustive: bool = False,
     clock: Clock | None = None,
 ) -> tuple[tuple[tuple[Shape, float], ...], tuple[Finalist, ...]]:
-    """Search over given products; return the ranking (shape, 10¹² FLOP/s) and the finalists, fastest first.
+    """Search the grid for the fastest products, see `search_gemm`.
 
     Args:
-        product: shape -> product.
-        clock: takes the samples instead of the device's clock.
+        product: function that returns the product of a shape.
+        clock: clock that takes the samples. None means the clock of the device.
+
+    Returns:
+        The ranking as pairs of shape and rate in 10¹² FLOP/s, best first, and the finalists, fastest first.
     """
     clock = clock or device_clock(device)
     started, products = clock.now(), _Products(product, clock, CacheFlush(device))
@@ -418,7 +443,7 @@ def search_shapes(
 
 
 class _Products:
-    """Products by shape, created on first use, and sampled in turn with cold caches."""
+    """Creates the product of a shape when it is first needed, and samples products in turn with cold caches."""
 
     def __init__(self, product: Callable[[Shape], Gemm], clock: Clock, flush: Callable[[], object]):
         self.product, self.clock, self.flush = product, clock, flush
@@ -427,7 +452,7 @@ class _Products:
 
     @property
     def overhead_s(self) -> float:
-        """Seconds of a sample without the product itself, mainly the cache flush."""
+        """Mean seconds that a sample needs in addition to the product, mainly for the cache flush."""
         return self._around_s / max(1, self._samples)
 
     def sample(self, shapes: list[Shape]) -> list[float]:
@@ -445,20 +470,31 @@ class _Products:
 def _measured(
     shapes: list[Shape], products: list[Gemm], device: Device, time_limit_s: float, clock: Clock | None = None
 ) -> list[Finalist]:
-    # The ranking may have used up the time, but a limit must be positive.
+    # `time_interleaved` needs a positive limit, even if the ranking has used up the time.
     timings = time_interleaved(products, device, time_limit_s=max(time_limit_s, 1e-3), clock=clock)
-    # The products share an output, so each multiplies again for its verification.
+    # All products share one output buffer, so each product multiplies again before its output is verified.
     return [Finalist(s, t, product.verify()) for s, t, product in zip(shapes, timings, products, strict=True)]
 
 
 def fastest_first(finalists: list[Finalist]) -> list[int]:
-    """Return the indices of the finalists by rate, compared within each round, in which the clock is the same."""
+    """Return the indices of the finalists, fastest first.
+
+    The rates are compared within each round of samples, because the clock frequency hardly changes within a round.
+    """
     log_rates = np.array([np.log(flops_of(finalist.shape) / finalist.timing.samples_s) for finalist in finalists])
     return np.argsort(-np.median(log_rates - log_rates.mean(axis=0), axis=1), kind="stable").tolist()
 
 
 def _finalists(ranking: ShapeRanking, left_s: float, overhead_s: float) -> tuple[list[Shape], float]:
-    """Return the leaders near the best shape that fit into the time (at least one), and the time limit of their timing."""
+    """Choose the finalists among the best shapes. There is at least one, and all of them must fit into the time that is left.
+
+    Args:
+        left_s: seconds that are left for the finalists.
+        overhead_s: seconds that a sample needs in addition to the product.
+
+    Returns:
+        The shapes of the finalists, and the time limit of their timing in seconds.
+    """
     rates = ranking.log_rates()
     leaders = ranking.leaders(FINALISTS)
     chosen: list[Shape] = []
@@ -467,6 +503,6 @@ def _finalists(ranking: ShapeRanking, left_s: float, overhead_s: float) -> tuple
         calls_s = _CALLS_OF_A_FINALIST * (flops_of(shape) / math.exp(rates[shape]) + overhead_s)
         if not chosen or (rates[leaders[0]] - rates[shape] <= _WITHIN and least_s + calls_s <= left_s):
             chosen, least_s = [*chosen, shape], least_s + calls_s
-    # Each warm-up can take half of the limit. Sampling ends at the limit, or later at the least number of samples.
+    # Each warm-up can take half of the limit. Sampling ends at the limit, or later if the smallest number of samples needs it.
     count = len(chosen)
     return chosen, min(_TIMING_LIMIT_S, left_s / (1 + count / 2), max(0.0, 2 * (left_s - least_s) / count))

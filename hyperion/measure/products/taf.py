@@ -1,7 +1,8 @@
-"""Capture the matrix products of a model, and measure TAF: the rate that a device reaches on these products.
+"""Capture the matrix products (GEMMs) of a model, and measure the mean rate that a device reaches on them.
 
-TAF lies below the peak and below MAF, the best rate of any product. It is the FLOP-weighted harmonic mean of the rates, which is
-the mean that preserves the total time.
+This mean rate is called TAF. It is the harmonic mean of the rates of the single products, weighted by their FLOPs. All FLOPs
+divided by this mean give the total time of the products. TAF is lower than the peak of the device, and lower than the best rate
+of any matrix product (MAF). In this module, "product" always means a matrix product.
 
 Source of the terms: AMD, Measuring max-achievable FLOPS, ROCm blogs, 2025 and 2026.
 """
@@ -23,7 +24,7 @@ from hyperion.measure.products.dispatch import Call, Product, dispatched, produc
 from hyperion.measure.products.gemm import Gemm, RefusedProduct, blas_backend, made_up
 from hyperion.results import Estimate
 
-# Operators that multiply matrices, by name. `upsample_bilinear2d` matches too, but only interpolates.
+# Names of operators that multiply matrices. `upsample_bilinear2d` is excluded, because it contains "linear" but interpolates.
 _MULTIPLIES = re.compile(
     r"^(?!upsample).*(mm|mv|dot|matmul|linear|linalg|conv|convolution|attention|einsum|lstm|gru|rnn|transformer)"
     r"(?![a-z])|conv\d"
@@ -32,11 +33,11 @@ _MULTIPLIES = re.compile(
 
 @dataclass(frozen=True)
 class CapturedGemms:
-    """The products of one call.
+    """The matrix products of one call of a function.
 
     Args:
-        counts: number of times of each product, in the order of the first.
-        others: number of calls, by name, of the other operators that move memory.
+        counts: for each product, how often it is computed. The order is that of the first occurrence.
+        others: number of calls of all other operators that read or write memory, by name of the operator.
     """
 
     counts: dict[Product, int]
@@ -44,16 +45,16 @@ class CapturedGemms:
 
     @property
     def flops(self) -> int:
-        """FLOPs of all products; a multiply-add counts as 2."""
+        """Sum of the FLOPs of all products. A multiply-add counts as 2."""
         return sum(product.flops * count for product, count in self.counts.items())
 
     @property
     def without_formula(self) -> dict[str, int]:
-        """The operators of `others` that multiply matrices, judged by name; their FLOPs are missing in `flops`."""
+        """The operators of `others` whose names say that they multiply matrices. Their FLOPs are missing in `flops`."""
         return {name: count for name, count in self.others.items() if _MULTIPLIES.search(name)}
 
     def by_flops(self) -> list[tuple[Product, int]]:
-        """Return (product, count), sorted by total FLOPs in descending order."""
+        """Return pairs of product and count, sorted by total FLOPs in descending order."""
         return sorted(self.counts.items(), key=lambda item: -item[0].flops * item[1])
 
     def __str__(self) -> str:
@@ -65,16 +66,17 @@ class CapturedGemms:
 
 
 def capture_gemms(function: Callable[[], object]) -> CapturedGemms:
-    """Call a function once and return the matrix products that it dispatches, including those of a backward pass.
+    """Call a function once and return the matrix products of the operators that it dispatches.
 
     Args:
-        function: a forward pass or a training step. Within `shapes_only` it computes nothing.
+        function: a forward pass or a training step. The products of a backward pass are included. Within `shapes_only`, the
+            call computes nothing.
     """
     return gemms_of(dispatched(function))
 
 
 def gemms_of(calls: list[Call]) -> CapturedGemms:
-    """Return the products of the operators recorded by `dispatched`."""
+    """Return the matrix products of operators that `dispatched` has recorded."""
     counts: Counter[Product] = Counter()
     others: Counter[str] = Counter()
     for call in calls:
@@ -91,14 +93,15 @@ _LEAST_TIME_S = 0.05
 
 @dataclass(frozen=True)
 class Taf:
-    """The FLOP-weighted rate of a model's products.
+    """The mean rate of the matrix products of a model, weighted by FLOPs.
 
     Args:
-        tflops: rate of the products with a known rate, in 10¹² FLOP/s, if each runs alone.
-        coverage: share of these products in the model's FLOPs, 0 to 1.
-        rates: rate of each of these products in 10¹² FLOP/s.
-        shares: share of each of these products in the model's FLOPs; the shares add up to `coverage`.
-        left_out: the other products with the reason.
+        tflops: mean rate of all products whose rate is known, in 10¹² FLOP/s. It assumes that products do not overlap.
+        coverage: FLOPs of the products whose rate is known, divided by the FLOPs of all products, 0 to 1.
+        rates: rate of each product whose rate is known, in 10¹² FLOP/s.
+        shares: for the same products, the FLOPs of the product divided by the FLOPs of all products. The shares add up to
+            `coverage`.
+        left_out: for each other product, the reason why its rate is not known.
     """
 
     tflops: Estimate
@@ -112,13 +115,15 @@ class Taf:
 
 
 def taf(captured: CapturedGemms, rate: Callable[[Product], Estimate | None] | Mapping[Product, Estimate]) -> Taf:
-    """Return the total FLOPs / the sum of times (count x FLOPs / rate) of the products whose rate is known.
+    """Return the mean rate of products from the rates of the single products.
 
-    The interval treats the errors of the products as independent and adds them in quadrature.
+    The mean rate is the sum of FLOPs divided by the sum of times. The time of a product is count x FLOPs / rate. Products without
+    a known rate are left out. For the interval, the errors of the products are assumed to be independent, so they are added in
+    quadrature.
 
     Args:
         captured: products of a model.
-        rate: 10¹² FLOP/s by product; None if unknown.
+        rate: mapping or function from a product to its rate in 10¹² FLOP/s. A function returns None if the rate is unknown.
 
     Raises:
         HyperionError: no product has a rate.
@@ -144,11 +149,13 @@ def taf(captured: CapturedGemms, rate: Callable[[Product], Estimate | None] | Ma
 
 @dataclass(frozen=True)
 class TimedProduct:
-    """A captured product, timed with flushed caches and verified.
+    """The timing of a captured product. The caches were flushed before each sample.
 
     Args:
-        tflops: rate in 10¹² FLOP/s, from `timing`.
-        backend: the BLAS library that PyTorch prefers for it.
+        tflops: rate in 10¹² FLOP/s, computed from `timing`.
+        timing: the samples in seconds.
+        verification: check of the output.
+        backend: name of the BLAS library that PyTorch prefers for this product.
     """
 
     tflops: Estimate
@@ -158,7 +165,7 @@ class TimedProduct:
 
 
 def measure_taf(captured: CapturedGemms, device: Device, time_limit_s: float = 30.0) -> Taf:
-    """Measure the TAF of the products that can be timed within the time limit; see `measure_products`.
+    """Measure the mean rate (TAF) of the products that can be timed within the time limit; see `measure_products`.
 
     Raises:
         HyperionError: no product could be timed, or the output of a product is wrong.
@@ -170,22 +177,23 @@ def measure_taf(captured: CapturedGemms, device: Device, time_limit_s: float = 3
         raise HyperionError(
             f"no product could be timed: {'; '.join(dict.fromkeys(reasons.values())) or 'the call has none'}",
             where=f"measure_taf on {device.name}",
-            next_step="capture a call that multiplies matrices in a dtype that the device supports",
+            next_step="capture a function that multiplies matrices in a dtype that the device supports",
         )
     return replace(taf(captured, rates), left_out=reasons)
 
 
 def measure_products(captured: CapturedGemms, device: Device, time_limit_s: float = 30.0) -> dict[Product, TimedProduct | str]:
-    """Time the captured products with flushed caches and verify each, in descending order of total FLOPs.
+    """Time the captured products with flushed caches, and verify their outputs.
 
-    The memory layout is ignored: the second operand is always a transposed weight. A convolution is timed as its product with
-    unfolded patches, attention as its batched products.
+    Products with more total FLOPs are timed first. The captured memory layout is ignored: the second operand always has the
+    layout of a transposed weight. A convolution is timed as a product with unfolded patches. Attention is timed as its batched
+    products.
 
     Args:
         time_limit_s: seconds after which no further product is started.
 
     Returns:
-        The timing of each product, or why it was not timed.
+        For each product, its timing, or the reason why it was not timed.
 
     Raises:
         HyperionError: the output of a product is wrong.
@@ -231,14 +239,16 @@ def _timed(product: Product, device: Device, time_limit_s: float) -> TimedProduc
         raise HyperionError(
             f"the output of {product} is wrong: error {verification.error:.2g}, tolerance {verification.tolerance:.2g}",
             where=f"measure_products on {device.name}",
-            next_step="run hyperion doctor, and do not use this device until it passes",
+            next_step="run hyperion doctor, and do not use this device until hyperion doctor reports no error",
         )
     rate = timing.estimate.map(lambda seconds: product.flops / seconds / 1e12)
     return TimedProduct(rate, timing, verification, blas_backend(device, FORMATS[product.dtype]))
 
 
 class BatchedGemm:
-    """Products of one size in a single call: C[b,M,N] = A[b,M,K]·B[b,K,N], with operands as in `Gemm`.
+    """A batch of matrix products of one size in a single call: C[b,M,N] = A[b,M,K]·B[b,K,N].
+
+    The operands have the same memory layout as in `Gemm`.
 
     Args:
         batch: number of products in a call.
@@ -256,7 +266,7 @@ class BatchedGemm:
         return torch.bmm(self.a_BMK, self.b_BKN, out=self.c_BMN)
 
     def measure(self, *, cold: bool = True, time_limit_s: float = 5.0) -> tuple[Timing, Verification]:
-        """Time the products, then verify the first, middle and last output of the batch."""
+        """Time the call, then verify the first, the middle and the last output of the batch."""
         self.c_BMN.fill_(float("nan"))
         with matmul_precision(self.format):
             timing = time_function(self, self.device, cold=cold, time_limit_s=time_limit_s)

@@ -1,13 +1,16 @@
-"""Measure host time: of a launch, and of a training step per operator (Python, autograd, dispatch, launch), block and step.
+"""Measure the host time of a kernel launch, and the host time of a training step per operator and per compiled block.
 
-In a step of a network with tiny tensors, the device always waits for the host, so the time of the step is the host time. Large
-models are limited by the host in the same way wherever their kernels are shorter.
+The host time of an operator is the time of Python, autograd, the dispatcher and the launch. It is measured with a network that
+has tiny tensors. In a training step of this network, the device always waits for the host, so the time of the step is the host
+time. In a large model, the device waits for the host in the same way wherever a kernel is shorter than the host time of an
+operator.
 
-Convolutions and batch norms have a separate cost, because a library (cuDNN, MIOpen) looks up a plan for every call and enqueues
-several kernels.
+Convolutions and batch norms have a separate cost. For each of their calls, a library (cuDNN or MIOpen) looks up a plan and
+enqueues several kernels.
 
-Each step also has a fixed cost: the optimizer's Python code, the start of autograd, clearing the gradients. To exclude it, the
-cost per operator is the difference between a longer and a shorter step of the same kind.
+Each step also has a fixed cost for the Python code of the optimizer, for the start of autograd, and for clearing the gradients.
+To exclude the fixed cost, two steps of the same kind with different numbers of operators are timed. The cost per operator is the
+difference of their times divided by the difference of their numbers of operators.
 """
 
 import time
@@ -28,11 +31,12 @@ from hyperion.measure.traffic.cache_sweep import CachePoint, RepeatedCalls
 from hyperion.results import Estimate, estimates_of_medians
 
 _WIDTH = 16
-_SEQUENCES, _IMAGES = (2, 16, _WIDTH), (2, _WIDTH, 2, _WIDTH)  # shapes of one batch; images are channels first
-# The compiler fuses depending on shapes, so compiled blocks have realistic shapes: two heads of 64, an MLP four times as wide,
-# and many rows. A sum over rows (one per bias and per norm parameter in the backward pass) is one kernel for up to 32 rows and
-# two kernels for more (`Reduction.num_splits` in the Inductor of PyTorch 2.13). For a GPU with 132 units, Inductor schedules 17
-# forward and 26 backward kernels for a layer of 32 rows, and 17 and 34 for 512 rows, for widths of 128 and 512 alike.
+_SEQUENCES, _IMAGES = (2, 16, _WIDTH), (2, _WIDTH, 2, _WIDTH)  # shapes of one batch; the images have channels first
+# The compiler decides by the shapes which operators it fuses. Therefore compiled blocks have realistic shapes: two heads of width
+# 64, an MLP four times as wide as the layer, and many rows. In the backward pass, each bias and each norm parameter needs a sum
+# over rows. Such a sum is one kernel for up to 32 rows and two kernels for more rows (`Reduction.num_splits` in the Inductor of
+# PyTorch 2.13). For a GPU with 132 units, Inductor schedules 17 forward and 26 backward kernels for a layer with 32 rows, and 17
+# forward and 34 backward kernels for a layer with 512 rows. These numbers are the same for the widths 128 and 512.
 _COMPILED_WIDTH, _COMPILED_HEADS = 128, 2
 _COMPILED_SEQUENCES = (32, 16, _COMPILED_WIDTH)
 _IN_A_ROW = 3  # steps per sample
@@ -40,22 +44,23 @@ _FEW_LAYERS, _MANY_LAYERS = 1, 3
 _FEW_CONVOLUTIONS, _MANY_CONVOLUTIONS = 2, 6
 _FEW_BLOCKS, _MANY_BLOCKS = 2, 6
 _PARITY_STEPS = 200
-# Compiled 16-bit kernels round differently. On an H200, runs of these layers with different rounding scatter by 7e-4 (standard
-# deviation of 8 runs, bf16), so a false alarm is rarer than 1 in 1,000,000.
+# Compiled kernels in 16-bit formats round differently from eager kernels. On an H200, the standard deviation of 8 runs of these
+# layers in bf16 with different rounding was 7e-4. So the probability of a false alarm is below 1 in 1,000,000.
 _PARITY_TOLERANCE = 0.05
-# Half of CUDA's queue of 1,024 launches: if the queue were full, the host would wait for the device.
+# About half of the 1,024 launches that fit in CUDA's queue. If the queue were full, the host would wait for the device.
 _EAGER_CALLS = 500
 _GRAPH_KERNELS = 1000
 
 
 @dataclass(frozen=True)
 class TinyTiming:
-    """The timing of a step with tiny tensors, and the number of operators that move memory (without views).
+    """The timing of a step with tiny tensors, and the numbers of its operators. Views are not counted.
 
     Args:
-        parts: number of layers, or of convolutions with batch norm and activation.
-        plain, convolutions: number of operators that are not `is_convolution`, and that are.
-        timing: time of the whole step by the host's clock, steps in a row.
+        parts: number of parts of the network. A part is a transformer layer, or a convolution with batch norm and activation.
+        plain: number of operators for which `is_convolution` is False.
+        convolutions: number of operators for which `is_convolution` is True.
+        timing: seconds of the whole step on the host's clock, for several steps in a row.
     """
 
     parts: int
@@ -66,11 +71,12 @@ class TinyTiming:
 
 @dataclass(frozen=True)
 class OperatorCost:
-    """The host cost of operators, from four steps timed in turn: few and many transformer layers, few and many convolutions.
+    """The host cost of operators, from four training steps that were timed in turn.
 
     Args:
-        layers, convolving: (few, many).
-        verification: check that the loss decreased in all four.
+        layers: timings of two steps, with few and with many transformer layers.
+        convolving: timings of two steps, with few and with many convolutions.
+        verification: check that the loss decreased in all four networks.
     """
 
     layers: tuple[TinyTiming, TinyTiming]
@@ -79,35 +85,35 @@ class OperatorCost:
 
     @property
     def operators(self) -> int:
-        """Number of operators by which the two steps of layers differ."""
+        """Difference between the numbers of operators of the two steps with transformer layers."""
         few, many = self.layers
         return many.plain - few.plain
 
     @property
     def other_operators(self) -> int:
-        """Number of other operators by which the two steps of convolutions differ."""
+        """Difference between the numbers of all other operators of the two steps with convolutions."""
         few, many = self.convolving
         return many.plain - few.plain
 
     @property
     def convolutions(self) -> int:
-        """Number of convolutions and batch norms by which the two steps of convolutions differ."""
+        """Difference between the numbers of convolutions and batch norms of the two steps with convolutions."""
         few, many = self.convolving
         return many.convolutions - few.convolutions
 
     @property
     def time_s(self) -> Estimate:
-        """Host seconds per operator that moves memory and is not a convolution."""
+        """Host seconds per operator that reads or writes memory and is not a convolution or batch norm."""
         return self._estimates()[0]
 
     @property
     def convolution_time_s(self) -> Estimate:
-        """Host seconds per convolution or batch norm, without the other operators of the same parts."""
+        """Host seconds per convolution or batch norm."""
         return self._estimates()[1]
 
     @property
     def once_s(self) -> Estimate:
-        """Fixed host seconds of a step beyond its operators; can be negative if it is below the noise."""
+        """Fixed host seconds of a step, without its operators. Noise can make a small value negative."""
         return self._estimates()[2]
 
     def _estimates(self) -> list[Estimate]:
@@ -122,16 +128,18 @@ class OperatorCost:
 
 @dataclass(frozen=True)
 class BlockCost:
-    """The host cost of a compiled block, from steps with few and many blocks timed in turn.
+    """The host cost of a compiled block, from two training steps that were timed in turn.
 
-    Each block is a small transformer layer.
+    One step has few blocks, and the other step has many blocks. Each block is a small transformer layer.
 
     Args:
-        kernels: kernels per block as `predict_step` counts them: two per product, forward and backward.
-        blocks: number of blocks by which the two steps differ.
-        few, many: time of whole steps by the host's clock, steps in a row.
-        compile_time_s: compile time in seconds; all blocks share the compiled code.
-        verification: check of the mean loss of the first 200 steps against eager mode.
+        kernels: number of kernels per block. As in `predict_step`, it is two kernels per matrix product of the forward and the
+            backward pass.
+        blocks: difference between the numbers of blocks of the two steps.
+        few: timing of the step with few blocks, in seconds on the host's clock, for several steps in a row.
+        many: timing of the step with many blocks.
+        compile_time_s: compile time in seconds. All blocks share the compiled code.
+        verification: check that the mean loss of the first 200 steps agrees with eager mode.
     """
 
     kernels: int
@@ -143,7 +151,7 @@ class BlockCost:
 
     @property
     def time_s(self) -> Estimate:
-        """Host seconds per compiled block, forward and backward, including the launches of its kernels."""
+        """Host seconds per compiled block in the forward and backward pass, including the launches of its kernels."""
         series = [self.few.samples_s, self.many.samples_s]
         return estimates_of_medians(series, lambda medians: [(medians[1] - medians[0]) / self.blocks])[0]
 
@@ -154,16 +162,16 @@ def is_convolution(call: Call) -> bool:
 
 
 def measure_operator_cost(device: Device, *, time_limit_s: float = 2.0) -> OperatorCost:
-    """Measure the host cost of operators with eager training steps of networks with tiny tensors.
+    """Measure the host cost of operators. The measured steps are eager training steps of networks with tiny tensors.
 
     Args:
-        time_limit_s: seconds of sampling for all four steps; each warm-up takes at most half as long.
+        time_limit_s: total seconds of sampling for all four steps. Each warm-up takes at most half as long.
     """
     layers, convolving = (_FEW_LAYERS, _MANY_LAYERS), (_FEW_CONVOLUTIONS, _MANY_CONVOLUTIONS)
     steps = [_TinyStep(device, _layers(count), _SEQUENCES) for count in layers]
     steps += [_TinyStep(device, _convolutions(count), _IMAGES) for count in convolving]
     for step in steps:
-        step()  # creates the state of the optimizer, which later steps do not
+        step()  # the first step has more operators than later steps, because it creates the optimizer state
     calls = [[call for call in dispatched(step) if call.moves] for step in steps]
     apart = [sum(map(is_convolution, some)) for some in calls]
     timings = _timed(steps, device, time_limit_s)
@@ -176,11 +184,11 @@ def measure_operator_cost(device: Device, *, time_limit_s: float = 2.0) -> Opera
 
 
 def measure_block_cost(device: Device, dtype: str = "fp32", *, time_limit_s: float = 2.0) -> BlockCost:
-    """Measure the host cost of compiled blocks: small transformer layers, each compiled separately.
+    """Measure the host cost of compiled blocks. The blocks are small transformer layers, and each one is compiled separately.
 
     Args:
-        dtype: fp32, or bf16 or fp16 with autocast.
-        time_limit_s: as in `measure_operator_cost`; compilation with empty caches is not included.
+        dtype: "fp32", or "bf16" or "fp16" for autocast to this dtype.
+        time_limit_s: total seconds of sampling for both steps. The compilation, which starts with empty caches, is not included.
 
     Raises:
         torch._dynamo.exc.TorchDynamoException: the compiler failed.
@@ -192,7 +200,7 @@ def measure_block_cost(device: Device, dtype: str = "fp32", *, time_limit_s: flo
     deviation = abs(steps[0].mean_loss(_PARITY_STEPS) / eager[1].mean_loss(_PARITY_STEPS) - 1)
     parity = Verification(f"loss beside eager, mean of {_PARITY_STEPS} steps", deviation, _PARITY_TOLERANCE)
     few, many = _timed(steps, device, time_limit_s)
-    torch._dynamo.reset()  # compiled code holds references to the networks
+    torch._dynamo.reset()  # otherwise the compiled code would keep the networks alive
     kernels = 2 * (two - one) // (_FEW_BLOCKS - 1)
     return BlockCost(kernels, _MANY_BLOCKS - _FEW_BLOCKS, few, many, compile_time_s, parity)
 
@@ -212,7 +220,7 @@ def _layers(count: int, width: int = _WIDTH, heads: int = 2, hidden: int = _WIDT
 
 def _convolutions(count: int) -> Callable[[], list[nn.Module]]:
     def part() -> nn.Module:
-        # No bias before a batch norm, as usual: a bias would add kernels of its own.
+        # As usual, a convolution before a batch norm has no bias. A bias would add kernels.
         convolution = nn.Conv2d(_WIDTH, _WIDTH, 3, padding=1, bias=False)
         return nn.Sequential(convolution, nn.BatchNorm2d(_WIDTH), nn.ReLU())
 
@@ -220,15 +228,17 @@ def _convolutions(count: int) -> Callable[[], list[nn.Module]]:
 
 
 class _TinyStep:
-    """A training step of a small network on one batch; weights and batch are the same for every instance.
+    """A training step of a small network on one batch. Instances with equal arguments have equal weights and batches.
 
     Args:
-        parts: returns the parts of the network. A linear layer precedes them, so that their input has a gradient.
+        parts: function that returns the parts of the network. A linear layer comes before them, so that their input needs a
+            gradient.
         shape: shape of the batch.
+        dtype: "fp32", or the dtype of autocast.
         compiled: whether each part is compiled separately.
 
     Attributes:
-        losses: loss of every step, scalars on the device.
+        losses: the loss of each step so far, as scalar tensors on the device.
     """
 
     def __init__(
@@ -239,7 +249,7 @@ class _TinyStep:
         dtype: str = "fp32",
         compiled: bool = False,
     ):
-        # Drawn on the host in a fork of its generator, so that the caller's random numbers do not change.
+        # The random numbers come from a forked generator of the host, so that the caller's random numbers do not change.
         with torch.random.fork_rng([]):
             torch.default_generator.manual_seed(0)
             blocks, inputs = parts(), torch.randn(shape)
@@ -261,7 +271,7 @@ class _TinyStep:
         self.losses.append(loss.detach())
 
     def mean_loss(self, count: int) -> float:
-        """Return the mean loss of the first `count` steps; missing steps run now."""
+        """Run steps until there are at least `count` losses, and return the mean of the first `count` losses."""
         while len(self.losses) < count:
             self()
         return float(torch.stack(self.losses[:count]).double().mean())
@@ -269,17 +279,17 @@ class _TinyStep:
 
 @dataclass(frozen=True)
 class LaunchCost:
-    """The launch overhead of a minimal kernel (add 1 to one number) from Python.
+    """The time to launch a minimal kernel from Python. The kernel adds 1 to one number.
 
     Args:
-        eager: host seconds to enqueue one kernel. On a CPU, where a call is synchronous, seconds of the whole call: the time
-            of the dispatcher for an operator without work.
-        eager_calls: calls per sample of `eager`.
-        graph: device seconds per kernel in a replayed CUDA or HIP graph; None without graphs.
-        graph_kernels: kernels in the graph; 0 without graphs.
-        graph_reason: why `graph` is None, else "".
+        eager: on a GPU, host seconds to enqueue one kernel. On a CPU, a call is synchronous, so `eager` is the time of the whole
+            call. Most of it is the time of the dispatcher.
+        eager_calls: number of calls per sample of `eager`.
+        graph: device seconds per kernel in a replayed CUDA or HIP graph. None if there is no graph.
+        graph_kernels: number of kernels in the graph. 0 if there is no graph.
+        graph_reason: reason why `graph` is None. "" if there is a graph.
         asynchronous: whether a call returns before its work is done.
-        verification: check that every call, eager and replayed, did its work once.
+        verification: check that each call, eager or in the graph, added 1 exactly once.
     """
 
     eager: Timing
@@ -293,13 +303,13 @@ class LaunchCost:
 
 @dataclass(frozen=True)
 class WorthwhileSize:
-    """The size of the copy that takes as long as its launch.
+    """The size of the copy that takes as long as its launch. Smaller eager copies are launch-bound.
 
     Args:
-        bytes: bytes read plus bytes written by this copy, interpolated between measured sizes; None for the reason in
-            `reason`. Smaller eager copies are launch-bound.
-        reason: why `bytes` is None, else "".
-        basis: the compared times.
+        bytes: bytes that this copy reads plus bytes that it writes, interpolated between measured sizes. None if the size cannot
+            be determined.
+        reason: reason why `bytes` is None. "" if `bytes` is known.
+        basis: description of the two times that are equal at this size.
     """
 
     bytes: Estimate | None
@@ -308,10 +318,12 @@ class WorthwhileSize:
 
 
 def measure_launch(device: Device, *, time_limit_s: float = 1.0) -> LaunchCost:
-    """Time launches of a kernel that adds 1 to one number: eagerly, and 1,000 of them in a graph if supported.
+    """Time the launch of a minimal kernel, which adds 1 to one number.
+
+    The kernel is launched eagerly. If the device supports graphs, 1,000 launches are also captured in a graph and replayed.
 
     Args:
-        time_limit_s: seconds for each of the two.
+        time_limit_s: time limit in seconds for the eager launches, and again for the graph; see `time_function`.
     """
     counter = torch.zeros(1, dtype=torch.int64, device=device.torch_device)
 
@@ -330,14 +342,17 @@ def measure_launch(device: Device, *, time_limit_s: float = 1.0) -> LaunchCost:
 def worthwhile_size(cost: LaunchCost, copies: Sequence[CachePoint]) -> WorthwhileSize:
     """Return the size at which a copy takes as long as its launch.
 
-    On a GPU, the time of a copy in a graph equals the time of an eager launch at this size: a loop of larger copies is limited by
-    the device, a loop of smaller copies by the host. On a CPU, whose call time contains both, the whole call equals twice the
-    launch. Between measured sizes, size and time are interpolated on logarithmic scales. The interval is a bootstrap over all
-    timings, limited to the measured sizes.
+    On a GPU, this is the size at which the device time of a copy (measured in a graph) equals the host time of an eager launch.
+    The speed of a loop of larger copies is limited by the device. The speed of a loop of smaller copies is limited by the host.
+    On a CPU, the time of a call contains both the launch and the copy. So this is the size at which a call takes twice the launch
+    time.
+
+    Between measured sizes, time and size are interpolated on logarithmic scales. The interval of the result is a bootstrap
+    interval over all timings. It does not go beyond the measured sizes.
 
     Args:
         cost: result of `measure_launch`.
-        copies: at least two points of `measure_cache_sweep("copy", …)` in order of size.
+        copies: at least two points of `measure_cache_sweep("copy", …)`, in ascending order of size.
     """
     factor, basis = 1.0, "a copy's time on the device = the host's time to launch a kernel eagerly"
     if not cost.asynchronous:
@@ -360,7 +375,10 @@ def worthwhile_size(cost: LaunchCost, copies: Sequence[CachePoint]) -> Worthwhil
 
 
 def _crossing(target: float, times: np.ndarray, sizes: Sequence[int]) -> float:
-    """Return the largest size at which the times cross the target; the first or last size if they do not."""
+    """Return the largest size at which the times cross the target.
+
+    Return the first size if all times are above the target, and the last size if the last time is at or below the target.
+    """
     below = np.flatnonzero(np.asarray(times) <= target)
     if len(below) == 0:
         return float(sizes[0])
@@ -373,7 +391,7 @@ def _crossing(target: float, times: np.ndarray, sizes: Sequence[int]) -> float:
 
 
 class _EnqueueClock(WallClock):
-    """The monotonic clock around `calls` calls in a row that start on an idle device, without waiting for their work."""
+    """A host clock that measures `calls` calls in a row. It waits for the device before the calls, but not after them."""
 
     def sample(self, functions: list[Callable], flush: Callable | None, count: int) -> list[list[float]]:
         return in_turn(functions, count, self._enqueue)
@@ -387,7 +405,7 @@ class _EnqueueClock(WallClock):
 
 
 def _verify_counts(counter: torch.Tensor, call: Callable[[], None], repeated: RepeatedCalls) -> Verification:
-    """Check that the counter equals the number of calls: those of one eager sample, then one replay."""
+    """Run the calls of one eager sample and one replay of the graph, and check that the counter equals the number of calls."""
     counter.zero_()
     for _ in range(_EAGER_CALLS):
         call()

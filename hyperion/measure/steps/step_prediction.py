@@ -1,19 +1,24 @@
-"""Predict the time of a step from measured ceilings and its operators, before it runs.
+"""Predict the time of a training step before it runs, from its operators and from measured rates of the machine.
 
-Device: operators run one after the other. The time of a matrix product is the larger of its FLOPs / the rate expected for its
-size (`ProductRates`) and its bytes / bandwidth. The time of any other operator is its bytes / bandwidth (each input read once,
-each output written once) plus a latency.
+In this module, "product" means a matrix product (GEMM), a convolution or an attention. The model has three parts:
 
-Host: a time per operator, plus a fixed time per step. A GPU works in parallel to the host, so the slower of the two decides. On a
-CPU, both times add up.
+- Device time. Operators run one after the other. A product takes the larger of two times: its FLOPs divided by the rate that is
+  expected for its size (`ProductRates`), and its bytes divided by the bandwidth. Every other operator takes its bytes divided by
+  the bandwidth, plus a latency. Each input is read once, and each output is written once.
+- Host time. Each operator takes a fixed time, and each step takes another fixed time.
+- Total time. A GPU works in parallel to the host, so the total is the larger of the two times. On a CPU, the total is their sum.
 
-Compiled code fuses the operators between two products: an operand of a product is written once, and its result is read once. So
-the other operators move as many bytes as the products, in one kernel per product. The host also pays for entering each block that
-is compiled separately, forward and backward.
+In compiled code, the operators between two products are fused into one kernel. This kernel reads the result of one product and
+writes an operand of the next product. So the fused kernels together move as many bytes as the products, and there is one fused
+kernel per product. The host needs additional time for each block that is compiled separately, in the forward and the backward
+pass.
 
-The model omits effects that make real steps longer: convolution kernels slower than products of their size (mostly float32
-without TF32), norms that read their input twice, layout conversions inside libraries, and host and device waiting for each other
-in turn.
+The model omits some effects that make real steps longer:
+
+- Convolution kernels are slower than matrix products of their size, mostly in float32 without TF32.
+- Norms read their input twice.
+- Libraries convert memory layouts.
+- Within one step, the host sometimes waits for the device, and the device sometimes waits for the host.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -31,17 +36,22 @@ from hyperion.measure.steps.operator_cost import is_convolution
 
 @dataclass(frozen=True)
 class ProductRates:
-    """Expected rates of products of any size, from measured rates of a few square ones of one dtype on one device.
+    """Predicts the rate of a matrix product of any size, from measured rates of a few square products.
 
-    The model: rate = share of the units that the tiles fill x rate of a full device for this K. The share follows from the sizes.
-    The second factor is measured rate / share, interpolated over log K and constant outside of the measured K. It is low for
-    short K, because loads are not hidden and the start and end of a tile cost as much as for long K. If K is long and there are
-    few tiles, as for weight gradients, K is split, down to the shortest measured K.
+    The measured products have one dtype and ran on one device. The predicted rate is the product of two factors:
+
+    - The share of the compute units that the output tiles fill. It follows from the sizes of the product, see `best_tiling`.
+    - The rate that the device would reach for this K if the tiles filled all units. For a measured product, it is the measured
+      rate divided by the share. Between the measured values of K, it is interpolated over log K. Outside of them, it is constant.
+      It is low for short K, because loads are not hidden, and because the start and the end of a tile cost as much as for long K.
+
+    If K is long and there are few tiles, as for weight gradients, K can be split into parts. No part is shorter than the smallest
+    measured K.
 
     Args:
-        units: number of compute units.
-        k: measured values of K, ascending.
-        filled_tflops: rate of a full device at each K, in 10¹² FLOP/s.
+        units: number of compute units of the device.
+        k: measured values of K in ascending order.
+        filled_tflops: for each K, the rate if the tiles fill all units, in 10¹² FLOP/s.
     """
 
     units: int
@@ -50,10 +60,14 @@ class ProductRates:
 
     @classmethod
     def fit(cls, measured: Iterable[tuple[int, int, int, float]], units: int) -> "ProductRates":
-        """Fit to measured products (M, N, K, 10¹² FLOP/s); for each K the fastest one counts.
+        """Fit the rates to measured products. If several products have the same K, the best one is used.
+
+        Args:
+            measured: the measured products as (M, N, K, rate in 10¹² FLOP/s).
+            units: number of compute units of the device.
 
         Raises:
-            HyperionError: there are no measured products.
+            HyperionError: `measured` is empty.
         """
         filled: dict[int, float] = {}
         for m, n, k, tflops in measured:
@@ -65,7 +79,7 @@ class ProductRates:
         return cls(units, tuple(sorted(filled)), tuple(filled[k] for k in sorted(filled)))
 
     def tflops(self, product: Product) -> float:
-        """Return the expected rate of a product in 10¹² FLOP/s, for the best tile size and number of splits."""
+        """Return the predicted rate of a product in 10¹² FLOP/s, with the best tile size and the best number of splits of K."""
         ways = [(size, splits) for size in TILES for splits in self._splits(product.k)]
         return max(
             tile(product.m, product.n, product.batch, self.units, size, splits).share * self._filled(product.k / splits)
@@ -79,17 +93,17 @@ class ProductRates:
         return float(np.exp(np.interp(np.log(k), np.log(self.k), np.log(self.filled_tflops))))
 
 
-# Prefixes of optimizer operators. (`_fused_rms_norm` and `_fused_dropout` are other operators.)
+# Prefixes of the names of optimizer operators. `_fused_` alone would also match `_fused_rms_norm` and `_fused_dropout`.
 _OPTIMIZER = ("_fused_adam", "_fused_adagrad", "_fused_sgd", "_foreach_")
 
 
 @dataclass(frozen=True)
 class MemoryStream:
-    """time = latency + bytes / bandwidth of operators that only move memory.
+    """The model time = latency + bytes / bandwidth, for operators whose time is the time to read and write memory.
 
     Args:
         bandwidth_gb_s: bandwidth in 10⁹ bytes/s.
-        latency_s: seconds of an operator that moves no bytes.
+        latency_s: latency of an operator in seconds.
     """
 
     bandwidth_gb_s: float
@@ -97,21 +111,24 @@ class MemoryStream:
 
     @classmethod
     def fit(cls, measured: Sequence[tuple[float, float]]) -> "MemoryStream":
-        """Fit to measured streams (bytes, GB/s) by least squares of the relative errors in time.
+        """Fit latency and bandwidth by least squares of the relative errors of the times.
+
+        Args:
+            measured: measured operations as (bytes, bandwidth in 10⁹ bytes/s).
 
         Raises:
-            HyperionError: there are fewer than two sizes.
+            HyperionError: there are fewer than two different sizes.
         """
         size = np.array([traffic for traffic, _ in measured], dtype=np.float64)
         if len(set(size)) < 2:
             raise HyperionError(
-                f"{len(set(size))} stream sizes, but a fit of latency and bandwidth needs two",
+                f"the number of measured sizes is {len(set(size))}, but a fit of latency and bandwidth needs at least two",
                 where="MemoryStream.fit",
                 next_step="measure the bandwidth at several sizes",
             )
         seconds = size / (np.array([rate for _, rate in measured]) * 1e9)
         columns = np.column_stack([1 / seconds, size / size.max() / seconds])
-        from scipy.optimize import nnls  # imported here because it takes half a second in every worker process
+        from scipy.optimize import nnls  # here, because the import takes half a second in each worker
 
         latency, slope = nnls(columns, np.ones(len(size)))[0]
         return cls(float(size.max() / slope / 1e9), float(latency))
@@ -119,15 +136,16 @@ class MemoryStream:
 
 @dataclass(frozen=True)
 class StepCeilings:
-    """The measurements for a prediction.
+    """The measured rates and times of a machine, from which a step is predicted.
 
     Args:
-        products: rates by captured dtype; if float32 products use TF32 units, "fp32" has the rates of tf32.
-        memory: latency and bandwidth of streams.
+        products: rates of matrix products by the dtype of the recorded operators. If float32 products use TF32 units, the entry
+            "fp32" contains the rates of tf32.
+        memory: latency and bandwidth of operators that only read and write memory.
         operator_time_s: host seconds per operator, see `measure_operator_cost`.
-        overlapped: whether the device works in parallel to the host; False on a CPU.
-        convolution_time_s: host seconds per convolution and batch norm; None if they count as other operators.
-        step_overhead_s: fixed host seconds of a step; 0 if not measured.
+        overlapped: whether the device works in parallel to the host. False on a CPU.
+        convolution_time_s: host seconds per convolution or batch norm. None means `operator_time_s`.
+        step_overhead_s: fixed host seconds of a step. 0 if it was not measured.
     """
 
     products: Mapping[str, ProductRates]
@@ -138,7 +156,7 @@ class StepCeilings:
     step_overhead_s: float = 0.0
 
     def host_s(self, calls: Sequence[Call]) -> float:
-        """Return the host seconds of a step that dispatches these operators one by one; views are free."""
+        """Return the host seconds of a step that dispatches these operators one by one. Views take no time."""
         moving = [call for call in calls if call.moves]
         apart = 0 if self.convolution_time_s is None else sum(map(is_convolution, moving))
         operators_s = (len(moving) - apart) * self.operator_time_s + apart * (self.convolution_time_s or 0.0)
@@ -147,12 +165,13 @@ class StepCeilings:
 
 @dataclass(frozen=True)
 class CompiledHost:
-    """The host cost of a step with compiled blocks, forward and backward.
+    """The host cost of a training step with compiled blocks.
 
     Args:
-        kernel_time_s: seconds per kernel of compiled code.
+        kernel_time_s: host seconds per kernel of compiled code.
         blocks: number of blocks that are compiled separately.
-        entry_time_s: seconds per block besides its kernels: guards, and autograd around the compiled code.
+        entry_time_s: additional host seconds per block, for the forward and the backward pass together. This is the time of the
+            guards, and of autograd around the compiled code.
     """
 
     kernel_time_s: float
@@ -162,17 +181,17 @@ class CompiledHost:
 
 @dataclass(frozen=True)
 class StepPrediction:
-    """The predicted parts of a step in seconds.
+    """The predicted time of a step and its parts, in seconds.
 
     Args:
-        products_s: matrix products, convolutions and attention.
-        memory_s: memory time of all other operators except the optimizer's.
-        optimizer_s: memory time of the optimizer's operators.
-        latency_s: latencies of all operators that are not products; 0 on a CPU, where they are part of the host time.
-        host_s: host time of all operators and of the step.
-        overlapped: whether device and host work in parallel.
-        operators: number of operators that move memory.
-        basis: description of how the total is computed.
+        products_s: device time of matrix products, convolutions and attention.
+        memory_s: time to read and write memory in all other operators, except those of the optimizer.
+        optimizer_s: time to read and write memory in the operators of the optimizer.
+        latency_s: sum of the latencies of all operators that are not products. 0 on a CPU, where they are part of `host_s`.
+        host_s: host time of the step.
+        overlapped: whether the device works in parallel to the host.
+        operators: number of operators that read or write memory.
+        basis: text that says how the total is computed.
     """
 
     products_s: float
@@ -186,12 +205,12 @@ class StepPrediction:
 
     @property
     def device_s(self) -> float:
-        """Seconds of the device."""
+        """Predicted device time of the step in seconds."""
         return self.products_s + self.memory_s + self.optimizer_s + self.latency_s
 
     @property
     def total_s(self) -> float:
-        """Seconds of the step."""
+        """Predicted time of the step in seconds."""
         return max(self.device_s, self.host_s) if self.overlapped else self.device_s + self.host_s
 
     def __str__(self) -> str:
@@ -199,12 +218,14 @@ class StepPrediction:
 
 
 def training_calls(loss: Callable[[], Tensor], optimizer: torch.optim.Optimizer) -> list[Call]:
-    """Return the operators of a training step (forward, loss, backward, update) with an initialised optimizer.
+    """Return the operators of one training step: forward pass, loss, backward pass and update.
 
-    Call this within `shapes_only`. On real tensors it changes the model: it runs an update with zero gradients and a step.
+    Call this function within `shapes_only`. With real tensors it would change the model, because it updates the model twice. The
+    first update has zero gradients and creates the optimizer state. Its operators are not returned.
 
     Args:
-        loss: runs the forward pass and returns the loss.
+        loss: function that runs the forward pass and returns the loss.
+        optimizer: the optimizer that updates the parameters.
     """
     for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
         parameter.grad = torch.zeros_like(parameter)
@@ -225,13 +246,13 @@ def predict_step(
     """Predict the time of a step.
 
     Args:
-        step: a function that does one step, called once, preferably within `shapes_only`; or the operators of a step from
-            `training_calls` or `dispatched`.
-        ceilings: measured ceilings.
-        compiled: host cost of compiled blocks; None for an eager step.
+        step: the operators of a step, from `training_calls` or `dispatched`. Or a function that does one step. The function is
+            called once, preferably within `shapes_only`.
+        ceilings: the measured rates and times of the machine.
+        compiled: the host cost of compiled blocks. None for an eager step.
 
     Raises:
-        HyperionError: the dtype of a product has no rate, or no operator moves memory.
+        HyperionError: there are no measured rates for the dtype of a product, or no operator reads or writes memory.
     """
     calls = [call for call in (dispatched(step) if callable(step) else step) if call.moves]
     if not calls:
@@ -276,25 +297,25 @@ def _basis(
 ) -> str:
     device_s = sum(parts.values()) - parts["host_s"]
     if not ceilings.overlapped:
-        together = "one after the other"
+        together = "the device's time and the host's time add up"
     elif parts["host_s"] > device_s:
-        together = "the host's time decides"
+        together = "the host's time decides, because it is longer"
     else:
-        together = "the device's time decides"
+        together = "the device's time decides, because it is longer"
     apart = 0 if ceilings.convolution_time_s is None else sum(map(is_convolution, calls))
-    rest, each = "other operators' bytes", f"{len(calls) - apart} operators of {ceilings.operator_time_s * 1e6:.3g} us"
+    rest, each = "the other operators", f"{len(calls) - apart} operators of {ceilings.operator_time_s * 1e6:.3g} us each"
     if apart and ceilings.convolution_time_s is not None:
-        each += f" and {apart} convolutions and batch norms of {ceilings.convolution_time_s * 1e6:.3g} us"
+        each += f" and {apart} convolutions and batch norms of {ceilings.convolution_time_s * 1e6:.3g} us each"
     if compiled is not None:
-        rest, each = "what is fused between them", f"two kernels a product of {compiled.kernel_time_s * 1e6:.3g} us"
+        rest, each = "the fused operators between them", f"two kernels per product of {compiled.kernel_time_s * 1e6:.3g} us each"
         if compiled.blocks:
             each += f", {compiled.blocks} blocks entered for {compiled.entry_time_s * 1e6:.3g} us each"
-        each += ", and the update"
+        each += ", and the operators of the update"
     if ceilings.step_overhead_s:
-        each += f", {ceilings.step_overhead_s * 1e6:.3g} us once"
+        each += f", {ceilings.step_overhead_s * 1e6:.3g} us once per step"
     return (
-        f"products of {flops / 1e9:.4g} GFLOP at measured rates of their size {parts['products_s'] * 1e3:.3g} ms, "
-        f"{rest} at {ceilings.memory.bandwidth_gb_s:.4g} GB/s {parts['memory_s'] * 1e3:.3g} ms, "
-        f"update {parts['optimizer_s'] * 1e3:.3g} ms, latencies {parts['latency_s'] * 1e3:.3g} ms; "
-        f"host {each} = {parts['host_s'] * 1e3:.3g} ms; {together}"
+        f"on the device, matrix products of {flops / 1e9:.4g} GFLOP at the measured rates of their sizes take "
+        f"{parts['products_s'] * 1e3:.3g} ms, {rest} move their bytes at {ceilings.memory.bandwidth_gb_s:.4g} GB/s in "
+        f"{parts['memory_s'] * 1e3:.3g} ms, the optimizer update takes {parts['optimizer_s'] * 1e3:.3g} ms, and latencies take "
+        f"{parts['latency_s'] * 1e3:.3g} ms; on the host, {each} = {parts['host_s'] * 1e3:.3g} ms; {together}"
     )

@@ -1,7 +1,8 @@
-"""Time the phases of a step, or run steps under PyTorch's profiler and classify every moment of them.
+"""Time the phases of a step, or profile steps with PyTorch's profiler and split their time by kind of work.
 
-No vendor tool is needed: the profiler's trace has the interval of every kernel on the device (through CUPTI or roctracer) and of
-every operator on the host. Interval arithmetic is in integer nanoseconds, so that parts add up exactly.
+No tool of NVIDIA or AMD is needed. The trace of the profiler contains the start and the end of every kernel on the device and of
+every operator on the host. The profiler gets the times of the kernels from CUPTI or roctracer. All intervals are in integer
+nanoseconds, so the parts of a step add up exactly.
 """
 
 import contextlib
@@ -33,13 +34,13 @@ Phase = Callable[[str], AbstractContextManager]
 
 @dataclass(frozen=True)
 class Event:
-    """A kernel, operator or region with its interval.
+    """A kernel, an operator or a region in a trace.
 
     Args:
         name: name of the kernel, operator or region.
-        start_ns, end_ns: interval on a clock common to all events.
-        stream: stream or thread.
-        kind: the part of the step that it counts as.
+        start_ns, end_ns: start and end in nanoseconds. All events use the same clock.
+        stream: the stream of a kernel, or the thread of an operator.
+        kind: name of the part of the step to which the time of this event belongs.
     """
 
     name: str
@@ -50,22 +51,23 @@ class Event:
 
 
 def partition(events: Iterable[Event], start_ns: int, end_ns: int, order: Sequence[str]) -> dict[str, int]:
-    """Return the nanoseconds of each kind within a window. Each moment counts for the active kind that is first in `order`.
+    """Split a time window by kind of event, and return the nanoseconds of each kind.
 
-    Moments without an active event are `unexplained`. The values add up to the window exactly, also if events overlap.
+    If events of several kinds are active at the same time, this time counts for the kind that comes first in `order`. The time
+    without any active event counts as "unexplained". The returned values add up to the length of the window.
 
     Args:
-        events: events with kinds in `order`.
-        start_ns, end_ns: the window.
-        order: all kinds by priority.
+        events: the events. Their kinds must be in `order`.
+        start_ns, end_ns: start and end of the window.
+        order: all kinds. The kind with the highest priority comes first.
 
     Raises:
-        ValueError: an event has an unknown kind or ends before it starts.
+        ValueError: the kind of an event is not in `order`, or an event ends before it starts.
     """
     changes: dict[int, Counter] = {start_ns: Counter(), end_ns: Counter()}
     for event in events:
         if event.kind not in order or event.end_ns < event.start_ns:
-            raise ValueError(f"{event} has a kind outside of {tuple(order)}, or ends before it starts")
+            raise ValueError(f"the kind of {event} is not in {tuple(order)}, or the event ends before it starts")
         first, last = max(event.start_ns, start_ns), min(event.end_ns, end_ns)
         if first < last:
             changes.setdefault(first, Counter())[event.kind] += 1
@@ -79,9 +81,10 @@ def partition(events: Iterable[Event], start_ns: int, end_ns: int, order: Sequen
 
 
 def innermost(events: Iterable[Event]) -> list[Event]:
-    """Split the events of each stream so that each moment belongs to the event that started last.
+    """Split nested events into pieces that do not overlap, separately for each stream.
 
-    The pieces of an operator are its own time, without the operators that it calls.
+    If several events of a stream are active at the same time, this time belongs to the event that started last. So the pieces of
+    an operator are its own time, without the time of the operators that it calls.
     """
     pieces: list[Event] = []
     streams: dict[int | str, list[Event]] = {}
@@ -126,8 +129,8 @@ DATA, GAPS, COMMUNICATION, COPIES, MEMORY, GEMM = (
     "memory-bound kernels",
     "GEMM",
 )
-# Priorities of simultaneous events. On a GPU, waiting for data matters only while the device is idle. On a CPU, the operators
-# that create a batch are part of the data wait.
+# The order in which kinds have priority if events are active at the same time. On a GPU, the wait for data counts only while the
+# device is idle. On a CPU, the operators that create a batch are part of the data wait, so the data wait comes first.
 GPU_ORDER = (GEMM, MEMORY, COMMUNICATION, COPIES, DATA, GAPS)
 CPU_ORDER = (DATA, GEMM, MEMORY, COMMUNICATION, COPIES, GAPS)
 
@@ -137,33 +140,36 @@ _WINDOW, _WINDOWS = "hyperion: window", 3
 _COLLECTIVE = re.compile(
     r"nccl|rccl|nvshmem|gloo|c10d|all_?reduce|all_?gather|reduce_?scatter|all_?to_?all|multimem", re.IGNORECASE
 )
-# cuBLAS (gemm, xmma, nvjet, splitK), CUTLASS and CK, Tensile (Cijk_), MIOpen and cuDNN convolutions, attention kernels, and
-# the templates of Inductor, which are products, convolutions and attention.
+# Matches the kernels of cuBLAS (gemm, xmma, nvjet, splitK), CUTLASS, CK and Tensile (Cijk_), the convolutions of MIOpen and
+# cuDNN, attention kernels, and the template kernels of Inductor, which are matrix products, convolutions and attention.
 _PRODUCT = re.compile(
     r"gemm|gemv|xmma|nvjet|splitk|cutlass|cijk_|wgmma|wmma|mfma|winograd|igemm|dgrad|wgrad|fprop|conv(?!ert)|triton_tem|triton_mm"
     r"|flash|fmha|attn_fwd|attn_bwd|attention",
     re.IGNORECASE,
 )
-# Kernels that Inductor fuses contain the names of neighbouring products: triton_poi_fused_convolution_relu_3.
+# The name of a fused kernel of Inductor can contain a neighbouring matrix product or convolution, which another kernel computes.
+# Example: triton_poi_fused_convolution_relu_3.
 _FUSED = re.compile(r"^triton_(?!tem_)[a-z]+_fused_")
 _PRODUCT_OPERATOR = re.compile(
     r"^(aten|mkldnn|mkl|quantized|onednn)::_?(mm|addmm|bmm|baddbmm|mv|addmv|dot|vdot|linear|addbmm|int_mm|scaled_mm|grouped_mm"
     r"|scaled_grouped_mm|mkl_linear|linear_pointwise|.*conv.*|.*scaled_dot_product.*attention.*)$"
 )
 _GLUE = re.compile(r"^autograd::|Backward\d*$|^torch::autograd::")
-# Work on a CPU that is recorded as a region, not as an operator: compiled code, and collectives on separate threads.
+# Matches work on a CPU that the profiler records as a region: compiled code, and collectives on separate threads.
 _WORK_NOTED = re.compile(r"CompiledFxGraph|^gloo:")
 _HOST_COPY = re.compile(r"HtoD|DtoH|HostToDevice|DeviceToHost|Host ?-> ?Device|Device ?-> ?Host", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
 class Trace:
-    """Profiled steps.
+    """The trace of several steps in a row.
 
     Args:
-        events: kernels, copies, operators and regions of the host.
-        start_ns, end_ns: from the start of the first step until the device has finished the last one.
-        steps: number of steps in this window.
+        events: events of all windows. On a GPU, these are kernels, copies, and regions of the host. On a CPU, these are
+            operators and regions.
+        start_ns: start of the first step of the chosen window.
+        end_ns: time at which the device has finished the last step of the chosen window.
+        steps: number of steps in the window.
     """
 
     events: list[Event]
@@ -173,13 +179,13 @@ class Trace:
 
 
 def trace_steps(step: Callable[[], object], data: Callable[[], object] | None, device: Device, steps: int) -> Trace:
-    """Run three windows of steps under the profiler and return the events of the window of median length.
+    """Profile three windows of steps, and choose the window of median length.
 
     Args:
-        step: one step; takes the batch if `data` is given.
-        data: returns a batch.
+        step: function that does one step. It takes the batch as its argument if `data` is given.
+        data: function that returns a batch. None if the step takes no batch.
         device: device of the step.
-        steps: number of steps in a window.
+        steps: number of steps in each window.
 
     Raises:
         HyperionError: the profiler recorded no kernel on the GPU.
@@ -217,7 +223,11 @@ def trace_steps(step: Callable[[], object], data: Callable[[], object] | None, d
 
 
 def run_step(step: Callable, data: Callable[[], object] | None, region: Callable = contextlib.nullcontext) -> None:
-    """Run one step with its batch, each in a named region."""
+    """Get a batch and run one step. Both have their own named region in the trace.
+
+    Args:
+        region: function from a name to the context of the region. The default records nothing.
+    """
     batch = ()
     if data is not None:
         with region("hyperion: data"):
@@ -227,7 +237,10 @@ def run_step(step: Callable, data: Callable[[], object] | None, region: Callable
 
 
 def kernel_kind(name: str) -> str:
-    """Return the kind of a kernel by its name: communication, GEMM (including convolution and attention), else memory."""
+    """Return the kind of a GPU kernel, derived from its name.
+
+    The kind is communication, GEMM (including convolutions and attention), or memory-bound for all other kernels.
+    """
     if _FUSED.match(name):
         return MEMORY
     if _COLLECTIVE.search(name):
@@ -236,7 +249,7 @@ def kernel_kind(name: str) -> str:
 
 
 def operator_kind(name: str) -> str:
-    """Return the kind of an operator on a CPU; autograd's own work between operators is a launch gap."""
+    """Return the kind of a CPU operator, derived from its name. The work of autograd between operators counts as launch gap."""
     if _COLLECTIVE.search(name):
         return COMMUNICATION
     if _GLUE.search(name):
@@ -245,9 +258,14 @@ def operator_kind(name: str) -> str:
 
 
 def gpu_events(raw: list[dict], index: int | None) -> list[Event]:
-    """Return the kernels, copies and fills of one GPU in a trace, or of all GPUs if `index` is None."""
+    """Return the kernels, copies and memory fills of one GPU in a trace.
+
+    Args:
+        raw: events of the trace.
+        index: index of the GPU. None means all GPUs.
+    """
     work = [event for event in raw if event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")]
-    # Tracers can number devices differently; a single device must be the right one.
+    # A tracer can number the GPUs differently than PyTorch. If the trace contains only one GPU, it must be the right one.
     alone = len({event["args"].get("device") for event in work}) < 2
     events = []
     for event in work:
@@ -264,7 +282,7 @@ def gpu_events(raw: list[dict], index: int | None) -> list[Event]:
 
 
 def cpu_events(raw: list[dict]) -> list[Event]:
-    """Return the operators of each thread, without the time of the operators that they call."""
+    """Return the operators of all threads in a trace. The time of an operator excludes the operators that it calls."""
     operators = [
         Event(event["name"], *_ends(event), event["tid"], operator_kind(event["name"]))
         for event in raw
@@ -282,19 +300,21 @@ def _regions(raw: list[dict]) -> list[Event]:
 
 
 def _ends(event: dict) -> tuple[int, int]:
-    # The trace gives microseconds with three decimals.
+    # Times in the trace are microseconds with three decimals.
     start = round(event["ts"] * 1e3)
     return start, start + round(event["dur"] * 1e3)
 
 
 @dataclass(frozen=True)
 class StepTiming:
-    """The times of a step and its phases, from the same steps.
+    """The times of a step and of its phases. All times come from the same steps.
 
     Args:
-        whole: the whole step.
-        phases: phases by name in the order of the step; one sample for each sample of `whole`.
-        verification: check that the phases add up to the step: the median over the steps of |sum / whole - 1|.
+        whole: timing of the whole step.
+        phases: timings of the phases by name, in the order of the step. Sample i of a phase and sample i of `whole` come from the
+            same step.
+        verification: check that the phases add up to the step. The error is the median over the steps of
+            |sum of the phases / whole - 1|.
     """
 
     whole: Timing
@@ -305,13 +325,17 @@ class StepTiming:
 def time_step(
     step: Callable[[Phase], object], device: Device, *, minimum_samples: int = MINIMUM_SAMPLES, time_limit_s: float = 5.0
 ) -> StepTiming:
-    """Time a step and its phases with hot caches; warm-up, clock and number of samples as in `time_interleaved`.
+    """Time a step and its phases with hot caches.
+
+    The warm-up, the clock and the number of samples are the same as in `time_interleaved`.
 
     Args:
-        step: does one step, each part of it in `with phase("name"):`. A phase that is entered twice in a step is summed.
+        step: function that does one step. Its argument is a function `phase`. Each part of the step must run in
+            `with phase("name"):`. If a step enters the same phase several times, their times are added.
+        minimum_samples, time_limit_s: see `time_interleaved`.
 
     Raises:
-        HyperionError: the step has no phases, or its phases change from step to step.
+        HyperionError: the step has no phases, or not all steps have the same phases in the same order.
     """
     stamps = _Stamps(device)
 
@@ -328,9 +352,9 @@ def time_step(
 
 
 class _Stamps:
-    """The device's clock, which also records pairs of stamps by phase for each sampled step.
+    """The clock of a device that also records the start and the end of each phase, for each sampled step.
 
-    On a GPU the stamps are read only after the last step, because reading them would synchronise.
+    On a GPU, the recorded events are read only after the last step, because reading an event would synchronise.
     """
 
     def __init__(self, device: Device):
@@ -339,7 +363,7 @@ class _Stamps:
         self.steps: list[dict[str, list[tuple]]] = []
 
     def sample(self, functions: list[Callable], flush: Callable | None, count: int) -> list[list[float]]:
-        """Sample the device's clock, and drop the stamps of steps that it runs without timing them."""
+        """Take samples with the clock of the device. Delete the records of steps that this clock runs without timing them."""
         before = len(self.steps)
         samples = self._clock.sample(functions, flush, count)
         del self.steps[before : len(self.steps) - count * len(functions)]
@@ -352,14 +376,14 @@ class _Stamps:
         self.steps[-1].setdefault(name, []).append((start, self._clock.stamp()))
 
     def seconds(self, count: int) -> dict[str, np.ndarray]:
-        """Return the seconds of each phase in the last `count` steps; earlier steps were the warm-up."""
+        """Return the seconds of each phase in the last `count` steps. Earlier steps belong to the warm-up."""
         steps = self.steps[-count:]
         names = list(steps[0])
         if not names or any(list(step) != names for step in steps):
             raise HyperionError(
-                "the step has no phases" if not names else f"the phases differ between steps; first: {', '.join(names)}",
+                "the step has no phases" if not names else f"the phases differ between steps; first step: {', '.join(names)}",
                 where="time_step",
-                next_step="put every part of the step into `with phase(name):`, with the same names in every step",
+                next_step="put every part of the step into `with phase(name):`, and use the same names in every step",
             )
         return {name: np.array([self._sum(step[name]) for step in steps]) for name in names}
 

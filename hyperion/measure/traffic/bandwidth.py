@@ -1,8 +1,10 @@
-"""Measure bandwidth: STREAM in one memory, and copies between host and device and between GPUs.
+"""Measure bandwidth: of STREAM operations in one memory, of copies between host and device, and of copies between GPUs.
 
-Bytes of STREAM (copy, scale, add, triad, dot) are those of the definition: each input read once, the output written once. The
-read that a CPU cache does before a write is not counted. A copy between memories counts each byte once, because a link transfers
-it once; every such copy is compared bit for bit.
+The STREAM operations are copy, scale, add, triad and dot. Their bytes are counted as STREAM defines them: each input is read
+once, and the output is written once. Before a write, a CPU cache may read the old data from memory. This read is not counted.
+
+For a copy between two memories, each byte counts once, because the link transfers it once. After the timing, the destination is
+compared with the source bit for bit.
 
 Source of the operations and of the bytes: McCalpin, Memory Bandwidth and Machine Balance in Current High Performance
 Computers, 1995. Source of dot: BabelStream.
@@ -21,8 +23,8 @@ from hyperion.measure.clock.verify import FORMATS, Verification, poison_bits, ve
 from hyperion.results import Estimate
 
 SCALAR = 0.4
-# A power of two, so that scaling is exact. A dot product of 500 M terms of variance 1/16 then stays below 65504, the largest
-# fp16 number, by more than eleven standard deviations.
+# A power of two, so that scaling is exact. The terms of the dot product then have a variance of 1/16. The largest fp16 number,
+# 65504, is more than eleven standard deviations of a sum of 500 million such terms.
 _DOT_SCALE = 0.25
 DIRECTIONS = ("host to device", "device to host")
 ONE_MEMORY = "no accelerator: host and device are one memory"
@@ -34,10 +36,12 @@ class Operation:
     """A STREAM operation.
 
     Args:
+        name: name of the operation.
         inputs: number of input arrays.
         flops_per_element: FLOPs per element.
-        run: (output, *inputs) -> None; writes into the given output.
-        reference: the operation on float64 tensors; None if the output is one sum over all elements.
+        run: function (output, *inputs) -> None that writes the result into `output`.
+        reference: function (*inputs) that returns the result for float64 tensors. None if the output is one sum over all
+            elements.
     """
 
     name: str
@@ -48,7 +52,7 @@ class Operation:
 
     @property
     def arrays(self) -> int:
-        """Number of arrays that one call reads or writes; a scalar output does not count."""
+        """Number of arrays that one call reads or writes. A scalar output is not counted."""
         return self.inputs + (self.reference is not None)
 
 
@@ -61,18 +65,22 @@ OPERATIONS = {
         Operation("triad", 2, 2, lambda out, a, b: torch.add(a, b, alpha=SCALAR, out=out), lambda a, b: a + SCALAR * b),
     )
 }
-# These only read, so they are kept apart from the operations above. On a GPU the timed call also copies the scalar result into
-# the output.
+# These operations only read arrays, so they are not part of `OPERATIONS`. On a GPU, the timed call also copies the scalar result
+# into the output.
 REDUCTIONS = {"dot": Operation("dot", 2, 2, lambda out, a, b: torch.dot(a, b, out=out), None)}
 
 
 @dataclass(frozen=True)
 class BandwidthMeasurement:
-    """The timing of one verified operation.
+    """The timing of one STREAM operation.
 
     Args:
-        elements: elements per array.
-        bytes: bytes read plus bytes written by one call.
+        operation: name of the operation.
+        elements: number of elements per array.
+        dtype: dtype of the arrays.
+        bytes: bytes that one call reads plus bytes that it writes.
+        timing: seconds of one call with flushed caches.
+        verification: check of the output of the timed calls.
     """
 
     operation: str
@@ -93,13 +101,18 @@ def measure_bandwidth(
     time_limit_s: float = 2.0,
     minimum_samples: int = MINIMUM_SAMPLES,
 ) -> BandwidthMeasurement:
-    """Time one operation with flushed caches and a preallocated output, then verify the output of the timed calls.
+    """Time one STREAM operation with flushed caches, and verify the output of the timed calls.
+
+    The output is allocated before the timing.
 
     Args:
-        operation: copy, scale, add, triad or dot.
-        elements: elements per array; arrays × elements × itemsize bytes are allocated.
-        dtype: fp64, fp32, fp16 or bf16.
-        minimum_samples: at least 3; use more if power must be sampled for longer.
+        operation: "copy", "scale", "add", "triad" or "dot".
+        elements: number of elements per array. Number of arrays × elements × itemsize bytes are allocated.
+        dtype: "fp64", "fp32", "fp16" or "bf16".
+        seed: seed of the inputs.
+        time_limit_s: see `time_function`.
+        minimum_samples: smallest number of samples, at least 3. A larger number is useful if the power must be read for a
+            longer time.
     """
     chosen, number_format = (OPERATIONS | REDUCTIONS)[operation], FORMATS[dtype]
     generator = torch.Generator(device.torch_device).manual_seed(seed)
@@ -122,13 +135,15 @@ def measure_bandwidth(
 
 @dataclass(frozen=True)
 class CopyMeasurement:
-    """The timing of one verified copy of `bytes` bytes.
+    """The timing of one copy between two memories.
 
     Args:
-        source, destination: torch devices ("cpu", "cuda:0").
-        pinned: whether the host memory is page-locked, so that the device accesses it directly; None between GPUs.
-        clock: the clock of the timing.
+        source, destination: PyTorch devices, such as "cpu" and "cuda:0".
+        bytes: number of copied bytes.
+        pinned: whether the host memory is page-locked, so that the device can access it directly. None for a copy between GPUs.
+        clock: description of the clock that measured the time.
         timing: seconds of one copy with hot caches.
+        verification: comparison of the destination with the source.
     """
 
     source: str
@@ -146,12 +161,12 @@ class CopyMeasurement:
 
 
 def transfer_refusal(device: Device) -> str:
-    """Return why copies between host and device are not possible, or ""."""
+    """Return the reason why copies between the host and this device are not possible. Return "" if they are possible."""
     return ONE_MEMORY if device.kind == "cpu" else ""
 
 
 def peer_refusal(devices: Sequence[Device]) -> str:
-    """Return why copies between devices are not possible, or ""."""
+    """Return the reason why copies between these devices are not possible. Return "" if they are possible."""
     if any(device.kind == "cpu" for device in devices):
         return ONE_MEMORY
     return "" if len(devices) > 1 else f"GPUs visible: {len(devices)}; a copy from one to another needs two"
@@ -160,23 +175,25 @@ def peer_refusal(devices: Sequence[Device]) -> str:
 def measure_transfer(
     direction: str, count: int, device: Device, *, pinned: bool, time_limit_s: float = 1.0, seed: int = 0
 ) -> CopyMeasurement:
-    """Time and verify a copy of `count` bytes between the host and a device.
+    """Time a copy between the host and a device, and verify it.
 
-    A copy from or to pinned memory is asynchronous and is timed on the device's clock. A copy of pageable memory blocks the
-    host, which moves the bytes through a pinned buffer of the driver; it is timed on the host's clock between two
-    synchronisations.
+    A copy from or to pinned memory is asynchronous, and it is timed on the device's clock. A copy from or to pageable memory
+    blocks the host, because the host moves the bytes through a pinned buffer of the driver. Such a copy is timed on the host's
+    clock, between two synchronisations.
 
     Args:
         direction: "host to device" or "device to host".
-        count: bytes.
+        count: number of bytes.
         device: a GPU.
         pinned: whether the host memory is page-locked.
+        time_limit_s: see `time_function`.
+        seed: seed of the copied bytes.
 
     Raises:
         HyperionError: the device is a CPU.
     """
     if transfer_refusal(device):
-        raise HyperionError(transfer_refusal(device), where=device.name, next_step="run it on a machine with a GPU")
+        raise HyperionError(transfer_refusal(device), where=device.name, next_step="run this measurement on a machine with a GPU")
     host = _random_bytes(count, seed)
     if pinned:
         host = host.pin_memory()
@@ -187,16 +204,20 @@ def measure_transfer(
 
 
 def peer_pairs(devices: Sequence[Device]) -> list[tuple[Device, Device]]:
-    """Return all ordered pairs (source, destination) of different devices; a link may be slower in one direction."""
+    """Return all ordered pairs (source, destination) of different devices.
+
+    Both directions of a link are included, because one direction may be slower than the other.
+    """
     return list(permutations(devices, 2))
 
 
 def measure_between(
     source: Device, destination: Device, count: int, *, time_limit_s: float = 0.5, seed: int = 0
 ) -> CopyMeasurement:
-    """Time and verify a copy of `count` bytes from one device to another, on the clock of the source.
+    """Time a copy of `count` bytes from one GPU to another, and verify it.
 
-    PyTorch copies between GPUs on the source's stream, and both streams wait for the copy.
+    The copy is timed on the clock of the source, because PyTorch runs it on the stream of the source. The streams of both GPUs
+    wait for the copy.
     """
     original = _random_bytes(count, seed).to(source.torch_device)
     copied = torch.empty(count, dtype=torch.uint8, device=destination.torch_device)
@@ -206,13 +227,16 @@ def measure_between(
 def measure_copy(
     source: torch.Tensor, destination: torch.Tensor, device: Device, *, pinned: bool | None, time_limit_s: float
 ) -> CopyMeasurement:
-    """Poison the destination, time copies into it, and compare the result bit for bit.
+    """Time copies from one tensor to another, and compare the two tensors bit for bit.
+
+    Before the timing, the destination is filled with wrong values. So a copy that writes nothing is detected.
 
     Args:
         source, destination: uint8 tensors of the same length.
         device: device whose clock and stream are used.
-        pinned: whether the host memory is page-locked. False times on the host's clock.
-        time_limit_s: as in `time_function`.
+        pinned: whether the host memory is page-locked. If False, the copies are timed on the host's clock. None for a copy
+            between GPUs.
+        time_limit_s: see `time_function`.
     """
     poison_bits(destination, source)
     blocking = pinned is False
@@ -236,7 +260,7 @@ def measure_copy(
 
 
 def _random_bytes(count: int, seed: int) -> torch.Tensor:
-    """Return random bytes on the host."""
+    """Return a tensor of `count` random bytes on the host."""
     words = torch.empty(-(-count // _WORD), dtype=torch.int64)
     words.random_(-(2**63), None, generator=torch.Generator().manual_seed(seed))
     return words.view(torch.uint8)[:count]

@@ -1,9 +1,13 @@
-"""Measure bandwidth by size of the working set, from the innermost cache to memory, by reading or copying it repeatedly.
+"""Measure the bandwidth of the caches and of the memory.
 
-Launching a call takes longer than reading a small working set. On a GPU, calls in a row are therefore captured in a graph. On a
-CPU, one call reads its working set many times: it sums the rows of a matrix whose rows are all the same memory. `RepeatedCalls`
-serves any calls that are shorter than their launch: in a graph, kernels follow each other without waiting for the host, and a
-replay of some milliseconds is long compared with the resolution of the clock.
+A sweep reads or copies working sets of increasing size repeatedly. The smallest ones fit in the innermost cache. The largest ones
+fit only in memory.
+
+The launch of a call takes longer than the read of a small working set. On a GPU, many calls are therefore captured in a CUDA or
+HIP graph. On a CPU, one call reads its working set many times: it sums the rows of a matrix, and all rows share the same memory.
+
+`RepeatedCalls` can time any call that is shorter than its launch. In a graph, kernels follow each other without waiting for the
+host. A replay of the graph takes some milliseconds, which is long compared with the resolution of the clock.
 
 Source of the method: McVoy and Staelin, lmbench: portable tools for performance analysis, USENIX 1996, section 5.
 """
@@ -25,7 +29,7 @@ SWEEPS = ("read", "copy")
 _SMALLEST, _LARGEST_UNKNOWN = 4 * KIB, 256 * MIB
 _LAST_LEVELS = 4
 _SHARE_OF_MEMORY = 8
-# At 200 GB/s this takes 160 microseconds, sixty times as long as the launch of the call.
+# At 200 GB/s, reading this many bytes takes 160 microseconds, which is sixty times as long as the launch of the call.
 _BYTES_A_CALL = 32 * MIB
 # PyTorch uses one thread per this many elements (at::internal::GRAIN_SIZE in ATen/TensorIterator.h).
 _ELEMENTS_A_THREAD = 32_768
@@ -35,19 +39,30 @@ NO_GRAPHS = "unavailable: a CPU has no graphs"
 
 @dataclass(frozen=True)
 class CacheCapacity:
-    """A cache level: `count` caches of `bytes` each."""
+    """The caches of one level.
+
+    Args:
+        name: name of the level, such as "L2".
+        bytes: size of one cache.
+        count: number of caches of this level.
+    """
 
     name: str
     bytes: int
     count: int = 1
 
     def room(self, sharers: int) -> int:
-        """Return the bytes that fit if this many cores use a part each, spread over the caches."""
+        """Return the size in bytes of the largest working set that fits in the caches of this level.
+
+        Args:
+            sharers: number of cores that access the working set. Each core accesses a different part of it. The cores are spread
+                over the caches.
+        """
         return self.bytes * min(sharers, self.count)
 
     @property
     def total_bytes(self) -> int:
-        """Bytes of all caches of this level."""
+        """Size of all caches of this level together in bytes."""
         return self.bytes * self.count
 
 
@@ -57,15 +72,17 @@ class CachePoint:
 
     Args:
         operation: "read" (sum over all elements) or "copy".
-        working_set_bytes: distinct bytes that a call accesses.
-        bytes: bytes read plus bytes written by one call, summed over all passes.
-        level: the innermost level in which the working set fits, "memory" if it fits in none, None if no level is known. The
-            level does not necessarily serve every access.
-        level_basis: the sizes behind `level`, or why it is None.
-        captured: whether the calls were replayed from a graph, without launches between them.
-        how: how calls were made and timed.
+        dtype: dtype of the elements.
+        working_set_bytes: number of different bytes that a call accesses.
+        bytes: bytes that one call reads plus bytes that it writes, over all passes.
+        level: name of the innermost cache level in which the working set fits. "memory" if it fits in no cache. None if the
+            sizes of the caches are unknown. Other levels may also serve some of the accesses.
+        level_basis: text with the compared sizes, or the reason why `level` is None.
+        captured: whether the calls were captured in a graph. There are then no launches between the calls.
+        how: description of how the calls are made and timed.
         timing: seconds of one call.
-        launch: seconds of the same call on one element: the remaining launch overhead.
+        launch: seconds of the same call on one element. This is the part of the launch overhead that remains in `timing`.
+        verification: check of the output.
     """
 
     operation: str
@@ -87,15 +104,15 @@ class CachePoint:
 
     @property
     def launch_bound(self) -> bool:
-        """Whether launch overhead is at least half of the time, so that the point says nothing about caches."""
+        """Whether the launch overhead is at least half of the time. The bandwidth then says nothing about the caches."""
         return self.timing.estimate.value < 2 * self.launch.estimate.value
 
 
 def cache_capacities(device: Device) -> tuple[CacheCapacity, ...]:
-    """Return the known cache levels of a device, innermost first; empty if none is known.
+    """Return the known cache levels of a device, innermost first. The tuple is empty if no level is known.
 
-    A CPU reports all data caches. For a GPU only the last level is known, because PyTorch and the driver do not report the
-    others.
+    For a CPU, the sizes of all data caches are known. For a GPU, only the last level is known, because PyTorch and the driver do
+    not report the other levels.
     """
     if device.kind == "cpu":
         return tuple(CacheCapacity(f"L{c.level}", min(c.sizes_bytes), len(c.sizes_bytes)) for c in data_caches())
@@ -104,12 +121,17 @@ def cache_capacities(device: Device) -> tuple[CacheCapacity, ...]:
 
 
 def cache_level(working_set: int, sharers: int, capacities: Sequence[CacheCapacity]) -> tuple[str | None, str]:
-    """Return the innermost level in which a working set fits and the sizes behind it, or (None, the reason).
+    """Return the innermost cache level in which a working set fits.
 
     Args:
-        working_set: bytes.
-        sharers: number of cores that access one part each, in their own caches; 1 if each core accesses all of it, and on a GPU.
+        working_set: size of the working set in bytes.
+        sharers: number of cores that access the working set, if each core accesses a different part of it. 1 if each core
+            accesses the whole working set, and for a GPU.
         capacities: cache levels, innermost first.
+
+    Returns:
+        (name of the level, text with the compared sizes). The name is "memory" if the working set fits in no cache. If
+        `capacities` is empty, (None, reason).
     """
     if not capacities:
         return None, "the system does not tell the sizes of the caches"
@@ -121,9 +143,10 @@ def cache_level(working_set: int, sharers: int, capacities: Sequence[CacheCapaci
 
 
 def sweep_sizes(capacities: Sequence[CacheCapacity], memory_bytes: int) -> list[int]:
-    """Return working sets in bytes, each twice the previous one, from 4 KiB to four times the last level.
+    """Return the sizes of the working sets of a sweep in bytes. Each size is twice the previous one.
 
-    The largest is 256 MiB if the last level is unknown, and never more than an eighth of the memory.
+    The smallest size is 4 KiB. The sizes grow up to four times the size of the last cache level, or up to 256 MiB if no level is
+    known. No size is larger than an eighth of the memory.
     """
     largest = max((_LAST_LEVELS * c.total_bytes for c in capacities), default=_LARGEST_UNKNOWN)
     sizes = [_SMALLEST]
@@ -141,12 +164,14 @@ def measure_cache_sweep(
     time_limit_s: float = 0.3,
     seed: int = 0,
 ) -> list[CachePoint]:
-    """Time one operation over each working set with hot caches, and verify its output.
+    """Time one operation on working sets of several sizes with hot caches, and verify its outputs.
 
     Args:
         operation: "read" or "copy".
-        sizes: working sets in bytes; None means those of `sweep_sizes`.
-        time_limit_s: seconds for each size.
+        dtype: dtype of the elements, a key of `FORMATS`.
+        sizes: sizes of the working sets in bytes. None means the result of `sweep_sizes`.
+        time_limit_s: time limit in seconds for each size, see `time_function`.
+        seed: seed of the elements.
     """
     capacities = cache_capacities(device)
     shared_up_to = capacities[-1].total_bytes if capacities else _BYTES_A_CALL
@@ -176,10 +201,10 @@ def measure_cache_sweep(
 
 
 class _Work:
-    """The tensors of one working set, and the call that accesses them.
+    """The tensors of one working set, and the call that accesses these tensors.
 
-    On a CPU every core reads the whole working set, so that it must fit in the core's own caches. If it is larger than
-    `shared_up_to` bytes, no cache holds it, and each core reads only a part. For a copy, each core always copies a part.
+    On a CPU, every core reads the whole working set. So the working set must fit in the core's own caches. A working set of more
+    than `shared_up_to` bytes fits in no cache, so each core reads only a part of it. In a copy, each core always copies a part.
     """
 
     def __init__(self, operation: str, size: int, dtype: str, device: Device, seed: int, shared_up_to: int):
@@ -190,7 +215,7 @@ class _Work:
         threads = torch.get_num_threads() if device.kind == "cpu" else 1
         self.passes, self.sharers = 1, min(threads, -(-self.elements // _ELEMENTS_A_THREAD))
         if device.kind == "cpu" and operation == "read" and self.working_set_bytes <= shared_up_to:
-            # A multiple of the threads, because PyTorch distributes the rows over them.
+            # A multiple of the number of threads, because PyTorch distributes the rows over the threads.
             self.passes = threads * max(1, _BYTES_A_CALL // (threads * self.working_set_bytes))
             self.sharers = 1
         options = {"device": device.torch_device, "dtype": self.format.storage}
@@ -198,12 +223,13 @@ class _Work:
         self.source = torch.randn(self.elements, generator=generator, **options)
         self.rows = self.source.expand(self.passes, self.elements)
         self.output = torch.empty(self.passes if operation == "read" else self.elements, **options)
-        # Not a method: a reference cycle with the captured calls would keep the memory until garbage collection.
+        # The call is not a method of this object. Otherwise this object and the captured calls would refer to each other, and
+        # their memory would not be freed before the next garbage collection.
         self.calls = RepeatedCalls(_call_of(operation, self.rows, self.source, self.output), device)
 
     @property
     def how(self) -> str:
-        """How calls were made and timed."""
+        """Description of how the calls are made and timed."""
         return self.calls.how if self.passes == 1 else f"{self.passes} passes a call, {self.calls.how}"
 
     def poison(self) -> None:
@@ -226,18 +252,20 @@ def _size(count: int) -> str:
 
 
 class RepeatedCalls:
-    """A function prepared to be called many times in a row.
+    """Calls a function many times in a row and times the calls. On a GPU, the calls are captured in a graph if possible.
 
-    Construction calls the function, so poison its output after construction and before `time`.
+    The constructor already calls the function. To check that the timed calls write their output, fill the output with invalid
+    values after the construction and before `time`.
 
     Args:
-        function: does one unit of work on existing tensors. To be captured in a graph, it must not allocate or synchronise.
-        calls: calls per sample; 0 means as many as fill 2 ms, at most 1000.
+        function: function that does one unit of work on existing tensors. It can be captured in a graph only if it does not
+            allocate memory and does not synchronise.
+        calls: number of calls per sample. 0 means the number of calls that take 2 ms together, but at most 1000.
 
     Attributes:
-        calls: calls per sample.
-        graph: the captured graph; None on a CPU and if capturing failed.
-        not_captured: why there is no graph, else "".
+        calls: number of calls per sample.
+        graph: the captured graph. None on a CPU, or if the capture failed.
+        not_captured: reason why there is no graph. "" if there is a graph.
     """
 
     def __init__(self, function: Callable[[], object], device: Device, calls: int = 0):
@@ -256,14 +284,14 @@ class RepeatedCalls:
 
     @property
     def how(self) -> str:
-        """Description of how the calls are made and timed."""
+        """Description of how the calls are made, and of the clock that times them."""
         if self.graph is not None:
             return f"{self.calls} calls captured in one graph, on the device's clock"
         loop = f"{self.calls} calls in a row, on the host's clock"
         return loop if self.device.kind == "cpu" else f"{loop}, launches included (a graph is {self.not_captured})"
 
     def time(self, time_limit_s: float) -> Timing:
-        """Time one call with hot caches; each sample is the mean of `calls` calls in a row."""
+        """Return the timing of one call with hot caches. Each sample is the mean over `calls` calls in a row."""
         if self.graph is None:
             return time_function(self.function, self.device, cold=False, back_to_back=self.calls, time_limit_s=time_limit_s)
         return time_function(self.graph.replay, self.device, cold=False, time_limit_s=time_limit_s).per_call(self.calls)
@@ -277,11 +305,11 @@ def _calls_in_a_block(function: Callable, device: Device) -> int:
 def _captured(function: Callable, calls: int, device: Device) -> torch.cuda.CUDAGraph:
     with torch.cuda.device(device.torch_device):
         before = torch.cuda.current_stream()
-        # Use a stream of this device: torch's default capture stream belongs to the device that captured first.
+        # torch's default capture stream belongs to the device that captured a graph first. So use a new stream of this device.
         stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
         stream.wait_stream(before)
         with torch.cuda.stream(stream):
-            function()  # the set-up that libraries do on the first call on a stream cannot be captured
+            function()  # on the first call on a stream, libraries do set-up work that cannot be captured
         before.wait_stream(stream)
         try:
             with torch.cuda.graph(graph, stream=stream):

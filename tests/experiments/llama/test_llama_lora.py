@@ -156,7 +156,7 @@ def test_steps_that_only_measure_leave_no_trace(context, options, data, batch):
 
 
 @pytest.mark.parametrize(
-    "rows, message", [(640, None), (300, "the model's embedding has 300 rows"), (4000, "trained with another tokenizer")]
+    "rows, message", [(640, None), (300, "the model's embedding has 300 rows"), (4000, "this model has another tokenizer")]
 )
 def test_real_weights_come_with_their_tokenizer_which_must_fit(context, rows, message):
     folder = cache_root() / "llama"

@@ -81,7 +81,7 @@ def test_one_process_loads_the_adapters_of_the_ranks_and_no_other_base_may(done)
     load_adapter(model, path, frozen_sha256(model))
     with torch.no_grad():
         model.get_parameter("lm.base_model.model.model.norm.weight").add_(0.1)
-    with pytest.raises(CheckpointError, match="was trained on base weights"):
+    with pytest.raises(CheckpointError, match="was trained on weights with sha256"):
         load_adapter(model, path, frozen_sha256(model))
 
 

@@ -85,7 +85,7 @@ def test_a_stopwatch_that_does_not_wait_is_refused_and_one_that_waits_is_not():
 
 def test_every_cold_sample_needs_its_flush():
     require_flushed(30, 30)
-    with pytest.raises(HarnessError, match="30 cold samples, but the cache was flushed 29 times"):
+    with pytest.raises(HarnessError, match="30 samples are labelled cold, but the cache was flushed 29 times"):
         require_flushed(30, 29)
     with pytest.raises(HarnessError, match="flushed 0 times"):
         time_function(lambda: None, CPU, minimum_samples=3, time_limit_s=0.01, clock=Unflushed(CPU))

@@ -100,7 +100,7 @@ def test_compiled_code_moves_what_its_products_move_and_launches_two_kernels_for
     assert found.memory_s < predict_step(relus, toy_ceilings()).memory_s == pytest.approx(6e6 / 100e9)
     assert found.host_s == pytest.approx(2 * 4e-6 + 1e-5) and found.latency_s == pytest.approx(2 * 2e-6)
     one = predict_step(TOY, toy_ceilings(), CompiledHost(4e-6))  # fused code moves no more than eager code
-    assert one.memory_s == pytest.approx(2e6 / 100e9) and "what is fused between them" in one.basis
+    assert one.memory_s == pytest.approx(2e6 / 100e9) and "fused operators between them" in one.basis
 
 
 def test_each_compiled_block_is_entered_and_pays_for_it():
