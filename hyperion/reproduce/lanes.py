@@ -45,8 +45,8 @@ class Lanes:
     """The places of a machine and the notebooks that run in them.
 
     Args:
-        masks: for each device, the environment variables that hide all other devices. With fewer than two devices, the whole
-            machine is one place.
+        masks: for each place, the environment variables that hide all devices except the device of this place. With fewer than
+            two entries, the whole machine is one place.
     """
 
     def __init__(self, masks: Sequence[dict[str, str]] = ()):
