@@ -379,9 +379,9 @@ def passport(
     verify: Annotated[bool, typer.Option("--verify", help="Check files instead of measuring.")] = False,
     output: Annotated[
         Path | None,
-        typer.Option(help="Where to write it.", show_default="results/passports/<device>.json, never over an existing file"),
+        typer.Option(help="File to write.", show_default="results/passports/<device>.json, never over an existing file"),
     ] = None,
-    time_limit: Annotated[str, typer.Option(help="Approximate time to take: 40s, 5m.")] = "5m",
+    time_limit: Annotated[str, typer.Option(help="Approximate time for the measurements, as 40s or 5m.")] = "5m",
 ) -> None:
     """Describe this machine in one file that can be shared: fingerprint, measured ceilings, floors and hashes.
 

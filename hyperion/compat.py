@@ -1,9 +1,9 @@
-"""Workarounds for third-party packages that fail to import, as narrow as possible.
+"""A workaround for torchvision, which cannot be imported in some environments.
 
-torchvision's wheel on PyPI is linked against CUDA. With a CPU build of torch, its operator library cannot be loaded, and
-`import torchvision` fails with "operator torchvision::nms does not exist" when it registers shapes for two operators of that
-library. transformers and peft import torchvision if it is installed, so they fail too. If the two schemas are declared first,
-all three can be imported; a call of the operators still raises torchvision's own error.
+The wheel of torchvision on PyPI is linked against CUDA. With a CPU build of torch, its operator library cannot be loaded. Then
+`import torchvision` fails with "operator torchvision::nms does not exist", because it registers shapes for two operators of this
+library. transformers and peft import torchvision if it is installed, so their imports fail too. If the schemas of the two
+operators are declared first, all three packages can be imported. A call of the operators still raises torchvision's error.
 """
 
 import ctypes
@@ -17,26 +17,26 @@ from types import ModuleType
 
 from hyperion.errors import HyperionError
 
-# torchvision declares these in C++ (torchvision/csrc/ops/nms.cpp and quantized/cpu/qnms_kernel.cpp).
+# torchvision declares these schemas in C++ (torchvision/csrc/ops/nms.cpp and quantized/cpu/qnms_kernel.cpp).
 _SCHEMAS = (
     "nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
     "qnms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
 )
 _CUDA_LIBRARIES = ("libtorch_cuda.so", "libc10_cuda.so", "libcudart.so")
-_declared: list = []  # torch.library.Library objects; the schemas exist as long as these
+_declared: list = []  # torch.library.Library objects; the schemas exist only as long as these objects
 
 
 def prepare_torchvision(package_folders: Sequence[str] | None = None) -> bool:
     """Declare torchvision's two missing schemas if torchvision is built for CUDA and torch is not.
 
-    Does nothing if torchvision is not installed, or its operator library loads, or it fails for another reason, which
-    `import torchvision` must report.
+    The function does nothing if torchvision is not installed, or if its operator library can be loaded. It also does nothing if
+    the library cannot be loaded for another reason, so that `import torchvision` reports this reason.
 
     Args:
-        package_folders: torchvision's package folders; the default is its folders on sys.path.
+        package_folders: folders of the package torchvision. By default, they are searched on sys.path.
 
     Returns:
-        True if this module has declared the schemas.
+        True if the schemas are declared by this module.
     """
     if _declared:
         return True
@@ -67,7 +67,7 @@ def _wants_cuda(library: Path) -> bool:
 
 
 class _TorchvisionFinder:
-    """Import hook that runs `prepare_torchvision` just before torchvision's own code."""
+    """Import hook that calls `prepare_torchvision` immediately before the code of torchvision is executed."""
 
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
@@ -88,20 +88,20 @@ class _TorchvisionFinder:
 
 
 def watch_torchvision() -> None:
-    """Prepare every later import of torchvision in this process, including those inside transformers and peft.
+    """Prepare every later import of torchvision in this process, including imports by transformers and peft.
 
-    Costs nothing until torchvision is imported, and does not import torch. `import hyperion` calls it, which covers notebook
-    kernels, ranks and test processes.
+    The function takes no time until torchvision is imported, and does not import torch. It is called by `import hyperion`, so it
+    also works in notebook kernels, ranks and test processes.
     """
     if not any(isinstance(finder, _TorchvisionFinder) for finder in sys.meta_path):
         sys.meta_path.insert(0, _TorchvisionFinder())
 
 
 def import_torchvision() -> ModuleType:
-    """Prepare and import torchvision, and return the module.
+    """Import torchvision with the workaround of this module, and return it.
 
     Raises:
-        HyperionError: it is missing, or fails for a reason that `prepare_torchvision` does not handle.
+        HyperionError: torchvision is not installed, or cannot be imported for another reason.
     """
     prepare_torchvision()
     try:
@@ -110,5 +110,5 @@ def import_torchvision() -> ModuleType:
         raise HyperionError(
             f"torchvision cannot be imported: {error}",
             where=sys.executable,
-            next_step="install the torchvision that matches this torch (`make setup` does), then `hyperion doctor`",
+            next_step="run `make setup`, or install the torchvision for this version of torch; then run `hyperion doctor`",
         ) from error

@@ -1,8 +1,11 @@
 """Find the files that a module imports, directly or indirectly, and hash them.
 
-Static: imports are read from the syntax tree, nothing is executed. A change in a file that an experiment never imports leaves
-its results fresh. A name imported from a package's public face (an `__init__.py` of imports alone) leads to the module that
-defines the name, not to everything that the face offers.
+Imports are read from the syntax tree, and no code is executed. The hash is used to decide whether the results of an experiment
+are
+up to date: a change in a file that the experiment does not import does not change the hash.
+
+Some `__init__.py` files contain only imports of the public names of a package. If a name is imported from such a file, only the
+module that defines the name counts as imported, and not all modules that the `__init__.py` imports.
 """
 
 import ast
@@ -16,12 +19,15 @@ from typing import NamedTuple
 import hyperion
 
 _PACKAGE = Path(hyperion.__file__).resolve().parent
-# Sizes enter a hash by value, experiment by experiment.
+# These files are left out, because the sizes of each experiment are part of a separate hash.
 _SIZES = ("sizes.toml", "profiles.toml")
 
 
 class Import(NamedTuple):
-    """`import module` (name is "") or `from module import name`; `alias` is what the importing module calls it."""
+    """One import: `import module`, for which `name` is "", or `from module import name`.
+
+    `alias` is the name of the imported object in the importing module.
+    """
 
     module: str
     name: str
@@ -29,13 +35,13 @@ class Import(NamedTuple):
 
 
 def reached_files(modules: Iterable[str]) -> list[Path]:
-    """Return the files that `modules` import, directly or through each other, themselves included.
+    """Return the files of `modules` and all files that they import, directly or indirectly.
 
-    Followed are the packages of `modules` and hyperion. TOML files next to a reached module count as part of it, but for
-    those that hold sizes.
+    Only imports from hyperion and from the packages of `modules` are followed. TOML files in the folder of a reached module are
+    included, except TOML files with sizes.
 
     Args:
-        modules: dotted names; names that belong to no file are skipped.
+        modules: dotted names of modules. Names without a file are skipped.
     """
     waiting, seen = list(modules), set()
     packages = frozenset({"hyperion", *(name.partition(".")[0] for name in waiting)})
@@ -53,15 +59,15 @@ def reached_files(modules: Iterable[str]) -> list[Path]:
 
 @functools.cache
 def reached_source_hash(*modules: str) -> str:
-    """Return a hash over names and contents of the files that `modules` reach; 16 hexadecimal digits.
+    """Return the hash of the files that `modules` reach, see `reached_files`, as 16 hexadecimal digits.
 
-    Cached: a process runs the code it has loaded, whatever happens to the files meanwhile.
+    The hash is cached. If a file changes while the process runs, the process still runs the code that it has loaded.
     """
     return files_hash(reached_files(modules))[:16]
 
 
 def files_hash(files: Iterable[Path]) -> str:
-    """Return the SHA-256 over the files' contents and their names from the topmost package on."""
+    """Return the SHA-256 of the files' contents and of their paths relative to the folder of the topmost package."""
     digest = hashlib.sha256()
     for path in files:
         digest.update(_place(path).encode() + b"\0" + path.read_bytes() + b"\0")
@@ -69,12 +75,12 @@ def files_hash(files: Iterable[Path]) -> str:
 
 
 def imported_modules(source: str, package: str = "", packages: frozenset[str] = frozenset({"hyperion"})) -> set[str]:
-    """Return the dotted names of the modules that a Python source imports, inside functions too.
+    """Return the dotted names of the modules that a Python source imports, including imports inside functions.
 
     Args:
-        source: the text.
-        package: the package it belongs to, for relative imports.
-        packages: the topmost packages of interest.
+        source: the text of the source.
+        package: the package of the source, which is needed for relative imports.
+        packages: the topmost packages whose modules are returned.
     """
     wanted = [found for found in _imports(source, package) if found.module.partition(".")[0] in packages]
     return {module for found in wanted for module in _defining_modules(found.module, found.name)}
@@ -82,11 +88,11 @@ def imported_modules(source: str, package: str = "", packages: frozenset[str] = 
 
 @functools.cache
 def _imports(source: str, package: str) -> tuple[Import, ...]:
-    """Return the imports of a source. Cached by the text: chapters share most files, and parsing is slow."""
+    """Return the imports of a source. The result is cached, because chapters share most files and parsing is slow."""
     try:
         tree = ast.parse(source)
     except (SyntaxError, ValueError):
-        return ()  # the text is in the hash, and executing it will report the error
+        return ()  # no error is raised here, because the execution of the source reports it
     found = []
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -101,7 +107,10 @@ def _imports(source: str, package: str) -> tuple[Import, ...]:
 
 
 def _defining_modules(module: str, name: str) -> list[str]:
-    """Return the module that defines a name: a submodule, the origin of a name in a public face, or the module itself."""
+    """Return the module that defines an imported name.
+
+    This is a submodule of that name, the module from which an `__init__.py` imports the name, or `module` itself.
+    """
     if name and _module_file(f"{module}.{name}"):
         return [f"{module}.{name}"]
     path = _module_file(module)
@@ -115,9 +124,9 @@ def _defining_modules(module: str, name: str) -> list[str]:
 
 @functools.cache
 def _is_face(source: str) -> bool:
-    """Return True if a source consists of a docstring, imports and `__all__` only.
+    """Return True if a source contains only a docstring, imports and `__all__`.
 
-    Names may be imported at first use: by a `__getattr__`, and for type checkers under `if TYPE_CHECKING`.
+    Imports at the first use of a name are allowed too: a function `__getattr__`, and imports under `if TYPE_CHECKING`.
     """
 
     def passive(node: ast.stmt) -> bool:
@@ -135,7 +144,7 @@ def _is_face(source: str) -> bool:
 
 
 def _module_file(name: str) -> Path | None:
-    """Return the file of a module; its package is located, not executed."""
+    """Return the file of a module, or None. The package of the module is not imported."""
     first, *rest = name.split(".")
     base = _package_folder(first)
     if base is None:
@@ -153,7 +162,7 @@ def _package_folder(name: str) -> Path | None:
 
 
 def _place(path: Path) -> str:
-    """Return the file's path below the folder of its topmost package."""
+    """Return the path of a file relative to the folder of its topmost package."""
     if path.is_relative_to(_PACKAGE):
         return str(path.relative_to(_PACKAGE))
     top = path.parent

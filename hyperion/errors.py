@@ -1,4 +1,4 @@
-"""The exception for errors that a user can correct: what is wrong, where, and the next step. Checks of arguments."""
+"""The exception for errors that a user can correct, and checks of arguments that raise it."""
 
 import errno
 import math
@@ -7,12 +7,12 @@ from typing import Any, TypeVar
 
 
 class HyperionError(Exception):
-    """An error that a user can correct.
+    """Raised for an error that a user can correct.
 
     Args:
-        what: the error in one sentence, with the wrong value.
-        where: the file, record, cell or device.
-        next_step: what to do now, as a command or an instruction.
+        what: what is wrong, with the wrong value.
+        where: the file, record, cell or device that has the error.
+        next_step: what the user should do next, as a command or an instruction.
     """
 
     exit_code = 2
@@ -30,11 +30,11 @@ class HyperionError(Exception):
         return "\n".join(lines)
 
     def as_dict(self) -> dict[str, str | None]:
-        """Return the parts of the error, JSON-able, to pass it to another process."""
+        """Return the parts of the error as a JSON-serializable dict, so that the error can be passed to another process."""
         return {"what": self.what, "where": None if self.where is None else str(self.where), "next_step": self.next_step}
 
     def _render_traceback_(self) -> list[str]:
-        """Return what IPython shows in a notebook: the message without a traceback through the library."""
+        """Return the text that IPython shows in a notebook. It is the message without a traceback."""
         return [f"{type(self).__name__}: {self}"]
 
 
@@ -44,33 +44,34 @@ LARGEST_SEED = 2**32 - 1  # the limit of numpy's generators
 
 
 def require_seed(seed: int) -> int:
-    """Return `seed` if the generators of Python, numpy and torch accept it.
+    """Return `seed` if the random generators of Python, numpy and torch accept it.
 
     Raises:
-        HyperionError: it is no integer from 0 to 2^32 - 1.
+        HyperionError: the seed is not an integer from 0 to 2^32 - 1.
     """
     if isinstance(seed, bool) or not isinstance(seed, numbers.Integral) or not 0 <= seed <= LARGEST_SEED:
         raise HyperionError(
             f"seed is {seed!r}",
             where="the seed of the run",
-            next_step=f"give a whole number from 0 to {LARGEST_SEED}, as --seed 0 or SEED=0",
+            next_step=f"use a whole number from 0 to {LARGEST_SEED}, as --seed 0 or SEED=0",
         )
     return int(seed)
 
 
 def refused_write(error: OSError, kind: type[Error], *, action: str, kept: str, where: object, elsewhere: str) -> Error:
-    """Return an error for a failed write: a full disk, a read-only file system, or missing permissions.
+    """Return an exception for a failed write. The reason can be a full disk, a read-only file system, or missing permissions.
 
     Args:
-        kind: class of the returned error.
-        action: what failed ("cannot write").
-        kept: what is unchanged ("nothing was changed").
+        error: the error of the operating system.
+        kind: class of the returned exception.
+        action: text that says what failed, such as "cannot write".
+        kept: text that says what is unchanged, such as "nothing was changed".
         where: the file or folder.
-        elsewhere: how to choose another place, as the end of a sentence ("name another one with …").
+        elsewhere: text that says how to choose another place, such as "name another one with …".
     """
     reason = error.strerror or str(error)
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        what, remedy = f"the disk is full; {kept} ({reason})", "free some space and run the same again"
+        what, remedy = f"the disk is full; {kept} ({reason})", "free some space and run the same command again"
     elif error.errno == errno.EROFS:
         what, remedy = f"{action}: {reason}; {kept}", "make its file system writable"
     else:
@@ -89,15 +90,20 @@ def require_number(
     at_most: float = math.inf,
     below: float = math.inf,
 ) -> None:
-    """Check that an argument is a finite number within bounds; True and False are no numbers.
+    """Check that an argument is a finite number within bounds. True and False do not count as numbers.
 
     Args:
-        name: name of the argument, for the message.
-        where: the function or class of the argument.
-        whole: accept integers only, including NumPy's.
+        name: name of the argument, for the error message.
+        value: value of the argument.
+        where: function or class that has the argument, for the error message.
+        whole: if True, accept only integers. NumPy's integers are accepted too.
+        at_least: smallest accepted value.
+        above: the value must be larger than this bound.
+        at_most: largest accepted value.
+        below: the value must be smaller than this bound.
 
     Raises:
-        HyperionError: with the value and the bounds.
+        HyperionError: the argument is not a finite number within the bounds. The message has the value and the bounds.
     """
     if isinstance(value, numbers.Integral if whole else numbers.Real) and not isinstance(value, bool) and math.isfinite(value):
         number: Any = value  # numbers.Real declares no comparison with float
@@ -111,11 +117,11 @@ def require_number(
 
 
 def not_none(value: Value | None) -> Value:
-    """Return a value that is not None where the caller knows it, which a type checker does not.
+    """Return `value`, with a type that excludes None. Use it if a type checker cannot know that the value is not None.
 
     Raises:
-        ValueError: it is None.
+        ValueError: the value is None.
     """
     if value is None:
-        raise ValueError("a value that must be there is None")
+        raise ValueError("a value is None that must not be None")
     return value

@@ -1,9 +1,10 @@
-"""Locks between processes: flock where the file system supports it, else a lock file made by exclusive creation.
+"""Locks between processes.
 
-Some cluster file systems refuse flock (ENOSYS, ENOLCK, EOPNOTSUPP). There the lock is a second file, `<name>.exclusive`,
-that only one process can create. It names its owner, so that another process can take over the lock of a dead owner.
+A lock uses flock if the file system supports it. Some cluster file systems refuse flock (ENOSYS, ENOLCK, EOPNOTSUPP). On such a
+file system, the lock is a second file, `<name>.exclusive`, that only one process can create. The file names its owner, so that
+another process can take over the lock if the owner has died.
 
-Standard library only: `hyperion.install` uses it before there is an environment.
+This module uses only the standard library, because `hyperion.install` needs it before other packages are installed.
 """
 
 import contextlib
@@ -20,17 +21,19 @@ from pathlib import Path
 
 _UNSUPPORTED = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOTSUP)
 _POLL_S = 0.05
-_LONGEST_OWNER = 512  # bytes: a host name of at most 64 characters and two numbers
+_LONGEST_OWNER = 512  # in bytes; enough for a host name of at most 64 characters and two numbers
 _NOTICE_AFTER_S = 5.0
-_UNNAMED_S = 60.0  # a lock file without an owner for this long belongs to a process that died
+_UNNAMED_S = 60.0  # a lock file that has no owner for this time was made by a process that died
 _noticed: set[Path] = set()
 
 
 class FileLock:
-    """A lock that one process at a time holds; the system or the next caller frees it when that process has ended.
+    """A lock that only one process can hold at a time.
+
+    If the process ends without releasing the lock, the operating system or the next caller frees the lock.
 
     Args:
-        path: the lock file; it is created if missing and never removed.
+        path: the lock file. It is created if it does not exist, and it is never removed.
     """
 
     def __init__(self, path: Path):
@@ -40,17 +43,24 @@ class FileLock:
         self._owns_exclusive = False
 
     def acquire(self, wait: bool = True) -> bool:
-        """Take the lock; without `wait`, return False at once if another process holds it.
+        """Acquire the lock.
+
+        Args:
+            wait: whether to wait while another process holds the lock. If False, return False immediately in this case.
+
+        Returns:
+            True if this object now holds the lock.
 
         Raises:
             OSError: the lock file cannot be created or opened, or is a link, a named pipe or another special file.
         """
-        # In another user's folder, the lock file may be a link; opening it would create a file elsewhere.
+        # Links are refused, because in another user's folder the lock file may be a link to a place where no file must be
+        # created.
         flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
         self._descriptor = descriptor = os.open(self.path, flags, 0o666)
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
             self.release()
-            raise OSError(errno.EINVAL, "the lock is no regular file", str(self.path))
+            raise OSError(errno.EINVAL, "the lock is not a regular file", str(self.path))
         try:
             taken = self._flock(descriptor, wait)
         except BaseException:
@@ -61,7 +71,7 @@ class FileLock:
         return taken
 
     def release(self) -> None:
-        """Free the lock; nothing happens if it is not held."""
+        """Release the lock. Nothing happens if this object does not hold it."""
         if self._owns_exclusive:
             self._owns_exclusive = False
             self._exclusive.unlink(missing_ok=True)
@@ -78,7 +88,7 @@ class FileLock:
         except OSError as error:
             if error.errno not in _UNSUPPORTED:
                 raise
-        _notice(self.path.parent, f"{self.path.parent} has no flock; locks there are files named *.exclusive")
+        _notice(self.path.parent, f"{self.path.parent} does not support flock; locks in it are files named *.exclusive")
         return self._create_exclusive(wait)
 
     def _create_exclusive(self, wait: bool) -> bool:
@@ -93,7 +103,7 @@ class FileLock:
                     return False
                 if time.monotonic() - began > _NOTICE_AFTER_S:
                     owner = _read(self._exclusive) or "another process"
-                    _notice(self._exclusive, f"waiting for {owner}; if it is gone, remove {self._exclusive}")
+                    _notice(self._exclusive, f"waiting for {owner}; if this process has ended, remove {self._exclusive}")
                 time.sleep(_POLL_S)
                 continue
             self._owns_exclusive = True
@@ -102,7 +112,7 @@ class FileLock:
             return True
 
     def _take_over(self) -> bool:
-        """Remove the lock file of a process of this host that has ended; return True if the caller may try again."""
+        """Remove the lock file if its owner, a process of this host, has ended. Return True if the caller may try again."""
         owner = _read(self._exclusive)
         if not (_ended(owner) or _is_abandoned(self._exclusive)):
             return False
@@ -111,7 +121,7 @@ class FileLock:
             os.rename(self._exclusive, aside)
         except FileNotFoundError:
             return True
-        # Between reading and renaming, another process may have taken the lock; then restore its file.
+        # Another process may have acquired the lock between the reading and the renaming. In this case, its file is restored.
         if _read(aside) != owner:
             with contextlib.suppress(FileExistsError):
                 os.link(aside, self._exclusive)
@@ -121,7 +131,7 @@ class FileLock:
 
 @contextlib.contextmanager
 def file_lock(path: Path) -> Iterator[None]:
-    """Hold a `FileLock` for the duration of the block; wait for it first.
+    """Hold a `FileLock` during the block. Wait for the lock if another process holds it.
 
     Raises:
         OSError: the lock file cannot be created or opened.
@@ -135,7 +145,7 @@ def file_lock(path: Path) -> Iterator[None]:
 
 
 def _owner(pid: int) -> str:
-    """Return host, process number and start time, because process numbers are reused."""
+    """Return the text that identifies a process: host, process number and start time. Process numbers alone are reused."""
     return f"{socket.gethostname()} process {pid} started {_start_ticks(pid)}"
 
 
@@ -147,14 +157,14 @@ def _ended(owner: str) -> bool:
 
 def _start_ticks(pid: int) -> str:
     try:
-        # Field 22 of proc_pid_stat(5); the second one, the name in parentheses, may hold spaces.
+        # The start time is field 22, see proc_pid_stat(5). Field 2, the name in parentheses, may contain spaces.
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
     except OSError:
         return "never"
 
 
 def _is_abandoned(path: Path) -> bool:
-    """Return True for a file that has been empty for _UNNAMED_S: its process died before it wrote its name."""
+    """Return True if a lock file has been empty for _UNNAMED_S. Its process died before it wrote its name to the file."""
     try:
         facts = path.lstat()
     except OSError:
@@ -164,7 +174,7 @@ def _is_abandoned(path: Path) -> bool:
 
 def _read(path: Path) -> str:
     try:
-        # In another user's folder, it may be a named pipe or a device, which must not block.
+        # In another user's folder, the file may be a named pipe or a device. Opening it must not block.
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
         with os.fdopen(descriptor, "rb") as file:
             return (file.read(_LONGEST_OWNER) or b"").decode(errors="replace")

@@ -9,23 +9,23 @@ import hyperion
 from hyperion.errors import HyperionError
 
 HOME = "HYPERION_HOME"
-NO_HOME = "/nonexistent"  # home folder of Debian's users without one
+NO_HOME = "/nonexistent"  # on Debian, the home folder of users that have none
 SILENT_HOSTS = "HYPERION_SILENT_HOSTS"
 
 
 def project_root() -> Path:
-    """Return the folder of data/ and results/.
+    """Return the folder that contains data/ and results/.
 
-    HYPERION_HOME if it is set; else the checkout around the working folder; else the checkout that `hyperion` is imported
-    from. Without a checkout, the working folder: site-packages is never the root.
+    This is the first of these folders that exists: the folder that HYPERION_HOME names, the checkout that contains the working
+    folder, the checkout from which `hyperion` is imported, and the working folder. It is never site-packages.
 
     Raises:
-        HyperionError: HYPERION_HOME names no folder, or the working folder was removed.
+        HyperionError: HYPERION_HOME does not name a folder, or the working folder was removed.
     """
     if named := os.environ.get(HOME):
         home = expanded(named)
         if not home.is_dir():
-            raise HyperionError(f"{HOME} names no folder", where=home, next_step=f"create it, or unset {HOME}")
+            raise HyperionError(f"{HOME} names no folder", where=home, next_step=f"create the folder, or unset {HOME}")
         return home.absolute()
     try:
         here = Path.cwd()
@@ -36,24 +36,27 @@ def project_root() -> Path:
 
 
 def is_checkout(folder: Path) -> bool:
-    """Return True if the folder holds the notebooks of a checkout."""
+    """Return True if the folder is a checkout with notebooks."""
     return (folder / "phase1_hardware").is_dir() and (folder / "pyproject.toml").is_file()
 
 
 def results_folder() -> Path:
-    """Return the folder of all runs: HYPERION_RESULTS, else results/ below `project_root()`."""
+    """Return the folder of all runs. HYPERION_RESULTS names it; the default is results/ in `project_root()`."""
     named = os.environ.get("HYPERION_RESULTS")
     return expanded(named) if named else project_root() / "results"
 
 
 def data_folder() -> Path:
-    """Return the folder of staged and processed data: HYPERION_DATA, else data/ below `project_root()`."""
+    """Return the folder of downloaded and prepared data. HYPERION_DATA names it; the default is data/ in `project_root()`."""
     named = os.environ.get("HYPERION_DATA")
     return expanded(named) if named else project_root() / "data"
 
 
 def silent_hosts_folder() -> Path | None:
-    """Return the folder where the processes of one `make reproduce` record unreachable hosts; None outside `make reproduce`."""
+    """Return the folder in which the processes of one `make reproduce` record unreachable hosts.
+
+    Outside of `make reproduce`, return None.
+    """
     named = os.environ.get(SILENT_HOSTS)
     return Path(named) if named else None
 
@@ -64,22 +67,22 @@ def reference_folder() -> Path:
 
 
 def expanded(name: str) -> Path:
-    """Return the path with a leading ~ replaced by the home folder.
+    """Return the path `name`, in which a leading ~ is replaced by the home folder.
 
     Raises:
-        HyperionError: the home folder is unknown: HOME is not set and the user has no entry in the password file.
+        HyperionError: the home folder is unknown, because HOME is not set and the user has no entry in the password file.
     """
     with contextlib.suppress(RuntimeError):
         path = Path(name).expanduser()
         if path == Path(name) or not path.is_relative_to(NO_HOME):
             return path
     raise HyperionError(
-        f"the home folder of user {os.getuid()} is not known", where=name, next_step="set HOME, or write the path out"
+        f"the home folder of user {os.getuid()} is not known", where=name, next_step="set HOME, or use an absolute path"
     )
 
 
 def home_folder() -> Path:
-    """Return the user's home folder; if it is unknown, the folder of temporary files."""
+    """Return the home folder of the user. If it is unknown, return the folder for temporary files."""
     with contextlib.suppress(RuntimeError):
         if Path.home() != Path(NO_HOME):
             return Path.home()

@@ -1,6 +1,6 @@
-"""Standard streams of the commands: print text safely, and end without a traceback even if a stream is closed.
+"""Print text safely to the standard streams, and end commands without a traceback even if a stream is closed.
 
-Standard library only: `hyperion.install` uses it before there is an environment.
+This module uses only the standard library, because `hyperion.install` needs it before other packages are installed.
 """
 
 import functools
@@ -14,28 +14,30 @@ from hyperion.errors import HyperionError
 from hyperion.paths import NO_HOME
 from hyperion.untrusted import printable
 
-INTERRUPTED, READER_GONE = 130, 141  # as shells report SIGINT and SIGPIPE
+INTERRUPTED, READER_GONE = 130, 141  # the exit codes that shells report for SIGINT and SIGPIPE
 
 
 def say(text: str) -> None:
-    """Print a line with control characters escaped: it may contain text from files or other users."""
+    """Print a line. Control characters are escaped, because the text may come from files or other users."""
     print(printable(text), flush=True)
 
 
 @functools.cache
 def notice(text: str) -> None:
-    """Print a notice to standard error with control characters escaped, each text once per process."""
+    """Print a notice to standard error. Control characters are escaped, and each text is printed only once per process."""
     _print_error(f"hyperion: NOTICE: {text}")
 
 
 def run_command(command: Callable[[], int], prefix: str = "hyperion") -> int:
-    """Run a command line and return its exit code; errors that a user can correct are printed with their next step.
+    """Run a command and return its exit code. Errors that a user can correct are printed with their next step.
 
-    Closed streams are replaced by os.devnull. Characters that the terminal's encoding lacks are printed as escapes. If the
-    reader of standard output ends first (`| head -1`), the command ends silently with exit code 141.
+    Closed streams are replaced by os.devnull. Characters that the encoding of the terminal does not have are printed as escapes.
+    If the process that reads standard output ends first, as in `| head -1`, the command ends without a message and with exit code
+    141.
 
     Args:
-        prefix: start of error messages.
+        command: function that runs the command and returns its exit code.
+        prefix: text at the start of error messages.
     """
     _prepare_streams()
     _prepare_home()
@@ -53,7 +55,7 @@ def run_command(command: Callable[[], int], prefix: str = "hyperion") -> int:
         _drop_output()
         if gone:
             return READER_GONE
-        next_step = "check that this user may read and write there, and that the disk has room"
+        next_step = "check that this user may read and write this file or folder, and that the disk is not full"
         _print_error(f"{prefix}: {error}\n  next:  {next_step}")
         return HyperionError.exit_code
 
@@ -63,13 +65,13 @@ def _print_error(text: str) -> None:
 
 
 def _prepare_streams() -> None:
-    # Files opened later would get the numbers of closed streams, and child processes would print into them.
+    # A file that is opened later would get the number of a closed stream, and child processes would print into this file.
     while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
         os.set_inheritable(descriptor, True)
     os.close(descriptor)
     for number, (name, mode) in enumerate((("stdin", "r"), ("stdout", "w"), ("stderr", "w"))):
         if getattr(sys, name) is None:
-            stream = open(number, mode, encoding="utf-8", closefd=False)  # noqa: SIM115 - open as long as the process
+            stream = open(number, mode, encoding="utf-8", closefd=False)  # noqa: SIM115 - stays open until the process ends
             setattr(sys, name, stream)
             setattr(sys, f"__{name}__", stream)
     for stream in (sys.stdout, sys.stderr):
@@ -78,7 +80,7 @@ def _prepare_streams() -> None:
 
 
 def _prepare_home() -> None:
-    """Set HOME if it is unknown: otherwise the import of Jupyter and other libraries fails."""
+    """Set HOME if it is unknown, because the import of Jupyter and other libraries would fail without it."""
     if os.path.expanduser("~") == "~":
         os.environ["HOME"] = NO_HOME
 
@@ -90,7 +92,7 @@ def _reader_gone() -> bool:
 
 
 def _drop_output() -> None:
-    """Redirect standard output to os.devnull if it cannot be flushed: Python flushes it again at exit and would fail again."""
+    """Redirect standard output to os.devnull if it cannot be flushed. Python flushes it again at exit, which would fail too."""
     try:
         sys.stdout.flush()
     except OSError:

@@ -1,10 +1,10 @@
-"""Read files from other people safely: names stay in their folder, reads are bounded, text is safe to print.
+"""Read files of other people safely.
 
-A run folder, a checkpoint, a passport or a data mirror may come from another machine or another person. All readers of such
-files use this module, so that no reader follows a name out of its folder, blocks on a named pipe or a device, or exhausts the
-memory.
+A run folder, a checkpoint, a passport or a data mirror may come from another machine or another person. All code that reads such
+files uses this module. With it, a name in a file cannot lead to a file outside of its folder, reading does not block on a named
+pipe or a device, the size of a read is limited, and text is safe to print.
 
-Standard library only: `hyperion.install` uses it before there is an environment.
+This module uses only the standard library, because `hyperion.install` needs it before other packages are installed.
 """
 
 import contextlib
@@ -20,8 +20,8 @@ from typing import Any, BinaryIO, TypeVar
 from hyperion.errors import HyperionError
 from hyperion.units import MIB
 
-DEEPEST = 100  # levels of nesting in a JSON document; Hyperion writes fewer than ten
-DOCUMENT_BYTES = 64 * MIB  # Hyperion writes JSON, CSV and TOML documents of a few MiB
+DEEPEST = 100  # most levels of nesting in a JSON document; documents of Hyperion have fewer than ten
+DOCUMENT_BYTES = 64 * MIB  # largest size of a JSON, CSV or TOML document; documents of Hyperion have a few MiB
 _PIECE_BYTES = MIB
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 Error = TypeVar("Error", bound=HyperionError)
@@ -31,15 +31,15 @@ def inner_path(folder: Path, name: object, error: type[Error], next_step: str, l
     """Return `folder / name` for a name that was read from a file.
 
     Args:
-        folder: the folder that the name must stay in; the folder itself may be a link.
+        folder: the folder that must contain the file. The folder itself may be a link.
         name: a relative POSIX path such as "samples/03.gemm.parquet".
         error: class of the error to raise.
         next_step: what the user should do with a folder that contains a bad name.
-        links: allow symbolic links, to read a folder that the user named, such as a Hugging Face cache, whose files are links.
+        links: whether symbolic links are allowed. They are needed to read a Hugging Face cache, whose files are links.
 
     Raises:
-        error: the name is no string, is empty or absolute, has a component "", "." or "..", contains a control character, or
-            one of its components is a symbolic link.
+        error: the name is not a string, is empty or absolute, has a component "", "." or "..", contains a control character, or
+            has a component that is a symbolic link.
     """
     where = Path(folder)
     if not isinstance(name, str):
@@ -59,7 +59,7 @@ def open_regular(path: Path, error: type[Error], next_step: str) -> BinaryIO:
     """Open a regular file for reading in binary mode, without blocking.
 
     Raises:
-        error: it is a named pipe, a device, a socket or a folder.
+        error: the path is a named pipe, a device, a socket or a folder.
         OSError: the file is missing or may not be read.
     """
     # Without O_NONBLOCK, opening a named pipe blocks until a process writes to it.
@@ -78,13 +78,13 @@ def read_bounded(path: Path, error: type[Error], next_step: str, limit_bytes: in
     """Return the content of a regular file of at most `limit_bytes`.
 
     Raises:
-        error: it is not a regular file, or it is larger.
+        error: the path is not a regular file, or the file is larger than `limit_bytes`.
         OSError: the file is missing or may not be read.
     """
     content = bytearray()
     with open_regular(path, error, next_step) as file:
-        # The file's size does not help: files in /proc have none, and a file may grow. In pieces, because a single read of the
-        # limit allocates that much memory even for a small file.
+        # The size of the file is not checked in advance, because files in /proc have size 0 and a file may grow. The file is read
+        # in pieces, because a single read of `limit_bytes` allocates so much memory even for a small file.
         while piece := file.read(_PIECE_BYTES):
             content += piece
             if len(content) > limit_bytes:
@@ -93,10 +93,17 @@ def read_bounded(path: Path, error: type[Error], next_step: str, limit_bytes: in
 
 
 def parse_json(content: bytes | str, error: type[Error], next_step: str, where: object = None) -> Any:
-    """Parse a JSON document; duplicate keys, numbers that are not finite, half surrogates and deep nesting are refused.
+    """Parse a JSON document strictly.
+
+    Args:
+        content: the document.
+        error: class of the error to raise.
+        next_step: what the user should do if the document is refused.
+        where: file of the document, for the error message.
 
     Raises:
-        error: the content is not UTF-8, not JSON, or one of the above.
+        error: the content is not UTF-8 or not JSON, has the same key twice in one object, has a number that is not finite, has
+            half of a surrogate pair, or has too many levels of nesting.
     """
     try:
         text = content.decode() if isinstance(content, bytes) else content
@@ -107,28 +114,30 @@ def parse_json(content: bytes | str, error: type[Error], next_step: str, where: 
             json.dumps(document, ensure_ascii=False).encode()
         return document
     except RecursionError:
-        raise error("the JSON is nested too deeply to be ours", where=where, next_step=next_step) from None
+        raise error(
+            f"the JSON is nested too deeply: it has more than {DEEPEST} levels", where=where, next_step=next_step
+        ) from None
     except ValueError as fault:
-        raise error(f"not a JSON document of ours: {fault}", where=where, next_step=next_step) from fault
+        raise error(f"not a valid JSON document: {fault}", where=where, next_step=next_step) from fault
 
 
 def read_json(path: Path, error: type[Error], next_step: str, limit_bytes: int = DOCUMENT_BYTES) -> Any:
     """Parse a JSON file: `read_bounded`, then `parse_json`.
 
     Raises:
-        error: as both of them.
+        error: see `read_bounded` and `parse_json`.
         OSError: the file is missing or may not be read.
     """
     return parse_json(read_bounded(path, error, next_step, limit_bytes), error, next_step, where=path)
 
 
 def is_private(folder: Path) -> bool:
-    """Make a folder with mode 0700 if it does not exist; return True if only this user can write to it.
+    """Create a folder with mode 0700 if it does not exist. Return True if only this user can write to the folder.
 
-    A link, a file, a folder of another owner, and a folder that its group or others may write to are not private.
+    A folder is not private if it is a link or a file, belongs to another user, or can be written to by its group or by others.
 
     Raises:
-        OSError: the folder cannot be made.
+        OSError: the folder cannot be created.
     """
     with contextlib.suppress(FileExistsError):
         folder.mkdir(mode=0o700)
@@ -137,9 +146,9 @@ def is_private(folder: Path) -> bool:
 
 
 def printable(text: str) -> str:
-    """Return `text` with control characters escaped (\\x1b, \\u202e), so that a terminal shows them and does not obey them.
+    """Return `text` with control characters escaped (\\x1b, \\u202e), so that a terminal shows them and does not execute them.
 
-    Newlines and tabs are kept. Characters that reorder text and bytes that are no UTF-8 are escaped too.
+    Newlines and tabs are kept. Characters that change the direction of text, and bytes that are not UTF-8, are escaped too.
     """
     return "".join(map(_escaped, text))
 
@@ -167,7 +176,7 @@ def _finite(text: str) -> float:
 
 
 def _require_shallow(document: Any) -> None:
-    # Level by level, because recursion itself would fail on deep nesting, as would later recursive readers.
+    # The document is searched level by level. A recursive search would fail if the nesting is too deep.
     level = [document]
     for _ in range(DEEPEST):
         containers = [node for node in level if isinstance(node, dict | list)]

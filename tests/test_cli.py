@@ -48,7 +48,7 @@ def test_starting_the_command_loads_no_torch():
     [
         (["reproduce", "--nonsense"], "No such option"),
         (["reproduce", "--only", "nope"], "no chapter 'nope'"),
-        (["reproduce", "--time-budget", "6x"], "'6x' is no duration"),
+        (["reproduce", "--time-budget", "6x"], "'6x' is not a duration"),
         (["verify", "nope"], "no run 'nope'"),
         (["compare", "nope", "nope"], "no run 'nope'"),
     ],
@@ -66,7 +66,7 @@ def test_bad_input_is_exit_code_2_with_its_reason(tmp_path, arguments, told):
 def test_variables_are_options_and_empty_ones_are_none(tmp_path):
     for variable in ("TIME_BUDGET", "CELL_TIMEOUT", "NOTEBOOK_TIMEOUT"):
         done = hyperion("reproduce", **{"ONLY": "", "RUN": "", "TIME_BUDGET": "", "CELL_TIMEOUT": "", variable: "6x"})
-        assert done.returncode == 2 and "'6x' is no duration" in done.stderr and f"{variable}=6m" in done.stderr
+        assert done.returncode == 2 and "'6x' is not a duration" in done.stderr and f"{variable}=6m" in done.stderr
 
 
 def test_verify_says_what_is_whole_and_names_what_was_edited(tmp_path):
@@ -107,10 +107,10 @@ def test_compare_states_what_differs_on_top_and_fails_on_missing_values_unless_t
     assert done.returncode == 1 and "1 same, 30 missing" in done.stdout
     assert done.stdout.index("profile: A smoke; B full") < done.stdout.index("missing values (30)")
     assert "gemm m1 count, not in B: no row" in done.stdout and "and 10 more, with --all" in done.stdout
-    assert "30 missing (--allow-missing would accept that)" in done.stdout.splitlines()[-1]
+    assert "30 missing (would be accepted with --allow-missing)" in done.stdout.splitlines()[-1]
     everything = hyperion("compare", "--all", "--allow-missing", str(a.folder), str(b.folder))
     assert everything.returncode == 0 and everything.stdout.count("not in B: no row") == 30
-    assert "exit code 0: no confirmed regression, 30 missing (--allow-missing is given)" in everything.stdout
+    assert "exit code 0: no confirmed regression, 30 missing (accepted by --allow-missing)" in everything.stdout
     twice = hyperion("compare", str(a.folder), str(a.folder))
     assert twice.returncode == 2 and "the same launch is given twice" in twice.stderr
 

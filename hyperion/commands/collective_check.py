@@ -1,7 +1,7 @@
-"""The command behind test_nccl.py: check every collective by value on every rank and time it.
+"""The command of test_nccl.py: check the results of every collective on every rank, and time the collectives.
 
-It ends with an exit code other than 0 if a rank got a wrong value, died or hung. It also prints the topology, the kernels,
-the recommended bucket size, and how much of an all_reduce a computation hides.
+The exit code is not 0 if a rank got a wrong value, died or made no progress. The command also prints the topology, the kernels,
+the recommended message sizes, and the part of an all_reduce that overlaps with a computation.
 """
 
 import os
@@ -38,9 +38,10 @@ CPU_RANKS = 2
 _CPU_SIZES, _GPU_SIZES, _GPU_LARGEST = "8,4K,256K,4M", "8,4K,256K,16M,128M,1G", "8G"
 _UNITS = {"": 1, "K": KIB, "M": MIB, "G": GIB}
 _FAILED = 1
-# The process group's timeout is longer than the roll call's, because the roll call's report names the missing rank.
+# The timeout of the process group is longer than the timeout of the roll call, so that the roll call reports a hang first. Only
+# its report names the missing rank.
 _AFTER_ROLL_CALL_S = 60.0
-# When a peer dies, this rank gets a connection error. It waits before it exits, so that torchrun sees the dead peer first.
+# If another rank dies, this rank gets a connection error. It waits before it exits, so that torchrun reports the dead rank first.
 _DEATH_SEEN_S = 3.0
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
@@ -48,16 +49,16 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 @dataclass(frozen=True)
 class Check:
-    """What to check.
+    """The collectives, sizes and formats to check.
 
     Args:
-        sizes: message sizes in bytes, as nccl-tests counts them for each collective. Sizes too large for a rank's memory are
-            left out with a line in the output.
+        sizes: message sizes in bytes, counted for each collective as nccl-tests counts them. Sizes that are too large for the
+            memory of a rank are left out, and the output has a line for each of them.
         dtypes: names from `DTYPES`.
         timeout_s: seconds without progress after which the missing ranks are reported.
-        time_limit_s: seconds of timing for each cell; at least 30 calls are timed in any case.
-        largest: bytes of one more all_reduce, in the first format; 0 for none.
-        overlap: bytes of the all_reduce that is timed during a computation; 0 for none.
+        time_limit_s: time limit for timing one collective in one format and size, in seconds. At least 30 calls are always timed.
+        largest: size in bytes of one additional all_reduce in the first format. 0 means none.
+        overlap: size in bytes of the all_reduce that is timed during a computation. 0 means none.
     """
 
     sizes: list[int]
@@ -70,26 +71,30 @@ class Check:
 
 @app.command()
 def command(
-    sizes: Annotated[str, typer.Option(help="Bytes: 8, 4K, 16M, 1G …, with commas between.", show_default=_GPU_SIZES)] = "",
-    dtypes: Annotated[str, typer.Option(help=f"Of {', '.join(DTYPES)}, with commas between.")] = "fp32,bf16",
-    largest: Annotated[
-        str, typer.Option(help="Bytes of one more all_reduce, 0 for none.", show_default=f"{_GPU_LARGEST} on GPUs, 0 on a CPU")
+    sizes: Annotated[
+        str, typer.Option(help="Message sizes in bytes, separated by commas, as 8,4K,16M,1G.", show_default=_GPU_SIZES)
     ] = "",
-    overlap: Annotated[str, typer.Option(help="Bytes of the all_reduce timed during a computation, 0 for none.")] = "4M",
-    timeout: Annotated[float, typer.Option(help="Seconds without progress until a rank counts as hung.")] = 60.0,
+    dtypes: Annotated[str, typer.Option(help=f"Number formats, separated by commas: {', '.join(DTYPES)}.")] = "fp32,bf16",
+    largest: Annotated[
+        str,
+        typer.Option(help="Size of one additional all_reduce; 0 for none.", show_default=f"{_GPU_LARGEST} on GPUs, 0 on a CPU"),
+    ] = "",
+    overlap: Annotated[str, typer.Option(help="Size of the all_reduce that is timed during a computation; 0 for none.")] = "4M",
+    timeout: Annotated[float, typer.Option(help="Seconds without progress after which the missing ranks are reported.")] = 60.0,
     backend: Annotated[
-        str, typer.Option(help="With torchrun: nccl, or gloo on the CPU.", show_default="nccl on GPUs, gloo on a CPU")
+        str, typer.Option(help="With torchrun: nccl on GPUs, or gloo on the CPU.", show_default="nccl on GPUs, gloo on a CPU")
     ] = "",
     ranks: Annotated[
-        int, typer.Option(min=0, help="Without torchrun: how many to start.", show_default="one a GPU, 2 on a CPU")
+        int, typer.Option(min=0, help="Without torchrun: number of ranks to start.", show_default="one per GPU, 2 on a CPU")
     ] = 0,
 ) -> None:
-    """Check all_reduce, broadcast, all_gather, reduce_scatter, all_to_all, reduce and send_recv by value on every rank, and
-    time them. Also print how the devices are connected, the algorithm as far as the kernel's name shows it, the message size
-    that is large enough, and how much of an all_reduce a computation hides.
+    """Check the results of all_reduce, broadcast, all_gather, reduce_scatter, all_to_all, reduce and send_recv on every rank, and
+    time them. Also print how the devices are connected, the algorithm of each collective if the name of its kernel shows it, the
+    recommended message sizes, and the part of an all_reduce that overlaps with a computation.
 
-    Run it with torchrun --standalone --nproc_per_node=4, or with python alone: then it starts the ranks itself. The exit code
-    is 0 if every value is right, and 1 if a rank got a wrong value, died or hung; the message names the rank.
+    Start the program with torchrun --standalone --nproc_per_node=4, or with python. With python, it starts the ranks itself. The
+    exit code is 0 if every value is right. It is 1 if a rank got a wrong value, died or made no progress; the error message then
+    names the rank.
     """
     on_cpu = backend == "gloo" or detect().kind == "cpu"
     check = Check(
@@ -103,7 +108,9 @@ def command(
         if "RANK" in os.environ:
             check_under_torchrun(check, backend=backend or None)
         elif backend:
-            raise typer.BadParameter("--backend is for torchrun: torchrun --standalone --nproc_per_node=2 … --backend gloo")
+            raise typer.BadParameter(
+                "--backend works only with torchrun: torchrun --standalone --nproc_per_node=2 … --backend gloo"
+            )
         else:
             launch(check, ranks or _ranks_here())
     except HyperionError as error:
@@ -112,23 +119,27 @@ def command(
 
 
 def launch(check: Check, ranks: int) -> None:
-    """Start the ranks on this host and wait for them.
+    """Start the ranks on this host and wait until they have ended.
 
     Raises:
-        RankError: a rank failed; it is named.
+        RankError: a rank failed. The message names the rank.
     """
     run_ranks(Job(on_rank, {"check": asdict(check)}, ranks=ranks))
 
 
 def on_rank(check: dict) -> dict:
-    """Run the check on a launched rank."""
+    """Run the check on one of the ranks that `launch` started."""
     return {"checked": check_collectives(Check(**check))}
 
 
 def check_under_torchrun(
     check: Check, collectives: Mapping[str, Collective] = ALL_COLLECTIVES, backend: str | None = None
 ) -> int:
-    """Join the process group that torchrun's environment variables describe and run the check; return the number of cells."""
+    """Join the process group that torchrun's environment variables describe, and run the check.
+
+    Returns:
+        The number of measurements, see `check_collectives`.
+    """
     with process_group(check.timeout_s + _AFTER_ROLL_CALL_S, backend):
         try:
             return check_collectives(check, collectives)
@@ -138,10 +149,13 @@ def check_under_torchrun(
 
 
 def check_collectives(check: Check, collectives: Mapping[str, Collective] = ALL_COLLECTIVES) -> int:
-    """Check and time every collective in every format and size; rank 0 prints the results. Return the number of cells.
+    """Check and time every collective in every format and size. Rank 0 prints the results.
+
+    Returns:
+        The number of measurements. One measurement is one collective in one format and size.
 
     Raises:
-        WrongValueError: this rank got a wrong value. Its peers then wait until the launcher ends them.
+        WrongValueError: this rank got a wrong value. The other ranks then wait until the launcher ends them.
     """
     here, measured, left_out, overlap = world(), [], [], None
     with roll_call(check.timeout_s) as roll:
@@ -150,13 +164,13 @@ def check_collectives(check: Check, collectives: Mapping[str, Collective] = ALL_
         for collective, dtype, size in _cells(check, collectives, here.size):
             if (needed := memory_needed(size)) > free:
                 what = f"{collective.name}, {dtype}, {size:,} bytes"
-                left_out.append(f"left out: {what}, needs {_gib(needed)} on every rank, and {_gib(free)} are free")
+                left_out.append(f"left out: {what} need {_gib(needed)} on every rank, but only {_gib(free)} are free")
                 continue
             measured.append(measure_collective(collective, size, dtype, here, roll, time_limit_s=check.time_limit_s))
         if check.overlap and memory_needed(check.overlap) <= free:
             overlap = measure_overlap(check.overlap, check.dtypes[0], here, roll, time_limit_s=3 * check.time_limit_s)
         kernels = _kernels(measured, here, roll)
-        # Without this barrier rank 0 could report success before another rank found its wrong value.
+        # Without this barrier, rank 0 could report success before another rank has found a wrong value.
         roll.step("the verdict")
         dist.barrier()
     if here.rank == 0:
@@ -167,7 +181,7 @@ def check_collectives(check: Check, collectives: Mapping[str, Collective] = ALL_
 
 
 def _cells(check: Check, collectives: Mapping[str, Collective], ranks: int) -> list[tuple[Collective, str, int]]:
-    """Return each (collective, dtype, bytes) once; the largest all-reduce comes last."""
+    """Return each combination (collective, dtype, bytes) once. The additional largest all-reduce is last."""
     cells = [
         (collective, dtype, collective_bytes(size, dtype, ranks))
         for dtype in check.dtypes
@@ -181,13 +195,13 @@ def _cells(check: Check, collectives: Mapping[str, Collective], ranks: int) -> l
 
 
 def _kernels(measured: list[CollectiveMeasurement], here: World, roll: RollCall) -> list[str]:
-    """Return the kernel that the library launches for the largest size of each collective, and the algorithm if known."""
+    """Return a line of text per collective with the kernel that is launched for its largest size, and the algorithm if known."""
     if here.device.kind == "cpu":
-        return [f"algorithm: {here.backend} does not tell"]
+        return [f"algorithm: unknown, because {here.backend} does not report it"]
     largest = {m.collective: m for m in sorted(measured, key=lambda m: m.bytes)}
     names = kernels_of_collectives([(c, m.dtype, m.bytes) for c, m in largest.items()], here, roll)
     if names is None:
-        return ["algorithm: the profiler saw no kernel for each call"]
+        return ["algorithm: unknown, because the profiler did not record a kernel for every call"]
     may_add = switch_can_add(here.device) and not switch_is_off()
     return [
         f"{collective.name}, {m.bytes:,} bytes: {name}, {algorithm_of(name, switch_may_add=may_add)}"
@@ -196,7 +210,7 @@ def _kernels(measured: list[CollectiveMeasurement], here: World, roll: RollCall)
 
 
 def bucket_lines(measured: Iterable[CollectiveMeasurement]) -> list[str]:
-    """Return the recommended size of each collective as text, for those that were measured in at least three sizes."""
+    """Return a line of text with the recommended size of each collective that was measured in at least three sizes."""
     sweeps: dict[tuple[str, str], list[CollectiveMeasurement]] = {}
     for one in measured:
         sweeps.setdefault((one.collective.name, one.dtype), []).append(one)
@@ -212,7 +226,7 @@ def bucket_lines(measured: Iterable[CollectiveMeasurement]) -> list[str]:
 
 
 def busbw_table(measured: Iterable[CollectiveMeasurement]) -> pd.DataFrame:
-    """Return the bus bandwidth in GB/s, one line a size and one column a collective."""
+    """Return a table of the bus bandwidths in GB/s, with one row per size and one column per collective."""
     cells = [(m.bytes, m.collective.name, m.busbw_gb_s(m.timing.estimate.value)) for m in measured]
     table = pd.DataFrame(cells, columns=["bytes", "collective", "busbw"])
     pivoted = table.pivot(index="bytes", columns="collective", values="busbw")
@@ -235,7 +249,7 @@ def _print_results(here: World, measured: list[CollectiveMeasurement]) -> None:
 
 def _verdict(here: World, measured: list[CollectiveMeasurement], left_out: list[str]) -> str:
     verdict = f"ok: {len(measured)} collectives, every value right on each of {here.size} ranks, before and after the timed calls"
-    return verdict + (f"; {len(left_out)} left out, too large" if left_out else "")
+    return verdict + (f"; {len(left_out)} left out, because they are too large for the memory" if left_out else "")
 
 
 def _gib(size: int) -> str:
@@ -248,7 +262,7 @@ def _ranks_here() -> int:
         raise HyperionError(
             "this machine has one device, and a collective needs two ranks",
             where="test_nccl",
-            next_step="use a machine with several devices, or the CPU: torchrun --nproc_per_node=2 … --backend gloo",
+            next_step="use a machine with several devices, or run on the CPU: torchrun --nproc_per_node=2 … --backend gloo",
         )
     return ranks
 
@@ -258,7 +272,7 @@ def _sizes(text: str) -> list[int]:
     for part in text.split(","):
         match = re.fullmatch(r"(\d+)([KMG]?)(iB|B)?", part.strip())
         if match is None or int(match[1]) == 0:
-            raise typer.BadParameter(f"{text!r}: sizes are bytes such as 8, 4K, 16M or 1G, with commas between")
+            raise typer.BadParameter(f"{text!r} is not a list of sizes in bytes, such as 8,4K,16M,1G")
         sizes.append(int(match[1]) * _UNITS[match[2]])
     return sizes
 

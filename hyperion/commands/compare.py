@@ -1,4 +1,4 @@
-"""`hyperion compare` and `hyperion relaunch`: compare stored runs, and compare two versions of a user's code."""
+"""The commands `hyperion compare`, which compares stored runs, and `hyperion relaunch`, which compares two versions of code."""
 
 import contextlib
 from collections.abc import Callable, Iterator
@@ -19,53 +19,63 @@ if TYPE_CHECKING:
     from hyperion.results import Comparison
 
 _COLUMNS = ("variant", "metric", "A", "B", "change", "spread", "p (corrected)", "power at 3 %", "verdict")
-# Lines of a list without --all; the total is always printed.
+# Number of lines that are printed of a list without --all. The total number is always printed.
 _LINES = 20
 
 
 def compare(
     a: Annotated[str, typer.Argument(help="The earlier run, or a folder of launches.")],
     b: Annotated[str, typer.Argument(help="The later run, or a folder of launches.")],
-    everything: Annotated[bool, typer.Option("--all", help="List everything: unchanged values, and long lists.")] = False,
+    everything: Annotated[bool, typer.Option("--all", help="Also list unchanged values, and do not shorten long lists.")] = False,
     allow_missing: Annotated[
-        bool, typer.Option("--allow-missing", help="A value that only one side has is no regression.")
+        bool, typer.Option("--allow-missing", help="Do not count a value that only one of A and B has as a regression.")
     ] = False,
 ) -> None:
-    """Compare two runs, metric by metric; exit code 1 on a confirmed regression or a missing value.
+    """Compare two runs, metric by metric. The exit code is 1 if there is a confirmed regression or a missing value.
 
-    Circumstances that differ (device, versions, profile, data, seed, sizes, throttling, clocks) come first, values that a
-    run lacks come last. Only launches of one call of `hyperion relaunch`, five on each side, confirm a change: it exceeds
-    3 %, and a randomization test over whole launches, corrected for all metrics, finds it at 5 %. In other runs a change is
-    "indicative" and does not affect the exit code. The power is the probability of confirming a change of 3 %.
+    The output first lists the circumstances that differ: device, versions, profile, data, seed, sizes, throttling and clocks.
+    Then it lists the changes. Values that one of the runs lacks come last.
+
+    A change is confirmed only for launches of one call of `hyperion relaunch`, with at least five launches of A and of B. A
+    confirmed change exceeds 3 %, and a randomization test over whole launches, corrected for the number of metrics, rejects "no
+    change" at the 5 % level. For other runs, a change is "indicative" and does not affect the exit code. The power is the
+    probability that a change of 3 % is confirmed.
     """
     raise typer.Exit(print_comparison(a, b, everything, allow_missing))
 
 
 def relaunch(
-    work: Annotated[Path, typer.Argument(help="A Python file whose work() returns functions to time, by name.")],
-    a: Annotated[Path, typer.Argument(help="The earlier code: the folder that its launches import from first.")],
-    b: Annotated[Path, typer.Argument(help="The later code; the same folder again shows the noise.")],
-    launches: Annotated[int, typer.Option(min=1, help="Launches of each side; fewer than five confirm nothing.")] = 5,
-    seconds: Annotated[float, typer.Option(min=0.01, help="Total sampling time of a function in one launch.")] = 0.6,
+    work: Annotated[
+        Path, typer.Argument(help="A Python file with a function work() that returns the functions to time, by name.")
+    ],
+    a: Annotated[Path, typer.Argument(help="The folder of the earlier code. Launches of A import from this folder first.")],
+    b: Annotated[Path, typer.Argument(help="The folder of the later code. Use the folder of A to see the noise.")],
+    launches: Annotated[
+        int, typer.Option(min=1, help="Number of launches of A and of B. With fewer than five, no change is confirmed.")
+    ] = 5,
+    seconds: Annotated[float, typer.Option(min=0.01, help="Time in seconds for sampling one function in one launch.")] = 0.6,
 ) -> None:
-    """Find out if a change made your code slower: launches of both versions take turns, then `compare` judges.
+    """Find out if a change made your code slower. Both versions are launched several times, and `compare` compares the launches.
 
-    The file imports from A or B and from installed packages, not from its own folder. All launches are alive at once (on a
-    GPU, memory must suffice for all of them) and are sampled in short slices in random order, so that both versions see the
-    same state of the machine. Typical calls are compared, not the slowest. Each launch becomes a run under results/. Exit
-    code 1 on a regression.
+    The file imports modules from A or B and from installed packages, but not from its own folder. All launches run at the same
+    time, so the memory of a GPU must be large enough for all of them. The launches are sampled in short time slices in random
+    order, so that both versions are measured in the same state of the machine. Typical calls are compared, not the slowest ones.
+    Each launch is stored as a run under results/. The exit code is 1 if there is a confirmed regression.
     """
     raise typer.Exit(print_relaunch(work, a, b, launches, seconds))
 
 
 def print_comparison(a: str, b: str, everything: bool, allow_missing: bool = False) -> int:
-    """Print the changes from A to B; with `everything`, also the unchanged values.
+    """Print the changes from A to B.
 
     Args:
-        allow_missing: missing values are listed but are no regression.
+        a: the earlier run, or a folder of launches.
+        b: the later run, or a folder of launches.
+        everything: whether to print unchanged values too, and all lines of long lists.
+        allow_missing: if True, missing values are listed but do not affect the result.
 
     Returns:
-        1 on a confirmed regression, or on a missing value unless these are allowed; else 0.
+        1 if there is a confirmed regression, or a missing value and `allow_missing` is False. Otherwise 0.
     """
     from hyperion.results import VERDICTS, circumstances, relaunches, sensitivity, why_indicative
     from hyperion.results import compare as compare_runs
@@ -85,7 +95,7 @@ def print_comparison(a: str, b: str, everything: bool, allow_missing: bool = Fal
     if power := sensitivity(compared):
         say(power)
     if reason := why_indicative(side_a, side_b):
-        say(f"indicative only: {reason}; to confirm a change: hyperion relaunch WORK A B")
+        say(f"changes are indicative only: {reason}; to confirm a change, use hyperion relaunch WORK A B")
     failed = bool(counts["regression"] or (absent and not allow_missing))
     say(f"exit code {int(failed)}: {_conclusion(counts, allow_missing)}")
     return int(failed)
@@ -119,7 +129,9 @@ def _print_list(title: str, lines: list[str], everything: bool) -> None:
 def _conclusion(counts: dict[str, int], allow_missing: bool) -> str:
     parts = [f"{counts['regression'] or 'no'} confirmed regression{'s' * (counts['regression'] > 1)}"]
     if counts["missing"]:
-        parts.append(f"{counts['missing']} missing (--allow-missing {'is given' if allow_missing else 'would accept that'})")
+        parts.append(
+            f"{counts['missing']} missing ({'accepted by' if allow_missing else 'would be accepted with'} --allow-missing)"
+        )
     else:
         parts.append("nothing missing")
     if counts["indicative"]:
@@ -128,13 +140,20 @@ def _conclusion(counts: dict[str, int], allow_missing: bool) -> str:
 
 
 def print_relaunch(work: Path, folder_a: Path, folder_b: Path, launches: int, seconds: float) -> int:
-    """Time the file's functions in launches of both sides, store them, and print their comparison.
+    """Time the functions of a file in launches of both versions, store the launches, and print their comparison.
+
+    Args:
+        work: Python file with the functions to time.
+        folder_a: folder of the earlier code.
+        folder_b: folder of the later code.
+        launches: number of launches of each version.
+        seconds: time for sampling one function in one launch.
 
     Returns:
-        1 on a confirmed regression, else 0.
+        1 if there is a confirmed regression, else 0.
 
     Raises:
-        HyperionError: a path is wrong, or the file or a launch fails; no files remain then.
+        HyperionError: a path is wrong, the file has an error, or a launch fails. In this case no files are left.
     """
     from hyperion.measure import relaunch as measure_launches
     from hyperion.results import new_run_folder
@@ -150,20 +169,23 @@ def print_relaunch(work: Path, folder_a: Path, folder_b: Path, launches: int, se
 
 
 def print_launches(relaunched: "Relaunched", work: Path, folders: tuple[Path, Path], place: Path) -> int:
-    """Store launches in the folder `place`, print their comparison and return its exit code."""
+    """Store launches in the folder `place`, print their comparison, and return the exit code of the comparison."""
     from hyperion.chapter.relaunched_runs import record_launches
 
     sides, sources = record_launches(relaunched, work, folders, place), [relaunched.of(side)[0].source for side in "AB"]
     code = print_comparison(*map(str, sides), everything=False)
     if sources[0] == sources[1]:
-        say("A and B imported the same files: any difference is noise, unless they read other files")
-    say(f"again, with every value:  hyperion compare --all {sides[0]} {sides[1]}")
+        say("A and B imported the same files, so any difference is noise, unless A and B read different files")
+    say(f"to print all values:  hyperion compare --all {sides[0]} {sides[1]}")
     return code
 
 
 @contextlib.contextmanager
 def _progress() -> Iterator[Callable[[int, int, str], None]]:
-    """Yield a function (done, total, note) that draws a bar on a terminal, or prints a line for each phase in a log."""
+    """Yield a function (done, total, note) that shows the progress.
+
+    The function draws a bar on a terminal. Without a terminal, it prints a line for each phase.
+    """
     output = console()
     if not output.is_terminal:
         phases: list[str] = []
@@ -181,7 +203,7 @@ def _progress() -> Iterator[Callable[[int, int, str], None]]:
 
         def update_bar(done: int, total: int, note: str) -> None:
             if progress.tasks[bar].description != note:
-                progress.reset(bar)  # the remaining time is that of one phase
+                progress.reset(bar)  # each phase has its own bar and remaining time
             progress.update(bar, description=note, completed=done, total=total)
 
         yield update_bar

@@ -1,4 +1,4 @@
-"""The program phase2_development/compilation_optimization.py: measure torch.compile's modes, and write a flat table of them."""
+"""The command of phase2_development/compilation_optimization.py: measure the modes of torch.compile and write one table."""
 
 import sys
 import tempfile
@@ -37,11 +37,17 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_mar
 
 @dataclass(frozen=True, kw_only=True)
 class CompilationRequest:
-    """What to measure and where to write it; see `--help`.
+    """The models and modes to measure, and the folder to write to.
 
     Args:
-        models, modes: all of the profile, and all modes, if empty. `eager` is always measured.
-        batch: None takes the published batch.
+        base_dir: folder that contains results/.
+        dtype: number format of weights and arithmetic.
+        repeat: number of samples of each mode.
+        checkpoint: file or folder with weights to load. None uses random weights.
+        models: names of the models. An empty tuple means all models of the profile.
+        modes: names of the modes. An empty tuple means all modes. `eager` is always measured.
+        batch: number of examples of a call. None means the number in the published benchmark.
+        seed: seed of all random numbers.
     """
 
     base_dir: Path = Path(".")
@@ -55,7 +61,7 @@ class CompilationRequest:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the program; return 0, or 2 when an option, a file or the machine cannot be used."""
+    """Run the command. Return 0, or 2 if an option, a file or the machine cannot be used."""
     given = sys.argv[1:] if arguments is None else arguments
     return run_command(lambda: run_app(app, f"{PROGRAM}.py", given), PROGRAM)
 
@@ -63,35 +69,45 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _folder(given: Path) -> Path:
     path = expanded(str(given)).resolve()
     if not path.is_dir():
-        raise typer.BadParameter(f"{str(given)!r} is no folder: make it, or name another")
+        raise typer.BadParameter(f"{str(given)!r} is not a folder; create it, or use another folder")
     return path
 
 
 @app.command()
 def compilation(
-    base_dir: Annotated[Path, typer.Option("--base_dir", callback=_folder, help="Folder of results/.")] = Path("."),
+    base_dir: Annotated[Path, typer.Option("--base_dir", callback=_folder, help="Folder in which results/ is created.")] = Path(
+        "."
+    ),
     dtype: Annotated[
-        str, typer.Option(callback=one_of(DTYPES), help=f"Of weights and arithmetic: {', '.join(DTYPES)}.")
+        str, typer.Option(callback=one_of(DTYPES), help=f"Number format of weights and arithmetic: {', '.join(DTYPES)}.")
     ] = "fp32",
-    repeat: Annotated[int, typer.Option(min=1, help=f"Samples of each mode, at least {FEWEST_SAMPLES}.")] = FEWEST_SAMPLES,
+    repeat: Annotated[
+        int, typer.Option(min=1, help=f"Number of samples of each mode, at least {FEWEST_SAMPLES}.")
+    ] = FEWEST_SAMPLES,
     checkpoint: Annotated[
-        Path | None, typer.Option(help="Weights to load: safetensors, a state dict, a checkpoint folder.")
+        Path | None, typer.Option(help="Weights to load: a safetensors file, a file with a state dict, or a checkpoint folder.")
     ] = None,
     model: Annotated[
-        list[str] | None, typer.Option(metavar="NAME", help=f"May be repeated: {IMAGENET_STEM}, resnet18, resnet18_w8, lm_….")
+        list[str] | None,
+        typer.Option(metavar="NAME", help=f"Model to measure, may be repeated: {IMAGENET_STEM}, resnet18, resnet18_w8, lm_…."),
     ] = None,
     mode: Annotated[
         list[str] | None,
-        typer.Option(metavar="MODE", callback=one_of(MODES), help=f"May be repeated, all by default: {', '.join(MODES)}."),
+        typer.Option(
+            metavar="MODE", callback=one_of(MODES), help=f"Mode to measure, may be repeated, all by default: {', '.join(MODES)}."
+        ),
     ] = None,
-    batch: Annotated[int | None, typer.Option(min=1, help="Examples of a call.", show_default="the published batch")] = None,
+    batch: Annotated[
+        int | None, typer.Option(min=1, help="Number of examples of a call.", show_default="as in the published benchmark")
+    ] = None,
     seed: Annotated[int, typer.Option(min=0, max=LARGEST_SEED, help="Seed of all random numbers.")] = 0,
 ) -> None:
-    """Measure what torch.compile brings: eager, default, max-autotune and reduce-overhead, each in a process of its own.
+    """Measure the speed-up of torch.compile. Each mode (eager, default, max-autotune, reduce-overhead) has its own process.
 
-    Writes <base_dir>/results/benchmarks/compilation/: compilation.csv, .json and .txt, and two pictures. The rows behind them,
-    with samples, checks and environment, go to a run folder under <base_dir>/results/. Without --model, a GPU gets the
-    published models, and a CPU gets tiny ones with other names. Chapter 07_compilation_optimization explains the method.
+    The folder <base_dir>/results/benchmarks/compilation/ gets compilation.csv, compilation.json, compilation.txt and two
+    pictures. The rows from which they are made are stored in a run folder under <base_dir>/results/, with samples, checks and
+    environment. Without --model, the published models are measured on a GPU, and tiny models with other names on a CPU. Chapter
+    07_compilation_optimization explains the method.
     """
     options = CompilationRequest(
         base_dir=base_dir,
@@ -111,10 +127,10 @@ def compilation(
 
 
 def specifications(options: CompilationRequest) -> list[ModelSpec]:
-    """Return the specification of each model to measure; with a checkpoint, only of the models that its weights fit.
+    """Return the specifications of the models to measure. With a checkpoint, only models that its weights fit are included.
 
     Raises:
-        HyperionError: a model is unknown, the checkpoint is unreadable, or it fits no model.
+        HyperionError: a model is unknown, the checkpoint is unreadable, or the checkpoint fits no model.
     """
     requested: dict[str, Any] = {"dtype": options.dtype, "batch": options.batch}
     requested["modes"] = [mode for mode in MODES if mode == EAGER or mode in (options.modes or MODES)]
@@ -124,7 +140,7 @@ def specifications(options: CompilationRequest) -> list[ModelSpec]:
     specs = [ModelSpec.model_validate(base | given, strict=False) for base in bases]
     if options.checkpoint is None:
         for spec in specs:
-            weight_faults(spec, {})  # builds the model without storage, which refuses a wrong name before any measurement
+            weight_faults(spec, {})  # builds the model without memory, so that a wrong name is refused before any measurement
         return specs
     weights = read_weights(options.checkpoint.resolve())
     say(f"{weights.path}: {len(weights.tensors)} tensors, sha256 {weights.sha256}")
@@ -135,21 +151,21 @@ def specifications(options: CompilationRequest) -> list[ModelSpec]:
         say(f"{model} is left out: {reason}")
     if len(reasons) == len(specs):
         listed = "; ".join(f"{model}: {reason}" for model, reason in reasons.items())
-        remedy = "name the model it was saved from with --model"
+        remedy = "use --model to name the model from which the checkpoint was saved"
         raise HyperionError(f"the checkpoint fits none of the models: {listed}", where=weights.path, next_step=remedy)
     return [spec for spec in specs if spec.model not in reasons]
 
 
 def profile_options() -> CompilationOptions:
-    """Return the options of the chapter's experiment in this machine's default profile."""
+    """Return the options of the experiment `compilation` in the default profile of this machine."""
     return CompilationOptions.parse(load_profile(default_profile(detect().kind)).sizes(EXPERIMENT), EXPERIMENT)
 
 
 def measure(options: CompilationRequest, specs: list[ModelSpec]) -> Run:
-    """Measure every mode of every model, and return the run folder with rows and samples."""
+    """Measure every mode of every model, and return a new run with the rows and samples."""
     samples = max(options.repeat, FEWEST_SAMPLES)
     if samples > options.repeat:
-        say(f"--repeat {options.repeat}: {samples} samples are taken, the fewest that a speed-up is reported from")
+        say(f"--repeat {options.repeat} is too small: {samples} samples are taken, which is the smallest number for a speed-up")
     sizes = profile_options().model_copy(update={"models": tuple(specs), "samples": samples})
     run = Run.create(new_run_folder(EXPERIMENT, options.base_dir / "results"), run_information("script", "none", options.seed))
     with tempfile.TemporaryDirectory() as workspace:
@@ -166,7 +182,7 @@ def measure(options: CompilationRequest, specs: list[ModelSpec]) -> Run:
 
 
 def write_results(run: Run, folder: Path) -> list[Path]:
-    """Write the table as CSV, JSON and text, and the pictures, all from the run's rows; return the paths."""
+    """Write the table as CSV, JSON and text, and the pictures. All are made from the rows of the run. Return their paths."""
     rows, material = run.rows(), Material(run)
     contents = {
         "compilation.csv": compilation_csv(rows).encode(),

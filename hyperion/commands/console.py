@@ -1,4 +1,4 @@
-"""The console that commands print to, and the call of typer applications with Hyperion's exit codes."""
+"""The console that commands print to, and functions to run typer applications with Hyperion's exit codes."""
 
 import errno
 import io
@@ -15,7 +15,7 @@ from hyperion.errors import HyperionError
 from hyperion.terminal import INTERRUPTED
 from hyperion.untrusted import printable
 
-# The base class of errors in options. It is click's own class, or that of the copy of click inside newer versions of typer.
+# The base class of errors in options. It is a class of click. Newer versions of typer contain their own copy of click.
 UsageError: Any = next(kind for kind in typer.BadParameter.__mro__ if kind.__name__ == "ClickException")
 _DURATION = re.compile(r"(?:(\d+(?:\.\d+)?)h)?(?:(\d+(?:\.\d+)?)m)?(?:(\d+(?:\.\d+)?)s?)?")
 
@@ -32,13 +32,13 @@ class PlainTextConsole(Console):
 
 
 def console() -> Console:
-    """Return a console on standard output; without a terminal it is wide enough for the tables."""
+    """Return a console on standard output. If standard output is not a terminal, the console is 160 characters wide."""
     terminal = PlainTextConsole()
     return terminal if terminal.is_terminal else PlainTextConsole(width=160)
 
 
 def one_of(choices: Sequence[str]) -> Callable[[Any], Any]:
-    """Return the callback of a typer option that refuses other values."""
+    """Return a callback for a typer option. The callback raises an error for every value that is not in `choices`."""
 
     def check(given: Any) -> Any:
         for value in given if isinstance(given, list | tuple) else (given,):
@@ -50,29 +50,32 @@ def one_of(choices: Sequence[str]) -> Callable[[Any], Any]:
 
 
 def parse_duration(text: str, variable: str) -> float:
-    """Return the seconds of a duration written as 90, 90s, 6m, 1.5h or 1h30m.
+    """Return the number of seconds of a duration.
 
     Args:
+        text: the duration, written as 90, 90s, 6m, 1.5h or 1h30m. A number without a unit is in seconds.
         variable: name of the option or variable, for the error message.
 
     Raises:
-        HyperionError: it is malformed or not positive.
+        HyperionError: the text is not a duration, or the duration is not positive.
     """
     match = _DURATION.fullmatch(text.strip().lower())
     parts = [float(part) if part else 0.0 for part in match.groups()] if match else [0.0]
     seconds = sum(part * unit for part, unit in zip(parts, (3600, 60, 1), strict=False))
     if not match or seconds <= 0:
         raise HyperionError(
-            f"{text!r} is no duration", where=variable, next_step=f"write {variable}=360, {variable}=6m or {variable}=1h30m"
+            f"{text!r} is not a duration above 0",
+            where=variable,
+            next_step=f"write {variable}=360, {variable}=6m or {variable}=1h30m",
         )
     return seconds
 
 
 def run_app(app: typer.Typer, program: str, arguments: Sequence[str]) -> int:
-    """Run a typer application and return its exit code; wrong options are printed to standard error."""
+    """Run a typer application and return its exit code. Errors in options are printed to standard error."""
     command = typer.main.get_command(app)
     try:
-        # Not app(): it turns a closed standard output into exit code 1, which means a regression here.
+        # app() is not used, because it returns exit code 1 if standard output is closed. Here, exit code 1 means a regression.
         with command.make_context(program, list(arguments)) as context:
             command.invoke(context)
     except typer.Exit as ending:

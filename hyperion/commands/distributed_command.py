@@ -1,6 +1,6 @@
 """The command of run_distributed.py: train on all ranks, or measure scaling.
 
-Writes a run folder with rows of every rank and checkpoints to resume from. The exit code states how it ended.
+The command writes a run folder with rows of every rank, and checkpoints from which a training can be resumed.
 """
 
 import contextlib
@@ -39,7 +39,7 @@ TRAINING, SCALING = ("05_distributed_training", "distributed_training"), ("08_sc
 CPU_RANKS = 2
 _FAILED = 1
 _LONGEST_S = 30 * 86400.0
-# torchrun stops the other ranks when one has left. A rank that still runs after these seconds reports its own error.
+# After an error, a rank waits this time before it exits. torchrun then reports the rank that failed first, and stops the others.
 _PATIENCE_S = 5.0
 LINE_EVERY_S = 5.0
 _RATES, _PEAKS = ("tokens_per_s", "images_per_s"), ("peak_memory_gib", "peak_rss_gib")
@@ -49,12 +49,13 @@ def main(description: str, export: Callable[[Run], object], given: Sequence[str]
     """Run the command line.
 
     Args:
-        description: for `--help`.
-        export: writes tables and pictures of a run; called on rank 0 at the end.
+        description: description of the program for `--help`.
+        export: function that writes tables and pictures of a run. Rank 0 calls it at the end.
+        given: arguments of the command line. The default is `sys.argv[1:]`.
 
     Returns:
-        0; 1 when a training or a launch failed; 2 when the request cannot be met; 75 when SIGTERM came and the state was
-        saved.
+        0 on success. 1 if a training or a launch failed. 2 if the request cannot be carried out. 75 if the state was saved after
+        SIGTERM.
     """
     try:
         info = rank_info(os.environ)
@@ -89,21 +90,21 @@ def this_machine() -> Machine:
 
 
 def train_all(context: Context) -> dict[str, str]:
-    """Run every training of the context in turn on this rank. If one fails on all ranks, the next ones still run.
+    """Run all trainings of the context on this rank, one after the other. If a training fails on all ranks, the next one starts.
 
     Returns:
-        The reasons of failed trainings, by name.
+        For each failed training, by name, the reason of its failure.
 
     Raises:
-        HyperionError: the only training failed.
-        Interrupted: SIGTERM came and the state was saved.
+        HyperionError: the context has only one training, and this training failed.
+        Interrupted: the state was saved after SIGTERM.
     """
     recipes, done, failures = DistributedTrainingOptions.of(context).trainings, [], {}
     for recipe in recipes:
         try:
             done.append(train_one(context, recipe))
         except Interrupted as error:
-            remedy = f"resume it: {COMMAND}.py --resume {context.workspace.parent}"
+            remedy = f"resume the training: {COMMAND}.py --resume {context.workspace.parent}"
             raise Interrupted(error.what, where=error.where, next_step=remedy) from error
         except HyperionError as error:
             if len(recipes) == 1:
@@ -121,7 +122,11 @@ def train_all(context: Context) -> dict[str, str]:
 
 
 def train_one(context: Context, recipe: Recipe) -> Result:
-    """Run one training, resumed if the workspace has a checkpoint of it. Rank 0 returns the rows of all ranks."""
+    """Run one training. If the workspace has a checkpoint of the training, resume from it.
+
+    Returns:
+        On rank 0, the rows of all ranks. On other ranks, a result without rows.
+    """
     training, here = set_up(context, recipe), world()
     progress = Progress(recipe, training, here)
     history = train(
@@ -147,7 +152,10 @@ def train_one(context: Context, recipe: Recipe) -> Result:
 
 
 class Progress:
-    """Print the progress of one training: a line every few seconds and for every epoch. Rank 0 prints the first line."""
+    """Prints the progress of one training: a line every few seconds, and a line after every epoch.
+
+    Rank 0 also prints a line at the start, with the number of steps, the batch size, the precision and the data source.
+    """
 
     def __init__(self, recipe: Recipe, training: Training, here: World):
         self.name, self.engine = recipe.name, training.engine
@@ -161,7 +169,11 @@ class Progress:
             )
 
     def report(self, done: int, total: int, note: str) -> None:
-        """Print the rate since the last line. Called after losses were read, when counting items needs no synchronization."""
+        """Print the number of finished steps, and the rate since the previous line.
+
+        This method must be called after losses were read. At that time the device has finished its work, so counting the items
+        needs no further synchronization.
+        """
         now, items = time.perf_counter(), self.engine.tokens_seen
         rate = ""
         if self._since is not None:
@@ -173,7 +185,7 @@ class Progress:
         print(f"{self.name}  step {done}/{total}  {note}{rate}", flush=True)
 
     def epoch(self, record: EpochRecord) -> None:
-        """Print the results of an epoch and restart the clock, because the evaluation does not count as training time."""
+        """Print the results of an epoch. The clock is restarted, because the evaluation is not part of the training time."""
         self._since = None
         held_out = "" if record.evaluation is None else f", held out {record.evaluation['loss']:.4f}"
         rate = "" if record.items_per_s is None else f", {record.items_per_s:,.0f} {self.engine.item}s/s"
@@ -181,12 +193,12 @@ class Progress:
 
 
 def on_rank(context: dict) -> dict:
-    """Entry of the ranks that this command launches."""
+    """Run all trainings on one of the ranks that this command launches."""
     return {"failures": train_all(restored(context))}
 
 
 def _joined(request: TrainingRequest, export: Callable[[Run], object]) -> int:
-    """Train as a rank that torchrun started. The other ranks wait until rank 0 has written everything."""
+    """Train on a rank that torchrun started. The other ranks wait until rank 0 has written all results."""
     code = 0
     with process_group() as here:
         folder = Path(on_rank_0(lambda: str(_opened(request).folder)))
@@ -195,14 +207,14 @@ def _joined(request: TrainingRequest, export: Callable[[Run], object]) -> int:
             if here.rank == 0:
                 code = _finished(Run.open(folder), failures, export, training_table)
             dist.barrier()
-        except RuntimeError:  # gloo and NCCL: another rank is gone, and torchrun must see that one first
+        except RuntimeError:  # gloo and NCCL raise it if another rank died; torchrun must report that rank first
             time.sleep(_PATIENCE_S)
             raise
     return code
 
 
 def _launched(request: TrainingRequest, machine: Machine, export: Callable[[Run], object]) -> int:
-    """Start a rank for each device and wait for them."""
+    """Start one rank per device and wait until all ranks have ended."""
     run, lines = _opened(request), []
 
     def show(line: str) -> None:
@@ -221,7 +233,7 @@ def _launched(request: TrainingRequest, machine: Machine, export: Callable[[Run]
 
 
 def _scaled(request: TrainingRequest, export: Callable[[Run], object]) -> int:
-    """Run the experiment of chapter 2.8 on the given numbers of devices, one launch each."""
+    """Run the experiment of chapter 2.8, with one launch for each requested number of devices."""
     run, seed = _opened(request), request.options.seed or 0
     sizes = load_profile(default_profile(detect().kind)).sizes(SCALING[1]) | {"counts": list(request.counts)}
     if request.options.precision not in (None, "auto"):
@@ -238,7 +250,7 @@ def _scaled(request: TrainingRequest, export: Callable[[Run], object]) -> int:
 
 
 def _opened(request: TrainingRequest) -> Run:
-    """Return the run to resume, or a new one that stores the request."""
+    """Return the run to resume, or a new run that stores the request."""
     if request.run is not None:
         return Run.open(request.run)
     options = request.options
@@ -249,7 +261,7 @@ def _opened(request: TrainingRequest) -> Run:
     )
     print(f"rows, samples and checkpoints: {run.folder}", flush=True)
     if request.recipes:
-        print(f"to resume it after an interruption: {COMMAND}.py --resume {run.folder}", flush=True)
+        print(f"to resume the run after an interruption: {COMMAND}.py --resume {run.folder}", flush=True)
     return run
 
 
@@ -280,7 +292,7 @@ def _finished(run: Run, failures: dict[str, str], export: Callable[[Run], object
 
 
 def training_table(run: Run) -> str:
-    """Return a table of the last epoch of each training: a line for all ranks together and one for each rank."""
+    """Return a table of the last epoch of each training, with one line for all ranks together and one line per rank."""
     rows = [row for row in run.rows() if "epoch" in row.params]
     last = {row.variant: max(r.params["epoch"] for r in rows if r.variant == row.variant) for row in rows}
     lines: dict[tuple, dict] = {}
@@ -302,7 +314,7 @@ def training_table(run: Run) -> str:
 
 
 def scaling_table(run: Run) -> str:
-    """Return a table with a line per training, mode and number of devices, with the reason for missing values."""
+    """Return a table with one line per training, mode and number of devices. If a value is missing, the line has the reason."""
     lines: dict[tuple, dict] = {}
     for row in run.rows():
         if "mode" not in row.params:
@@ -326,7 +338,7 @@ def _cell(value: object) -> str:
 
 
 def _leave(error: HyperionError, rank: int) -> int:
-    """Print an error and return its exit code. If all ranks have it, only rank 0 prints it."""
+    """Print an error and return its exit code. If all ranks have the same error, only rank 0 prints it."""
     if rank:
         time.sleep(_PATIENCE_S)
         if isinstance(error, Interrupted):
@@ -342,7 +354,7 @@ def _say(lines: Sequence[str]) -> None:
 
 
 def _free_memory() -> None:
-    """Free the model of a training before the next one is built."""
+    """Free the memory of a training before the next training starts."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()

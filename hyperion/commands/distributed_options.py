@@ -1,4 +1,4 @@
-"""The options of run_distributed.py: read them, check them against each other and this machine, and make recipes of them."""
+"""Read and check the options of run_distributed.py, and turn them into recipes of trainings."""
 
 import os
 import sys
@@ -36,7 +36,7 @@ _SIZES = Path(__file__).with_name("distributed_sizes.toml")
 
 
 class OptionError(HyperionError):
-    """Options that mean nothing, contradict each other, or ask for what this machine cannot do."""
+    """Raised if an option is invalid, if options contradict each other, or if this machine cannot do what they request."""
 
 
 def _count(text: str) -> int:
@@ -45,97 +45,111 @@ def _count(text: str) -> int:
     except ValueError:
         value = 0
     if value < 1:
-        raise typer.BadParameter(f"{text!r} is no whole number above 0")
+        raise typer.BadParameter(f"{text!r} is not a whole number above 0")
     return value
 
 
 def _folder(text: str) -> str:
     path = expanded(text).resolve()
     if not path.is_dir():
-        raise typer.BadParameter(f"{text!r} is no folder: make it, or name another")
+        raise typer.BadParameter(f"{text!r} is not a folder; create it, or use another folder")
     return str(path)
 
 
 def _existing(text: str) -> str:
-    """Return a folder's absolute path, and any other name unchanged."""
+    """Return the absolute path if `text` is a folder. Return any other text unchanged."""
     path = expanded(text)
     return str(path.resolve()) if path.is_dir() else text
 
 
 @dataclass(frozen=True, kw_only=True)
 class CommandOptions:
-    """The options of the command; None (False for lora) where they were not given. JSON-able.
+    """The options of the command, JSON-serializable. An option that was not given is None (`lora`: False).
 
-    Typer makes the command line from the fields. `base_dir` is an absolute path.
+    Typer makes the command line from the fields of this class. `base_dir` is an absolute path.
     """
 
     model: Annotated[
         str | None,
         typer.Option(
             callback=one_of(MODELS),
-            help=f"What to train: {', '.join(MODELS)}. `all`: the first four in one launch; `scaling`: chapter 2.8 on 1, 2, 4 … "
-            "devices.",
+            help=f"What to train: {', '.join(MODELS)}. `all` trains the first four in one launch. `scaling` measures "
+            "the scaling of chapter 2.8 on 1, 2, 4 … devices.",
             show_default=TRAININGS[0],
         ),
     ] = None
-    epochs: Annotated[int | None, typer.Option(parser=_count, help="Passes over the data.", show_default=str(EPOCHS))] = None
-    steps: Annotated[int | None, typer.Option(parser=_count, help="Optimizer steps instead of epochs.")] = None
+    epochs: Annotated[
+        int | None, typer.Option(parser=_count, help="Number of passes over the data.", show_default=str(EPOCHS))
+    ] = None
+    steps: Annotated[int | None, typer.Option(parser=_count, help="Number of optimizer steps, instead of --epochs.")] = None
     base_dir: Annotated[
         str | None,
         typer.Option(
-            "--base_dir", parser=_folder, help="Folder of results/.", show_default="the repository, or HYPERION_RESULTS"
+            "--base_dir",
+            parser=_folder,
+            help="Folder in which results/ is created.",
+            show_default="the repository, or HYPERION_RESULTS",
         ),
     ] = None
     batch_size: Annotated[
         int | None,
         typer.Option(
-            "--batch_size", parser=_count, help="Examples of a step, of all ranks together.", show_default="by model and device"
+            "--batch_size",
+            parser=_count,
+            help="Number of examples in a step, on all ranks together.",
+            show_default="depends on model and device",
         ),
     ] = None
     precision: Annotated[
         str | None,
         typer.Option(
             callback=one_of(_PRECISIONS),
-            help=f"{', '.join(_PRECISIONS)}. auto: bf16 where matrix units support it, else fp32.",
+            help=f"Number format: {', '.join(_PRECISIONS)}. auto is bf16 if the matrix units support it, else fp32.",
             show_default="auto",
         ),
     ] = None
     strategy: Annotated[
         str | None,
-        typer.Option(callback=one_of(("ddp", "fsdp")), help="How the ranks share cifar (ddp) or llama (fsdp): ddp, fsdp."),
+        typer.Option(
+            callback=one_of(("ddp", "fsdp")),
+            help="Parallelism of cifar or llama: ddp or fsdp.",
+            show_default="cifar: ddp, llama: fsdp",
+        ),
     ] = None
-    lora: Annotated[bool, typer.Option("--lora", help=f"llama: train adapters of rank {RANK} on frozen weights.")] = False
+    lora: Annotated[bool, typer.Option("--lora", help=f"llama only: train LoRA adapters of rank {RANK} on frozen weights.")] = (
+        False
+    )
     model_id: Annotated[
         str | None,
         typer.Option(
             "--model_id",
             parser=_existing,
-            help="llama: a folder of weights, an id on the hub, or a random configuration.",
+            help="llama only: a folder with weights, the id of a model on the hub, or the name of a random configuration.",
             show_default="the folder llama/ of the mirror or the cache, else random weights",
         ),
     ] = None
     scaling_gpus: Annotated[
         str | None,
-        typer.Option("--scaling_gpus", help="scaling: numbers of devices, as 1,2,4.", show_default="1, 2, 4 … and all"),
+        typer.Option("--scaling_gpus", help="scaling only: numbers of devices, as 1,2,4.", show_default="1, 2, 4 … and all"),
     ] = None
     data_source: Annotated[
         str | None,
         typer.Option(
             "--data_source",
             callback=one_of(SOURCES),
-            help=f"{', '.join(SOURCES)}. auto: the first of mirror, cache, download and, on a CPU, synthetic.",
+            help=f"{', '.join(SOURCES)}. auto takes the first available of mirror, cache, download and, on a CPU, synthetic.",
             show_default="auto",
         ),
     ] = None
     seed: Annotated[int | None, typer.Option(help="Seed of all random numbers.", show_default="0")] = None
-    # torchrun reads --run as an abbreviation of its own --run-path, even after the program's name.
+    # --resume exists because torchrun reads --run as an abbreviation of its own option --run-path, even after the program's name.
     run: Annotated[
         str | None,
         typer.Option(
             "--resume",
             "--run",
-            help="Continue this run: its folder, or its name under results/; other options need no repeating. Under torchrun, "
-            "only --resume works.",
+            help="Continue a run: its folder, or its name under results/. The other options need not be repeated. With "
+            "torchrun, use --resume and not --run.",
         ),
     ] = None
 
@@ -146,9 +160,9 @@ class Machine:
 
     Args:
         device: the device of this process.
-        devices: number of devices of the machine; on a CPU, number of ranks that share it.
+        devices: number of devices of the machine. On a CPU, number of ranks that share the CPU.
         ranks: number of ranks that train together.
-        launched: whether torchrun started this process as one of them.
+        launched: whether torchrun started this process as one of the ranks.
     """
 
     device: Device
@@ -159,15 +173,15 @@ class Machine:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingRequest:
-    """A checked request.
+    """The work that checked options describe.
 
     Args:
-        options: the options with all defaults.
-        recipes: the trainings; none for scaling.
-        counts: numbers of devices, for scaling.
+        options: the options, with defaults for all options that were not given.
+        recipes: the trainings. Empty for scaling.
+        counts: numbers of devices to measure, for scaling. Empty otherwise.
         results: folder of all runs.
-        run: the run to resume, if any.
-        notes: lines to print before the start.
+        run: folder of the run to resume, or None.
+        notes: lines of text to print before the start.
     """
 
     options: CommandOptions
@@ -182,7 +196,8 @@ def parsed(given: Sequence[str] | None, description: str) -> CommandOptions:
     """Read a command line.
 
     Raises:
-        OptionError: an unknown option or a bad value. It is not printed here: one rank of many shall print it.
+        OptionError: an option is unknown or has an invalid value. The error is not printed here, because only rank 0 must print
+            it.
         SystemExit: after `--help`.
     """
     app = typer.Typer(add_completion=False, rich_markup_mode=None)
@@ -198,7 +213,7 @@ def parsed(given: Sequence[str] | None, description: str) -> CommandOptions:
 
 
 def checked(options: CommandOptions, machine: Machine) -> TrainingRequest:
-    """Return the request that the options describe, the same on every rank.
+    """Check the options and return the request that they describe. All ranks return the same request.
 
     Raises:
         HyperionError: the options contradict each other, or this machine, the data or the weights do not allow them.
@@ -212,7 +227,7 @@ def checked(options: CommandOptions, machine: Machine) -> TrainingRequest:
         if machine.launched:
             counts = f" --scaling_gpus {options.scaling_gpus}" if options.scaling_gpus else ""
             raise refused(
-                "--model scaling under torchrun: it makes one launch for each number of devices",
+                "--model scaling does not work with torchrun, because it makes one launch for each number of devices",
                 f"start it without torchrun: python phase2_development/{COMMAND}.py --model scaling{counts}",
             )
         counts = _counts(options.scaling_gpus, machine)
@@ -229,7 +244,7 @@ def checked(options: CommandOptions, machine: Machine) -> TrainingRequest:
 
 
 def with_defaults(options: CommandOptions) -> CommandOptions:
-    """What was not said, said."""
+    """Return the options with defaults for all options that were not given."""
     defaults = {"model": TRAININGS[0], "precision": "auto", "data_source": "auto", "seed": 0}
     if options.model != SCALING and options.steps is None:
         defaults["epochs"] = EPOCHS
@@ -237,64 +252,67 @@ def with_defaults(options: CommandOptions) -> CommandOptions:
 
 
 def require_sense(options: CommandOptions) -> None:
-    """Refuse what contradicts itself, whatever the machine.
+    """Check that the options do not contradict each other. This check does not depend on the machine.
 
     Raises:
-        OptionError: names the option, and the remedy.
+        OptionError: two options contradict each other. The message names the options and the remedy.
         HyperionError: the seed is out of range.
     """
     require_seed(0 if options.seed is None else options.seed)
     model = options.model
     trains_llama = model in ("llama", ALL)
     if options.lora and not trains_llama:
-        raise refused(f"--lora with --model {model}: adapters are for the Llama", "add --model llama, or leave --lora out")
+        raise refused(
+            f"--lora does not work with --model {model}, because only the Llama is trained with adapters",
+            "use --model llama, or leave --lora out",
+        )
     if options.model_id is not None and not trains_llama:
         raise refused(
-            f"--model_id {options.model_id} with --model {model}: it names the weights of a Llama",
-            "add --model llama, or leave it out",
+            f"--model_id {options.model_id} does not work with --model {model}, because --model_id names the weights of a Llama",
+            "use --model llama, or leave --model_id out",
         )
     own = LANGUAGE.get(model or "")
     if options.strategy is not None and own not in (None, options.strategy):
         raise refused(
             f"--strategy {options.strategy} contradicts --model {model}",
-            f"name --model language_{options.strategy}, and leave --strategy out",
+            f"use --model language_{options.strategy}, and leave --strategy out",
         )
     if options.scaling_gpus is not None and model != SCALING:
         raise refused(
-            f"--scaling_gpus with --model {model}: a training runs on the ranks that torchrun starts",
-            "add --model scaling, or start torchrun with --nproc_per_node",
+            f"--scaling_gpus does not work with --model {model}, because a training runs on the ranks that torchrun starts",
+            "use --model scaling, or start torchrun with --nproc_per_node",
         )
     if options.epochs is not None and options.steps is not None:
-        raise refused("--epochs and --steps together", "give one of them: --steps is for a short try")
+        raise refused("--epochs and --steps are both given", "give only one of them; --steps is for a short test")
     if model == SCALING:
         said = [name for name in _OF_TRAININGS if getattr(options, name) not in (None, False)]
         if said:
             raise refused(
-                f"--{said[0]} with --model scaling: it times steps of fixed work, whose sizes the profile says",
+                f"--{said[0]} does not work with --model scaling, because the profile has the sizes of the steps that are timed",
                 f"leave --{said[0]} out",
             )
 
 
 def _counts(text: str | None, machine: Machine) -> tuple[int, ...]:
-    """Return the numbers of devices in order: those given, or 1, 2, 4, … and all."""
+    """Return the requested numbers of devices in ascending order. The default is 1, 2, 4, … and the number of all devices."""
     if text is None:
         powers = [1 << power for power in range(machine.devices.bit_length()) if 1 << power <= machine.devices]
         return tuple(dict.fromkeys([*powers, machine.devices]))
     parts = [part.strip() for part in text.split(",")]
     if not all(part.isascii() and part.isdecimal() and int(part) for part in parts):
-        raise refused(f"--scaling_gpus {text!r} is no list of numbers above 0", "write it as 1,2,4")
+        raise refused(f"--scaling_gpus {text!r} is not a list of numbers above 0", "write the list as 1,2,4")
     counts = sorted({int(part) for part in parts})
     if counts[-1] > machine.devices:
         raise refused(
-            f"--scaling_gpus {text}: this machine has {machine.devices} devices"
+            f"--scaling_gpus {text} is too large: this machine has {machine.devices} devices"
             + (" (ranks that share the CPU)" if machine.device.kind == "cpu" else ""),
-            f"name at most {machine.devices}",
+            f"use numbers up to {machine.devices}",
         )
     return tuple(counts)
 
 
 def training_sizes(profile: str, task: str) -> dict:
-    """Return the sizes of a task in a profile, with those of the profile's ancestors.
+    """Return the sizes of a task in a profile. The profile inherits sizes from its ancestors.
 
     Args:
         profile: name of a profile.
@@ -307,7 +325,7 @@ def training_sizes(profile: str, task: str) -> dict:
 
 
 def _recipe(name: str, options: CommandOptions, machine: Machine, notes: list[str]) -> Recipe:
-    """Return one training: the sizes of the profile, changed by the options."""
+    """Return the recipe of one training. Its sizes come from the profile, unless an option changes them."""
     task: Task = "language" if name in LANGUAGE else "images" if name == "cifar" else "llama"
     sizes = training_sizes(default_profile(machine.device.kind), task)
     strategy = cast(Strategy, LANGUAGE.get(name) or options.strategy or _STRATEGY[name])
@@ -318,7 +336,9 @@ def _recipe(name: str, options: CommandOptions, machine: Machine, notes: list[st
     batch = sizes.pop("batch_size")
     if options.batch_size is None and batch % machine.ranks:
         rounded = -(-batch // machine.ranks) * machine.ranks
-        notes.append(f"{name}: a batch of {rounded} in the place of {batch}, which {machine.ranks} ranks do not divide")
+        notes.append(
+            f"{name}: the batch size is {rounded} instead of {batch}, because {machine.ranks} ranks do not divide {batch}"
+        )
         batch = rounded
     return Recipe(
         task=task,
@@ -333,7 +353,11 @@ def _recipe(name: str, options: CommandOptions, machine: Machine, notes: list[st
 
 
 def _llama(options: CommandOptions, machine: Machine, configurations: list[str], strategy: str, notes: list[str]) -> str:
-    """Return name or folder of the weights: those asked for, those of the mirror or cache, or random ones that fit."""
+    """Return the name or the folder of the weights of the Llama.
+
+    These are the weights that --model_id names. Without this option, they are the weights in the mirror or the cache. If there
+    are none, they are random weights of the first configuration that fits into the memory.
+    """
     if options.model_id is not None:
         return options.model_id
     folder = local_llama(options.data_source or "auto")
@@ -348,31 +372,33 @@ def _llama(options: CommandOptions, machine: Machine, configurations: list[str],
 
     name = next(filter(fits, configurations), configurations[-1])
     notes.append(
-        f"LLAMA  RANDOM WEIGHTS: {name}. The mirror and the cache have no folder llama/, and no --model_id names weights. "
-        "Times and memory are those of a Llama of this shape; the loss says nothing about a pretrained one."
+        f"LLAMA  RANDOM WEIGHTS: {name}. The mirror and the cache have no folder llama/, and --model_id is not given. Times and "
+        "memory are the same as for pretrained weights of this shape. The loss is not comparable to that of a pretrained Llama."
     )
     return name
 
 
 def _require_possible(recipe: Recipe, machine: Machine) -> None:
-    """Raise if this machine or the weights do not allow the training."""
+    """Raise an error if this machine or the weights do not allow the training."""
     choose_precision(machine.device, recipe.precision)
     if recipe.batch_size % machine.ranks:
         raise refused(
             f"{machine.ranks} ranks do not divide a batch of {recipe.batch_size}",
-            f"give --batch_size a multiple of {machine.ranks}, or start another number of ranks",
+            f"set --batch_size to a multiple of {machine.ranks}, or start another number of ranks",
         )
     if recipe.task == "llama":
         require_llama(recipe.model)
 
 
 def _results(options: CommandOptions) -> Path:
-    """Return the folder of all runs. Raise if it cannot be created or written."""
+    """Return the folder of all runs. Raise an error if the folder cannot be created or written."""
     folder = results_folder() if options.base_dir is None else Path(options.base_dir) / "results"
     existing = next(place for place in (folder, *folder.parents) if place.exists())
     if not (existing.is_dir() and os.access(existing, os.W_OK | os.X_OK)):
         raise OptionError(
-            f"{folder} cannot be written", where=existing, next_step="make it writable, or name another with --base_dir"
+            f"{folder} cannot be written",
+            where=existing,
+            next_step="make the folder writable, or use another folder with --base_dir",
         )
     return folder
 
@@ -386,28 +412,28 @@ def _command(run: Path) -> dict:
     """Return the entry "command" of a run's run.json.
 
     Raises:
-        HyperionError: this command did not start the run, or trains nothing in it.
+        HyperionError: this command did not start the run, or the run has no training.
     """
     command = Run.open(run).information().get("command")
     if command is None or not command["recipes"]:
         raise OptionError(
-            f"the run has no training of {COMMAND}.py", where=run, next_step="name a run that has one, or leave --resume out"
+            f"the run has no training of {COMMAND}.py", where=run, next_step="use another run, or leave --resume out"
         )
     return command
 
 
 def _resumed(options: CommandOptions, run: Path) -> CommandOptions:
-    """Return the options that a run was started with.
+    """Return the options with which the run was started.
 
     Raises:
-        HyperionError: an option given now differs.
+        HyperionError: an option that is given now has another value.
     """
     began = CommandOptions(**_command(run)["options"])
     for name in (field.name for field in fields(CommandOptions) if field.name != "run"):
         now, then = getattr(options, name), getattr(began, name)
         if now not in (None, False) and now != then:
             raise OptionError(
-                f"--{name} {now}, and the run was started " + (f"with {then}" if then else "without"),
+                f"--{name} {now} is given now, but the run was started " + (f"with {then}" if then else "without this option"),
                 where=run,
                 next_step=f"leave --{name} out, or leave --resume out for a new run",
             )

@@ -1,6 +1,6 @@
-"""Data sets: download, verification, tokenization, preparation, and counting baselines.
+"""Data sets: download, verification, tokenization, preparation, and the baselines of n-gram models.
 
-Everything here works without torch. The loaders need it: import them from `hyperion.data.batches` and
+Nothing in this module imports torch. The loaders, which need torch, are in `hyperion.data.batches` and
 `hyperion.data.images.device_images`.
 """
 

@@ -1,6 +1,7 @@
-"""Batches of tokens on the device, in a deterministic order that can be resumed exactly at any batch.
+"""Batches of tokens on the device, in a deterministic order. A run can be resumed exactly at any batch.
 
-Rows are windows of a token stream, padded lines, or instructions. `Prefetched` builds the batches of any of them in threads.
+There are three kinds of rows: windows of a token stream (`LanguageBatches`), padded lines (`PaddedBatches`) and instructions
+(`InstructionBatches`). `Prefetched` builds the batches of any of these loaders in threads.
 """
 
 import threading
@@ -20,17 +21,17 @@ from hyperion.data.store.folders import DataError
 from hyperion.data.text.instructions import Completions
 
 Batch = tuple[Tensor, Tensor]
-WIDTH_MULTIPLE = 8  # matrix units prefer such widths, and fewer distinct shapes occur
+WIDTH_MULTIPLE = 8  # matrix units are faster with such widths, and the batches have fewer different shapes
 
 
 class ResumableBatches(ABC):
-    """An endless sequence of batches in epochs. Each batch is a function of (seed, epoch, position) alone.
+    """An endless sequence of batches in epochs. Each batch depends only on the seed, the epoch and the position in the epoch.
 
-    With several ranks, a batch is the global batch, and rank r of R gets the r-th of R equal runs of consecutive examples. The
-    position in the sequence does not depend on the number of ranks, so a run can be resumed on any number.
+    With R ranks, each global batch is divided into R equal parts of consecutive examples, and rank r gets part r. The position in
+    the sequence does not depend on the number of ranks. Therefore a training can be resumed on another number of ranks.
     """
 
-    shuffle = True  # a new order in every epoch; otherwise the order of the records
+    shuffle = True  # True: every epoch has a new order; False: every epoch has the order of the records
 
     def __init__(self, records: int, batch_size: int, seed: int, drop_last: bool, rank: int, ranks: int):
         _require_equal_parts(records, batch_size, drop_last, rank, ranks)
@@ -41,7 +42,7 @@ class ResumableBatches(ABC):
         self.batches_per_epoch = records // batch_size if drop_last else -(-records // batch_size)
         if self.batches_per_epoch < 1:
             raise DataError(
-                f"{records} records fill no batch of {batch_size}", next_step="use a smaller batch, or keep the last batch"
+                f"{records} records do not fill a batch of {batch_size}", next_step="use a smaller batch, or keep the last batch"
             )
 
     def __len__(self) -> int:
@@ -54,7 +55,7 @@ class ResumableBatches(ABC):
             yield self.next_batch()
 
     def next_batch(self) -> Batch:
-        """Return the next batch; after the last batch of an epoch the next epoch begins."""
+        """Return the next batch. After the last batch of an epoch, the next epoch begins."""
         return self.batch_at(*self.advance())
 
     def left_in_epoch(self) -> int:
@@ -62,7 +63,7 @@ class ResumableBatches(ABC):
         return self.batches_per_epoch - self.position % self.batches_per_epoch
 
     def advance(self) -> tuple[int, int]:
-        """Return epoch and position of the next batch, and move on to the one after it."""
+        """Return epoch and position of the next batch, and move the position to the batch after it."""
         if self.position == self.batches_per_epoch:
             self.epoch, self.position = self.epoch + 1, 0
         self.position += 1
@@ -78,27 +79,33 @@ class ResumableBatches(ABC):
         return self._batch(epoch, position)
 
     def state_dict(self) -> dict:
-        """Return the position in the sequence, JSON-able. The end of an epoch is stored as the start of the next one."""
+        """Return the position in the sequence as a JSON-serializable dict.
+
+        The end of an epoch is stored as the start of the next epoch.
+        """
         ended = self.position == self.batches_per_epoch
         epoch, position = (self.epoch + 1, 0) if ended else (self.epoch, self.position)
         return {"epoch": epoch, "position": position, **self._identity()}
 
     def load_state_dict(self, state: dict) -> None:
-        """Continue from `state`, on any number of ranks.
+        """Continue from `state`, which any number of ranks may have stored.
 
         Raises:
-            DataError: the state belongs to other data, another batch size or another seed.
+            DataError: the state was stored with other data, another batch size or another seed.
         """
         for key, mine in self._identity().items():
             if state.get(key) != mine:
                 raise DataError(
-                    f"the loader state has {key} {state.get(key)}, this loader has {mine}",
+                    f"the loader state has {key} {state.get(key)}, but this loader has {key} {mine}",
                     next_step="resume with the data, batch size and seed of the checkpoint",
                 )
         self.epoch, self.position = int(state["epoch"]), int(state["position"])
 
     def examples(self, epoch: int) -> np.ndarray:
-        """Return the examples of this rank in an epoch, in order: starts of windows in the stream, or indices of images."""
+        """Return the examples of this rank in an epoch, in order.
+
+        An example is the start of a window in the token stream, the index of a row, or the index of an image.
+        """
         return np.concatenate([self._examples(epoch, position) for position in range(self.batches_per_epoch)])
 
     def examples_of_all_ranks(self, epoch: int) -> np.ndarray:
@@ -115,7 +122,10 @@ class ResumableBatches(ABC):
         return self._ordered(epoch)[position * self.batch_size : (position + 1) * self.batch_size]
 
     def _ordered(self, epoch: int) -> np.ndarray:
-        """Return the order of an epoch. Two orders are cached, because prefetching threads may be in the next epoch."""
+        """Return all examples of an epoch in order.
+
+        The orders of two epochs are cached, because prefetching threads may already build batches of the next epoch.
+        """
         with self._drawing:
             if epoch not in self._orders:
                 latest = list(self._orders.items())[-1:]
@@ -131,29 +141,33 @@ class ResumableBatches(ABC):
         return slice(self.rank * size, (self.rank + 1) * size)
 
     def _order(self, epoch: int) -> np.ndarray:
-        """Return the examples of an epoch in their order, a function of epoch and seed only."""
+        """Return the examples of an epoch in order. The order must depend only on the epoch and the seed."""
         if not self.shuffle:
             return np.arange(self.records)
         return np.random.default_rng((self.seed, epoch)).permutation(self.records)
 
     @abstractmethod
     def _batch(self, epoch: int, position: int) -> Batch:
-        """Return this rank's part of a batch, a function of epoch, position and seed only."""
+        """Return this rank's part of a batch. The batch must depend only on the epoch, the position and the seed."""
 
 
 class LanguageBatches(ResumableBatches):
-    """Shuffled windows of a token stream: inputs and targets int64 [batch, length], targets shifted by one token.
+    """Shuffled windows of a token stream: inputs and targets int64 [batch, sequence_length], targets shifted by one token.
 
-    Each epoch cuts the stream, from a new random offset, into disjoint windows of sequence_length + 1 tokens (the last one is
-    only a target) and shuffles them. Tokens of at most two windows and the windows of an incomplete batch are left out,
-    different ones in each epoch. Windows at multiples of sequence_length would all start at the same place of a line if the
-    line length divides it (the synthetic text: 16), and a model would learn the positions of the newlines.
+    In each epoch, the stream is cut from a new random offset into disjoint windows of sequence_length + 1 tokens, and the windows
+    are shuffled. The last token of a window is only a target. An epoch leaves out the windows of an incomplete batch and the
+    tokens of at most two windows. The tokens that are left out differ between epochs.
+
+    The windows do not start at multiples of sequence_length for this reason: if all lines had the same length and this length
+    divided sequence_length (in the synthetic text, lines have 16 tokens), all windows would start at the same place of a line,
+    and a model would learn the positions of the newlines.
 
     Args:
         tokens: token ids [tokens].
-        batch_size: windows in a global batch.
-        rank, ranks: this process's part of each batch. For evaluation use whole batches on every rank.
-        resident: hold the tokens on the device; otherwise they stay in their file, see `TokenStream`.
+        batch_size: number of windows in a global batch.
+        rank, ranks: rank of this process, and number of ranks that share each batch. For an evaluation in which every rank needs
+            whole batches, keep the defaults.
+        resident: whether to keep the tokens on the device. If False, they stay in their file, see `TokenStream`.
 
     Raises:
         DataError: the tokens do not fill one batch, or the ranks do not divide the batch.
@@ -194,19 +208,19 @@ class LanguageBatches(ResumableBatches):
 
 
 class PaddedBatches(ResumableBatches):
-    """Shuffled lines: inputs and targets int64 [batch, length], one line per row, truncated or padded to `length`.
+    """Shuffled lines: inputs and targets int64 [batch, sequence_length], one line per row, truncated or padded.
 
-    A target is the next token of the line, or IGNORE_INDEX where there is none, so padding carries no loss. Count the tokens of
-    a batch as the targets that are not IGNORE_INDEX.
+    A target is the next token of the line. A position without a next token has the target IGNORE_INDEX, so padding does not
+    change the loss. The number of tokens of a batch is the number of targets that are not IGNORE_INDEX.
 
     Args:
         tokens: token ids [tokens].
-        samples: int64 [samples, 2], start in `tokens` and number of tokens of each line.
-        sequence_length: length of a row.
-        batch_size: rows in a global batch.
+        samples: int64 [samples, 2]. For each line, its start in `tokens` and its number of tokens.
+        sequence_length: number of positions in a row.
+        batch_size: number of rows in a global batch.
         padding_id: token id of the padding.
-        resident: hold the tokens on the device; otherwise they stay in their file, see `TokenStream`.
-        rank, ranks: this process's part of each batch.
+        resident: whether to keep the tokens on the device. If False, they stay in their file, see `TokenStream`.
+        rank, ranks: rank of this process, and number of ranks that share each batch.
 
     Attributes:
         padding: numbers of tokens, padding positions and truncated tokens in all rows.
@@ -247,17 +261,18 @@ class PaddedBatches(ResumableBatches):
 
 
 class InstructionBatches(ResumableBatches):
-    """Batches of inputs and targets int64 [batch, width], with targets IGNORE_INDEX on prompts and padding.
+    """Instruction rows: inputs and targets int64 [batch, width], with targets IGNORE_INDEX on prompts and padding.
 
-    The width is that of the longest row of the global batch, rounded up to WIDTH_MULTIPLE. So a row has the same shape on any
-    number of ranks.
+    The width is the length of the longest row of the global batch, rounded up to a multiple of WIDTH_MULTIPLE. Therefore a row
+    has the same width on any number of ranks.
 
     Args:
-        completions: rows from `tokenize_completions`; they are copied to the device.
-        batch_size: rows in a global batch.
-        shuffle: use a new order in every epoch; otherwise the order of the rows (evaluation).
-        drop_last: leave out the last, incomplete batch of an epoch.
-        rank, ranks: this process's part of each batch. For evaluation use whole batches on every rank.
+        completions: rows from `tokenize_completions`. They are copied to the device.
+        batch_size: number of rows in a global batch.
+        shuffle: whether every epoch has a new order. If False, every epoch has the order of the rows, as an evaluation needs.
+        drop_last: whether to leave out the last batch of an epoch if it is incomplete.
+        rank, ranks: rank of this process, and number of ranks that share each batch. For an evaluation in which every rank needs
+            whole batches, keep the defaults.
 
     Raises:
         DataError: the rows do not fill one batch, or the ranks do not divide the batch.
@@ -292,19 +307,21 @@ class InstructionBatches(ResumableBatches):
 
 
 class Prefetched:
-    """Prefetches another loader's batches. They are bitwise the same for any number of workers.
+    """Builds the batches of another loader in threads, before they are needed.
 
-    A batch is a function of its place in the sequence alone, so any thread can build it at any time. The state is the place of
-    the last returned batch, not of the prefetched ones, so a run resumes as it does without threads.
+    The batches are bitwise equal to the loader's own batches for any number of threads, because a batch depends only on its place
+    in the sequence. The state is the position after the last returned batch. It does not include batches that are prefetched but
+    not yet returned, so a training resumes at the same batch as without threads.
 
     Args:
-        batches: loader on the host, for example with windows of a stream in a file. Its position advances with this loader.
-        workers: number of threads. NumPy and file reads release Python's global lock.
-        ahead: number of batches that are ready or in progress.
-        device: device of the returned batches, copied from pinned memory without waiting.
+        batches: loader on the host, for example a loader that reads windows from a file. `next_batch` also advances the position
+            of this loader.
+        workers: number of threads. NumPy and file reads release Python's global interpreter lock, so threads run in parallel.
+        ahead: number of batches that are finished or being built. It is at least `workers`.
+        device: device of the returned batches. They are copied from pinned memory, and the host does not wait for the copy.
 
     Attributes:
-        waited_s: total time for which `next_batch` waited for a thread, in seconds.
+        waited_s: total time that `next_batch` waited for a thread, in seconds.
     """
 
     def __init__(self, batches: ResumableBatches, workers: int = 2, ahead: int = 4, device: str | torch.device = "cpu"):
@@ -324,10 +341,10 @@ class Prefetched:
             yield self.next_batch()
 
     def next_batch(self) -> Batch:
-        """Return the next batch; after the last batch of an epoch the next epoch begins."""
+        """Return the next batch. After the last batch of an epoch, the next epoch begins."""
         place = self.batches.advance()
         if self._pending and self._pending[0][0] != place:
-            self._forget()  # the wrapped loader was moved in the meantime
+            self._forget()  # the position of the wrapped loader was changed since the last call
         self._plan(place)
         future = self._pending.popleft()[1]
         started = time.perf_counter()
@@ -336,16 +353,17 @@ class Prefetched:
         self._plan(self.batches.place_after(place))
         if self._device.type == "cpu":
             return batch
-        # PyTorch's pinned-memory allocator does not reuse a block before the copy from it, on this stream, has finished.
+        # The copy may still run when this method returns. PyTorch's allocator does not reuse pinned memory before the copies from
+        # it on this stream have finished.
         inputs, targets = batch
         return inputs.to(self._device, non_blocking=True), targets.to(self._device, non_blocking=True)
 
     def state_dict(self) -> dict:
-        """Return the position in the sequence, JSON-able."""
+        """Return the position in the sequence as a JSON-serializable dict."""
         return self.batches.state_dict()
 
     def load_state_dict(self, state: dict) -> None:
-        """Continue from `state`, with any number of workers; see `ResumableBatches`."""
+        """Continue from `state`, which any number of workers may have stored. See `ResumableBatches.load_state_dict`."""
         self.batches.load_state_dict(state)
         self._forget()
 
@@ -355,7 +373,7 @@ class Prefetched:
         self._threads.shutdown()
 
     def _plan(self, place: tuple[int, int]) -> None:
-        """Submit the batch of `place` and those after it, up to `ahead` batches, unless they are pending already."""
+        """Fill the queue to `ahead` batches. An empty queue starts with the batch of `place`."""
         following = self.batches.place_after(self._pending[-1][0]) if self._pending else place
         while len(self._pending) < self.ahead:
             self._pending.append((following, self._threads.submit(self._make, following)))
@@ -380,21 +398,25 @@ class Prefetched:
 def evaluation_windows(
     tokens: np.ndarray, context: int, stride: int, prefix_id: int, batch_size: int = 1, device: str | torch.device = "cpu"
 ) -> Iterator[Batch]:
-    """Yield windows in which every token is a target exactly once, with up to `context` tokens before it.
+    """Yield windows of a token stream in which every token is a target exactly once.
 
-    Windows start `stride` apart; the last one is moved back to end with the stream. Targets of an earlier window are set to
-    IGNORE_INDEX, so exactly len(tokens) targets remain, and their losses add up to the negative log likelihood of the
-    stream. Before the first token there is only `prefix_id`.
+    Neighbouring windows start `stride` tokens apart. The last window is moved back so that it ends with the stream. Targets that
+    an earlier window already contains are set to IGNORE_INDEX. So exactly len(tokens) targets remain, and the sum of their losses
+    is the negative log likelihood of the stream.
 
     Args:
         tokens: token ids [tokens].
-        context: window length; except near the start, every target sees at least context - stride tokens before it.
+        context: number of inputs in a window. Every target, except near the start of the stream, has at least context - stride
+            tokens before it.
+        stride: distance between the starts of two windows, in tokens.
+        prefix_id: token id of the input before the first token of the stream.
+        batch_size: largest number of windows in a batch.
 
     Yields:
         inputs and targets int64 [<= batch_size, min(context, tokens)].
 
     Raises:
-        DataError: the stride would skip tokens, or there are no tokens.
+        DataError: the stride is larger than the context and would skip tokens, the stride is below 1, or there are no tokens.
     """
     if not 1 <= stride <= context or not len(tokens):
         raise DataError(
@@ -414,12 +436,12 @@ def evaluation_windows(
 
 
 class TokenStream:
-    """Reads windows of a token stream that is on the device, or in a file that may exceed the memory.
+    """Reads windows of a token stream. The stream is on the device, or in a file that may be larger than the memory.
 
     Args:
-        tokens: token ids [tokens], often a memory map.
+        tokens: token ids [tokens], often a memory map of a file.
         device: device of the windows.
-        resident: hold the stream on the device as int32; otherwise windows are read from `tokens` on the host.
+        resident: whether to keep the stream on the device as int32. If False, windows are read from `tokens` on the host.
 
     Raises:
         DataError: the stream is not resident and the device is not the CPU, or an id does not fit int32.
@@ -437,7 +459,7 @@ class TokenStream:
         self._tokens = tokens
 
     def windows(self, starts: np.ndarray, length: int) -> Tensor:
-        """Return ids int64 [starts, length], from each start on; positions beyond the end repeat the last id."""
+        """Return windows of token ids, int64 [starts, length]. Positions after the end of the stream repeat the last id."""
         if self._held is None:
             index = np.minimum(starts[:, None] + np.arange(length), self._last)
             return torch.from_numpy(self._tokens[index].astype(np.int64))
@@ -448,8 +470,8 @@ class TokenStream:
 def on_device(values: np.ndarray, device: torch.device) -> Tensor:
     """Copy an array to the device without blocking the host.
 
-    The copy starts from pinned memory. From pageable memory, the host would wait until the device has finished all queued work,
-    including the last training step.
+    The array is first copied to pinned memory. A copy from pageable memory would make the host wait until the device has finished
+    all queued work, including the last training step.
     """
     tensor = torch.from_numpy(np.ascontiguousarray(values))
     return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
@@ -468,5 +490,5 @@ def _require_equal_parts(records: int, batch_size: int, drop_last: bool, rank: i
         raise DataError(
             f"{ranks} ranks do not divide the last batch of {records % batch_size}",
             where=f"{records} records in batches of {batch_size}",
-            next_step="leave the last batch out (drop_last), or use another batch size or number of ranks",
+            next_step="leave the last batch out (drop_last=True), or use another batch size or number of ranks",
         )

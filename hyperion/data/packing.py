@@ -1,6 +1,8 @@
-"""Count the tokens in rows of equal length: packed (one stream cut into windows) or padded (one line per row).
+"""Count the tokens in rows of equal length.
 
-`loaders.LanguageBatches` builds packed rows, `loaders.PaddedBatches` padded ones. Works without torch.
+Rows are either packed or padded. Packed rows are windows of one token stream, and `hyperion.data.batches.LanguageBatches` builds
+them. Each padded row is one line of the text, and `hyperion.data.batches.PaddedBatches` builds them. This module does not import
+torch.
 """
 
 from dataclasses import dataclass
@@ -9,14 +11,16 @@ import numpy as np
 
 from hyperion.data.store.folders import DataError
 
-IGNORE_INDEX = -100  # PyTorch's default: targets with this value carry no loss
+IGNORE_INDEX = -100  # the default of PyTorch's losses, which ignore targets with this value
 
 
 def packed_windows(tokens: int, length: int) -> tuple[int, int]:
-    """Return the number of windows of `length` inputs, targets shifted by one token, and of the tokens left over at the end.
+    """Return the number of windows in a stream of `tokens` tokens, and the number of tokens left over at its end.
+
+    A window has `length` inputs. Its targets are the inputs shifted by one token, so one window needs length + 1 tokens.
 
     Raises:
-        DataError: fewer than length + 1 tokens.
+        DataError: there are fewer than length + 1 tokens.
     """
     windows = (tokens - 1) // length
     if windows < 1:
@@ -42,7 +46,7 @@ class Padding:
 
     @classmethod
     def of(cls, sizes: np.ndarray, length: int) -> "Padding":
-        """Count rows of `length` for samples of `sizes` tokens, int64 [samples]."""
+        """Return the counts for samples of `sizes` tokens (int64 [samples]) in rows of `length` positions."""
         tokens = int(np.minimum(sizes, length).sum())
         return cls(len(sizes), tokens, len(sizes) * length - tokens, int(sizes.sum()) - tokens)
 
@@ -56,5 +60,5 @@ class Padding:
 
     @property
     def share(self) -> float:
-        """Padding positions divided by all positions."""
+        """Number of padding positions divided by the number of all positions."""
         return self.padding / (self.tokens + self.padding)

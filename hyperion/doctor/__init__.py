@@ -1,4 +1,4 @@
-"""Checks of this machine and installation, each with its evidence and, if something is wrong, the remedy."""
+"""Checks of this machine and of this installation. Each result has its evidence and, if something is wrong, a remedy."""
 
 from hyperion.doctor.checks import CHECKS, CheckResult, run_checks
 from hyperion.doctor.floors import (

@@ -58,7 +58,10 @@ def check_python(version: Sequence[int | str] = sys.version_info, executable: st
 
 
 def check_torchvision(load: Callable[[], ModuleType] = compat.import_torchvision) -> CheckResult:
-    """Check that torchvision can be imported. transformers and peft import it if it is installed, so they fail with it."""
+    """Check that torchvision can be imported.
+
+    transformers and peft import torchvision if it is installed. If the import of torchvision fails, their imports fail too.
+    """
     try:
         module = load()
     except HyperionError as error:
@@ -77,13 +80,13 @@ def check_notebook_kernel(start: Callable[[], str] | None = None) -> CheckResult
     """
     try:
         kernel_python = (start or start_kernel)()
-    except Exception as error:  # Jupyter may raise anything: a missing package, a port in use, a timeout
+    except Exception as error:  # Jupyter raises different exceptions for a missing package, a port in use or a timeout
         remedy = "install ipykernel here (`make setup` does); find stale kernels with `jupyter kernelspec list`"
-        return CheckResult("notebook_kernel", "fail", f"no kernel: {type(error).__name__}: {error}", remedy)
+        return CheckResult("notebook_kernel", "fail", f"no kernel started: {type(error).__name__}: {error}", remedy)
     if kernel_python == sys.executable:
         return CheckResult("notebook_kernel", "ok", f"a kernel started in {kernel_python}")
     evidence = f"a kernel started in {kernel_python}, not in {sys.executable}"
-    remedy = "remove the kernel of that name: `jupyter kernelspec list`, then `jupyter kernelspec remove python3`"
+    remedy = "remove the kernel named python3: `jupyter kernelspec list`, then `jupyter kernelspec remove python3`"
     return CheckResult("notebook_kernel", "fail", evidence, remedy)
 
 
@@ -132,8 +135,9 @@ def check_accelerator(
     """Check that a GPU build of torch can open the GPUs.
 
     Args:
-        names: returns the names of the GPUs that torch opens, or raises torch's RuntimeError.
-        masks: environment variables, of which *_VISIBLE_DEVICES are read.
+        build: the build of torch.
+        names: function that returns the names of the GPUs that torch opens, or raises torch's RuntimeError.
+        masks: environment variables. The variables *_VISIBLE_DEVICES among them are read.
     """
     build = build or installed_build()
     if build.kind == "cpu":
@@ -160,12 +164,15 @@ def check_arithmetic(
     copy: Callable[[torch.Tensor, str], torch.Tensor] = lambda tensor, target: tensor.to(target),
     multiply: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = torch.matmul,
 ) -> CheckResult:
-    """Check that bytes survive a copy to the device and back, and that a float32 product agrees with float64 on the CPU.
+    """Check copies and a matrix product on the device.
+
+    Bytes that are copied to the device and back must be unchanged. A float32 matrix product on the device must agree with the
+    float64 product on the CPU.
 
     Args:
-        device: 'cuda' or 'cpu'; default: the GPU if torch opens one.
-        copy: moves a tensor to a device.
-        multiply: the product under test, of two float32 matrices of shape (256, 256).
+        device: 'cuda' or 'cpu'. The default is the GPU if torch opens one, else the CPU.
+        copy: function that copies a tensor to a device.
+        multiply: matrix product to test. Its arguments are two float32 matrices of shape (256, 256).
     """
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     remedy = "do not use results of this device: run the vendor's diagnostics, then reinstall driver and torch"
@@ -173,15 +180,19 @@ def check_arithmetic(
     data = torch.randint(0, 256, (1 << 20,), dtype=torch.uint8, generator=generator)
     wrong = int((copy(copy(data, device), "cpu") != data).sum())
     if wrong:
-        evidence = f"{wrong} of {data.numel()} bytes came back wrong from {device}"
+        evidence = f"{wrong} of {data.numel()} bytes were wrong after a copy to {device} and back"
         return CheckResult("arithmetic", "fail", evidence, remedy)
     a, b = torch.randn(2, 256, 256, generator=generator)
     got, exact = copy(multiply(copy(a, device), copy(b, device)), "cpu").double(), a.double() @ b.double()
     error = ((got - exact).norm() / exact.norm()).item()
     # The error is about 2e-7 in float32, 3e-4 if TF32 is enabled, and above 1e-3 in bfloat16.
     if not error < 6e-4:
-        return CheckResult("arithmetic", "fail", f"a 256×256 product on {device} is off by {error:.2g}", remedy)
-    evidence = f"{device}: 1 MiB copied there and back without errors, a float32 product within {error:.1g} of float64"
+        evidence = f"a 256×256 matrix product on {device} has a relative error of {error:.2g}"
+        return CheckResult("arithmetic", "fail", evidence, remedy)
+    evidence = (
+        f"{device}: 1 MiB was copied to the device and back without errors; the relative error of a float32 matrix product is "
+        f"{error:.1g}"
+    )
     return CheckResult("arithmetic", "ok", evidence)
 
 
@@ -191,7 +202,7 @@ def check_data_source(mirror: Callable[[], Path] = mirror_root, cache: Path | No
         root = mirror()
         if any(root.iterdir()):
             return CheckResult("data_source", "ok", f"mirror {root}")
-        return CheckResult("data_source", "fail", f"mirror {root} is empty", "fill it, or unset HYPERION_DATA_MIRROR")
+        return CheckResult("data_source", "fail", f"the mirror {root} is empty", "fill it, or unset HYPERION_DATA_MIRROR")
     except DataError as error:
         if not isinstance(error, DataUnavailable):
             return CheckResult("data_source", "fail", error.what, error.next_step or "")
@@ -241,15 +252,16 @@ def check_caches(variables: Mapping[str, str] = os.environ, home: Path | None = 
     if not broken:
         return CheckResult("caches", "ok", f"{len(folders)} cache folders are writable")
     evidence = "; ".join(f"{name} = {folders[name]}: {cause}" for name, cause in broken.items())
-    # mktemp: a predictable name below /tmp may already belong to another user.
+    # mktemp chooses a random name, because a folder in /tmp with a fixed name may belong to another user.
     settings = " ".join(f"{name}=$(mktemp -d)" for name in broken)
     return CheckResult("caches", "fail", evidence, f"set them to node-local folders: export {settings}")
 
 
 def _not_writable(folder: Path) -> str | None:
-    """Return why no file can be written below the folder, or None. The folder need not exist yet.
+    """Return the reason why no file can be written in the folder, or None if a file can be written.
 
-    It writes a file, because mode bits do not tell about quotas or read-only file systems.
+    The folder need not exist yet. The function writes a file, because the permission bits do not show quotas or read-only file
+    systems.
     """
     place = _existing(folder)
     if not place.is_dir():
@@ -267,7 +279,8 @@ def _existing(path: Path) -> Path:
     return next(place for place in (path.absolute(), *path.absolute().parents) if place.exists())
 
 
-# In this order, because an earlier check explains the failures of later ones. Parameters of checks are for tests.
+# The order matters, because the failure of an early check often explains the failures of later checks. All parameters of the
+# checks have defaults; only tests pass other values.
 CHECKS: tuple[Callable[..., CheckResult], ...] = (
     check_python,
     check_torch_build,
@@ -283,7 +296,7 @@ CHECKS: tuple[Callable[..., CheckResult], ...] = (
 
 
 def run_checks(checks: tuple[Callable[..., CheckResult], ...] = CHECKS) -> list[CheckResult]:
-    """Run all checks and return their results. A check that raises an exception counts as failed; the others still run."""
+    """Run all checks and return their results. A check that raises an exception counts as failed, and the next check runs."""
     results = []
     for check in checks:
         try:

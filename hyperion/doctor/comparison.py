@@ -1,4 +1,4 @@
-"""Test `compare` on this machine with real launches: it must detect planted slowdowns and raise few false alarms."""
+"""Test the function `compare` on this machine with real launches. It must detect planted slowdowns and raise few false alarms."""
 
 import tempfile
 from collections.abc import Callable
@@ -16,23 +16,23 @@ from hyperion.results.compare import SIGNIFICANCE
 
 FUNCTIONS = ("product", "sum")
 OPERATIONS = 100
-# (slowdown, trials): 20 of the same code, 20 with a slowdown of 10 %, and a few with 3 %, the threshold of `compare`.
+# (slowdown, number of trials). 3 % is the threshold of `compare`.
 SURE = 0.10
 TRIALS = ((0.0, 20), (SURE, 20), (0.03, 4))
-# Probability that a correct comparison fails this test because of its false alarms.
+# Largest probability that this test fails because of false alarms although `compare` is correct.
 CHANCE_OF_FAILURE = 1e-4
 _NOTEBOOK, _EXPERIMENT = "doctor", "comparison"
 
 
 @dataclass(frozen=True)
 class Trial:
-    """One comparison of A with B, five launches per side.
+    """One comparison of version A with version B. Each version is launched five times.
 
     Args:
-        slowdown: slowdown planted into B, 0 for the same code.
-        planted: the function that is slower in B; the other function is the same in A and B.
+        slowdown: slowdown planted into version B, as a fraction of the time. 0 means that both versions are the same code.
+        planted: name of the function that is slower in B. The other function is the same in A and B.
         compared: comparisons of both functions.
-        power: the sentence of `sensitivity` on the changes that this comparison could detect.
+        power: sentence from `sensitivity` that says which changes this comparison could detect.
     """
 
     slowdown: float
@@ -47,7 +47,7 @@ class Trial:
 
     @property
     def false_alarms(self) -> int:
-        """Number of confirmed changes of functions that are the same in A and B."""
+        """Number of functions that are the same in A and B but for which a change was confirmed."""
         return sum(c.verdict != "same" for c in self.compared if not self.slowdown or c is not self._of(self.planted))
 
     def _of(self, function: str) -> Comparison:
@@ -60,14 +60,14 @@ class Trial:
 
 
 def try_comparison(on_line: Callable[[str], object], trials: tuple[tuple[float, int], ...] = TRIALS) -> tuple[list[Trial], Path]:
-    """Run the trials, alternating between the slowdowns, and store their outcomes.
+    """Run the trials and store their outcomes. Trials of different slowdowns alternate.
 
     Args:
-        on_line: called with one line per trial.
-        trials: pairs of a slowdown and its number of trials.
+        on_line: called with one line of text per trial.
+        trials: pairs of a slowdown and a number of trials.
 
     Returns:
-        The trials, and the folder of the run in which they are stored.
+        The trials, and the folder of the run in which the trials are stored.
     """
     folder = new_run_folder("comparison")
     run = Run.create(folder, run_information("comparison", "", 0))
@@ -78,13 +78,16 @@ def try_comparison(on_line: Callable[[str], object], trials: tuple[tuple[float, 
                 left[slowdown] -= 1
                 done.append(_run_trial(slowdown, FUNCTIONS[left[slowdown] % 2]))
                 on_line(str(done[-1]))
-                # After each trial, so that an interrupted call keeps the finished ones.
+                # Stored after each trial, so that an interrupted call keeps the finished trials.
                 run.record(_NOTEBOOK, _EXPERIMENT, rows_of(done), frame_of(done), input_hash="trials")
     return done, folder
 
 
 def rows_of(trials: list[Trial]) -> list[Row]:
-    """Return by slowdown the share of trials that confirmed the planted slowdown, and the share with a false alarm."""
+    """Return two rows per slowdown: the share of trials that confirmed the slowdown, and the share with a false alarm.
+
+    Trials of the same code have no planted slowdown, so they give only the second row.
+    """
     rows = []
     for slowdown in sorted({trial.slowdown for trial in trials}):
         of = [trial for trial in trials if trial.slowdown == slowdown]
@@ -110,7 +113,7 @@ def rows_of(trials: list[Trial]) -> list[Row]:
 
 
 def frame_of(trials: list[Trial]) -> pd.DataFrame:
-    """Return all comparisons with the times of their launches, on which other rules can be tried later."""
+    """Return all comparisons with the times of all launches, so that other decision rules can be tested on them later."""
     return pd.DataFrame(
         {
             "trial": number,
@@ -134,7 +137,11 @@ def frame_of(trials: list[Trial]) -> pd.DataFrame:
 
 
 def conclusion(trials: list[Trial]) -> list[str]:
-    """Return lines on the trials of each slowdown: detected slowdowns, trials without false alarm, power of the last trial."""
+    """Return two lines of text per slowdown.
+
+    The first line has the number of trials that detected the slowdown, and the number of trials without a false alarm. The second
+    line has the power of the last trial.
+    """
     lines = []
     for slowdown in sorted({trial.slowdown for trial in trials}):
         of = [trial for trial in trials if trial.slowdown == slowdown]
@@ -150,10 +157,10 @@ def conclusion(trials: list[Trial]) -> list[str]:
 
 
 def is_reliable(trials: list[Trial]) -> bool:
-    """Return True if every planted slowdown of 10 % or more was confirmed and false alarms were no more than allowed.
+    """Return True if every planted slowdown of 10 % or more was confirmed and there were not too many false alarms.
 
-    The rule of `compare` allows a false alarm in at most 5 % of comparisons. The test fails if so many trials have a false alarm
-    that a rule with 5 % would show them with a probability below 1 in 10,000.
+    The rule of `compare` allows a false alarm in at most 5 % of comparisons. There are too many false alarms if a rule with a
+    rate of 5 % would give this number or more with a probability below 1 in 10,000.
     """
     from scipy import stats
 

@@ -1,7 +1,7 @@
-"""Work that the trials of `hyperion.doctor.comparison` relaunch: two functions of many small operations.
+"""The code that the trials of `hyperion.doctor.comparison` launch: two functions with many small operations.
 
-The number of operations comes from a file in the folder of each side. One more operation in a hundred is a planted slowdown of
-1 %. This is a file of its own because `relaunch` starts it in a new process.
+Each compared version has a folder with a file that contains the number of operations. One more operation in a hundred is a
+planted slowdown of 1 %. This code has its own file because `relaunch` starts the file in a new process.
 """
 
 from collections.abc import Callable
@@ -10,14 +10,14 @@ import torch
 
 
 def work() -> dict[str, Callable[[], object]]:
-    """Return the functions to time: matrix products, and sums over 64 KB.
+    """Return the two functions to time: matrix products of size 64, and sums over 64 KiB.
 
-    Both take the same time in every launch. Functions whose time depends on the addresses of their arrays do not: for those a
-    slowdown of a tenth is not always detected, which `compare` reports as low power.
+    Each function takes about the same time in every launch. This is not true of functions whose time depends on the addresses of
+    their arrays. For such functions a slowdown of 10 % is not always detected, and `compare` reports a low power.
     """
     from planted import OPERATIONS  # pyright: ignore[reportMissingImports]  # a trial writes this module into the folder of each side
 
-    torch.set_num_threads(1)  # such small operations gain nothing from threads
+    torch.set_num_threads(1)  # several threads do not make such small operations faster
     a, out = torch.randn(64, 64), torch.empty(64, 64)
     x, total = torch.randn(1 << 14), torch.empty(())
 

@@ -1,9 +1,9 @@
-"""Judge the health of a machine: compare measured values with the floors (least acceptable values) of its device.
+"""Judge the health of a machine by comparing measured values with floors. A floor is the lowest value of a healthy device.
 
-The quantities are measured on one device, on both dies of an MI250X module, and on all devices at once: devices that share a
-package share its power, so two dies together may be slower than one alone. Each device has its own process. All processes of
-a mode start together, and each keeps its device busy until the slowest has finished, so that every measurement happens under
-full load.
+The quantities are measured in up to three modes: on one device, on both dies of an MI250X module at the same time, and on all
+devices at the same time. Devices in one package share its power, so two dies that work at the same time may be slower than one.
+Each device has its own process. All processes of a mode start together, and each process keeps its device busy until the slowest
+process has finished. So every measurement is made under full load.
 """
 
 import functools
@@ -30,9 +30,9 @@ from hyperion.units import GIB
 ONE, MODULE, ALL = "one device", "both dies of a module", "all devices"
 _HANG_S = 120.0
 MET, NOT_MET, NOT_MEASURED = "met", "not met", "not measured"
-# Outcomes of failed measurements. They say nothing about the floor.
+# Outcomes of failed measurements. They do not show whether the floor is met.
 IMPOSSIBLE, WRONG = "above its limit", "wrong output"
-# The products of a run have other sizes than the floors: a product of size 4096 counts for a floor of size 4000.
+# Relative difference of sizes. For example, a matrix product of size 4096 in a run is compared with a floor of size 4000.
 _SIZE_TOLERANCE = 0.05
 COLUMNS = ("at work", "quantity", "floor", "measured [95 % CI]", "power", "verdict", "source")
 _COLOURS = {MET: "green", NOT_MEASURED: "yellow"}
@@ -40,13 +40,14 @@ _COLOURS = {MET: "green", NOT_MEASURED: "yellow"}
 
 @dataclass(frozen=True)
 class FloorResult:
-    """The outcome of one floor.
+    """The result of comparing the measured value with one floor.
 
     Args:
-        outcome: "met", "not met", "not measured", or for a failed measurement "above its limit" or "wrong output".
-        row: the measured row, of the slowest device if there are several; None if nothing was measured.
-        note: why nothing was measured, or a remark on the outcome.
-        mode: which devices worked at the same time; "" if only one mode was measured.
+        floor: the floor.
+        outcome: "met", "not met" or "not measured". After a failed measurement, "above its limit" or "wrong output".
+        row: the measured row, or None if nothing was measured. With several devices, the row of the slowest device.
+        note: reason why nothing was measured, or a remark on the outcome.
+        mode: which devices worked at the same time. "" if only one mode was measured.
     """
 
     floor: Floor
@@ -58,11 +59,12 @@ class FloorResult:
 
 @dataclass(frozen=True)
 class FloorReport:
-    """All verdicts about one device.
+    """The results for all floors of one device.
 
     Args:
         device: name of the device.
-        unknown: why no floor is known for the device, or "".
+        verdicts: one result per floor and mode.
+        unknown: reason why no floor is known for the device, or "".
     """
 
     device: str
@@ -84,7 +86,7 @@ class FloorReport:
         measured = len(self.verdicts) - left
         also = f"; {left} not measured" if left else ""
         if self.healthy is None:
-            return f"{self.device}: health unknown, none of the {len(self.verdicts)} floors was measured"
+            return f"{self.device}: health unknown, because none of the {len(self.verdicts)} floors was measured"
         if self.healthy:
             return f"{self.device}: healthy, all {measured} measured floors are met{also}"
         return f"{self.device}: NOT healthy, {measured - met} of {measured} measured floors are not met{also}"
@@ -94,11 +96,11 @@ def check_floors(run: str | None = None, on_line: Callable[[str], object] = prin
     """Compare this machine, or the machine of a run, with the floors of its device.
 
     Args:
-        run: name of a run to read; None measures now.
-        on_line: called with a line about each measurement.
+        run: name of a run whose rows are compared. None measures this machine now.
+        on_line: called with a line of text before each measurement.
 
     Raises:
-        HyperionError: there is no such run, or the run is a replay and has no measurements of its own.
+        HyperionError: the run does not exist, or it is a replay and has no measurements of its own.
     """
     if run is not None:
         return floors_of_run(Run.open(find_run(run)))
@@ -108,7 +110,7 @@ def check_floors(run: str | None = None, on_line: Callable[[str], object] = prin
     if unknown:
         return FloorReport(device.name, unknown=unknown)
     rows = measure_floors(floors, [detect(facts, index) for index in range(len(facts.gpus))], on_line)
-    # An all-reduce always uses all devices, so its floors are judged once and not in each mode.
+    # An all-reduce always uses all devices, so its floors are compared only once and not in every mode.
     single, reductions = ([f for f in floors if (f.quantity == "all_reduce") == collective] for collective in (False, True))
     modes = list(dict.fromkeys(row.params["mode"] for row in rows))
     verdicts = [verdict for mode in modes for verdict in judge(single, rows, mode)] + judge(reductions, rows)
@@ -119,12 +121,12 @@ def floors_of_run(run: Run) -> FloorReport:
     """Compare the rows of a run with the floors of the device that it was measured on.
 
     Raises:
-        HyperionError: the run is a replay, or run.json has no (valid) environment.
+        HyperionError: the run is a replay, or the environment in run.json is missing or not valid.
     """
     information = run.information()
     if information.get("profile") == "replay":
         raise HyperionError(
-            "this run is a replay: it has no measurements of its own",
+            "this run is a replay and has no measurements of its own",
             where=run.folder,
             next_step="name the reference machine that it replays",
         )
@@ -137,11 +139,11 @@ def floors_of(environment: dict, rows: Iterable[Row]) -> FloorReport:
     """Compare rows with the floors of the device that they were measured on.
 
     Args:
-        environment: fingerprint of the machine; in a notebook `chapter.environment`.
-        rows: rows of any experiments; in a notebook `chapter.results.rows()`.
+        environment: description of the machine. In a notebook, this is `chapter.environment`.
+        rows: rows of any experiments. In a notebook, these are `chapter.results.rows()`.
 
     Raises:
-        HyperionError: the fingerprint has a field that is unknown, missing or of another type.
+        HyperionError: a field of the environment is unknown or missing, or has a wrong type.
     """
     facts = facts_of(environment, "environment")
     device = detect(facts)
@@ -150,18 +152,19 @@ def floors_of(environment: dict, rows: Iterable[Row]) -> FloorReport:
 
 
 def judge(floors: Iterable[Floor], rows: Iterable[Row], mode: str = "") -> list[FloorResult]:
-    """Return a verdict for each floor. If several devices were measured, the slowest counts.
+    """Return one result per floor. If several devices were measured, the value of the slowest device is compared.
 
     Args:
-        rows: measured rows; rows that belong to no floor are ignored.
-        mode: use only rows with this value of `params["mode"]`; "" uses all rows.
+        floors: the floors.
+        rows: measured rows. Rows that belong to no floor are ignored.
+        mode: if not "", only rows with this value of `params["mode"]` are used.
     """
     rows = [row for row in rows if not mode or row.params.get("mode") == mode]
     return [_verdict(floor, rows, mode) for floor in floors]
 
 
 def floor_frame(report: FloorReport) -> pd.DataFrame:
-    """Return the verdicts as a table of texts with the columns `COLUMNS`, one line per verdict; empty if no floor is known."""
+    """Return the verdicts as a table of texts with the columns `COLUMNS`. The table is empty if no floor is known."""
     return pd.DataFrame([_cells(verdict) for verdict in report.verdicts], columns=list(COLUMNS))
 
 
@@ -176,10 +179,11 @@ def floor_table(report: FloorReport) -> Table:
 
 
 def modes_of(devices: list[Device], root: Path = Path("/")) -> dict[str, list[int]]:
-    """Return the indices of the devices that work at the same time, by mode. Modes that need other hardware are omitted.
+    """Return, for each mode that this machine can measure, the indices of the devices that work at the same time.
 
     Args:
-        root: root of the file tree with sysfs, which tells which die of an MI250X module a device is.
+        devices: all devices of the machine.
+        root: folder that contains sys/. Linux's sysfs shows which devices are dies of the same MI250X module.
     """
     modes = {ONE: [0]}
     ordered = sorted(devices, key=lambda device: device.pci_address or "")
@@ -195,10 +199,10 @@ def modes_of(devices: list[Device], root: Path = Path("/")) -> dict[str, list[in
 def measure_floors(
     floors: list[Floor], devices: list[Device], on_line: Callable[[str], object], time_limit_s: float = 2.0
 ) -> list[Row]:
-    """Measure the floors in every mode and return one row per device; `params["mode"]` names the mode.
+    """Measure the quantities of the floors in every mode. Return rows of every device, with the mode in `params["mode"]`.
 
     Raises:
-        RankError: the process of a device failed or hung.
+        RankError: the process of a device failed or made no progress.
     """
     params = {
         "floors": [asdict(floor) for floor in floors],
@@ -212,10 +216,13 @@ def measure_floors(
 
 
 def measure_on_rank(floors: list[dict], modes: dict[str, list[int]], time_limit_s: float, heat_s: float) -> dict:
-    """Run on each rank: measure this device in each mode, then the all-reduce over all devices.
+    """Measure the device of this rank in each mode, and then the all-reduces over all devices. Every rank must call this.
 
     Args:
-        heat_s: seconds of work before the timed work, because clocks and power need time to settle.
+        floors: fields of each floor.
+        modes: ranks that measure at the same time, by mode.
+        time_limit_s: limit for each measurement, in seconds.
+        heat_s: seconds of untimed work before each measurement, so that clocks and power become stable.
     """
     here, wanted = world(), [Floor(**floor) for floor in floors]
     barrier, rows = StoreBarrier(), []
@@ -233,7 +240,10 @@ def measure_on_rank(floors: list[dict], modes: dict[str, list[int]], time_limit_
 
 
 def measure_floor(floor: Floor, device: Device, time_limit_s: float) -> list[Row]:
-    """Measure the quantity of one floor on one device under its conditions: products with warm caches, streams with cold ones."""
+    """Measure the quantity of one floor on one device.
+
+    As for the published floors, matrix products are measured with warm caches, and memory streams with cold caches.
+    """
     if floor.quantity == "gemm":
         return gemm_rows(device, floor.dtype, floor.size, cold=False, time_limit_s=time_limit_s)
     return stream_rows(device, floor.quantity, floor.dtype, floor.size, time_limit_s=time_limit_s)
@@ -248,7 +258,7 @@ class _Together:
     ranks: int
 
     def measure_with_others(self, measure: Callable[[], list[Row]], heat_s: float) -> list[Row]:
-        """Call `measure` at the same time on all ranks, on warm devices, and return its rows."""
+        """Call `measure` at the same time on all ranks and return its rows. The devices are warmed up first."""
         started = time.monotonic()
         while time.monotonic() - started < heat_s:
             measure()
@@ -261,7 +271,7 @@ class _Together:
 
 
 def _all_reduces(floors: list[Floor], time_limit_s: float) -> list[Row]:
-    """Measure the all-reduces of the floors that have this number of ranks."""
+    """Measure the all-reduces of the floors that are for this number of ranks."""
     here = world()
     wanted = [floor for floor in floors if floor.quantity == "all_reduce" and floor.ranks == here.size]
     if not wanted or here.size < 2:
@@ -287,24 +297,25 @@ def _verdict(floor: Floor, rows: list[Row], mode: str) -> FloorResult:
         error, tolerance = _number(row.check_error), _number(row.check_tolerance)
         # Written as `not <=` so that a NaN fails.
         if row.check and not error <= tolerance:
-            return FloorResult(floor, WRONG, row, f"{row.check}: off by {error:.2g}", mode)
+            return FloorResult(floor, WRONG, row, f"{row.check}: the error is {error:.2g}, above the tolerance", mode)
         if row.limit is not None and _number(row.value) > row.limit:
-            return FloorResult(floor, IMPOSSIBLE, row, f"limit {row.limit:.6g}: a failed measurement", mode)
+            note = f"the limit is {row.limit:.6g}, so the measurement failed"
+            return FloorResult(floor, IMPOSSIBLE, row, note, mode)
     slowest = min(best, key=lambda row: _number(row.value))
     met = _number(slowest.value) >= floor.value
     notes = [_differences(floor, slowest)]
     if _number(slowest.ci_low) < floor.value <= _number(slowest.ci_high):
-        notes.append("the interval includes the floor: measure it again")
+        notes.append("the confidence interval includes the floor: measure again")
     return FloorResult(floor, MET if met else NOT_MET, slowest, "; ".join(filter(None, notes)), mode)
 
 
 def _number(value: float | None) -> float:
-    """Return the value, or NaN for None, because every comparison with NaN is false."""
+    """Return the value, or NaN if it is None. Every comparison with NaN is false."""
     return math.nan if value is None else value
 
 
 def _differences(floor: Floor, row: Row) -> str:
-    """Return how size and format of a row differ from those of the floor, or ""."""
+    """Return a note on the size and the format of a row if they differ from the floor's, else ""."""
     size = row.params.get({"gemm_tflops": "m", "bandwidth_gb_s": "elements"}.get(floor.metric, "bytes"))
     parts = [f"size {size:,}"] if size != floor.size else []
     parts += [row.dtype] if row.dtype != floor.dtype else []
@@ -312,7 +323,7 @@ def _differences(floor: Floor, row: Row) -> str:
 
 
 def _matches(floor: Floor, row: Row) -> bool:
-    """Return True if the row measures what the floor is about."""
+    """Return True if the row measures the quantity of the floor."""
     if row.metric != floor.metric:
         return False
     if floor.quantity == "gemm":
@@ -326,9 +337,9 @@ def _matches(floor: Floor, row: Row) -> bool:
 
 
 def _best(floor: Floor, rows: list[Row]) -> Row:
-    """Return the fastest of one device's rows, preferring the format of the floor.
+    """Return the fastest of one device's rows. Rows in the floor's number format are preferred.
 
-    Of a bandwidth only the largest arrays count: smaller ones may fit into a cache.
+    For a bandwidth, only rows with the largest arrays are used, because smaller arrays may fit into a cache.
     """
     rows = [row for row in rows if row.dtype == floor.dtype] or rows
     if floor.metric == "bandwidth_gb_s":
@@ -342,7 +353,7 @@ def _why_absent(floor: Floor, rows: list[Row]) -> str:
         ranks = sorted(
             {row.params["ranks"] for row in rows if row.metric == floor.metric and row.params.get("ranks") is not None}
         )
-        others = f", there are some of {', '.join(map(str, ranks))}" if ranks and floor.ranks not in ranks else ""
+        others = f"; measured numbers of devices: {', '.join(map(str, ranks))}" if ranks and floor.ranks not in ranks else ""
         return f"no all-reduce of {floor.size / GIB:g} GiB on {floor.ranks} devices{others}"
     size = f" of {floor.size} x {floor.size} x {floor.size}" if floor.quantity == "gemm" else ""
     return f"no row of {floor.quantity}{size} in {floor.dtype}"

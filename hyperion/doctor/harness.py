@@ -1,7 +1,7 @@
-"""Self-test of the measurements: plant known mistakes and show which check refuses each of them.
+"""Self-test of the measurements: make known measurement mistakes on purpose, and show which check detects each of them.
 
-`hyperion.measure` has most of the faults. Those that need a model or a row are here, because the packages they import come
-after `hyperion.measure`.
+Such a mistake is called a planted fault. Most planted faults are defined in `hyperion.measure.planted_faults`. The faults in this
+file need a model or a row. Models and rows are in packages that `hyperion.measure` must not import.
 """
 
 from collections.abc import Sequence
@@ -19,12 +19,12 @@ from hyperion.models.reference import VisionTransformer
 
 
 def self_test() -> list[FaultResult]:
-    """Plant every fault on the device of this machine; takes about 15 s on a CPU."""
+    """Plant every fault on the device of this machine and return the results. On a CPU, this takes about 15 s."""
     return run_self_test(detect(), ALL_FAULTS)
 
 
 def self_test_table(results: Sequence[FaultResult]) -> Table:
-    """Return one line per fault; faults that were missed and correct measurements that were refused are red."""
+    """Return a table with one line per fault. Missed faults and refused correct measurements are red."""
     table = Table(
         "planted fault", "wrong result without the check", "caught", "check and its message", "clean twin", pad_edge=False
     )
@@ -35,7 +35,7 @@ def self_test_table(results: Sequence[FaultResult]) -> Table:
 
 
 def self_test_conclusion(results: Sequence[FaultResult]) -> str:
-    """Return the conclusion in one line."""
+    """Return one line with the number of detected faults and the number of correct measurements that passed."""
     wrong = [r.name for r in results if not r.passed]
     caught, passing = sum(r.caught for r in results), sum(r.twin_passes for r in results)
     text = f"{caught} of {len(results)} planted faults caught, {passing} of {len(results)} clean twins pass"
@@ -51,7 +51,7 @@ def _plain(text: str) -> str:
 class _StandIn(VisionTransformer):
     """A model of 212,328 parameters with the name of ViT-B/16.
 
-    A published benchmark timed such a model when it could not import the real one.
+    A published benchmark timed such a small model when the import of the real model failed.
     """
 
     @property
@@ -63,7 +63,7 @@ class _StandIn(VisionTransformer):
 
 
 def _substituted_model(device: Device, broken: bool, believe: Believe) -> None:
-    believe("the step time of a model of 212,328 parameters as that of ViT-B/16, which has 86,567,656")
+    believe("the step time of a model of 212,328 parameters, reported as that of ViT-B/16, which has 86,567,656")
     with torch.device("meta"):
         (_StandIn if broken else VisionTransformer)().build()
 
@@ -72,7 +72,9 @@ def _hot_labelled_cold(device: Device, broken: bool, believe: Believe) -> None:
     source = torch.randn(1 << 16, device=device.torch_device)
     target = torch.empty_like(source)
     timing = time_function(lambda: target.copy_(source), device, cold=False, minimum_samples=10, time_limit_s=0.05)
-    believe(f"{timing.estimate.map(lambda seconds: 2 * source.nbytes / seconds / 1e9).value:.3g} GB/s, labelled cold")
+    believe(
+        f"{timing.estimate.map(lambda seconds: 2 * source.nbytes / seconds / 1e9).value:.3g} GB/s of a warm cache, labelled cold"
+    )
     sample_frame(timing, "copy", "fp32", {"elements": source.numel(), "cache": "cold" if broken else "hot"})
 
 

@@ -1,4 +1,8 @@
-"""Measure one device and return verified rows: products and streams with their energy, launches, copies, all-reduces."""
+"""Measure one device and return verified rows.
+
+There are functions for matrix products and memory streams with their energy, for launches, for copies between host and device,
+and for all-reduces. A memory stream reads or writes large arrays once.
+"""
 
 from collections.abc import Iterable
 from dataclasses import replace
@@ -32,9 +36,16 @@ _ENERGY_METRICS = {"gemm_tflops": "energy_j_per_tflop", "bandwidth_gb_s": "energ
 
 
 def gemm_rows(device: Device, dtype: str, size: int, *, cold: bool, time_limit_s: float) -> list[Row]:
-    """Measure rate and energy of a square product (M = N = K = `size`) with cold or warm caches.
+    """Measure the rate and the energy of a square matrix product (M = N = K = `size`).
 
-    If the device cannot compute it, return one row without a value, with the reason.
+    If the device cannot compute the product, the function returns one row that has the reason instead of a value.
+
+    Args:
+        device: the device to measure.
+        dtype: number format of the product.
+        size: number of rows and columns of the matrices.
+        cold: whether to flush the caches before each sample.
+        time_limit_s: limit for the measurement, in seconds.
     """
     params = {"m": size, "n": size, "k": size, "cache": "cold" if cold else "hot"}
     row = _row("gemm", PRODUCT, "gemm_tflops", params, dtype)
@@ -59,9 +70,9 @@ def gemm_rows(device: Device, dtype: str, size: int, *, cold: bool, time_limit_s
 
 
 def stream_rows(device: Device, operation: str, dtype: str, elements: int, *, time_limit_s: float) -> list[Row]:
-    """Measure bandwidth and energy of a stream with flushed caches.
+    """Measure the bandwidth and the energy of a memory stream. The caches are flushed before each sample.
 
-    If the arrays do not fit into memory, return one row without a value, with the reason.
+    If the arrays do not fit into memory, the function returns one row that has the reason instead of a value.
     """
     row = _row("bandwidth", operation, "bandwidth_gb_s", {"elements": elements, "cache": "cold"}, dtype)
     try:
@@ -77,7 +88,10 @@ def stream_rows(device: Device, operation: str, dtype: str, elements: int, *, ti
 
 
 def launch_rows(device: Device, *, time_limit_s: float) -> list[Row]:
-    """Measure the host time of launching the smallest kernel, alone and, if the device has graphs, within a graph."""
+    """Measure the time that the host needs to launch the smallest kernel.
+
+    The kernel is launched alone and, if the device supports graphs, as part of a graph.
+    """
     cost = measure_launch(device, time_limit_s=time_limit_s)
     rows = []
     for variant, timing, calls in (("eager", cost.eager, cost.eager_calls), ("graph", cost.graph, cost.graph_kernels)):
@@ -91,7 +105,15 @@ def launch_rows(device: Device, *, time_limit_s: float) -> list[Row]:
 
 
 def transfer_rows(device: Device, direction: str, count: int, *, pinned: bool, time_limit_s: float) -> list[Row]:
-    """Measure the bandwidth of a copy of `count` bytes between host and device."""
+    """Measure the bandwidth of a copy of `count` bytes between host and device.
+
+    Args:
+        device: the device to measure.
+        direction: direction of the copy, see `measure_transfer`.
+        count: number of bytes.
+        pinned: whether the host memory is pinned.
+        time_limit_s: limit for the measurement, in seconds.
+    """
     row = _row("transfer", direction, "bandwidth_gb_s", {"bytes": count, "pinned": pinned, "cache": "hot"})
     if refusal := transfer_refusal(device):
         return [replace(row, value_reason=f"unsupported: {refusal}")]
@@ -117,7 +139,7 @@ def all_reduce_row(here: World, roll: RollCall, dtype: str, size_bytes: int, *, 
 
 
 def with_params(rows: Iterable[Row], rank: int | None = None, **params) -> list[Row]:
-    """Return the rows with additional params and with the rank that measured them."""
+    """Return the rows with additional params and with the rank that measured the rows."""
     return [replace(row, params=row.params | params, rank=rank) for row in rows]
 
 
@@ -127,7 +149,7 @@ def _row(experiment: str, variant: str, metric: str, params: dict, dtype: str = 
 
 
 def _energy_row(row: Row, energy: Energy, joules: Estimate | None) -> Row:
-    """Return the row of the energy that belongs to the row of a rate (same work, same samples)."""
+    """Return the row of the energy of the same work and the same samples as the row of a rate."""
     params = row.params | ({"power_scope": energy.scope} if energy.scope else {})
     if energy.counter_difference is not None:
         params["counter_difference"] = round(energy.counter_difference, 4)

@@ -1,20 +1,21 @@
-"""Check the numbers of this machine: compare the library's training step in every precision with stored float64 numbers.
+"""Check the computations of this machine: compare training steps in every precision with float64 results that are stored in git.
 
-Two small trainings have fixed weights and data, and their float64 results (the pack) are stored in git. Weights and data must
-be the same on every platform and with every version. So they come from the raw 64-bit output of NumPy's PCG64, which NEP 19
-keeps stable (the output of NumPy's distributions and of torch's generators may change), by exact arithmetic. They are rounded
-to float32, so that float32 and float64 computations start from the same numbers.
+The stored float64 results are called the pack. They come from two small trainings with fixed weights and data. The weights and
+data must be the same on every platform and with every version of NumPy and torch. They are therefore computed with exact
+arithmetic from the raw 64-bit output of NumPy's PCG64, which NEP 19 keeps stable. The output of NumPy's distributions and of
+torch's generators may change. The numbers are rounded to float32, so that float32 and float64 computations start from the same
+numbers.
 
-    python -m hyperion.doctor.numerics            recompute the pack and compare it with the one in git
-    python -m hyperion.doctor.numerics --write    replace the pack in git
+    python -m hyperion.doctor.numerics            recompute the pack and compare it with the pack in git
+    python -m hyperion.doctor.numerics --write    recompute the pack and replace the pack in git
 
-The pack is computed by a separate loop of plain PyTorch operations, without the library's engines, precisions or fused kernels.
+The pack is computed with plain PyTorch operations. It does not use the library's engines, precisions or fused kernels.
 
-The tolerances are the largest relative errors of a correct device. Unit roundoffs are 2^-24 (fp32), 2^-11 (fp16; tf32, whose
-units may truncate: 2^-10) and 2^-8 (bf16). The tolerances are four to ten times the errors of correct devices; a wrong mask,
-weight or activation in float32 exceeds them (tested). Gradients of a ResNet have larger tolerances: if a rounding error moves a
-unit across the kink of ReLU, the gradient changes by the whole contribution of the unit, so the error falls only with the
-square root of the unit roundoff.
+The tolerances are four to ten times the errors of correct devices. For comparison, the unit roundoffs are 2^-24 (fp32), 2^-11
+(fp16), 2^-11 (tf32; 2^-10 on units that truncate) and 2^-8 (bf16). A test shows that a wrong mask, weight or activation in
+float32 exceeds the tolerances. The gradients of the ResNet have larger tolerances for this reason: if a rounding error moves the
+input of a ReLU across zero, the gradient changes by the whole contribution of this unit. Therefore the error of the gradients
+decreases only with the square root of the unit roundoff.
 """
 
 import hashlib
@@ -52,7 +53,7 @@ Batch = tuple[Tensor, Tensor]
 PACK = Path(__file__).with_name("numerics.safetensors")
 SAMPLED = 128  # numbers of each gradient in the pack, in addition to its norm
 _SMALLEST = 1e-3
-_SCALE = 1024.0  # factor on the loss that keeps fp16 gradients out of the subnormal range; exact, because a power of two
+_SCALE = 1024.0  # factor on the loss that keeps fp16 gradients out of the subnormal range; a power of two adds no rounding error
 QUANTITIES = ("logits", "gradients", "losses")
 _TOLERANCES = {
     ("language", "fp32"): (5e-6, 2e-5, 1e-5),
@@ -65,22 +66,24 @@ _TOLERANCES = {
     ("resnet18", "bf16"): (8e-2, 5e-1, 2e-2),
 }
 # The matrix instructions of MI200 flush subnormal fp16 and bf16 inputs and outputs to zero. For this reason MIOpen and rocBLAS
-# convert the operands of fp16 backward passes to bf16, which has a wider range and a lower accuracy. MI300 does neither.
+# convert the operands of fp16 backward passes to bf16, which has a wider range and a lower accuracy. On MI300, subnormal numbers
+# are not flushed and operands are not converted.
 # Source: AMD, MIOpen documentation, "MI200 MFMA behavior specifics".
 _FLUSHING = ("gfx90a",)
 _FLUSHED = 2
-_MOST_SKIPPED = 16  # steps that fp16 may skip until its loss scale fits
+_MOST_SKIPPED = 16  # largest number of steps that fp16 may skip until its loss scale is small enough
 
 
 @dataclass(frozen=True)
 class Case:
-    """One training.
+    """One of the two small trainings.
 
     Attributes:
-        shell: makes the model with any weights.
-        batch: returns the batch of a step (from 0) on the CPU; floating-point inputs are float32.
+        name: name of the training.
+        shell: function that returns the model with arbitrary weights.
+        batch: function that returns the batch of a step (from 0) on the CPU. Floating-point inputs are float32.
         learning_rate: learning rate of every step.
-        optimizer: makes the library's optimizer of a model.
+        optimizer: function that returns the library's optimizer for a model and a learning rate.
         engine: the library's engine class.
     """
 
@@ -100,7 +103,7 @@ class Case:
         return model
 
     def start(self, dtype: str, device: Device) -> TorchEngine:
-        """Return the library's engine for the model on this device."""
+        """Return the library's engine, with the model on this device."""
         model = self.model().to(device.torch_device)
         precision = Precision(dtype, "a check of the machine's numbers")
         optimizer = self.optimizer(model, self.learning_rate)
@@ -108,7 +111,7 @@ class Case:
 
 
 def uniform(name: str, shape: tuple[int, ...]) -> np.ndarray:
-    """Return the numbers from -1 to 1 that belong to this name: float32 values as float64."""
+    """Return pseudorandom float32 values from -1 to 1 as float64. The same name and shape always give the same numbers."""
     raw = _raw(name, math.prod(shape))
     return (
         (2.0 * ((raw >> np.uint64(11)).astype(np.float64) * 2.0**-53) - 1.0).astype(np.float32).astype(np.float64).reshape(shape)
@@ -116,7 +119,7 @@ def uniform(name: str, shape: tuple[int, ...]) -> np.ndarray:
 
 
 def integers(name: str, shape: tuple[int, ...], below: int) -> np.ndarray:
-    """Return the integers from 0 to below - 1 that belong to this name, int64."""
+    """Return pseudorandom integers from 0 to below - 1, int64. The same name and shape always give the same integers."""
     return (_raw(name, math.prod(shape)) % np.uint64(below)).astype(np.int64).reshape(shape)
 
 
@@ -126,10 +129,11 @@ def _raw(name: str, count: int) -> np.ndarray:
 
 
 def _weights(name: str, shape: tuple[int, ...]) -> np.ndarray:
-    """Return weights: matrices and kernels with a variance of 1/fan-in, embeddings of 0.1, gains near 1, biases near 0.
+    """Return the fixed weights of a parameter.
 
-    Biases of the norms before a ReLU are near 2, so that few units lie at its kink. There a rounding error switches a unit on or
-    off and changes the gradient by the whole contribution of the unit, in any precision.
+    Matrices and convolution kernels have a variance of 1/fan-in, and embeddings have a variance of 0.1. Gains are near 1 and
+    biases near 0. Biases of the norms before a ReLU are near 2, so that few inputs of the ReLU are near zero. Near zero, a
+    rounding error in any precision can change the gradient by the whole contribution of a unit.
     """
     numbers = uniform(name, shape)
     if len(shape) == 1:
@@ -166,14 +170,17 @@ CASES = (
 
 @dataclass(frozen=True)
 class NumericsFinding:
-    """The error of one quantity of one case in one precision.
+    """The error of one quantity of one training in one precision.
 
     Attributes:
-        quantity: 'logits', 'gradients' or 'losses'.
-        worst: the tensor or step with the largest error.
-        error, tolerance: relative error of `worst`, and the largest one allowed.
-        first: the first tensor or step whose error exceeds the tolerance; "" if there is none.
-        reason: why nothing was computed, or "".
+        case: name of the training.
+        dtype: name of the precision.
+        quantity: 'logits', 'gradients' or 'losses'. 'all' if nothing was computed.
+        worst: name of the tensor or step with the largest error.
+        error: relative error of `worst`.
+        tolerance: largest allowed relative error.
+        first: name of the first tensor or step whose error exceeds the tolerance, or "".
+        reason: reason why nothing was computed, or "".
     """
 
     case: str
@@ -187,13 +194,19 @@ class NumericsFinding:
 
     @property
     def passed(self) -> bool:
-        """True if the error is within the tolerance, or nothing was computed."""
+        """True if the error is within the tolerance, or if nothing was computed."""
         return bool(self.reason) or self.error <= self.tolerance  # a NaN fails
 
 
 @dataclass(frozen=True)
 class NumericsReport:
-    """All errors of one device."""
+    """The errors of all quantities on one device.
+
+    Attributes:
+        device: name of the device.
+        findings: one result per training, precision and quantity.
+        note: remark on the precision of the device, or "".
+    """
 
     device: str
     findings: tuple[NumericsFinding, ...]
@@ -206,27 +219,29 @@ class NumericsReport:
 
     @property
     def conclusion(self) -> str:
-        """The conclusion in one sentence, with the first wrong tensor."""
+        """The conclusion in one sentence. It names the first wrong tensor, if there is one."""
         computed = [finding for finding in self.findings if not finding.reason]
         wrong = [finding for finding in computed if not finding.passed]
         if not wrong:
-            return f"{self.device}: all {len(computed)} quantities are within their tolerance of float64"
+            return f"{self.device}: all {len(computed)} quantities agree with float64 within their tolerances"
         at = wrong[0]
         return (
             f"{self.device}: WRONG NUMBERS in {len(wrong)} of {len(computed)} quantities; the first wrong tensor: "
-            f"{at.first} of {at.case} in {at.dtype} (worst {at.error:.2g}, tolerance {at.tolerance:.2g})"
+            f"{at.first} of {at.case} in {at.dtype} (largest error {at.error:.2g}, tolerance {at.tolerance:.2g})"
         )
 
 
 def check_numerics(
     device: Device | None = None, dtypes: Iterable[str] = TRAINING_DTYPES, on_line: Callable[[str], object] = lambda line: None
 ) -> NumericsReport:
-    """Run both cases in each precision of the device and compare; takes a few seconds per precision on a CPU.
+    """Run both trainings in each precision that the device supports, and compare the results with the pack.
+
+    On a CPU, this takes a few seconds per precision.
 
     Args:
-        device: default: the first device of this machine.
+        device: the device to check. The default is the first device of this machine.
         dtypes: names from TRAINING_DTYPES.
-        on_line: called with a line about each computation.
+        on_line: called with a line of text before each training.
     """
     device, pack, findings = device or detect(), read_pack(), []
     for dtype in dtypes:
@@ -241,7 +256,7 @@ def check_numerics(
 
 
 def compare(case: Case, dtype: str, device: Device, pack: dict[str, np.ndarray]) -> list[NumericsFinding]:
-    """Compare the logits and gradients of the first step and the losses of all steps with the reference numbers in `pack`."""
+    """Compare the logits and gradients of the first step, and the losses of all steps, with the numbers in `pack`."""
     reference = {
         name.removeprefix(f"{case.name}/"): numbers for name, numbers in pack.items() if name.startswith(f"{case.name}/")
     }
@@ -259,7 +274,7 @@ def compare(case: Case, dtype: str, device: Device, pack: dict[str, np.ndarray])
 
 
 def numerics_table(report: NumericsReport) -> Table:
-    """Return one line per quantity, or the reason why this device cannot compute it."""
+    """Return a table with one line per quantity. A line has the error, or the reason why the device computed nothing."""
     table = Table("model", "precision", "compared with float64", "error", "tolerance", "", "largest error in", pad_edge=False)
     for finding in report.findings:
         if finding.reason:
@@ -278,33 +293,36 @@ def numerics_table(report: NumericsReport) -> Table:
 
 
 def tolerances(case: str, dtype: str, device: Device) -> dict[str, float]:
-    """Return the largest relative error that a correct device of this architecture may have, by quantity."""
+    """Return, for each quantity, the largest relative error that a correct device of this architecture may have."""
     numbers = _TOLERANCES[case, dtype]
     if device.arch in _FLUSHING and dtype in ("fp16", "bf16"):
-        # An output of zeros has an error of 1, so a tolerance must stay clearly below.
+        # The tolerance must be clearly below 1, because an output of zeros has an error of 1.
         numbers = [min(0.8, _FLUSHED * number) for number in _TOLERANCES[case, "bf16"]]
     return dict(zip(QUANTITIES, numbers, strict=True))
 
 
 def note(device: Device) -> str:
-    """Return a remark on the precision of this architecture, or ""."""
+    """Return a remark on the precision of the device's architecture, or ""."""
     if device.arch not in _FLUSHING:
         return ""
     return (
         f"{device.arch} flushes subnormal fp16 and bf16 numbers to zero in its matrix units, and fp16 backward passes "
-        f"multiply bf16 operands: both formats may have {_FLUSHED} times the error of bf16 on other devices"
+        f"multiply bf16 operands. Therefore both formats may have {_FLUSHED} times the error of bf16 on other devices."
     )
 
 
 def _finding(case: Case, dtype: str, quantity: str, errors: dict[str, float], tolerance: float) -> NumericsFinding:
-    # A NaN counts as the largest error; max alone would ignore it.
+    # A NaN counts as the largest error. Without this rule, max() could ignore it.
     worst = max(errors, key=lambda name: errors[name] if errors[name] == errors[name] else float("inf"))
     first = next((name for name, error in errors.items() if not error <= tolerance), "")
     return NumericsFinding(case.name, dtype, quantity, worst, errors[worst], tolerance, first)
 
 
 def _first_step(case: Case, engine: TorchEngine) -> tuple[np.ndarray, dict[str, tuple[np.ndarray, float]]]:
-    """Return the logits (float64) and, by parameter, sampled numbers and norm of its gradient. Weights are not updated."""
+    """Return the logits (float64) and, for each parameter, sampled elements and the norm of its gradient.
+
+    The weights are not updated.
+    """
     inputs, targets = batch = _on_device(case, engine, 0)
     engine.model.train()
     with torch.no_grad(), engine.precision.autocast(engine.device):
@@ -323,7 +341,7 @@ def _first_step(case: Case, engine: TorchEngine) -> tuple[np.ndarray, dict[str, 
 
 
 def _losses(case: Case, engine: TorchEngine) -> list[float]:
-    """Return the losses of STEPS steps. A step that fp16 skipped, because its loss scale was too large, is repeated."""
+    """Return the losses of STEPS steps. A step that fp16 skipped because of a too large loss scale is repeated."""
     losses, skipped = [], 0
     while len(losses) < STEPS:
         outcome = engine.train_step(_on_device(case, engine, len(losses)))
@@ -337,7 +355,8 @@ def _losses(case: Case, engine: TorchEngine) -> list[float]:
 def _gradient_errors(gradients: dict[str, tuple[np.ndarray, float]], reference: dict[str, np.ndarray]) -> dict[str, float]:
     """Return the error of each parameter's gradient, relative to its norm or to the median norm, whichever is larger.
 
-    The median is needed for gradients that are zero, such as the bias of attention's keys, on which no output depends.
+    The median norm is needed for gradients that are zero. An example is the gradient of the bias of the attention keys, because
+    the output does not depend on this bias.
     """
     names = [name.removeprefix("norms/") for name in reference if name.startswith("norms/")]
     typical = float(np.median([reference[f"norms/{name}"][0] for name in names]))
@@ -353,7 +372,7 @@ def _gradient_errors(gradients: dict[str, tuple[np.ndarray, float]], reference: 
 
 
 def _distance(computed: np.ndarray, expected: np.ndarray, least: float = 0.0) -> float:
-    """Return the norm of the difference over the norm of `expected`, or over `least` if that is larger."""
+    """Return the norm of the difference divided by the norm of `expected`, or by `least` if `least` is larger."""
     if computed.shape != expected.shape:
         return float("inf")
     return float(np.linalg.norm(computed - expected) / max(float(np.linalg.norm(expected)), least))
@@ -364,14 +383,16 @@ def _on_device(case: Case, engine: TorchEngine, step: int):
 
 
 def read_pack() -> dict[str, np.ndarray]:
-    """Return the pack in git: "<case>/logits", "<case>/losses" [STEPS], "<case>/gradients/<parameter>" [SAMPLED or fewer], and
-    "<case>/norms/<parameter>" [1], all float64.
+    """Return the pack that is stored in git.
+
+    Its float64 arrays are "<case>/logits", "<case>/losses" [STEPS], "<case>/gradients/<parameter>" [<= SAMPLED] and
+    "<case>/norms/<parameter>" [1].
     """
     return load_file(PACK)
 
 
 def make_pack() -> dict[str, np.ndarray]:
-    """Recompute the pack in float64 on this CPU; takes a few seconds."""
+    """Recompute the pack in float64 on the CPU. This takes a few seconds."""
     pack = {}
     for case in CASES:
         for name, numbers in _reference(case).items():
@@ -380,7 +401,10 @@ def make_pack() -> dict[str, np.ndarray]:
 
 
 def sampled(name: str, gradient: Tensor) -> np.ndarray:
-    """Return the numbers of a parameter's gradient that are in the pack (float64): all of them if they are few."""
+    """Return the elements of a parameter's gradient that the pack contains, float64 [<= SAMPLED].
+
+    A gradient with at most SAMPLED elements is returned whole.
+    """
     flat = gradient.detach().double().cpu().contiguous().view(-1).numpy()
     return flat.copy() if flat.size <= SAMPLED else flat[integers(f"places in {name}", (SAMPLED,), flat.size)]
 
@@ -409,7 +433,7 @@ def _reference(case: Case) -> dict[str, np.ndarray]:
 
 
 def _optimizer(case: Case, model: nn.Module) -> torch.optim.Optimizer:
-    """Return a plain PyTorch optimizer with the settings of the library's, without fused kernels."""
+    """Return an optimizer of PyTorch with the settings of the library's optimizer, but without fused kernels."""
     plain = case.optimizer(case.model(), case.learning_rate)
     settings = {name: plain.defaults[name] for name in ("lr", "betas", "eps", "momentum", "nesterov") if name in plain.defaults}
     groups = decay_groups(model, plain.param_groups[0]["weight_decay"])
@@ -418,7 +442,7 @@ def _optimizer(case: Case, model: nn.Module) -> torch.optim.Optimizer:
 
 
 def main(arguments: list[str]) -> int:
-    """Compare the recomputed pack with the one in git, or replace it; return 1 if they differ."""
+    """Compare the recomputed pack with the pack in git, or replace the pack in git. Return 1 if the packs differ, else 0."""
     pack = make_pack()
     if arguments == ["--write"]:
         save_file(pack, PACK, metadata={"made by": "python -m hyperion.doctor.numerics --write", "torch": torch.__version__})
@@ -427,12 +451,15 @@ def main(arguments: list[str]) -> int:
     stored = read_pack()
     same_names = pack.keys() == stored.keys()
     worst = max((difference(pack[name], stored[name]), name) for name in stored) if same_names else (np.inf, "names")
-    print(f"largest difference from the pack in git: {worst[0]:.2g} of {worst[1]}")
+    print(f"largest difference from the pack in git: {worst[0]:.2g}, in {worst[1]}")
     return 0 if worst[0] <= 1e-9 else 1
 
 
 def difference(computed: np.ndarray, stored: np.ndarray) -> float:
-    """Return the largest difference over the largest stored number, or over `_SMALLEST` for a gradient that should be zero."""
+    """Return the largest absolute difference divided by the largest absolute stored number.
+
+    The divisor is at least `_SMALLEST`, for gradients that should be zero.
+    """
     if computed.shape != stored.shape:
         return float("inf")
     return float(np.abs(computed - stored).max() / max(float(np.abs(stored).max()), _SMALLEST))

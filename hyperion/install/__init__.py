@@ -1,4 +1,5 @@
-"""Set-up with the standard library alone: choose the torch build for this machine, make an environment, and enter it.
+"""Set up an environment: choose the build of torch for this machine, and install all packages.
 
-`python3 -m hyperion.install run MODULE ARGUMENTS` sets up if needed and becomes `python -m MODULE` in the environment.
+This package uses only Python's standard library. `python3 -m hyperion.install run MODULE ARGUMENTS` sets up the environment if
+needed, and then runs `python -m MODULE ARGUMENTS` in it.
 """

@@ -1,4 +1,4 @@
-"""`python3 -m hyperion.install`: see --help."""
+"""The command line of the set-up, `python3 -m hyperion.install`."""
 
 import argparse
 import os
@@ -17,7 +17,11 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Set up if needed; with `run`, replace this process by the named module. Return an exit code on failure."""
+    """Set up the environment if needed. With `run`, replace this process by the named module.
+
+    Returns:
+        The exit code. `run` returns only if the set-up fails.
+    """
     options = parse(arguments)
     return run_command(lambda: _execute(options), "hyperion: set-up failed")
 
@@ -26,23 +30,33 @@ def _execute(options: argparse.Namespace) -> int:
     try:
         python, variables = set_up(options.python, options.torch, options.extra, quiet=options.command == "run")
     except KeyboardInterrupt:
-        print("hyperion: set-up interrupted; the next call continues or repairs it", file=sys.stderr)
+        print("hyperion: the set-up was interrupted; the next call continues or repairs it", file=sys.stderr)
         raise
     if options.command == "setup":
         return 0
     sys.stdout.flush()
-    # exec, not a child: signals, the terminal and the exit code are those of the command.
+    # exec and not a child process, so that the command gets the signals and the terminal, and its exit code is returned.
     os.execve(python, [str(python), "-m", *options.module], variables)
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
-    """Read the command line. argparse, since there may be no typer yet."""
+    """Parse the command line. This function uses argparse, because typer may not be installed yet."""
     parser = argparse.ArgumentParser(prog="python3 -m hyperion.install", description=__doc__)
-    parser.add_argument("--python", default=os.environ.get("PYTHON", ""), help="use this environment instead of .venv")
-    parser.add_argument("--torch", default=os.environ.get("TORCH", ""), help="cpu, cuda, rocm, or rocm7.2")
-    parser.add_argument("--extra", action="append", default=[], help="optional group the command needs (with --python)")
-    parser.add_argument("command", choices=("setup", "run"), help="set up; or set up if needed and run a module there")
-    parser.add_argument("module", nargs=argparse.REMAINDER, help="module and its arguments, for run")
+    parser.add_argument(
+        "--python", default=os.environ.get("PYTHON", ""), help="Python of an existing environment, to use instead of .venv"
+    )
+    parser.add_argument(
+        "--torch",
+        default=os.environ.get("TORCH", ""),
+        help="build of torch: cpu, cuda or rocm, or with a version such as rocm7.2",
+    )
+    parser.add_argument(
+        "--extra", action="append", default=[], help="optional group of packages that the command needs (with --python)"
+    )
+    parser.add_argument(
+        "command", choices=("setup", "run"), help="setup: set up the environment. run: set up if needed, then run a module in it"
+    )
+    parser.add_argument("module", nargs=argparse.REMAINDER, help="with run: the module and its arguments")
     options = parser.parse_args(arguments)
     if options.command == "run" and not options.module:
         parser.error("run needs a module")
@@ -50,7 +64,17 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
 
 
 def set_up(python: str, torch: str, extras: list[str], quiet: bool = False) -> tuple[Path, dict[str, str]]:
-    """Make or check the environment for this machine; return its interpreter and the variables to run it with."""
+    """Make or check the environment for this machine.
+
+    Args:
+        python: interpreter of an existing environment. "" means .venv of this checkout.
+        torch: build of torch as TORCH= names it. "" chooses the build for this machine.
+        extras: optional groups of pyproject.toml that must be installed.
+        quiet: if True, do not print the choice and the interpreter.
+
+    Returns:
+        The interpreter of the environment, and the environment variables to run it with.
+    """
     machine = decide(collect_facts())
     choice = choose(machine, torch)
     if not quiet:
@@ -59,7 +83,7 @@ def set_up(python: str, torch: str, extras: list[str], quiet: bool = False) -> t
         print(f"hyperion: {machine.note}", file=sys.stderr)
     with _one_set_up():
         if python:
-            # abspath, not resolve: a virtual environment's python is a link to one without its packages.
+            # Links are not resolved, because the python of a virtual environment is a link to a Python without its packages.
             chosen = Path(os.path.abspath(python))
             variables = overlay.ensure_overlay(ROOT, chosen, extras, machine, choice)
         else:
@@ -72,10 +96,10 @@ def set_up(python: str, torch: str, extras: list[str], quiet: bool = False) -> t
 
 @contextmanager
 def _one_set_up() -> Iterator[None]:
-    """Allow one set-up at a time in this checkout: a second one waits, then finds the environment complete."""
+    """Allow one set-up at a time in this checkout. A second set-up waits until the first one has finished."""
     lock = FileLock(ROOT / ".setup.lock")
     if not lock.acquire(wait=False):
-        print("hyperion: another set-up is running here, waiting for it", file=sys.stderr, flush=True)
+        print("hyperion: waiting for another set-up in this checkout", file=sys.stderr, flush=True)
         lock.acquire()
     try:
         yield

@@ -1,4 +1,7 @@
-"""Hyperion's own environment, .venv in the checkout: made, updated when its requirements change, repaired when broken."""
+"""Make, update and repair Hyperion's own environment, .venv in the checkout.
+
+The environment is updated if its requirements change, and repaired if it is not complete.
+"""
 
 import hashlib
 import json
@@ -14,15 +17,20 @@ from hyperion.install.machine import DetectedAccelerator
 from hyperion.install.plan import ROCM_WHEELS, TORCH, TORCHVISION, Choice, check_build, plan_packages
 
 STAMP = "hyperion-setup.json"
-# Size on disk with room for pip's temporary copies: the CPU environment takes 2.1 GB, GPU builds several times that.
+# Needed disk space in GB, with room for pip's temporary copies. The CPU environment takes 2.1 GB, and GPU builds take much more.
 NEEDED_GB = {"cpu": 4, "cuda": 14, "rocm": 24}
 
 
 def ensure_environment(root: Path, machine: DetectedAccelerator, choice: Choice) -> Path:
-    """Make, update or repair .venv for this choice if needed, and return its Python.
+    """Make, update or repair .venv if needed, and return its Python.
+
+    Args:
+        root: the checkout.
+        machine: the accelerator of this machine.
+        choice: the build of torch to install.
 
     Raises:
-        HyperionError: the environment cannot be made, or does not fit the machine.
+        HyperionError: the environment cannot be made, or torch cannot use the machine's GPU.
     """
     folder = root / ".venv"
     python = folder / "bin/python"
@@ -44,7 +52,10 @@ def ensure_environment(root: Path, machine: DetectedAccelerator, choice: Choice)
 
 
 def base_facts(root: Path, choice: Choice) -> dict:
-    """Return what cannot change in place: the interpreter, the location (scripts contain it) and the torch build."""
+    """Return the facts that cannot change in an existing environment: its interpreter, its location and its build of torch.
+
+    The location cannot change because the scripts of an environment contain it.
+    """
     return {"python": list(sys.version_info[:3]), "base": sys.base_prefix, "root": str(root), "choice": choice.label}
 
 
@@ -57,7 +68,10 @@ def fingerprint(root: Path, choice: Choice) -> str:
 
 
 def read_stamp(folder: Path) -> dict:
-    """Return the stamp of an environment or overlay; empty if it is missing or unreadable, so that both are made anew."""
+    """Return the stamp of an environment or overlay, or {} if the stamp is missing or unreadable.
+
+    The stamp is a file that records what was installed. Without a stamp, the environment or overlay is made again.
+    """
     try:
         stamp = json.loads((folder / STAMP).read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -66,7 +80,7 @@ def read_stamp(folder: Path) -> dict:
 
 
 def write_stamp(folder: Path, content: dict) -> None:
-    """Write the stamp of an environment or overlay, completely or not at all."""
+    """Write the stamp of an environment or overlay. The file is replaced in one step, so that it is never half-written."""
     folder.mkdir(parents=True, exist_ok=True)
     temporary = folder / f"{STAMP}.{os.getpid()}"
     temporary.write_text(json.dumps(content), "utf-8")
@@ -74,49 +88,50 @@ def write_stamp(folder: Path, content: dict) -> None:
 
 
 def site_entries(folder: Path) -> list[str]:
-    """Return the names in site-packages, which show if a package is deleted later."""
+    """Return the names in site-packages. They show later if a package was deleted."""
     return sorted(entry.name for site in folder.glob("lib/python*/site-packages") for entry in site.iterdir())
 
 
 def is_intact(folder: Path, stamp: dict) -> bool:
-    """Return True if a finished environment still has its interpreter and all installed packages."""
+    """Return True if the set-up of the environment finished, and the interpreter and all packages still exist."""
     if stamp.get("state") != "complete" or not (folder / "bin/python").exists():
         return False
     return set(stamp["entries"]) <= set(site_entries(folder))
 
 
 def create(folder: Path, stamp: dict, choice: Choice) -> None:
-    """Make an empty environment; an earlier one that `make setup` made is removed.
+    """Make an empty environment. An earlier environment in this folder is removed if `make setup` made it.
 
     Raises:
-        HyperionError: another environment is there, the disk is too full, or Python cannot make environments.
+        HyperionError: the folder has an environment that `make setup` did not make, the disk has too little space, or Python
+            cannot make environments.
     """
     if folder.exists() and any(folder.iterdir()) and not (folder / STAMP).exists():
         raise HyperionError(
-            "there is an environment here that `make setup` did not make",
+            "this folder has an environment that `make setup` did not make",
             where=folder,
-            next_step="use it with PYTHON=.venv/bin/python, or move it away",
+            next_step="use this environment with PYTHON=.venv/bin/python, or move it to another place",
         )
     if folder.exists():
-        print(f"hyperion: {_reason(folder, stamp, choice)}, making .venv anew", flush=True)
+        print(f"hyperion: {_reason(folder, stamp, choice)}; making .venv again", flush=True)
         shutil.rmtree(folder)
     free_gb, needed_gb = shutil.disk_usage(folder.parent).free / 1e9, NEEDED_GB[choice.kind]
     if free_gb < needed_gb:
         raise HyperionError(
-            f"{free_gb:.1f} GB free, {needed_gb} GB needed for the {choice.kind} environment",
+            f"the {choice.kind} environment needs {needed_gb} GB, but the disk has only {free_gb:.1f} GB free",
             where=folder.parent,
-            next_step="free some space, or check out on another disk",
+            next_step="free some space, or make the checkout on another disk",
         )
     # sys.executable may be a link inside the environment that was just removed.
     base_python = getattr(sys, "_base_executable", sys.executable)
     folder.mkdir()
-    write_stamp(folder, {"state": "building"})  # first, so that the next call may remove an interrupted one
+    write_stamp(folder, {"state": "building"})  # written first, so that the next call may remove an unfinished environment
     done = subprocess.run([base_python, "-m", "venv", str(folder)], capture_output=True, text=True, errors="replace", check=False)
     if done.returncode:
         raise HyperionError(
             f"{base_python} cannot make a virtual environment: {(done.stdout + done.stderr).strip()[-400:]}",
             where=folder,
-            next_step="on Debian or Ubuntu install python3-venv; or name another Python: make setup PYTHON=…",
+            next_step="install python3-venv on Debian or Ubuntu, or use another Python: make setup PYTHON=…",
         )
 
 
@@ -124,17 +139,18 @@ def _reason(folder: Path, stamp: dict, choice: Choice) -> str:
     if stamp.get("state") != "complete":
         return "an earlier set-up did not finish"
     if not is_intact(folder, stamp):
-        return "packages of the environment are gone"
+        return "packages of the environment were deleted"
     if stamp["base"]["choice"] != choice.label:
-        return f"the environment was for {stamp['base']['choice']}, this machine needs {choice.label}"
-    return "its Python or its folder changed"
+        return f"the environment is for {stamp['base']['choice']}, but this machine needs {choice.label}"
+    return "the environment's Python or folder changed"
 
 
 def install_packages(root: Path, python: Path, choice: Choice) -> None:
-    """Install torch from its own source, then the other pinned packages from pip's configuration, then Hyperion itself."""
+    """Install torch from its package index, then the other pinned packages from pip's configured index, then Hyperion."""
     requirements = str(root / "requirements.txt")
     packages = plan_packages(choice, lambda wanted: interpreter.pip_report(python, ["--no-deps", *wanted])[0])
-    # PyTorch's indexes hold few versions of other packages, so pins fail there; they are applied afterwards.
+    # PyTorch's indexes have few versions of other packages, so the pinned versions are not found there. They are installed
+    # afterwards.
     source = ["--index-url", packages.index] if packages.index else ["--constraint", requirements]
     purpose = f"torch for {choice.label} from {packages.reason}"
     interpreter.pip_install(python, [*packages.requirements, *source], purpose, progress=True)
@@ -144,20 +160,20 @@ def install_packages(root: Path, python: Path, choice: Choice) -> None:
 
 
 def verify(python: Path, machine: DetectedAccelerator, choice: Choice) -> None:
-    """Check that the installed build fits the machine and opens its GPU.
+    """Check that the installed build of torch fits the machine and can open its GPU.
 
     Raises:
-        HyperionError: torch is missing, has another build, or opens no GPU.
+        HyperionError: torch is missing, another build is installed, or torch opens no GPU.
     """
     build = interpreter.inspect(python).torch
     if build is None:
-        raise HyperionError("torch is missing after installation", where=python, next_step="make clean, then again")
+        raise HyperionError("torch is missing after the installation", where=python, next_step="run `make clean`, then again")
     check_build(build, machine, choice)
     if choice.kind != "cpu" and not choice.staged:
         interpreter.check_gpu_opens(python, interpreter.pip_environment(), build)
 
 
 def environment_variables() -> dict[str, str]:
-    """Return the environment of processes in .venv: without the user's packages and without PYTHONPATH."""
+    """Return the environment variables for processes in .venv. They exclude PYTHONPATH and the user's site-packages."""
     others = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME")}
     return others | {"PYTHONNOUSERSITE": "1"}

@@ -1,4 +1,4 @@
-"""Another Python environment: what it contains, without importing torch there, and calls of its pip."""
+"""Examine another Python environment without importing torch, and run pip in it."""
 
 import json
 import os
@@ -14,7 +14,8 @@ from typing import Any
 from hyperion.errors import HyperionError
 from hyperion.install.plan import MINIMUM_PYTHON, Build
 
-# Executes torch/version.py instead of `import torch`: this takes milliseconds, and works when torch's libraries do not load.
+# The script executes torch/version.py instead of importing torch. This takes milliseconds, and works even if torch cannot load
+# its libraries.
 _INSPECT = """
 import importlib.metadata, importlib.util, json, os, sys
 found = {"version": sys.version_info[:3], "base": sys.base_prefix, "torch": None, "torchvision": False, "packages": {}}
@@ -32,7 +33,7 @@ for distribution in importlib.metadata.distributions():
 print(json.dumps(found))
 """
 _OPEN_GPU = "import json, torch; print(json.dumps([torch.cuda.is_available(), torch.cuda.device_count()]))"
-# Without an answer, fail within seconds. Downloads use pip's own timeouts.
+# With these options, pip fails within seconds if the index does not answer. Downloads use the default timeouts of pip.
 _DRY_RUN = ("--dry-run", "--quiet", "--retries", "1", "--timeout", "8")
 
 
@@ -41,9 +42,12 @@ class Interpreter:
     """A Python environment.
 
     Args:
-        python: its interpreter.
-        base: the installation that a virtual environment was made from.
-        packages: version by normalized name.
+        python: interpreter of the environment.
+        version: version of Python.
+        base: folder of the Python installation from which the environment was made.
+        torch: installed build of torch, or None.
+        torchvision: whether torchvision is installed.
+        packages: version of each installed package, by normalized name.
     """
 
     python: Path
@@ -58,16 +62,18 @@ def inspect(python: Path) -> Interpreter:
     """Run an interpreter and return what its environment contains.
 
     Raises:
-        HyperionError: it does not run, or is older than Python 3.11.
+        HyperionError: the interpreter does not run, or is older than Python 3.11.
     """
     try:
         done = _run([str(python), "-c", _INSPECT], os.environ | {"PYTHONNOUSERSITE": "1"})
     except OSError as error:
         raise HyperionError(
-            f"{python} cannot be run: {error.strerror}", next_step="name a Python >= 3.11: PYTHON=/path/to/python3"
+            f"{python} cannot be run: {error.strerror}", next_step="use Python 3.11 or newer: PYTHON=/path/to/python3"
         ) from error
     if done.returncode:
-        raise HyperionError(f"{python} does not work: {done.stderr.strip()[-300:]}", next_step="name another Python")
+        raise HyperionError(
+            f"{python} does not work: {done.stderr.strip()[-300:]}", next_step="use another Python: PYTHON=/path/to/python3"
+        )
     found = json.loads(done.stdout.splitlines()[-1])
     version = tuple(found["version"])
     if version < MINIMUM_PYTHON:
@@ -77,10 +83,15 @@ def inspect(python: Path) -> Interpreter:
 
 
 def check_gpu_opens(python: Path, environment: dict[str, str], build: Build) -> None:
-    """Import torch in that environment and check that it opens the GPU that its build is for.
+    """Import torch in an environment and check that it opens a GPU.
+
+    Args:
+        python: interpreter of the environment.
+        environment: environment variables of the process that imports torch.
+        build: the installed build of torch.
 
     Raises:
-        HyperionError: with torch's own message, such as a driver too old for its CUDA.
+        HyperionError: torch opens no GPU. The error has torch's message, for example that the driver is too old.
     """
     done = _run([str(python), "-c", _OPEN_GPU], environment)
     lines = done.stdout.splitlines()
@@ -91,18 +102,22 @@ def check_gpu_opens(python: Path, environment: dict[str, str], build: Build) -> 
     raise HyperionError(
         f"{build} is installed but opens no GPU: {message}",
         where=f"{python}; device masks set: {masks or 'none'}",
-        next_step="update the GPU driver to what this build needs, clear the masks, or run on the CPU with TORCH=cpu",
+        next_step="update the GPU driver to the version that this build needs, unset the device masks, or run on the CPU with "
+        "TORCH=cpu",
     )
 
 
 def pip_install(python: Path, arguments: Sequence[str], purpose: str, progress: bool = False) -> None:
-    """Run `pip install` and show its errors; with `progress` on a terminal, show all of its output.
+    """Run `pip install`. Errors of pip are shown on the terminal.
 
     Args:
-        purpose: what is installed, for the user.
+        python: interpreter of the environment.
+        arguments: arguments of `pip install`.
+        purpose: text for the user that says what is installed.
+        progress: if True and the output is a terminal, show all output of pip.
 
     Raises:
-        HyperionError: pip failed; its own message is above on the terminal.
+        HyperionError: pip failed.
     """
     print(f"hyperion: {purpose}", flush=True)
     volume = [] if progress and sys.stdout.isatty() else ["-qq"]
@@ -112,13 +127,13 @@ def pip_install(python: Path, arguments: Sequence[str], purpose: str, progress: 
         raise HyperionError(
             f"pip could not install: {purpose}",
             where=" ".join(command),
-            next_step="read pip's message above; without a network, set up where there is one, or use an existing "
-            "environment: make reproduce PYTHON=/path/to/python",
+            next_step="read the message of pip above; without a network, use an existing environment: "
+            "make reproduce PYTHON=/path/to/python",
         )
 
 
 def pip_report(python: Path, arguments: Sequence[str]) -> tuple[dict[str, Any], str]:
-    """Return what `pip install` would do: its JSON report, empty when it finds no solution, and its messages."""
+    """Return the JSON report of a dry run of `pip install`, and pip's error messages. The report is {} if pip fails."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "report.json"
         command = [str(python), "-m", "pip", "install", *_DRY_RUN, "--report", str(path), *arguments]
@@ -129,14 +144,17 @@ def pip_report(python: Path, arguments: Sequence[str]) -> tuple[dict[str, Any], 
 
 
 def pip_environment() -> dict[str, str]:
-    """Return this process's environment without variables that make pip install elsewhere or see the user's packages."""
+    """Return the environment variables for pip.
+
+    Variables that make pip install to another place, or use the user's site-packages, are removed.
+    """
     dropped = ("PYTHONPATH", "PYTHONHOME", "PIP_TARGET", "PIP_USER", "PIP_PREFIX")
     others = {name: value for name, value in os.environ.items() if name not in dropped}
     return others | {"PYTHONNOUSERSITE": "1", "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
 
 
 def in_range(version: str, requirement: str) -> bool:
-    """Return True if a version satisfies one of pyproject.toml's requirements, which are all `name>=lower`."""
+    """Return True if a version satisfies a requirement of pyproject.toml. All requirements have the form `name>=lower`."""
     lower, actual = _release(requirement.partition(">=")[2]), _release(version)
     width = max(len(lower), len(actual))
     return actual + (0,) * (width - len(actual)) >= lower + (0,) * (width - len(lower))

@@ -1,4 +1,4 @@
-"""Detect the accelerator of this machine from the kernel's files, without torch or a vendor's tool."""
+"""Detect the accelerator of this machine from files of the Linux kernel, without torch or tools of the vendors."""
 
 import os
 import platform
@@ -9,7 +9,7 @@ from pathlib import Path
 AMD, NVIDIA = "0x1002", "0x10de"
 # PCI display classes (PCI Code and ID Assignment): VGA 0x0300, 3D 0x0302, other display 0x0380, accelerator 0x1200.
 DISPLAY_CLASSES = ("0x0300", "0x0302", "0x0380", "0x1200")
-COMPUTE_CLASSES = ("0x0302", "0x0380", "0x1200")  # of data-centre cards
+COMPUTE_CLASSES = ("0x0302", "0x0380", "0x1200")  # classes that data-centre GPUs have
 
 # Architectures in PyTorch's ROCm wheels: PYTORCH_ROCM_ARCH in pytorch/pytorch, .ci/docker/manywheel/build.sh (2026).
 ROCM_WHEEL_ARCHS = {
@@ -32,14 +32,14 @@ ROCM_WHEEL_ARCHS = {
 
 @dataclass(frozen=True)
 class KernelFacts:
-    """What the kernel's files say."""
+    """Facts about the accelerators of a machine, read from files."""
 
     system: str = "Linux"
-    amd_archs: tuple[str, ...] = ()  # of the GPUs that the amdgpu driver lists, e.g. ("gfx90a", "gfx90a")
-    kfd: str = "absent"  # absent | ok | denied: the device file that every ROCm program opens
-    rocm_version: tuple[int, int] | None = None  # of the installed ROCm, e.g. (7, 1)
-    nvidia_driver: str | None = None  # e.g. "580.159.04"; "" when loaded without telling its version
-    pci: tuple[tuple[str, str], ...] = ()  # (vendor, class) of display devices
+    amd_archs: tuple[str, ...] = ()  # architecture of each GPU that the amdgpu driver lists, e.g. ("gfx90a", "gfx90a")
+    kfd: str = "absent"  # state of /dev/kfd, which every ROCm program opens: "absent", "ok" or "denied"
+    rocm_version: tuple[int, int] | None = None  # version of the installed ROCm, e.g. (7, 1)
+    nvidia_driver: str | None = None  # e.g. "580.159.04"; "" if the driver is loaded but its version is unknown
+    pci: tuple[tuple[str, str], ...] = ()  # (vendor, class) of each display device on the PCI bus
 
 
 @dataclass(frozen=True)
@@ -49,13 +49,13 @@ class DetectedAccelerator:
     kind: str  # rocm | cuda | cpu
     evidence: str
     rocm_version: tuple[int, int] | None = None
-    note: str | None = None  # for the user, such as a second vendor's GPU
-    problem: str | None = None  # why the GPU that is present cannot be used
-    remedy: str | None = None
+    note: str | None = None  # remark for the user, for example that a GPU of another vendor is present too
+    problem: str | None = None  # reason why the GPU of the machine cannot be used
+    remedy: str | None = None  # how to solve the problem
 
 
 def collect_facts(root: Path = Path("/"), system: str | None = None) -> KernelFacts:
-    """Read the facts below `root`; the default is this machine."""
+    """Read the facts from the files below `root`. By default, these are the files of this machine."""
     return KernelFacts(
         system=system or platform.system(),
         amd_archs=_kfd_archs(root),
@@ -67,7 +67,7 @@ def collect_facts(root: Path = Path("/"), system: str | None = None) -> KernelFa
 
 
 def _read(path: Path) -> str:
-    """Return the file's text; "" if it is missing or unreadable."""
+    """Return the text of a file, or "" if it is missing or unreadable."""
     try:
         return path.read_text(errors="replace")
     except OSError:
@@ -75,7 +75,10 @@ def _read(path: Path) -> str:
 
 
 def _kfd_archs(root: Path) -> tuple[str, ...]:
-    """Return the architectures in the amdgpu driver's topology: a node with SIMDs is a GPU, and 90010 means gfx90a."""
+    """Return the architectures of the GPUs in the topology of the amdgpu driver.
+
+    A node with SIMD units is a GPU. The driver writes the architecture as a number: 90010 means gfx90a.
+    """
     archs = []
     for properties in sorted(root.glob("sys/class/kfd/kfd/topology/nodes/*/properties")):
         values = dict(line.split(None, 1) for line in _read(properties).splitlines() if " " in line)
@@ -92,7 +95,7 @@ def _kfd_access(path: Path) -> str:
 
 
 def _rocm_version(root: Path) -> tuple[int, int] | None:
-    """Return major and minor version of the newest ROCm below /opt."""
+    """Return the major and minor version of the newest ROCm in /opt, or None."""
     texts = [_read(path) for path in root.glob("opt/rocm*/.info/version")]
     versions = [match for match in (re.match(r"(\d+)\.(\d+)", text) for text in texts) if match]
     return max(((int(match[1]), int(match[2])) for match in versions), default=None)
@@ -115,34 +118,40 @@ def _pci_displays(root: Path) -> tuple[tuple[str, str], ...]:
 
 
 def decide(facts: KernelFacts) -> DetectedAccelerator:
-    """Decide which accelerator to use. A data-centre GPU that cannot be used is a problem, not a reason to use the CPU."""
+    """Decide which accelerator to use.
+
+    If the machine has a data-centre GPU that cannot be used, the result has a problem. The CPU is not chosen in this case.
+    """
     if facts.system != "Linux":
         return DetectedAccelerator("cpu", f"{facts.system}: GPU builds are set up on Linux only")
     usable = sorted({arch for arch in facts.amd_archs if arch in ROCM_WHEEL_ARCHS})
     if facts.nvidia_driver is not None:
-        note = f"an AMD GPU ({', '.join(usable)}) is there too: TORCH=rocm chooses it" if usable else None
+        note = f"there is also an AMD GPU ({', '.join(usable)}): TORCH=rocm chooses it" if usable else None
         return DetectedAccelerator("cuda", f"NVIDIA driver {facts.nvidia_driver or 'loaded'}".strip(), note=note)
     if usable:
         return _decide_amd(facts, f"{len(facts.amd_archs)} AMD GPU(s), {', '.join(usable)}")
     note = None
     if facts.amd_archs:
-        note = f"PyTorch's ROCm wheels hold no code for {', '.join(sorted(set(facts.amd_archs)))}: using the CPU"
+        note = f"PyTorch's ROCm wheels do not support {', '.join(sorted(set(facts.amd_archs)))}, so the CPU is used"
     return _decide_without_driver(facts, note)
 
 
 def _decide_amd(facts: KernelFacts, evidence: str) -> DetectedAccelerator:
     problem = remedy = None
     if facts.kfd == "denied":
-        problem = "the AMD GPU's /dev/kfd may not be opened by this user"
-        remedy = "have the user added to the groups render and video, log in again; or run on the CPU with TORCH=cpu"
+        problem = "this user may not open /dev/kfd, the device file of the AMD GPU"
+        remedy = "add the user to the groups render and video and log in again, or run on the CPU with TORCH=cpu"
     elif facts.kfd == "absent":
-        problem = "the amdgpu driver lists an AMD GPU, but /dev/kfd is not here"
-        remedy = "start the container with --device=/dev/kfd --device=/dev/dri; or run on the CPU with TORCH=cpu"
+        problem = "the amdgpu driver lists an AMD GPU, but /dev/kfd does not exist"
+        remedy = "start the container with --device=/dev/kfd --device=/dev/dri, or run on the CPU with TORCH=cpu"
     return DetectedAccelerator("rocm", evidence, rocm_version=facts.rocm_version, problem=problem, remedy=remedy)
 
 
 def _decide_without_driver(facts: KernelFacts, note: str | None) -> DetectedAccelerator:
-    """Decide without a loaded driver: a data-centre card on the PCI bus is a problem, a desktop's display only a note."""
+    """Decide for a machine without a loaded driver.
+
+    A data-centre GPU on the PCI bus is a problem. A display card of a desktop only gives a note.
+    """
     for vendor, kind in facts.pci:
         name, flags = ("AMD", "--device=/dev/kfd --device=/dev/dri") if vendor == AMD else ("NVIDIA", "--gpus all")
         if kind in COMPUTE_CLASSES and not facts.amd_archs:
@@ -151,7 +160,7 @@ def _decide_without_driver(facts: KernelFacts, note: str | None) -> DetectedAcce
                 f"PCI device of vendor {vendor}, class {kind}",
                 rocm_version=facts.rocm_version,
                 problem=f"an {name} GPU is on the PCI bus, but its driver is not visible here",
-                remedy=f"load the driver, or start the container with {flags}; or run on the CPU with TORCH=cpu",
+                remedy=f"load the driver, start the container with {flags}, or run on the CPU with TORCH=cpu",
             )
-        note = note or f"an {name} display is on the PCI bus without a compute driver: using the CPU"
+        note = note or f"an {name} display card is on the PCI bus, but it has no compute driver, so the CPU is used"
     return DetectedAccelerator("cpu", "no AMD or NVIDIA GPU with a driver", note=note)

@@ -1,7 +1,8 @@
-"""An existing environment (PYTHON=…): checked against version ranges, never changed, and completed by an overlay.
+"""Use an existing environment, which PYTHON= names. The environment is never changed; missing packages go to an overlay.
 
-Missing packages go to .overlay/<hash of the interpreter and its packages>/ and are imported through PYTHONPATH. pip resolves
-them with the versions of all installed packages fixed, so that torch, torchvision, numpy and the others do not change.
+An overlay is the folder .overlay/<hash of the interpreter and its packages>/. Its packages are imported through PYTHONPATH. While
+pip chooses the missing packages, the versions of all installed packages are fixed. Therefore torch, torchvision, numpy and the
+other installed packages do not change.
 """
 
 import hashlib
@@ -22,17 +23,25 @@ from hyperion.install.interpreter import Interpreter, in_range
 from hyperion.install.machine import DetectedAccelerator
 from hyperion.install.plan import Build, Choice, check_build
 
-PROTECTED = ("torch", "torchvision", "numpy")  # compiled against each other, so an overlay never replaces them
+PROTECTED = ("torch", "torchvision", "numpy")  # never replaced by an overlay, because they are compiled against each other
 
 
 def ensure_overlay(root: Path, python: Path, extras: list[str], machine: DetectedAccelerator, choice: Choice) -> dict[str, str]:
-    """Check the environment, install missing packages in an overlay, and return the variables to run it with.
+    """Check an environment and install its missing packages in an overlay.
 
     Args:
+        root: the checkout.
+        python: interpreter of the environment.
         extras: optional groups of pyproject.toml that the next command needs.
+        machine: the accelerator of this machine.
+        choice: the build of torch that the environment must have.
+
+    Returns:
+        The environment variables to run the interpreter with.
 
     Raises:
-        HyperionError: a version is out of range, torch does not fit the machine, or a missing package cannot be fetched.
+        HyperionError: an installed version is out of range, torch cannot use the machine's GPU, or pip cannot get a missing
+            package.
     """
     found = interpreter.inspect(python)
     build = _checked_build(found, machine, choice)
@@ -44,7 +53,7 @@ def ensure_overlay(root: Path, python: Path, extras: list[str], machine: Detecte
     if not set(lacking) <= covered or (covered and not (folder / "packages").is_dir()):
         _fill(root, folder, found, sorted(set(lacking) | covered))
         stamp = read_stamp(folder)
-    # After the installation, because the variables depend on the contents of the overlay.
+    # Computed after the installation, because the variables depend on the contents of the overlay.
     variables = environment_variables(root, folder)
     if choice.kind != "cpu" and not stamp.get("gpu_opened"):
         interpreter.check_gpu_opens(python, variables, build)
@@ -60,14 +69,14 @@ def _checked_build(found: Interpreter, machine: DetectedAccelerator, choice: Cho
         lacks = "torch" if found.torch is None else "torchvision"
         raise HyperionError(
             f"{found.python} has no {lacks}",
-            next_step="install torch >= 2.9 and its torchvision there, or leave PYTHON out and let `make setup` do it",
+            next_step="install torch >= 2.9 and torchvision in this environment, or leave PYTHON out and run `make setup`",
         )
     check_build(found.torch, machine, choice)
     return found.torch
 
 
 def requirements(root: Path, extras: list[str]) -> list[str]:
-    """Return the version ranges in pyproject.toml, with those of the named optional groups."""
+    """Return the requirements of pyproject.toml, including the requirements of the named optional groups."""
     project = tomllib.loads((root / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     return project["dependencies"] + [line for extra in extras for line in project["optional-dependencies"][extra]]
 
@@ -76,40 +85,43 @@ def missing(found: Interpreter, wanted: list[str]) -> list[str]:
     """Return the requirements that the environment does not meet.
 
     Raises:
-        HyperionError: a package that must not be replaced is out of range.
+        HyperionError: the version of a package that must not be replaced is out of range.
     """
     lacking = []
     for requirement in wanted:
         name = _name(requirement)
         version = found.packages.get(name)
-        # torch in a container may lack package metadata; _checked_build has examined the module itself.
+        # In a container, torch may have no package metadata. _checked_build has already checked that torch is installed.
         if (version is None and name in ("torch", "torchvision")) or (version and in_range(version, requirement)):
             continue
         if version and name in PROTECTED:
             raise HyperionError(
-                f"{name} {version} in {found.python} is out of range: {requirement} is needed",
-                next_step="use a newer environment: Hyperion replaces nothing that torch is built on",
+                f"{name} {version} in {found.python} is too old: {requirement} is needed",
+                next_step=f"use an environment with a newer {name}; Hyperion does not replace it",
             )
         lacking.append(requirement)
     return lacking
 
 
 def _key(found: Interpreter) -> str:
-    """Return the overlay's folder name, a hash of interpreter and packages: a changed environment gets a new overlay."""
+    """Return the name of the overlay's folder.
+
+    The name is a hash of the interpreter and its packages, so an environment gets a new overlay when its packages change.
+    """
     facts = [str(found.python), list(found.version), sorted(found.packages.items())]
     return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:12]
 
 
 def _fill(root: Path, folder: Path, found: Interpreter, lacking: list[str]) -> None:
-    """Resolve the missing packages against the installed ones, then install exactly these into the overlay."""
+    """Choose versions of the missing packages that fit the installed packages, and install these versions into the overlay."""
     report, messages = _resolve(root, found, lacking)
     exact = [f"{item['metadata']['name']}=={item['metadata']['version']}" for item in report.get("install", ())]
     if not exact:
         command = [str(found.python), "-m", "pip", "install", *lacking]
         raise HyperionError(
-            f"{found.python} lacks {', '.join(lacking)}, and pip cannot get them here: {_last_error(messages)}",
-            next_step="with a network: run the same make command again (also on a login node that shares this folder), or "
-            f"install them yourself: {shlex.join(command)}; without: set PIP_FIND_LINKS to a folder of wheels",
+            f"{found.python} lacks {', '.join(lacking)}, and pip cannot get these packages: {_last_error(messages)}",
+            next_step="run the same make command again on a machine with a network that shares this folder (a login node); "
+            f"or install the packages yourself: {shlex.join(command)}; or set PIP_FIND_LINKS to a folder of wheels",
         )
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
@@ -120,7 +132,11 @@ def _fill(root: Path, folder: Path, found: Interpreter, lacking: list[str]) -> N
 
 
 def _resolve(root: Path, found: Interpreter, lacking: list[str]) -> tuple[dict, str]:
-    """Return pip's report and messages with all installed versions fixed; our pins are dropped if they conflict."""
+    """Return pip's report of the missing packages, and pip's messages.
+
+    The versions of all installed packages are fixed. The versions in requirements.txt are used for the missing packages, unless
+    they conflict with the installed packages.
+    """
     replaced = {_name(requirement) for requirement in lacking}
     frozen = {name: version for name, version in found.packages.items() if name not in replaced}
     lines = (root / "requirements.txt").read_text(encoding="utf-8").splitlines()
@@ -139,7 +155,7 @@ def _resolve(root: Path, found: Interpreter, lacking: list[str]) -> tuple[dict, 
 
 
 def _name(requirement: str) -> str:
-    """Return the normalized name in a requirement: 'huggingface_hub>=1' gives 'huggingface-hub'."""
+    """Return the normalized package name of a requirement. For example, 'huggingface_hub>=1' gives 'huggingface-hub'."""
     return re.sub(r"[-_.]+", "-", re.split(r"[\[<>=!~ ]", requirement)[0]).lower()
 
 
@@ -149,13 +165,14 @@ def _last_error(messages: str) -> str:
 
 
 def environment_variables(root: Path, folder: Path) -> dict[str, str]:
-    """Return the variables of a process in this environment; PYTHONPATH starts with the checkout and the overlay."""
+    """Return the environment variables for processes in this environment. PYTHONPATH starts with the checkout and the overlay."""
     packages = folder / "packages"
     existing = [part for part in os.environ.get("PYTHONPATH", "").split(os.pathsep) if part]
     path = [str(root), str(packages), *[part for part in existing if part not in (str(root), str(packages))]]
     variables = os.environ | {"PYTHONPATH": os.pathsep.join(path), "PYTHONNOUSERSITE": "1"}
     if packages.is_dir():
-        # pip --target puts Jupyter's kernels, templates and pages into the overlay, where Jupyter does not search.
+        # `pip --target` puts Jupyter's kernels, templates and pages into the overlay. Without this variable, Jupyter does not
+        # find them.
         shared = [str(packages / "share/jupyter"), os.environ.get("JUPYTER_PATH", "")]
         variables["JUPYTER_PATH"] = os.pathsep.join(part for part in shared if part)
         if (packages / "share/jupyter/lab").is_dir():
@@ -164,7 +181,7 @@ def environment_variables(root: Path, folder: Path) -> dict[str, str]:
 
 
 def _write_launcher(folder: Path, python: Path, variables: dict[str, str]) -> None:
-    """Write .overlay/<hash>/hyperion, the `hyperion` command for use without make."""
+    """Write the script .overlay/<hash>/hyperion, which runs the `hyperion` command in this environment without make."""
     names = ("PYTHONPATH", "PYTHONNOUSERSITE", "JUPYTER_PATH", "JUPYTERLAB_DIR")
     lines = [f"export {name}={shlex.quote(variables[name])}" for name in names if name in variables]
     launcher = folder / "hyperion"

@@ -1,4 +1,4 @@
-"""Choose the build of torch to install and its source, and check if an installed build fits the machine.
+"""Choose the build of torch to install and its package index, and check whether an installed build fits the machine.
 
 Only this file contains PyTorch's package indexes and the pinned versions of torch and torchvision.
 """
@@ -14,8 +14,9 @@ from hyperion.install.machine import DetectedAccelerator
 TORCH, TORCHVISION = "2.13.0", "0.28.0"
 CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 ROCM_INDEX = "https://download.pytorch.org/whl/rocm{major}.{minor}"
-# A wheel contains its own ROCm libraries, which work with amdgpu drivers about a year older or newer (AMD's user and
-# kernel-space support matrix). Hence: the newest wheel at or below the machine's ROCm, else the oldest of its major version.
+# Versions of (torch, torchvision) by version of ROCm. A wheel contains its own ROCm libraries. They work with amdgpu drivers that
+# are up to about one year older or newer (AMD's user and kernel-space support matrix). Therefore the newest wheel that is not
+# newer than the machine's ROCm is chosen. If there is none, the oldest wheel with the same major version is chosen.
 ROCM_WHEELS = {(7, 2): (TORCH, TORCHVISION), (7, 1): (TORCH, TORCHVISION), (6, 4): ("2.9.1", "0.24.1")}
 MINIMUM_TORCH, MINIMUM_PYTHON = (2, 9), (3, 11)
 
@@ -25,19 +26,25 @@ class Choice:
     """The chosen build of torch. Machines with equal choices can share an environment."""
 
     kind: str  # cpu | cuda | rocm
-    version: tuple[int, int] | None = None  # of ROCm; of CUDA only where TORCH= names it
-    explicit: bool = False  # requested with TORCH=, so that a build without GPU support is accepted
-    staged: bool = False  # TORCH= names a version: set up here for another machine with that GPU
+    version: tuple[int, int] | None = None  # version of ROCm; version of CUDA only if TORCH= contains it
+    explicit: bool = False  # whether the user requested the build with TORCH=
+    staged: bool = False  # whether TORCH= contains a version: the environment is then for another machine with such a GPU
 
     @property
     def label(self) -> str:
-        """The build as TORCH= names it: cpu, cuda, rocm7.2."""
+        """The build in the form of the variable TORCH=, such as cpu, cuda or rocm7.2."""
         return self.kind + (".".join(map(str, self.version)) if self.version else "")
 
 
 @dataclass(frozen=True)
 class Build:
-    """An installed torch, from its torch/version.py."""
+    """The build of an installed torch, read from its torch/version.py.
+
+    Attributes:
+        version: version of torch.
+        cuda: version of CUDA, or None if the build is not for CUDA.
+        hip: version of HIP, or None if the build is not for ROCm.
+    """
 
     version: str
     cuda: str | None = None
@@ -45,7 +52,7 @@ class Build:
 
     @property
     def kind(self) -> str:
-        """rocm, cuda or cpu."""
+        """Kind of accelerator that the build is for: rocm, cuda or cpu."""
         return "rocm" if self.hip else "cuda" if self.cuda else "cpu"
 
     def __str__(self) -> str:
@@ -55,7 +62,13 @@ class Build:
 
 @dataclass(frozen=True)
 class Packages:
-    """Arguments for pip: exact requirements, and the index to use instead of pip's own configuration, if any."""
+    """Packages to install with pip.
+
+    Attributes:
+        requirements: requirements with exact versions.
+        index: package index to use. None uses pip's own configuration.
+        reason: text for the user that describes the source of the packages.
+    """
 
     requirements: tuple[str, ...]
     index: str | None
@@ -63,10 +76,14 @@ class Packages:
 
 
 def choose(machine: DetectedAccelerator, override: str = "") -> Choice:
-    """Choose the build for this machine, or the one that TORCH= requests.
+    """Choose the build for this machine, or the build that TORCH= requests.
+
+    Args:
+        machine: the accelerator of this machine.
+        override: value of TORCH=, or "".
 
     Raises:
-        HyperionError: TORCH= is not a build, or the hardware it needs is missing or not usable.
+        HyperionError: TORCH= does not name a build, or the machine has no usable GPU for the build.
     """
     if not override:
         if machine.problem:
@@ -77,12 +94,12 @@ def choose(machine: DetectedAccelerator, override: str = "") -> Choice:
     if not match or (match[1] == "cpu" and match[2]):
         raise HyperionError(
             f"TORCH={override} is not a build of torch",
-            next_step="use TORCH=cpu, TORCH=cuda or TORCH=rocm; with a version, as TORCH=rocm7.2, on a login node",
+            next_step="use TORCH=cpu, TORCH=cuda or TORCH=rocm; on a login node, add a version, for example TORCH=rocm7.2",
         )
     kind, version = match[1], (int(match[2]), int(match[3])) if match[2] else None
     if kind == "rocm" and version and version not in ROCM_WHEELS:
         raise HyperionError(
-            f"no wheel for ROCm {match[2]}.{match[3]} is known",
+            f"there is no known wheel for ROCm {match[2]}.{match[3]}",
             where=f"TORCH={override}",
             next_step="use one of TORCH=" + ", ".join(f"rocm{major}.{minor}" for major, minor in ROCM_WHEELS),
         )
@@ -92,7 +109,7 @@ def choose(machine: DetectedAccelerator, override: str = "") -> Choice:
 
 
 def _explicit_gpu(machine: DetectedAccelerator, kind: str) -> Choice:
-    """Choose for TORCH=cuda or TORCH=rocm without a version, which depends on the hardware of this machine."""
+    """Choose the build for TORCH=cuda or TORCH=rocm without a version. The choice depends on the hardware of this machine."""
     second_vendor = machine.note is not None and f"TORCH={kind}" in machine.note
     if machine.kind != kind and not second_vendor:
         name = {"rocm": "AMD", "cuda": "NVIDIA"}[kind]
@@ -100,7 +117,7 @@ def _explicit_gpu(machine: DetectedAccelerator, kind: str) -> Choice:
         raise HyperionError(
             f"TORCH={kind} was requested, but this machine has no {name} GPU with a driver",
             where=machine.evidence,
-            next_step=f"leave TORCH out; to set up on a login node for a GPU node, name the version: TORCH={example}",
+            next_step=f"leave TORCH out; to set up on a login node for a GPU node, add the version: TORCH={example}",
         )
     if machine.problem:
         raise HyperionError(machine.problem, where=machine.evidence, next_step=machine.remedy)
@@ -108,7 +125,11 @@ def _explicit_gpu(machine: DetectedAccelerator, kind: str) -> Choice:
 
 
 def _wheel_for(installed: tuple[int, int] | None) -> tuple[int, int]:
-    """Return the ROCm wheel for the machine's ROCm; the newest one if that version is unknown."""
+    """Return the ROCm version of the wheel for the machine's ROCm. If the machine's version is unknown, return the newest one.
+
+    Raises:
+        HyperionError: the machine's ROCm is older than every wheel.
+    """
     if installed is None:
         return max(ROCM_WHEELS)
     same_major = [wheel for wheel in ROCM_WHEELS if wheel[0] == installed[0]]
@@ -118,22 +139,23 @@ def _wheel_for(installed: tuple[int, int] | None) -> tuple[int, int]:
     if not same_major:
         oldest = ".".join(map(str, min(ROCM_WHEELS)))
         raise HyperionError(
-            f"ROCm {'.'.join(map(str, installed))} is older than any wheel with torch >= 2.9 (ROCm {oldest})",
+            f"ROCm {'.'.join(map(str, installed))} is too old: the oldest wheel with torch >= 2.9 needs ROCm {oldest}",
             where="/opt/rocm/.info/version",
-            next_step="use a container or module that brings its own torch: make reproduce PYTHON=/path/to/python",
+            next_step="use a container or module that contains torch: make reproduce PYTHON=/path/to/python",
         )
     return min(same_major)
 
 
 def plan_packages(choice: Choice, resolve: Callable[[tuple[str, ...]], dict]) -> Packages:
-    """Return the packages of a choice.
+    """Return the packages to install for a choice.
 
     Args:
-        resolve: returns pip's installation report of requirements under pip's own configuration
-            (`pip install --dry-run --no-deps --report`), or an empty dict when pip finds none.
+        choice: the chosen build.
+        resolve: function that returns pip's report of a dry run (`pip install --dry-run --no-deps --report`) for requirements,
+            with pip's own configuration. It returns {} if pip finds no package.
     """
     if choice.kind == "rocm":
-        assert choice.version is not None, "choose() gives every choice of ROCm a version"
+        assert choice.version is not None, "every ROCm build that choose() returns has a version"
         torch, torchvision = ROCM_WHEELS[choice.version]
         major, minor = choice.version
         index = ROCM_INDEX.format(major=major, minor=minor)
@@ -143,11 +165,11 @@ def plan_packages(choice: Choice, resolve: Callable[[tuple[str, ...]], dict]) ->
         return Packages(requirements, None, "pip's own configuration, whose torch for Linux is a CUDA build")
     if platform.system() != "Linux" or is_cpu_build(resolve(requirements[:1])):
         return Packages(requirements, None, "pip's own configuration, which resolves to a CPU build")
-    return Packages(requirements, CPU_INDEX, "PyTorch's CPU index, since pip's own configuration gives no CPU build")
+    return Packages(requirements, CPU_INDEX, "PyTorch's CPU index, because pip's own configuration gives no CPU build")
 
 
 def is_cpu_build(report: dict) -> bool:
-    """Return True if the torch in pip's report is a CPU build: it has local version +cpu, or needs no GPU packages."""
+    """Return True if the torch in pip's report is a CPU build. Its local version starts with cpu, or it needs no GPU packages."""
     for item in report.get("install", ()):
         metadata = item["metadata"]
         if metadata["name"] != "torch":
@@ -175,7 +197,7 @@ def check_build(build: Build, machine: DetectedAccelerator, choice: Choice) -> N
         if build.kind != choice.kind or not installed.startswith(requested):
             raise HyperionError(
                 f"TORCH={choice.label} was requested, but {build} is installed",
-                next_step="look at `pip config list` for a find-links or index that gives another build of torch",
+                next_step="check `pip config list` for a find-links or index option that gives another build of torch",
             )
         return
     if choice.kind == build.kind or (choice.explicit and choice.kind == "cpu"):
@@ -183,7 +205,7 @@ def check_build(build: Build, machine: DetectedAccelerator, choice: Choice) -> N
     if choice.kind == "cpu":
         missing = "AMD" if build.kind == "rocm" else "NVIDIA"
         raise HyperionError(
-            f"{build}, but this machine has no {missing} GPU with a driver",
+            f"{build} is installed, but this machine has no {missing} GPU with a driver",
             where=machine.evidence,
             next_step="run on a GPU node, or use the CPU: TORCH=cpu",
         )
@@ -191,6 +213,6 @@ def check_build(build: Build, machine: DetectedAccelerator, choice: Choice) -> N
     raise HyperionError(
         f"{build} cannot use this machine's {name} GPU",
         where=machine.evidence,
-        next_step=f"with PYTHON=, name an environment with a {choice.kind} build; without, look at `pip config list` "
-        "for a find-links or index that gives another build; or use the CPU: TORCH=cpu",
+        next_step=f"if PYTHON= is set, use an environment with a {choice.kind} build; if not, check `pip config list` for a "
+        "find-links or index option that gives another build; or use the CPU: TORCH=cpu",
     )

@@ -1,4 +1,4 @@
-"""What a call prints: progress while notebooks run, the report of a failure, and the closing table."""
+"""The output of `hyperion reproduce`: progress while notebooks run, reports of failures, and a summary table at the end."""
 
 import threading
 import time
@@ -28,12 +28,15 @@ _STYLES = {
 
 
 class Display:
-    """Progress of the notebooks: bars with the time left on a terminal, else a line every 30 s.
+    """Shows the progress of the notebooks.
+
+    A terminal gets progress bars with the remaining time. Other outputs, such as a log file, get a line every 30 s.
 
     Args:
-        console: its `is_terminal` decides the form.
-        expected_s: expected seconds of each notebook that is still to run.
-        total_s: time that the given notebooks (seconds by name) take together; the default is their sum.
+        console: the console to print to. Bars are drawn if it is a terminal.
+        expected_s: expected seconds of each notebook that is still to run, by stem.
+        total_s: computes the total seconds of several notebooks from the seconds of each one, by stem. The default is the sum.
+            Notebooks that run at the same time take less.
     """
 
     def __init__(
@@ -65,7 +68,7 @@ class Display:
             self._log_thread.join()
 
     def start(self, stem: str, cells: int) -> None:
-        """Show that a notebook with this number of code cells starts."""
+        """Show that a notebook with `cells` code cells starts."""
         running = _RunningNotebook(cells)
         if self._bars:
             running.bar = self._bars.add_task(f"  {stem}", total=cells)
@@ -82,7 +85,7 @@ class Display:
             self._bars.update(running.bar, completed=done)
 
     def finish(self, stem: str, line: str) -> None:
-        """Show that a notebook ended; `line` says how."""
+        """Print `line`, which reports how a notebook ended, and remove its bar."""
         self._expected.pop(stem, None)
         running = self._running.pop(stem)
         self._finished += 1
@@ -92,16 +95,19 @@ class Display:
         self.say(line)
 
     def drop(self, stem: str) -> None:
-        """Remove a notebook that is not run (blocked, skipped, up to date) from the remaining time."""
+        """Exclude a notebook that does not run (blocked, skipped or up to date) from the remaining time."""
         self._expected.pop(stem, None)
 
     def say(self, line: str) -> None:
-        """Print a line above the bars, and flush it."""
+        """Print a line above the bars and flush the output."""
         self._console.print(line, markup=False, highlight=False, soft_wrap=True)
         self._console.file.flush()
 
     def left_s(self) -> float:
-        """Return the expected seconds until all notebooks are done; a notebook that takes longer than expected counts as 0."""
+        """Return the expected seconds until all notebooks are done.
+
+        A running notebook that already takes longer than expected adds 0 seconds.
+        """
         now, left = time.monotonic(), {}
         for stem, seconds in list(self._expected.items()):
             running = self._running.get(stem)
@@ -110,11 +116,11 @@ class Display:
         return self._total_s(left)
 
     def _log_progress(self) -> None:
-        # Also while one cell takes minutes: a silent job looks like a hung one.
+        # A line is printed even if a single cell takes minutes, because a job without output looks like a hang.
         while not self._closing.wait(_LOG_INTERVAL_S):
             for stem, running in list(self._running.items()):
                 spent, left = format_duration(time.monotonic() - running.started), format_duration(self.left_s())
-                cell = min(running.done + 1, running.cells)  # after the last cell, the page is written
+                cell = min(running.done + 1, running.cells)  # after the last cell, the notebook still writes its page
                 self.say(f"    {stem}: cell {cell}/{running.cells}, {spent} so far, about {left} left in all")
 
 
@@ -136,7 +142,7 @@ class _TimeLeft(ProgressColumn):
 
 
 def show_failure(say: Callable[[str], object], notebook: Notebook, failure: NotebookFailure, folder: Path) -> None:
-    """Print the error, the cell, the last lines of the traceback and the path of the executed copy."""
+    """Print why a notebook failed: the error, the cell, the end of the traceback, and the path of the executed copy."""
     cell = "" if failure.cell is None else f", cell In [{failure.cell}]"
     summary, *rest = failure.summary.splitlines()
     say(f"FAILED {notebook.path.parent.name}/{notebook.path.name}{cell}: {summary}")
@@ -149,13 +155,13 @@ def show_failure(say: Callable[[str], object], notebook: Notebook, failure: Note
 
 @dataclass(frozen=True)
 class TableLine:
-    """A notebook's line in the closing table.
+    """The line of one notebook in the summary table.
 
     Args:
         status: done, up to date, unexpected, failed, blocked, skipped, unfinished or interrupted.
-        seconds: wall time of the latest run of the notebook; None when it never ran.
-        rows: its rows in the run.
-        note: the reason, where the status needs one.
+        seconds: wall time of the latest execution of the notebook, or None if it never ran.
+        rows: the notebook's rows in the run.
+        note: the reason of the status, or "".
     """
 
     status: str
@@ -165,7 +171,7 @@ class TableLine:
 
 
 def show_table(console: Console, lines: dict[str, TableLine]) -> None:
-    """Print the closing table; without a terminal it is wide enough for its text."""
+    """Print the summary table. If the output is not a terminal, the table is 160 characters wide."""
     table = Table(title=None, pad_edge=False)
     for heading in ("notebook", "status"):
         table.add_column(heading, no_wrap=True)
@@ -183,7 +189,10 @@ def show_table(console: Console, lines: dict[str, TableLine]) -> None:
 
 
 def best_fraction(rows: list[Row]) -> str:
-    """Return the rate nearest to its limit, as "93% (gemm_tflops bfloat16)"; "" where no rate has a limit."""
+    """Return the rate with the highest fraction of its limit as text, such as "93% (gemm_tflops bfloat16)".
+
+    The text is empty if no rate has a limit.
+    """
     rates = [(row.fraction_of_limit, row) for row in rows if _is_rate(row) and row.fraction_of_limit is not None]
     if not rates:
         return ""

@@ -1,4 +1,8 @@
-"""One call of `make reproduce`: run the notebooks that failed or changed, each after those it needs, and report the result."""
+"""Run the notebooks for one call of `make reproduce`.
+
+Only notebooks that failed or changed are run. Each notebook starts after the notebooks that it needs. At the end, a summary of
+all notebooks is printed.
+"""
 
 import os
 import signal
@@ -35,29 +39,31 @@ from hyperion.results import set_latest
 from hyperion.results.execution import LOG, MEASURED, REMEASURE, UNEXPECTED_ROW, executed, unexpected
 
 FINISHED, FAILED, UNFINISHED = 0, 1, 3
-# Notebooks with these statuses left rows that others can use.
+# Statuses of notebooks whose rows other notebooks can use.
 _HAVE_ROWS = ("done", "up to date", "unexpected")
 _REMEASURED_NEXT = (
-    "    The next call measures this notebook's experiments anew. A training in a process of its own is kept, because the same "
-    "seed gives the same result, unless one of its values was refused. A result that stays unexpected means a wrong claim or "
-    "wrong code."
+    "    The next call measures the experiments of this notebook again. Trainings in separate processes are not repeated "
+    "unless one of their values was refused, because the same seed gives the same result. If a result is still unexpected then, "
+    "the claim or the code is wrong."
 )
 
 
 def reproduce(request: Request, *, machine: MachineProfile | None = None, console: Console | None = None) -> int:
-    """Execute the book, or one chapter and what it needs, and store all results in a run folder.
+    """Execute all notebooks, or one chapter and the chapters that it needs, and store all results in a run folder.
 
     Args:
-        machine: this machine and its profile; examined if not given.
-        console: where progress is printed; the default is standard output.
+        request: profile, data source, chapter, run and time limits of this call.
+        machine: this machine and its profile. By default, a separate process examines the machine.
+        console: where progress is printed. The default is standard output.
 
     Returns:
-        0 when all requested notebooks are done, 1 when one failed or found something unexpected, 3 when the time budget
-        ended first, 130 or 143 when a signal did. After each of them, a later call continues where this one ended.
+        0 if all requested notebooks are done, 1 if a notebook failed or found something unexpected, 3 if the time budget ended
+        before all notebooks were done, 130 after SIGINT, and 143 after SIGTERM. After each of these, a later call with the same
+        request continues where this call ended.
 
     Raises:
-        HyperionError: the request cannot be met: unknown chapter or profile, a folder that cannot be written, a full
-            disk, a run that was edited. No file is half-written then.
+        HyperionError: the chapter or the profile does not exist, a folder cannot be written, the disk is full, or the run was
+            edited. No file is left half-written.
     """
     console = console or Console(file=sys.stdout)
     try:
@@ -66,7 +72,7 @@ def reproduce(request: Request, *, machine: MachineProfile | None = None, consol
             chosen = select(read_book(root), request.only)
             require_mirror(request)
             if os.environ.get(OPTIMIZE) or sys.flags.optimize:
-                notice = f"NOTICE: {OPTIMIZE} removes every assert: notebooks and their workers run without it"
+                notice = f"NOTICE: {OPTIMIZE} removes assert statements. Notebooks and their workers run without this variable."
                 console.print(notice, markup=False, highlight=False, soft_wrap=True)
             require_page_templates()
             machine = machine or examine_machine(request.profile, request.data_source, request.seed)
@@ -75,7 +81,7 @@ def reproduce(request: Request, *, machine: MachineProfile | None = None, consol
             with scratch_folder() as scratch, claim as (ledger, continued):
                 return _Call(request, machine, root, ledger, Path(scratch), console).run(chosen, continued)
     except Stopped as stop:
-        console.print(f"stopped by {stop}; the same command continues from here", markup=False)
+        console.print(f"stopped by {stop}; the same command continues where this call ended", markup=False)
         return stop.exit_code
 
 
@@ -84,9 +90,9 @@ class _StartedNotebook:
     """A running notebook.
 
     Args:
-        before: its ledger entry from the previous execution.
-        digest: hash of what its result depends on.
-        replays: it reads a reference machine's rows instead of measuring.
+        before: the ledger's entry of the previous execution.
+        digest: hash of everything that the result depends on.
+        replays: whether the notebook reads the rows of a reference machine instead of measuring.
     """
 
     before: Entry
@@ -99,7 +105,7 @@ class _StartedNotebook:
 
 
 class _Call:
-    """The notebooks of one call: starts each as soon as possible, stores what it left, and sums up."""
+    """Runs the notebooks of one call, stores their results, and prints the summary."""
 
     def __init__(self, request: Request, machine: MachineProfile, root: Path, ledger: Ledger, scratch: Path, console: Console):
         self.request, self.machine, self.root, self.ledger = request, machine, root, ledger
@@ -127,7 +133,7 @@ class _Call:
             self._print(f"notebooks that use one device run at the same time, on {places} devices")
         code = FINISHED
         with Display(self.console, expected, total_s) as display, warnings.catch_warnings():
-            # Warnings in this process are nbformat's and papermill's about themselves; those of cells are cell output.
+            # Warnings in this process come from the code of nbformat and papermill. Warnings of cells are output of the cells.
             warnings.simplefilter("ignore")
             try:
                 self._run_all(list(chosen), display)
@@ -140,7 +146,7 @@ class _Call:
         return self._close(code)
 
     def _run_all(self, waiting: list[Notebook], display: Display) -> None:
-        """Start each notebook as soon as those it needs have ended and a place is free."""
+        """Start each notebook as soon as the notebooks that it needs have ended and a place is free."""
         spent = False
         try:
             while waiting or self.lanes.stems:
@@ -152,19 +158,19 @@ class _Call:
                     spent |= self._start(notebook, display)
         except Stopped as stop:
             for notebook, outcome in self.lanes.stop(stop):
-                if isinstance(outcome, Outcome):  # it ended before the stop reached it
+                if isinstance(outcome, Outcome):  # the notebook ended before the stop arrived
                     self._end(notebook, outcome, display)
                 else:
                     self._unfinished(notebook, "interrupted")
             raise
-        except BaseException:  # such as a full disk: results can no longer be stored
+        except BaseException:  # for example, the disk is full and results can no longer be stored
             self.lanes.stop(Stopped(signal.SIGTERM))
             raise
         if spent:
             raise BudgetSpent
 
     def _start(self, notebook: Notebook, display: Display) -> bool:
-        """Start a notebook unless it is up to date or cannot run; return True if the time budget is too short for it."""
+        """Start a notebook unless it is up to date or cannot run. Return True if the remaining time budget is too short."""
         line = self._line_without_running(notebook)
         if line is None and not self._has_time(notebook, display):
             line = self._line("unfinished", notebook)
@@ -209,7 +215,7 @@ class _Call:
     def _line_without_running(self, notebook: Notebook) -> TableLine | None:
         """Return the table line of a notebook that is blocked, skipped or up to date; None for one that must run."""
         upstream = {stem: self.lines[stem].status for stem in (*notebook.needs, *notebook.optional) if stem in self.lines}
-        if "unfinished" in upstream.values():  # the next call runs what it needs, then this notebook
+        if "unfinished" in upstream.values():  # the next call runs the needed notebooks first, then this one
             return self._line("unfinished", notebook)
         blocker = next((need for need in notebook.needs if upstream[need] not in _HAVE_ROWS), None)
         if blocker is not None:
@@ -223,7 +229,7 @@ class _Call:
         return None
 
     def _end(self, notebook: Notebook, outcome: object, display: Display) -> bool:
-        """Store what a notebook left; return True if it ended because the time budget is spent.
+        """Store the results of a notebook. Return True if the notebook ended because the time budget is spent.
 
         Args:
             outcome: what `execute` returned or raised.
@@ -232,7 +238,7 @@ class _Call:
             self._unfinished(notebook, "unfinished")
             display.finish(notebook.stem, f"{notebook.stem}: unfinished, the time budget is spent")
             return True
-        if isinstance(outcome, Exception):  # an error of papermill, a socket or a file ends this notebook only
+        if isinstance(outcome, Exception):  # an error of papermill, a socket or a file: the other notebooks continue
             outcome = Outcome(None, NotebookFailure(f"{type(outcome).__name__}: {outcome}"))
         if isinstance(outcome, BaseException):
             raise outcome
@@ -248,7 +254,7 @@ class _Call:
             seconds,
             len(self.run_store.rows(notebook.stem)),
             failure.summary.partition("\n")[0] if failure else note,
-            # Executions measure anew until one ends as expected. A replay measures nothing.
+            # After an unexpected result, every execution measures again until one ends as expected. A replay never measures.
             remeasure=not started.replays and bool(surprises or (failure and started.before.remeasure)),
             unexpected=surprises,
             whole_s=seconds if whole and not failure else started.before.whole_s,
@@ -277,7 +283,7 @@ class _Call:
         self.ledger.keep(notebook.stem, entry, files)
 
     def _close(self, code: int) -> int:
-        # Once a call: drawing all pictures after each notebook takes longer than some notebooks.
+        # Pictures are drawn once per call, because drawing all of them takes longer than some notebooks.
         export_failure = export_subjects(self.ledger) if code in (FINISHED, UNFINISHED) else ""
         if export_failure:
             self._print(export_failure)
@@ -293,7 +299,7 @@ class _Call:
         folder = _relative(self.run_store.folder)
         self._print(f"results: {folder}   report: {folder}/report.html   executed notebooks: {folder}/notebooks/")
         if code != FINISHED:
-            self._print("not finished: the same command continues from here")
+            self._print("not finished; the same command continues where this call ended")
         return code
 
     def _has_time(self, notebook: Notebook, display: Display) -> bool:
@@ -304,7 +310,7 @@ class _Call:
         left = self.deadline - time.monotonic()
         if left > 0:
             duration, rest = format_duration(expected), format_duration(left)
-            display.say(f"{notebook.stem}: expected to take {duration}, {rest} of the budget left: not started")
+            display.say(f"{notebook.stem}: not started, because it takes about {duration} and the budget has {rest} left")
         return False
 
     def _line(self, status: str, notebook: Notebook, note: str = "") -> TableLine:
@@ -312,7 +318,10 @@ class _Call:
         return TableLine(status, entry and entry.seconds, self.run_store.rows(notebook.stem), note)
 
     def _output_for(self, notebook: Notebook) -> str:
-        """Return the run's folder for the notebook's parameters, relative inside the checkout: copies name no machine's path."""
+        """Return the run's folder as the notebook gets it.
+
+        Inside the checkout the path is relative, so that copies of the notebook do not contain paths of this machine.
+        """
         folder = self.run_store.folder.resolve()
         if not folder.is_relative_to(self.root.resolve()):
             return str(folder)

@@ -1,6 +1,6 @@
-"""Execute one notebook with papermill and report the result, or stop it early.
+"""Execute one notebook with papermill and return the result.
 
-Signals, the call's time budget, and the time limits of cells and notebooks stop it.
+The execution stops early after a signal, at the end of the call's time budget, or at the time limit of a cell or of the notebook.
 """
 
 import asyncio
@@ -19,9 +19,9 @@ from hyperion.reproduce.kernels import KERNEL, kernel_manager_class
 from hyperion.reproduce.notebooks import Notebook
 
 _COLOURS = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
-# Longer than a kernel takes to end: it is interrupted, then asked to shut down, then killed.
+# Longer than a kernel takes to end. The kernel is first interrupted, then asked to shut down, and finally killed.
 SHUTDOWN_S = 10.0
-# (cell, notebook) by profile: at least four times the expected time of the slowest chapter.
+# Limits of (a cell, a notebook) by profile. They are at least four times the expected time of the slowest chapter.
 _LIMITS_S = {
     "smoke": (15 * 60, 30 * 60),
     "full": (20 * 60, 40 * 60),
@@ -35,9 +35,9 @@ class NotebookFailure:
     """Why a notebook failed.
 
     Args:
-        summary: the error; its first line is a short form.
-        cell: number of the failed cell as the executed copy shows it, In [n]; None when no cell failed.
-        traceback: text of the kernel's traceback; "" when there is none or it only repeats the summary.
+        summary: the error message. Its first line is a short form.
+        cell: number n of the failed cell, which the executed copy shows as In [n]. None if no cell failed.
+        traceback: text of the kernel's traceback. "" if there is no traceback, or if the traceback only repeats the summary.
     """
 
     summary: str
@@ -47,12 +47,12 @@ class NotebookFailure:
 
 @dataclass(frozen=True)
 class Outcome:
-    """An executed notebook.
+    """The result of an execution.
 
     Args:
-        document: an nbformat node; None when the kernel never started.
-        failure: why it failed; None when it did not.
-        not_evaluated: one sentence for each cell that could not be evaluated because a refused row has no value.
+        document: the executed notebook as an nbformat node. None if the kernel never started.
+        failure: why the notebook failed. None if it did not fail.
+        not_evaluated: one sentence for each cell that could not be evaluated because the value of a row was refused.
     """
 
     document: object | None
@@ -61,7 +61,10 @@ class Outcome:
 
 
 class Stopped(KeyboardInterrupt):
-    """A signal asked this call to stop. A KeyboardInterrupt, because asyncio lets this exception out of its callbacks."""
+    """Raised when a signal asks this call to stop.
+
+    It is a KeyboardInterrupt, because asyncio catches other exceptions that a callback raises.
+    """
 
     def __init__(self, number: int):
         self.number = number
@@ -69,26 +72,26 @@ class Stopped(KeyboardInterrupt):
 
     @property
     def exit_code(self) -> int:
-        """130 for Ctrl-C, 143 for SIGTERM, as a shell reports them."""
+        """Exit code of this process: 130 after Ctrl-C and 143 after SIGTERM, the codes that a shell reports."""
         return 128 + self.number
 
 
 class BudgetSpent(KeyboardInterrupt):
-    """The call's time budget ran out inside a notebook. A KeyboardInterrupt for the same reason as `Stopped`."""
+    """Raised when the call's time budget ends inside a notebook. It is a KeyboardInterrupt for the same reason as `Stopped`."""
 
 
 class LimitExceeded(KeyboardInterrupt):
-    """A cell or a notebook exceeded its time limit. A KeyboardInterrupt for the same reason as `Stopped`."""
+    """Raised when a cell or a notebook exceeds its time limit. It is a KeyboardInterrupt for the same reason as `Stopped`."""
 
 
 @dataclass(frozen=True)
 class Limits:
-    """Time limits of a notebook and each of its cells.
+    """Time limits of a notebook and of each of its cells.
 
     Args:
-        cell_s: seconds for one cell.
-        notebook_s: seconds for all cells together.
-        deadline: end of the call's time budget, on the clock of `time.monotonic`; None without a budget.
+        cell_s: limit of one cell, in seconds.
+        notebook_s: limit of all cells together, in seconds.
+        deadline: time of `time.monotonic` at which the call's time budget ends. None if there is no budget.
     """
 
     cell_s: float
@@ -97,20 +100,24 @@ class Limits:
 
 
 class Interruption:
-    """Stops a notebook in another thread as a signal stops the main thread: raises `Stopped` inside its event loop."""
+    """Stops a notebook that another thread executes, by raising `Stopped` inside the event loop of this thread."""
 
     def __init__(self):
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stop: Stopped | None = None
 
     def reaches(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Set the event loop of the executing thread; raise a stop that was requested earlier."""
+        """Set the event loop of the executing thread.
+
+        Raises:
+            Stopped: a stop was requested before this call.
+        """
         self._loop = loop
         if self._stop is not None:
             raise self._stop
 
     def __call__(self, stop: Stopped) -> None:
-        self._stop = own = Stopped(stop.number)  # an exception object must not be raised in two threads
+        self._stop = own = Stopped(stop.number)  # a new object, because two threads must not raise the same exception object
         if self._loop is not None and not self._loop.is_closed():
             self._loop.call_soon_threadsafe(_raise, own)
 
@@ -127,21 +134,23 @@ def execute(
     limits: Limits,
     lacks_rows: Callable[[], bool],
 ) -> Outcome:
-    """Run a notebook from a fresh kernel, in its own folder as JupyterLab does.
+    """Run a notebook in a new kernel. As in JupyterLab, the working folder is the folder of the notebook.
 
     Args:
+        notebook: the notebook to run.
         parameters: values for the cell tagged `parameters`.
         scratch: node-local folder for the kernel's files.
-        environment: variables of the kernel in addition to this process's.
+        environment: environment variables of the kernel in addition to the variables of this process.
         on_cell: called before each cell with the number of finished code cells.
         on_line: called with each line of output that the driver must show.
         interruption: stops the execution from another thread.
-        limits: time limits; they end the notebook even in the middle of a cell.
-        lacks_rows: returns True once an unexpected row has lost its value. From then on, a cell that raises counts as one
-            that cannot be evaluated, and the notebook continues.
+        limits: time limits. They end the notebook even in the middle of a cell.
+        lacks_rows: returns True after the value of an unexpected row was refused. From then on, a cell that raises an exception
+            is recorded as a cell that cannot be evaluated, and the notebook continues.
 
     Raises:
         BudgetSpent: the deadline of `limits` has passed.
+        Stopped: `interruption` stopped the execution.
     """
     import papermill
     from jupyter_core.utils import ensure_event_loop
@@ -190,23 +199,23 @@ def execute(
     except PapermillExecutionError as error:
         trace = _COLOURS.sub("", "\n".join(error.traceback))
         summary = f"{error.ename}: {error.evalue}".strip()
-        # A HyperionError has no traceback in a notebook but its message (see hyperion.errors).
+        # In a notebook, the traceback of a HyperionError is only its message (see hyperion.errors).
         failure = NotebookFailure(summary, error.exec_count, "" if trace.strip() == summary else trace)
     except LimitExceeded as limit:
         failure = NotebookFailure(str(limit))
     except (DeadKernelError, CellTimeoutError) as error:
         text = f"the kernel died: {error}. If memory ran out, `dmesg` and the batch system's log show it."
         failure = NotebookFailure(text, done + 1)
-    except RuntimeError as error:  # from nbclient: the kernel did not start
+    except RuntimeError as error:  # nbclient raises it if the kernel did not start
         failure = NotebookFailure(f"the kernel did not start: {error}")
     return Outcome(_read(copy), failure, tuple(not_evaluated))
 
 
 class LineFilter:
-    """A file-like object that passes on the important lines of a cell's output.
+    """A file-like object that passes only the important lines of a cell's output to `on_line`.
 
-    These are lines that start with BANNER, WARNING or UNEXPECTED, and blocks between lines of `=`, which announce the data
-    source.
+    Important lines start with BANNER, WARNING or UNEXPECTED, or are in a block between two lines of `=`. Such a block announces
+    the data source.
     """
 
     def __init__(self, on_line: Callable[[str], object]):
@@ -221,18 +230,18 @@ class LineFilter:
             self._fenced = self._fenced != fence
 
     def flush(self) -> None:
-        """Do nothing: complete lines are passed on at once."""
+        """Do nothing, because `write` passes on every complete line immediately."""
 
 
 def limits_of(profile: str, cell_s: float | None, notebook_s: float | None, deadline: float | None) -> Limits:
-    """Return the requested limits, and those of the profile where none is requested."""
+    """Return the time limits of a notebook. A limit that is None or 0 is replaced by the limit of the profile."""
     own_cell_s, own_notebook_s = _LIMITS_S[profile]
-    # A cell limit above the notebook's limit extends the notebook's limit.
+    # If the requested limit of a cell is above the profile's limit of a notebook, it is also the limit of the notebook.
     return Limits(cell_s or own_cell_s, notebook_s or max(own_notebook_s, cell_s or 0.0), deadline)
 
 
 class Alarm:
-    """A timer that raises `LimitExceeded` or `BudgetSpent` inside the event loop that waits for a cell."""
+    """A timer that raises `LimitExceeded` or `BudgetSpent` inside the event loop that waits for the current cell."""
 
     def __init__(self, limits: Limits, loop: asyncio.AbstractEventLoop):
         self._limits, self._loop = limits, loop
@@ -240,10 +249,11 @@ class Alarm:
         self._ends = time.monotonic() + limits.notebook_s
 
     def set(self, cell: int) -> None:
-        """Start the timer for the cell with this number.
+        """Start the timer for the cell with number `cell`.
 
         Raises:
-            LimitExceeded, BudgetSpent: there is no time left.
+            LimitExceeded: the notebook has already used its time.
+            BudgetSpent: the call's time budget has already ended.
         """
         self.cancel()
         now, limits = time.monotonic(), self._limits
@@ -259,7 +269,7 @@ class Alarm:
         self._timer = self._loop.call_later(at - now, _raise, end)
 
     def cancel(self) -> None:
-        """Stop the timer: the cell has ended."""
+        """Stop the timer, because the cell has ended."""
         if self._timer is not None:
             self._timer.cancel()
 
@@ -267,14 +277,17 @@ class Alarm:
 def _exceeded(what: str, limit_s: float, variable: str) -> LimitExceeded:
     return LimitExceeded(
         f"{what} exceeded its limit of {format_duration(limit_s)}\n"
-        "Rows of finished experiments are kept, and the next call continues from them. "
-        f"If it needs more time, set {variable}, as {variable}=2h."
+        "Rows of finished experiments are kept, and the next call continues after them. "
+        f"To allow more time, set {variable}, for example {variable}=2h."
     )
 
 
 @contextlib.contextmanager
 def stoppable() -> Iterator[None]:
-    """Turn SIGINT and SIGTERM into `Stopped`; further ones are ignored for `SHUTDOWN_S`, while kernels are shut down."""
+    """Raise `Stopped` on SIGINT and SIGTERM inside the block.
+
+    After the first signal, further signals are ignored for `SHUTDOWN_S` seconds, so that kernels can shut down.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield  # Python handles signals in the main thread only
         return
@@ -307,10 +320,11 @@ def _raise(end: BaseException) -> None:
 
 
 def _turn_errors_into_text(cell: Any) -> None:
-    """Let papermill continue after a cell that raised: turn the cell's traceback into printed output."""
+    """Replace the error output of a cell by printed text, so that papermill continues with the next cell."""
     import nbformat
 
-    # After the cell, nbclient looks for this tag; at the end of the notebook, papermill looks for outputs of type `error`.
+    # nbclient continues after a failed cell only if the cell has this tag. At the end of the notebook, papermill raises an
+    # exception for every output of type `error`.
     cell.metadata["tags"] = [*cell.metadata.get("tags", []), "raises-exception"]
     for number, output in enumerate(cell.outputs):
         if output.output_type == "error":
@@ -319,7 +333,10 @@ def _turn_errors_into_text(cell: Any) -> None:
 
 
 def _ignore_abandoned_tasks(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-    """Report no errors of abandoned tasks: a stop abandons the task that waits for the cell, then ends its kernel."""
+    """Handle errors of the event loop, but do not report the errors of abandoned tasks.
+
+    A stop abandons the task that waits for the cell and then ends the kernel, so this task always fails.
+    """
     if "never retrieved" not in context.get("message", ""):
         loop.default_exception_handler(context)
 

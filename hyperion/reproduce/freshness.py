@@ -1,6 +1,7 @@
-"""Decide which notebooks are up to date, from hashes of what their results depend on, and which run they replay.
+"""Decide which notebooks are up to date, and which reference run a notebook replays.
 
-File times do not count: a notebook is stale when a hash changes.
+A notebook is up to date if it finished and the hash of everything that its result depends on is unchanged. The modification times
+of files are not used.
 """
 
 import hashlib
@@ -21,25 +22,25 @@ from hyperion.results.store import METRICS, PREDICTIONS, ROWS, RUN, samples_name
 
 
 class Freshness:
-    """Compares the notebooks of a call with the results that its run holds."""
+    """Compares the notebooks of a call with the results in the run of this call."""
 
     def __init__(self, request: Request, machine: MachineProfile, ledger: Ledger):
         self._request, self._machine, self._ledger = request, machine, ledger
 
     def is_done(self, notebook: Notebook) -> bool:
-        """Return True if the notebook is up to date now; an earlier chapter of this call may still change its inputs."""
+        """Return True if the notebook is up to date now. An earlier chapter of the same call may still change its inputs."""
         reference, _ = self.reference(notebook)
         return self.is_up_to_date(notebook, self.digest(notebook, reference))
 
     def is_up_to_date(self, notebook: Notebook, digest: str) -> bool:
-        """Return True if the notebook finished with this digest, on data that are unchanged, and its rows are there."""
+        """Return True if the notebook finished with this digest, its data are unchanged, and its rows exist."""
         if not self._ledger.is_done(notebook.stem, digest) or self._without_rows(notebook):
             return False
         return not data_changed(self._ledger.run, notebook, self._request.data_source)
 
     def digest(self, notebook: Notebook, reference: "Reference | None") -> str:
         """Return the hash of everything that the notebook's result depends on."""
-        # Of the profile's sizes, those of the notebook's own experiments only.
+        # Only the sizes of the notebook's own experiments count, not all sizes of the profile.
         settings = self._machine.settings
         sizes = {name: settings["sizes"].get(name) for name in notebook.produces}
         parameters = {
@@ -51,15 +52,21 @@ class Freshness:
         return notebook_hash(notebook, parameters, upstream)
 
     def reference(self, notebook: Notebook) -> "tuple[Reference | None, str]":
-        """Return (reference run to replay, reason why there is none); both are empty unless the profile is `replay`."""
+        """Return the reference to replay and "", or None and the reason why no reference can be replayed.
+
+        If the profile is not `replay`, return None and "".
+        """
         if self._machine.profile != REPLAY:
             return None, ""
         return reference_for(notebook, self._request.replay_of)
 
     def missing_rows(self, notebook: Notebook, done: dict[str, str]) -> NotebookFailure | None:
-        """Return a failure if an experiment left no rows, or did not run this time; older rows prove nothing.
+        """Return a failure if an experiment has no rows or did not run in this execution, else None.
+
+        Rows of an earlier execution do not count.
 
         Args:
+            notebook: the executed notebook.
             done: experiments that this execution measured or found up to date.
         """
         without = self._without_rows(notebook)
@@ -67,7 +74,11 @@ class Freshness:
         return NotebookFailure(f"ran, but left no rows of: {', '.join(missing)}") if missing else None
 
     def expected_s(self, notebook: Notebook) -> float:
-        """Return the expected seconds: as in this run, else as in an earlier run of this setting, else from its metadata."""
+        """Return the expected duration of a notebook in seconds.
+
+        The duration is that of the latest complete execution in this run. Without one, it is that of an earlier run with the same
+        setting. Without such a run, it is the expected time in the metadata of the notebook.
+        """
         entry = self._ledger.entries.get(notebook.stem)
         if entry is not None and entry.whole_s is not None:
             return entry.whole_s
@@ -79,11 +90,16 @@ class Freshness:
 
 
 def notebook_hash(notebook: Notebook, parameters: Mapping, upstream: Mapping[str, str | None]) -> str:
-    """Return the hash of a notebook's text, the library files it imports, its parameters and its upstream rows; 16 hex digits.
+    """Return the hash of everything that a notebook's result depends on, as 16 hexadecimal digits.
+
+    The hash covers the text of the notebook, the library files that it imports, its parameters, and the rows of the chapters that
+    it needs.
 
     Args:
-        parameters: its parameters and its sizes in the profile (JSON-able, no paths).
-        upstream: digest of the rows of every chapter it needs, None where there are none.
+        notebook: the notebook.
+        parameters: parameters of the notebook and the sizes of its experiments in the profile. They are JSON-serializable and
+            contain no paths.
+        upstream: for every chapter that the notebook needs, the digest of its rows, or None if there are no rows.
     """
     depends = {
         "cells": notebook.cells,
@@ -96,7 +112,7 @@ def notebook_hash(notebook: Notebook, parameters: Mapping, upstream: Mapping[str
 
 
 def library_modules(notebook: Notebook) -> set[str]:
-    """Return the library modules that the notebook uses directly: those its cells import, and its experiments."""
+    """Return the library modules that the notebook uses directly: modules that its cells import, and its experiments."""
     modules = {module_of(experiment) for experiment in notebook.produces}
     for source in notebook.code:
         plain = "\n".join(line for line in source.splitlines() if not line.lstrip().startswith(("%", "!")))
@@ -105,15 +121,15 @@ def library_modules(notebook: Notebook) -> set[str]:
 
 
 def data_changed(run: Run, notebook: Notebook, data_source: str) -> bool:
-    """Return True if the data of a notebook's experiments have other contents, or another location, than when they ran."""
-    from hyperion.data.prepare.catalog import data_identity  # imports numpy and tokenizers, which not every call needs
+    """Return True if the data of a notebook's experiments changed in content or location after the experiments ran."""
+    from hyperion.data.prepare.catalog import data_identity  # imported here, because it loads numpy and tokenizers
 
     identities = [(run.finished(notebook.stem, experiment) or {}).get("data") for experiment in notebook.produces]
     return any(data and data_identity(data, data_source) != data for data in identities)
 
 
 def rows_digest(run: Run, notebook: str) -> str | None:
-    """Return the digest of a notebook's rows in a run; None without rows."""
+    """Return the digest of a notebook's rows in a run, or None if there are no rows."""
     rows = run.rows(notebook)
     if not rows:
         return None
@@ -122,10 +138,11 @@ def rows_digest(run: Run, notebook: str) -> str | None:
 
 @dataclass(frozen=True)
 class Reference:
-    """A machine whose reference run holds every experiment of a notebook.
+    """A machine whose reference run contains every experiment of a notebook.
 
     Args:
-        digest: hash of everything that a replay of the notebook reads from that run.
+        machine: name of the machine.
+        digest: hash of everything that a replay of the notebook reads from the reference run.
     """
 
     machine: str
@@ -133,17 +150,21 @@ class Reference:
 
 
 def reference_for(notebook: Notebook, machine: str | None) -> tuple[Reference | None, str]:
-    """Return the reference run of the named machine, or the first that holds the notebook; else None and the reason.
+    """Return the reference that a notebook replays, and "". If there is none, return None and the reason.
+
+    Args:
+        notebook: the notebook to replay.
+        machine: name of a reference machine. None takes the first machine that has results of the notebook.
 
     Raises:
-        HyperionError: there is no reference run of that name.
+        HyperionError: there is no reference run of this machine.
     """
-    from hyperion.chapter.profiles import reference_runs  # its package imports PyTorch, which only replays need here
+    from hyperion.chapter.profiles import reference_runs  # imported here, because it loads PyTorch, which only replays need
 
     machines = [run.folder.name for run in reference_runs()]
     if machine is not None and machine not in machines:
         raise HyperionError(
-            f"no reference run of {machine!r}",
+            f"there is no reference run of {machine!r}",
             where=reference_folder(),
             next_step=f"use REPLAY_OF= with one of: {', '.join(machines) or 'there is none yet'}",
         )
@@ -152,7 +173,10 @@ def reference_for(notebook: Notebook, machine: str | None) -> tuple[Reference | 
         finished = [run.finished(notebook.stem, experiment) for experiment in notebook.produces]
         if finished and all(finished):
             return Reference(name, _reference_digest(run, notebook, finished)), ""
-    return (None, f"no rows of it in the reference run{'' if machine else 's'} ({machine or ', '.join(machines) or 'none'})")
+    return (
+        None,
+        f"no rows of this chapter in the reference run{'' if machine else 's'} ({machine or ', '.join(machines) or 'none'})",
+    )
 
 
 def _reference_digest(run: Run, notebook: Notebook, finished: list[dict | None]) -> str:

@@ -1,7 +1,8 @@
-"""Find what `hyperion clean` removes: caches of a checkout and, on request, the runs and the data that Hyperion wrote.
+"""Find the files that `hyperion clean` removes.
 
-A folder is removed only if it has a mark of Hyperion (the checkout's pyproject.toml, a run's manifest, a data folder's list of
-files) and no file that the mark does not list. Symbolic links are never followed.
+These are the caches of a checkout and, on request, the runs and the data that Hyperion wrote. A folder of caches is removed only
+in a checkout of Hyperion. A run or a folder of data is removed only if its manifest lists all of its files. Symbolic links are
+never followed.
 """
 
 import os
@@ -20,12 +21,12 @@ from hyperion.reproduce.runs import in_use
 from hyperion.results import Run
 
 _CACHES = (".pytest_cache", ".ruff_cache", ".hypothesis", "build", "dist", "hyperion.egg-info")
-# Files that no manifest lists: the manifest itself, locks, and temporary files of a writer that was killed.
+# Files of Hyperion that no manifest lists: the manifest itself, locks, and temporary files that a killed process left.
 _UNLISTED = re.compile(r"MANIFEST(\.pending)?|\.(lock|driver\.lock|writer\.lock)(\.exclusive)?|(.+/)?\.[^/]+\.[0-9a-f]+\.tmp")
-_WORKSPACES = ("checkpoints", "adapters", "logs")  # folders of trainings, whose many files no manifest lists
+_WORKSPACES = ("checkpoints", "adapters", "logs")  # folders in which trainings write many files that no manifest lists
 _CHECKPOINT = re.compile(r"step-\d{8,}")
-_IN_WORKSPACES = (".json", ".safetensors", ".npz", ".parquet", ".log", ".lock")  # suffixes of the files in them
-_SETTLED_S = 3600.0  # a run that changed more recently may still be in use
+_IN_WORKSPACES = (".json", ".safetensors", ".npz", ".parquet", ".log", ".lock")  # suffixes of the files in these folders
+_SETTLED_S = 3600.0  # a run that changed less than this many seconds ago may still be in use
 _STORES = ("raw", "processed")
 _IN_STORES = ("hub", QUARANTINE)
 _QUARANTINED = re.compile(r".+\.[0-9a-f]{8}")
@@ -33,16 +34,18 @@ _SHOWN = 20
 
 
 def removable(root: Path, results: Path, data: Path, *, runs: bool = False, staged_data: bool = False) -> list[Path]:
-    """Return the paths to remove; no file in git is among them.
+    """Return the paths to remove. The list contains no file that is in git.
 
     Args:
-        root: the checkout; in any other folder no caches are removed.
-        results: folder of all runs; with `runs`, all of them except reference/, those in use, and those that changed within
-            the last hour.
-        data: folder of data; with `staged_data`, everything in it except README.md.
+        root: the checkout. If the folder is not a checkout of Hyperion, no caches are listed.
+        results: folder of all runs.
+        data: folder of all data.
+        runs: whether to list the runs. The folder reference/, runs in use, and runs that changed within the last hour are not
+            listed.
+        staged_data: whether to list everything in the folder of data except README.md.
 
     Raises:
-        HyperionError: a run or the data folder contains a file that Hyperion did not write; nothing is removed then.
+        HyperionError: a run or the folder of data contains a file that Hyperion did not write.
     """
     found, foreign = list(_caches(root)), []
     if runs and results.is_dir():
@@ -58,7 +61,7 @@ def removable(root: Path, results: Path, data: Path, *, runs: bool = False, stag
         if len(foreign) > _SHOWN:
             shown.append(f"and {len(foreign) - _SHOWN} more")
         raise HyperionError(
-            "some files were not written by Hyperion, or were changed since; nothing was removed",
+            "some files were not written by Hyperion, or were changed after Hyperion wrote them; nothing was removed",
             where="\n         ".join(shown),
             next_step="move your files to another folder and call again, or remove by hand what you do not need",
         )
@@ -89,7 +92,7 @@ def _caches(root: Path) -> Iterator[Path]:
 
 
 def _is_hyperion(root: Path) -> bool:
-    """Return True if the folder is a checkout of Hyperion, not of another project and not the parent of site-packages."""
+    """Return True if the folder is a checkout of Hyperion and not of another project."""
     if not is_checkout(root):
         return False
     try:
@@ -104,7 +107,7 @@ def _is_folder(path: Path) -> bool:
 
 
 def _runs(results: Path) -> Iterator[Path]:
-    """Yield the runs, folders of relaunches, and the link to the latest run."""
+    """Yield the folders of runs and relaunches that are not in use, and the link to the latest run."""
     for path in sorted(results.iterdir()):
         if path.is_symlink():
             if path.name == "latest":
@@ -114,9 +117,9 @@ def _runs(results: Path) -> Iterator[Path]:
 
 
 def _is_live(folder: Path) -> bool:
-    """Return True if a call of `make reproduce` works in the run, or a file in it changed within the last hour.
+    """Return True if a call of `make reproduce` uses the run, or if a file in the run changed within the last hour.
 
-    The lock alone is not enough: a notebook in JupyterLab and the training commands hold none.
+    The lock alone does not show every use, because notebooks in JupyterLab and the training commands take no lock.
     """
     newest = max(path.lstat().st_mtime for path in (folder, *folder.rglob("*")))
     return in_use(folder) or time.time() - newest < _SETTLED_S
@@ -127,13 +130,13 @@ def _is_run(folder: Path) -> bool:
 
 
 def _launches(folder: Path) -> list[Path]:
-    """Return the runs in a folder of relaunches, which has one folder of runs for each side, A and B."""
+    """Return the runs in a folder of relaunches. It has the folders A and B, one for each of the two compared versions."""
     sides = [folder / side for side in "AB" if _is_folder(folder / side)]
     return sorted(path for side in sides for path in side.iterdir() if _is_folder(path) and _is_run(path))
 
 
 def _foreign_in_run(folder: Path) -> list[Path]:
-    """Return the files of a run, or of a folder of relaunches, that no manifest lists or that have another hash."""
+    """Return the files of a run, or of a folder of relaunches, that are not in a manifest or differ from their hash there."""
     if launches := _launches(folder):
         others = [path for path in folder.iterdir() if path.name not in ("A", "B") or not _is_folder(path)]
         others += [path for side in {path.parent for path in launches} for path in side.iterdir() if path not in launches]
@@ -153,7 +156,10 @@ def _foreign_in_run(folder: Path) -> list[Path]:
 
 
 def _foreign_in_workspace(folder: Path) -> list[Path]:
-    """Return links, files with suffixes that trainings do not write, and the user's copies of checkpoints, such as step-best."""
+    """Return the entries that trainings do not write: links, files with other suffixes, and the user's copies of checkpoints.
+
+    A user's copy has a name such as step-best.
+    """
     entries = [Path(place, name) for place, folders, files in os.walk(folder) for name in sorted(folders + files)]
 
     def is_foreign(path: Path) -> bool:
@@ -164,7 +170,7 @@ def _foreign_in_workspace(folder: Path) -> list[Path]:
 
 
 def _foreign_in_store(folder: Path) -> list[Path]:
-    """Return what no mark covers in raw/, processed/ and the folders in them."""
+    """Return the entries of a folder of data, such as raw/ or processed/, that Hyperion did not write."""
     if not _is_folder(folder):
         return [folder]
     foreign = []
@@ -172,9 +178,9 @@ def _foreign_in_store(folder: Path) -> list[Path]:
         if entry.name in _IN_STORES:
             foreign += _foreign_in_store(entry)
         elif folder.name == QUARANTINE and _QUARANTINED.fullmatch(entry.name) and _is_file(entry):
-            continue  # a refused download, under a name that Hyperion gave it
-        elif not (WORKING.fullmatch(entry.name) and _is_folder(entry)):  # that is left by a killed staging
-            quarantined = folder.name == QUARANTINE  # its files may be truncated or changed
+            continue  # a refused download; Hyperion gave it this name
+        elif not (WORKING.fullmatch(entry.name) and _is_folder(entry)):  # a killed process leaves such a working folder
+            quarantined = folder.name == QUARANTINE  # quarantined files may be truncated or changed, so only names count
             reason = entry / REASON_FILE if quarantined else None
             foreign += [path for path in strangers(entry, names_alone=quarantined) if path != reason]
     return foreign

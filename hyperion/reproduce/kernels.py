@@ -1,6 +1,7 @@
-"""The kernel of a notebook: this interpreter and this checkout, whatever else is installed on the machine.
+"""Start the kernels of notebooks.
 
-It starts in a session of its own and ends with all processes that it started.
+A kernel always uses this interpreter and this checkout, even if other kernels are installed on the machine. It starts in its own
+process session. When the kernel ends, all processes that it started are ended too.
 """
 
 import contextlib
@@ -28,15 +29,16 @@ from hyperion.untrusted import is_private
 KERNEL = "python3"
 PROVISIONER = "hyperion-provisioner"
 OPTIMIZE = "PYTHONOPTIMIZE"
-# A Unix socket's name has at most 107 bytes; jupyter_client appends "/kernel-ipc-5" to the folder's.
+# The path of a Unix socket has at most 107 bytes. jupyter_client appends "/kernel-ipc-5" to the path of the folder.
 _LONGEST_FOLDER = 80
 _SILENT_HOSTS = "silent-hosts"
 
 
 def library_environment() -> dict[str, str]:
-    """Return this process's environment with this checkout importable, without the user's site packages, with assertions.
+    """Return the environment variables for processes that use this library.
 
-    UTF-8 mode makes the processes independent of the locale: they read, write and print UTF-8.
+    They are the variables of this process with these changes: this checkout is importable, the user's site-packages are not used,
+    assertions are enabled, and Python's UTF-8 mode is on. In UTF-8 mode, files and output are UTF-8 in every locale.
     """
     return with_assertions(child_environment() | {"PYTHONNOUSERSITE": "1", "PYTHONUTF8": "1"})
 
@@ -47,7 +49,10 @@ def with_assertions(environment: dict[str, str]) -> dict[str, str]:
 
 
 def scratch_folder() -> tempfile.TemporaryDirectory:
-    """Return a folder on this node for this call only: sockets, Jupyter's run-time files, the unfinished executed copy."""
+    """Return a temporary folder on this node for one call.
+
+    It holds the kernels' sockets, Jupyter's run-time files, and executed copies that are not finished.
+    """
     base = tempfile.gettempdir()
     return tempfile.TemporaryDirectory(
         prefix="hyperion-", dir=base if len(base) < _LONGEST_FOLDER - 20 else "/tmp", ignore_cleanup_errors=True
@@ -55,16 +60,18 @@ def scratch_folder() -> tempfile.TemporaryDirectory:
 
 
 def kernel_manager_class(scratch: Path, environment: dict[str, str], folder: Path) -> type:
-    """Return a kernel manager whose only kernel is this interpreter, reached through Unix sockets in `scratch`.
+    """Return a kernel manager class whose only kernel is this interpreter.
 
-    Unlike TCP ports, sockets in a private folder do not collide with those of another call, and other users of a shared node
-    cannot connect to them.
+    The manager and the kernel communicate through Unix sockets in `scratch`. Two calls cannot use the same socket by accident, as
+    can happen with TCP ports, and other users of a shared node cannot connect to the sockets.
 
     Args:
-        environment: variables of the kernel in addition to this process's.
-        folder: working folder of the kernel. This process keeps its own: it starts other kernels at the same time.
+        scratch: folder for the sockets and the kernel's files.
+        environment: environment variables of the kernel in addition to the variables of this process.
+        folder: working folder of the kernel. The working folder of this process is not changed, because this process starts
+            several kernels at the same time.
     """
-    # jupyter_client itself finds only the provisioners that are entry points of installed packages.
+    # Registered here, because jupyter_client finds only provisioners that are entry points of installed packages.
     entry = EntryPoint(PROVISIONER, f"{__name__}:{SessionProvisioner.__name__}", KernelProvisionerFactory.GROUP_NAME)
     KernelProvisionerFactory.instance().provisioners[PROVISIONER] = entry
     specification = scratch / "kernels" / KERNEL
@@ -92,15 +99,15 @@ def kernel_manager_class(scratch: Path, environment: dict[str, str], folder: Pat
 
 
 class SessionProvisioner(LocalProvisioner):
-    """Starts a local kernel that ends with this process, and ends all processes that the kernel started.
+    """Starts a local kernel that ends when this process ends, and ends all processes that the kernel started.
 
-    The command is `python … -m module arguments`, where the module is ipykernel's.
+    The command in the kernel specification must have the form `python … -m ipykernel_launcher arguments`.
     """
 
     async def launch_kernel(self, cmd: list[str], **kwargs: Any) -> KernelConnectionInfo:
-        """Start the kernel as the leader of a session, so that signals reach its whole process group.
+        """Start the kernel as the leader of a new session, so that signals reach its whole process group.
 
-        Output of the kernel outside of cells goes to this process's standard error.
+        Output of the kernel that belongs to no cell goes to the standard error of this process.
         """
         arguments = ["kernel", str(os.getpid()), *cmd[cmd.index("-m") + 2 :]]
         self.cwd = kwargs.get("cwd") or os.getcwd()
@@ -118,16 +125,19 @@ class SessionProvisioner(LocalProvisioner):
         return self.connection_info
 
     async def send_signal(self, signum: int) -> None:
-        """Signal the kernel's process group, and record its descendants: once it has ended, they cannot be found."""
+        """Send a signal to the kernel's process group, and record the processes that the kernel started.
+
+        They are recorded now, because they can no longer be found after the kernel has ended.
+        """
         if self.process is not None:
             self.below = list({*self.below, *descendants(self.pid)})
         await super().send_signal(signum)
 
     async def cleanup(self, restart: bool = False) -> None:
-        """End the processes that the kernel started; the kernel itself has ended.
+        """End the processes that the kernel started. The kernel itself has already ended.
 
-        Processes in the kernel's session were interrupted with it and are killed. Processes in sessions of their own, such as
-        launchers, get SIGTERM and `GRACE_S` seconds to save, then are killed.
+        Processes in the kernel's session are killed, because they have already received the kernel's signals. Processes in other
+        sessions, such as launchers, get SIGTERM. They are killed if they still run after `GRACE_S` seconds.
         """
         await super().cleanup(restart)
         left, self.below = [process for process in self.below if process.is_running()], []
@@ -149,7 +159,7 @@ def _specification(scratch: Path, environment: dict[str, str]) -> dict:
     ours = library_environment()
     own = {
         **{name: ours[name] for name in ("PYTHONPATH", "PYTHONNOUSERSITE", "PYTHONUTF8")},
-        # No start-up files or locks from a home folder that other nodes share.
+        # IPython must not use start-up files or locks in a home folder that several nodes share.
         "IPYTHONDIR": str(scratch / "ipython"),
         "JUPYTER_RUNTIME_DIR": str(scratch / "jupyter"),
         SILENT_HOSTS: str(scratch / _SILENT_HOSTS),
@@ -158,27 +168,28 @@ def _specification(scratch: Path, environment: dict[str, str]) -> dict:
         **environment,
     }
     return {
-        # Silences ipykernel's own log, which reports closed sockets on a stop. The output of cells is not part of it.
+        # This log level hides ipykernel's reports of closed sockets after a stop. The output of cells is not affected.
         "argv": [sys.executable, "-s", "-m", "ipykernel_launcher", "--log-level=CRITICAL", "-f", "{connection_file}"],
         "display_name": "Python 3 (ipykernel)",
         "language": "python",
         "metadata": {"kernel_provisioner": {"provisioner_name": PROVISIONER}},
-        # jupyter_client expands $NAME in these values.
+        # jupyter_client expands $NAME in these values, so $ is escaped as $$.
         "env": {name: value.replace("$", "$$") for name, value in own.items()},
     }
 
 
 def _node_local_caches(scratch: Path) -> dict[str, str]:
-    """Return variables that put the caches of compilers on this node, for those that the user has not set.
+    """Return environment variables that place the caches of compilers on this node. Variables that the user set are not changed.
 
-    The caches outlive this call, so their folder has a fixed name, which another user of the node can create first. Compilers
-    execute files from their caches: if others can write to the folder, this call uses caches in `scratch`.
+    Later calls use the same caches, so their folder has a fixed name. Another user of the node could create a folder of this name
+    first. Compilers execute files from their caches, so a folder that other users can write to is not used. In this case, the
+    caches of this call are in `scratch`.
     """
     folder = Path(tempfile.gettempdir()) / f"hyperion-{os.getuid()}"
     if not is_private(folder):
         notice(
-            f"{folder} is not used for compilers' caches: it is a link, no folder, or open to other users; "
-            "remove it, or name other folders: TRITON_CACHE_DIR=, TORCHINDUCTOR_CACHE_DIR="
+            f"{folder} is not used for the caches of compilers, because it is a link, is not a folder, or is open to other "
+            "users. Remove it, or set TRITON_CACHE_DIR and TORCHINDUCTOR_CACHE_DIR to other folders."
         )
         folder = scratch / "caches"
     names = {

@@ -1,7 +1,7 @@
-"""Run several notebooks at the same time, each with one device of the machine and its share of the cores.
+"""Run several notebooks at the same time. Each notebook gets one device of the machine and a share of the CPU cores.
 
-Notebooks that use all devices run alone. A thread of the driver executes each notebook; it only relays messages, because the
-kernel and its workers are separate processes.
+A notebook that uses all devices runs alone. Each running notebook has a thread in the driver. The thread only relays messages,
+because the kernel and its workers are separate processes.
 """
 
 import os
@@ -22,8 +22,8 @@ class Place:
     """The part of the machine that a notebook uses.
 
     Args:
-        number: from 0; one notebook at a time uses the place of a number.
-        environment: variables that restrict its kernel to this part; empty for the whole machine.
+        number: number of the place, from 0. At most one notebook at a time uses a place.
+        environment: environment variables that restrict the kernel to this part. Empty for the whole machine.
     """
 
     number: int
@@ -45,7 +45,8 @@ class Lanes:
     """The places of a machine and the notebooks that run in them.
 
     Args:
-        masks: for each device, the variables that make it the only visible one; with fewer than two, the machine is one place.
+        masks: for each place, the environment variables that hide all devices except the device of this place. With fewer than
+            two entries, the whole machine is one place.
     """
 
     def __init__(self, masks: Sequence[dict[str, str]] = ()):
@@ -55,19 +56,19 @@ class Lanes:
 
     @property
     def stems(self) -> set[str]:
-        """The running notebooks."""
+        """Stems of the running notebooks."""
         return set(self._going)
 
     def pick(self, waiting: Sequence[Notebook], expected_s: Callable[[Notebook], float]) -> Notebook | None:
-        """Return the waiting notebook to start now; None if one must end first.
+        """Return the waiting notebook to start now, or None if a running notebook must end first.
 
-        A notebook can start once the chapters that it needs have ended. With one place, notebooks start in the book's order;
-        else those that use one device start first, the longest before the others.
+        A notebook can start after the chapters that it needs have ended. With one place, notebooks start in the order of the
+        book. With several places, notebooks that use one device start first, and among these the longest starts first.
         """
         return self._next(waiting, [going.notebook for going in self._going.values()], expected_s)
 
     def lasting_s(self, notebooks: Sequence[Notebook], expected_s: dict[str, float]) -> float:
-        """Return the seconds until all notebooks have ended, if each takes its expected time."""
+        """Return the seconds until all notebooks have ended, if each one takes its expected time."""
         waiting, now = list(notebooks), 0.0
         ends: dict[Notebook, float] = {}
         while waiting or ends:
@@ -95,7 +96,7 @@ class Lanes:
         return None if going else ready[0]
 
     def start(self, notebook: Notebook, work: Work) -> None:
-        """Start the work of a notebook in a thread, at a free place."""
+        """Start a thread that calls `work` for a notebook at a free place."""
         place = Place(0)
         if notebook.devices == "one" and len(self.places) > 1:
             taken = {going.place.number for going in self._going.values()}
@@ -105,7 +106,7 @@ class Lanes:
         def run() -> None:
             try:
                 result = work(place, interruption)
-            except BaseException as end:  # `wait` returns it
+            except BaseException as end:  # `wait` returns the exception to the driver
                 result = end
             self._ended.put((notebook.stem, result))
 
@@ -114,14 +115,14 @@ class Lanes:
         self._going[notebook.stem] = _Going(notebook, place, interruption, thread)
 
     def wait(self) -> tuple[Notebook, object]:
-        """Wait for the next notebook that ends; return it, and what its work returned or raised."""
+        """Wait until a notebook ends. Return the notebook, and the value or the exception of its work."""
         stem, result = self._ended.get()
         going = self._going.pop(stem)
         going.thread.join()
         return going.notebook, result
 
     def stop(self, stop: Stopped) -> list[tuple[Notebook, object]]:
-        """Stop all running notebooks; return each of them, and what its work returned or raised."""
+        """Stop all running notebooks. Return each notebook with the value or the exception of its work."""
         for going in self._going.values():
             going.interruption(stop)
         deadline = time.monotonic() + SHUTDOWN_S
@@ -136,13 +137,15 @@ class Lanes:
 
 
 def places_of(masks: Sequence[dict[str, str]], cores: set[int] | None = None, sys: Path = Path("/sys")) -> list[Place]:
-    """Return a place for each device with its share of the cores.
+    """Return one place for each device, with an equal share of the CPU cores.
 
-    The machine is a single place if it has fewer than two devices or fewer cores than devices. Hardware threads of one core
-    and cores of one package stay together, because notebooks that share a core slow each other down.
+    If the machine has fewer than two devices, or fewer cores than devices, the whole machine is one place. Hardware threads of
+    one core belong to the same place, because notebooks that share a core slow each other down. Cores of one package stay
+    together as far as possible.
 
     Args:
-        cores: numbers of the cores to share; the default is those that this process may use.
+        masks: for each device, the environment variables that hide all other devices.
+        cores: numbers of the cores to share. The default is all cores that this process may use.
         sys: folder of Linux's sysfs.
     """
     if cores is None:
@@ -156,7 +159,7 @@ def places_of(masks: Sequence[dict[str, str]], cores: set[int] | None = None, sy
 
 
 def _in_order(number: int, sys: Path) -> tuple[int, int, int]:
-    """Return (package, core in it, number) from Linux; if it is unknown, sort by number alone."""
+    """Return the sort key (package, core in the package, number). If Linux does not tell the package, sort by number alone."""
     topology = sys / f"devices/system/cpu/cpu{number}/topology"
     try:
         package, core = (int((topology / name).read_text()) for name in ("physical_package_id", "core_id"))

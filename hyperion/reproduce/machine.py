@@ -1,4 +1,4 @@
-"""Examine this machine in a separate process: the driver must hold no accelerator while notebooks measure."""
+"""Examine this machine in a separate process, because the driver must not use an accelerator while notebooks measure."""
 
 import json
 import os
@@ -20,15 +20,15 @@ _REPLAYED_AT_ONCE = 8  # a kernel with torch takes about 1 GB
 
 @dataclass(frozen=True)
 class MachineProfile:
-    """The resolved profile, and facts about this machine that need torch.
+    """The profile of a call, and facts about this machine that torch provides.
 
     Args:
-        profile: the requested profile; for `auto`, the default profile of the machine.
-        settings: what rows depend on in that profile: {"sizes": {experiment: sizes}, "synthetic", "allow_synthetic"}.
-        setting: device and versions; a run with another setting is not continued.
-        information: contents of a new run's run.json.
-        masks: an entry for each notebook that may run at the same time, with the variables that make its accelerator the only
-            visible one. Entries are empty for a replay, which measures nothing.
+        profile: name of the requested profile. If `auto` was requested, name of the machine's default profile.
+        settings: the settings of the profile that rows depend on, {"sizes": {experiment: sizes}, "synthetic", "allow_synthetic"}.
+        setting: device and versions. A run with another setting is not continued.
+        information: contents of run.json for a new run.
+        masks: one entry for each notebook that may run at the same time. An entry holds the environment variables that hide all
+            accelerators except the one of this notebook. For a replay, which measures nothing, the entries are empty.
     """
 
     profile: str
@@ -42,7 +42,7 @@ def examine_machine(profile: str, data_source: str, seed: int) -> MachineProfile
     """Detect the device and resolve the profile.
 
     Raises:
-        HyperionError: unknown profile, or the library does not load on this machine.
+        HyperionError: the profile or the data source does not exist, or the library does not load on this machine.
     """
     command = [sys.executable, "-s", "-m", "hyperion.reproduce.machine", profile, data_source, str(seed)]
     environment = library_environment()

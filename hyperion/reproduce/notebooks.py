@@ -1,4 +1,4 @@
-"""The notebooks of the book, their order, and what each needs and produces."""
+"""Read the notebooks of the book with their order, the chapters that each one needs, and the experiments that it runs."""
 
 import json
 import re
@@ -12,26 +12,27 @@ _REMEDY = (
     'give the notebook metadata {"hyperion": {"needs": [], "optional": [], "produces": [...], "time_budget_s": {...}, '
     '"devices": "one"}}'
 )
-# Expected time of a notebook whose metadata name none for the profile, such as replay.
+# Expected time of a notebook if its metadata contain none for the profile.
 DEFAULT_SECONDS = 60.0
 
 
 class BookError(HyperionError):
-    """A notebook that cannot be read or ordered, or a chapter that does not exist."""
+    """Raised if a notebook cannot be read or ordered, or if a requested chapter does not exist."""
 
 
 @dataclass(frozen=True)
 class Notebook:
-    """One chapter of the checkout.
+    """One chapter of the book.
 
     Args:
         path: the .ipynb file.
-        needs: stems of the notebooks that must have finished before.
+        needs: stems of the notebooks that must finish before this notebook starts.
         optional: stems of notebooks whose rows are used if they exist.
-        produces: experiments whose rows it must leave in the run.
-        time_budget_s: expected seconds, by profile.
-        devices: "one" if it uses a single device, so that other notebooks can run on the others; else "all".
-        cells: (cell type, source) in order.
+        produces: names of the experiments whose rows the notebook must write to the run.
+        time_budget_s: expected duration in seconds, by profile.
+        cells: (cell type, source) of all cells in order.
+        devices: "one" if the notebook uses a single device, so that other notebooks can use the other devices at the same time.
+            "all" otherwise.
     """
 
     path: Path
@@ -52,24 +53,26 @@ class Notebook:
         return [source for kind, source in self.cells if kind == "code" and source.strip()]
 
     def budget_s(self, profile: str) -> float:
-        """Return the seconds that the metadata name for a profile."""
+        """Return the expected seconds in a profile."""
         return float(self.time_budget_s.get(profile, DEFAULT_SECONDS))
 
 
 def read_book(root: Path) -> list[Notebook]:
-    """Return the notebooks in the book's order: those of the checkout by phase and file name, then those of added subjects.
+    """Return all notebooks in the order of the book.
+
+    The notebooks of the checkout are sorted by phase and file name. The notebooks of added subjects follow.
 
     Raises:
-        BookError: there is no notebook, one is no JSON or lacks its metadata, two have the same name, or one needs a chapter
-            that is unknown or comes later in the book.
+        BookError: there is no notebook, a notebook is not JSON or has no metadata, two notebooks have the same name, or a
+            notebook needs a chapter that does not exist or comes later in the book.
     """
     paths = sorted(root.glob("phase*/[0-9][0-9]_*.ipynb"), key=lambda path: (_phase_number(path), path.name))
     paths += [path for subject in subjects() for path in subject.notebooks]
     if not paths:
         raise BookError(
-            "no notebooks here",
+            "there are no notebooks in this folder",
             where=root / "phase*",
-            next_step="run this inside a checkout of Hyperion (git clone it), or name one: HYPERION_HOME=/path/to/checkout",
+            next_step="run the command inside a checkout of Hyperion, or set HYPERION_HOME=/path/to/checkout",
         )
     book = [read_notebook(path) for path in paths]
     seen: list[str] = []
@@ -78,9 +81,9 @@ def read_book(root: Path) -> list[Notebook]:
             raise BookError(f"two notebooks are called {notebook.stem}", where=notebook.path, next_step="rename one of them")
         for need in (*notebook.needs, *notebook.optional):
             if need not in seen:
-                remedy = f"name an earlier chapter: {', '.join(seen) or 'there is none'}"
+                remedy = f"in metadata.hyperion, name earlier chapters only: {', '.join(seen) or 'there is none'}"
                 raise BookError(
-                    f"{notebook.stem} builds on {need!r}, which is no earlier chapter", where=notebook.path, next_step=remedy
+                    f"{notebook.stem} needs {need!r}, which is no earlier chapter", where=notebook.path, next_step=remedy
                 )
         seen.append(notebook.stem)
     return book
@@ -90,7 +93,7 @@ def read_notebook(path: Path) -> Notebook:
     """Read one notebook with its metadata.
 
     Raises:
-        BookError: the file is no notebook, or its metadata are incomplete.
+        BookError: the file is not a notebook, or its metadata are incomplete.
     """
     try:
         document = json.loads(path.read_text(encoding="utf-8"))
@@ -118,10 +121,11 @@ def read_notebook(path: Path) -> Notebook:
 
 
 def select(book: list[Notebook], only: str | None) -> list[Notebook]:
-    """Return the whole book, or one chapter and all it needs, in the book's order.
+    """Return all notebooks, or one chapter and all chapters that it needs, in the order of the book.
 
     Args:
-        only: a chapter's stem, file name or path.
+        book: all notebooks.
+        only: stem, file name or path of a chapter. None or "" selects all notebooks.
 
     Raises:
         BookError: there is no such chapter; the message lists all chapters.
@@ -131,7 +135,7 @@ def select(book: list[Notebook], only: str | None) -> list[Notebook]:
     by_stem = {notebook.stem: notebook for notebook in book}
     wanted = Path(only).name.removesuffix(".ipynb")
     if wanted not in by_stem:
-        raise BookError(f"no chapter {only!r}", next_step=f"use ONLY= with one of: {', '.join(by_stem)}")
+        raise BookError(f"there is no chapter {only!r}", next_step=f"use ONLY= with one of: {', '.join(by_stem)}")
     waiting, chosen = [wanted], set()
     while waiting:
         stem = waiting.pop()

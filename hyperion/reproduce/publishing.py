@@ -1,6 +1,7 @@
-"""What a run shows to readers: pages of its executed notebooks, tables, pictures and report, and the reference of a machine.
+"""Make the files of a run that readers use, and publish a run as the reference of a machine.
 
-Pages name no paths of this machine and need no network. A reference is a verified run in results/reference/<name>/.
+The files are HTML pages of the executed notebooks, tables, pictures and a report. Pages contain no paths of this machine and need
+no network. A reference is a copy of a verified run in results/reference/<name>/.
 """
 
 import base64
@@ -29,23 +30,24 @@ from hyperion.results import Run, rows_to_csv
 from hyperion.results.execution import unexpected_in
 from hyperion.results.store import checked_name
 
-# Limit of all machines together: results/reference/ is in git.
+# Limit of the references of all machines together, because results/reference/ is in git.
 LARGEST_BYTES = 12_000_000
 _PAGES = "notebooks/"
-# Not copied, since they can be rebuilt from the rows: the report (README.md has its pictures) and the tables as JSON.
+# The report and the tables in JSON are not copied, because they can be rebuilt from the rows. README.md has the pictures.
 _REBUILT = ("report.html", "benchmarks/*.json")
 _INLINE_PICTURE = re.compile(rb"data:image/png;base64,([A-Za-z0-9+/=\n]+)")
 ABSOLUTE_PATH = re.compile(
     r"(?<![\w.:/~$%-])/(?:home|root|Users|tmp|work|workspace|scratch|mnt|media|srv|var|opt|data|gpfs|lustre|lus|ccs|project|"
     r"projects|global|nfs|usr|etc)/[\w.+@-][^\s\"'<>)]*"
 )
-# Bounded, and starting at a slash: an open-ended pattern takes minutes on the half megabyte of a picture's base64.
+# The pattern starts with a slash and has a bounded length. Without a bound, it takes minutes on a picture in base64 of 0.5 MB.
 _KERNEL_FILE = re.compile(r"/[^\s\"'<>]{0,200}?/ipykernel_\d+/\d+\.py")
 # Temporary folders in the messages of a worker's compiler or launcher.
 _TEMPORARY_FILE = re.compile(r"/[^\s\"'<>]{0,100}?/hyperion-[a-z]+-[^\s\"'<>\\]{0,300}")
 _WIDGET = "application/vnd.jupyter.widget-view+json"
 _MATH = re.compile(r"(?P<code>```.*?```|`[^`\n]*`)|\$\$(?P<block>.+?)\$\$|(?<![\\$])\$(?P<inline>[^$\n]+?)\$(?!\d)", re.DOTALL)
-# Our own style sheet: JupyterLab's is a quarter of a megabyte a page, most of it for an editor that a page does not have.
+# The style sheet of JupyterLab is not used, because it adds 0.25 MB to every page. Most of it is for an editor, which a page does
+# not have.
 STYLE = """
 :root{--jp-cell-editor-background:#f6f7f9;--jp-cell-editor-active-background:#fff;--jp-mirror-editor-comment-color:#408080;
 --jp-mirror-editor-error-color:#c00;--jp-mirror-editor-keyword-color:#008000;--jp-mirror-editor-number-color:#080;
@@ -89,7 +91,7 @@ blockquote{margin:.5rem 0;padding-left:.8rem;border-left:3px solid var(--line);c
 .ansi-bold{font-weight:700}
 @media print{a{color:inherit}}
 """.strip()
-# nbconvert's page with this style, and without what it would fetch: RequireJS, MathJax and Mermaid.
+# The template of nbconvert with this style. The parts that load RequireJS, MathJax and Mermaid from a network are removed.
 _TEMPLATE = (
     """{%- extends 'lab/index.html.j2' -%}
 {%- block html_head_js_requirejs -%}{%- endblock -%}
@@ -103,11 +105,14 @@ _TEMPLATE = (
 
 
 def notebook_files(notebook: Notebook, document: Any, folder: Path, root: Path) -> dict[str, bytes]:
-    """Return the contents of the executed copy and its page, by path in the run; paths of this machine are replaced.
+    """Return the files of an executed notebook: its copy and its HTML page, by path in the run.
+
+    Paths of this machine are replaced in both files.
 
     Args:
+        notebook: the notebook.
         document: the executed nbformat notebook.
-        folder: the run.
+        folder: folder of the run.
         root: the checkout.
     """
     import nbformat
@@ -126,11 +131,11 @@ def notebook_files(notebook: Notebook, document: Any, folder: Path, root: Path) 
 
 
 def portable_copy(document: Any, replacements: dict[str, str]) -> Any:
-    """Return an executed notebook without progress bars and papermill's paths, and with machine paths replaced.
+    """Return a copy of an executed notebook that contains no paths of this machine and no progress bars.
 
     Args:
         document: an nbformat notebook.
-        replacements: replacement of each absolute path; longer paths are replaced first.
+        replacements: new text for each absolute path. Longer paths are replaced first.
     """
     import nbformat
 
@@ -149,7 +154,7 @@ def portable_copy(document: Any, replacements: dict[str, str]) -> Any:
 
 
 def require_page_templates() -> None:
-    """Check, before anything is measured, that nbconvert can write pages.
+    """Check that nbconvert can write pages. The check is made before anything is measured.
 
     Raises:
         HyperionError: nbconvert is installed without its templates.
@@ -160,7 +165,7 @@ def require_page_templates() -> None:
         HTMLExporter(raw_template=_TEMPLATE)
     except ValueError as error:
         raise HyperionError(
-            f"nbconvert cannot make pages here: {error}",
+            f"nbconvert cannot write HTML pages: {error}",
             where="nbconvert's templates in share/jupyter",
             next_step="add the share/jupyter folder of nbconvert's environment to JUPYTER_PATH, or reinstall nbconvert",
         ) from error
@@ -181,9 +186,9 @@ def page(document: Any, title: str) -> str:
 
 
 def with_drawn_formulas(markdown: str) -> str:
-    """Replace each $formula$ and $$formula$$ of a Markdown text by an inline picture; code stays unchanged.
+    """Replace each $formula$ and $$formula$$ in a Markdown text by an inline picture. Code is not changed.
 
-    A formula outside matplotlib's TeX subset stays as its source text.
+    matplotlib draws the formulas and knows only a part of TeX. A formula that it cannot draw is shown as its TeX source.
     """
     return _MATH.sub(_draw_formula, markdown)
 
@@ -200,12 +205,12 @@ def _draw_formula(match: re.Match[str]) -> str:
         source = formula.replace(r"\frac", r"\dfrac") if match["block"] else formula
         depth = math_to_image(f"${' '.join(source.split())}$", picture, dpi=72, format="svg")
     except ValueError:
-        # Escaped, because Markdown removes a backslash before punctuation.
+        # Backslashes are escaped, because Markdown removes a backslash before punctuation.
         return f"<code>{html.escape(formula).replace(chr(92), '&#92;')}</code>"
     address = "data:image/svg+xml;base64," + base64.b64encode(picture.getvalue()).decode()
     height_pt = re.search(rb'<svg[^>]* height="([\d.]+)pt"', picture.getvalue())
     assert height_pt is not None, "matplotlib writes the height of every SVG"
-    height = float(height_pt[1]) / 10  # in em; matplotlib draws at 10 points an em
+    height = float(height_pt[1]) / 10  # in em; matplotlib's font size, 1 em, is 10 points
     image = (
         f'<img alt="{html.escape(formula)}" src="{address}" '
         f'style="height:{height:.2f}em;vertical-align:{-depth / 10:.2f}em;display:inline">'
@@ -214,27 +219,32 @@ def _draw_formula(match: re.Match[str]) -> str:
 
 
 def require_no_machine_paths(name: str, content: bytes) -> None:
-    """Refuse a text file that contains an absolute path of the machine it was made on.
+    """Check that a text file contains no absolute path of the machine on which it was made.
+
+    Args:
+        name: name of the file.
+        content: content of the file.
 
     Raises:
-        HyperionError: names the file and the first such path.
+        HyperionError: the file contains such a path. The message has the first one.
     """
     if Path(name).suffix not in (".json", ".csv", ".html", ".ipynb", ".md", ".txt", ".log"):
         return
     match = ABSOLUTE_PATH.search(content.decode("utf-8", errors="replace"))
     if match:
         raise HyperionError(
-            f"holds a path of this machine: {match[0][:120]}",
+            f"the file contains a path of this machine: {match[0][:120]}",
             where=name,
             next_step="keep paths out of rows and printed output, run again, then publish",
         )
 
 
 def export_subjects(ledger: Ledger) -> str:
-    """Write the run's tables, pictures and report, unless they are up to date with its rows and the book's code.
+    """Write the run's tables, pictures and report, unless they are up to date with the run's rows and the library's code.
 
     Returns:
-        The text of a failure, or "": a picture that cannot be drawn must not cost the measurements still to come.
+        The error message if an export failed, else "". No exception is raised, because a picture that cannot be drawn must not
+        stop later measurements.
     """
     rows = hashlib.sha256(rows_to_csv(ledger.run.rows()).encode()).hexdigest()[:16]
     unexpected = hashlib.sha256(repr(unexpected_in(ledger.run)).encode()).hexdigest()[:16]
@@ -249,7 +259,7 @@ def export_subjects(ledger: Ledger) -> str:
         export_run(ledger.run, material)
         write_report(ledger.run, material)
     except HyperionError as error:
-        # The cause is the Python error inside a picture's code; whoever repairs it needs its traceback.
+        # The cause is a Python error in the code of a picture. Its traceback is needed to repair the code.
         cause = "".join(traceback.format_exception(error.__cause__)) if error.__cause__ else ""
         return "\n".join(filter(None, [f"FAILED to export tables and pictures: {error}", cause]))
     except Exception:
@@ -261,19 +271,20 @@ def export_subjects(ledger: Ledger) -> str:
 def publish(run: Run, name: str, folder: Path | None = None) -> tuple[Path, list[str]]:
     """Copy a verified run to the reference results and write its README.md.
 
-    Pages are copied last, as far as the size limit allows. A picture of a page that is also a file of the run becomes a link.
-    A reference of the same name is replaced completely or not at all.
+    Pages are copied last, from the smallest to the largest, until the size limit is reached. If a picture in a page is also a
+    file of the run, the page gets a link to this file. An existing reference of the same name is replaced completely or not at
+    all.
 
     Args:
-        run: the run; every file is verified against its manifest first.
-        name: the machine's name, such as `h200`.
-        folder: the folder of all references; the default is `reference_folder()`.
+        run: the run. Every file is first verified against the manifest of the run.
+        name: name of the machine, such as `h200`.
+        folder: folder of all references. The default is `reference_folder()`.
 
     Returns:
-        The new reference folder, and the names of the pages omitted for their size.
+        The new reference folder, and the names of the pages that were left out because of the size limit.
 
     Raises:
-        HyperionError: the run was edited, a file holds a path of this machine, or it is too large without any page.
+        HyperionError: the run was edited, a file contains a path of this machine, or the run is too large even without pages.
     """
     folder = folder or reference_folder()
     target = folder / checked_name(name)
@@ -304,9 +315,9 @@ def _choose_files(run: Run, room: int) -> tuple[dict[str, bytes], list[str]]:
     room -= sum(len(content) for name, content in contents.items() if name not in pages)
     if room < 0:
         raise HyperionError(
-            f"results/reference/ would grow {-room / 1e6:.1f} MB beyond its {LARGEST_BYTES / 1e6:.0f} MB",
+            f"results/reference/ would be {-room / 1e6:.1f} MB larger than its limit of {LARGEST_BYTES / 1e6:.0f} MB",
             where=run.folder,
-            next_step="publish a run with fewer samples, or remove a reference that is out of date",
+            next_step="publish a run with fewer samples, or remove an old reference",
         )
     left_out = []
     for name in pages:
@@ -318,15 +329,16 @@ def _choose_files(run: Run, room: int) -> tuple[dict[str, bytes], list[str]]:
 
 
 def _link_pictures(page: str, content: bytes, pictures: dict[bytes, str]) -> bytes:
-    """Replace the inline pictures of a page that are also files by relative links.
+    """Return a page in which inline pictures that are also files of the run are replaced by relative links.
 
     Args:
         page: name of the page in the run.
-        pictures: file name by base64 content.
+        content: the page.
+        pictures: names of the picture files by their content in base64.
     """
 
     def link(match: re.Match[bytes]) -> bytes:
-        # Compared as base64: a script in the page may hold the start of such an address, which cannot be decoded.
+        # Pictures are compared in base64 and not decoded, because a script in the page may contain only the start of a picture.
         name = pictures.get(match[1].replace(b"\n", b""))
         return match[0] if name is None else posixpath.relpath(name, posixpath.dirname(page)).encode()
 

@@ -1,4 +1,7 @@
-"""What a call was asked for, the run folder that it works in alone, and the ledger there: what earlier calls finished."""
+"""The request of a call, the run folder that the call locks, and the run's ledger.
+
+The ledger is a file in the run folder. It records which notebooks earlier calls have finished.
+"""
 
 import contextlib
 import json
@@ -27,17 +30,19 @@ _MIRROR = "HYPERION_DATA_MIRROR"
 
 @dataclass(frozen=True)
 class Request:
-    """What the caller asked for.
+    """The options of one call of `reproduce`.
 
     Args:
         profile: auto, smoke, full, study or replay.
         data_source: auto, mirror, cache, download or synthetic.
-        only: one chapter, run with all it needs; None runs the book.
-        run: None continues the newest run of this setting, `new` starts one, another name continues or starts that run.
-        time_budget_s: stop cleanly after this time; None has no limit.
-        cell_timeout_s, notebook_timeout_s: seconds after which a cell or a notebook fails; None takes the profile's.
+        only: name of one chapter. This chapter and the chapters that it needs are run. None runs all chapters.
+        run: None continues the newest run of the same setting, or starts a run if there is none. "new" always starts a run. Any
+            other text is the name of a run to continue or to start.
+        time_budget_s: seconds after which the call stops cleanly. None means no limit.
         seed: seed of all random numbers.
-        replay_of: the reference machine to replay; None takes the first that holds the notebook.
+        replay_of: name of the reference machine to replay. None takes the first machine that has results of the notebook.
+        cell_timeout_s: seconds after which a cell fails. None takes the limit of the profile.
+        notebook_timeout_s: seconds after which a notebook fails. None takes the limit of the profile.
     """
 
     profile: str = "auto"
@@ -52,10 +57,10 @@ class Request:
 
 
 def require_mirror(request: Request) -> None:
-    """Check, before anything runs, that the data mirror named by HYPERION_DATA_MIRROR exists if the request uses it.
+    """Check that the folder named by HYPERION_DATA_MIRROR exists, if the request uses the mirror. Nothing has run yet.
 
     Raises:
-        HyperionError: it is no folder.
+        HyperionError: the variable does not name a folder.
     """
     named = os.environ.get(_MIRROR)
     if request.data_source not in ("auto", "mirror") or request.profile == REPLAY or not named:
@@ -66,8 +71,8 @@ def require_mirror(request: Request) -> None:
 
 
 def setting_of(request: Request, machine: MachineProfile) -> dict:
-    """Return what all notebooks of a run share; a run with another setting is not continued."""
-    # `auto` means other data with a mirror than without one.
+    """Return the setting that all notebooks of a run share. A run with another setting is not continued."""
+    # The setting includes whether there is a mirror, because the data source `auto` then takes other data.
     mirror = request.data_source in ("auto", "mirror") and bool(os.environ.get(_MIRROR))
     requested = {"profile": machine.profile, "data_source": request.data_source, "mirror": mirror, "seed": request.seed}
     return requested | {"replay_of": request.replay_of} | machine.setting
@@ -75,17 +80,17 @@ def setting_of(request: Request, machine: MachineProfile) -> dict:
 
 @dataclass(frozen=True)
 class Entry:
-    """The latest execution of a notebook in a run.
+    """The ledger's entry on the latest execution of a notebook.
 
     Args:
         status: done, unexpected, failed, interrupted or unfinished.
         hash: hash of everything that the result depends on, from `freshness.notebook_hash`.
         seconds: wall time of this execution.
-        rows: number of its rows in the run.
-        note: one line about a failure.
-        remeasure: the next execution measures its experiments anew, because a result was unexpected.
-        unexpected: the unexpected results, one sentence each.
-        whole_s: wall time of the latest execution that measured all experiments, this one or an earlier one.
+        rows: number of the notebook's rows in the run.
+        note: one line about a failure, or "".
+        remeasure: whether the next execution must measure all experiments again, because a result was unexpected.
+        unexpected: one sentence for each unexpected result.
+        whole_s: wall time of the latest execution that measured all experiments. It may be an earlier execution.
     """
 
     status: str
@@ -100,12 +105,12 @@ class Entry:
 
 @dataclass(frozen=True)
 class LedgerContent:
-    """The file of a ledger.
+    """The contents of the ledger's file.
 
     Args:
-        setting: what all notebooks of the run share.
+        setting: the setting that all notebooks of the run share.
         notebooks: entry of each notebook, by stem.
-        exported: digest of the rows and the code of the tables and pictures.
+        exported: digest of the rows and of the code from which tables and pictures were last exported.
     """
 
     setting: dict
@@ -114,7 +119,10 @@ class LedgerContent:
 
 
 class Ledger:
-    """The entries of a run's notebooks and the setting they share; an entry and its files are written in one transaction."""
+    """The entries of a run's notebooks, and the setting that the notebooks share.
+
+    An entry and the files of its notebook are written in one transaction.
+    """
 
     def __init__(self, run: Run, setting: dict, entries: dict[str, Entry], exported: str = ""):
         self.run, self.setting, self.entries, self.exported = run, setting, entries, exported
@@ -131,23 +139,29 @@ class Ledger:
         """Read the ledger of an existing run.
 
         Raises:
-            HyperionError: it was edited or is malformed.
+            HyperionError: the ledger was edited or is malformed.
         """
         content = cast(LedgerContent, read_form(LedgerContent, run.document(LEDGER), LEDGER))
         return cls(run, content.setting, content.notebooks, content.exported)
 
     def keep(self, stem: str, entry: Entry, files: dict[str, bytes] | None = None) -> None:
-        """Store a notebook's entry together with its executed copy."""
+        """Store the entry of a notebook together with its files.
+
+        Args:
+            stem: stem of the notebook.
+            entry: the new entry.
+            files: contents of the executed copy and its page, by path in the run.
+        """
         self.entries[stem] = entry
         self._write(files)
 
     def keep_exported(self, digest: str) -> None:
-        """Store the digest of the rows and the code of the tables and pictures."""
+        """Store the digest of the rows and the code from which tables and pictures were exported."""
         self.exported = digest
         self._write()
 
     def is_done(self, stem: str, digest: str) -> bool:
-        """Return True if the notebook finished in this run and what it depends on is unchanged."""
+        """Return True if the notebook finished in this run with this digest of everything that its result depends on."""
         entry = self.entries.get(stem)
         return entry is not None and (entry.status, entry.hash) == ("done", digest)
 
@@ -158,20 +172,20 @@ class Ledger:
 
 @contextlib.contextmanager
 def claimed_run(results: Path, name: str | None, setting: dict, information: dict) -> Iterator[tuple[Ledger, bool]]:
-    """Continue a run or start one, and lock it for the duration of the block.
+    """Continue an existing run or start a new one, and lock the run until the block ends.
 
     Args:
         results: folder of all runs.
-        name: None continues the newest run of the same setting; `new` starts one; anything else names the run.
-        setting: profile, data source, seed, device and versions; runs of another setting are not continued.
-        information: run.json of a new run.
+        name: None continues the newest run of the same setting. `new` starts a run. Any other text is the name of the run.
+        setting: profile, data source, seed, device and versions. Runs with another setting are not continued.
+        information: contents of run.json, if the run is new.
 
     Yields:
-        The run's ledger, and whether the run existed before.
+        The ledger of the run, and whether the run existed before.
 
     Raises:
-        HyperionError: the named run is in use or has another setting.
-        StoreError: the folder cannot be written, or a file of the run to be continued was edited.
+        HyperionError: the named run is in use, or it has another setting.
+        StoreError: the folder cannot be written, or a file of the existing run was edited.
     """
     make_folder(results)
     if name and name != NEW:
@@ -187,12 +201,15 @@ def claimed_run(results: Path, name: str | None, setting: dict, information: dic
 
 
 def earlier_seconds(results: Path, setting: dict, stem: str) -> float | None:
-    """Return a notebook's seconds in the newest run of this setting that measured all of it at once; None without one."""
+    """Return the seconds that a notebook took in an earlier run, or None if they are unknown.
+
+    The run is the newest one with this setting in which one execution measured all experiments of the notebook.
+    """
     for path in _newest_first(results):
         try:
             ledger = peek(path.parent)
         except StoreError:
-            continue  # a damaged run is refused where it would be continued, not where a duration is estimated
+            continue  # an estimate ignores damaged runs; only a call that would continue such a run refuses it
         entry = ledger.notebooks.get(stem)
         if ledger.setting == setting and entry is not None and entry.whole_s is not None:
             return entry.whole_s
@@ -200,7 +217,7 @@ def earlier_seconds(results: Path, setting: dict, stem: str) -> float | None:
 
 
 def in_use(folder: Path) -> bool:
-    """Return True if a live call works in this run folder."""
+    """Return True if a running call uses this run folder."""
     if not (folder / _DRIVER_LOCK).exists():
         return False
     lock = _try_lock(folder)
@@ -211,30 +228,30 @@ def in_use(folder: Path) -> bool:
 
 
 def peek(folder: Path) -> LedgerContent:
-    """Read a run's ledger without verifying the run, to choose among runs.
+    """Read the ledger of a run without verifying the files of the run.
 
     Raises:
-        StoreError: it is no ledger.
+        StoreError: the file is not a valid ledger.
     """
-    remedy = "start afresh with RUN=new, or delete that run"
+    remedy = "start a new run with RUN=new, or delete that run"
     path = inner_path(folder, LEDGER, StoreError, remedy)
     try:
         return cast(LedgerContent, read_form(LedgerContent, read_json(path, StoreError, remedy), LEDGER))
     except (HyperionError, OSError) as error:
-        raise StoreError(f"edited or damaged: {error}", where=path, next_step=remedy) from error
+        raise StoreError(f"the ledger of the run was edited or is damaged: {error}", where=path, next_step=remedy) from error
 
 
 def _claim_named(folder: Path) -> tuple[Path, FileLock]:
     make_folder(folder)
     lock = _try_lock(folder)
     if lock is None:
-        remedy = "wait for it, or choose another name: RUN=<name>, RUN=new"
+        remedy = "wait until the other call has ended, or use another run: RUN=<name> or RUN=new"
         raise HyperionError("another call is working in this run", where=folder, next_step=remedy)
     return folder, lock
 
 
 def _claim_newest(results: Path, setting: dict) -> tuple[Path, FileLock] | None:
-    """Return the newest run of this setting that no live call works in."""
+    """Lock and return the newest run of this setting that no other call uses."""
     for path in _newest_first(results):
         if peek(path.parent).setting == setting and (lock := _try_lock(path.parent)):
             return path.parent, lock
@@ -242,23 +259,23 @@ def _claim_newest(results: Path, setting: dict) -> tuple[Path, FileLock] | None:
 
 
 def _newest_first(results: Path) -> list[Path]:
-    """Return the ledgers of all runs; a folder without run.json is no run."""
+    """Return the ledger files of all runs, from the newest to the oldest run. A folder without run.json is not a run."""
     runs = [path for path in results.glob("*/run.json") if not path.parent.is_symlink()]
     newest_first = sorted(runs, key=lambda path: path.stat().st_mtime_ns, reverse=True)
     return [path.with_name(LEDGER) for path in newest_first if path.with_name(LEDGER).is_file()]
 
 
 def _try_lock(folder: Path) -> FileLock | None:
-    """Lock a run; None when another call holds the lock. The system frees the lock when this process ends.
+    """Lock a run. Return None if another call holds the lock. The operating system frees the lock when this process ends.
 
     Raises:
-        StoreError: the lock file is a link or no regular file, or it cannot be created.
+        StoreError: the lock file cannot be created, or it is not a regular file.
     """
     lock = FileLock(folder / _DRIVER_LOCK)
     try:
         return lock if lock.acquire(wait=False) else None
     except OSError as error:
-        remedy = f"remove {_DRIVER_LOCK} if it is no regular file, make the folder writable, or start with RUN=new"
+        remedy = f"remove {_DRIVER_LOCK} if it is not a regular file, make the folder writable, or start a run with RUN=new"
         raise StoreError(f"cannot lock the run: {error.strerror}", where=lock.path, next_step=remedy) from error
 
 
@@ -266,7 +283,7 @@ def _start_run(folder: Path, setting: dict, information: dict) -> Ledger:
     try:
         return Ledger.new(Run.create(folder, information), setting)
     except BaseException:
-        # Leave no folder without a run. rmdir fails, as it should, if the folder holds other files.
+        # Remove the folder, because it has no run. rmdir fails if the folder contains other files, which must not be removed.
         with contextlib.suppress(OSError):
             for name in (_DRIVER_LOCK, ".lock"):
                 (folder / name).unlink(missing_ok=True)
@@ -279,13 +296,13 @@ def _continue_run(folder: Path, setting: dict) -> Ledger:
     try:
         run.verify()
     except HyperionError as error:
-        remedy = "start afresh with RUN=new (an edited result is never built upon), or restore the file"
+        remedy = "start a new run with RUN=new, or restore the file; edited results are never used"
         raise StoreError(f"this run cannot be continued: {error.what}", where=error.where, next_step=remedy) from error
     if not (folder / LEDGER).is_file():
         return Ledger.new(run, setting)
     ledger = Ledger.of(run)
     differing = [key for key in setting if ledger.setting.get(key) != setting[key]]
     if differing:
-        values = ", ".join(f"{key} {ledger.setting.get(key)!r} there, {setting[key]!r} now" for key in differing)
+        values = ", ".join(f"{key} is {ledger.setting.get(key)!r} there and {setting[key]!r} now" for key in differing)
         raise HyperionError(f"the run has another setting: {values}", where=folder, next_step="name another run, or RUN=new")
     return ledger

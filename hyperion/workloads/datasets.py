@@ -1,4 +1,4 @@
-"""The text and image data sets of the book. They are prepared on disk, from the data source of an experiment's context."""
+"""Load the text and image data sets of the book from an experiment's data source, and prepare them on disk."""
 
 from hyperion.chapter.context import Context
 from hyperion.data import (
@@ -45,10 +45,11 @@ def images(context: Context) -> tuple[ImageSet, PreparedImages]:
 
 
 def proof_rows(context: Context, loaded: TextCorpus | ImageSet, prepared: PreparedText | PreparedImages) -> list[Row]:
-    """Return the share of files with the publisher's checksum, and the share of records that several splits contain.
+    """Return rows about the authenticity of the data and the overlap of their splits.
 
-    Synthetic data have no publisher, so the first row has no value. The check fails for an overlap above the tolerance of
-    `hyperion.data.store.overlap`.
+    The first row has the share of files that have the publisher's checksum. For synthetic data it has no value, because they have
+    no publisher. The other rows have, for each split, the share of records that another split contains too. Their check fails if
+    the share is above the tolerance of `hyperion.data.store.overlap`.
     """
     checksums = loaded.checksums
     params = {"what": "files with the publisher's checksum"}
@@ -76,6 +77,6 @@ def proof_rows(context: Context, loaded: TextCorpus | ImageSet, prepared: Prepar
 
 
 def vocabulary_row(context: Context) -> Row | None:
-    """Return the row with the size of the vocabulary, which `text_pipeline` counts, or None if it has not run."""
+    """Return the row with the size of the vocabulary. The experiment `text_pipeline` makes it. None if it has not run."""
     counted = (r for r in context.upstream if r.experiment == "text_pipeline" and r.params.get("what") == "vocabulary")
     return next(counted, None)

@@ -217,7 +217,7 @@ def shape_of(model: nn.Module) -> LlamaShape:
 
 
 def state_bytes(shape: LlamaShape, method: str, dtype: str) -> int:
-    """Return the bytes of weights, gradients and moments, which all exist when the backward pass ends.
+    """Return the bytes of weights, gradients and AdamW's moments. All of them exist at the end of the backward pass.
 
     A frozen base is stored in the dtype of the computation. Trained weights are float32, because with 16 bits the
     small updates of fine-tuning would be rounded to zero.
@@ -284,12 +284,12 @@ def probe_logits(model: nn.Module, data: FineTuningData, device: str) -> Tensor:
 
 
 def largest_difference(values: Tensor, expected: Tensor) -> float:
-    """Return the largest absolute difference over the largest absolute expected value."""
+    """Return the largest absolute difference divided by the largest absolute expected value."""
     return float((values - expected).abs().max() / expected.abs().max())
 
 
 def require_llama(model: str) -> None:
-    """Check that training can start from a model, before it is loaded. A model of the hub is checked after its download.
+    """Check that training can start from a model. The model is not loaded. A model of the hub is checked after its download.
 
     Raises:
         HyperionError: the random configuration does not exist, the folder has an adapter instead of a model or is incomplete, or
@@ -312,7 +312,7 @@ def _require_no_adapter(folder: Path) -> None:
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise HyperionError(f"{ADAPTER} cannot be read: {error!r}", where=folder, next_step="copy it again") from error
     raise HyperionError(
-        f"an adapter of rank {rank}, not a model: training starts from full weights with new adapters of rank {RANK}",
+        f"the folder has an adapter of rank {rank} and not a model; training needs full weights and adds adapters of rank {RANK}",
         where=folder,
-        next_step=f"name the weights that it was trained on{f' ({base})' if base else ''}",
+        next_step=f"use the folder of the weights that the adapter was trained on{f' ({base})' if base else ''}",
     )

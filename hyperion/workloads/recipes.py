@@ -57,7 +57,7 @@ class Recipe:
         warmup_share: length of the warm-up as a share of all steps.
         sequence_length: number of tokens in one example (language, llama).
         width: number of channels of the first stage (images).
-        lora: train adapters on a frozen base instead of all parameters (llama).
+        lora: whether to train adapters on frozen weights instead of all parameters (llama).
         records: number of training examples to use (images). None uses all examples that are not held out.
         evaluation_batches: number of held-out batches that are scored at the end of an epoch, and of test batches that are
             scored after the last step (images). None scores all of them, 0 scores none.
@@ -105,12 +105,13 @@ class Training:
     """A recipe that is set up on this rank.
 
     Attributes:
-        engine: the model, distributed as the recipe's strategy says, and its optimizer.
+        engine: the model and its optimizer, distributed by the strategy of the recipe.
         batches: this rank's part of every batch.
-        validation: returns new held-out batches. None if the recipe scores none.
+        validation: function that returns an iterable of the held-out batches. None if the recipe scores no held-out batches.
         source: the data source.
-        base_sha256: SHA-256 of the frozen weights under the adapters. Empty without adapters.
-        test: returns batches of the test split, for one evaluation after the last step. None if the recipe has no test split.
+        base_sha256: SHA-256 of the frozen weights that the adapters belong to. Empty without adapters.
+        test: function that returns an iterable of batches of the test split, for one evaluation after the last step. None if the
+            recipe has no test split.
     """
 
     engine: LanguageEngine | ImageEngine
@@ -132,10 +133,10 @@ def set_up(context: Context, recipe: Recipe) -> Training:
 
 
 def rank_zero_first(function: Callable[[], T]) -> T:
-    """Call `function` on rank 0, then on the other ranks. Thus only rank 0 prepares files, and the other ranks find them on disk.
+    """Call `function` on rank 0, and then on the other ranks. So only rank 0 prepares files, and the other ranks read them.
 
     Raises:
-        CheckpointError: one rank failed. It is raised on all ranks, so that no rank waits for another.
+        CheckpointError: the function failed on a rank. The error is raised on all ranks, so that no rank waits for another.
     """
     here, first = world(), []
     if here.size == 1:
@@ -252,7 +253,7 @@ def _llama(context: Context, recipe: Recipe) -> Training:
 
 
 def _sharers(recipe: Recipe) -> World:
-    """Return the ranks that share a batch: all ranks, or only this rank under "single"."""
+    """Return the ranks that share a batch: all ranks, or only this rank if the strategy is "single"."""
     here = world()
     return replace(here, rank=0, size=1) if recipe.strategy == "single" else here
 

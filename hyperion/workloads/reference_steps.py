@@ -1,6 +1,6 @@
-"""One training step of a reference model: its variants, the step itself, the rows of a timed step, and forecasts of its time.
+"""Training steps of the reference models, rows of a timed step, and forecasts of the time of a step.
 
-A forecast uses the ceilings that the run has measured and the operators that the step dispatches.
+A forecast is computed from the ceilings that the run has measured and from the operators that the step dispatches.
 """
 
 import contextlib
@@ -44,26 +44,28 @@ EAGER, COMPILED = "eager", "compiled"
 CONTIGUOUS, CHANNELS_LAST = "contiguous", "channels_last"
 LEAST_MEMORY = "weights, gradients and moments in float32, and the batch"
 NO_CEILINGS = "no estimate: this run has measured no ceilings (01_hardware_exploration)"
-# Host seconds of one operator of an eager training step, Python, autograd and dispatch included, for runs that measured
-# neither it nor a launch. The GPU's was measured next to an H200; another host of the same GPU takes half as long again.
+# Seconds that the host needs for one operator of an eager training step, including Python, autograd and dispatch. They are used
+# if the run has measured neither this time nor a launch. The value for GPUs was measured on the host of an H200. The host of
+# another H200 needs 1.5 times as long.
 _OPERATOR_S = {"cpu": 30e-6, "gpu": 19e-6}
-# Bare launches that take as long as one operator. On a CPU a launch is a call of the dispatcher, so it is a smaller part.
+# Number of bare launches that take as long as one operator of an eager step. On a CPU, a launch is only a call of the dispatcher.
 _LAUNCHES = {"cpu": 20, "gpu": 4}
-# Generated Python launches a kernel of compiled code, without autograd and dispatch: assumed to take half an operator.
+# In compiled code, generated Python launches a kernel without autograd and dispatch. This is assumed to take half the time of an
+# operator.
 _KERNEL_OPERATORS = 0.5
-# A step dispatches the same operators at every batch above 1. At batch 1 PyTorch transposes fewer tensors.
+# A step dispatches the same operators for every batch size above 1. For batch size 1, PyTorch transposes fewer tensors.
 _MANY = 32
 _AUTOCAST = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @dataclass(frozen=True)
 class StepVariant:
-    """One way to do a training step.
+    """One way to compute a training step.
 
     Args:
         dtype: fp32, tf32, bf16 or fp16, see `hyperion.training.Precision`.
-        channels_last: store images and kernels with the channels innermost, instead of PyTorch's default NCHW order.
-        compiled: compile forward and backward of each block of the model with Inductor.
+        channels_last: whether images and convolution kernels are stored with the channels innermost. PyTorch's default is NCHW.
+        compiled: whether the forward and backward pass of each block of the model are compiled with Inductor.
     """
 
     dtype: str
@@ -72,7 +74,7 @@ class StepVariant:
 
     @property
     def params(self) -> dict:
-        """Parameters of its rows that distinguish it from other variants in the same dtype."""
+        """Params that distinguish the rows of this variant from the rows of other variants in the same dtype."""
         layout = CHANNELS_LAST if self.channels_last else CONTIGUOUS
         return {"layout": layout, "mode": COMPILED if self.compiled else EAGER}
 
@@ -82,24 +84,24 @@ class StepVariant:
 
 
 def has_layout(model: ReferenceModel) -> bool:
-    """Return whether channels_last applies: to a convolutional network.
+    """Return True if channels_last has an effect on the model, which is the case for convolutional networks.
 
-    A Vision Transformer works on sequences after its single convolution.
+    A Vision Transformer has a single convolution, and all its other layers work on sequences.
     """
     return isinstance(model, ResNet50)
 
 
 def to_channels_last(module: nn.Module) -> None:
-    """Store the module's convolution kernels with the channels innermost."""
+    """Convert the convolution kernels of the module to the memory format channels_last."""
     module.to(memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue]  # torch's annotations omit the argument
 
 
 @dataclass(frozen=True)
 class Update:
-    """The optimizer of a reference model, as usual for its kind.
+    """The usual optimizer for a kind of reference model.
 
     Args:
-        make: builds it for a module.
+        make: function that returns the optimizer for a module.
         traffic_bytes: bytes read and written for each parameter in a step.
         held_bytes: bytes of weight, gradient and moments of each parameter, in float32.
     """
@@ -109,34 +111,36 @@ class Update:
     held_bytes: int
 
 
-# The learning rates are low enough for a first step without warm-up; nothing is trained to the end here.
+# The learning rates are so low that the first step needs no warm-up. These models are not trained to the end.
 _SGD = Update(lambda module: sgd_nesterov(module, 1e-3), SGD_BYTES_A_PARAMETER, 3 * 4)
 _ADAMW = Update(lambda module: adamw(module, 1e-4), ADAMW_BYTES_A_PARAMETER, 4 * 4)
 _UPDATES: dict[type, Update] = {ResNet50: _SGD, VisionTransformer: _ADAMW, Encoder: _ADAMW}
 
 
 def update_of(model: ReferenceModel) -> Update:
-    """Return the update of a reference model's step."""
+    """Return the optimizer of a reference model."""
     return _UPDATES[type(model)]
 
 
 class TrainingStep:
-    """Forward with loss, backward, and update on one batch that stays on the device: `step(phase)` does it once.
+    """A training step on one batch that stays on the device. Calling it runs forward pass, loss, backward pass and update.
 
-    Inputs are standard normal; the targets are those of the model's configuration. Every step sees the same batch, so the
-    loss falls if the step works. In a compiled step each block of the model is compiled, forward and backward, at its first
-    call; equal blocks share the compiled code. Loss and update stay eager.
+    The inputs are standard normal numbers, and the model's configuration defines the targets. Every step uses the same batch, so
+    the loss falls if the step is correct. If the variant is compiled, the forward and backward pass of each block are compiled at
+    the first call of the block, and equal blocks share the compiled code. Loss and update are not compiled.
 
     Args:
         name: name of the reference model.
-        batch: samples.
-        variant: the variant, or a dtype alone: then the step is eager, in the layout that the model prefers.
-        seed: of weights, inputs and targets.
+        batch: number of samples in the batch.
+        variant: the variant of the step. If it is only a dtype, the step is eager and uses the memory format that is faster for
+            the model.
+        device: the device.
+        seed: seed of weights, inputs and targets.
 
     Attributes:
-        model: the configuration.
+        model: configuration of the reference model.
         module: the module that is trained.
-        losses: loss of every step, scalars on the device. Reading one waits for the device.
+        losses: losses of all steps, as scalar tensors on the device. Reading a value waits for the device.
     """
 
     def __init__(self, name: str, batch: int, variant: str | StepVariant, device: Device, seed: int = 0):
@@ -169,17 +173,17 @@ class TrainingStep:
         self.losses.append(loss.detach())
 
     def once(self) -> None:
-        """Do one step without timing it."""
+        """Run one step without timing it."""
         with self.products():
             self(lambda name: contextlib.nullcontext())
 
     def products(self) -> contextlib.AbstractContextManager:
-        """Return the context of a step: it turns TF32 off for fp32 and on for tf32."""
+        """Return the context in which a step must run. It turns TF32 off for fp32 and on for tf32."""
         return self._precision.products()
 
 
 def timed(step: TrainingStep, device: Device, time_limit_s: float) -> tuple[StepTiming, Verification]:
-    """Return a step's timing, and the verification that its loss fell: a step that does not train is refused."""
+    """Time a step. Return its timing and the verification that the loss fell, because a wrong step may not lower the loss."""
     with step.products():
         timing = time_step(step, device, time_limit_s=time_limit_s)
     first, last = float(step.losses[0]), float(step.losses[-1])
@@ -187,18 +191,21 @@ def timed(step: TrainingStep, device: Device, time_limit_s: float) -> tuple[Step
 
 
 def step_params(batch: int) -> dict:
-    """Return the parameters that rows of a model's steps share."""
+    """Return the params that all rows of a step with this batch size have."""
     return {"batch": batch, "step": "steady"}
 
 
 def step_rows(
     context: Context, model: ReferenceModel, batch: int, dtype: str, timing: StepTiming, learned: Verification, **params
 ) -> tuple[list[Row], pd.DataFrame]:
-    """Return rows of step time, throughput, MFU and each phase, with the least time of its work; and the samples.
+    """Return the rows and the samples of a timed step.
+
+    There are rows for step time, throughput, model FLOPs utilisation (MFU) and each phase. Their limits come from the least time
+    that the work needs.
 
     Args:
-        learned: check of the throughput: that the loss fell.
-        params: further parameters that identify these rows.
+        learned: verification that the loss fell, for the row of the throughput.
+        params: further params that identify these rows.
     """
     name, work, device = model.name, model.flops, context.device
     params = step_params(batch) | params
@@ -220,27 +227,27 @@ def step_rows(
 
 
 def _traffic_floor(device: Device, traffic_bytes: int) -> tuple[float | None, str]:
-    """Return (least seconds of memory traffic, its source), or (None, why there is none)."""
+    """Return (least seconds of the memory traffic, the source of this limit), or (None, the reason why there is no limit)."""
     found, reason = lookup(device)
     if found is None:
         return None, f"no limit: {reason}"
     if found.memory_bandwidth_limit_gb_s is None:
         return None, f"no limit: {reason or found.memory_bandwidth_source}"
-    # Gradients may still be in the cache when the update begins, and new weights when it ends.
+    # This traffic need not reach the memory: gradients may be in the cache when the update begins, and new weights when it ends.
     uncached = max(0, traffic_bytes - 2 * (device.last_level_cache_bytes or 0))
     return uncached / (found.memory_bandwidth_limit_gb_s * 1e9), f"beyond the cache: {found.memory_bandwidth_source}"
 
 
 def least_memory_gib(model: ReferenceModel, batch: int) -> float:
-    """Return the GiB that a step needs at least at its end: weights, gradients and moments in float32, and the batch."""
+    """Return the least memory at the end of a step in GiB: weights, gradients and moments in float32, and the batch."""
     inputs = 4 * batch * torch.Size(model.sample_shape).numel()
     return (update_of(model).held_bytes * model.parameter_count + inputs) / GIB
 
 
 def forecast_reference_step(context: Context, name: str, batch: int, variant: StepVariant) -> list[Forecast]:
-    """Predict samples per second and seconds of a reference model's step, from the run's ceilings and from shapes alone.
+    """Predict the samples per second and the seconds of a reference model's step, from the run's ceilings and from shapes.
 
-    The layout does not enter: it moves the same bytes.
+    The memory format of the images is ignored, because it does not change the number of bytes that a step moves.
     """
     estimate, basis, dtype = None, NO_CEILINGS, variant.dtype
     ceilings, host = step_ceilings(context, dtype)
@@ -261,10 +268,10 @@ def forecast_reference_step(context: Context, name: str, batch: int, variant: St
 
 
 def step_ceilings(context: Context, dtype: str) -> tuple[StepCeilings | None, str]:
-    """Return (the ceilings for steps in a dtype, the source of the host's time), or (None, why there are none).
+    """Return (the ceilings for steps in a dtype, the source of the host's time), or (None, the reason why there are none).
 
-    In tf32 the products of float32 numbers have the rates of tf32. A step in 16 bits has few float32 products; if the run
-    has no rate for them, they get the rate of the others.
+    In tf32, matrix products of float32 numbers have the rates of tf32. A step in 16 bits has few float32 matrix products. If the
+    run has no rate for them, the rate of the 16-bit matrix products is used.
     """
     units = context.device.compute_units or 1
     measured = {name: _products(context.upstream, dtype if dtype == "tf32" else name) for name in (dtype, "fp32")}
@@ -274,26 +281,26 @@ def step_ceilings(context: Context, dtype: str) -> tuple[StepCeilings | None, st
     rates = {name: ProductRates.fit(points or measured[dtype], units) for name, points in measured.items()}
     operator_s, host = operator_time(context)
     convolution_s = _operator_cost(context, "convolution", "operator_time_s")
-    # Noise may make the measured overhead negative.
+    # Noise can make the measured overhead negative.
     once_s = max(0.0, _operator_cost(context, "once a step", "step_overhead_s") or 0.0)
     overlapped = context.device.kind != "cpu"
     return StepCeilings(rates, _memory(context.upstream, stream), operator_s, overlapped, convolution_s, once_s), host
 
 
 def host_time(context: Context, name: str, batch: int, dtype: str) -> tuple[float, str]:
-    """Return (the host's seconds for an eager step of a reference model, their source).
+    """Return the seconds that the host needs for an eager step of a reference model, and the source of this value.
 
     Raises:
-        ValueError: the run has no ceilings.
+        ValueError: the run has measured no ceilings.
     """
     ceilings, source = step_ceilings(context, dtype)
     return not_none(ceilings).host_s(captured_step(name, 1 if batch == 1 else _MANY, dtype)), source
 
 
 def operator_time(context: Context) -> tuple[float, str]:
-    """Return (the host's seconds for an operator of an eager step, their source).
+    """Return the seconds that the host needs for an operator of an eager step, and the source of this value.
 
-    Measured in this run, else derived from its launches, else assumed.
+    If the run has not measured this time, it is derived from the measured launches. Without these, it is assumed.
     """
     measured = _operator_cost(context, "operator", "operator_time_s")
     if measured is not None:
@@ -306,9 +313,10 @@ def operator_time(context: Context) -> tuple[float, str]:
 
 
 def compiled_host(context: Context, blocks: int) -> tuple[CompiledHost, str]:
-    """Return (the host's work for a step whose blocks are compiled, the source of a block's entry cost).
+    """Return the host's work for a step whose blocks are compiled, and the source of the time to enter a block.
 
-    A measured block includes the launches of its kernels. The step counts launches separately, so they are subtracted.
+    The measured time of a block includes the launches of its kernels. They are subtracted, because the launches of a step are
+    counted separately.
     """
     kernel_s = _KERNEL_OPERATORS * operator_time(context)[0]
     block = _last_row(context, "operator_cost", "compiled block", "block_time_s")
@@ -324,13 +332,13 @@ def _operator_cost(context: Context, variant: str, metric: str) -> float | None:
 
 
 def _last_row(context: Context, experiment: str, variant: str, metric: str) -> Row | None:
-    """Return the run's last row that has a value, None if there is none."""
+    """Return the last row of the run that has a value, or None if there is no such row."""
     rows = [r for r in context.upstream if (r.experiment, r.variant, r.metric) == (experiment, variant, metric)]
     return next((row for row in reversed(rows) if row.value is not None), None)
 
 
 def _products(rows: Iterable[Row], dtype: str) -> list[tuple[int, int, int, float]]:
-    """Return (M, N, K, TFLOPS) of the run's products with cold caches."""
+    """Return (M, N, K, TFLOPS) of the run's matrix products with cold caches."""
     return [
         (row.params["m"], row.params["n"], row.params["k"], row.value)
         for row in rows
@@ -339,7 +347,7 @@ def _products(rows: Iterable[Row], dtype: str) -> list[tuple[int, int, int, floa
 
 
 def _memory(rows: Iterable[Row], stream: Row) -> MemoryStream:
-    """Fit latency and bandwidth to the run's streams; streams of a single size give a bandwidth without latency."""
+    """Fit latency and bandwidth to the run's memory streams. If all streams have one size, the latency is 0."""
     streams = [
         (OPERATIONS[row.variant].arrays * row.params["elements"] * FORMATS[row.dtype].bytes, row.value)
         for row in rows
@@ -354,17 +362,19 @@ def _memory(rows: Iterable[Row], stream: Row) -> MemoryStream:
 
 @functools.cache
 def captured_step(name: str, batch: int, dtype: str) -> tuple[Call, ...]:
-    """Return the operators that a training step dispatches: forward with loss, backward, update. Nothing is computed.
+    """Return the operators that a training step dispatches in forward pass, loss, backward pass and update.
 
-    Takes some seconds of a slow core.
+    Nothing is computed. The capture takes some seconds on a slow core. Use fp32 for a step in tf32, because both dispatch the
+    same operators.
 
     Args:
-        name: a reference model, or a Transformer LM's configuration ("gpt2_124m"), which trains on its whole context.
-        batch: samples; sequences for a Transformer LM.
-        dtype: fp32, or a dtype of autocast: bf16, fp16.
+        name: name of a reference model or of a Transformer configuration such as "gpt2_124m". A Transformer gets sequences of the
+            length of its context.
+        batch: number of samples. For a Transformer, number of sequences.
+        dtype: fp32, bf16 or fp16. bf16 and fp16 use autocast.
 
     Raises:
-        HyperionError: no model has that name, or the dtype is another one. A step in tf32 is captured in fp32.
+        HyperionError: there is no model with this name, or the dtype is not supported.
     """
     if dtype not in _AUTOCAST:
         raise HyperionError(
@@ -410,5 +420,5 @@ def _language_step(name: str, batch: int, dtype: str) -> list[Call]:
 
 
 def _autocast(dtype: str) -> contextlib.AbstractContextManager:
-    # Tensors without values count as tensors of a CPU, whichever device the step is meant for.
+    # Tensors without values count as tensors of a CPU, even if the step is for another device.
     return torch.autocast("cpu", _AUTOCAST[dtype], enabled=dtype != "fp32")

@@ -1,7 +1,8 @@
-"""Rows and curves of all trainings: epochs, a timed step after warm-up with its limit, forecasts, and comparisons of steps.
+"""Functions that make the rows and curves of trainings.
 
-The steps of several engines are timed in turn, A B C A B C …. If they were timed one after the other, changes of the device's
-clock and temperature would change the comparison.
+There are rows of epochs, of a timed step after warm-up, of forecasts, and of comparisons of steps. To compare several engines,
+their steps are timed in turn: A B C A B C …. If the engines were timed one after the other, changes of the device's clock and
+temperature would distort the comparison.
 """
 
 import gc
@@ -27,13 +28,13 @@ from hyperion.results import Estimate, Row, mean_estimate
 from hyperion.training import EpochRecord, History, TorchEngine
 from hyperion.workloads.workloads import Batch, Workload
 
-# `limit_source` of a speed-up.
+# The `limit_source` of rows of a speed-up.
 NO_SPEEDUP_LIMIT = "no limit: how far the slower of the two stays below its own limit is not bounded"
 _NO_LIMIT = "no limit: "
 
 
 def epoch_rows(context: Context, variant: str, dtype: str, engine: TorchEngine, history: History, source: str) -> list[Row]:
-    """Return rows of loss, learning rate, throughput, peak memory and share of time spent waiting for the loader, by epoch."""
+    """Return the rows of each epoch: loss, learning rate, throughput, peak memory, and share of time spent waiting for data."""
     rows = []
     for record, peak_gib in zip(history.epochs, _peaks(engine, history), strict=True):
         values = {
@@ -66,10 +67,10 @@ def epoch_rows(context: Context, variant: str, dtype: str, engine: TorchEngine, 
 
 
 def _peaks(engine: TorchEngine, history: History) -> list[float | None]:
-    """Return the peak of each epoch in GiB.
+    """Return the peak memory of each epoch in GiB.
 
-    A captured step has its own memory pool, which counts as memory of tensors only during the capture. Therefore the peak of an
-    earlier epoch is a lower bound for later epochs.
+    A step that is captured as a graph has its own memory pool. This pool counts as memory of tensors only during the capture.
+    Therefore the peak of a later epoch is at least the peak of each earlier epoch.
     """
     peaks = [record.peak_memory_gib for record in history.epochs]
     if engine.uncaptured or None in peaks:
@@ -90,12 +91,12 @@ def seed_statistics(
     shared: dict,
     most: float = math.inf,
 ) -> list[Row]:
-    """Return the mean over seeds with Student's interval, and the standard deviation (`<metric>_sd`).
+    """Return two rows: the mean over seeds with Student's confidence interval, and the standard deviation (`<metric>_sd`).
 
     Args:
-        limit: (limit of the metric, its source).
+        limit: limit of the metric, and the source of this limit.
         shared: dtype, params and data source of both rows.
-        most: upper bound of the metric, for the interval; its lower bound is 0.
+        most: largest possible value of the metric. The confidence interval is cut off at 0 and at this value.
     """
     mean = mean_estimate(values)
     return [
@@ -169,9 +170,10 @@ def speed_rows(
 
     Args:
         item: unit of the throughput. For example, "image" gives `images_per_s`.
-        items, flops, least_flops: as in `steady_rows`.
+        items, flops, least_flops: see `steady_rows`.
         shared: dtype, params and data source of all three rows.
-        step_check, rate_check: verifications of the step, for the rows of time and throughput.
+        step_check: verification of the step, for the row of the time.
+        rate_check: verification of the step, for the row of the throughput.
     """
     device, dtype, step = context.device, shared["dtype"], timing.estimate
     floor, limit_source = flops_floor(device, dtype, least_flops * items)
@@ -194,7 +196,10 @@ def speed_rows(
 
 
 def flops_floor(device: Device, dtype: str, flops: float) -> tuple[float | None, str]:
-    """Return (least seconds for these FLOPs at the peak rate of the dtype, its source), or (None, why there is none)."""
+    """Return the least seconds for these FLOPs at the peak rate of the dtype, and the source of the rate.
+
+    If no peak rate is known, return None and the reason.
+    """
     limit_tflops, limit_source = gemm_limit(device, _gemm_dtype(dtype))
     if limit_tflops is None:
         return None, limit_source
@@ -202,7 +207,10 @@ def flops_floor(device: Device, dtype: str, flops: float) -> tuple[float | None,
 
 
 def _mfu_row(context: Context, variant: str, device: Device, dtype: str, tflops: Estimate, shared: dict, timing: Timing) -> Row:
-    """Return model FLOPs utilisation (MFU), relative to the published peak. Without a published peak it has no value."""
+    """Return the row of the model FLOPs utilisation (MFU), which is relative to the published peak.
+
+    If no peak is published, the row has no value.
+    """
     published = peak(device, gemm_path(_gemm_dtype(dtype), device))
     peak_tflops = published.published_tflops
     if peak_tflops is None:
@@ -279,10 +287,11 @@ class Contender:
 def compare_steps(
     context: Context, work: Workload, batch: Batch, contenders: list[Contender], source: str, time_limit_s: float
 ) -> Result:
-    """Return step time, throughput and MFU of each contender, and the speed-up of each over the first.
+    """Time the steps of several contenders in turn. Return their rows and samples.
 
-    All engines are in memory at the same time, so peak memory is not measured. If they do not fit into memory, the rows have a
-    reason instead of a value.
+    There are rows of step time, throughput and MFU of each contender, and of the speed-up of each contender over the first one.
+    All engines are in memory at the same time, so peak memory is not measured. If the engines do not fit into memory, the rows
+    have a reason instead of a value.
 
     Args:
         time_limit_s: seconds of timing for all contenders together.
@@ -311,7 +320,7 @@ def compare_steps(
 
 @contextmanager
 def memory_released() -> Iterator[None]:
-    """At the end of this context, collect unreferenced tensors and free the cached memory of the accelerator."""
+    """Context manager that, at its end, collects unreferenced tensors and frees the cached memory of the accelerator."""
     try:
         yield
     finally:

@@ -1,14 +1,16 @@
-"""Twin trainings: measure how far trainings that differ in rounding alone diverge, and derive the tolerance of a comparison.
+"""Twin trainings: measure how much trainings that differ only in rounding diverge, and derive the tolerance of a comparison.
 
-A training that visits the same batches again and again is chaotic: two correct runs that round differently diverge, and after
-some hundred steps their losses differ by percents. No fixed tolerance fits: it raises false alarms late in the training and
-misses faults early in it. So this module measures the scatter. A twin is the baseline with the same weights and batches,
-whose matrix products round operands and results to the grid of a number format scaled by a random factor (`OtherRounding`);
-the format itself is one such grid. A variant computes the same training in that format if its loss lies within the
-prediction interval of its twins.
+A training that repeats the same batches is chaotic. If two correct trainings round differently, they diverge, and after some
+hundred steps their losses differ by some percent. No fixed tolerance fits such trainings: it would raise false alarms late in the
+training and miss faults early in the training. Therefore this module measures the scatter of the losses.
 
-Early steps, before the runs diverge, have a narrow interval: they show whether the variant computes the same. Late steps have
-a wide one: they show whether it still learns as well. `captured_parity` applies this to steps that are replayed as one graph.
+A twin is the baseline training with the same weights and batches but with other rounding. Its matrix products round operands and
+results to the grid of a number format that is scaled by a random factor (`OtherRounding`). The number format itself is the grid
+with the factor 1. A variant passes the comparison if its loss lies within the prediction interval of the twins in its format.
+
+Early steps, before the trainings diverge, have a narrow interval. They show whether the variant computes the same as the
+baseline. Late steps have a wide interval. They show whether the variant learns as well as the baseline. `captured_parity` makes
+this comparison for steps that are replayed as one graph.
 """
 
 import math
@@ -28,22 +30,23 @@ from hyperion.chapter.context import Context
 from hyperion.results import Row
 from hyperion.training import TorchEngine, seed_everything
 
-# False-alarm rate of one check if twins scatter normally. It is a tenth of the 1 in 10,000 that the book promises, because
-# their distribution may have heavier tails.
+# Rate of false alarms of one check if the losses of twins are normally distributed. It is a tenth of the rate that the book
+# promises, 1 in 10,000, because the real distribution may have heavier tails.
 FALSE_ALARM = 1e-5
 TWINS = 8
-# Trainings that visit each token once do not diverge. Their checks have fixed tolerances, far above the scatter of twins,
-# which was measured on an H200 with the language model of chapter 2.3: 200 steps, 8 twins a format, relative deviations.
+# Trainings that use each token once do not diverge. Their checks have fixed tolerances, which are far above the scatter of twins.
+# The relative scatter was measured on an H200 with the language model of chapter 2.3, with 200 steps and 8 twins per format.
 SCATTER_BF16 = "twins of a language model scatter by 1e-4, so a false alarm is rarer than 1 in 1,000,000"
 SCATTER_FP32 = "twins of a language model scatter by 1e-8, so a false alarm is rarer than 1 in 1,000,000"
-# A format has a bias that its scaled grids do not have: it rounds values that all positions share (norm weights near 1, the
-# logit of every unseen token) the same way. On an H200, GPT-2's losses in bf16 with all logits at once are 9e-4 above those of
-# fp32 in the first 25 steps of every run, while its twins scatter by 3e-5. The tolerance allows one unit of roundoff for it.
-# Results of fp8 products are stored in bf16.
+# A number format has a bias that scaled grids do not have on average. It rounds a value that all positions share, such as a norm
+# weight near 1 or the logit of an unseen token, in the same direction everywhere. On an H200, if all logits are computed at once,
+# GPT-2's losses in bf16 are 9e-4 above the losses in fp32 in the first 25 steps of every run, while its twins scatter by 3e-5.
+# For this bias, the tolerance allows one unit of roundoff. The format is bf16 for fp8 too, because the results of fp8 matrix
+# products are stored in bf16.
 BIAS = {"fp32": 2.0**-24, "tf32": 2.0**-11, "fp16": 2.0**-11, "bf16": 2.0**-8, "fp8": 2.0**-8}
 REPLAYED, ONE_BY_ONE = "replayed as one graph", "one by one"
 STEPS, WINDOWS = 200, 10
-# For trainings whose twins do not diverge: a hundred times their scatter.
+# Tolerance for trainings whose twins do not diverge. It is a hundred times the scatter of the twins.
 TOLERANCE = 0.01
 _LOSS_SPACING = 2.0**-23  # spacing of float32, the format of the stored losses
 _PRODUCTS = frozenset(
@@ -62,17 +65,17 @@ _PRODUCTS = frozenset(
         torch.addmm,
         torch.einsum,
         F.scaled_dot_product_attention,
-        F.multi_head_attention_forward,  # a mode does not see the products inside it
+        F.multi_head_attention_forward,  # a torch function mode does not see the matrix products inside this function
     )
 )
 
 
 class OtherRounding(TorchFunctionMode):
-    """Context that rounds operands and results of matrix products, and their gradients, to a scaled grid of a number format:
-    ``round(x * c) / c`` with a random factor c.
+    """Context in which matrix products round to a scaled grid of a number format, ``round(x * c) / c`` with a random factor c.
 
-    The format itself is the grid with c = 1. Like the format, a scaled grid makes the same error for equal values, such as a
-    logit that many positions share. Independent random errors would average out.
+    Operands, results and their gradients are rounded. The number format itself is the grid with c = 1. Like the format, a scaled
+    grid makes the same error for equal values, such as a logit that many positions share. Independent random errors would average
+    out, which is not what a number format does.
 
     Args:
         dtype: fp32, bf16 or fp8, see `twin_format`.
@@ -98,14 +101,14 @@ class OtherRounding(TorchFunctionMode):
         """Return `tensor` on the scaled grid, in its own dtype.
 
         Args:
-            gradient: whether the tensor is a gradient; fp8 has another format for those.
+            gradient: whether the tensor is a gradient. fp8 uses another format for gradients.
         """
         wide = tensor.double() if self._in_float64 else tensor.float()
         return (self._round(wide * self.factor, gradient) / self.factor).to(tensor.dtype)
 
 
 class _Rounded(torch.autograd.Function):
-    """Round in the forward pass, and the gradient in the backward pass."""
+    """Autograd function that rounds a tensor in the forward pass and its gradient in the backward pass."""
 
     @staticmethod
     def forward(ctx, tensor: Tensor, rounding: OtherRounding) -> Tensor:
@@ -120,7 +123,7 @@ class _Rounded(torch.autograd.Function):
 def _to_fp8(scaled: Tensor, gradient: bool) -> Tensor:
     """Convert to fp8 and back, with the tensor scaled to the format's range as in `hyperion.training.float8`."""
     dtype = torch.float8_e5m2 if gradient else torch.float8_e4m3fn
-    # A power of two: a scale by the largest number itself would cancel the factor of the grid.
+    # The scale is a power of two. If it were the largest number itself, it would cancel the random factor of the grid.
     largest = torch.finfo(dtype).max / 2 ** torch.ceil(torch.log2(scaled.abs().amax().clamp(min=1e-30)))
     return (scaled * largest).to(dtype).to(scaled.dtype) / largest
 
@@ -133,15 +136,16 @@ _ROUNDINGS: dict[str, Callable[[Tensor, bool], Tensor]] = {
 
 
 def train_twins(dtype: str, seed: int, train: Callable[[], list[float]]) -> pd.DataFrame:
-    """Train the baseline TWINS times, each time with products rounded to another scaled grid of `dtype`.
+    """Train the baseline TWINS times, each time with matrix products that round to another scaled grid of `dtype`.
 
     Args:
         dtype: format of the variants to compare, see `twin_format`.
         seed: seed of the experiment.
-        train: trains the baseline from the same weights over the same batches at each call; returns the loss of every step.
+        train: function that trains the baseline and returns the loss of every step. Every call must start from the same weights
+            and use the same batches.
 
     Returns:
-        Columns kind ("twin"), twin, dtype, step, loss.
+        A table with the columns kind ("twin"), twin, dtype, step and loss.
     """
     frames = []
     for number in range(TWINS):
@@ -155,23 +159,23 @@ def train_twins(dtype: str, seed: int, train: Callable[[], list[float]]) -> pd.D
 def twin_format(dtype: str) -> str:
     """Return the format of the twins for a variant in `dtype`.
 
-    The twins of bf16 also serve the finer formats TF32 and fp16: late in a chaotic training the scatter does not depend on
-    the format, and early in it the coarser format allows only a little more.
+    The twins of bf16 are also used for the finer formats TF32 and fp16. Late in a chaotic training, the scatter does not depend
+    on the format. Early in the training, the tolerance of the coarser format is only a little larger.
     """
     return dtype if dtype in ("fp32", "fp8") else "bf16"
 
 
 @dataclass(frozen=True)
 class Agreement:
-    """Difference between the losses of a variant and of the baseline in a window of the steps, with its tolerance.
+    """Difference between the losses of a variant and of the baseline in a window of steps, and the tolerance for it.
 
     Attributes:
         window: "early" or "late".
         first, last: first and last step of the window, counted from 1.
         difference: |mean loss of the variant / mean loss of the baseline - 1|.
-        tolerance: largest difference that rounding alone explains, bias included.
-        bias: part of the tolerance for a bias of the format.
-        twins: number of twins behind the tolerance.
+        tolerance: largest difference that rounding alone explains. It includes `bias`.
+        bias: the part of the tolerance that allows for a bias of the number format.
+        twins: number of twins from which the tolerance was computed.
     """
 
     window: str
@@ -193,18 +197,20 @@ class Agreement:
 
     @property
     def params(self) -> dict:
-        """Parameters of the window's row."""
+        """Params of the row of this window."""
         return {"window": self.window, "first": self.first, "last": self.last}
 
 
 def agreements(losses: np.ndarray, baseline: np.ndarray, twins: pd.DataFrame, bias: float = 0.0) -> list[Agreement]:
-    """Compare a variant's losses with the baseline's, early and late in the training.
+    """Compare the losses of a variant with the losses of the baseline, early and late in the training.
 
     Args:
-        losses, baseline: loss of every step, from the same weights over the same batches.
-        twins: twins of the baseline in one format, from `train_twins`. They must run the code of the baseline: twins of other
-            code would widen the tolerance.
-        bias: relative difference to allow beyond the scatter: BIAS of the variant's format if the baseline has another one.
+        losses: loss of every step of the variant.
+        baseline: loss of every step of the baseline, from the same initial weights and the same batches.
+        twins: twins of the baseline in one number format, from `train_twins`. They must run the code of the baseline, because the
+            differences of other code would increase the tolerance.
+        bias: relative difference that is allowed in addition to the scatter. Use BIAS of the variant's number format if the
+            baseline has another format.
     """
     curves = [curve["loss"].to_numpy() for _, curve in twins.groupby("twin")]
     return [
@@ -222,11 +228,14 @@ def agreements(losses: np.ndarray, baseline: np.ndarray, twins: pd.DataFrame, bi
 
 
 def difference_rows(row: Row, baseline: str, windows_compared: list[Agreement]) -> list[Row]:
-    """Return a row per window with the difference between a variant's and the baseline's losses, checked by the tolerance.
+    """Return one row per window with the difference between the losses of a variant and of the baseline.
+
+    The check of a row fails if the difference exceeds the tolerance.
 
     Args:
-        row: training loss of the variant, from which the rows take their other columns.
-        baseline: name of the baseline, for the rows' params.
+        row: the row of the variant's training loss. The new rows copy all other columns from it.
+        baseline: name of the baseline, for the params of the rows.
+        windows_compared: the differences, from `agreements`.
     """
     return [
         replace(
@@ -244,21 +253,25 @@ def difference_rows(row: Row, baseline: str, windows_compared: list[Agreement]) 
 
 
 def windows(steps: int) -> dict[str, slice]:
-    """Return the first eighth of the steps (at least 4), before runs diverge, and the last quarter (at least 2)."""
+    """Return the two windows of a training: "early" and "late".
+
+    The early window is the first eighth of the steps, but at least 4 steps. In it, trainings have not yet diverged. The late
+    window is the last quarter of the steps, but at least 2 steps.
+    """
     return {"early": slice(0, min(steps, max(4, steps // 8))), "late": slice(steps - min(steps, max(2, steps // 4)), steps)}
 
 
 def tolerance(twins: list[float], baseline: float) -> float:
     """Return the largest relative difference from the baseline that rounding alone explains.
 
-    Let x be the m logarithms of the twins' mean losses over the baseline's, with mean and standard deviation s. With
-    probability 1 - FALSE_ALARM, another training with such rounding lies within ``mean ± t s sqrt(1 + 1/m)``, where t is a
-    quantile of Student's distribution with m - 1 degrees of freedom. So its distance from the baseline is at most
-    ``|mean| + t s sqrt(1 + 1/m)``, plus the spacing of float32 losses. A variant that rounds less than its twins (fewer
-    operations or a finer format) lies nearer.
+    For each of the m twins, let x be the logarithm of its mean loss divided by the mean loss of the baseline. Let ``mean`` and s
+    be the mean and the standard deviation of x. For another training with such rounding, x lies within ``mean ± t s sqrt(1 +
+    1/m)`` with probability 1 - FALSE_ALARM, where t is a quantile of Student's distribution with m - 1 degrees of freedom. So the
+    relative difference from the baseline is at most ``|mean| + t s sqrt(1 + 1/m)``, plus the spacing of float32 losses. A variant
+    that rounds less than its twins, because it has fewer operations or a finer format, has a smaller difference.
 
     Args:
-        twins: mean losses of the twins, at least 2.
+        twins: mean losses of at least 2 twins.
         baseline: mean loss of the baseline over the same steps.
     """
     from scipy import stats
@@ -277,18 +290,18 @@ def captured_parity(
     chaotic: bool = False,
     **params: Any,
 ) -> tuple[list[Row], list[pd.DataFrame]]:
-    """Compare the losses of captured steps with those of the same steps done one by one.
+    """Compare the losses of steps that are replayed as one graph with the losses of the same steps without a graph.
 
     Args:
-        begin: returns an engine that captures its steps (True) or not (False), and a function that returns its next batch,
-            the same batches at each call. The random generators are seeded before each call, so that weights and dropout
-            are the same.
-        chaotic: whether trainings of this kind diverge within these steps if they round differently. Then the tolerance
-            comes from twins of the training (`hyperion.workloads.twins`), otherwise it is TOLERANCE.
-        params: further parameters of the rows.
+        begin: function with one argument, which says whether the engine captures its steps. It returns an engine and a function
+            that returns the next batch. Every call must give the same sequence of batches. The random generators are seeded
+            before each call, so that weights and dropout are the same.
+        chaotic: whether trainings of this kind diverge within these steps if they round differently. If True, the tolerance comes
+            from twins of the training. If False, the tolerance is TOLERANCE.
+        params: further params of the rows.
 
     Returns:
-        Rows and loss curves; empty if the device captures no steps.
+        Rows and loss curves. Both are empty if the device cannot capture steps.
     """
 
     def train(capture: bool) -> tuple[TorchEngine, list[float]]:
@@ -305,7 +318,7 @@ def captured_parity(
             return [], []
         dtype = engine.precision.dtype
         curves[how] = np.array(losses)
-        del engine  # frees the device's memory for the next
+        del engine  # frees the memory of the device for the next training
     if not chaotic:
         return [parity_row(context, variant, dtype, curves, source, **params)], [_samples(curves)]
     twins = train_twins(twin_format(dtype), context.seed, lambda: train(False)[1])
@@ -326,7 +339,11 @@ def captured_parity(
 
 
 def parity_row(context: Context, variant: str, dtype: str, curves: dict[str, np.ndarray], source: str, **params: Any) -> Row:
-    """Return the largest relative difference of mean losses in any of WINDOWS windows of the steps."""
+    """Return the row of the difference between the losses of two trainings.
+
+    The steps are divided into WINDOWS windows. The value is the largest relative difference between the mean losses of the two
+    trainings in a window.
+    """
     means = {how: np.array([part.mean() for part in np.array_split(curve, WINDOWS)]) for how, curve in curves.items()}
     difference = float(np.max(np.abs(means[REPLAYED] / means[ONE_BY_ONE] - 1)))
     return context.error_row(

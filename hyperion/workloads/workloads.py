@@ -1,6 +1,6 @@
-"""The two baselines as training steps: a model with its optimizer, estimates of a step's memory, and stored batches.
+"""The training steps of the two baselines: models with their optimizers, estimates of the memory, and batches stored in files.
 
-Stored batches are the same in every process.
+Batches are stored in files so that several processes can use the same batches.
 """
 
 import functools
@@ -55,10 +55,12 @@ KINDS = ("language", "image")
 CLASSES = 10
 SIXTEEN_BIT = ("bf16", "fp16")
 NO_VOCABULARY = "no estimate: this run has not counted the vocabulary (01_dataset_preparation)"
-# Bytes that a step moves per logit: written in 16 or 32 bits, read for the softmax, its gradient written and read twice.
+# Bytes that a step moves per logit. The logit is written in 16 or 32 bits and read for the softmax. Its gradient is written once
+# and read twice.
 LOGIT_BYTES = 20
 BASIS = "the estimator: this very step on tensors that have shapes and no memory"
-# In float32. AdamW reads weight, gradient and two moments, and writes all but the gradient; SGD has one moment.
+# All values are float32. AdamW reads the weight, the gradient and two moments, and writes the weight and the moments. SGD has
+# only one moment.
 ADAMW_BYTES_A_PARAMETER = 7 * 4
 SGD_BYTES_A_PARAMETER = 5 * 4
 _FLOAT32 = 4
@@ -69,9 +71,9 @@ class StepSizes(BaseModel, extra="forbid", frozen=True, strict=True):
     """Sizes of a training step that both kinds of model have.
 
     Args:
-        batch_size: sequences or images of a batch.
-        learning_rate: after the warm-up.
-        warmup_steps: steps of linear warm-up. Neither this nor the rate changes the time or the memory of a step.
+        batch_size: number of sequences or images in a batch.
+        learning_rate: learning rate after the warm-up. It does not change the time or the memory of a step.
+        warmup_steps: number of steps of linear warm-up. It does not change the time or the memory of a step.
     """
 
     batch_size: int
@@ -84,9 +86,9 @@ class LanguageSizes(StepSizes, frozen=True):
 
     Args:
         model: name of a Transformer configuration.
-        sequence_length: tokens of a sequence.
-        vocabulary: tokens of the vocabulary, 0 for the configuration's.
-        layers: number of blocks, 0 for the configuration's.
+        sequence_length: number of tokens in a sequence.
+        vocabulary: number of tokens in the vocabulary. 0 takes the number of the configuration.
+        layers: number of blocks. 0 takes the number of the configuration.
     """
 
     model: str
@@ -99,7 +101,7 @@ class ImageSizes(StepSizes, frozen=True):
     """Sizes of a training step of a ResNet-18.
 
     Args:
-        width: channels of the first stage.
+        width: number of channels of the first stage.
     """
 
     width: int
@@ -107,20 +109,24 @@ class ImageSizes(StepSizes, frozen=True):
 
 @dataclass(frozen=True)
 class Workload:
-    """One baseline with its sizes; `workload` makes it.
+    """One baseline with its sizes. Use `workload` to make it.
 
     Attributes:
-        name: name of the model, for rows. A vocabulary or depth other than the configuration's is part of it.
-        item: unit of throughput, "token" or "image".
-        items: tokens or images of one batch.
-        flops: FLOPs of one item by the field's convention.
-        least_flops: FLOPs of forward and backward of one item that no implementation can avoid.
-        block_flops: those of `least_flops` in the forward pass of the repeated blocks, which checkpointing computes twice.
-        build: makes the module, with weights from torch's generator.
+        name: name of the model, for rows. It contains the vocabulary or the number of blocks if they differ from the
+            configuration.
+        item: unit of the throughput, "token" or "image".
+        items: number of tokens or images in one batch.
+        flops: FLOPs of one item as they are usually counted for MFU: matrix products and convolutions in forward and backward,
+            with attention over the whole sequence and without recomputation.
+        least_flops: FLOPs of the forward and backward pass of one item that no implementation can avoid.
+        block_flops: the part of `least_flops` in the forward pass of the repeated blocks. Activation checkpointing computes this
+            part twice.
+        build: function that returns a new module, with weights from torch's random generator.
+        sizes: sizes of the training step.
         parameters: number of parameters.
-        moments: number of tensors of the size of the parameters in the optimizer's state.
-        step_bytes: bytes that a step moves outside of matrix products, in float32, by cause.
-        config: configuration of the Transformer, None for a ResNet-18.
+        moments: number of values in the optimizer's state for each parameter.
+        step_bytes: bytes that a step in float32 moves outside of matrix products, by cause.
+        config: configuration of the Transformer. None for a ResNet-18.
     """
 
     name: str
@@ -142,45 +148,48 @@ class Workload:
         return "image" if self.config is None else "language"
 
     def activations(self, sixteen_bit: bool) -> ActivationBytes:
-        """Return the bytes that a forward pass keeps for the backward pass, computed from shapes."""
+        """Return the bytes of the activations that a forward pass keeps for the backward pass, computed from shapes."""
         if isinstance(self.sizes, ImageSizes):
             return image_activations(self.sizes.width, self.sizes.batch_size, sixteen_bit)
         return language_activations(not_none(self.config), self.sizes.batch_size, self.sizes.sequence_length, sixteen_bit)
 
     @property
     def standing_bytes(self) -> int:
-        """Bytes of weights and optimizer moments, which exist before, during and after a step."""
+        """Number of bytes of the weights and the optimizer's moments, which exist all the time."""
         return _FLOAT32 * self.parameters * (1 + self.moments)
 
     @property
     def batch_bytes(self) -> int:
-        """Bytes of one batch: int64 inputs and targets, or float32 images and int64 labels."""
+        """Number of bytes of one batch: int64 inputs and targets, or float32 images and int64 labels."""
         if self.config is None:
             return self.sizes.batch_size * (_FLOAT32 * 3 * IMAGE_SIZE**2 + 8)
         return 2 * 8 * self.items
 
     def traffic(self, dtype: str) -> dict[str, float]:
-        """Return `step_bytes` for a step in this number format: 16-bit formats halve the activations."""
+        """Return `step_bytes` for a step in this number format. In 16-bit formats, activations need half of the bytes."""
         half = 0.5 if dtype in SIXTEEN_BIT else 1.0
         return {cause: moved * (half if cause == "activations" else 1) for cause, moved in self.step_bytes.items()}
 
     def model(self, device: Device, seed: int) -> nn.Module:
-        """Return a fresh module on the device with weights drawn from the seed."""
+        """Return a new module on the device, with weights drawn from the seed."""
         seed_everything(seed)
         with torch.device(device.torch_device):  # a GPU draws the weights of a large model much faster
             return self.build()
 
     @property
     def schedule(self) -> WarmupCosine:
-        """Constant learning rate after a short warm-up: no workload is trained to the end."""
+        """Constant learning rate after a short warm-up. It does not decay, because no workload is trained to the end."""
         warmup = self.sizes.warmup_steps
         return WarmupCosine(self.sizes.learning_rate, warmup, warmup + 1, final_fraction=1.0)
 
     def engine(self, dtype: str, device: Device, seed: int, wrap: Callable[[nn.Module], nn.Module] | None = None) -> TorchEngine:
-        """Return a fresh engine; the same seed gives the same weights in every precision.
+        """Return a new engine. The same seed gives the same weights in every precision.
 
         Args:
-            wrap: applied to the module before its optimizer is built, e.g. `hyperion.parallel.parallelize`.
+            dtype: precision of the training, see `choose_precision`.
+            device: device of the engine.
+            seed: seed of the weights.
+            wrap: function that is applied to the module before the optimizer is built, e.g. `hyperion.parallel.parallelize`.
         """
         model = self.model(device, seed)
         model = model if wrap is None else wrap(model)
@@ -191,7 +200,7 @@ class Workload:
 
 
 def workload(sizes: LanguageSizes | ImageSizes) -> Workload:
-    """Return the baseline of these sizes."""
+    """Return the baseline with these sizes."""
     return _image(sizes) if isinstance(sizes, ImageSizes) else _language(sizes)
 
 
@@ -202,7 +211,7 @@ def _language(sizes: LanguageSizes) -> Workload:
     name = sizes.model
     name += f"_v{vocabulary}" if vocabulary != named.vocab_size else ""
     name += f"_cut_to_l{layers}" if layers != named.layers else ""
-    # The causal mask leaves half of attention, which is all that must be computed.
+    # Only half of attention must be computed, because of the causal mask.
     items, causal = sizes.batch_size * length, flops_per_token(config, length // 2)
     kept_bytes = language_activations(config, sizes.batch_size, length, sixteen_bit=False).saved()
     return Workload(
@@ -246,7 +255,7 @@ def _image(sizes: ImageSizes) -> Workload:
 
 
 def expected_workload(context: Context, sizes: LanguageSizes | ImageSizes) -> Workload | None:
-    """Return the workload with the vocabulary of the run's text; None if this run has not counted the vocabulary."""
+    """Return the workload with the vocabulary of the run's text, or None if the run has not counted the vocabulary."""
     if isinstance(sizes, ImageSizes):
         return workload(sizes)
     counted = datasets.vocabulary_row(context)
@@ -254,20 +263,20 @@ def expected_workload(context: Context, sizes: LanguageSizes | ImageSizes) -> Wo
 
 
 def applied(plan: ParallelPlan, device: Device) -> Callable[[nn.Module], nn.Module]:
-    """Return a function that applies the plan to a model on this device alone."""
+    """Return a function that applies the plan to a model on the given device."""
     return lambda model: parallelize(model, plan, replace(world(), device=device))
 
 
 def build_step(work: Workload, dtype: str, plan: ParallelPlan, device: Device, seed: int = 0) -> tuple[TorchEngine, Batch]:
-    """Return an engine under the plan and a random batch, on the device."""
+    """Return an engine with the parallel plan applied, and a random batch. Both are on the device."""
     return work.engine(dtype, device, seed, applied(plan, device)), random_batch(work, device, seed)
 
 
 def estimate_step(work: Workload, dtype: str, plan: ParallelPlan, device: Device) -> MemoryEstimate:
-    """Return the estimate of a steady step's memory.
+    """Return the estimated memory of a training step after warm-up.
 
-    If the device is an accelerator, it is asked what its libraries need. Estimates are cached: the policies of a chapter ask
-    for the same ones again and again.
+    On an accelerator, the device is asked how much memory its libraries need. Estimates are cached, because the
+    policies of a chapter need the same estimates many times.
     """
     return _estimate(work.sizes, dtype, plan, device)
 
@@ -279,10 +288,13 @@ def _estimate(sizes: LanguageSizes | ImageSizes, dtype: str, plan: ParallelPlan,
 
 
 def plan_within_budget(work: Workload, dtype: str, device: Device, share: float) -> ParallelPlan:
-    """Return the plan that checkpoints the fewest blocks which still lower the peak as far as asked.
+    """Return the plan that checkpoints as few blocks as possible and still saves the requested amount of memory.
 
     Args:
-        share: how far, as a share of what checkpointing every block saves.
+        work: the workload.
+        dtype: precision of the training.
+        device: device of the training.
+        share: memory to save at the peak, as a share of the memory that checkpointing of all blocks saves.
     """
     blocks = len(layout_of(work.build()).blocks)
     ends = {0: ParallelPlan(), blocks: ParallelPlan(checkpointing=EVERY_BLOCK)}
@@ -297,12 +309,13 @@ def plan_within_budget(work: Workload, dtype: str, device: Device, share: float)
 
 @dataclass(frozen=True)
 class StoredBatches:
-    """Batches of one kind of model in a file, for every process to load.
+    """Batches that are stored in a file, so that several processes can load them.
 
     Attributes:
-        file: inputs and targets of all batches, and the vocabulary.
-        source: data source that they were taken from.
-        vocabulary: size of the tokenizer's vocabulary, 0 for images.
+        kind: kind of model that the batches are for, one of KINDS.
+        file: file with the inputs and targets of all batches, and the size of the vocabulary.
+        source: data source of the batches.
+        vocabulary: size of the tokenizer's vocabulary. 0 for images.
     """
 
     kind: str
@@ -312,12 +325,15 @@ class StoredBatches:
 
     @property
     def params(self) -> dict[str, str]:
-        """What another process needs to load them, JSON-able."""
+        """The facts that another process needs to load the batches, JSON-serializable."""
         return {"kind": self.kind, "file": str(self.file), "source": self.source}
 
 
 def common_source(stored: Iterable[StoredBatches]) -> str:
-    """Return the data source of several: "synthetic" if one of them is, so that the page carries the banner."""
+    """Return one data source for several stored batches.
+
+    If some of the batches are synthetic, the result is "synthetic", so that the page shows the banner for synthetic data.
+    """
     sources = [batches.source for batches in stored]
     return "synthetic" if "synthetic" in sources else sources[0]
 
@@ -326,10 +342,15 @@ def common_source(stored: Iterable[StoredBatches]) -> str:
 def stored_batches(
     context: Context, sizes: Mapping[str, LanguageSizes | ImageSizes], count: int
 ) -> Iterator[list[StoredBatches]]:
-    """Context with `count` batches of each kind in files, which are deleted at its end.
+    """Context manager that stores `count` batches of each kind in files. The files are deleted at the end.
 
     Args:
-        sizes: sizes of the step by kind.
+        context: context of the experiment.
+        sizes: sizes of the training step, by kind of model.
+        count: number of batches of each kind.
+
+    Yields:
+        The stored batches of each kind, in the order of `sizes`.
     """
     stored = [store_batches(context, kind_sizes, count) for kind_sizes in sizes.values()]
     try:
@@ -340,7 +361,7 @@ def stored_batches(
 
 
 def store_batches(context: Context, sizes: LanguageSizes | ImageSizes, count: int) -> StoredBatches:
-    """Write the first `count` batches of the training split to a file in the workspace."""
+    """Store the first `count` batches of the training split in a file in the workspace."""
     if isinstance(sizes, LanguageSizes):
         corpus, tokenizer, prepared = datasets.text(context)
         loader = LanguageBatches(prepared.tokens["train"], sizes.sequence_length, sizes.batch_size, context.seed)
@@ -359,7 +380,7 @@ def store_batches(context: Context, sizes: LanguageSizes | ImageSizes, count: in
 
 
 def load_batches(sizes: LanguageSizes | ImageSizes, file: Path, device: Device) -> tuple[Workload, list[Batch]]:
-    """Return the workload with the vocabulary of a stored file, and the file's batches on the device."""
+    """Load a file of stored batches. Return the workload with the vocabulary of the file, and the batches on the device."""
     with np.load(file) as stored:
         pairs = zip(stored["inputs"], stored["targets"], strict=True)
         batches = [
@@ -371,7 +392,7 @@ def load_batches(sizes: LanguageSizes | ImageSizes, file: Path, device: Device) 
 
 
 def random_batch(work: Workload, device: Device, seed: int) -> Batch:
-    """Return a batch drawn from a seed, for measurements that depend on shapes alone."""
+    """Return a random batch for measurements that depend only on shapes."""
     generator, count = torch.Generator().manual_seed(seed), work.sizes.batch_size
     if isinstance(work.sizes, LanguageSizes):
         shape, vocabulary = (count, work.sizes.sequence_length), not_none(work.config).vocab_size

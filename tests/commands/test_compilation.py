@@ -36,7 +36,7 @@ def test_from_another_directory_with_a_checkpoint(tmp_path, checkpoint):
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     assert "sha256 " in done.stdout and "resnet18_w8 is left out" in done.stdout
-    assert "--repeat 10: 50 samples are taken" in done.stdout
+    assert "--repeat 10 is too small: 50 samples are taken" in done.stdout
     folder = tmp_path / "results" / "benchmarks" / "compilation"
     table = pd.read_csv(folder / "compilation.csv")
     assert list(table["variant"]) == ["eager", "default", "max-autotune", "reduce-overhead"]
@@ -56,7 +56,7 @@ def test_from_another_directory_with_a_checkpoint(tmp_path, checkpoint):
         (["--dtype", "int8"], "'int8' is not one of fp32, bf16, fp16"),
         (["--repeat", "0"], "Invalid value for '--repeat'"),
         (["--repeat", "ten"], "Invalid value for '--repeat'"),
-        (["--base_dir", "no/such/folder"], "is no folder: make it"),
+        (["--base_dir", "no/such/folder"], "is not a folder"),
         (["--mode", "fastest"], "'fastest' is not one of eager, default"),
         (["--batch", "0"], "Invalid value for '--batch'"),
         (["--seed", "-1"], "Invalid value for '--seed'"),

@@ -104,7 +104,7 @@ def test_torchrun_goes_on_with_it_and_every_rank_has_its_row(stopped, place, cap
     table = [line.split()[:4] for line in done.stdout.splitlines() if line.startswith("lm_d128_h4_l2_fsdp  fp32")]
     assert [line[3] for line in table] == ["all", "0", "1"]
     assert main("", print, ["--run", str(folder), "--steps", "9"]) == 2
-    assert f"--steps 9, and the run was started with {STEPS}" in capsys.readouterr().err
+    assert f"--steps 9 is given now, but the run was started with {STEPS}" in capsys.readouterr().err
 
 
 @pytest.mark.process
@@ -140,7 +140,7 @@ def test_one_training_that_fails_does_not_end_the_others(tmp_path, monkeypatch, 
     with process_group(backend="gloo"):
         failures = train_all(context)
         images = set_up(context, IMAGES)
-    assert list(failures) == ["resnet18_w4_ddp"] and "2 records fill no batch of 4" in failures["resnet18_w4_ddp"]
+    assert list(failures) == ["resnet18_w4_ddp"] and "2 records do not fill a batch of 4" in failures["resnet18_w4_ddp"]
     assert "resnet18_w4_ddp FAILED: 2 records" in capsys.readouterr().out
     assert {row.variant for row in run.rows()} == {"lm_d64_h4_l2_ddp", "resnet18_w2_ddp"}
     # What is looked at after each epoch was taken from the training images; the test split is read once, at the end.

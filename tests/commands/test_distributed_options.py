@@ -61,7 +61,7 @@ def test_a_cpu_gets_small_models_under_names_that_say_so():
 
 def test_the_default_batch_is_one_that_the_ranks_divide():
     found = request_of("--model language_fsdp", replace(NODE, devices=3, ranks=3))
-    assert found.recipes[0].batch_size == 66 and "66 in the place of 64, which 3 ranks do not divide" in found.notes[0]
+    assert found.recipes[0].batch_size == 66 and "66 instead of 64, because 3 ranks do not divide 64" in found.notes[0]
 
 
 def test_random_weights_are_said_aloud_and_fit_the_device():
@@ -73,29 +73,29 @@ def test_random_weights_are_said_aloud_and_fit_the_device():
 @pytest.mark.parametrize(
     "line, why, remedy",
     [
-        ("--lora", "--lora with --model language_ddp", "add --model llama"),
-        ("--model cifar --lora", "--lora with --model cifar", "leave --lora out"),
-        ("--model cifar --model_id x", "it names the weights of a Llama", "--model llama"),
+        ("--lora", "--lora does not work with --model language_ddp", "use --model llama"),
+        ("--model cifar --lora", "--lora does not work with --model cifar", "leave --lora out"),
+        ("--model cifar --model_id x", "names the weights of a Llama", "--model llama"),
         ("--model language_ddp --strategy fsdp", "contradicts --model language_ddp", "--model language_fsdp"),
         ("--model language_fsdp --strategy ddp", "contradicts --model language_fsdp", "--model language_ddp"),
-        ("--scaling_gpus 1,2", "--scaling_gpus with --model language_ddp", "add --model scaling"),
-        ("--model scaling --scaling_gpus 1,2,4", "this machine has 2 devices", "at most 2"),
-        ("--model scaling --scaling_gpus 1;2", "no list of numbers", "write it as 1,2,4"),
-        ("--model scaling --scaling_gpus 0,1", "no list of numbers", "write it as 1,2,4"),
-        ("--model scaling --epochs 2", "--epochs with --model scaling", "leave --epochs out"),
-        ("--model scaling --steps 2", "--steps with --model scaling", "leave --steps out"),
-        ("--model scaling --lora", "--lora with --model scaling", "add --model llama"),
-        ("--epochs 2 --steps 3", "--epochs and --steps together", "one of them"),
-        ("--epochs 0", "'0' is no whole number above 0", "--help"),
-        ("--steps -1", "'-1' is no whole number above 0", "--help"),
-        ("--batch_size many", "'many' is no whole number above 0", "--help"),
+        ("--scaling_gpus 1,2", "--scaling_gpus does not work with --model language_ddp", "use --model scaling"),
+        ("--model scaling --scaling_gpus 1,2,4", "this machine has 2 devices", "numbers up to 2"),
+        ("--model scaling --scaling_gpus 1;2", "not a list of numbers", "write the list as 1,2,4"),
+        ("--model scaling --scaling_gpus 0,1", "not a list of numbers", "write the list as 1,2,4"),
+        ("--model scaling --epochs 2", "--epochs does not work with --model scaling", "leave --epochs out"),
+        ("--model scaling --steps 2", "--steps does not work with --model scaling", "leave --steps out"),
+        ("--model scaling --lora", "--lora does not work with --model scaling", "use --model llama"),
+        ("--epochs 2 --steps 3", "--epochs and --steps are both given", "one of them"),
+        ("--epochs 0", "'0' is not a whole number above 0", "--help"),
+        ("--steps -1", "'-1' is not a whole number above 0", "--help"),
+        ("--batch_size many", "'many' is not a whole number above 0", "--help"),
         ("--precision tf32", "cannot train in tf32", "choose auto or fp32"),
         ("--precision int4", "'int4' is not one of auto, fp32", "--help"),
         ("--model gpt5", "'gpt5' is not one of language_ddp", "--help"),
         ("--batch_size 5", "2 ranks do not divide a batch of 5", "a multiple of 2"),
         ("--model all --batch_size 5", "2 ranks do not divide a batch of 5", "a multiple of 2"),
         ("--model llama --model_id random_llama_7b", "no random Llama is named 'random_llama_7b'", "random_llama_1b"),
-        ("--base_dir /no/such/place", "is no folder", "--help"),
+        ("--base_dir /no/such/place", "is not a folder", "--help"),
         ("--run nothing", "no run 'nothing'", "name one of"),
         ("--frobnicate", "No such option: --frobnicate", "--help"),
     ],
@@ -114,7 +114,7 @@ def test_bf16_where_a_gpu_has_none():
 def test_scaling_starts_launches_of_its_own():
     assert request_of("--model scaling --scaling_gpus 2,1,2").counts == (1, 2)
     assert request_of("--model scaling", replace(NODE, devices=6, launched=False)).counts == (1, 2, 4, 6)
-    with pytest.raises(OptionError, match="under torchrun") as refused:
+    with pytest.raises(OptionError, match="does not work with torchrun") as refused:
         request_of("--model scaling --scaling_gpus 1,2,4", NODE)
     assert "python phase2_development/run_distributed.py --model scaling --scaling_gpus 1,2,4" in refused.value.next_step
 
@@ -179,7 +179,7 @@ def no_tokenizer(folder):
     [
         (drop_shard, HyperionError, "the shard .* is missing"),
         (other_tokenizer, HyperionError, "the tokenizer's largest id is .*, but the model's embedding has"),
-        (adapter, HyperionError, "an adapter of rank 8, not a model: .* adapters of rank 16"),
+        (adapter, HyperionError, "an adapter of rank 8 and not a model; .* adapters of rank 16"),
         (no_tokenizer, DataError, "the model has no tokenizer.json"),
     ],
 )

@@ -86,7 +86,7 @@ def test_a_state_of_other_data_is_refused(change):
 
 
 def test_too_little_data_is_an_error():
-    with pytest.raises(DataError, match="fill no batch of 4"):
+    with pytest.raises(DataError, match="do not fill a batch of 4"):
         _language(tokens=TOKENS[:70])
 
 

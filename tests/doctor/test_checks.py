@@ -124,7 +124,7 @@ def test_torchs_own_words_are_kept():
 
 def test_this_device_copies_and_computes_right():
     result = checks.check_arithmetic()
-    assert result.status == "ok" and "copied there and back" in result.evidence
+    assert result.status == "ok" and "copied to the device and back" in result.evidence
 
 
 def test_a_copy_that_drops_a_bit_is_caught():
@@ -150,7 +150,7 @@ def test_a_copy_that_drops_a_bit_is_caught():
 )
 def test_a_wrong_or_imprecise_product_is_caught(multiply):
     result = checks.check_arithmetic("cpu", multiply=multiply)
-    assert result.status == "fail" and "off by" in result.evidence and result.remedy
+    assert result.status == "fail" and "relative error" in result.evidence and result.remedy
 
 
 def no_mirror():

@@ -126,7 +126,7 @@ def test_what_was_not_measured_says_why_and_is_not_healthy():
     )
     assert {v.outcome for v in verdicts} == {NOT_MEASURED}
     notes = {v.floor.quantity: v.note for v in verdicts}
-    assert notes["copy"] == "out of memory: 6 GiB" and "on 8 devices, there are some of 4" in notes["all_reduce"]
+    assert notes["copy"] == "out of memory: 6 GiB" and "on 8 devices; measured numbers of devices: 4" in notes["all_reduce"]
     assert "4000" in judge(FLOORS, [])[5].note
     assert FloorReport("x", tuple(verdicts)).healthy is None
 

@@ -94,8 +94,8 @@ def test_a_mac_is_cpu(tmp_path):
 @pytest.mark.parametrize(
     ("facts", "cause", "remedy"),
     [
-        (KernelFacts(amd_archs=("gfx90a",), kfd="denied"), "may not be opened", "render"),
-        (KernelFacts(amd_archs=("gfx90a",), kfd="absent"), "/dev/kfd is not here", "--device=/dev/kfd"),
+        (KernelFacts(amd_archs=("gfx90a",), kfd="denied"), "may not open /dev/kfd", "render"),
+        (KernelFacts(amd_archs=("gfx90a",), kfd="absent"), "/dev/kfd does not exist", "--device=/dev/kfd"),
         (KernelFacts(pci=(("0x1002", "0x0380"),)), "AMD GPU is on the PCI bus", "--device=/dev/kfd"),
         (KernelFacts(pci=(("0x10de", "0x0302"),)), "NVIDIA GPU is on the PCI bus", "--gpus all"),
     ],

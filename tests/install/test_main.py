@@ -145,7 +145,7 @@ def test_a_file_system_without_flock_can_be_set_up_on(tmp_path, monkeypatch, cap
     with command._one_set_up():
         assert (tmp_path / ".setup.lock.exclusive").is_file()
     assert not (tmp_path / ".setup.lock.exclusive").exists()
-    assert "has no flock" in capfd.readouterr().err
+    assert "does not support flock" in capfd.readouterr().err
 
 
 def test_two_set_ups_wait_for_each_other(tmp_path, monkeypatch, capfd):

@@ -152,7 +152,7 @@ def test_a_claim_that_does_not_hold_lets_the_book_go_on_and_is_measured_anew_by_
     code, text = call()
     assert code == 1 and "UNEXPECTED: only 7.0 counted" in text and "BANNER: reached" in text
     assert "UNEXPECTED in 01_first: only 7.0 counted" in text and "unexpected" in summary_of(text, "01_first")
-    assert "The next call measures this notebook's experiments anew" in text and "FAILED" not in text
+    assert "The next call measures the experiments of this notebook again" in text and "FAILED" not in text
     assert statuses(the_run(root)) == {"01_first": "unexpected", "02_second": "done", "03_clean": "done"}
     assert len(the_run(root).rows("01_first")) == 2 and not (root / "results/latest").exists()
     assert "only 7.0 counted" in (the_run(root).folder / "report.html").read_text()
@@ -345,7 +345,7 @@ def test_changed_upstream_rows_make_a_notebook_stale(root):
 def test_the_time_budget_stops_before_a_notebook_and_within_one(root):
     write_notebook(root / "phase1_hardware", "01_first", ["import time\ntime.sleep(1)", recording("01_first")])
     code, text = call(time_budget_s=4.0)
-    assert code == 3 and "expected to take 5 s" in text and "unfinished" in text
+    assert code == 3 and "not started, because it takes about 5 s" in text and "unfinished" in text
     notebook = root / "phase1_hardware/01_first.ipynb"
     notebook.write_text(notebook.read_text().replace('"smoke": 5', '"smoke": 0.1'))
     code, text = call(time_budget_s=0.5)
@@ -370,7 +370,7 @@ def test_replay_skips_what_no_reference_holds_and_says_so(root):
     make_book(root)
     machine = MachineProfile("replay", {"sizes": {}}, MACHINE.setting, {"profile": "replay"})
     code, text = call(machine, profile="replay")
-    assert code == 0 and text.count("skipped") >= 4 and "no rows of it in the reference runs (none)" in text
+    assert code == 0 and text.count("skipped") >= 4 and "no rows of this chapter in the reference runs (none)" in text
     with pytest.raises(HyperionError, match="no reference run of 'h900'"):
         call(machine, profile="replay", replay_of="h900")
 
@@ -420,7 +420,7 @@ def test_any_end_leaves_a_run_that_the_next_call_finishes_with_the_same_rows(roo
         process.send_signal(number)
         out, err = process.communicate(timeout=60)
         assert process.returncode == code, err
-        assert number == signal.SIGKILL or ("interrupted" in out and "continues from here" in out)
+        assert number == signal.SIGKILL or ("interrupted" in out and "continues where this call ended" in out)
         assert "Traceback" not in err
         assert [row.experiment for row in the_run(root).rows()] == ["kept"]
         the_run(root).verify()

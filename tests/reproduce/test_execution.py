@@ -45,7 +45,7 @@ def test_durations(text, seconds):
 
 @pytest.mark.parametrize("text", ["", "0", "6x", "-5", "m", "1m2h", "nan"])
 def test_what_is_no_duration_is_an_error(text):
-    with pytest.raises(HyperionError, match="no duration") as caught:
+    with pytest.raises(HyperionError, match="not a duration") as caught:
         parse_duration(text, "CELL_TIMEOUT")
     assert caught.value.where == "CELL_TIMEOUT" and "CELL_TIMEOUT=6m" in caught.value.next_step
 

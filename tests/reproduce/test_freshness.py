@@ -41,7 +41,7 @@ def test_a_reference_published_again_is_another_one_if_anything_replayed_differs
 
 
 def test_a_named_machine_without_them_gives_the_reason_and_an_unknown_one_is_an_error(checkout):
-    assert reference_for(checkout, "b_half") == (None, "no rows of it in the reference run (b_half)")
+    assert reference_for(checkout, "b_half") == (None, "no rows of this chapter in the reference run (b_half)")
     with pytest.raises(HyperionError, match="no reference run of 'd'") as caught:
         reference_for(checkout, "d")
     assert "a_empty, b_half, c_whole" in caught.value.next_step

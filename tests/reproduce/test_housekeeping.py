@@ -98,7 +98,7 @@ def test_what_hyperion_did_not_write_is_listed_and_nothing_is_removed(checkout, 
 def test_a_file_that_was_changed_since_is_the_users(checkout, place):
     with open(checkout / place, "ab") as file:
         file.write(b"my notes")
-    with pytest.raises(HyperionError, match="changed since") as refusal:
+    with pytest.raises(HyperionError, match="changed after Hyperion wrote") as refusal:
         names(checkout, runs=True, staged_data=True)
     assert str(refusal.value.where) == str(checkout / place)
 

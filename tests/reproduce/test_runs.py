@@ -46,7 +46,7 @@ def test_new_and_named_runs(tmp_path):
     with claim(tmp_path, "new") as (ledger, existed):
         assert not existed and ledger.run.folder != tmp_path / "mine"
     other = SETTING | {"seed": 7}
-    with pytest.raises(HyperionError, match="another setting: seed 0 there, 7 now"), claim(tmp_path, "mine", other):
+    with pytest.raises(HyperionError, match="another setting: seed is 0 there and 7 now"), claim(tmp_path, "mine", other):
         pass
     with pytest.raises(HyperionError, match="cannot be the name"), claim(tmp_path, "latest"):
         pass
