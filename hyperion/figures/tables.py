@@ -16,7 +16,6 @@ from hyperion.figures.material import interval, made_from_rows, number, number_w
 from hyperion.results import Row, metric_named
 from hyperion.untrusted import printable
 
-
 # Repeated launches differ more than the samples of one launch: other memory addresses, clocks and neighbours.
 WITHIN_ONE_LAUNCH = "95 % interval within one launch"
 
@@ -62,9 +61,9 @@ def tidy(rows: Iterable[Row]) -> pd.DataFrame:
 def metric_table(rows: Iterable[Row], metric: str, steadiness: Callable[[Row], str] = lambda row: "") -> pd.DataFrame:
     """Return the rows of one metric as a table of texts.
 
-    The columns are the properties in which the rows differ, the value with its 95 % interval, whether its samples were steady, the
-    limit and the share of the limit, the prediction with its error, and the check. A row without a value shows the reason. Empty
-    columns are left out.
+    The columns are the properties in which the rows differ, the value with its 95 % interval, whether its samples were steady,
+    the limit and the share of the limit, the prediction with its error, and the check. A row without a value shows the reason.
+    Empty columns are left out.
 
     Args:
         rows: the rows. Rows of other metrics are ignored.

@@ -16,6 +16,8 @@ from hyperion.reproduce.notebooks import Notebook
 from hyperion.results import Row
 
 _LOG_INTERVAL_S = 30.0
+# The time left is scaled by how long notebooks took, as if one notebook of this length had already taken its expected time.
+_PRIOR_S = 30.0
 _LINES_OF_TRACEBACK = 40
 _STYLES = {
     "done": "green",
@@ -48,6 +50,7 @@ class Display:
         self._console, self._expected, self._total_s = console, dict(expected_s), total_s
         self._running: dict[str, _RunningNotebook] = {}
         self._finished, self._total = 0, len(expected_s)
+        self._spent_so_far = self._expected_so_far = 0.0
         self._bars: Progress | None = None
         self._closing = threading.Event()
         self._log_thread = threading.Thread(target=self._log_progress, daemon=True)
@@ -67,14 +70,17 @@ class Display:
         else:
             self._log_thread.join()
 
-    def start(self, stem: str, cells: int) -> None:
+    def start(self, stem: str, cells: int, why_again: str = "") -> None:
         """Show that a notebook with `cells` code cells starts."""
         running = _RunningNotebook(cells)
         if self._bars:
             running.bar = self._bars.add_task(f"  {stem}", total=cells)
         else:
             about, number = format_duration(self._expected.get(stem, 0)), self._finished + len(self._running) + 1
-            self.say(f"[{number}/{self._total}] {stem}: started, {cells} cells, about {about}")
+            self.say(
+                f"[{number}/{self._total}] {stem}: started, {cells} cells, about {about}"
+                + (f", {why_again}" if why_again else "")
+            )
         self._running[stem] = running
 
     def cell(self, stem: str, done: int) -> None:
@@ -84,10 +90,18 @@ class Display:
         if self._bars and running.bar is not None:
             self._bars.update(running.bar, completed=done)
 
-    def finish(self, stem: str, line: str) -> None:
-        """Print `line`, which reports how a notebook ended, and remove its bar."""
-        self._expected.pop(stem, None)
-        running = self._running.pop(stem)
+    def finish(self, stem: str, line: str, whole: bool = False) -> None:
+        """Print `line`, which reports how a notebook ended, and remove its bar.
+
+        Args:
+            stem: stem of the notebook.
+            line: the line.
+            whole: whether all its experiments ran. Then its time shows how long the other notebooks will take.
+        """
+        expected, running = self._expected.pop(stem, 0.0), self._running.pop(stem)
+        if whole:
+            self._expected_so_far += expected
+            self._spent_so_far += time.monotonic() - running.started
         self._finished += 1
         if self._bars and running.bar is not None:
             self._bars.remove_task(running.bar)
@@ -106,13 +120,17 @@ class Display:
     def left_s(self) -> float:
         """Return the expected seconds until all notebooks are done.
 
-        A running notebook that already takes longer than expected adds 0 seconds.
+        If the notebooks so far took longer or shorter than expected, the expected times of the others are scaled accordingly. A
+        notebook that takes even longer is expected to need another tenth of the time that it has already taken.
         """
         now, left = time.monotonic(), {}
+        spent_s = {stem: now - running.started for stem, running in list(self._running.items())}
+        late = {stem: spent for stem, spent in spent_s.items() if spent > self._expected.get(stem, 0.0)}
+        took = _PRIOR_S + self._spent_so_far + sum(late.values())
+        pace = took / (_PRIOR_S + self._expected_so_far + sum(self._expected.get(stem, 0.0) for stem in late))
         for stem, seconds in list(self._expected.items()):
-            running = self._running.get(stem)
-            spent = 0.0 if running is None else now - running.started
-            left[stem] = max(seconds - spent, 0.0)
+            spent = spent_s.get(stem, 0.0)
+            left[stem] = max(pace * seconds - spent, spent / 10)
         return self._total_s(left)
 
     def _log_progress(self) -> None:
@@ -128,7 +146,7 @@ class Display:
 class _RunningNotebook:
     cells: int
     done: int = 0
-    started: float = field(default_factory=time.monotonic)
+    started: float = field(default_factory=lambda: time.monotonic())
     bar: TaskID | None = None
 
 

@@ -34,7 +34,7 @@ from hyperion.reproduce.lanes import Lanes, Place
 from hyperion.reproduce.machine import MachineProfile, examine_machine
 from hyperion.reproduce.notebooks import Notebook, read_book, select
 from hyperion.reproduce.publishing import export_subjects, notebook_files, require_page_templates
-from hyperion.reproduce.runs import REPLAY, Entry, Ledger, Request, claimed_run, require_mirror, setting_of
+from hyperion.reproduce.runs import REPLAY, Entry, Ledger, Request, claimed_run, require_mirror, setting_of, why_not_continued
 from hyperion.results import set_latest
 from hyperion.results.execution import LOG, MEASURED, REMEASURE, UNEXPECTED_ROW, executed, unexpected
 
@@ -77,9 +77,10 @@ def reproduce(request: Request, *, machine: MachineProfile | None = None, consol
             require_page_templates()
             machine = machine or examine_machine(request.profile, request.data_source, request.seed)
             setting = setting_of(request, machine)
+            reason = why_not_continued(results_folder(), setting) if request.run is None else ""
             claim = claimed_run(results_folder(), request.run, setting, machine.information)
             with scratch_folder() as scratch, claim as (ledger, continued):
-                return _Call(request, machine, root, ledger, Path(scratch), console).run(chosen, continued)
+                return _Call(request, machine, root, ledger, Path(scratch), console).run(chosen, continued, reason)
     except Stopped as stop:
         console.print(f"stopped by {stop}; the same command continues where this call ended", markup=False)
         return stop.exit_code
@@ -91,12 +92,14 @@ class _StartedNotebook:
 
     Args:
         before: the ledger's entry of the previous execution.
-        digest: hash of everything that the result depends on.
+        inputs: hashes of everything that the result depends on.
+        why_again: the reason why the notebook runs again; "" if it has not run before in this run.
         replays: whether the notebook reads the rows of a reference machine instead of measuring.
     """
 
     before: Entry
-    digest: str
+    inputs: dict[str, str]
+    why_again: str
     replays: bool
     started: float = field(default_factory=time.monotonic)
 
@@ -116,11 +119,13 @@ class _Call:
         self.started: dict[str, _StartedNotebook] = {}
         self.lines: dict[str, TableLine] = {}
 
-    def run(self, chosen: list[Notebook], continued: bool) -> int:
+    def run(self, chosen: list[Notebook], continued: bool, why_new: str) -> int:
         expected = {n.stem: self.freshness.expected_s(n) for n in chosen if not self.freshness.is_done(n)}
         verb = "continuing" if continued else "starting"
         where, device = _relative(self.run_store.folder), self.machine.setting["device"]
         self._print(f"{verb} {where}: profile {self.machine.profile}, {device}")
+        if why_new and not continued:
+            self._print(f"a new run, because the newest run differs: {why_new}")
 
         def total_s(seconds: dict[str, float]) -> float:
             return self.lanes.lasting_s([notebook for notebook in chosen if notebook.stem in seconds], seconds)
@@ -185,10 +190,11 @@ class _Call:
             "output": self._output_for(notebook),
             "seed": self.request.seed,
         }
-        entry = self.ledger.entries.get(notebook.stem, Entry("", "", 0.0, 0))
-        digest = self.freshness.digest(notebook, reference)
-        self.started[notebook.stem] = _StartedNotebook(entry, digest, reference is not None)
-        display.start(notebook.stem, len(notebook.code) + 1)  # papermill adds a cell with the parameters
+        entry = self.ledger.entries.get(notebook.stem, Entry("", {}, 0.0, 0))
+        inputs = self.freshness.inputs(notebook, reference)
+        reason = self.freshness.why_again(notebook, inputs)
+        self.started[notebook.stem] = _StartedNotebook(entry, inputs, reason, reference is not None)
+        display.start(notebook.stem, len(notebook.code) + 1, reason)  # papermill adds a cell with the parameters
 
         silent = self.scratch / "silent-hosts"  # shared by all notebooks of this call
         silent.mkdir(exist_ok=True)
@@ -224,7 +230,7 @@ class _Call:
         reference, reason = self.freshness.reference(notebook)
         if reason:
             return self._line("skipped", notebook, reason)
-        if self.freshness.is_up_to_date(notebook, self.freshness.digest(notebook, reference)):
+        if self.freshness.is_up_to_date(notebook, self.freshness.inputs(notebook, reference)):
             return self._line("up to date", notebook)
         return None
 
@@ -250,7 +256,7 @@ class _Call:
         note = f"{len(surprises)} unexpected, see below" if surprises else ""
         entry = Entry(
             "failed" if failure else "unexpected" if surprises else "done",
-            started.digest,
+            started.inputs,
             seconds,
             len(self.run_store.rows(notebook.stem)),
             failure.summary.partition("\n")[0] if failure else note,
@@ -261,17 +267,19 @@ class _Call:
         )
         self._keep(notebook, entry, outcome.document)
         duration = format_duration(entry.seconds)
-        display.finish(notebook.stem, f"{notebook.stem}: {entry.status} in {duration}, {entry.rows} rows")
+        line = f"{notebook.stem}: {entry.status} in {duration}, {entry.rows} rows"
+        display.finish(notebook.stem, line, whole=not failure and (whole or started.replays))
         if failure:
             show_failure(display.say, notebook, failure, self.run_store.folder)
         if entry.remeasure:
             display.say(_REMEASURED_NEXT)
-        self.lines[notebook.stem] = self._line(entry.status, notebook, entry.note)
+        again = f"ran again ({started.why_again})" if started.why_again else ""
+        self.lines[notebook.stem] = self._line(entry.status, notebook, entry.note or again)
         return False
 
     def _unfinished(self, notebook: Notebook, status: str) -> None:
         started = self.started.pop(notebook.stem)
-        entry = replace(started.before, status=status, hash=started.digest, seconds=started.seconds(), rows=0, note="")
+        entry = replace(started.before, status=status, inputs=started.inputs, seconds=started.seconds(), rows=0, note="")
         self._keep(notebook, entry)
         self.lines[notebook.stem] = self._line(status, notebook, "call again to continue")
 

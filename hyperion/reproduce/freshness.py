@@ -30,26 +30,45 @@ class Freshness:
     def is_done(self, notebook: Notebook) -> bool:
         """Return True if the notebook is up to date now. An earlier chapter of the same call may still change its inputs."""
         reference, _ = self.reference(notebook)
-        return self.is_up_to_date(notebook, self.digest(notebook, reference))
+        return self.is_up_to_date(notebook, self.inputs(notebook, reference))
 
-    def is_up_to_date(self, notebook: Notebook, digest: str) -> bool:
-        """Return True if the notebook finished with this digest, its data are unchanged, and its rows exist."""
-        if not self._ledger.is_done(notebook.stem, digest) or self._without_rows(notebook):
+    def is_up_to_date(self, notebook: Notebook, inputs: dict[str, str]) -> bool:
+        """Return True if the notebook finished with these inputs, its data are unchanged, and its rows exist."""
+        if not self._ledger.is_done(notebook.stem, inputs) or self._without_rows(notebook):
             return False
         return not data_changed(self._ledger.run, notebook, self._request.data_source)
 
-    def digest(self, notebook: Notebook, reference: "Reference | None") -> str:
-        """Return the hash of everything that the notebook's result depends on."""
+    def why_again(self, notebook: Notebook, inputs: dict[str, str]) -> str:
+        """Return the reason why a notebook of an earlier call runs again; "" if it has not run before.
+
+        Args:
+            notebook: a notebook that is not up to date.
+            inputs: hashes of its inputs now.
+        """
+        entry = self._ledger.entries.get(notebook.stem)
+        if entry is None:
+            return ""
+        if entry.status != "done":
+            return f"was {entry.status}"
+        changed = [name for name, digest in inputs.items() if entry.inputs.get(name) != digest]
+        changed += [name for name in entry.inputs if name not in inputs]
+        if changed:
+            return f"changed: {', '.join(changed)}"
+        without = self._without_rows(notebook)
+        return f"without rows of {', '.join(without)}" if without else "changed: its data"
+
+    def inputs(self, notebook: Notebook, reference: "Reference | None") -> dict[str, str]:
+        """Return the hashes of everything that the notebook's result depends on, by name."""
         # Only the sizes of the notebook's own experiments count, not all sizes of the profile.
         settings = self._machine.settings
         sizes = {name: settings["sizes"].get(name) for name in notebook.produces}
         parameters = {
-            "setting": self._ledger.setting,
-            "sizes": settings | {"sizes": sizes},
-            "reference": reference and [reference.machine, reference.digest],
+            "profile, device or versions": self._ledger.setting,
+            "sizes in the profile": settings | {"sizes": sizes},
+            "the reference run": reference and [reference.machine, reference.digest],
         }
         upstream = {stem: rows_digest(self._ledger.run, stem) for stem in (*notebook.needs, *notebook.optional)}
-        return notebook_hash(notebook, parameters, upstream)
+        return hashed_inputs(notebook, parameters, upstream)
 
     def reference(self, notebook: Notebook) -> "tuple[Reference | None, str]":
         """Return the reference to replay and "", or None and the reason why no reference can be replayed.
@@ -89,26 +108,26 @@ class Freshness:
         return [name for name in notebook.produces if not self._ledger.run.rows(notebook.stem, name)]
 
 
-def notebook_hash(notebook: Notebook, parameters: Mapping, upstream: Mapping[str, str | None]) -> str:
-    """Return the hash of everything that a notebook's result depends on, as 16 hexadecimal digits.
-
-    The hash covers the text of the notebook, the library files that it imports, its parameters, and the rows of the chapters that
-    it needs.
+def hashed_inputs(notebook: Notebook, parameters: Mapping, upstream: Mapping[str, str | None]) -> dict[str, str]:
+    """Return hashes of everything that a notebook's result depends on, by the name of the input.
 
     Args:
         notebook: the notebook.
-        parameters: parameters of the notebook and the sizes of its experiments in the profile. They are JSON-serializable and
-            contain no paths.
+        parameters: parameters of the notebook, by the names that a reader sees when one changes. The values are JSON-serializable
+            and contain no paths.
         upstream: for every chapter that the notebook needs, the digest of its rows, or None if there are no rows.
     """
-    depends = {
-        "cells": notebook.cells,
-        "needs": [notebook.needs, notebook.optional, notebook.produces],
-        "library": files_hash(reached_files(library_modules(notebook))),
-        "parameters": parameters,
-        "upstream": upstream,
+    inputs = {
+        "the notebook": [notebook.cells, notebook.needs, notebook.optional, notebook.produces],
+        "files of the library": files_hash(reached_files(library_modules(notebook))),
+        **parameters,
+        **{f"rows of {stem}": digest for stem, digest in upstream.items()},
     }
-    return hashlib.sha256(json.dumps(depends, sort_keys=True).encode()).hexdigest()[:16]
+    return {name: _hash(value) for name, value in inputs.items()}
+
+
+def _hash(value: object) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def library_modules(notebook: Notebook) -> set[str]:

@@ -48,6 +48,12 @@ class Notebook:
         return self.path.stem
 
     @property
+    def number(self) -> str:
+        """Number of the chapter, as 2.4 for phase2_development/04_memory.ipynb; "" for a notebook in another folder."""
+        found = re.search(r"phase(\d+)[^/]*/(\d+)_", self.path.as_posix())
+        return f"{int(found[1])}.{int(found[2])}" if found else ""
+
+    @property
     def code(self) -> list[str]:
         """Sources of the code cells that are not empty."""
         return [source for kind, source in self.cells if kind == "code" and source.strip()]
@@ -125,7 +131,7 @@ def select(book: list[Notebook], only: str | None) -> list[Notebook]:
 
     Args:
         book: all notebooks.
-        only: stem, file name or path of a chapter. None or "" selects all notebooks.
+        only: number (as 2.4), stem, file name or path of a chapter. None or "" selects all notebooks.
 
     Raises:
         BookError: there is no such chapter; the message lists all chapters.
@@ -133,7 +139,8 @@ def select(book: list[Notebook], only: str | None) -> list[Notebook]:
     if not only:
         return book
     by_stem = {notebook.stem: notebook for notebook in book}
-    wanted = Path(only).name.removesuffix(".ipynb")
+    by_number = {notebook.number: notebook.stem for notebook in book if notebook.number}
+    wanted = by_number.get(only) or Path(only).name.removesuffix(".ipynb")
     if wanted not in by_stem:
         raise BookError(f"there is no chapter {only!r}", next_step=f"use ONLY= with one of: {', '.join(by_stem)}")
     waiting, chosen = [wanted], set()

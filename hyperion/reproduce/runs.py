@@ -9,7 +9,7 @@ import os
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 from hyperion.errors import HyperionError
 from hyperion.forms import read_form
@@ -72,9 +72,7 @@ def require_mirror(request: Request) -> None:
 
 def setting_of(request: Request, machine: MachineProfile) -> dict:
     """Return the setting that all notebooks of a run share. A run with another setting is not continued."""
-    # The setting includes whether there is a mirror, because the data source `auto` then takes other data.
-    mirror = request.data_source in ("auto", "mirror") and bool(os.environ.get(_MIRROR))
-    requested = {"profile": machine.profile, "data_source": request.data_source, "mirror": mirror, "seed": request.seed}
+    requested = {"profile": machine.profile, "data_source": request.data_source, "seed": request.seed}
     return requested | {"replay_of": request.replay_of} | machine.setting
 
 
@@ -84,7 +82,7 @@ class Entry:
 
     Args:
         status: done, unexpected, failed, interrupted or unfinished.
-        hash: hash of everything that the result depends on, from `freshness.notebook_hash`.
+        inputs: hashes of everything that the result depends on, from `freshness.hashed_inputs`.
         seconds: wall time of this execution.
         rows: number of the notebook's rows in the run.
         note: one line about a failure, or "".
@@ -94,7 +92,7 @@ class Entry:
     """
 
     status: str
-    hash: str
+    inputs: dict[str, str]
     seconds: float
     rows: int
     note: str = ""
@@ -141,7 +139,7 @@ class Ledger:
         Raises:
             HyperionError: the ledger was edited or is malformed.
         """
-        content = cast(LedgerContent, read_form(LedgerContent, run.document(LEDGER), LEDGER))
+        content = _read_content(run.document(LEDGER))
         return cls(run, content.setting, content.notebooks, content.exported)
 
     def keep(self, stem: str, entry: Entry, files: dict[str, bytes] | None = None) -> None:
@@ -160,10 +158,10 @@ class Ledger:
         self.exported = digest
         self._write()
 
-    def is_done(self, stem: str, digest: str) -> bool:
+    def is_done(self, stem: str, inputs: dict[str, str]) -> bool:
         """Return True if the notebook finished in this run with this digest of everything that its result depends on."""
         entry = self.entries.get(stem)
-        return entry is not None and (entry.status, entry.hash) == ("done", digest)
+        return entry is not None and (entry.status, entry.inputs) == ("done", inputs)
 
     def _write(self, files: dict[str, bytes] | None = None) -> None:
         content = asdict(LedgerContent(self.setting, self.entries, self.exported))
@@ -198,6 +196,19 @@ def claimed_run(results: Path, name: str | None, setting: dict, information: dic
         yield (_continue_run(folder, setting) if existed else _start_run(folder, setting, information)), existed
     finally:
         lock.release()
+
+
+def why_not_continued(results: Path, setting: dict) -> str:
+    """Return how the setting differs from the setting of the newest run, or "" if it does not differ or there is no run."""
+    for path in _newest_first(results):
+        with contextlib.suppress(StoreError):  # a damaged run is reported where it would be continued
+            return _differences(peek(path.parent).setting, setting)
+    return ""
+
+
+def _differences(before: dict, now: dict) -> str:
+    differing = [key for key in now if before.get(key) != now[key]]
+    return ", ".join(f"{key} is {before.get(key)!r} there and {now[key]!r} now" for key in differing)
 
 
 def earlier_seconds(results: Path, setting: dict, stem: str) -> float | None:
@@ -236,9 +247,17 @@ def peek(folder: Path) -> LedgerContent:
     remedy = "start a new run with RUN=new, or delete that run"
     path = inner_path(folder, LEDGER, StoreError, remedy)
     try:
-        return cast(LedgerContent, read_form(LedgerContent, read_json(path, StoreError, remedy), LEDGER))
+        return _read_content(read_json(path, StoreError, remedy))
     except (HyperionError, OSError) as error:
         raise StoreError(f"the ledger of the run was edited or is damaged: {error}", where=path, next_step=remedy) from error
+
+
+def _read_content(document: Any) -> LedgerContent:
+    notebooks = document.get("notebooks") if isinstance(document, dict) else None
+    for entry in notebooks.values() if isinstance(notebooks, dict) else ():
+        if isinstance(entry, dict) and "hash" in entry:  # version 0.1 stored one hash of all inputs
+            entry["inputs"] = {"all inputs": entry.pop("hash")}
+    return cast(LedgerContent, read_form(LedgerContent, document, LEDGER))
 
 
 def _claim_named(folder: Path) -> tuple[Path, FileLock]:
@@ -301,8 +320,6 @@ def _continue_run(folder: Path, setting: dict) -> Ledger:
     if not (folder / LEDGER).is_file():
         return Ledger.new(run, setting)
     ledger = Ledger.of(run)
-    differing = [key for key in setting if ledger.setting.get(key) != setting[key]]
-    if differing:
-        values = ", ".join(f"{key} is {ledger.setting.get(key)!r} there and {setting[key]!r} now" for key in differing)
+    if values := _differences(ledger.setting, setting):
         raise HyperionError(f"the run has another setting: {values}", where=folder, next_step="name another run, or RUN=new")
     return ledger

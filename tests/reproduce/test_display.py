@@ -1,6 +1,7 @@
 import io
 import time
 
+import pytest
 from rich.console import Console
 
 from hyperion.reproduce import display
@@ -23,6 +24,26 @@ def show(terminal: bool) -> str:
         display.drop("02_y")
         assert display.left_s() == 0
     return text.getvalue()
+
+
+def test_the_time_left_follows_how_long_notebooks_have_taken(monkeypatch):
+    now = 0.0
+    monkeypatch.setattr(display.time, "monotonic", lambda: now)
+    quiet = Console(file=io.StringIO(), force_terminal=True)
+    with Display(quiet, {"01_x": 60.0, "02_y": 120.0}) as progress:
+        progress.start("01_x", 5)
+        assert progress.left_s() == 180
+        now = 150.0  # late, by more than the whole prior
+        pace = (30 + 150) / (30 + 60)
+        assert progress.left_s() == pytest.approx(120 * pace + 15)
+        now = 180.0
+        progress.finish("01_x", "done", whole=True)
+        assert progress.left_s() == pytest.approx(120 * (30 + 180) / (30 + 60))
+    with Display(quiet, {"01_x": 60.0, "02_y": 120.0}) as progress:
+        progress.start("01_x", 5)
+        now += 5
+        progress.finish("01_x", "failed at once", whole=False)  # says nothing about the other
+        assert progress.left_s() == 120
 
 
 def test_a_log_gets_plain_lines():

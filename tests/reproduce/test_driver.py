@@ -4,6 +4,7 @@ import dataclasses
 import io
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -85,8 +86,18 @@ def test_a_failure_stops_what_depends_on_it_and_a_second_call_does_only_the_rest
     assert code == 0 and "2 of 4 notebooks to run" in text and text.count("up to date") == 2
     assert the_run(root).folder == run.folder == (root / "results/latest").resolve()
 
-    code, text = call(only="03_third")
+    assert "ran again (was failed)" in summary_of(text, "02_second") and "ran again" not in summary_of(text, "03_third")
+
+    code, text = call(only="1.3")
     assert code == 0 and text.count("up to date") == 3 and "04_alone" not in text
+
+    write_notebook(root / "phase1_hardware", "04_alone", [recording("04_alone", "1 + 1")])
+    code, text = call()
+    assert code == 0 and re.search(r"04_alone: started, 3 cells, about \d s, changed: the notebook\n", text)
+    assert "ran again (changed: the notebook)" in summary_of(text, "04_alone")
+
+    code, text = call(dataclasses.replace(MACHINE, setting=MACHINE.setting | {"torch": "3"}))
+    assert code == 0 and "a new run, because the newest run differs: torch is '2' there and '3' now" in text
 
 
 @pytest.mark.book

@@ -5,7 +5,7 @@ import pytest
 
 from hyperion import dependencies
 from hyperion.errors import HyperionError
-from hyperion.reproduce.freshness import library_modules, notebook_hash, reference_for, rows_digest
+from hyperion.reproduce.freshness import hashed_inputs, library_modules, reference_for, rows_digest
 from hyperion.reproduce.notebooks import read_notebook
 from hyperion.results import Row, Run
 from tests.reproduce.small_book import write_notebook
@@ -52,26 +52,27 @@ USES_RESULTS = "from hyperion.results import Run"
 
 def digest(tmp_path, cells=(USES_RESULTS,), parameters=None, upstream=None, **metadata):
     notebook = read_notebook(write_notebook(tmp_path, "01_x", list(cells), **metadata))
-    return notebook_hash(notebook, parameters or {}, upstream or {})
+    return hashed_inputs(notebook, parameters or {}, upstream or {})
 
 
 def test_text_parameters_upstream_and_needs_change_the_hash(tmp_path):
     same = digest(tmp_path)
     assert same == digest(tmp_path)
-    others = [
-        digest(tmp_path, [USES_RESULTS + "\n"]),
-        digest(tmp_path, parameters={"seed": 1}),
-        digest(tmp_path, upstream={"00_w": "abc"}),
-        digest(tmp_path, produces=["other"]),
-    ]
-    assert len({same, *others}) == 5
+    others = {
+        "the notebook": [digest(tmp_path, [USES_RESULTS + "\n"]), digest(tmp_path, produces=["other"])],
+        "the seed": [digest(tmp_path, parameters={"the seed": 1})],
+        "rows of 00_w": [digest(tmp_path, upstream={"00_w": "abc"})],
+    }
+    for name, changed in others.items():
+        for inputs in changed:
+            assert inputs != same and {key for key in inputs if inputs[key] != same.get(key)} == {name}
 
 
 def test_time_and_outputs_do_not(tmp_path):
     same = digest(tmp_path)
     notebook = tmp_path / "01_x.ipynb"
     notebook.write_text(notebook.read_text().replace('"outputs": []', '"outputs": [{"output_type": "stream", "text": "x"}]'))
-    assert same == notebook_hash(read_notebook(notebook), {}, {})
+    assert same == hashed_inputs(read_notebook(notebook), {}, {})
     assert same == digest(tmp_path, time_budget_s={"smoke": 99})
 
 

@@ -24,7 +24,7 @@ def test_metadata_and_code_are_read(tmp_path):
     assert len(notebook.code) == 2  # the parameters and one cell; a blank one is not executed
 
 
-@pytest.mark.parametrize("only", ["03_third", "phase1_hardware/03_third.ipynb"])
+@pytest.mark.parametrize("only", ["03_third", "phase1_hardware/03_third.ipynb", "1.3"])
 def test_one_chapter_comes_with_all_it_needs(tmp_path, only):
     assert stems(select(read_book(make_book(tmp_path)), only)) == ["01_first", "02_second", "03_third"]
 

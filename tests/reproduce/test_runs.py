@@ -2,6 +2,7 @@
 
 import errno
 import fcntl
+import json
 import os
 from pathlib import Path
 
@@ -92,8 +93,8 @@ def test_a_run_that_cannot_be_started_leaves_no_folder(tmp_path):
 
 def test_earlier_durations_are_those_of_goes_that_measured_all_in_the_newest_run_of_the_setting(tmp_path):
     with claim(tmp_path) as (ledger, _):
-        ledger.keep("01_x", Entry("done", "h", 0.5, 1, whole_s=12.0))
-        ledger.keep("02_y", Entry("done", "h", 9.0, 1))  # measured but a part
+        ledger.keep("01_x", Entry("done", {"a": "h"}, 0.5, 1, whole_s=12.0))
+        ledger.keep("02_y", Entry("done", {"a": "h"}, 9.0, 1))  # measured but a part
     (tmp_path / "damaged").mkdir()
     for name in ("run.json", "reproduce.json"):
         (tmp_path / "damaged" / name).write_text("{")
@@ -131,17 +132,27 @@ def test_a_driver_lock_or_ledger_that_is_no_regular_file_is_refused(tmp_path, ki
 
 def test_entries_survive_and_answer_what_is_done(tmp_path):
     ledger = Ledger.new(Run.create(tmp_path, {}), {"profile": "smoke"})
-    ledger.keep("01_x", Entry("done", "abc", 1.5, 3), {"notebooks/01_x.html": b"page"})
-    ledger.keep("02_y", Entry("failed", "abc", 1.5, 0, "why"))
+    ledger.keep("01_x", Entry("done", {"a": "bc"}, 1.5, 3), {"notebooks/01_x.html": b"page"})
+    ledger.keep("02_y", Entry("failed", {"a": "bc"}, 1.5, 0, "why"))
     assert unexpected_in(ledger.run) == {}
-    ledger.keep("04_w", Entry("unexpected", "abc", 1.5, 2, "1 unexpected", remeasure=True, unexpected=("loss 7, above 4",)))
+    ledger.keep("04_w", Entry("unexpected", {"a": "bc"}, 1.5, 2, "1 unexpected", remeasure=True, unexpected=("loss 7, above 4",)))
     ledger.keep_exported("rows and code")
     again = Ledger.of(Run.open(tmp_path))
     assert again.entries == ledger.entries and again.setting == {"profile": "smoke"} and again.exported == "rows and code"
-    assert again.is_done("01_x", "abc") and not again.is_done("01_x", "other")
-    assert unexpected_in(again.run) == {"04_w": ["loss 7, above 4"]} and not again.is_done("04_w", "abc")
-    assert not again.is_done("02_y", "abc") and not again.is_done("03_z", "abc")
+    assert again.is_done("01_x", {"a": "bc"}) and not again.is_done("01_x", {"a": "other"})
+    assert unexpected_in(again.run) == {"04_w": ["loss 7, above 4"]} and not again.is_done("04_w", {"a": "bc"})
+    assert not again.is_done("02_y", {"a": "bc"}) and not again.is_done("03_z", {"a": "bc"})
     assert Run.open(tmp_path).read("notebooks/01_x.html") == b"page"
+
+
+def test_a_ledger_of_version_0_1_is_read_and_its_notebooks_are_stale(tmp_path):
+    ledger = Ledger.new(Run.create(tmp_path, {}), {"profile": "smoke"})
+    ledger.keep("01_x", Entry("done", {"a": "bc"}, 1.5, 3))
+    old = json.loads((tmp_path / "reproduce.json").read_text())
+    old["notebooks"]["01_x"]["hash"] = "".join(old["notebooks"]["01_x"].pop("inputs").values())
+    ledger.run.write({"reproduce.json": json.dumps(old).encode()})
+    assert Ledger.of(Run.open(tmp_path)).entries["01_x"].inputs == {"all inputs": "bc"}
+    assert peek(tmp_path).notebooks["01_x"].seconds == 1.5
 
 
 @pytest.mark.parametrize("damage", ["", "{", "[]", '{"setting": {}}'])

@@ -96,7 +96,7 @@ def record(folder, experiment=OWN) -> Run:
         row = Row(**named, metric=SCORE.name, value=3.0, limit=4.0, limit_source="four questions", own_metric=SCORE)
         run.record(NOTEBOOK, SCORED, [row], pd.DataFrame({"points": [1.0, 2.0]}), input_hash="h")
     ledger = Ledger.new(run, {"profile": "full"})
-    ledger.keep(NOTEBOOK, Entry("done", "h", 1.0, 4))
+    ledger.keep(NOTEBOOK, Entry("done", {"a": "h"}, 1.0, 4))
     return run
 
 
