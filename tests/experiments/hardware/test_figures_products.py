@@ -92,7 +92,7 @@ def test_power_and_clock_stand_beside_the_rates_of_each_alone(tmp_path, random):
     assert [label.get_text() for label in rates.get_yticklabels()] == list(DATA)
     assert list(bars(power).values()) == pytest.approx([watts for _, watts, _ in DATA.values()])
     assert list(bars(clock).values()) == pytest.approx([mhz for *_, mhz in DATA.values()])
-    shown = texts(figure)
+    shown = " ".join(texts(figure).split())  # notes are wrapped
     assert "×1.3" in shown and "8192³ in bf16" in shown and "1,070 TFLOPS" in shown and "speed relative to normal data" in shown
 
 
