@@ -1,6 +1,6 @@
 """Functions that display results, tables, predictions, warnings and text in notebooks. All numbers in a text come from rows."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 import pandas as pd
@@ -10,7 +10,7 @@ from hyperion.errors import HyperionError, not_none
 from hyperion.figures.material import Material, number, percent, quoted_value
 from hyperion.figures.published import published_tables
 from hyperion.figures.tables import escaped, html, markdown_text, prediction_basis, prediction_error, prediction_table, tables_of
-from hyperion.results import Row, Run
+from hyperion.results import Prediction, Row, Run
 from hyperion.untrusted import printable
 
 _BANNER = (
@@ -28,7 +28,7 @@ class HasRows(Protocol):
 
 
 def show(result: HasRows, run: Run, published: bool = False, figures: Iterable[str] | None = None) -> None:
-    """Show a result: its warnings, the figures of its experiment, and one table for each metric.
+    """Show a result: its warnings, the figures of its experiment, the answer to the reader's guess, and a table for each metric.
 
     Args:
         result: the result.
@@ -49,8 +49,44 @@ def show(result: HasRows, run: Run, published: bool = False, figures: Iterable[s
         picture = draw(plot.name, material, **options)
         if picture is not None:
             _display({"image/png": picture, "text/plain": f"[{plot.name}: {plot.caption}]"})
+    if sentence := answered_guess(material.predictions, result.rows):
+        _display({"text/markdown": f"**{markdown_text(sentence)}**", "text/plain": sentence})
     for caption, table in tables_of(result.rows, material.steadiness):
         show_table(table, caption)
+
+
+def answered_guess(predictions: Sequence[Prediction], rows: Sequence[Row]) -> str:
+    """Return a sentence that compares the reader's guess and the library's prediction with the measured value.
+
+    Args:
+        predictions: the predictions of a run. The reader guesses the first prediction of an experiment.
+        rows: rows of one experiment.
+
+    Returns:
+        The sentence. "" if nothing was predicted.
+    """
+    stored = [p for p in predictions if (p.notebook, p.experiment) == (rows[0].notebook, rows[0].experiment)]
+    # The inputs of an experiment can change. Then there are new predictions, which begin with the one that the reader guesses.
+    first = next((p for p in stored if p.input_hash == stored[-1].input_hash), None)
+    row = next((r for r in rows if first and _identity(r) == _identity(first) and (r.rank is None or first.each_rank)), None)
+    if first is None or row is None:
+        return ""
+    what = " ".join(filter(None, (row.variant, row.dtype)))
+    if row.value is None:
+        return f"{row.metric} of {what} was not measured: {row.value_reason}."
+    sentences = [f"Measured: {row.metric} of {what} is {quoted_value(row.value, row.unit)}."]
+    for predicted, words in ((first.guess, "You guessed {}"), (first.estimate, "The library predicted {}")):
+        if predicted is not None and row.value:
+            error = 100 * (predicted / row.value - 1)
+            size = f"{abs(error):.0f} % too {'high' if error > 0 else 'low'}" if abs(error) >= 0.5 else "within 0.5 %"
+            sentences.append(f"{words.format(quoted_value(predicted, row.unit))}: {size}.")
+    if first.guess is None:
+        sentences.append("You made no guess.")
+    return " ".join(sentences)
+
+
+def _identity(entry: Prediction | Row) -> tuple:
+    return entry.variant, entry.dtype, entry.metric, sorted(entry.params.items())
 
 
 def announce(result: HasRows) -> None:

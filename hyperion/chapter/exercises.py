@@ -4,10 +4,12 @@ The reader writes a check or a timer. The exercise applies it to objects that ar
 purpose, and reports whether it judges them correctly.
 """
 
+import numbers
 import queue
 import threading
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import TypeVar
 
 import pandas as pd
@@ -41,23 +43,29 @@ def solved(score: pd.DataFrame) -> bool:
     return bool(score["right"].all())
 
 
-def judge_number(answer: float | None, expected: float, hint: str, tolerance: float = 0.01) -> str:
-    """Mark a number that the reader gives as the answer to a question.
+@dataclass(frozen=True)
+class Question:
+    """A question of an exercise whose answer is a number. The notebook asks it, and does not contain its answer.
 
     Args:
-        answer: the reader's answer, or None if the reader has not answered yet.
         expected: the right answer.
         hint: a hint that is shown if the answer is wrong.
         tolerance: largest relative difference from the right answer that counts as right.
-
-    Returns:
-        A sentence about the answer.
     """
-    if answer is None:
-        return "not answered yet: set `answer` and run the cell again"
-    if abs(answer - expected) <= tolerance * abs(expected):
-        return "right"
-    return f"{answer:g} is not it. Hint: {hint}"
+
+    expected: float
+    hint: str
+    tolerance: float = 0.01
+
+    def judge(self, answer: float | None) -> str:
+        """Return a sentence about the reader's answer, which is None if the reader has not answered yet."""
+        if answer is None:
+            return "not answered yet: set `answer` and run the cell again"
+        if isinstance(answer, bool) or not isinstance(answer, numbers.Real):
+            return f"the answer is a {type(answer).__name__}: set `answer` to a number, for example answer = 12.5"
+        if abs(answer - self.expected) <= self.tolerance * abs(self.expected):
+            return "right"
+        return f"{float(answer):g} is not the answer. Hint: {self.hint}"
 
 
 class ToyDevice:

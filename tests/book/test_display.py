@@ -5,9 +5,9 @@ from dataclasses import dataclass, field, replace
 import pytest
 
 from hyperion.book import display
-from hyperion.book.display import compared_steps, fill, pick, verdict
+from hyperion.book.display import answered_guess, compared_steps, fill, pick, verdict
 from hyperion.errors import HyperionError
-from hyperion.results import Row
+from hyperion.results import Prediction, Row
 
 
 @dataclass
@@ -25,11 +25,36 @@ def shown(monkeypatch):
     return bundles
 
 
-def test_show_gives_pictures_then_tables(run, material, shown):
+def test_show_gives_pictures_then_the_answer_to_the_guess_then_tables(run, material, shown):
     display.show(Result(material.of("gemm")), run)
     kinds = [next(iter(bundle)) for bundle in shown]
-    assert kinds == ["image/png"] * 2 + ["text/html"] * 3
+    assert kinds == ["image/png"] * 2 + ["text/markdown"] + ["text/html"] * 3
+    assert shown[2]["text/plain"].startswith("Measured: gemm_tflops of torch.mm")
     assert all("text/plain" in bundle for bundle in shown)
+
+
+def predicted(**columns) -> Prediction:
+    row = {"notebook": "n", "experiment": "e", "variant": "copy", "dtype": "fp32", "params": {"m": 1}, "metric": "bandwidth_gb_s"}
+    return Prediction(**row | {"guess": 100.0, "estimate": 240.0, "basis": "", "input_hash": "new"} | columns)
+
+
+def test_the_guess_is_answered_with_what_was_predicted_and_measured():
+    row = Row(
+        notebook="n", experiment="e", variant="copy", dtype="fp32", params={"m": 1}, metric="bandwidth_gb_s", value=200.0, n=30
+    )
+    other = replace(row, params={"m": 2}, value=7.0)
+    old = predicted(guess=1.0, input_hash="old")
+    assert answered_guess([old, predicted(), predicted(params={"m": 2}, guess=None)], [other, row]) == (
+        "Measured: bandwidth_gb_s of copy fp32 is 200 GB/s. You guessed 100 GB/s: 50 % too low. "
+        "The library predicted 240 GB/s: 20 % too high."
+    )
+    no_guess = answered_guess([predicted(guess=None, estimate=200.4)], [row])
+    assert no_guess.endswith("The library predicted 200.4 GB/s: within 0.5 %. You made no guess.")
+    missing = replace(row, value=None, value_reason="out of memory", n=None)
+    assert answered_guess([predicted()], [missing]) == "bandwidth_gb_s of copy fp32 was not measured: out of memory."
+    assert answered_guess([], [row]) == answered_guess([predicted(experiment="other")], [row]) == ""
+    each = replace(row, rank=0)
+    assert answered_guess([predicted()], [each]) == "" != answered_guess([predicted(each_rank=True)], [each])
 
 
 def test_replay_and_synthetic_are_announced_first(run, material, shown):

@@ -1,10 +1,15 @@
 """Each exercise: the cell as given fails it, a right answer passes, and no shortcut does."""
 
+import json
+import re
 import time
+from pathlib import Path
 
+import numpy as np
+import pytest
 import torch
 
-from hyperion.chapter.exercises import judge_leak_check, judge_number, judge_timer, solved
+from hyperion.chapter.exercises import Question, judge_leak_check, judge_timer, solved
 
 
 def test_timer_as_given_is_marked_wrong_and_a_sound_one_right():
@@ -55,6 +60,24 @@ def test_leak_check_as_given_passes_leaking_models_and_perturbation_catches_them
 
 
 def test_numbers_are_marked():
-    assert judge_number(None, 6.0, "count") == "not answered yet: set `answer` and run the cell again"
-    assert judge_number(6.0, 6.0, "count") == "right"
-    assert "count" in judge_number(5.0, 6.0, "count")
+    question = Question(6.0, "count")
+    assert question.judge(None) == "not answered yet: set `answer` and run the cell again"
+    assert question.judge(6.05) == question.judge(np.float32(6)) == "right"
+    assert "count" in question.judge(5.0) and "count" in question.judge(6.07)
+
+
+@pytest.mark.parametrize(("answer", "kind"), [("6", "str"), ([6.0], "list"), (True, "bool"), (6 + 0j, "complex")])
+def test_an_answer_of_a_wrong_type_gets_a_hint(answer, kind):
+    assert Question(6.0, "count").judge(answer) == f"the answer is a {kind}: set `answer` to a number, for example answer = 12.5"
+
+
+def test_no_notebook_contains_the_answer_to_its_own_question():
+    """The marking cell names a Question of the library, whose answer stands in another file."""
+    asked = 0
+    for path in Path(__file__).parents[2].glob("phase*/*.ipynb"):
+        for cell in json.loads(path.read_text())["cells"]:
+            source = "".join(cell["source"])
+            if cell["cell_type"] == "code" and "\nanswer = None\n" in source:
+                asked += 1
+                assert re.search(r"^([A-Z0-9_]+\.judge|judge_\w+)\(answer\b", source, re.MULTILINE) and "expected" not in source
+    assert asked >= 15

@@ -1,7 +1,15 @@
-"""Whose numbers these are."""
+"""Whose numbers these are, and whether the device was steady."""
+
+import json
+
+import pandas as pd
 
 from hyperion.figures.material import Material, device_name
+from hyperion.figures.tables import tables_of
+from hyperion.results import Row, Run
 from tests.book.made_up import made_up_run
+
+SAMPLED = ("warm", "drift", "unsteady")
 
 
 def test_the_first_gpu_else_the_cpu_names_the_machine():
@@ -16,3 +24,41 @@ def test_a_replayed_experiment_names_its_reference(tmp_path):
     assert material.replayed_from("01_hardware_exploration", "gemm") == "h200"
     assert material.machine("gemm") == "h200 (replay)"
     assert material.replayed_from("01_hardware_exploration", "never run") == ""
+
+
+def test_steadiness_comes_from_the_samples_of_the_same_variant_format_and_parameters(tmp_path):
+    def row(variant, m):
+        return Row(notebook="n", experiment="e", variant=variant, params={"m": m, "k": 1}, metric="count", value=1.0)
+
+    series = {
+        ("a", 1): (True, 0.0, ""),
+        ("a", 2): (False, 0.3, "the warm-up's windows still differed when its time was up"),
+        ("b", 1): (True, 0.268, "the samples drifted by +26.8% while they were taken (z = +5.9)"),
+        ("b", 2): (False, -0.05, "the warm-up's windows still differed; the samples drifted by -5.0% (z = -4)"),
+    }
+    samples = [
+        {
+            "variant": variant,
+            "dtype": "",
+            "params": json.dumps({"m": m, "k": 1}),
+            "warm": warm,
+            "drift": drift,
+            "unsteady": unsteady,
+        }
+        for (variant, m), (warm, drift, unsteady) in series.items()
+        for _ in range(3)
+    ]
+    run = Run.create(tmp_path / "run", {"environment": {}})
+    rows = [row(*key) for key in series] + [row("c", 1)]
+    run.record("n", "e", rows, pd.DataFrame(samples), input_hash="h")
+    material = Material(run)
+    assert [material.steadiness(row) for row in material.rows] == [
+        "yes",
+        "no (warm-up)",
+        "no (drift +26.8 %)",
+        "no (warm-up, drift -5.0 %)",
+        "",
+    ]
+    (_, table), *_ = tables_of(material.rows, material.steadiness)
+    assert table["steady"].tolist() == [material.steadiness(row) for row in material.rows]
+    assert "steady" not in tables_of(material.rows)[0][1]

@@ -1,5 +1,6 @@
 """The self-marking exercise of chapter 2.2: write a check that accepts a correct training loop and rejects four faulty ones."""
 
+import math
 from collections.abc import Callable, Sequence
 from typing import cast
 
@@ -8,7 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from hyperion.chapter.exercises import mutation_score
+from hyperion.chapter.exercises import Question, mutation_score
+
+NATS_BELOW_THE_FLOOR = Question(math.log(200) - 3.9, "the lowest possible loss is the entropy of the tokens, ln 200")
 
 Batch = tuple[Tensor, Tensor]
 

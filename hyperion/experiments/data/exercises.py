@@ -1,5 +1,6 @@
 """Exercise of the data chapter: write a check that accepts sound prepared folders and rejects broken ones."""
 
+import math
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -8,7 +9,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from hyperion.chapter.exercises import mutation_score
+from hyperion.chapter.exercises import Question, mutation_score
 from hyperion.data.images.imageset import synthetic_images
 from hyperion.data.prepare.prepare import write_images, write_text
 from hyperion.data.prepare.verify import examine
@@ -16,6 +17,8 @@ from hyperion.data.store.folders import FILE_NAME, read_manifest, write_manifest
 from hyperion.data.text.tokenizer import train_tokenizer
 from hyperion.data.text.wikitext2 import synthetic_corpus
 from hyperion.errors import not_none
+
+PERPLEXITY_PER_WORD = Question(math.exp(1_300_000 / 217_646), "exp of the nats per word: the number of tokens does not matter")
 
 _LINES, _IMAGES = {"train": 300, "valid": 40, "test": 40}, {"train": 60, "test": 60}
 SOUND = ("sound text", "sound images")

@@ -5,7 +5,9 @@ from typing import Any
 
 import pandas as pd
 
-from hyperion.chapter.exercises import mutation_score
+from hyperion.chapter.exercises import Question, mutation_score
+
+GB_PER_RANK = Question(2.0, "four float32 numbers per parameter, 16 bytes, divided by 8 ranks")
 
 
 def judge_mean_check(check: Callable[[Any], bool]) -> pd.DataFrame:

@@ -4,6 +4,7 @@ The first exercise leaves out one precaution of a benchmark at a time and shows 
 writes a check that finds such errors.
 """
 
+import math
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -13,8 +14,11 @@ import numpy as np
 import pandas as pd
 import torch
 
-from hyperion.chapter.exercises import mutation_score
+from hyperion.chapter.exercises import Question, mutation_score
 from hyperion.hardware import Device, detect
+
+BYTES_OF_TRIAD = Question(3 * 1_000_000 * 2, "two arrays are read, one is written, and bf16 has 16 bits")
+WAVES_OF_TILES = Question(math.ceil((4096 / 128) ** 2 / 132), "the number of tiles divided by the number of units, rounded up")
 
 PRECAUTIONS = ("synchronise", "warm_up", "flush", "random_data")
 _ELEMENTS, _CALLS, _WARM_CALLS = 1 << 22, 15, 3

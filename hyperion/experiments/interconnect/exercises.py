@@ -6,6 +6,10 @@ import numpy as np
 import pandas as pd
 import torch
 
+from hyperion.chapter.exercises import Question
+
+GB_ON_THE_RING = Question(2 * 7 / 8 * 124e6 * 2 / 1e9, "2 (n - 1) / n times the bytes of the gradient")
+
 _MESSAGE_BYTES = 1 << 28
 _CALL_S = 2e-3
 _COUNT, _RANKS = 4096, 4

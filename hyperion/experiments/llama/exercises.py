@@ -6,8 +6,10 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from hyperion.chapter.exercises import mutation_score
+from hyperion.chapter.exercises import Question, mutation_score
 from hyperion.data.packing import IGNORE_INDEX
+
+PARAMETERS_OF_LORA = Question(16_777_216, "r (d_in + d_out) for each of four projections, 32 times", tolerance=1e-6)
 
 END, LENGTH, ROWS = 99, 12, 32_000
 _PROMPT, _COMPLETION = [11, 12, 13, 14], [21, 22, 23]

@@ -7,11 +7,28 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from hyperion.chapter.exercises import Question
 from hyperion.hardware import detect_cpu
 from hyperion.measure import TensorMemory
+from hyperion.training import largest_batch
+
+BEST_INTERVAL = Question(8, "the derivative of 64/k + k is zero where k times k is 64")
 
 Saving = Callable[[nn.Module, nn.Module, Tensor], float]
 _BLOCKS, _WIDTH, _BATCH = 8, 32, 64
+
+
+def judge_largest_batch(answer: int | None, peak_gib: Callable[[int], float], memory_gib: float) -> str:
+    """Return a sentence about the reader's answer to the question how large a batch fits into memory.
+
+    Args:
+        answer: the reader's answer, or None if the reader has not answered yet.
+        peak_gib: function that returns the peak memory of a batch size in GiB.
+        memory_gib: size of the memory in GiB.
+    """
+    hint = f"increase the batch by one sequence until it needs more than {memory_gib:g} GiB"
+    expected = 0 if answer is None else largest_batch(peak_gib, memory_gib)
+    return Question(expected, hint, tolerance=0.0).judge(answer)
 
 
 def judge_saving(my_saving: Saving) -> pd.DataFrame:

@@ -6,6 +6,11 @@ import pandas as pd
 import torch
 from torch import Tensor, nn
 
+from hyperion.chapter.exercises import Question
+
+SMALLEST_GRADIENT = Question(2**-24 / 8192, "each skipped step halves the scale, and the smallest number of fp16 is 2**-24")
+GB_OF_ADAMW = Question(7e9 * (4 + 8 + 4) / 1e9, "weights, two moments and gradients: four numbers of 4 bytes each")
+
 Step = Callable[[nn.Module, torch.optim.Optimizer, torch.amp.GradScaler, Tensor], object]
 CLIP_NORM = 1.0
 _OVERFLOWS = 1e35  # a gradient of this size times the initial scale of 65536 exceeds float32

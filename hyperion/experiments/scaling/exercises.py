@@ -4,6 +4,12 @@ from collections.abc import Callable
 
 import pandas as pd
 
+from hyperion.chapter.exercises import Question
+
+MILLISECONDS_OF_ALL_REDUCE = Question(
+    1e3 * 2 * 3 / 4 * 4 * 124e6 / 300e9, "2 (N - 1) / N times the bytes of the gradients, over the bandwidth"
+)
+
 _CASES = (
     ("one device", 2.0, 2.0, 1, "weak", 1.0),
     ("weak, ideal", 2.0, 2.0, 4, "weak", 1.0),

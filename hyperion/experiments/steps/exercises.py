@@ -6,9 +6,12 @@ import pandas as pd
 import torch
 from torch import nn
 
-from hyperion.chapter.exercises import mutation_score
+from hyperion.chapter.exercises import Question, mutation_score
 from hyperion.models import reference_model
 from hyperion.models.reference import VisionTransformer
+
+TFLOPS_OF_PUBLISHED_STEP = Question(105.15e9 * 32 / 5.44e-3 / 1e12, "FLOPs of 32 samples over 0.00544 s, in units of 1e12 FLOP/s")
+EFFICIENCY_OF_BATCH_2 = Question(100 * 99.0 / 621.9, "the samples per second of batch 2, divided by those of the best batch")
 
 
 def judge_model_check(my_check: Callable[[nn.Module], bool]) -> pd.DataFrame:
