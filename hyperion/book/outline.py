@@ -1,13 +1,13 @@
 """The content that the report and the reference page of a run share: sections, headlines, missing values and environment."""
 
 from collections.abc import Callable, Hashable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pandas as pd
 
 from hyperion.book.plots import draw, plots_of, results_folder, title_of
 from hyperion.errors import not_none
-from hyperion.figures.material import ALL, Material, Plot, device_name, made_from_rows, measured, quoted_value
+from hyperion.figures.material import ALL, Material, Plot, device_name, interval, made_from_rows, measured, quoted_value
 from hyperion.figures.tables import is_floor, tables_of
 from hyperion.results import Row, StoreError
 
@@ -22,7 +22,6 @@ _REACHED = {
     ("language_model", "perplexity_word"): ("perplexity per word", "valid"),
     ("image_classifier", "accuracy"): ("accuracy", "test"),
 }
-_LOOPS = ("image_training_speed", "language_training_speed")
 
 
 @dataclass(frozen=True)
@@ -198,6 +197,8 @@ class Headline:
     Args:
         label: name of the quantity.
         value: value with its unit.
+        interval: 95 % interval within one launch, in the unit of the row. "" if there is none.
+        steady: "yes" if the samples were steady. "" if the row was not timed by itself.
         fraction: value as a share of its limit. None without a limit.
         limit: the limit with its unit, or the reason why there is no limit.
         row: the row that contains the value.
@@ -205,6 +206,8 @@ class Headline:
 
     label: str
     value: str
+    interval: str
+    steady: str
     fraction: float | None
     limit: str
     row: Row = field(repr=False)
@@ -214,12 +217,19 @@ class Headline:
 def headlines(material: Material) -> list[Headline]:
     """Return the most important values of a run, in the order of the chapters.
 
-    Examples are the fastest matrix product in each format and the quality of each baseline.
+    Examples are the fastest matrix product in each format and the quality of each baseline. A value is left out if its samples
+    were not steady, or if the host and not the device limited the time.
     """
-    rows = [row for row in measured(material.rows) if not row.hot]
-    found = [*_hardware(rows), *_steps(rows), *_links(rows), *_baselines(rows)]
-    found += [*_precise(rows), *_compiled(rows), *_parity(rows), *_scaled(rows)]
-    return [_headline(label, row) for label, row in found]
+
+    def is_steady(row: Row) -> bool:
+        return not material.steadiness(row).startswith("no")
+
+    cold = [row for row in measured(material.rows) if not row.hot]
+    rows = [row for row in cold if is_steady(row)]
+    # The fastest step of a model is not replaced by a slower, steady one: other batches and formats are other questions.
+    found = [*_hardware(rows), *((label, row) for label, row in _steps(cold) if is_steady(row)), *_links(rows), *_baselines(rows)]
+    found += [*_precise(rows), *_parity(rows), *_scaled(rows)]
+    return [_headline(label, row, material.steadiness(row)) for label, row in found]
 
 
 def _hardware(rows: list[Row]) -> Iterator[tuple[str, Row]]:
@@ -233,10 +243,25 @@ def _hardware(rows: list[Row]) -> Iterator[tuple[str, Row]]:
 
 def _steps(rows: list[Row]) -> Iterator[tuple[str, Row]]:
     """Yield the fastest step of each reference model of chapter 1.2, over all formats and batch sizes."""
-    chosen = [r for r in rows if r.experiment in _REFERENCE_STEPS and r.metric == "samples_per_s"]
-    for row in _best(chosen, lambda r: r.variant):
+    steps = [r for r in rows if r.experiment in _REFERENCE_STEPS]
+    chosen = [r for r in steps if r.metric == "samples_per_s"]
+    for row in (r for r in _best(chosen, lambda r: r.variant) if not _is_host_bound(r, steps)):
         compiled = ", compiled" if row.params.get("mode") == "compiled" else ""
         yield f"{row.variant}, training, {row.dtype}{compiled}, batch {row.params['batch']:,}", row
+
+
+def _is_host_bound(rate: Row, steps: list[Row]) -> bool:
+    """Return True if a step with at most a quarter of the batch takes more than half of the time.
+
+    The device would need a quarter of the time. The host needs the same time, because it launches the same kernels.
+    """
+
+    def kind(row: Row) -> tuple:
+        return row.variant, row.dtype, row.params.get("mode"), row.params.get("channels_last")
+
+    times = {r.params["batch"]: not_none(r.value) for r in steps if r.metric == "step_time_s" and kind(r) == kind(rate)}
+    batch = rate.params["batch"]
+    return batch in times and any(times[b] > times[batch] / 2 for b in times if b <= batch / 4)
 
 
 def _links(rows: list[Row]) -> Iterator[tuple[str, Row]]:
@@ -256,33 +281,26 @@ def _baselines(rows: list[Row]) -> Iterator[tuple[str, Row]]:
         elif row.experiment in _BASELINES and row.metric in _RATES and row.params.get("step") == "steady":
             batch = f"{row.params['batch']:,}{' tokens' if row.metric == 'tokens_per_s' else ''}"
             yield f"{row.variant}, steady training step, {row.dtype}, batch {batch}", row
-        elif row.experiment in _LOOPS and row.metric == "speedup":
+        elif (row.experiment, row.metric) == ("language_training_speed", "speedup"):
+            # Not so for images: the host limits their plain loop, so the ratio depends on the host.
             compiled = " compiled" if row.params.get("plain_compiled", row.params["compiled"]) else ""
-            batch = f"{row.params['batch']:,}{' tokens' if row.experiment == 'language_training_speed' else ''}"
-            yield f"{row.variant}, training, batch {batch}: over a plain{compiled} loop", row
+            yield f"{row.variant}, training, batch {row.params['batch']:,} tokens: over a plain{compiled} loop", row
 
 
 def _precise(rows: list[Row]) -> Iterator[tuple[str, Row]]:
-    """Yield the fastest number format of each training of chapter 2.3."""
+    """Yield the fastest number format of each training of chapter 2.3, over TF32 and over IEEE fp32.
+
+    PyTorch computes convolutions in TF32 by default, so the speed-up over IEEE fp32 alone would be misleading.
+    """
     ratios = [r for r in rows if (r.experiment, r.metric) == ("precision_variants", "speedup")]
     for row in _best(ratios, lambda r: r.variant):
-        yield f"{row.variant}, training: {row.dtype} over {row.params['over']}", row
-
-
-def _compiled(rows: list[Row]) -> Iterator[tuple[str, Row]]:
-    """Yield the fastest compiled mode of each model of chapter 2.7.
-
-    This is the mode with the shortest time. It may not have the largest speed-up, because every mode has its own eager baseline.
-    """
-
-    def subject(row: Row) -> str:
-        return f"{row.params['model']}, inference, {row.dtype}, batch {row.params['batch']:,}"
-
-    compiled = [r for r in rows if r.experiment == "compilation"]
-    times = {row.key[:-1]: not_none(row.value) for row in compiled if row.metric == "inference_time_s"}
-    ratios = [row for row in compiled if row.metric == "speedup" and row.key[:-1] in times]
-    for row in _best(ratios, subject, lambda r: -times[r.key[:-1]]):
-        yield f"{subject(row)}: {row.variant} over eager", row
+        tf32 = next((r for r in ratios if r.variant == row.variant and r.dtype == "tf32" and r is not row), None)
+        if tf32 is not None:
+            ratio = not_none(row.value) / not_none(tf32.value)
+            over_tf32 = replace(row, value=ratio, ci_low=None, ci_high=None, params=row.params | {"over": "tf32"})
+            yield f"{row.variant}, training: {row.dtype} over tf32", over_tf32
+        over = "IEEE fp32, TF32 off" if row.params["over"] == "fp32" else row.params["over"]
+        yield f"{row.variant}, training: {row.dtype} over {over}", row
 
 
 def _parity(rows: list[Row]) -> Iterator[tuple[str, Row]]:
@@ -312,10 +330,13 @@ def _best(
     return [max((row for row in rows if kind(row) == one), key=score) for one in kinds]
 
 
-def _headline(label: str, row: Row) -> Headline:
+def _headline(label: str, row: Row, steady: str) -> Headline:
     if row.limit is None:
         limit = row.limit_source.partition("; ")[0]
     else:
         limit = f"{'floor' if is_floor(row) else 'limit'} {quoted_value(row.limit, row.unit)}"
     fraction = None if is_floor(row) else row.fraction_of_limit
-    return Headline(label, quoted_value(not_none(row.value), row.unit), fraction, limit, row)
+    scale = 100 if row.unit == "fraction" else 1  # as in `quoted_value`
+    ends = [None if end is None else scale * end for end in (row.value, row.ci_low, row.ci_high)]
+    bounds = interval(*ends) if row.ci_low != row.ci_high else ""
+    return Headline(label, quoted_value(not_none(row.value), row.unit), bounds, steady, fraction, limit, row)

@@ -96,11 +96,12 @@ class Material:
             if not {"variant", "dtype", "params", "warm", "drift", "unsteady"} <= set(samples.columns):
                 continue
             series = samples.dropna(subset=["params", "unsteady"]).drop_duplicates(["variant", "dtype", "params"])
-            for line in series.itertuples(index=False):
-                key = (notebook, experiment, line.variant, line.dtype, _canonical(json.loads(line.params)))
-                drifts = line.unsteady and (line.warm or ";" in line.unsteady)
-                reasons = [] if line.warm else ["warm-up"]
-                reasons += [f"drift {100 * line.drift:+.1f} %"] if drifts else []
+            for line in series.to_dict("records"):
+                key = (notebook, experiment, line["variant"], line["dtype"], _canonical(json.loads(line["params"])))
+                # The text states both reasons, separated by a semicolon.
+                drifts = line["unsteady"] and (line["warm"] or ";" in line["unsteady"])
+                reasons = [] if line["warm"] else ["warm-up"]
+                reasons += [f"drift {100 * line['drift']:+.1f} %"] if drifts else []
                 found[key] = f"no ({', '.join(reasons)})" if reasons else "yes"
         return found
 

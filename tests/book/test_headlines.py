@@ -11,6 +11,10 @@ from hyperion.results import Row
 @dataclass
 class Rows:
     rows: list[Row]
+    unsteady: tuple[float, ...] = ()
+
+    def steadiness(self, row: Row) -> str:
+        return "no (warm-up)" if row.value in self.unsteady else "yes"
 
 
 def row(experiment, variant, metric, value, dtype="bf16", **params):
@@ -26,8 +30,8 @@ def row(experiment, variant, metric, value, dtype="bf16", **params):
     )
 
 
-def told(*rows):
-    return {headline.label: headline.row.value for headline in headlines(Rows(list(rows)))}
+def told(*rows, unsteady=()):
+    return {headline.label: headline.row.value for headline in headlines(Rows(list(rows), unsteady))}
 
 
 def test_a_reference_models_best_step_is_looked_for_in_both_experiments():
@@ -58,15 +62,16 @@ def test_a_baseline_of_several_seeds_is_quoted_in_the_mean():
     }
 
 
-def test_the_fastest_compiled_mode_has_the_shortest_time_not_the_largest_ratio():
+def test_a_ratio_over_a_loop_that_the_host_limits_is_no_headline():
+    """Eager calls of a small batch, and the plain loop of ResNet-18, wait for the host: their speed is that of the host."""
     shared = {"model": "lm", "batch": 8}
-    rows = [row("compilation", "eager", "inference_time_s", 1.2e-3, **shared)]
-    for mode, seconds, ratio in (("max-autotune", 4.8e-4, 4.1), ("reduce-overhead", 4.5e-4, 2.8), ("default", 8e-4, 1.4)):
-        rows += [
-            row("compilation", mode, "inference_time_s", seconds, **shared),
-            row("compilation", mode, "speedup", ratio, **shared),
-        ]
-    assert told(*rows) == {"lm, inference, bf16, batch 8: reduce-overhead over eager": 2.8}
+    rows = [row("compilation", "reduce-overhead", "inference_time_s", 4.5e-4, **shared)]
+    rows += [row("compilation", "reduce-overhead", "speedup", 2.8, **shared)]
+    rows += [row("image_training_speed", "resnet18", "speedup", 4.3, batch=128, compiled=True)]
+    assert told(*rows) == {}
+    assert told(row("language_training_speed", "lm", "speedup", 1.118, batch=65536, compiled=True)) == {
+        "lm, training, batch 65,536 tokens: over a plain compiled loop": 1.118
+    }
 
 
 def test_the_format_of_a_training_is_the_one_that_speeds_it_up_most():
@@ -74,7 +79,28 @@ def test_the_format_of_a_training_is_the_one_that_speeds_it_up_most():
         row("precision_variants", "resnet18", "speedup", value, dtype, batch=512, over="fp32")
         for dtype, value in (("tf32", 5.0), ("bf16", 7.6), ("fp16", 9.3))
     ]
-    assert told(*rates) == {"resnet18, training: fp16 over fp32": 9.3}
+    assert told(*rates) == {
+        "resnet18, training: fp16 over tf32": pytest.approx(9.3 / 5.0),
+        "resnet18, training: fp16 over IEEE fp32, TF32 off": 9.3,
+    }
+    assert told(*rates[1:]) == {"resnet18, training: fp16 over IEEE fp32, TF32 off": 9.3}
+
+
+def test_an_unsteady_value_is_no_headline_and_the_next_steady_one_is():
+    shared = {"cache": "cold", "m": 4096, "n": 4096, "k": 4096}
+    rows = [row("gemm", "torch.mm", "gemm_tflops", 741.0, **shared), row("gemm", "torch.mm", "gemm_tflops", 700.0, **shared)]
+    assert told(*rows, unsteady=(741.0,)) == {"matrix product, bf16, cold caches": 700.0}
+    assert told(*rows, unsteady=(741.0, 700.0)) == {}
+
+
+@pytest.mark.parametrize(("small_s", "host_bound"), [(0.0194, True), (0.0103, True), (0.0101, False), (0.0053, False)])
+def test_a_step_that_the_host_limits_is_no_headline(small_s, host_bound):
+    """The host needs the same time for each batch, the device a quarter of the time for a quarter of the batch."""
+    rows = []
+    for batch, seconds in ((16, small_s), (64, 0.0204)):
+        rows.append(row("batch_scaling", "resnet50", "step_time_s", seconds, batch=batch))
+        rows.append(row("batch_scaling", "resnet50", "samples_per_s", batch / seconds, batch=batch))
+    assert ("resnet50, training, bf16, batch 64" not in told(*rows)) == host_bound
 
 
 def test_warm_caches_and_small_arrays_give_no_headline():
