@@ -151,7 +151,7 @@ def test_installed_clean_touches_no_other_package_and_reproduce_says_where_to_go
     assert (done.returncode, done.stdout) == (0, ""), done.stderr
     refused = hyperion("reproduce", folder=work, PYTHONPATH=site)
     assert refused.returncode == 2 and "no notebooks" in refused.stderr and str(work) in refused.stderr
-    assert "next:  run this inside a checkout of Hyperion" in refused.stderr and "HYPERION_HOME" in refused.stderr
+    assert "next:  run the command inside a checkout of Hyperion" in refused.stderr and "HYPERION_HOME" in refused.stderr
     assert not list(work.glob("results")) and not (Path(site) / "results").exists()
     done = hyperion("verify", "nope", folder=work, PYTHONPATH=site)
     assert str(work / "results/nope") in done.stderr and site not in done.stderr

@@ -120,7 +120,7 @@ def test_a_refusal_is_told_in_its_own_words(capsys, monkeypatch):
     monkeypatch.delenv("RANK", raising=False)
     assert main("", print, ["--lora"]) == 2
     told = capsys.readouterr()
-    assert told.err.startswith("run_distributed: --lora with --model language_ddp") and "  next:  " in told.err
+    assert told.err.startswith("run_distributed: --lora does not work with --model language_ddp") and "  next:  " in told.err
     assert not told.out
 
 

@@ -76,7 +76,7 @@ def test_the_rocm_wheel_is_the_newest_at_or_below_the_machines_rocm_or_the_neare
 
 
 def test_a_rocm_too_old_for_any_wheel_is_refused_with_the_way_out():
-    with pytest.raises(HyperionError, match=r"ROCm 5\.7 is older") as caught:
+    with pytest.raises(HyperionError, match=r"ROCm 5\.7 is too old") as caught:
         choose(replace(AMD, rocm_version=(5, 7)))
     assert "PYTHON=" in caught.value.next_step
 

@@ -48,7 +48,7 @@ def test_the_ways_to_be_wrong_that_the_book_promises_are_all_there(results):
         "rank",
         "above the peak",
         "substituted",
-        "reading of 0",
+        "0 instead of an unreadable value",
         "never written",
         "skips work",
         "labelled cold",

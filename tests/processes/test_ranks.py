@@ -228,7 +228,7 @@ def marked(folder) -> list[int]:
 @pytest.mark.process
 def test_a_function_of_a_module_that_the_ranks_do_not_find_is_refused(monkeypatch):
     monkeypatch.setattr(rank_entries.total, "__module__", "no_such_module")
-    with pytest.raises(JobError, match="no module 'no_such_module'"):
+    with pytest.raises(JobError, match="the module 'no_such_module' cannot be found"):
         run_ranks(job(rank_entries.total))
 
 

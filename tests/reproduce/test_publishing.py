@@ -136,7 +136,7 @@ def test_large_pages_are_left_out_and_named(run, tmp_path, monkeypatch):
     folder, left_out = publish(run, "h100", tmp_path / "reference")
     assert left_out == ["notebooks/02_y.html"] and (folder / "notebooks/01_x.html").exists()
     monkeypatch.setattr(publishing, "LARGEST_BYTES", without_pages - 1)
-    with pytest.raises(HyperionError, match="beyond its"):
+    with pytest.raises(HyperionError, match="larger than its limit"):
         publish(run, "h200", tmp_path / "reference")
     assert not (tmp_path / "reference/h200").exists()
 

@@ -381,7 +381,10 @@ def slower():
         (lambda: written(pa.table({"x": [{"a": 1}]})), "column of type struct"),
         (lambda: written(pa.table([[1], [2]], names=["x", "x"])), "two columns of the same name"),
         (slower, "its samples give"),
-        (lambda: written(pa.table({"variant": ["v"], "dtype": [""], "params": ["{"], "time_s": [1.0]})), "not a JSON document"),
+        (
+            lambda: written(pa.table({"variant": ["v"], "dtype": [""], "params": ["{"], "time_s": [1.0]})),
+            "not a valid JSON document",
+        ),
         (lambda: written(pa.table({"variant": ["v"], "dtype": [""], "params": ["{}"], "time_s": [-1.0]})), "not positive num"),
     ],
 )

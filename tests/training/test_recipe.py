@@ -80,7 +80,7 @@ def test_it_rises_then_falls_and_stays_in_range(warmup, extra, final):
 
 
 def test_a_warm_up_longer_than_the_run_is_refused():
-    with pytest.raises(HyperionError, match="warmup_steps 5"):
+    with pytest.raises(HyperionError, match="warmup_steps is 5"):
         WarmupCosine(1.0, 5, 5)
 
 

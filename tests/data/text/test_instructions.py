@@ -57,7 +57,7 @@ def test_rows_that_are_not_the_published_ones_are_said_to_be_others(put, rows):
 @pytest.mark.parametrize(
     "spoil, message",
     [
-        (lambda rows: json.dumps(rows)[:-2], "not a JSON document"),
+        (lambda rows: json.dumps(rows)[:-2], "not a valid JSON document"),
         (lambda rows: json.dumps({"rows": rows}), "not a list"),
         (lambda rows: json.dumps(rows[1:]), f"has {COUNT - 1} records, expected {COUNT}"),
         (lambda rows: json.dumps([*rows[:7], {"instruction": "Hm?", "output": "x"}, *rows[8:]]), "record 7 lacks"),

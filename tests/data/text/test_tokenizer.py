@@ -138,7 +138,7 @@ def test_what_is_missing_or_broken_is_named(folder):
     with pytest.raises(DataError, match="names an eos_token"):
         read_tokenizer(folder)
     (folder / "tokenizer_config.json").write_text("[")
-    with pytest.raises(DataError, match=r"not a JSON document.*(\n.*)*tokenizer_config.json"):
+    with pytest.raises(DataError, match=r"not a valid JSON document.*(\n.*)*tokenizer_config.json"):
         read_tokenizer(folder)
     (folder / "tokenizer.json").write_text("{}")
     with pytest.raises(DataError, match="not a readable tokenizer"):
