@@ -6,9 +6,11 @@ The command must start fast. Therefore PyTorch and other packages that are slow 
 """
 
 import getpass
+import hashlib
 import json
 import os
 import secrets
+import signal
 import socket
 import sys
 from importlib.util import find_spec
@@ -24,6 +26,7 @@ from hyperion.paths import data_folder, project_root, results_folder
 from hyperion.terminal import run_command, say
 
 FIRST_PORT = 8888
+LAB = "lab"  # folder of the reader's copies of the notebooks, in the checkout
 _COLOURS = {"ok": "green", "warn": "yellow", "fail": "red"}
 RunName = Annotated[
     str, typer.Argument(help="A run: the path or the name of its folder, `latest`, or the name of a reference machine.")
@@ -216,16 +219,20 @@ def verify_data(
 def lab(
     port: Annotated[int | None, typer.Option(help="Port on loopback.", show_default="the first free one from 8888")] = None,
 ) -> None:
-    """Start JupyterLab in this checkout, reachable only from this machine and with a token.
+    """Start JupyterLab with your own copies of the notebooks, reachable only from this machine and with a token.
 
-    Also prints the ssh command that makes JupyterLab reachable from another machine.
+    The copies are in the folder lab/ of the checkout, so that your answers and outputs change no file in git. Also prints the ssh
+    command that makes JupyterLab reachable from another machine. JupyterLab continues when the terminal closes. To stop it, press
+    Ctrl-C, or choose File > Shut Down.
     """
     from hyperion.reproduce.kernels import library_environment
 
     chosen = free_port() if port is None else port
     token = secrets.token_hex(24)
     command = lab_command(project_root(), chosen)
-    print("\n".join(lab_lines(chosen, token)), flush=True)
+    for line in (*copy_notebooks(project_root()), *lab_lines(chosen, token)):
+        print(line, flush=True)
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # the new program inherits it
     # exec and not a child process, so that the server gets the signals and the terminal, and its exit code is this command's.
     os.execve(command[0], command, {**library_environment(), "JUPYTER_TOKEN": token})
 
@@ -263,6 +270,31 @@ def lab_command(root: Path, port: int) -> list[str]:
     return [sys.executable, "-s", "-m", "jupyterlab", *options, f"--ServerApp.root_dir={root}"]
 
 
+def copy_notebooks(root: Path) -> list[str]:
+    """Copy the notebooks of a checkout into its folder lab/, and return one line for each copy that is out of date.
+
+    A copy that the reader changed is never replaced. A copy without changes is replaced if the original changed.
+    """
+    record = root / LAB / ".copied.json"
+    copied = json.loads(record.read_text()) if record.is_file() else {}
+    lines = []
+    for original in sorted(root.glob("phase*/*.ipynb")):
+        name = original.relative_to(root).as_posix()
+        copy, content = root / LAB / name, original.read_bytes()
+        digest = hashlib.sha256(content).hexdigest()
+        if copy.exists() and digest == copied.get(name):
+            continue
+        if copy.exists() and hashlib.sha256(copy.read_bytes()).hexdigest() != copied.get(name):
+            lines.append(f"{LAB}/{name} has your changes, and the original changed. To get the new original, rename your copy.")
+            continue
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        copy.write_bytes(content)
+        copied[name] = digest
+    record.parent.mkdir(exist_ok=True)
+    record.write_text(json.dumps(copied, indent=1))
+    return lines
+
+
 def lab_lines(port: int, token: str) -> list[str]:
     """Return two lines: the address to open in a browser, and the ssh command to run first on another machine."""
     try:
@@ -270,7 +302,7 @@ def lab_lines(port: int, token: str) -> list[str]:
     except (KeyError, OSError):  # in a container, the user id may have no entry in the password file
         user = str(os.getuid())
     return [
-        f"open      http://127.0.0.1:{port}/lab?token={token}",
+        f"open      http://127.0.0.1:{port}/lab/tree/{LAB}?token={token}",
         f"remotely  ssh -N -L {port}:127.0.0.1:{port} {user}@{socket.gethostname()}    then open the same address there",
     ]
 

@@ -25,8 +25,29 @@ def test_the_server_listens_on_loopback_only_and_the_token_is_not_in_its_argumen
 
 def test_the_lines_tell_the_address_and_the_way_from_elsewhere():
     here, elsewhere = cli.lab_lines(9001, "secret")
-    assert "http://127.0.0.1:9001/lab?token=secret" in here
+    assert "http://127.0.0.1:9001/lab/tree/lab?token=secret" in here
     assert "ssh -N -L 9001:127.0.0.1:9001" in elsewhere and socket.gethostname() in elsewhere
+
+
+def test_the_reader_gets_copies_and_keeps_what_was_changed(tmp_path):
+    originals = [tmp_path / "phase1_x/01_a.ipynb", tmp_path / "phase2_y/02_b.ipynb"]
+    for original in originals:
+        original.parent.mkdir()
+        original.write_text("first")
+    assert cli.copy_notebooks(tmp_path) == []
+    a, b = tmp_path / "lab/phase1_x/01_a.ipynb", tmp_path / "lab/phase2_y/02_b.ipynb"
+    assert a.read_text() == b.read_text() == "first"
+    a.write_text("my answer")
+    assert cli.copy_notebooks(tmp_path) == [] and a.read_text() == "my answer"
+    for original in originals:
+        original.write_text("second")
+    for _ in range(2):
+        (line,) = cli.copy_notebooks(tmp_path)
+        assert line.startswith("lab/phase1_x/01_a.ipynb has your changes") and a.read_text() == "my answer"
+        assert b.read_text() == "second"
+    a.rename(tmp_path / "lab/mine.ipynb")
+    assert cli.copy_notebooks(tmp_path) == [] and a.read_text() == "second"
+    assert all(original.read_text() == "second" for original in originals)
 
 
 def test_a_user_without_a_password_entry_is_named_by_number(monkeypatch):

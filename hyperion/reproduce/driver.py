@@ -118,6 +118,7 @@ class _Call:
         self.lanes, self.freshness = Lanes(machine.masks), Freshness(request, machine, ledger)
         self.started: dict[str, _StartedNotebook] = {}
         self.lines: dict[str, TableLine] = {}
+        self.announced: set[tuple[str, ...]] = set()  # announcements of data sources that this call has printed
 
     def run(self, chosen: list[Notebook], continued: bool, why_new: str) -> int:
         expected = {n.stem: self.freshness.expected_s(n) for n in chosen if not self.freshness.is_done(n)}
@@ -211,6 +212,7 @@ class _Call:
                 interruption=interruption,
                 on_cell=lambda done: display.cell(notebook.stem, done),
                 on_line=display.say,
+                announced=self.announced,
                 limits=self.limits,
                 lacks_rows=lambda: bool(unexpected(self._log(notebook), notebook.stem, UNEXPECTED_ROW)),
             )
@@ -305,7 +307,10 @@ class _Call:
         if code == FINISHED:
             set_latest(self.run_store.folder)
         folder = _relative(self.run_store.folder)
-        self._print(f"results: {folder}   report: {folder}/report.html   executed notebooks: {folder}/notebooks/")
+        # An interrupted call has no report, and perhaps no executed notebook.
+        made = {"report": "report.html", "executed notebooks": "notebooks"}
+        there = {what: name for what, name in made.items() if (self.run_store.folder / name).exists()}
+        self._print("   ".join([f"results: {folder}", *(f"{what}: {folder}/{name}" for what, name in there.items())]))
         if code != FINISHED:
             self._print("not finished; the same command continues where this call ended")
         return code

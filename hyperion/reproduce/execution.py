@@ -130,6 +130,7 @@ def execute(
     *,
     on_cell: Callable[[int], object],
     on_line: Callable[[str], object],
+    announced: set[tuple[str, ...]],
     interruption: Interruption,
     limits: Limits,
     lacks_rows: Callable[[], bool],
@@ -143,6 +144,7 @@ def execute(
         environment: environment variables of the kernel in addition to the variables of this process.
         on_cell: called before each cell with the number of finished code cells.
         on_line: called with each line of output that the driver must show.
+        announced: blocks of output that `on_line` has already received in this call; see `LineFilter`.
         interruption: stops the execution from another thread.
         limits: time limits. They end the notebook even in the middle of a cell.
         lacks_rows: returns True after the value of an unexpected row was refused. From then on, a cell that raises an exception
@@ -188,8 +190,8 @@ def execute(
             kernel_name=KERNEL,
             progress_bar=False,
             autosave_cell_every=0,
-            stdout_file=LineFilter(on_line),
-            stderr_file=LineFilter(on_line),
+            stdout_file=LineFilter(on_line, announced),
+            stderr_file=LineFilter(on_line, announced),
             kernel_manager_class=kernel_manager_class(scratch, environment, notebook.path.parent),
             on_cell_start=cell_starts,
             on_cell_executed=cell_executed,
@@ -215,19 +217,34 @@ class LineFilter:
     """A file-like object that passes only the important lines of a cell's output to `on_line`.
 
     Important lines start with BANNER, WARNING or UNEXPECTED, or are in a block between two lines of `=`. Such a block announces
-    the data source.
+    the data source. Every experiment that uses the data announces it, so a block that was passed on before is left out.
+
+    Args:
+        on_line: function that is called with each important line.
+        announced: the blocks that were passed on before. New blocks are added.
     """
 
-    def __init__(self, on_line: Callable[[str], object]):
-        self._on_line, self._rest, self._fenced = on_line, "", False
+    def __init__(self, on_line: Callable[[str], object], announced: set[tuple[str, ...]]):
+        self._on_line, self._announced = on_line, announced
+        self._rest, self._block = "", []
 
     def write(self, text: str) -> None:
         *lines, self._rest = (self._rest + text).split("\n")
         for line in lines:
             fence = len(line) >= 40 and not line.strip("=")
-            if fence or self._fenced or line.startswith(("BANNER", "WARNING", "UNEXPECTED")):
+            if fence or self._block:
+                self._block.append(line)
+                if fence and len(self._block) > 1:
+                    self._pass_block()
+            elif line.startswith(("BANNER", "WARNING", "UNEXPECTED")):
                 self._on_line(line)
-            self._fenced = self._fenced != fence
+
+    def _pass_block(self) -> None:
+        block, self._block = tuple(self._block), []
+        if block not in self._announced:
+            self._announced.add(block)
+            for line in block:
+                self._on_line(line)
 
     def flush(self) -> None:
         """Do nothing, because `write` passes on every complete line immediately."""
@@ -337,7 +354,8 @@ def _ignore_abandoned_tasks(loop: asyncio.AbstractEventLoop, context: dict[str, 
 
     A stop abandons the task that waits for the cell and then ends the kernel, so this task always fails.
     """
-    if "never retrieved" not in context.get("message", ""):
+    message = context.get("message", "")
+    if not ("never retrieved" in message or "destroyed but it is pending" in message):
         loop.default_exception_handler(context)
 
 

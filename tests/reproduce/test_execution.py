@@ -30,10 +30,20 @@ def test_banners_warnings_and_fenced_blocks_pass_however_they_are_cut():
     text = f"noise\nBANNER: one\nWARNING two\nUNEXPECTED: three\n{fence}\n  DATA  four\n{fence}\nnoise\nunfinished BANNER"
     for size in (1, 7, len(text)):
         lines = []
-        stream = LineFilter(lines.append)
+        stream = LineFilter(lines.append, set())
         for start in range(0, len(text), size):
             stream.write(text[start : start + size])
         assert lines == ["BANNER: one", "WARNING two", "UNEXPECTED: three", fence, "  DATA  four", fence]
+
+
+def test_a_data_source_is_announced_once_a_call():
+    fence, lines, announced = "=" * 50, [], set()
+    for source in ("four", "four", "five"):
+        for stream in (LineFilter(lines.append, announced), LineFilter(lines.append, announced)):
+            stream.write(f"{fence}\n  DATA  {source}\n{fence}\n{fence}\n  DATA  other\n{fence}\nBANNER: always\n")
+    four, other, five = ([fence, f"  DATA  {name}", fence] for name in ("four", "other", "five"))
+    always = ["BANNER: always"]
+    assert lines == [*four, *other, *always, *always * 3, *five, *always, *always]
 
 
 @pytest.mark.parametrize(
