@@ -62,6 +62,16 @@ def one_thread() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session", autouse=True)
+def never_busy() -> Iterator[None]:
+    """Let no measurement in this process be "busy": the tests run beside each other."""
+    from hyperion.hardware import telemetry
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(telemetry, "_BUSY_SHARE", 2.0)
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
 def small_cache() -> Iterator[None]:
     """Give the CPU a last-level cache of 8 MiB in this process.
 

@@ -165,6 +165,12 @@ class Chapter:
         )
         self._measured_here.add(experiment)
         self._report_unexpected(result.rows)
+        busy = sum(row.busy for row in result.rows)
+        if busy:
+            print(
+                f"WARNING: other processes used more than a tenth of the cores while {experiment} was measured. Times in "
+                f"{busy} of its rows are too long. Measure again on an idle machine with RUN=new."
+            )
         return result
 
     def _holds(self, experiment: str, digest: str) -> bool:

@@ -74,10 +74,13 @@ class Context:
     def best_upstream(self, metric: str, dtype: str) -> Row | None:
         """Return the upstream row with the largest value of a metric and a dtype, or None if there is none.
 
-        Values that were measured with warm caches are left out.
+        Values that were measured with warm caches are left out. Values that were measured while others used the cores are used
+        only if there are no other values.
         """
         rows = [row for row in self.upstream if (row.metric, row.dtype, row.hot) == (metric, dtype, False)]
-        return max((row for row in rows if row.value is not None), key=lambda row: not_none(row.value), default=None)
+        known = [row for row in rows if row.value is not None]
+        idle = [row for row in known if not row.busy]
+        return max(idle or known, key=lambda row: not_none(row.value), default=None)
 
 
 # In strict mode, "8" and 8.0 are not accepted for the integer 8.

@@ -240,8 +240,11 @@ def maf_row(rows: Iterable[Row], dtype: str) -> Row | None:
 def stream_ceiling(rows: Iterable[Row]) -> Row | None:
     """Return the row of the fastest memory stream with the largest arrays, or None if the rows contain no streams.
 
-    Streams with smaller arrays do not count, because their data may come from a cache.
+    Streams with smaller arrays do not count, because their data may come from a cache. Streams that were measured while others
+    used the cores count only if there are no other streams.
     """
     streams = [row for row in rows if row.metric == "bandwidth_gb_s" and row.value is not None and not row.hot]
     largest = max((row.params["elements"] for row in streams), default=None)
-    return max((row for row in streams if row.params["elements"] == largest), key=lambda row: not_none(row.value), default=None)
+    largest_streams = [row for row in streams if row.params["elements"] == largest]
+    idle = [row for row in largest_streams if not row.busy]
+    return max(idle or largest_streams, key=lambda row: not_none(row.value), default=None)

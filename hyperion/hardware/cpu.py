@@ -7,6 +7,7 @@ copies of the files of another machine.
 import os
 import platform
 import re
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -95,6 +96,63 @@ def data_caches(root: Path = Path("/"), usable: set[int] | None = None) -> tuple
 def usable_cpus() -> set[int]:
     """Return the numbers of the logical CPUs that this process may run on."""
     return os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
+
+
+class OtherLoad:
+    """Measures the share of the usable CPUs that others take: other processes, and other virtual machines on the same host.
+
+    The time of this process, and of the processes that it started, does not count.
+
+    Args:
+        root: folder that contains /proc.
+        usable: numbers of the usable CPUs; default: the affinity mask of this process.
+    """
+
+    def __init__(self, root: Path = Path("/"), usable: set[int] | None = None):
+        self._root, self._usable = root, usable_cpus() if usable is None else usable
+        self._start = self._read()
+
+    def share(self) -> float | None:
+        """Return the share since this object was created, from 0 to 1.
+
+        Returns:
+            None if the system does not state it, or if less than 0.2 s have passed: the system counts in steps of 10 ms.
+        """
+        now, busy_s, own_s = self._read()
+        before, busy_before_s, own_before_s = self._start
+        if now - before < 0.2 or busy_s is None or busy_before_s is None:
+            return None
+        others_s = (busy_s - busy_before_s) - (own_s - own_before_s)
+        return min(max(others_s / ((now - before) * len(self._usable)), 0.0), 1.0)
+
+    def _read(self) -> tuple[float, float | None, float]:
+        """Return (time, seconds that the usable CPUs were busy or were taken by the host, seconds of this process)."""
+        return time.monotonic(), _busy_s(self._root, self._usable), _own_s(self._root)
+
+
+def _busy_s(root: Path, usable: set[int]) -> float | None:
+    ticks = 0
+    for line in (system_text(root / "proc/stat") or "").splitlines():
+        name, *counts = line.split()
+        if name[:3] == "cpu" and name[3:].isdigit() and int(name[3:]) in usable:
+            user, nice, system, _idle, _iowait, irq, softirq, steal = map(int, counts[:8])
+            ticks += user + nice + system + irq + softirq + steal
+    return ticks / os.sysconf("SC_CLK_TCK") if ticks else None
+
+
+def _own_s(root: Path) -> float:
+    """Return the CPU seconds of this process and of its descendants, including those that have ended."""
+    ticks, waiting = 0, [root / "proc/self"]
+    while waiting:
+        process = waiting.pop()
+        stat = system_text(process / "stat")
+        if stat is None:  # the process has ended
+            continue
+        # utime, stime, cutime and cstime are the fields 14 to 17. The second field, the name, can contain spaces.
+        ticks += sum(map(int, stat.rpartition(")")[2].split()[11:15]))
+        for children in process.glob("task/*/children"):
+            waiting += [root / "proc" / number for number in (system_text(children) or "").split()]
+    return ticks / os.sysconf("SC_CLK_TCK")
 
 
 def read_cpu(root: Path = Path("/"), usable: set[int] | None = None) -> CpuFacts:

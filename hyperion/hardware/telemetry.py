@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast
 
-from hyperion.hardware.cpu import system_text, usable_cpus
+from hyperion.hardware.cpu import OtherLoad, system_text, usable_cpus
 from hyperion.hardware.device import Device
 
 QUANTITIES = ("clock_mhz", "memory_clock_mhz", "power_w", "temperature_c", "throttle")
@@ -30,6 +30,8 @@ NVML_SLOWDOWNS = {
     0x40: "hw_thermal",
     0x80: "hw_power_brake",
 }
+BUSY = "busy"
+_BUSY_SHARE = 0.1
 MI250_PCI_IDS = ("0x7408", "0x740c")
 AMD_NOT_AVAILABLE = 0xFFFF  # value in gpu_metrics of a field that this device does not report
 
@@ -42,7 +44,7 @@ class Telemetry:
         clock_mhz, memory_clock_mhz: clocks of the device and of its memory.
         power_w: power.
         temperature_c: temperature in degrees Celsius.
-        throttle: 'none', or the slow-down reasons joined by '+'.
+        throttle: 'none', or the slow-down reasons joined by '+'. On a CPU, 'busy' if others used the cores.
         power_scope: 'device', or 'module' if the power is the sum of both dies of an MI250X.
         unreadable: for each quantity that is None, the reason.
         samples: number of readings.
@@ -102,14 +104,20 @@ class Sampler:
         self._stop = threading.Event()
         self._error: Exception | None = None
         self._thread = threading.Thread(target=self._run, name="telemetry", daemon=True)
+        # The ranks of a job share the cores, so a rank cannot tell the other ranks from other users.
+        alone = os.environ.get("WORLD_SIZE", "1") in ("", "1")
+        self._measures_load = device.kind == "cpu" and alone
+        self._others: float | None = None
 
     def __enter__(self) -> "Sampler":
+        self._load = OtherLoad() if self._measures_load else None
         self._thread.start()
         return self
 
     def __exit__(self, *exception) -> None:
         self._stop.set()
         self._thread.join()
+        self._others = self._load.share() if self._load else None
         if self._error is not None and exception[0] is None:
             raise self._error
 
@@ -126,11 +134,18 @@ class Sampler:
 
     @property
     def telemetry(self) -> Telemetry:
-        """Medians of all readings that were taken so far, with all throttling reasons."""
+        """Medians of all readings that were taken so far, with all throttling reasons.
+
+        On a CPU, the reason after the block is "busy" if others took more than a tenth of the cores.
+        """
         readings = list(self._readings)
         moments_s = self._moments_s[: len(readings)]
         window_s = moments_s[-1] - moments_s[0] if readings else 0.0
-        return replace(median_of(readings), window_s=window_s, interval_s=self._interval_s)
+        medians = replace(median_of(readings), window_s=window_s, interval_s=self._interval_s)
+        if self._others is None:
+            return medians
+        unread = {name: why for name, why in medians.unreadable.items() if name != "throttle"}
+        return replace(medians, throttle=BUSY if self._others > _BUSY_SHARE else "none", unreadable=unread)
 
 
 def unreadable(reason: str, samples: int = 1) -> Telemetry:

@@ -119,6 +119,11 @@ class Row:
         return (self.notebook, self.experiment, self.variant, self.dtype, _json(self.params), self.rank, self.metric)
 
     @property
+    def busy(self) -> bool:
+        """True if other processes used the cores while the row was measured on a CPU. Its times are then too long."""
+        return "busy" in (self.throttle or "").split("+")
+
+    @property
     def hot(self) -> bool:
         """True if the caches were warm. A value with warm caches is shown, but it is not used as a ceiling."""
         return self.params.get("cache") == "hot"

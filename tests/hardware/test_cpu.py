@@ -1,10 +1,15 @@
+import os
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hyperion.hardware.cpu import CacheLevel, _cache_size, data_caches, read_cpu
+from hyperion.hardware.cpu import CacheLevel, OtherLoad, _cache_size, data_caches, read_cpu, usable_cpus
 
 
 def machine(
@@ -112,3 +117,55 @@ def test_cache_sizes_are_binary(number, unit):
 def test_any_cache_text_is_a_positive_size_or_none(text):
     size = _cache_size(text)
     assert size is None or size >= 0
+
+
+STAT = """cpu  9 9 9 9 9 9 9 9 9 9
+cpu0 {0} 0 0 500 7 0 0 {1} 0 0
+cpu1 100 0 0 500 7 0 0 0 0 0
+cpu2 {2} 0 0 500 7 0 0 0 0 0
+intr 1
+"""
+
+
+def told(root, own, *counts):
+    """The counters of three CPUs and of this process, in ticks. The name of the process contains what a parser may trip over."""
+    (root / "proc/self/task/1").mkdir(parents=True, exist_ok=True)
+    (root / "proc/stat").write_text(STAT.format(*counts))
+    (root / "proc/self/stat").write_text(f"1 (a) b) R 0 0 0 0 0 0 0 0 0 0 {own} 0 0 0 20 0")
+    (root / "proc/self/task/1/children").write_text("")
+
+
+def test_the_load_of_others_is_what_this_process_and_its_children_did_not_use(tmp_path, monkeypatch):
+    second = os.sysconf("SC_CLK_TCK")
+    now = [10.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    told(tmp_path, 50, 0, 0, 0)
+    load = OtherLoad(tmp_path, usable={0, 1})
+    now[0] += 0.1
+    assert load.share() is None  # too short for counters of 10 ms
+    now[0] += 1.9
+    # In 2 s on two CPUs: 3 s busy, 0.5 s stolen by the host, 2.5 s of it ours. CPU 2 is not ours to use.
+    told(tmp_path, 50 + 3 * second // 2, 3 * second, second // 2, 9 * second)
+    (tmp_path / "proc/7/task/7").mkdir(parents=True)
+    (tmp_path / "proc/7/stat").write_text(f"7 (child) R 0 0 0 0 0 0 0 0 0 0 {second // 2} {second // 2} 0 0 20 0")
+    (tmp_path / "proc/self/task/1/children").write_text("7 8")  # 8 has ended
+    assert load.share() == pytest.approx(1.0 / 4)
+    (tmp_path / "proc/stat").write_text("")
+    assert load.share() is None
+
+
+@pytest.mark.process
+def test_a_process_beside_this_one_is_seen_and_this_one_is_not():
+    """The threshold is half of one busy process: a loaded machine can make the share larger, and nothing smaller."""
+    cores = len(usable_cpus())
+    busy = "import time; end = time.monotonic() + 60\nwhile time.monotonic() < end: pass"
+    # The process that starts it ends, so that it is no child of this process.
+    start = f"subprocess.Popen([sys.executable, '-c', {busy!r}], stdout=subprocess.DEVNULL)"
+    starter = [sys.executable, "-c", f"import subprocess, sys; print({start}.pid)"]
+    pid = int(subprocess.run(starter, stdout=subprocess.PIPE, text=True, check=True).stdout)
+    try:
+        load = OtherLoad()
+        time.sleep(1.0)
+        assert load.share() > 0.5 / (2 * cores)
+    finally:
+        os.kill(pid, signal.SIGKILL)

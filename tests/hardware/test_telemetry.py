@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hyperion.hardware import Sampler, Telemetry, detect_cpu, read
+from hyperion.hardware import Sampler, Telemetry, detect_cpu, read, telemetry
 from hyperion.hardware.telemetry import QUANTITIES, from_raw, median_of
 from tests.hardware.machines import facts
 
@@ -90,3 +90,17 @@ def test_this_machines_cpu_is_read_without_zeros():
     reading = read(detect_cpu())
     assert all(getattr(reading, name) != 0 for name in QUANTITIES)
     assert reading.power_w is None and reading.unreadable["power_w"]
+
+
+@pytest.mark.parametrize(
+    ("share", "ranks", "throttle"),
+    [(0.3, "1", "busy"), (0.05, "1", "none"), (None, "1", None), (0.3, "2", None), (0.3, "abc", None)],
+)
+def test_a_cpu_that_others_use_is_busy(monkeypatch, share, ranks, throttle):
+    monkeypatch.setenv("WORLD_SIZE", ranks)
+    monkeypatch.setattr(telemetry.OtherLoad, "share", lambda load: share)
+    monkeypatch.setattr(telemetry, "_BUSY_SHARE", 0.1)
+    with Sampler(detect_cpu()) as sampler:
+        pass
+    assert sampler.telemetry.throttle == throttle
+    assert ("throttle" in sampler.telemetry.unreadable) == (throttle is None)

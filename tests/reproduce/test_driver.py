@@ -432,7 +432,9 @@ def test_any_end_leaves_a_run_that_the_next_call_finishes_with_the_same_rows(roo
         out, err = process.communicate(timeout=60)
         assert process.returncode == code, err
         assert number == signal.SIGKILL or ("interrupted" in out and "continues where this call ended" in out)
-        assert "Traceback" not in err
+        assert "Traceback" not in err and "Task was destroyed" not in err
+        said = re.findall(r"(?:report|executed notebooks): (\S+)", out)
+        assert all((root / path).exists() for path in said) and "report.html" not in out
         assert [row.experiment for row in the_run(root).rows()] == ["kept"]
         the_run(root).verify()
     (root / "phase1_hardware/go").write_text("")

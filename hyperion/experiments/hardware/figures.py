@@ -258,6 +258,8 @@ def _name_dots(axes: Axes, slowed: list[Row]) -> list[str]:
         return []
     reasons = sorted({reason for row in slowed for reason in (row.throttle or "").split("+")} - {"none"})
     axes.plot([], [], label=", ".join(reason.removeprefix("sw_").replace("_", " ") for reason in reasons), **_DOT)
+    if reasons == ["busy"]:
+        return ["Dots: other processes used more than a tenth of the cores, so these rates are too low."]
     note = f"Dots: the device lowered its clock by more than {100 * _VISIBLE:.0f} %"
     known = [(row.clock_mhz, row) for row in slowed if row.clock_mhz is not None]
     if known:

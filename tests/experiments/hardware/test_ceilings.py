@@ -1,10 +1,13 @@
 """The ceilings of forecasts, roofline table, roofline picture and headlines are the same: those of cold caches."""
 
+from dataclasses import replace
+
 import pandas as pd
 import pytest
 
 from hyperion.book.outline import headlines
 from hyperion.chapter import Context, experiment_named
+from hyperion.chapter.rows import stream_ceiling
 from hyperion.experiments.hardware.figures import roofline as picture
 from hyperion.figures.material import Material
 from hyperion.models import ModelFlops
@@ -71,6 +74,21 @@ def test_forecast(context):
     assert "741.4 TFLOPS" in forecast.basis and "4271 GB/s" in forecast.basis
     assert forecast.estimate == pytest.approx(1 / (1e-3 + 1e-8))
     assert context.best_upstream("gemm_tflops", "fp16") is None
+
+
+def test_values_of_a_busy_machine_are_no_ceilings_unless_there_are_no_others(context):
+    def rates(busy, idle):
+        rows = [timed("gemm", "torch.mm", "gemm_tflops", "bf16", value, {"cache": "cold"}) for value in (busy, idle)]
+        return [replace(rows[0], throttle="busy", params={"m": 1}), rows[1]]
+
+    fast, slow = rates(900.0, 700.0)
+    assert replace(context, upstream=[fast, slow]).best_upstream("gemm_tflops", "bf16") == slow
+    assert replace(context, upstream=[fast]).best_upstream("gemm_tflops", "bf16") == fast
+    streams = [
+        replace(timed("bandwidth", "copy", "bandwidth_gb_s", "fp32", value, {"elements": 8, "cache": "cold"}), throttle=state)
+        for value, state in ((90.0, "busy"), (70.0, "none"))
+    ]
+    assert stream_ceiling(streams).value == 70.0 and stream_ceiling(streams[:1]).value == 90.0
 
 
 def test_picture_and_headlines(run):
