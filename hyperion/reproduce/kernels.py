@@ -164,6 +164,8 @@ def _specification(scratch: Path, environment: dict[str, str]) -> dict:
         "JUPYTER_RUNTIME_DIR": str(scratch / "jupyter"),
         SILENT_HOSTS: str(scratch / _SILENT_HOSTS),
         "MPLBACKEND": "module://matplotlib_inline.backend_inline",
+        # The profiler writes lines about its start and stop to the terminal, into the progress bar. 6 is above all its levels.
+        "KINETO_LOG_LEVEL": os.environ.get("KINETO_LOG_LEVEL", "6"),
         **_node_local_caches(scratch),
         **environment,
     }
