@@ -15,6 +15,7 @@ import re
 import shutil
 import sys
 import traceback
+from collections.abc import Iterable
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,8 @@ from hyperion.results.store import checked_name
 # Limit of the references of all machines together, because results/reference/ is in git.
 LARGEST_BYTES = 12_000_000
 _PAGES = "notebooks/"
+# A link to a notebook, as in "Before: [2.7 Compilation](07_compilation_optimization.ipynb)", or to the page of a notebook.
+_NOTEBOOK_LINK = re.compile(rb'<a href="(?:[^":]*/)?(\d\d_[^":/]+)\.(?:ipynb|html)"[^>]*>(.*?)</a>', re.DOTALL)
 # The report and the tables in JSON are not copied, because they can be rebuilt from the rows. README.md has the pictures.
 _REBUILT = ("report.html", "benchmarks/*.json")
 _INLINE_PICTURE = re.compile(rb"data:image/png;base64,([A-Za-z0-9+/=\n]+)")
@@ -126,7 +129,7 @@ def notebook_files(notebook: Notebook, document: Any, folder: Path, root: Path) 
     copy = portable_copy(document, replacements)
     return {
         f"notebooks/{notebook.stem}.ipynb": nbformat.writes(copy).encode(),
-        f"notebooks/{notebook.stem}.html": page(copy, notebook.stem).encode(),
+        f"notebooks/{notebook.stem}.html": link_pages(page(copy, notebook.stem).encode()),
     }
 
 
@@ -325,7 +328,26 @@ def _choose_files(run: Run, room: int) -> tuple[dict[str, bytes], list[str]]:
         if room < 0:
             left_out.append(name)
             del contents[name]
+    stems = {Path(name).stem for name in pages if name not in left_out}
+    for name in (name for name in pages if name not in left_out):
+        contents[name] = link_pages(contents[name], stems)
     return contents, left_out
+
+
+def link_pages(content: bytes, pages: Iterable[str] | None = None) -> bytes:
+    """Return a page of a notebook whose links to other notebooks lead to the pages of these notebooks, in the same folder.
+
+    Args:
+        content: the page as HTML.
+        pages: stems of the notebooks that have a page. A link to another notebook becomes text. None: all have one.
+    """
+    there = None if pages is None else set(pages)
+
+    def linked(found: re.Match[bytes]) -> bytes:
+        stem, text = found[1], found[2]
+        return b'<a href="%s.html">%s</a>' % (stem, text) if there is None or stem.decode() in there else text
+
+    return _NOTEBOOK_LINK.sub(linked, content)
 
 
 def _link_pictures(page: str, content: bytes, pictures: dict[bytes, str]) -> bytes:

@@ -1,7 +1,9 @@
 """Pages of executed notebooks, and runs that become references."""
 
 import base64
+import re
 import sys
+from pathlib import Path
 
 import nbformat
 import pandas as pd
@@ -13,6 +15,7 @@ from hyperion.reproduce import publishing
 from hyperion.reproduce.notebooks import read_notebook
 from hyperion.reproduce.publishing import (
     STYLE,
+    link_pages,
     notebook_files,
     page,
     portable_copy,
@@ -22,6 +25,8 @@ from hyperion.reproduce.publishing import (
 )
 from hyperion.results import Row, Run
 from tests.reproduce.small_book import write_notebook
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def executed():
@@ -50,6 +55,28 @@ def test_the_page_fetches_nothing_and_draws_its_formulas():
     assert STYLE in text and len(text) < 40_000  # without JupyterLab's style sheets
     for foreign in ('src="http', "src='http", 'link href="http', "cdnjs", "@import"):
         assert foreign not in text
+
+
+def test_links_to_notebooks_lead_to_their_pages_and_a_link_without_a_page_is_text():
+    content = (
+        b'<a href="02_b.ipynb">2.2 Two</a> <a href="../phase1_x/03_c.ipynb" class="x">1.3 <b>C</b></a> '
+        b'<a href="https://x.org/04_d.ipynb">D</a> <a href="#part">part</a> <a href="../docs/a.md">a</a>'
+    )
+    rest = b' <a href="https://x.org/04_d.ipynb">D</a> <a href="#part">part</a> <a href="../docs/a.md">a</a>'
+    both = b'<a href="02_b.html">2.2 Two</a> <a href="03_c.html">1.3 <b>C</b></a>' + rest
+    assert link_pages(content) == both == link_pages(both)
+    assert link_pages(content, ["03_c"]) == b'2.2 Two <a href="03_c.html">1.3 <b>C</b></a>' + rest
+
+
+@pytest.mark.parametrize("reference", sorted((ROOT / "results/reference").glob("*/")), ids=lambda path: path.name)
+def test_no_page_of_a_reference_links_to_a_file_that_is_not_there(reference):
+    dead = [
+        f"{page.name}: {link}"
+        for page in reference.glob("notebooks/*.html")
+        for link in re.findall(r'href="([^"#:]+)["#]', page.read_text())
+        if not (page.parent / link).exists()
+    ]
+    assert dead == []
 
 
 def test_formulas():
