@@ -1,6 +1,7 @@
 """Measure torch.compile: the compile time with empty caches, and the numbers of graphs, graph breaks and kernel calls."""
 
 import contextlib
+import logging
 import os
 import re
 import tempfile
@@ -222,11 +223,18 @@ def _first_calls(compiled: Callable, arguments: tuple, device: Device) -> list[f
 
 @contextlib.contextmanager
 def _loud_and_quiet() -> Iterator[None]:
-    """Context in which compiler errors are raised, whatever the environment sets, and autotuning prints no tables."""
+    """Context in which compiler errors are raised, whatever the environment sets, and autotuning prints nothing."""
     import torch._inductor.config
 
-    with torch._dynamo.config.patch(suppress_errors=False), torch._inductor.config.patch(autotune_num_choices_displayed=0):
-        yield
+    # Autotuning logs a traceback for each candidate kernel that needs more shared memory than the device has, and tries the next.
+    autotuning = logging.getLogger("torch._inductor.select_algorithm")
+    level = autotuning.level
+    autotuning.setLevel(logging.CRITICAL)
+    try:
+        with torch._dynamo.config.patch(suppress_errors=False), torch._inductor.config.patch(autotune_num_choices_displayed=0):
+            yield
+    finally:
+        autotuning.setLevel(level)
 
 
 def _frames_compiled() -> int:

@@ -1,5 +1,6 @@
 """What is told of a compilation: planted breaks, recompilations and missing compilers, cold caches. No speed is asserted."""
 
+import logging
 import os
 
 import pytest
@@ -11,6 +12,7 @@ from hyperion.measure.steps.compilation import (
     _first_calls,
     _forget,
     _kernel_calls,
+    _loud_and_quiet,
     _recompiles,
     cold_caches,
     count_graph_breaks,
@@ -128,6 +130,16 @@ def test_caches_are_empty_and_the_environment_is_as_before(monkeypatch):
         assert os.environ["TRITON_CACHE_DIR"] == str(folder / "triton")
     assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == "mine" and "TRITON_CACHE_DIR" not in os.environ
     assert not folder.exists()
+
+
+def test_candidates_that_autotuning_rejects_leave_no_tracebacks(caplog):
+    autotuning = logging.getLogger("torch._inductor.select_algorithm")
+    before = autotuning.level
+    with _loud_and_quiet():
+        autotuning.error("No valid triton configs", exc_info=ValueError("out of resource"))
+    assert not caplog.records and autotuning.level == before
+    autotuning.error("afterwards")
+    assert [record.message for record in caplog.records] == ["afterwards"]
 
 
 def test_calls_of_a_gpu_wrapper_are_told_apart(tmp_path):
