@@ -98,6 +98,16 @@ def test_compare_fails_on_a_confirmed_regression_and_ordinary_runs_are_indicativ
     )
 
 
+def test_values_of_different_devices_are_shown_and_not_judged(tmp_path):
+    gpus = [{"name": "NVIDIA H200"}]
+    a = stored(tmp_path / "a", 4000.0, {"environment": {"gpus": gpus}})
+    b = stored(tmp_path / "b", 40.0, {"environment": {"cpu": {"name": "Some CPU", "cores": 2}}})
+    done = hyperion("compare", str(a.folder), str(b.folder))
+    assert done.returncode == 0 and "worse" not in done.stdout and "%" not in done.stdout
+    assert "A and B are different devices (1 x NVIDIA H200; Some CPU (2 cores)), so no value is judged" in done.stdout
+    assert "B / A" in done.stdout and "0.01" in done.stdout
+
+
 def test_compare_states_what_differs_on_top_and_fails_on_missing_values_unless_they_are_allowed(tmp_path):
     a = stored(tmp_path / "a", 100.0)
     b = stored(tmp_path / "b", 100.5, {"profile": "full"})

@@ -82,9 +82,10 @@ def print_comparison(a: str, b: str, everything: bool, allow_missing: bool = Fal
 
     side_a, side_b = relaunches(a), relaunches(b)
     compared = compare_runs(side_a, side_b)
-    differing = [f"{one.name}: A {one.a}; B {one.b}" for one in circumstances(side_a, side_b)]
-    _print_list("different circumstances", differing, everything)
-    table = _table(compared, everything)
+    different = circumstances(side_a, side_b)
+    _print_list("different circumstances", [f"{one.name}: A {one.a}; B {one.b}" for one in different], everything)
+    devices = next((one for one in different if one.name == "device"), None)
+    table = _table(compared, everything) if devices is None else _table_of_devices(compared, devices.a, devices.b)
     if table.row_count:
         console().print(table)
     absent = [f"{c.name} {c.metric}, {c.reason}" for c in compared if c.verdict == "missing"]
@@ -94,7 +95,9 @@ def print_comparison(a: str, b: str, everything: bool, allow_missing: bool = Fal
     say(f"{len(compared)} values, {len(side_a)} against {len(side_b)} launches: {summary}")
     if power := sensitivity(compared):
         say(power)
-    if reason := why_indicative(side_a, side_b):
+    if devices is not None:
+        say(f"A and B are different devices ({devices.a}; {devices.b}), so no value is judged")
+    elif reason := why_indicative(side_a, side_b):
         say(f"changes are indicative only: {reason}; to confirm a change, use hyperion relaunch WORK A B")
     failed = bool(counts["regression"] or (absent and not allow_missing))
     say(f"exit code {int(failed)}: {_conclusion(counts, allow_missing)}")
@@ -112,6 +115,18 @@ def _table(compared: "list[Comparison]", everything: bool) -> Table:
         verdict = f"indicative: {'better' if better else 'worse'}" if c.verdict == "indicative" else c.verdict
         numbers = (f"{c.value_a:.5g}", f"{c.value_b:.5g}", f"{c.change:+.1%}", spread, p, power)
         table.add_row(escape(printable(c.name)), c.metric, *numbers, verdict)
+    return table
+
+
+def _table_of_devices(compared: "list[Comparison]", device_a: str, device_b: str) -> Table:
+    """Return a table of the values of two different devices, without verdicts: the devices and not the code differ."""
+    table = Table(
+        "variant", "metric", f"A: {escape(printable(device_a))}", f"B: {escape(printable(device_b))}", "B / A", pad_edge=False
+    )
+    for c in compared:
+        if c.value_a is not None and c.value_b is not None:
+            ratio = f"{c.value_b / c.value_a:.3g}" if c.value_a else ""
+            table.add_row(escape(printable(c.name)), c.metric, f"{c.value_a:.5g}", f"{c.value_b:.5g}", ratio)
     return table
 
 
