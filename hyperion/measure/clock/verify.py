@@ -32,7 +32,7 @@ class NumberFormat:
             - fp64, fp32: about sqrt(K) unit roundoffs at K = 8192. Libraries sum in blocks, so their error is much smaller.
             - fp16, bf16: two to three times the error of rounding the output. The reference uses the same rounded operands, and
               sums are accumulated in float32.
-            - tf32: two to three times the error of rounding the operands to 11 bits.
+            - tf32: two to three times the error of rounding the operands to 11 significant bits (10 bits of the mantissa).
             - fp8: two to three times the error of rounding the output to bf16. The reference uses the same fp8 operands. Hopper
               sums 128 terms with 14 bits and adds these sums in float32, which increases the error by a tenth. If all terms are
               summed with 14 bits (`use_fast_accum`), the error exceeds the tolerance at K = 8192.
