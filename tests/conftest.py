@@ -13,8 +13,22 @@ import pytest
 # Tests share the cores with each other: OpenMP threads that spin while they wait would slow all of them several times.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
-# The README's commands run the whole book, and the others start many processes: a worker is not to begin them last.
-_LONGEST = ("test_readme.py", "test_readme_commands.py", "test_driver.py", "test_bad_input.py", "test_distributed_command.py")
+# Files that take longer than half a minute: a worker is not to begin them last.
+_LONGEST = (
+    "test_readme_commands.py",
+    "test_driver.py",
+    "test_own_subject.py",
+    "test_plots.py",
+    "test_compare_trials.py",
+    "test_bad_input.py",
+    "test_distributed_command.py",
+    "test_ranks.py",
+    "test_terminal.py",
+    "test_report.py",
+    "test_collective_check.py",
+    "test_parallelize.py",
+    "test_collectives.py",
+)
 
 
 def pytest_collection_modifyitems(items):
