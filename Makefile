@@ -35,8 +35,7 @@ test-fast: ## run the tests that take at most five seconds and start no processe
 	@$(pytest) $(parallel) -m "not slow and not process and not book"
 
 test-book: ## run the tests of the book: the commands of the README, all notebooks in the smoke profile, and the driver
-	@$(pytest) tests/test_readme.py
-	@$(pytest) $(parallel) -m book --ignore=tests/test_readme.py
+	@$(pytest) $(parallel) -m book
 
 setup: ## make or repair the environment, nothing else; with PYTHON=, what reproduce needs (lab, test, lint add theirs)
 	@$(enter) setup
