@@ -163,7 +163,10 @@ def from_raw(raw: dict[str, float | str | None], reason: str, power_scope: str =
 
 
 def median_of(readings: list[Telemetry]) -> Telemetry:
-    """Return the medians of several readings. A quantity that no reading contains is None and keeps its reason."""
+    """Return the medians of several readings.
+
+    If no reading contains a quantity, its median is None. `unreadable` then states the reason that the readings give.
+    """
     if not readings:
         return unreadable("no reading was taken", samples=0)
     medians = {}

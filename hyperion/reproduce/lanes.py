@@ -122,7 +122,7 @@ class Lanes:
         return going.notebook, result
 
     def stop(self, stop: Stopped) -> list[tuple[Notebook, object]]:
-        """Stop all running notebooks. Return each notebook with the value or the exception of its work."""
+        """Stop all running notebooks. Return each notebook, and the value that its work returned or the exception it raised."""
         for going in self._going.values():
             going.interruption(stop)
         deadline = time.monotonic() + SHUTDOWN_S

@@ -301,7 +301,9 @@ def _require_file_name(folder: Path, name: object) -> None:
     """Raise an error if a name points outside the folder, passes through a link, or is one of the store's own files."""
     inner_path(folder, name, StoreError, _DISTRUST)
     if name in _OWN:
-        raise StoreError(f"{name!r} is a file of the store itself", where=folder, next_step=_DISTRUST)
+        raise StoreError(
+            f"the manifest lists {name!r}, which is reserved for the store itself", where=folder, next_step=_DISTRUST
+        )
 
 
 def _require_writable_names(folder: Path, contents: dict[str, bytes]) -> None:

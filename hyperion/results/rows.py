@@ -298,7 +298,10 @@ OwnMetrics = Mapping[str, Iterable[Metric]]
 
 
 def own_metrics(rows: Iterable[Row]) -> dict[str, list[Metric]]:
-    """Return the definitions of the metrics that the rows use and that are not built in, by "notebook/experiment".
+    """Return the definitions of those metrics of the rows that the library does not define.
+
+    Returns:
+        A dictionary that maps "notebook/experiment" to the metrics of this experiment.
 
     Raises:
         HyperionError: two rows of an experiment have a metric of the same name with different definitions.

@@ -222,10 +222,13 @@ class Run:
         ]
 
     def own_metrics(self) -> dict[str, list[Metric]]:
-        """Return the definitions of the metrics in this run that are not built in, by "notebook/experiment".
+        """Return the definitions of this run's own metrics, which are the metrics that the library does not define.
 
-        Only rows of this run use these definitions. The definitions do not change the metrics that this process registered, and
-        registered metrics are not used for the rows of this run.
+        The definitions apply to the rows of this run only. A metric of the same name that this process registered is another
+        metric, and is not changed.
+
+        Returns:
+            A dictionary that maps "notebook/experiment" to the metrics of this experiment.
 
         Raises:
             HyperionError: the file is damaged, has another form, or redefines a built-in metric.

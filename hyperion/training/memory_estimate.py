@@ -331,9 +331,9 @@ class _PretendCuda(TorchFunctionMode):
 
 @contextlib.contextmanager
 def _cuda_autocast(engine: TorchEngine) -> Iterator[None]:
-    """Context manager that sets the autocast options of CUDA to those of the engine, for code that reads them.
+    """Copy the autocast options that the engine sets for the CPU to CUDA, for the duration of the block.
 
-    The fake tensors themselves use the autocast options of the CPU.
+    Fake tensors are on the CPU. Some code of the models asks for the autocast options of CUDA and must get the same answer.
     """
     before = torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")
     with engine.precision.autocast(engine.device):

@@ -136,7 +136,10 @@ _ROUNDINGS: dict[str, Callable[[Tensor, bool], Tensor]] = {
 
 
 def train_twins(dtype: str, seed: int, train: Callable[[], list[float]]) -> pd.DataFrame:
-    """Train the baseline TWINS times, each time with matrix products that round to another scaled grid of `dtype`.
+    """Repeat the training of the baseline TWINS times with different rounding errors of the size that `dtype` has.
+
+    In each repetition, another random factor is drawn. Operands and results of matrix products are multiplied by this factor,
+    rounded to `dtype`, and divided by the factor.
 
     Args:
         dtype: format of the variants to compare, see `twin_format`.

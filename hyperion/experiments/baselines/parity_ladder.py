@@ -130,11 +130,11 @@ def rungs(micro_batches: int) -> list[ParityRung]:
 
 
 def forecast(context: Context) -> list[Forecast]:
-    """Predict the relative difference between the losses of each rung and of the rung before it.
+    """Predict the relative difference between the losses of two successive rungs. Each rung changes the training in one way.
 
-    If nothing is rounded differently, the difference is 0. Otherwise it is the unit of roundoff divided by the square root of
-    the number of tokens in a batch, because the rounding errors of the tokens are independent and average out. It is at least
-    the rounding of the loss to float32.
+    If a change does not affect rounding, the predicted difference is 0. If it does, the prediction is the unit roundoff of the
+    format, divided by the square root of the number of tokens in a batch: the rounding errors of the tokens are independent and
+    average out. This prediction is never smaller than 2^-24, because the loss itself is rounded to float32.
     """
     options = ParityLadderOptions.of(context)
     tokens = options.batch_size * options.sequence_length

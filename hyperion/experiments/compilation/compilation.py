@@ -260,7 +260,7 @@ class _Measurement:
         )
 
     def _eager_rows(self) -> list[Row]:
-        """Return the number of operations of an eager call, and the share of its FLOPs in the dtype of the rows."""
+        """Return two rows: the number of operations in an eager call, and the share of its FLOPs that use `self.dtype`."""
         census = count_operations(lambda: self.model.module(*self.model.inputs))
         share = census.share_in(self.dtype)
         declared = checked("the declared dtype", 1 - share, 0.0)

@@ -483,7 +483,12 @@ def _device_works(function: Callable[[], object], device: Device) -> bool | None
 
 
 def state_of(function: object) -> "dict[str, tuple[int, torch.Tensor | None]]":
-    """Return (version counter, bits of a sample of the elements) for each tensor that a function can reach, by name."""
+    """Return the state of each tensor that a function can reach: its version counter and some of its elements, as raw bits.
+
+    Returns:
+        A dictionary that maps the name of a tensor to its state. The elements are None for tensors after the first
+        `_STATE_TENSORS`.
+    """
     reached = {name: tensor for name, tensor in captured_tensors(function).items() if _plain(tensor)}
     return {
         name: (_version(tensor), _bits(tensor.detach(), _STATE_ELEMENTS) if place < _STATE_TENSORS else None)
