@@ -230,7 +230,11 @@ def lab(
     chosen = free_port() if port is None else port
     token = secrets.token_hex(24)
     command = lab_command(project_root(), chosen)
-    for line in (*copy_notebooks(project_root()), *lab_lines(chosen, token)):
+    try:
+        notices = copy_notebooks(project_root())
+    except HyperionError as error:  # for example, the checkout is read-only
+        notices = [f"the notebooks cannot be copied into {LAB}/, so open the originals: {error.what}"]
+    for line in (*notices, *lab_lines(chosen, token)):
         print(line, flush=True)
     signal.signal(signal.SIGHUP, signal.SIG_IGN)  # the new program inherits it
     # exec and not a child process, so that the server gets the signals and the terminal, and its exit code is this command's.
@@ -274,25 +278,42 @@ def copy_notebooks(root: Path) -> list[str]:
     """Copy the notebooks of a checkout into its folder lab/, and return one line for each copy that is out of date.
 
     A copy that the reader changed is never replaced. A copy without changes is replaced if the original changed.
+
+    Raises:
+        StoreError: the folder cannot be written.
     """
+    from hyperion.results.files import make_folder, write_atomically
+
     record = root / LAB / ".copied.json"
-    copied = json.loads(record.read_text()) if record.is_file() else {}
+    copied = _copied(record)
     lines = []
     for original in sorted(root.glob("phase*/*.ipynb")):
         name = original.relative_to(root).as_posix()
         copy, content = root / LAB / name, original.read_bytes()
-        digest = hashlib.sha256(content).hexdigest()
-        if copy.exists() and digest == copied.get(name):
+        digest, of_copy = _sha256(content), _sha256(copy.read_bytes()) if copy.is_file() else ""
+        if digest == copied.get(name) and of_copy:
             continue
-        if copy.exists() and hashlib.sha256(copy.read_bytes()).hexdigest() != copied.get(name):
+        if of_copy not in ("", digest, copied.get(name)):
             lines.append(f"{LAB}/{name} has your changes, and the original changed. To get the new original, rename your copy.")
             continue
-        copy.parent.mkdir(parents=True, exist_ok=True)
-        copy.write_bytes(content)
+        make_folder(copy.parent)
+        write_atomically(copy, content)
         copied[name] = digest
-    record.parent.mkdir(exist_ok=True)
-    record.write_text(json.dumps(copied, indent=1))
+        write_atomically(record, json.dumps(copied, indent=1).encode())
     return lines
+
+
+def _copied(record: Path) -> dict[str, str]:
+    """Return the hashes of the originals at the time of their copies. Without a readable record, every copy may be changed."""
+    try:
+        copied = json.loads(record.read_bytes())
+    except (OSError, ValueError):
+        return {}
+    return copied if isinstance(copied, dict) else {}
+
+
+def _sha256(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()
 
 
 def lab_lines(port: int, token: str) -> list[str]:

@@ -104,7 +104,8 @@ def test_values_of_different_devices_are_shown_and_not_judged(tmp_path):
     b = stored(tmp_path / "b", 40.0, {"environment": {"cpu": {"name": "Some CPU", "cores": 2}}})
     done = hyperion("compare", str(a.folder), str(b.folder))
     assert done.returncode == 0 and "worse" not in done.stdout and "%" not in done.stdout
-    assert "A and B are different devices (1 x NVIDIA H200; Some CPU (2 cores)), so no value is judged" in done.stdout
+    assert "1 values: 1 of different devices (1 x NVIDIA H200; Some CPU (2 cores)), 0 missing" in done.stdout
+    assert "not judged" in done.stdout and "indicative" not in done.stdout
     assert "B / A" in done.stdout and "0.01" in done.stdout
 
 

@@ -50,6 +50,27 @@ def test_the_reader_gets_copies_and_keeps_what_was_changed(tmp_path):
     assert all(original.read_text() == "second" for original in originals)
 
 
+@pytest.mark.parametrize("record", ["", "[]", '{"phase1_x/01_a.ipynb"', None])
+def test_without_a_readable_record_an_untouched_copy_is_adopted_and_a_changed_one_kept(tmp_path, record):
+    for name in ("01_a", "02_b"):
+        (tmp_path / "phase1_x").mkdir(exist_ok=True)
+        (tmp_path / f"phase1_x/{name}.ipynb").write_text("first")
+    cli.copy_notebooks(tmp_path)
+    (tmp_path / "lab/phase1_x/02_b.ipynb").write_text("mine")
+    (tmp_path / "lab/.copied.json").unlink()
+    if record is not None:
+        (tmp_path / "lab/.copied.json").write_text(record)
+    (line,) = cli.copy_notebooks(tmp_path)
+    assert "02_b" in line and (tmp_path / "lab/phase1_x/02_b.ipynb").read_text() == "mine"
+    (tmp_path / "phase1_x/01_a.ipynb").write_text("second")
+    cli.copy_notebooks(tmp_path)
+    assert (tmp_path / "lab/phase1_x/01_a.ipynb").read_text() == "second"
+
+
+def test_where_there_are_no_notebooks_nothing_is_made(tmp_path):
+    assert cli.copy_notebooks(tmp_path) == [] and list(tmp_path.iterdir()) == []
+
+
 def test_a_user_without_a_password_entry_is_named_by_number(monkeypatch):
     def unknown() -> str:
         raise KeyError("getpwuid(): uid not found: 4711")

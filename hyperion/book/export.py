@@ -19,7 +19,7 @@ from hyperion.book.outline import (
 )
 from hyperion.book.plots import all_plots, results_folder
 from hyperion.figures.material import ALL, Material, device_name, percent
-from hyperion.figures.tables import WITHIN_ONE_LAUNCH, markdown, markdown_code, markdown_text
+from hyperion.figures.tables import INTERVAL, markdown, markdown_code, markdown_text
 from hyperion.results import Row, Run, rows_to_csv
 from hyperion.results.rows import COLUMNS
 
@@ -122,7 +122,7 @@ def _headline_table(material: Material) -> pd.DataFrame:
             {
                 "": h.label,
                 "best": h.value,
-                WITHIN_ONE_LAUNCH: h.interval,
+                INTERVAL: h.interval,
                 "steady": h.steady,
                 "% of limit": percent(h.fraction),
                 "limit": h.limit,

@@ -227,15 +227,26 @@ def headlines(material: Material) -> list[Headline]:
     cold = [row for row in measured(material.rows) if not row.hot]
     rows = [row for row in cold if is_steady(row)]
     # The fastest step of a model is not replaced by a slower, steady one: other batches and formats are other questions.
-    found = [*_hardware(rows), *((label, row) for label, row in _steps(cold) if is_steady(row)), *_links(rows), *_baselines(rows)]
+    found = [
+        *_hardware(rows, cold),
+        *((label, row) for label, row in _steps(cold) if is_steady(row)),
+        *_links(rows),
+        *_baselines(rows),
+    ]
     found += [*_precise(rows), *_parity(rows), *_scaled(rows)]
     return [_headline(label, row, material.steadiness(row)) for label, row in found]
 
 
-def _hardware(rows: list[Row]) -> Iterator[tuple[str, Row]]:
+def _hardware(rows: list[Row], cold: list[Row]) -> Iterator[tuple[str, Row]]:
+    """Yield the fastest matrix product of each dtype and the copy of the largest arrays.
+
+    Args:
+        rows: the steady rows.
+        cold: all rows with cold caches. They define which arrays are the largest.
+    """
     products = [r for r in rows if r.metric == "gemm_tflops" and "plain_loop_calls" not in r.params]
     copies = [r for r in rows if (r.experiment, r.metric, r.variant) == ("bandwidth", "bandwidth_gb_s", "copy")]
-    largest = max((r.params["elements"] for r in copies), default=0)
+    largest = max((r.params["elements"] for r in cold if (r.experiment, r.variant) == ("bandwidth", "copy")), default=0)
     yield from ((f"matrix product, {r.dtype}, cold caches", r) for r in _best(products, lambda r: r.dtype))
     # Only the largest arrays count, because smaller arrays may come from a cache.
     yield from ((f"memory copy, {r.dtype}, largest arrays", r) for r in copies if r.params["elements"] == largest)

@@ -12,6 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from hyperion.errors import HyperionError, not_none
 from hyperion.hardware import Device
 from hyperion.results import Estimate, Row
+from hyperion.results.rows import idle_rows
 
 # A function that an experiment calls with (done, total, note) to show its progress.
 Report = Callable[[int, int, str], object]
@@ -79,8 +80,7 @@ class Context:
         """
         rows = [row for row in self.upstream if (row.metric, row.dtype, row.hot) == (metric, dtype, False)]
         known = [row for row in rows if row.value is not None]
-        idle = [row for row in known if not row.busy]
-        return max(idle or known, key=lambda row: not_none(row.value), default=None)
+        return max(idle_rows(known), key=lambda row: not_none(row.value), default=None)
 
 
 # In strict mode, "8" and 8.0 are not accepted for the integer 8.

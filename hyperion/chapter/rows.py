@@ -11,6 +11,7 @@ from hyperion.hardware import Device, gemm_path, lookup, peak
 from hyperion.measure import FORMATS, Ceilings, Timing, Verification, format_of
 from hyperion.measure.clock.timing import require_cache_label
 from hyperion.results import Estimate, Row, ratio_estimate
+from hyperion.results.rows import idle_rows
 from hyperion.units import MIB
 
 # If a call moves this many times the size of the last-level cache, at most a tenth of its traffic stays in the cache.
@@ -234,7 +235,8 @@ def maf_row(rows: Iterable[Row], dtype: str) -> Row | None:
     measured = [r for r in rows if (r.metric, r.dtype, r.hot) == ("gemm_tflops", dtype, False) and r.value is not None]
     found = [r for r in measured if r.experiment == "best_products" and r.variant == "fastest found"]
     squares = [row for row in measured if row.experiment == "gemm"]
-    return max(found or squares, key=lambda row: not_none(row.value), default=None)
+    chosen = found or squares
+    return max(idle_rows(chosen), key=lambda row: not_none(row.value), default=None)
 
 
 def stream_ceiling(rows: Iterable[Row]) -> Row | None:
@@ -246,5 +248,4 @@ def stream_ceiling(rows: Iterable[Row]) -> Row | None:
     streams = [row for row in rows if row.metric == "bandwidth_gb_s" and row.value is not None and not row.hot]
     largest = max((row.params["elements"] for row in streams), default=None)
     largest_streams = [row for row in streams if row.params["elements"] == largest]
-    idle = [row for row in largest_streams if not row.busy]
-    return max(idle or largest_streams, key=lambda row: not_none(row.value), default=None)
+    return max(idle_rows(largest_streams), key=lambda row: not_none(row.value), default=None)

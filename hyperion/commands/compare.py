@@ -40,6 +40,8 @@ def compare(
     confirmed change exceeds 3 %, and a randomization test over whole launches, corrected for the number of metrics, rejects "no
     change" at the 5 % level. For other runs, a change is "indicative" and does not affect the exit code. The power is the
     probability that a change of 3 % is confirmed.
+
+    If A and B were measured on different devices, the values are listed with their ratio, and none is judged.
     """
     raise typer.Exit(print_comparison(a, b, everything, allow_missing))
 
@@ -92,13 +94,17 @@ def print_comparison(a: str, b: str, everything: bool, allow_missing: bool = Fal
     _print_list("missing values", absent, everything)
     counts = {verdict: sum(c.verdict == verdict for c in compared) for verdict in VERDICTS}
     summary = ", ".join(f"{count} {verdict}" for verdict, count in counts.items())
-    say(f"{len(compared)} values, {len(side_a)} against {len(side_b)} launches: {summary}")
-    if power := sensitivity(compared):
-        say(power)
     if devices is not None:
-        say(f"A and B are different devices ({devices.a}; {devices.b}), so no value is judged")
-    elif reason := why_indicative(side_a, side_b):
-        say(f"changes are indicative only: {reason}; to confirm a change, use hyperion relaunch WORK A B")
+        shared = len(compared) - counts["missing"]
+        say(f"{len(compared)} values: {shared} of different devices ({devices.a}; {devices.b}), {counts['missing']} missing")
+        say("values of different devices are not judged")
+        counts |= dict.fromkeys(("regression", "improvement", "indicative", "same"), 0)
+    else:
+        say(f"{len(compared)} values, {len(side_a)} against {len(side_b)} launches: {summary}")
+        if power := sensitivity(compared):
+            say(power)
+        if reason := why_indicative(side_a, side_b):
+            say(f"changes are indicative only: {reason}; to confirm a change, use hyperion relaunch WORK A B")
     failed = bool(counts["regression"] or (absent and not allow_missing))
     say(f"exit code {int(failed)}: {_conclusion(counts, allow_missing)}")
     return int(failed)

@@ -16,8 +16,8 @@ from hyperion.figures.material import interval, made_from_rows, number, number_w
 from hyperion.results import Row, metric_named
 from hyperion.untrusted import printable
 
-# Repeated launches differ more than the samples of one launch: other memory addresses, clocks and neighbours.
-WITHIN_ONE_LAUNCH = "95 % interval within one launch"
+# Of a timing, it is the interval within one launch. Launches differ more: other memory addresses, clocks and neighbours.
+INTERVAL = "95 % interval"
 
 
 def metrics_of(rows: Iterable[Row]) -> list[str]:
@@ -79,7 +79,8 @@ def metric_table(rows: Iterable[Row], metric: str, steadiness: Callable[[Row], s
     unit = chosen[0].unit
     identity = pd.DataFrame([_identity(row) for row in chosen], dtype=object)
     differing = [c for c in identity if len(set(identity[c].map(text_of))) > 1 or len(chosen) == 1 and c == "variant"]
-    values = pd.DataFrame([_value_columns(row, metric, unit_mark(unit), steadiness(row)) for row in chosen])
+    header = INTERVAL + (" within one launch" if any(steadiness(row) for row in chosen) else "")
+    values = pd.DataFrame([_value_columns(row, metric, unit_mark(unit), steadiness(row), header) for row in chosen])
     values = values[[column for column in values if values[column].ne("").to_numpy().any()]]
     return pd.concat([identity[differing].map(text_of), values], axis=1)
 
@@ -217,12 +218,12 @@ def identity_of(variant: str, dtype: str, rank: int | None, params: dict) -> dic
     return named | params
 
 
-def _value_columns(row: Row, metric: str, unit: str, steady: str) -> dict[str, str]:
+def _value_columns(row: Row, metric: str, unit: str, steady: str, interval_header: str) -> dict[str, str]:
     shown = number_within(row.value, row.ci_low, row.ci_high) if row.value is not None else "none"
     floor = is_floor(row)
     return {
         f"{metric}{unit}": shown,
-        WITHIN_ONE_LAUNCH: interval(row.value, row.ci_low, row.ci_high) if row.ci_low != row.ci_high else "",
+        interval_header: interval(row.value, row.ci_low, row.ci_high) if row.ci_low != row.ci_high else "",
         "n": "" if row.n is None else f"{row.n:,}",
         "steady": steady if row.value is not None else "",
         f"limit{unit}": "" if floor else number(row.limit),

@@ -4,6 +4,7 @@ Most functions read files in /proc and /sys. The argument `root` is the folder t
 copies of the files of another machine.
 """
 
+import contextlib
 import os
 import platform
 import re
@@ -101,7 +102,8 @@ def usable_cpus() -> set[int]:
 class OtherLoad:
     """Measures the share of the usable CPUs that others take: other processes, and other virtual machines on the same host.
 
-    The time of this process, and of the processes that it started, does not count.
+    The time of this process, and of the processes that it started, does not count. In a container with a CPU quota, the share
+    cannot be measured: the quota does not say which CPUs are used.
 
     Args:
         root: folder that contains /proc.
@@ -116,17 +118,21 @@ class OtherLoad:
         """Return the share since this object was created, from 0 to 1.
 
         Returns:
-            None if the system does not state it, or if less than 0.2 s have passed: the system counts in steps of 10 ms.
+            None if the system does not state it, or if less than 0.2 s have passed: the system counts in steps of 10 ms. Also
+            None if a process that this process started has ended, and its time was lost.
         """
         now, busy_s, own_s = self._read()
         before, busy_before_s, own_before_s = self._start
-        if now - before < 0.2 or busy_s is None or busy_before_s is None:
+        if now - before < 0.2 or None in (busy_s, busy_before_s, own_s, own_before_s) or own_s < own_before_s:
             return None
         others_s = (busy_s - busy_before_s) - (own_s - own_before_s)
         return min(max(others_s / ((now - before) * len(self._usable)), 0.0), 1.0)
 
-    def _read(self) -> tuple[float, float | None, float]:
+    def _read(self) -> tuple[float, float | None, float | None]:
         """Return (time, seconds that the usable CPUs were busy or were taken by the host, seconds of this process)."""
+        quota = _cgroup_quota(self._root)
+        if quota is not None and quota < len(self._usable):
+            return time.monotonic(), None, None
         return time.monotonic(), _busy_s(self._root, self._usable), _own_s(self._root)
 
 
@@ -140,9 +146,14 @@ def _busy_s(root: Path, usable: set[int]) -> float | None:
     return ticks / os.sysconf("SC_CLK_TCK") if ticks else None
 
 
-def _own_s(root: Path) -> float:
-    """Return the CPU seconds of this process and of its descendants, including those that have ended."""
+def _own_s(root: Path) -> float | None:
+    """Return the CPU seconds of this process and of its descendants, including those that have ended.
+
+    Return None if the kernel does not list the children of a process.
+    """
     ticks, waiting = 0, [root / "proc/self"]
+    if next((root / "proc/self").glob("task/*/children"), None) is None:
+        return None
     while waiting:
         process = waiting.pop()
         stat = system_text(process / "stat")
@@ -150,8 +161,9 @@ def _own_s(root: Path) -> float:
             continue
         # utime, stime, cutime and cstime are the fields 14 to 17. The second field, the name, can contain spaces.
         ticks += sum(map(int, stat.rpartition(")")[2].split()[11:15]))
-        for children in process.glob("task/*/children"):
-            waiting += [root / "proc" / number for number in (system_text(children) or "").split()]
+        with contextlib.suppress(OSError):  # a process that ends while its folder is listed
+            for children in process.glob("task/*/children"):
+                waiting += [root / "proc" / number for number in (system_text(children) or "").split()]
     return ticks / os.sysconf("SC_CLK_TCK")
 
 

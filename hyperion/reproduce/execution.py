@@ -232,12 +232,12 @@ class LineFilter:
         *lines, self._rest = (self._rest + text).split("\n")
         for line in lines:
             fence = len(line) >= 40 and not line.strip("=")
-            if fence or self._block:
+            if line.startswith(("BANNER", "WARNING", "UNEXPECTED")):
+                self._on_line(line)
+            elif fence or self._block:
                 self._block.append(line)
                 if fence and len(self._block) > 1:
                     self._pass_block()
-            elif line.startswith(("BANNER", "WARNING", "UNEXPECTED")):
-                self._on_line(line)
 
     def _pass_block(self) -> None:
         block, self._block = tuple(self._block), []

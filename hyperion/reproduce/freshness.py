@@ -16,7 +16,7 @@ from hyperion.paths import reference_folder, results_folder
 from hyperion.reproduce.execution import NotebookFailure
 from hyperion.reproduce.machine import MachineProfile
 from hyperion.reproduce.notebooks import Notebook
-from hyperion.reproduce.runs import REPLAY, Ledger, Request, earlier_seconds
+from hyperion.reproduce.runs import OF_EARLIER_VERSION, REPLAY, Ledger, Request, earlier_seconds
 from hyperion.results import Run, rows_to_csv
 from hyperion.results.store import METRICS, PREDICTIONS, ROWS, RUN, samples_name
 
@@ -50,6 +50,8 @@ class Freshness:
             return ""
         if entry.status != "done":
             return f"was {entry.status}"
+        if OF_EARLIER_VERSION in entry.inputs:
+            return "last run by an earlier version of Hyperion"
         changed = [name for name, digest in inputs.items() if entry.inputs.get(name) != digest]
         changed += [name for name in entry.inputs if name not in inputs]
         if changed:

@@ -24,6 +24,7 @@ from hyperion.untrusted import inner_path, read_json
 
 NEW = "new"
 REPLAY = "replay"
+OF_EARLIER_VERSION = "all inputs"
 _DRIVER_LOCK = ".driver.lock"
 _MIRROR = "HYPERION_DATA_MIRROR"
 
@@ -253,10 +254,12 @@ def peek(folder: Path) -> LedgerContent:
 
 
 def _read_content(document: Any) -> LedgerContent:
-    notebooks = document.get("notebooks") if isinstance(document, dict) else None
+    notebooks, setting = (document.get(name) if isinstance(document, dict) else None for name in ("notebooks", "setting"))
+    if isinstance(setting, dict):  # version 0.1 did not continue a run without a mirror on a machine with one
+        setting.pop("mirror", None)
     for entry in notebooks.values() if isinstance(notebooks, dict) else ():
         if isinstance(entry, dict) and "hash" in entry:  # version 0.1 stored one hash of all inputs
-            entry["inputs"] = {"all inputs": entry.pop("hash")}
+            entry["inputs"] = {OF_EARLIER_VERSION: entry.pop("hash")}
     return cast(LedgerContent, read_form(LedgerContent, document, LEDGER))
 
 

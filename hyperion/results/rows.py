@@ -28,6 +28,11 @@ class RowError(HyperionError):
 Value = TypeVar("Value")
 
 
+def idle_rows(rows: "list[Row]") -> "list[Row]":
+    """Return the rows that were measured while nobody else used the cores, or all rows if there are none."""
+    return [row for row in rows if not row.busy] or rows
+
+
 def require_file_names(notebook: str, experiment: str) -> None:
     """Raise an error if a name of a notebook or an experiment cannot be part of the file name "notebook.experiment.parquet".
 

@@ -150,13 +150,39 @@ def test_the_load_of_others_is_what_this_process_and_its_children_did_not_use(tm
     (tmp_path / "proc/7/stat").write_text(f"7 (child) R 0 0 0 0 0 0 0 0 0 0 {second // 2} {second // 2} 0 0 20 0")
     (tmp_path / "proc/self/task/1/children").write_text("7 8")  # 8 has ended
     assert load.share() == pytest.approx(1.0 / 4)
+    told(tmp_path, 40, 3 * second, 0, 0)  # a child ended without being waited for: its time is lost
+    assert load.share() is None
     (tmp_path / "proc/stat").write_text("")
     assert load.share() is None
 
 
+def test_the_load_is_unknown_within_a_quota_or_without_a_list_of_children(tmp_path, monkeypatch):
+    now = [10.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    told(tmp_path, 50, 0, 0, 0)
+    (tmp_path / "sys/fs/cgroup").mkdir(parents=True)
+    for quota, known in (("max 100000", True), ("200000 100000", True), ("150000 100000", False)):
+        (tmp_path / "sys/fs/cgroup/cpu.max").write_text(quota)
+        load = OtherLoad(tmp_path, usable={0, 1})
+        now[0] += 1
+        assert (load.share() is not None) == known
+    (tmp_path / "sys/fs/cgroup/cpu.max").unlink()
+    (tmp_path / "proc/self/task/1/children").unlink()
+    load = OtherLoad(tmp_path, usable={0, 1})
+    now[0] += 1
+    assert load.share() is None
+
+
 @pytest.mark.process
+@pytest.mark.skipif(OtherLoad()._read()[1] is None, reason="this system does not state the load")
 def test_a_process_beside_this_one_is_seen_and_this_one_is_not():
-    """The threshold is half of one busy process: a loaded machine can make the share larger, and nothing smaller."""
+    """The threshold is a quarter of one busy process. A loaded machine makes the share larger, but not that of own work."""
+    load, ends = OtherLoad(), time.monotonic() + 1.0
+    before = time.process_time()
+    while time.monotonic() < ends:
+        pass
+    own, busy = time.process_time() - before, load._read()[1] - load._start[1]
+    assert load.share() <= (busy - own) / len(usable_cpus()) + 0.1
     cores = len(usable_cpus())
     busy = "import time; end = time.monotonic() + 60\nwhile time.monotonic() < end: pass"
     # The process that starts it ends, so that it is no child of this process.

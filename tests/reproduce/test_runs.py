@@ -146,13 +146,13 @@ def test_entries_survive_and_answer_what_is_done(tmp_path):
 
 
 def test_a_ledger_of_version_0_1_is_read_and_its_notebooks_are_stale(tmp_path):
-    ledger = Ledger.new(Run.create(tmp_path, {}), {"profile": "smoke"})
+    ledger = Ledger.new(Run.create(tmp_path, {}), {"profile": "smoke", "mirror": True})
     ledger.keep("01_x", Entry("done", {"a": "bc"}, 1.5, 3))
     old = json.loads((tmp_path / "reproduce.json").read_text())
     old["notebooks"]["01_x"]["hash"] = "".join(old["notebooks"]["01_x"].pop("inputs").values())
     ledger.run.write({"reproduce.json": json.dumps(old).encode()})
     assert Ledger.of(Run.open(tmp_path)).entries["01_x"].inputs == {"all inputs": "bc"}
-    assert peek(tmp_path).notebooks["01_x"].seconds == 1.5
+    assert peek(tmp_path).notebooks["01_x"].seconds == 1.5 and peek(tmp_path).setting == {"profile": "smoke"}
 
 
 @pytest.mark.parametrize("damage", ["", "{", "[]", '{"setting": {}}'])

@@ -237,13 +237,13 @@ def _draw_shares(axes: Axes, rows: list[Row], positions: dict) -> None:
 
 
 def _slowed(rows: list[Row]) -> list[Row]:
-    """Return the rows that were measured while the device lowered its clock.
+    """Return the rows that were measured while the device lowered its clock, or while others used the cores of a CPU.
 
     For these rows, the device reported why it lowered the clock, and the clock was more than the fraction `_VISIBLE` below the
     highest clock of all rows. A row without a clock is returned if the device reported a reason.
     """
     highest = max((row.clock_mhz for row in rows if row.clock_mhz is not None), default=0)
-    low = [row for row in rows if row.clock_mhz is None or row.clock_mhz < (1 - _VISIBLE) * highest]
+    low = [row for row in rows if row.busy or row.clock_mhz is None or row.clock_mhz < (1 - _VISIBLE) * highest]
     return [row for row in low if row.throttle not in (None, "none")]
 
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from hyperion.hardware import Device
+from hyperion.hardware.telemetry import BUSY
 from hyperion.measure.api.outputs import Difference
 from hyperion.measure.clock.timing import LEAST_SAMPLES, RELATIVE_INTERVAL, Timing
 from hyperion.results import Estimate, Row, ratio_estimate
@@ -277,7 +278,9 @@ def _doubts(timing: Timing, estimate: Estimate | None, minimum_samples: int) -> 
         half = (estimate.ci_high - estimate.ci_low) / 2 / estimate.value if estimate.value else 0.0
         if half > RELATIVE_INTERVAL:
             doubts.append(f"the interval is ±{100 * half:.2g} % at the time limit")
-    if timing.telemetry.throttle not in (None, "none"):
+    if timing.telemetry.throttle == BUSY:
+        doubts.append("other processes used more than a tenth of the cores")
+    elif timing.telemetry.throttle not in (None, "none"):
         doubts.append(f"the device throttled ({timing.telemetry.throttle})")
     return doubts
 
