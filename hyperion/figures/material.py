@@ -15,6 +15,7 @@ import pandas as pd
 
 from hyperion.errors import HyperionError, not_none
 from hyperion.results import Prediction, Row, Run
+from hyperion.results.store import samples_name
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -90,8 +91,10 @@ class Material:
     @cached_property
     def _steadiness(self) -> dict[tuple[str, str, str, str, str], str]:
         """Steadiness of each timed series, by notebook, experiment, variant, dtype and parameters as JSON."""
-        found = {}
+        found, stored = {}, self.run.hashes()
         for notebook, experiment in self.experiments:
+            if samples_name(notebook, experiment) not in stored:
+                continue
             samples = self.run.samples(notebook, experiment)
             if not {"variant", "dtype", "params", "warm", "drift", "unsteady"} <= set(samples.columns):
                 continue
