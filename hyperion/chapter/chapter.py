@@ -20,6 +20,7 @@ from hyperion.data.prepare.catalog import data_identity
 from hyperion.dependencies import reached_source_hash
 from hyperion.errors import HyperionError, not_none, require_seed
 from hyperion.hardware import detect, fingerprint
+from hyperion.paths import results_folder
 from hyperion.results import Prediction, Row, Run, must_remeasure, new_run_folder, rows_to_csv
 from hyperion.results.execution import UNEXPECTED_CLAIM, UNEXPECTED_ROW, note_unexpected
 from hyperion.results.rows import UNEXPECTED
@@ -378,6 +379,14 @@ def _digest(content) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
 
 
+def _run_folder(output: str) -> Path:
+    """Return the folder of a run. A notebook may name a run in results/ from any working folder, as NAME or results/NAME."""
+    folder = Path(output)
+    stored = results_folder() / folder.name
+    named = folder.parent.name in ("", "results") and not folder.is_absolute()
+    return stored if named and not folder.exists() and (stored / "run.json").is_file() else folder
+
+
 def open_chapter(
     notebook: str, *, profile: str = "auto", data_source: str = "auto", output: str | None = None, seed: int = 0
 ) -> Chapter:
@@ -387,7 +396,8 @@ def open_chapter(
         notebook: file name of the notebook without its ending.
         profile: smoke, full, study, replay, replay:<machine> or auto. auto means smoke on a CPU and full on an accelerator.
         data_source: auto, mirror, cache, download or synthetic.
-        output: folder of the run. A run is created in it if it contains none. None creates a new folder in results/.
+        output: folder of the run, or the name of a run in results/. If the folder contains no run, one is created in it. None
+            creates a new folder in results/.
         seed: seed of all random numbers that the experiments of the chapter draw.
 
     Raises:
@@ -398,7 +408,7 @@ def open_chapter(
     device = detect()
     name, _, machine = (default_profile(device.kind) if profile == "auto" else profile).partition(":")
     load_profile(name)
-    folder = Path(output) if output else new_run_folder(notebook)
+    folder = _run_folder(output) if output else new_run_folder(notebook)
     if (folder / "run.json").is_file():
         run = Run.open(folder)
     else:

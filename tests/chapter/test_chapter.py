@@ -447,3 +447,16 @@ def test_every_profile_has_sizes_for_every_experiment_that_any_has():
 def test_run_json_names_no_folder_of_this_machine(run_folder):
     text = json.dumps(Run.open(run_folder).information())
     assert str(run_folder.parent) not in text and "/home/" not in text and "/root" not in text
+
+
+@pytest.mark.parametrize("named", ["20260101-120000-first", "results/20260101-120000-first"])
+def test_a_run_is_found_by_its_name_from_the_folder_of_a_notebook(tmp_path, monkeypatch, named):
+    results, elsewhere = tmp_path / "results", tmp_path / "lab/phase1_x"
+    elsewhere.mkdir(parents=True)
+    monkeypatch.setenv("HYPERION_RESULTS", str(results))
+    monkeypatch.chdir(elsewhere)
+    first = Run.create(results / "20260101-120000-first", {"profile": "smoke"})
+    assert open_chapter(NOTEBOOK, profile="smoke", output=named).results.folder.resolve() == first.folder.resolve()
+    own = open_chapter(NOTEBOOK, profile="smoke", output=str(elsewhere / "mine")).results.folder
+    assert own == elsewhere / "mine" and list(results.iterdir()) == [first.folder]
+    assert open_chapter(NOTEBOOK, profile="smoke", output="mine").results.folder.resolve() == own
