@@ -123,7 +123,9 @@ class OtherLoad:
         """
         now, busy_s, own_s = self._read()
         before, busy_before_s, own_before_s = self._start
-        if now - before < 0.2 or None in (busy_s, busy_before_s, own_s, own_before_s) or own_s < own_before_s:
+        if busy_s is None or busy_before_s is None or own_s is None or own_before_s is None:
+            return None
+        if now - before < 0.2 or own_s < own_before_s:
             return None
         others_s = (busy_s - busy_before_s) - (own_s - own_before_s)
         return min(max(others_s / ((now - before) * len(self._usable)), 0.0), 1.0)
