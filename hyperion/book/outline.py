@@ -7,7 +7,17 @@ import pandas as pd
 
 from hyperion.book.plots import draw, plots_of, results_folder, title_of
 from hyperion.errors import not_none
-from hyperion.figures.material import ALL, Material, Plot, device_name, interval, made_from_rows, measured, quoted_value
+from hyperion.figures.material import (
+    ACCURACIES,
+    ALL,
+    Material,
+    Plot,
+    device_name,
+    interval,
+    made_from_rows,
+    measured,
+    quoted_value,
+)
 from hyperion.figures.tables import is_floor, tables_of
 from hyperion.results import Row, StoreError
 
@@ -44,7 +54,7 @@ class Section:
 
 
 def banner(material: Material) -> str:
-    """Return the warnings that a run was replayed from another machine or used synthetic data, or "" without warnings."""
+    """Return the warnings about a run, or "": it was replayed, its data are synthetic, or its images are not official."""
     parts = []
     if material.replayed:
         parts.append(f"Replay: measured on {', '.join(material.replayed)}, not on this machine.")
@@ -52,7 +62,7 @@ def banner(material: Material) -> str:
         parts.append(
             "Synthetic data: made by code. Losses and accuracies say nothing about the real data sets WikiText-2 and CIFAR-10."
         )
-    return " ".join(parts)
+    return " ".join([*parts, *filter(None, [material.image_caveat])])
 
 
 @made_from_rows("the sections")
@@ -181,8 +191,10 @@ def picture(plot: Plot, material: Material) -> bytes | None:
 def _section(material: Material, experiment: str) -> Section:
     machines = {material.replayed_from(*pair) for pair in material.experiments if pair[1] == experiment} - {""}
     replayed = f" (replayed from {', '.join(sorted(machines))})" if machines else ""
-    title = title_of(experiment) + replayed
-    return Section(experiment, title, _pictures(material, experiment), tables_of(material.of(experiment), material.steadiness))
+    title, rows = title_of(experiment) + replayed, material.of(experiment)
+    return Section(
+        experiment, title, _pictures(material, experiment), tables_of(rows, material.steadiness, material.image_caveat)
+    )
 
 
 def _pictures(material: Material, experiment: str) -> list[DrawnFigure]:
@@ -234,7 +246,9 @@ def headlines(material: Material) -> list[Headline]:
         *_baselines(rows),
     ]
     found += [*_precise(rows), *_parity(rows), *_scaled(rows)]
-    return [_headline(label, row, material.steadiness(row)) for label, row in found]
+    mark = f" ({material.image_caveat.partition(':')[0].lower()})" if material.image_caveat else ""
+    marked = [(label + mark if row.metric in ACCURACIES else label, row) for label, row in found]
+    return [_headline(label, row, material.steadiness(row)) for label, row in marked]
 
 
 def _hardware(rows: list[Row], cold: list[Row]) -> Iterator[tuple[str, Row]]:

@@ -12,6 +12,7 @@ from hyperion.results import Row
 class Rows:
     rows: list[Row]
     unsteady: tuple[float, ...] = ()
+    image_caveat: str = ""
 
     def steadiness(self, row: Row) -> str:
         return "no (warm-up)" if row.value in self.unsteady else "yes"

@@ -87,8 +87,12 @@ def image_classifier(material: Material) -> Figure | None:
     right.set(ylim=(0, 1.03), ylabel="% of held-out images classified correctly", title="Accuracy by epoch, 95 % interval")
     right.yaxis.set_major_formatter(lambda value, _: f"{100 * value:.0f}")
     spread_labels(right, labels)
-    add_notes(figure, _no_floor([row for row in epochs if row.metric == "accuracy"]))
+    add_notes(figure, _no_floor([row for row in epochs if row.metric == "accuracy"]) + _caveats(material))
     return figure
+
+
+def _caveats(material: Material) -> list[str]:
+    return [material.image_caveat] if material.image_caveat else []
 
 
 def time_to_accuracy(material: Material) -> Figure | None:
@@ -121,7 +125,8 @@ def time_to_accuracy(material: Material) -> Figure | None:
     axes.set(xlim=(0, None), ylim=(None, 1.0), xlabel="seconds of training", ylabel="% of held-out images correct")
     notes = ["One dot per epoch. The seconds include the loader. They do not include compilation, evaluation and checkpoints."]
     notes += [row.value_reason for row in rows[:1] if row.value is None]
-    add_notes(figure, notes + ([f"Grey lines: {len(seeds) - 1} other seeds."] if len(seeds) > 1 else []))
+    notes += [f"Grey lines: {len(seeds) - 1} other seeds."] if len(seeds) > 1 else []
+    add_notes(figure, notes + _caveats(material))
     return figure
 
 
