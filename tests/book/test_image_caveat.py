@@ -65,7 +65,8 @@ def test_every_place_that_shows_an_accuracy_has_the_caveat(tmp_path, capsys):
         assert all(caveat in texts(draw(material)) for draw in (image_classifier, time_to_accuracy))
     assert caveat in report_page(material) and caveat in reference_readme(material.run, material)["README.md"].decode()
     show(Result(material.rows, pd.DataFrame()), material.run)
-    assert caveat in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert f"\n{caveat}\n===" in shown and shown.count(caveat) == 1 + len(section.tables)
 
 
 def test_a_replay_says_what_its_reference_was_measured_on(tmp_path):
