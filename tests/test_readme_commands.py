@@ -127,6 +127,9 @@ def test_headlines_of_the_readme_are_those_of_the_runs():
         (headline,) = [headline for headline in headlines(material) if headline.label == label]
         bound = headline.limit.removeprefix("limit ") if headline.fraction is not None else ""
         assert (value, share, limit) == (headline.value, percent(headline.fraction), bound)
+    labels = [line[0] for line in lines]
+    weak = [place for place, label in enumerate(labels) if "weak scaling" in label]
+    assert weak and all(labels[place + 1] == labels[place].replace("weak", "strong") for place in weak)
 
 
 def test_the_readme_counts_what_the_rows_of_the_references_state():

@@ -335,10 +335,17 @@ def _parity(rows: list[Row]) -> Iterator[tuple[str, Row]]:
 
 
 def _scaled(rows: list[Row]) -> Iterator[tuple[str, Row]]:
-    cells = [r for r in rows if r.metric == "scaling_efficiency" and r.params["mode"] == "weak"]
+    """Yield the efficiency of weak and then of strong scaling of each training, on the largest number of devices.
+
+    Weak scaling alone would be misleading: its communication stays the same while its work grows.
+    """
+    cells = [r for r in rows if r.metric == "scaling_efficiency"]
     most = max((r.params["ranks"] for r in cells), default=0)
-    for row in (r for r in cells if r.params["ranks"] == most):
-        yield f"{row.params['model']}, {row.params['strategy'].upper()}: weak scaling to {most} devices", row
+    largest = [r for r in cells if r.params["ranks"] == most]
+    order = list(dict.fromkeys(r.variant for r in largest))
+    for row in sorted(largest, key=lambda r: (order.index(r.variant), r.params["mode"] != "weak")):
+        name = f"{row.params['model']}, {row.params['strategy'].upper()}"
+        yield f"{name}: {row.params['mode']} scaling to {most} devices", row
 
 
 def _best(

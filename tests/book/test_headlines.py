@@ -122,6 +122,19 @@ def test_all_reduces_over_other_numbers_of_ranks_are_another_kind(ranks):
     assert told(*rates)[f"all-reduce over {ranks} devices"] == 100.0 * ranks
 
 
+def test_strong_scaling_stands_beside_weak_on_the_most_devices():
+    def cell(model, mode, ranks, value):
+        return row("scaling", model, "scaling_efficiency", value, model=model, strategy="ddp", mode=mode, ranks=ranks)
+
+    cells = [cell(model, mode, ranks, 0.9) for ranks in (2, 4) for mode in ("strong", "weak") for model in ("a", "b")]
+    assert list(told(*cells)) == [
+        "a, DDP: weak scaling to 4 devices",
+        "a, DDP: strong scaling to 4 devices",
+        "b, DDP: weak scaling to 4 devices",
+        "b, DDP: strong scaling to 4 devices",
+    ]
+
+
 def test_no_two_headlines_of_a_run_have_one_label(material, cpu_material):
     for of in (material, cpu_material):
         labels = [headline.label for headline in headlines(of)]
