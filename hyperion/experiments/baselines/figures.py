@@ -323,13 +323,19 @@ def recovery(material: Material) -> Figure | None:
             axes.scatter([x], [y], s=340, color=colour, marker=marker, zorder=2)
             axes.annotate(f"{trial['lost']}", (x, y), ha="center", va="center", color="white", fontsize=9, fontweight="bold")
     axes.set_xticks(range(len(_PHASES)), _PHASES)
-    axes.set_yticks(range(len(kinds)), [f"{row.variant}\nmay lose {row.params['may_lose']}" for row in rows])
+    axes.set_yticks(range(len(kinds)), [f"{row.variant}\n{_lost(row)}" for row in rows])
     axes.set(xlim=(-0.5, len(_PHASES) - 0.5), ylim=(len(kinds) - 0.5, -0.5), xlabel="phase of the fault")
     failed = sum(not recovered for recovered in trials["recovered"])
     note = f"{len(trials) - failed} of {len(trials)} runs ended bitwise equal to a run without a fault"
     failures = " Crosses mark the other runs." if failed else ""
     add_notes(figure, [f"The number in each mark is the number of optimizer steps that were repeated. {note}.{failures}"])
     return figure
+
+
+def _lost(row: Row) -> str:
+    """Return how many steps the trials of a kind lost at most, and how many they may lose."""
+    lost = "failed" if row.value is None else f"lost at most {row.value:.0f}"
+    return f"{lost}, allowed {row.params['may_lose']}"
 
 
 def parity_ladder(material: Material) -> Figure | None:
