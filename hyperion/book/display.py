@@ -154,6 +154,12 @@ def teach(template: str, **named: Row | float) -> None:
     _display({"text/markdown": text, "text/plain": text})
 
 
+def show_sentence(text: str) -> None:
+    """Show a Markdown text that a function made from rows. An empty text shows nothing."""
+    if text:
+        _display({"text/markdown": text, "text/plain": text})
+
+
 def _display(bundle: dict) -> None:
     """Display an object in a notebook, given its representations by MIME type. Outside a notebook, print its plain text."""
     from IPython import get_ipython
