@@ -85,8 +85,8 @@ def _levels(points: list[Row], name: str, capacity: float | None) -> str:
     best = max(inside, key=lambda row: not_none(row.value))
     why = "launches" if best.limit_source.startswith(_LAUNCHING) else "the kernel, which has too little work at this size,"
     return (
-        f"{text}. Within the caches it is {_rate(best)} at most, with {byte_size(_working_set(best))}. A cache is not slower than "
-        f"the memory behind it, so {why} must be the limit there. This curve does not show the bandwidth of the caches."
+        f"{text}. Within the caches it is {_rate(best)} at most, with {byte_size(_working_set(best))}. A cache is not slower "
+        f"than the memory behind it, so {why} must be the limit there. This curve does not show the bandwidth of the caches."
     )
 
 
