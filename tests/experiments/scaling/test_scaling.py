@@ -86,7 +86,7 @@ def cells(tmp_path, together, alone):
     return *rows, _exposed_row(context, "fp32", training, frame, params)
 
 
-@pytest.mark.parametrize(("alone", "is_share"), [(8.0, True), (10.0, False), (11.0, False)])
+@pytest.mark.parametrize(("alone", "is_share"), [(8.0, True), (9.95, False), (10.0, False), (11.0, False)])
 def test_a_difference_that_may_be_zero_or_less_is_no_share(tmp_path, alone, is_share):
     scatter = np.linspace(-0.3, 0.3, 20)
     difference, share, exposed = cells(tmp_path, 10 + scatter, alone + scatter[::-1])
