@@ -174,6 +174,30 @@ def _lines(material: Material, experiments: list[tuple[str, str]]) -> dict:
     }
 
 
+@made_from_rows("the versions of the code")
+def versions(material: Material) -> pd.DataFrame:
+    """Return a table of the versions of the code that measured a run, with the experiments of each version.
+
+    The rows of a reference run may come from several versions. Then a difference between two of its chapters may be a difference
+    between two versions.
+    """
+    parts: dict[tuple[str, str], list[str]] = {}
+    created = (material.information.get("environment") or {}).get("source") or {}
+    for pair in material.experiments:
+        # Experiments of commands such as `hyperion compare` have no source of their own. Those of a replay are not from here.
+        source = _provenance(material, pair).get("source") or ({} if material.replayed_from(*pair) else created)
+        commit = (source.get("commit") or "")[:12] or "not recorded"
+        changed = {True: "yes", False: "no"}.get(source.get("modified"), "unknown")
+        parts.setdefault((commit, changed), []).append(pair[1])
+    return pd.DataFrame(
+        [
+            {"commit": commit, "local changes": changed, "experiments": ", ".join(names)}
+            for (commit, changed), names in parts.items()
+        ],
+        columns=["commit", "local changes", "experiments"],
+    )
+
+
 def picture_path(experiment: str, name: str) -> str:
     """Return the path of a figure relative to the folder of the run. Only the summary is directly in `benchmarks`."""
     if experiment == ALL:

@@ -113,7 +113,12 @@ _METRICS = (
         "alone_difference", "fraction", "lower", "step time minus that of the same step alone, over the step time", False, True
     ),
     Metric(
-        "communication_share", "fraction", "lower", "share of a step's time that the same step alone does not need", False, True
+        "communication_share",
+        "fraction",
+        "lower",
+        "time of a step that the same step alone does not need, over its time; below zero it is a difference and no share",
+        False,
+        True,
     ),
     Metric("detection_time_s", "s", "lower", "from the death of a rank to the launcher's error", True, False, True),
     Metric(

@@ -35,9 +35,12 @@ def square_beside_search(rows: Iterable[Row], dtype: str) -> str:
     again = next((row for row in measured(finalists) if {row.params[name] for name in "mnk"} == {side}), None)
     if again is not None:
         text += f" In turn with the finalists, the same product reaches {number(again.value)} TFLOPS."
-    if there <= here * (1 + _ALIKE):
-        return f"{text} The search found no lower rate: {number(here)} TFLOPS."
-    return f"{text} The search found {number(here)} TFLOPS, which is less. {_clocks(square, found)}"
+    text += f" The search found {number(here)} TFLOPS"
+    if here >= there:
+        return f"{text}."
+    if here >= there * (1 - _ALIKE):
+        return f"{text}, {100 * (1 - here / there):.1f} % less. Two measurements can differ by this much."
+    return f"{text}, {100 * (1 - here / there):.1f} % less. {_clocks(square, found)}"
 
 
 def _clocks(square: Row, found: Row) -> str:
