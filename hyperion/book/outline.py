@@ -187,7 +187,7 @@ def versions(material: Material) -> pd.DataFrame:
         # Experiments of commands such as `hyperion compare` have no source of their own. Those of a replay are not from here.
         source = _provenance(material, pair).get("source") or ({} if material.replayed_from(*pair) else created)
         commit = (source.get("commit") or "")[:12] or "not recorded"
-        changed = {True: "yes", False: "no"}.get(source.get("modified"), "unknown")
+        changed = {True: "yes", False: "no", None: "unknown"}[source.get("modified")]
         parts.setdefault((commit, changed), []).append(pair[1])
     return pd.DataFrame(
         [

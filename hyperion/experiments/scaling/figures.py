@@ -1,5 +1,7 @@
 """Figures of scaling by number of devices: speed-up, efficiency, and the cost of communication."""
 
+from typing import Any
+
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
@@ -74,7 +76,7 @@ def _curves(axes: Axes, rows: list[Row], at_one: float | None, what: str = "", l
     """
     for place, name in enumerate(dict.fromkeys(row.variant for row in rows)):
         chosen = sorted((row for row in rows if row.variant == name), key=lambda row: row.params["ranks"])
-        style = look(name, place) | ({"linestyle": line} if line else {})
+        style: dict[str, Any] = look(name, place) | ({"linestyle": line} if line else {})
         x, y = [row.params["ranks"] for row in chosen], values(chosen)
         axes.errorbar(x, y, errors_of(chosen), label=", ".join(filter(None, (name.replace("_", " "), what))), **style)
         if at_one is not None:

@@ -319,7 +319,7 @@ def _exposed_row(context: Context, dtype: str, training: ScaledTraining, own: pd
     if traced.empty:
         return context.absent_row(training.name, "share", "no step was profiled", dtype=dtype, params=about)
     return context.row(
-        training.name, "share", float(traced["share"].mean()), dtype=dtype, params=about, n=int(traced["steps"].iloc[0])
+        training.name, "share", float(np.mean(traced["share"])), dtype=dtype, params=about, n=int(np.max(traced["steps"]))
     )
 
 
