@@ -225,7 +225,7 @@ def bucket_lines(measured: Iterable[CollectiveMeasurement]) -> list[str]:
         if name == "all_reduce" and max(m.bytes for m in sweep) >= DDP_DEFAULT_MIB * MIB:
             rates = [m.busbw_gb_s(m.timing.estimate.value) for m in sweep]
             share = share_of_best(DDP_DEFAULT_MIB * MIB, [m.bytes for m in sweep], rates)
-            lines.append(f"{dtype} {name}: measured, {DDP_DEFAULT_MIB} MiB reach {share:.0%} of the highest bandwidth")
+            lines[-1] += f"; measured, {DDP_DEFAULT_MIB} MiB reach {share:.0%} of the highest bandwidth"
     return lines
 
 
