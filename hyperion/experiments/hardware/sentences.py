@@ -96,16 +96,18 @@ def _levels(points: list[Row], name: str, capacity: float | None) -> str:
 def copies_of_one_size(rows: Iterable[Row]) -> str:
     """Compare the copies of the largest working set in `memory_levels` with the copies of `stream_formats`, or return "".
 
+    Only copies that have the limit of device memory are compared: a cache may serve the others.
+
     Args:
         rows: rows of a run.
     """
-    rows = measured(rows)
+    rows = [row for row in measured(rows) if row.metric == "bandwidth_gb_s"]
     repeated = [row for row in rows if (row.experiment, row.variant) == ("memory_levels", "copy")]
     streams = [row for row in rows if (row.experiment, row.variant) == ("stream_formats", "copy")]
-    streams = [row for row in streams if row.metric == "bandwidth_gb_s" and "plain_loop_calls" not in row.params]
-    if not repeated or not streams:
+    streams = [row for row in streams if row.limit is not None and "plain_loop_calls" not in row.params]
+    again = max((row for row in repeated if row.limit is not None), key=_working_set, default=None)
+    if again is None or not streams:
         return ""
-    again = max(repeated, key=_working_set)
     single = next((row for row in streams if row.dtype == again.dtype), streams[0])
     there, here = not_none(again.value), not_none(single.value)
     text = (

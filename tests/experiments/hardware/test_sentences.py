@@ -52,7 +52,8 @@ def test_without_one_of_the_two_chapters_nothing_is_compared():
 def level(operation, mib, value, launching=False, timed="in a graph, on the device's clock", experiment="memory_levels"):
     params = {"working_set_bytes": mib * MIB, "cache": "hot", "timed": timed}
     source = LAUNCHING if launching else "no limit: another level"
-    return row(experiment, operation, "bandwidth_gb_s", value, "fp32", params=params, limit_source=source)
+    limit = 4800.0 if mib > 1024 else None
+    return row(experiment, operation, "bandwidth_gb_s", value, "fp32", params=params, limit=limit, limit_source=source)
 
 
 CACHE = row("memory_levels", "last-level cache", "cache_bytes", 60 * MIB, params={"caches": 1})
@@ -76,8 +77,9 @@ def test_without_known_caches_no_end_is_claimed():
     assert "sizes of the caches are not known" in text and "end" not in text
 
 
-def stream(value):
-    return row("stream_formats", "copy", "bandwidth_gb_s", value, "fp32", params={"elements": 2**28, "cache": "cold"})
+def stream(value, limit=4800.0):
+    params = {"elements": 2**28, "cache": "cold"}
+    return row("stream_formats", "copy", "bandwidth_gb_s", value, "fp32", params=params, limit=limit)
 
 
 def test_copies_of_two_experiments_agree_or_their_difference_is_explained():
@@ -86,6 +88,11 @@ def test_copies_of_two_experiments_agree_or_their_difference_is_explained():
     assert "With 512 MiB, the repeated copy still reaches 4,218 GB/s" in text and "not the reason, but the graph" in text
     alone = copies_of_one_size([stream(4268.0), level("copy", 2048, 2766.0, timed="call by call, on the device's clock")])
     assert "graph" not in alone and "differ" in alone and copies_of_one_size([stream(4268.0)]) == ""
+
+
+def test_copies_that_a_cache_may_serve_are_not_compared():
+    assert copies_of_one_size([stream(1.0, limit=None), level("copy", 2048, 5.0)]) == ""
+    assert copies_of_one_size([stream(4268.0), level("copy", 64, 9000.0)]) == ""
 
 
 def test_the_reference_of_two_gpus_explains_its_contradictions():
