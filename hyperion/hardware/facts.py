@@ -265,7 +265,8 @@ def source_hash(folder: Path | None = None) -> str:
 def git_state(root: Path | None = None, within: str = "hyperion") -> dict[str, str | bool | None]:
     """Return the commit of the checkout, and whether files in the folder `within` differ from this commit.
 
-    Without git, the commit is read from the file SOURCE_COMMIT in `root`. Unknown values are None. No error is raised.
+    If git does not track `within`, the commit is read from the file SOURCE_COMMIT in `root`. Unknown values are None. No error is
+    raised.
 
     Args:
         root: folder of the checkout; default: the checkout of this package.
@@ -274,7 +275,7 @@ def git_state(root: Path | None = None, within: str = "hyperion") -> dict[str, s
     root = root or package_folder().parent
     if (root / ".git").exists():
         commit = _git(root, "rev-parse", "HEAD")
-        if commit:
+        if commit and _git(root, "ls-files", "--", within):  # a copy of the files can lie in another repository
             changes = _git(root, "status", "--porcelain", "--", within)
             return {"commit": commit, "modified": None if changes is None else bool(changes)}
     try:

@@ -48,6 +48,9 @@ def test_the_commit_comes_from_git_then_from_the_file_then_from_nowhere(tmp_path
     (tmp_path / "hyperion" / "a.py").write_text("x = 1\n")
     _git(tmp_path, "init", "-q")
     assert git_state(tmp_path)["commit"] == "0123abcd"  # a repository without a commit
+    _git(tmp_path, "add", "SOURCE_COMMIT")
+    _git(tmp_path, "commit", "-qm", "of another project")
+    assert git_state(tmp_path) == {"commit": "0123abcd", "modified": None}  # a copy of the package in another repository
     _git(tmp_path, "add", ".")
     _git(tmp_path, "commit", "-qm", "start")
     state = git_state(tmp_path)
