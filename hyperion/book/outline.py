@@ -182,7 +182,8 @@ def _section(material: Material, experiment: str) -> Section:
     machines = {material.replayed_from(*pair) for pair in material.experiments if pair[1] == experiment} - {""}
     replayed = f" (replayed from {', '.join(sorted(machines))})" if machines else ""
     title = title_of(experiment) + replayed
-    return Section(experiment, title, _pictures(material, experiment), tables_of(material.of(experiment), material.steadiness))
+    tables = tables_of(material.of(experiment), material.steadiness, material.prediction)
+    return Section(experiment, title, _pictures(material, experiment), tables)
 
 
 def _pictures(material: Material, experiment: str) -> list[DrawnFigure]:

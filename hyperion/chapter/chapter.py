@@ -24,6 +24,7 @@ from hyperion.paths import results_folder
 from hyperion.results import Prediction, Row, Run, must_remeasure, new_run_folder, rows_to_csv
 from hyperion.results.execution import UNEXPECTED_CLAIM, UNEXPECTED_ROW, note_unexpected
 from hyperion.results.rows import UNEXPECTED
+from hyperion.results.store import LATE, utc_now
 
 
 class Chapter:
@@ -118,7 +119,8 @@ class Chapter:
             guess: the reader's guess, in the unit of the first prediction. None without a guess.
 
         Returns:
-            The predictions as a table with the columns variant, dtype, params, metric, guess, estimate and basis.
+            The predictions as a table with the columns variant, dtype, params, metric, guess, ceiling, estimate, low, high and
+            basis.
         """
         if self.reference is None:
             digest, predictions = self._input_hash(experiment), self._forecasts(experiment)
@@ -133,8 +135,9 @@ class Chapter:
                 f"{stored} and stays; the new guess {guess:g} is ignored. "
                 "To guess again, restart the kernel and run all cells. This creates a new run."
             )
-        columns = ["variant", "dtype", "params", "metric", "guess", "estimate", "basis"]
-        return pd.DataFrame([{column: getattr(p, column) for column in columns} for p in predictions], columns=columns)
+        columns = ["variant", "dtype", "params", "metric", "guess", "ceiling", "estimate", "low", "high", "basis"]
+        shown = [replace(p, ceiling=p.estimate, estimate=None) if p.is_ceiling else p for p in predictions]
+        return pd.DataFrame([{column: getattr(p, column) for column in columns} for p in shown], columns=columns)
 
     def run(self, experiment: str) -> Result:
         """Run an experiment and store its rows. If the run already has rows for the same inputs, return these rows.
@@ -147,7 +150,7 @@ class Chapter:
         digest, data = self._input_hash(experiment), self._data(experiment)
         if self._holds(experiment, digest) and not self._asked_anew(experiment):
             return self._keep(experiment, digest)
-        provenance, environment = self._provenance(experiment), self.environment
+        provenance, environment, started_at = self._provenance(experiment), self.environment, utc_now()
         result = self._measure(experiment, digest, data)
         rows = [row.without_failed_value() for row in result.rows]
         result = replace(result, rows=_with_predictions(rows, self._predictions(experiment, digest)))
@@ -163,6 +166,7 @@ class Chapter:
             data={name: found or taken[name] for name, found in data.items()},
             provenance=provenance,
             environment=environment,
+            started_at=started_at,
         )
         self._measured_here.add(experiment)
         self._report_unexpected(result.rows)
@@ -289,7 +293,7 @@ class Chapter:
         chosen, digest = experiment_named(experiment), self._input_hash(experiment)
         context = self._context(experiment, (*chosen.reads, *chosen.forecast_reads))
         # Such an estimate does not use the measured values, but the reader must know that it was made late.
-        late = "; made after the measurement" if self._holds(experiment, digest) else ""
+        late, made_at = LATE if self._holds(experiment, digest) else "", utc_now()
         return [
             Prediction(
                 notebook=self.notebook,
@@ -304,7 +308,11 @@ class Chapter:
                 input_hash=digest,
                 upstream_hash=_values_of(context.upstream),
                 each_rank=forecast.each_rank,
-            )
+                ceiling=forecast.ceiling,
+                low=forecast.low,
+                high=forecast.high,
+                made_at=made_at,
+            ).sealed()
             for forecast in chosen.forecast(context)
         ]
 
@@ -313,7 +321,9 @@ class Chapter:
         measured = finished_in(not_none(self.reference), self.notebook, experiment)["input_hash"]
         digest = f"replay:{not_none(self.reference).folder.name}:{measured}"
         written = not_none(self.reference).predictions(self.notebook, experiment)
-        return digest, [replace(p, guess=None, input_hash=digest) for p in written if p.input_hash == measured]
+        replayed = [replace(p, guess=None, input_hash=digest) for p in written if p.input_hash == measured]
+        # Predictions of earlier versions have no time, and a replay must not invent one.
+        return digest, [p.sealed() if p.made_at else p for p in replayed]
 
     def _replay(self, experiment: str) -> Result:
         reference = not_none(self.reference)
@@ -352,13 +362,7 @@ def _with_predictions(rows: list[Row], predictions: list[Prediction]) -> list[Ro
     """Return the rows with the stored estimates in their column `predicted`."""
 
     def estimate(row: Row) -> float | None:
-        # A prediction has the parameters that it depends on. A row may have more parameters. A prediction for all ranks together
-        # does not apply to the row of one rank.
-        for p in predictions:
-            same = (p.variant, p.dtype, p.metric) == (row.variant, row.dtype, row.metric)
-            if same and p.each_rank == (row.rank is not None) and p.params.items() <= row.params.items():
-                return p.estimate
-        return None
+        return next((p.estimate for p in predictions if p.predicts(row)), None)
 
     return [replace(row, predicted=estimate(row)) for row in rows]
 
