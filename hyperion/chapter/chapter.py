@@ -139,6 +139,14 @@ class Chapter:
         shown = [replace(p, ceiling=p.estimate, estimate=None) if p.is_ceiling else p for p in predictions]
         return pd.DataFrame([{column: getattr(p, column) for column in columns} for p in shown], columns=columns)
 
+    def ceiling(self, row: Row) -> float | None:
+        """Return the ceiling of a row that was stored with its prediction, or None if there is none."""
+        stored = (p for p in self.results.predictions(row.notebook, row.experiment) if p.predicts(row))
+        found = next(stored, None)
+        if found is None:
+            return None
+        return found.estimate if found.is_ceiling else found.ceiling
+
     def run(self, experiment: str) -> Result:
         """Run an experiment and store its rows. If the run already has rows for the same inputs, return these rows.
 
@@ -312,7 +320,7 @@ class Chapter:
                 low=forecast.low,
                 high=forecast.high,
                 made_at=made_at,
-            ).sealed()
+            )
             for forecast in chosen.forecast(context)
         ]
 
@@ -321,16 +329,21 @@ class Chapter:
         measured = finished_in(not_none(self.reference), self.notebook, experiment)["input_hash"]
         digest = f"replay:{not_none(self.reference).folder.name}:{measured}"
         written = not_none(self.reference).predictions(self.notebook, experiment)
-        replayed = [replace(p, guess=None, input_hash=digest) for p in written if p.input_hash == measured]
-        # Predictions of earlier versions have no time, and a replay must not invent one.
-        return digest, [p.sealed() if p.made_at else p for p in replayed]
+        # The predictions keep the time at which they were made. Those of earlier versions have none.
+        return digest, [replace(p, guess=None, input_hash=digest) for p in written if p.input_hash == measured]
 
     def _replay(self, experiment: str) -> Result:
         reference = not_none(self.reference)
         machine = reference.folder.name
         kept = finished_in(reference, self.notebook, experiment)
         provenance, environment = measured_under(reference, self.notebook, experiment)
-        rows, samples = reference.rows(self.notebook, experiment), reference.samples(self.notebook, experiment)
+        # Earlier versions stored ceilings as predictions. Without them, no notebook can show a ceiling as a prediction.
+        ceilings = [p for p in reference.predictions(self.notebook, experiment) if p.is_ceiling]
+        rows = [
+            replace(row, predicted=None) if any(p.predicts(row) for p in ceilings) else row
+            for row in reference.rows(self.notebook, experiment)
+        ]
+        samples = reference.samples(self.notebook, experiment)
         self.results.record(
             self.notebook,
             experiment,

@@ -68,8 +68,8 @@ The reference runs are older than these predictions. The predictions that they s
 ceilings, and their pages show them as ceilings. The tables below compare the present predictions with the rows of these runs.
 The throughput of LoRA and of training on several devices has only a ceiling.
 """
-_HELD_OUT = """In the run to which the curves are fitted, each size or model is predicted from the others. The intervals are made from
-these errors, so only the table above tests the intervals."""
+_HELD_OUT = """In the run to which the curves are fitted, each size or model is predicted from the others. The intervals are made
+from these errors, so only the table above tests the intervals."""
 _SHARES = (TRAINING_STEP, STEP_PRODUCTS, REFERENCE_STEP)
 
 

@@ -242,7 +242,7 @@ def _value_columns(row: Row, unit: str, steady: str, interval_header: str, store
         f"limit{unit}": "" if floor else number(row.limit),
         "% of limit": "" if floor else percent(row.fraction_of_limit),
         f"floor{unit}": number(row.limit) if floor else "",
-        f"ceiling{unit}": number(row.predicted) if ceiling else "",
+        f"ceiling{unit}": number(stored.estimate) if stored is not None and ceiling else "",
         f"predicted{unit}": "" if ceiling else number(row.predicted),
         PREDICTED_INTERVAL: predicted_interval(stored.low, stored.high) if stored else "",
         "prediction error [%]": "" if ceiling else percent(prediction_error(row), signed=True),

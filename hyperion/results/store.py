@@ -70,7 +70,7 @@ class Prediction:
             ranks together.
         ceiling: the limit that the value cannot exceed, or None. A ceiling is not an estimate.
         low, high: 80 % interval of the estimate, or None.
-        made_at: UTC time at which the prediction was stored, before the first sample. "" in runs of earlier versions.
+        made_at: UTC time at which the prediction was made, before the first sample. "" in runs of earlier versions.
         digest: hash of all other fields except the guess, which is the reader's. "" in runs of earlier versions.
     """
 
@@ -121,8 +121,9 @@ class Prediction:
 
 # End of the basis of a prediction that was made after the measurement.
 LATE = "; made after the measurement"
-# Rates whose estimates were ceilings in runs of earlier versions: the roofline, the bandwidth of memory, and that of the links.
-CEILING_METRICS = ("gemm_tflops", "bandwidth_gb_s", "busbw_gb_s")
+# Rates whose estimates were ceilings in runs of earlier versions: the roofline, the bandwidth of memory and of the links, and the
+# rates of steps that do nothing but matrix products and memory traffic at the measured ceilings.
+CEILING_METRICS = ("gemm_tflops", "bandwidth_gb_s", "busbw_gb_s", "taf_tflops", "images_per_s", "tokens_per_s")
 
 
 @dataclass(frozen=True)
@@ -386,7 +387,7 @@ class Run:
                 finished = experiments.get(f"{prediction.notebook}/{prediction.experiment}")
                 if finished is not None and finished["input_hash"] == prediction.input_hash:
                     prediction = replace(prediction, guess=None)  # the experiment is already measured, so a guess is too late
-                written = _with_prediction(written, prediction)
+                written = _with_prediction(written, prediction.sealed() if prediction.made_at else prediction)
             self.write({PREDICTIONS: _json([asdict(p) for p in written])})
 
     def predictions(self, notebook: str | None = None, experiment: str | None = None) -> list[Prediction]:

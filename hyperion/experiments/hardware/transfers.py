@@ -68,7 +68,7 @@ def forecast(context: Context) -> list[Forecast]:
     for source, destination in [] if peer_refusal(devices) else peer_pairs(devices):
         limit, basis = _peer_limit(source, destination, len(devices))
         params = _peer_params(source, destination, options)
-        expected = expected_peer_copy(context.device, params["bytes"], limit, basis)
+        expected = expected_peer_copy(source, params["bytes"], limit, basis)
         forecasts.append(expected.forecast(PEERS, "bandwidth_gb_s", params=params))
     for direction, pinned, size in [] if transfer_refusal(context.device) else _cells(options):
         params = _host_params(pinned, size)
