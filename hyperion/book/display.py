@@ -75,12 +75,15 @@ def answered_guess(predictions: Sequence[Prediction], rows: Sequence[Row]) -> st
     if row.value is None:
         return f"{row.metric} of {what} was not measured: {row.value_reason}."
     sentences = [f"Measured: {row.metric} of {what} is {quoted_value(row.value, row.unit)}."]
-    library = "The ceiling was {}" if first.is_ceiling else "The library predicted {}"
-    for predicted, words in ((first.guess, "You guessed {}"), (first.estimate, library)):
+    estimate = None if first.is_ceiling else first.estimate
+    for predicted, words in ((first.guess, "You guessed {}"), (estimate, "The library predicted {}")):
         if predicted is not None and row.value:
             error = 100 * (predicted / row.value - 1)
             size = f"{abs(error):.0f} % too {'high' if error > 0 else 'low'}" if abs(error) >= 0.5 else "within 0.5 %"
             sentences.append(f"{words.format(quoted_value(predicted, row.unit))}: {size}.")
+    if estimate is None and first.known_ceiling:
+        share, ceiling = 100 * row.value / first.known_ceiling, quoted_value(first.known_ceiling, row.unit)
+        sentences.append(f"The library predicted only a ceiling of {ceiling}; the measured value is {share:.0f} % of it.")
     if first.guess is None:
         sentences.append("You made no guess.")
     return " ".join(sentences)

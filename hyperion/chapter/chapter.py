@@ -136,16 +136,13 @@ class Chapter:
                 "To guess again, restart the kernel and run all cells. This creates a new run."
             )
         columns = ["variant", "dtype", "params", "metric", "guess", "ceiling", "estimate", "low", "high", "basis"]
-        shown = [replace(p, ceiling=p.estimate, estimate=None) if p.is_ceiling else p for p in predictions]
+        shown = [replace(p, ceiling=p.known_ceiling, estimate=None) if p.is_ceiling else p for p in predictions]
         return pd.DataFrame([{column: getattr(p, column) for column in columns} for p in shown], columns=columns)
 
     def ceiling(self, row: Row) -> float | None:
         """Return the ceiling of a row that was stored with its prediction, or None if there is none."""
-        stored = (p for p in self.results.predictions(row.notebook, row.experiment) if p.predicts(row))
-        found = next(stored, None)
-        if found is None:
-            return None
-        return found.estimate if found.is_ceiling else found.ceiling
+        stored = self.results.predictions(row.notebook, row.experiment)
+        return next((p.known_ceiling for p in stored if p.predicts(row)), None)
 
     def run(self, experiment: str) -> Result:
         """Run an experiment and store its rows. If the run already has rows for the same inputs, return these rows.

@@ -233,7 +233,9 @@ def identity_of(variant: str, dtype: str, rank: int | None, params: dict) -> dic
 
 def _value_columns(row: Row, unit: str, steady: str, interval_header: str, stored: Prediction | None) -> dict[str, str]:
     shown = number_within(row.value, row.ci_low, row.ci_high) if row.value is not None else "none"
-    floor, ceiling = is_floor(row), stored is not None and stored.is_ceiling
+    floor = is_floor(row)
+    # A prediction without an estimate has only a ceiling. If this is the limit, it has a column already.
+    ceiling = stored is not None and (stored.is_ceiling or stored.estimate is None and stored.ceiling != row.limit)
     return {
         f"{row.metric}{unit}": shown,
         interval_header: interval(row.value, row.ci_low, row.ci_high) if row.ci_low != row.ci_high else "",
@@ -242,7 +244,7 @@ def _value_columns(row: Row, unit: str, steady: str, interval_header: str, store
         f"limit{unit}": "" if floor else number(row.limit),
         "% of limit": "" if floor else percent(row.fraction_of_limit),
         f"floor{unit}": number(row.limit) if floor else "",
-        f"ceiling{unit}": number(stored.estimate) if stored is not None and ceiling else "",
+        f"ceiling{unit}": number(stored.known_ceiling) if stored is not None and ceiling else "",
         f"predicted{unit}": "" if ceiling else number(row.predicted),
         PREDICTED_INTERVAL: predicted_interval(stored.low, stored.high) if stored else "",
         "prediction error [%]": "" if ceiling else percent(prediction_error(row), signed=True),

@@ -97,6 +97,11 @@ class Prediction:
         """True if the stored estimate is a ceiling. Earlier versions stored the ceilings of these rates as their estimates."""
         return not self.made_at and self.estimate is not None and self.metric in CEILING_METRICS
 
+    @property
+    def known_ceiling(self) -> float | None:
+        """The stored ceiling of the value, also in runs of earlier versions."""
+        return self.estimate if self.is_ceiling else self.ceiling
+
     def sealed(self) -> "Prediction":
         """Return the prediction with its digest."""
         fields = {name: value for name, value in asdict(self).items() if name not in ("guess", "digest")}
