@@ -24,6 +24,7 @@ from hyperion.chapter.rows import gemm_limit, out_of_memory_reason, sample_frame
 from hyperion.errors import not_none
 from hyperion.hardware import Device, gemm_path, peak
 from hyperion.measure import Timing, Verification, time_function, time_interleaved
+from hyperion.measure.clock.timing import MINIMUM_SAMPLES
 from hyperion.models import ModelFlops
 from hyperion.results import Estimate, Row, mean_estimate
 from hyperion.training import EpochRecord, History, TorchEngine
@@ -289,7 +290,13 @@ class Contender:
 
 
 def compare_steps(
-    context: Context, work: Workload, batch: Batch, contenders: list[Contender], source: str, time_limit_s: float
+    context: Context,
+    work: Workload,
+    batch: Batch,
+    contenders: list[Contender],
+    source: str,
+    time_limit_s: float,
+    minimum_samples: int = MINIMUM_SAMPLES,
 ) -> Result:
     """Time the steps of several contenders in turn. Return their rows and samples.
 
@@ -299,11 +306,13 @@ def compare_steps(
 
     Args:
         time_limit_s: seconds of timing for all contenders together.
+        minimum_samples: smallest number of samples of each contender; sampling goes on after the time limit until they are there.
     """
     try:
         with memory_released():
             steps: list[Callable[[], object]] = [partial(contender.build().train_step, batch) for contender in contenders]
-            timings = time_interleaved(steps, context.device, cold=False, time_limit_s=time_limit_s)
+            sampling = {"minimum_samples": minimum_samples, "time_limit_s": time_limit_s}
+            timings = time_interleaved(steps, context.device, cold=False, **sampling)
             del steps  # these are the last references to the engines
     except torch.OutOfMemoryError as error:
         return Result([_absent(context, work, c, out_of_memory_reason(error), source) for c in contenders], pd.DataFrame())

@@ -17,6 +17,7 @@ from hyperion.chapter.rows import out_of_memory_reason
 from hyperion.chapter.variants import merged, run_side_by_side
 from hyperion.hardware import Device
 from hyperion.measure import FORMATS, Gemm, PeakMemoryRegion, TensorMemory, state_of
+from hyperion.measure.clock.timing import MINIMUM_SAMPLES
 from hyperion.parallel import ParallelPlan
 from hyperion.results import Row
 from hyperion.training import TorchEngine
@@ -50,6 +51,7 @@ class PrecisionVariantsOptions(Options):
         batches: number of different batches. The training repeats them in the same order.
         steps: number of optimizer steps of each training.
         time_limit_s: seconds for timing the steps of one model in all formats.
+        samples: smallest number of timed steps of each format. Emulated half precision takes seconds a step on a CPU.
         language: sizes of the language model and its batches.
         image: sizes of the ResNet-18 and its batches.
         tolerance: not used. It exists because older stored runs have this option.
@@ -61,6 +63,7 @@ class PrecisionVariantsOptions(Options):
     time_limit_s: float
     language: LanguageSizes
     image: ImageSizes
+    samples: int = MINIMUM_SAMPLES
     tolerance: dict[str, float] | None = None
 
     def sizes(self, kind: str) -> LanguageSizes | ImageSizes:
@@ -252,7 +255,7 @@ def _timed(context: Context, options: PrecisionVariantsOptions, stored: StoredBa
         for dtype, reason in reasons.items()
         if not reason
     ]
-    result = compare_steps(context, work, batches[0], contenders, stored.source, options.time_limit_s)
+    result = compare_steps(context, work, batches[0], contenders, stored.source, options.time_limit_s, options.samples)
     absent = [
         _row(context, work, dtype, stored.source, "step_time_s", None, value_reason=reason, step="steady")
         for dtype, reason in reasons.items()
