@@ -95,8 +95,8 @@ class Curve:
 
     def __str__(self) -> str:
         terms = [f"{self.overhead_s * 1e6:.3g} us"] if self.overhead_s else []
-        terms += [f"{self.arithmetic:.3g} x the arithmetic's time at the ceiling"] if self.arithmetic else []
-        terms += [f"{self.traffic:.3g} x the traffic's time at the ceiling"] if self.traffic else []
+        terms += [f"{self.arithmetic:.3g} x the arithmetic's time"] if self.arithmetic else []
+        terms += [f"{self.traffic:.3g} x the traffic's time"] if self.traffic else []
         return f"{' + '.join(terms)}, fitted to {self.source}"
 
 
@@ -312,7 +312,9 @@ def _own_curve(kind: str, name: str, points: Sequence[tuple[Work, float]]) -> Cu
 
 def _expected(ceiling: float | None, curve: Curve | None, work: Work, basis: str) -> Expected:
     if curve is None:
-        return Expected(ceiling, None, None, None, f"no reference run has a curve for it; ceiling: {basis}")
+        basis = basis if ceiling is None else f"ceiling: {basis}"
+        return Expected(ceiling, None, None, None, f"no reference run has a curve for it; {basis}")
     rate = curve.rate(work)
-    basis = f"{curve}; ceiling: {basis}"
+    # On a CPU the clock may exceed the nominal clock, so the nominal rates are no ceilings.
+    basis = f"{curve}; times at {'nominal rates' if ceiling is None else 'the ceiling'}: {basis}"
     return Expected(ceiling, rate, rate / (1 + curve.spread), rate * (1 + curve.spread), basis)
