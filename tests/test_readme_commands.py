@@ -15,6 +15,7 @@ from hyperion.book import headline_markdown
 from hyperion.book.outline import headlines
 from hyperion.checkpoints import verify
 from hyperion.figures.material import Material, percent
+from hyperion.paths import reference_folder
 from hyperion.results import Run
 from tests.readme import PAGES, README, ROOT, commands, folders, needs_the_book, run
 
@@ -126,6 +127,24 @@ def test_headlines_of_the_readme_are_those_of_the_runs():
         (headline,) = [headline for headline in headlines(material) if headline.label == label]
         bound = headline.limit.removeprefix("limit ") if headline.fraction is not None else ""
         assert (value, share, limit) == (headline.value, percent(headline.fraction), bound)
+    labels = [line[0] for line in lines]
+    weak = [place for place, label in enumerate(labels) if "weak scaling" in label]
+    assert weak and all(labels[place + 1] == labels[place].replace("weak", "strong") for place in weak)
+
+
+def test_the_readme_counts_what_the_rows_of_the_references_state():
+    rows = [row for path in reference_folder().glob("*/run.json") for row in Run.open(path.parent).rows()]
+    limited = [row for row in rows if row.limit is not None]
+    others = [row for row in rows if row.limit is None and not row.limit_source]
+    assert all(row.value is None or not row.definition.needs_limit for row in others)
+    unlimited = len(rows) - len(limited) - len(others)
+    intervals, checks = sum(row.ci_low is not None for row in rows), sum(bool(row.check) for row in rows)
+    said = (
+        f"Of the {len(rows):,} rows of the reference runs, {intervals:,} have an interval and {checks:,} have a check. "
+        f"{len(limited):,} state a limit, and {unlimited:,} state why there is none. The other {len(others):,} have no value, or "
+        "their metric has no limit"
+    )
+    assert said in README
 
 
 def _wait_for_answer(url: str) -> None:

@@ -7,7 +7,7 @@ import pandas as pd
 
 from hyperion.book.plots import draw, plots_of
 from hyperion.errors import HyperionError, not_none
-from hyperion.figures.material import Material, number, percent, quoted_value
+from hyperion.figures.material import ACCURACIES, Material, number, percent, quoted_value
 from hyperion.figures.published import published_tables
 from hyperion.figures.tables import escaped, html, markdown_text, prediction_basis, prediction_error, prediction_table, tables_of
 from hyperion.results import Prediction, Row, Run
@@ -43,6 +43,8 @@ def show(result: HasRows, run: Run, published: bool = False, figures: Iterable[s
         raise HyperionError("the result has no rows: nothing was measured", next_step="run the experiment again")
     announce(result)
     material, experiment = Material(run), result.rows[0].experiment
+    if material.image_caveat and any(row.metric in ACCURACIES for row in result.rows):
+        banner(material.image_caveat)
     chosen = None if figures is None else set(figures)
     for plot in (plot for plot in plots_of(experiment) if chosen is None or plot.name in chosen):
         options = {"published": published} if plot.published else {}
@@ -51,7 +53,7 @@ def show(result: HasRows, run: Run, published: bool = False, figures: Iterable[s
             _display({"image/png": picture, "text/plain": f"[{plot.name}: {plot.caption}]"})
     if sentence := answered_guess(material.predictions, result.rows):
         _display({"text/markdown": f"**{markdown_text(sentence)}**", "text/plain": sentence})
-    for caption, table in tables_of(result.rows, material.steadiness, material.prediction):
+    for caption, table in tables_of(result.rows, material.steadiness, material.image_caveat, material.prediction):
         show_table(table, caption)
 
 
@@ -155,6 +157,12 @@ def teach(template: str, **named: Row | float) -> None:
     """
     text = fill(template, **named)
     _display({"text/markdown": text, "text/plain": text})
+
+
+def show_sentence(text: str) -> None:
+    """Show a Markdown text that a function made from rows. An empty text shows nothing."""
+    if text:
+        _display({"text/markdown": text, "text/plain": text})
 
 
 def _display(bundle: dict) -> None:

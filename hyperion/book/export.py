@@ -16,6 +16,7 @@ from hyperion.book.outline import (
     picture_path,
     sections,
     summary,
+    versions,
 )
 from hyperion.book.plots import all_plots, results_folder
 from hyperion.figures.material import ALL, Material, device_name, percent
@@ -91,6 +92,15 @@ def _page(material: Material, first: DrawnFigure | None, found: list[Section]) -
         f"(profile {markdown_code(information.get('profile'))}"
         f"{_sources(material)}). The raw samples are in `samples/`. The hashes of all files are in `MANIFEST`.",
     ]
+    measured_by = versions(material)
+    if len(measured_by) > 1:
+        parts += [
+            f"**{len(measured_by)} versions of the code measured this run.** Parts that another version measured may differ for "
+            f"this reason, too.{_began(material, measured_by)} The environment at the end of the page has the full hashes.",
+            markdown(measured_by),
+        ]
+    elif len(measured_by):
+        parts.append(f"One version of the code measured this run: commit {markdown_code(measured_by['commit'].iloc[0])}.")
     if banner(material):
         parts.append(f"> **{markdown_text(banner(material))}**")
     if first:
@@ -105,6 +115,16 @@ def _page(material: Material, first: DrawnFigure | None, found: list[Section]) -
         parts += ["## Not measured, or without a limit", _folded(f"{len(absent)} entries with their reasons", markdown(absent))]
     parts += ["## Environment", markdown(environment(material))]
     return "\n\n".join(part.strip() for part in parts) + "\n"
+
+
+def _began(material: Material, measured_by: pd.DataFrame) -> str:
+    """Return a sentence that names the oldest version, or "" if none of its rows is left.
+
+    run.json has the version with which the run was created. All other versions measured parts again, or added parts.
+    """
+    source = (material.information.get("environment") or {}).get("source") or {}
+    first = (source.get("commit") or "")[:12]
+    return f" Version {first} is the oldest of them." if first and first in set(measured_by["commit"]) else ""
 
 
 def headline_markdown(run: Run) -> str:

@@ -7,7 +7,17 @@ import pandas as pd
 
 from hyperion.book.plots import draw, plots_of, results_folder, title_of
 from hyperion.errors import not_none
-from hyperion.figures.material import ALL, Material, Plot, device_name, interval, made_from_rows, measured, quoted_value
+from hyperion.figures.material import (
+    ACCURACIES,
+    ALL,
+    Material,
+    Plot,
+    device_name,
+    interval,
+    made_from_rows,
+    measured,
+    quoted_value,
+)
 from hyperion.figures.tables import is_floor, tables_of
 from hyperion.results import Row, StoreError
 
@@ -44,7 +54,7 @@ class Section:
 
 
 def banner(material: Material) -> str:
-    """Return the warnings that a run was replayed from another machine or used synthetic data, or "" without warnings."""
+    """Return the warnings about a run, or "": it was replayed, its data are synthetic, or its images are not official."""
     parts = []
     if material.replayed:
         parts.append(f"Replay: measured on {', '.join(material.replayed)}, not on this machine.")
@@ -52,7 +62,7 @@ def banner(material: Material) -> str:
         parts.append(
             "Synthetic data: made by code. Losses and accuracies say nothing about the real data sets WikiText-2 and CIFAR-10."
         )
-    return " ".join(parts)
+    return " ".join([*parts, *filter(None, [material.image_caveat])])
 
 
 @made_from_rows("the sections")
@@ -164,6 +174,30 @@ def _lines(material: Material, experiments: list[tuple[str, str]]) -> dict:
     }
 
 
+@made_from_rows("the versions of the code")
+def versions(material: Material) -> pd.DataFrame:
+    """Return a table of the versions of the code that measured a run, with the experiments of each version.
+
+    The rows of a reference run may come from several versions. Then a difference between two of its chapters may be a difference
+    between two versions.
+    """
+    parts: dict[tuple[str, str], list[str]] = {}
+    created = (material.information.get("environment") or {}).get("source") or {}
+    for pair in material.experiments:
+        # Experiments of commands such as `hyperion compare` have no source of their own. Those of a replay are not from here.
+        source = _provenance(material, pair).get("source") or ({} if material.replayed_from(*pair) else created)
+        commit = (source.get("commit") or "")[:12] or "not recorded"
+        changed = {True: "yes", False: "no", None: "unknown"}[source.get("modified")]
+        parts.setdefault((commit, changed), []).append(pair[1])
+    return pd.DataFrame(
+        [
+            {"commit": commit, "local changes": changed, "experiments": ", ".join(names)}
+            for (commit, changed), names in parts.items()
+        ],
+        columns=["commit", "local changes", "experiments"],
+    )
+
+
 def picture_path(experiment: str, name: str) -> str:
     """Return the path of a figure relative to the folder of the run. Only the summary is directly in `benchmarks`."""
     if experiment == ALL:
@@ -181,8 +215,8 @@ def picture(plot: Plot, material: Material) -> bytes | None:
 def _section(material: Material, experiment: str) -> Section:
     machines = {material.replayed_from(*pair) for pair in material.experiments if pair[1] == experiment} - {""}
     replayed = f" (replayed from {', '.join(sorted(machines))})" if machines else ""
-    title = title_of(experiment) + replayed
-    tables = tables_of(material.of(experiment), material.steadiness, material.prediction)
+    title, rows = title_of(experiment) + replayed, material.of(experiment)
+    tables = tables_of(rows, material.steadiness, material.image_caveat, material.prediction)
     return Section(experiment, title, _pictures(material, experiment), tables)
 
 
@@ -235,7 +269,9 @@ def headlines(material: Material) -> list[Headline]:
         *_baselines(rows),
     ]
     found += [*_precise(rows), *_parity(rows), *_scaled(rows)]
-    return [_headline(label, row, material.steadiness(row)) for label, row in found]
+    mark = f" ({material.image_caveat.partition(':')[0].lower()})" if material.image_caveat else ""
+    marked = [(label + mark if row.metric in ACCURACIES else label, row) for label, row in found]
+    return [_headline(label, row, material.steadiness(row)) for label, row in marked]
 
 
 def _hardware(rows: list[Row], cold: list[Row]) -> Iterator[tuple[str, Row]]:
@@ -322,10 +358,17 @@ def _parity(rows: list[Row]) -> Iterator[tuple[str, Row]]:
 
 
 def _scaled(rows: list[Row]) -> Iterator[tuple[str, Row]]:
-    cells = [r for r in rows if r.metric == "scaling_efficiency" and r.params["mode"] == "weak"]
+    """Yield the efficiency of weak and then of strong scaling of each training, on the largest number of devices.
+
+    Weak scaling alone would be misleading: its communication stays the same while its work grows.
+    """
+    cells = [r for r in rows if r.metric == "scaling_efficiency"]
     most = max((r.params["ranks"] for r in cells), default=0)
-    for row in (r for r in cells if r.params["ranks"] == most):
-        yield f"{row.params['model']}, {row.params['strategy'].upper()}: weak scaling to {most} devices", row
+    largest = [r for r in cells if r.params["ranks"] == most]
+    order = list(dict.fromkeys(r.variant for r in largest))
+    for row in sorted(largest, key=lambda r: (order.index(r.variant), r.params["mode"] != "weak")):
+        name = f"{row.params['model']}, {row.params['strategy'].upper()}"
+        yield f"{name}: {row.params['mode']} scaling to {most} devices", row
 
 
 def _best(

@@ -249,7 +249,8 @@ def _note_of_images(material: Material) -> list[str]:
     if tested is None:
         return []
     speed = f", {number(steady.value, 3)} images/s in a steady step" if steady else ""
-    return [f"{tested.variant}: {percent(tested.value)} % of the test images (data {tested.data_source}){speed}."]
+    text = f"{tested.variant}: {percent(tested.value)} % of the test images (data {tested.data_source}){speed}."
+    return [f"{text} {material.image_caveat}".strip()]
 
 
 def predictions(material: Material) -> Figure | None:

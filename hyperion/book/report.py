@@ -131,7 +131,8 @@ def _figure(picture: DrawnFigure) -> str:
 
 def _missing(material: Material) -> str:
     absent = missing(material)
-    content = html(absent) if len(absent) else "<p>Nothing is missing: every value was measured and every limit is known.</p>"
+    whole = "<p>Nothing is missing: every value was measured, and every limit that a metric requires is known.</p>"
+    content = html(absent) if len(absent) else whole
     return f'<section id="missing"><h2>Not measured, or without a limit</h2>{content}</section>'
 
 

@@ -30,7 +30,7 @@ from hyperion.measure.collectives.collectives import (
     measure_overlap,
     memory_needed,
 )
-from hyperion.measure.collectives.latency_bandwidth import recommended_bucket
+from hyperion.measure.collectives.latency_bandwidth import DDP_DEFAULT_MIB, recommended_bucket, share_of_best
 from hyperion.processes import Job, RankError, RollCall, World, process_group, roll_call, run_ranks, world
 from hyperion.units import GIB, KIB, MIB
 
@@ -222,6 +222,10 @@ def bucket_lines(measured: Iterable[CollectiveMeasurement]) -> list[str]:
         fit = fit_latency_bandwidth([factor * m.bytes / 1e9 for m in sweep], [m.timing.samples_s.tolist() for m in sweep])
         bucket = recommended_bucket(fit, name, factor, [m.bytes for m in sweep])
         lines.append(f"{dtype} {bucket.words(DTYPES[dtype].itemsize)}")
+        if name == "all_reduce" and max(m.bytes for m in sweep) >= DDP_DEFAULT_MIB * MIB:
+            rates = [m.busbw_gb_s(m.timing.estimate.value) for m in sweep]
+            share = share_of_best(DDP_DEFAULT_MIB * MIB, [m.bytes for m in sweep], rates)
+            lines[-1] += f"; measured, {DDP_DEFAULT_MIB} MiB reach {share:.0%} of the highest bandwidth"
     return lines
 
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, ParamSpec, TypeVar
 import pandas as pd
 
 from hyperion.errors import HyperionError, not_none
+from hyperion.paths import reference_folder
 from hyperion.results import Prediction, Row, Run
 from hyperion.results.store import samples_name
 
@@ -72,6 +73,23 @@ class Material:
     def experiments(self) -> list[tuple[str, str]]:
         """Pairs (notebook, experiment) in the order of the rows."""
         return list(dict.fromkeys((row.notebook, row.experiment) for row in self.rows))
+
+    @cached_property
+    def image_caveat(self) -> str:
+        """A sentence that limits the accuracies of this run, or "" if CIFAR-10 was official or no accuracy was measured.
+
+        The provenance of an experiment states the checksum of its data, and whether the files are the publisher's.
+        """
+        measured_on = {(row.notebook, row.experiment): row.data_source for row in self.rows if row.metric in ACCURACIES}
+        caveats = [_image_caveat(self._data_of(*pair), source) for pair, source in sorted(measured_on.items())]
+        return next(filter(None, caveats), "")
+
+    def _data_of(self, notebook: str, experiment: str) -> dict:
+        """Return the identity of the data sets of an experiment by name. For a replay it is in the reference run."""
+        reference, entries = self.replayed_from(notebook, experiment), self.finished
+        if reference and (folder := reference_folder() / reference).is_dir():
+            entries = Run.open(folder).experiments()
+        return entries.get(f"{notebook}/{experiment}", {}).get("data") or {}
 
     @cached_property
     def drawn(self) -> dict[str, bytes | None]:
@@ -143,6 +161,29 @@ class Material:
         pair = next(pair for pair in self.experiments if pair[1] == experiment)
         reference = self.replayed_from(*pair)
         return f"{reference} (replay)" if reference else device_name(self.information)
+
+
+# Metrics whose values depend on the pixels of the images.
+ACCURACIES = ("accuracy", "accuracy_sd", "time_to_accuracy_s")
+# Copies of CIFAR-10 that are known to be compressed lossily, by the checksum that the provenance of an experiment states.
+_LOSSY_CIFAR10 = {"15f3c4a60ca7572f"}
+_NOT_COMPARABLE = "accuracies and times to an accuracy cannot be compared with published ones."
+
+
+def _image_caveat(data: dict, source: str) -> str:
+    """Return what limits accuracies on this copy of CIFAR-10, or "" if its files are official or the images are synthetic.
+
+    Args:
+        data: identity of the data sets. That of CIFAR-10 has its place, its checksum, and whether it is official. Runs of earlier
+            versions do not state the last.
+        source: data source of the rows.
+    """
+    entry = data.get("cifar-10") or {}
+    if entry.get("sha256") in _LOSSY_CIFAR10:
+        return f"Lossy mirror: the images of CIFAR-10 were compressed lossily, so {_NOT_COMPARABLE}"
+    if entry.get("official") or source not in ("mirror", "cache"):
+        return ""
+    return f"Unofficial {source}: no published checksum proves the pixels of this CIFAR-10, so {_NOT_COMPARABLE}"
 
 
 def _canonical(params: dict) -> str:

@@ -12,7 +12,7 @@ from typing import cast
 import pandas as pd
 
 from hyperion.errors import HyperionError
-from hyperion.figures.material import interval, made_from_rows, number, number_within, percent
+from hyperion.figures.material import ACCURACIES, interval, made_from_rows, number, number_within, percent
 from hyperion.results import Prediction, Row, metric_named
 from hyperion.untrusted import printable
 
@@ -192,16 +192,20 @@ def escaped(value) -> str:
 def tables_of(
     rows: list[Row],
     steadiness: Callable[[Row], str] = lambda row: "",
+    image_caveat: str = "",
     prediction: Callable[[Row], Prediction | None] = lambda row: None,
 ) -> list[tuple[str, pd.DataFrame]]:
     """Return the tables of an experiment as pairs (caption, table).
 
     Rows of epochs are in the first table, and rows of phases in the second. Each metric of the other rows has its own table. A
-    metric has several tables if its rows do not all have the same parameters. For `steadiness` and `prediction`, see
-    `metric_table`.
+    metric has several tables if its rows do not all have the same parameters.
+
+    Args:
+        steadiness, prediction: see `metric_table`.
+        image_caveat: sentence for the captions of tables with accuracies, as in `Material.image_caveat`.
     """
     tables = [
-        (caption, table)
+        (caption + _caveat((row for row in rows if "epoch" in row.params and caption == "By epoch"), image_caveat), table)
         for caption, table in (("By epoch", epoch_table(rows)), ("By phase and part", phase_table(rows)))
         if len(table)
     ]
@@ -213,8 +217,12 @@ def tables_of(
     for (metric, *_), chosen in sorted(groups.items(), key=lambda group: order.index(group[0][0])):
         shared = shared_identity(chosen)
         caption = f"{metric}: {chosen[0].definition.meaning}" + (f" ({shared})" if shared else "")
-        tables.append((caption, metric_table(chosen, metric, steadiness, prediction)))
+        tables.append((caption + _caveat(chosen, image_caveat), metric_table(chosen, metric, steadiness, prediction)))
     return tables
+
+
+def _caveat(rows: Iterable[Row], image_caveat: str) -> str:
+    return f". {image_caveat}" if image_caveat and any(row.metric in ACCURACIES for row in rows) else ""
 
 
 def _identity(row: Row) -> dict:

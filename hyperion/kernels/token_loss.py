@@ -48,9 +48,11 @@ def token_loss(x_MD: Tensor, weight_VD: Tensor, targets_M: Tensor) -> Tensor:
             raises an error.
     """
     if not (x_MD.is_cuda and HAS_TRITON):
+        if torch.is_grad_enabled() or x_MD.is_cuda:
+            return _reference_loss(x_MD, weight_VD, targets_M)
         # Without gradients nothing is kept, so the logits of a few rows at a time can stay in the cache of a CPU.
-        rows = len(x_MD) if torch.is_grad_enabled() or x_MD.is_cuda else max(1, _CPU_LOGITS // len(weight_VD))
-        chunks = zip(x_MD.split(max(1, rows)), targets_M.split(max(1, rows)), strict=True)
+        rows = max(1, _CPU_LOGITS // len(weight_VD))
+        chunks = zip(x_MD.split(rows), targets_M.split(rows), strict=True)
         return torch.cat([_reference_loss(x, weight_VD, targets) for x, targets in chunks])
     from hyperion.kernels.token_loss_triton import head_loss
 

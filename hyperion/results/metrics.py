@@ -109,7 +109,17 @@ _METRICS = (
         "overlap_share", "fraction", "higher", "time saved by running two tasks at once, over the shorter task", False, True, True
     ),
     Metric("scaling_efficiency", "fraction", "higher", "speed per device over the speed of one device alone", True, True),
-    Metric("communication_share", "fraction", "lower", "share of the step time that a single device does not need", False, True),
+    Metric(
+        "alone_difference", "fraction", "lower", "step time minus that of the same step alone, over the step time", False, True
+    ),
+    Metric(
+        "communication_share",
+        "fraction",
+        "lower",
+        "time of a step that the same step alone does not need, over its time; below zero it is a difference and no share",
+        False,
+        True,
+    ),
     Metric("detection_time_s", "s", "lower", "from the death of a rank to the launcher's error", True, False, True),
     Metric(
         "steps_lost", "steps", "lower", "optimizer steps repeated after a fault, largest number of any trial", needs_check=True
@@ -122,7 +132,13 @@ _METRICS = (
         "difference from a reference, divided by the reference; see the check",
         needs_check=True,
     ),
-    Metric("mfu", "fraction", "higher", "model FLOPs over time, divided by the device's peak for the dtype", True),
+    Metric(
+        "mfu",
+        "fraction",
+        "higher",
+        "model FLOPs, with full attention, over time and the data sheet's peak (limits: half of causal attention, maximum clock)",
+        True,
+    ),
     Metric(
         "mfu_maf", "fraction", "higher", "model FLOPs over time, divided by the run's fastest matrix product in the dtype", True
     ),

@@ -6,7 +6,7 @@ import pandas as pd
 from hyperion.results import Row
 from tests.book.made_up_learning import CORE
 
-_MAY_LOSE = {"SIGTERM": 1, "SIGKILL": 3, "power cut": 6, "NaN": 3, "full disk": 3}
+_MAY_LOSE = {"SIGTERM": 0, "SIGKILL": 3, "power cut": 6, "NaN": 3, "full disk": 3}
 _PHASES = ("loader", "forward", "backward", "optimizer", "evaluation", "save")
 
 

@@ -12,6 +12,7 @@ from hyperion.results import Row
 class Rows:
     rows: list[Row]
     unsteady: tuple[float, ...] = ()
+    image_caveat: str = ""
 
     def steadiness(self, row: Row) -> str:
         return "no (warm-up)" if row.value in self.unsteady else "yes"
@@ -119,6 +120,19 @@ def test_warm_caches_and_small_arrays_give_no_headline():
 def test_all_reduces_over_other_numbers_of_ranks_are_another_kind(ranks):
     rates = [row("collectives", "all_reduce", "busbw_gb_s", 100.0 * n, "fp32", bytes=64, ranks=n) for n in (2, 4)]
     assert told(*rates)[f"all-reduce over {ranks} devices"] == 100.0 * ranks
+
+
+def test_strong_scaling_stands_beside_weak_on_the_most_devices():
+    def cell(model, mode, ranks, value):
+        return row("scaling", model, "scaling_efficiency", value, model=model, strategy="ddp", mode=mode, ranks=ranks)
+
+    cells = [cell(model, mode, ranks, 0.9) for ranks in (2, 4) for mode in ("strong", "weak") for model in ("a", "b")]
+    assert list(told(*cells)) == [
+        "a, DDP: weak scaling to 4 devices",
+        "a, DDP: strong scaling to 4 devices",
+        "b, DDP: weak scaling to 4 devices",
+        "b, DDP: strong scaling to 4 devices",
+    ]
 
 
 def test_no_two_headlines_of_a_run_have_one_label(material, cpu_material):

@@ -94,6 +94,7 @@ def test_the_size_that_is_large_enough_is_told_for_every_sweep_of_three_sizes():
     )
     # 9 x 20 us x 300 GB/s cross a link: 54 MB, of which an all-reduce of four ranks moves 1.5 x S, an all-gather 0.75 x S.
     assert first.startswith("bf16 all_reduce: 90% of its bandwidth from 34.3 MiB on") and "bucket_cap_mb=35" in first
+    assert first.endswith("; measured, 25 MiB reach 67% of the highest bandwidth") and "measured" not in second
     assert second.startswith("bf16 all_gather: 90% of its bandwidth from 68.7 MiB on") and "36 M parameters" in second
 
 

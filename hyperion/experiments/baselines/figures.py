@@ -87,8 +87,12 @@ def image_classifier(material: Material) -> Figure | None:
     right.set(ylim=(0, 1.03), ylabel="% of held-out images classified correctly", title="Accuracy by epoch, 95 % interval")
     right.yaxis.set_major_formatter(lambda value, _: f"{100 * value:.0f}")
     spread_labels(right, labels)
-    add_notes(figure, _no_floor([row for row in epochs if row.metric == "accuracy"]))
+    add_notes(figure, _no_floor([row for row in epochs if row.metric == "accuracy"]) + _caveats(material))
     return figure
+
+
+def _caveats(material: Material) -> list[str]:
+    return [material.image_caveat] if material.image_caveat else []
 
 
 def time_to_accuracy(material: Material) -> Figure | None:
@@ -121,7 +125,8 @@ def time_to_accuracy(material: Material) -> Figure | None:
     axes.set(xlim=(0, None), ylim=(None, 1.0), xlabel="seconds of training", ylabel="% of held-out images correct")
     notes = ["One dot per epoch. The seconds include the loader. They do not include compilation, evaluation and checkpoints."]
     notes += [row.value_reason for row in rows[:1] if row.value is None]
-    add_notes(figure, notes + ([f"Grey lines: {len(seeds) - 1} other seeds."] if len(seeds) > 1 else []))
+    notes += [f"Grey lines: {len(seeds) - 1} other seeds."] if len(seeds) > 1 else []
+    add_notes(figure, notes + _caveats(material))
     return figure
 
 
@@ -318,13 +323,19 @@ def recovery(material: Material) -> Figure | None:
             axes.scatter([x], [y], s=340, color=colour, marker=marker, zorder=2)
             axes.annotate(f"{trial['lost']}", (x, y), ha="center", va="center", color="white", fontsize=9, fontweight="bold")
     axes.set_xticks(range(len(_PHASES)), _PHASES)
-    axes.set_yticks(range(len(kinds)), [f"{row.variant}\nmay lose {row.params['may_lose']}" for row in rows])
+    axes.set_yticks(range(len(kinds)), [f"{row.variant}\n{_lost(row)}" for row in rows])
     axes.set(xlim=(-0.5, len(_PHASES) - 0.5), ylim=(len(kinds) - 0.5, -0.5), xlabel="phase of the fault")
     failed = sum(not recovered for recovered in trials["recovered"])
     note = f"{len(trials) - failed} of {len(trials)} runs ended bitwise equal to a run without a fault"
     failures = " Crosses mark the other runs." if failed else ""
     add_notes(figure, [f"The number in each mark is the number of optimizer steps that were repeated. {note}.{failures}"])
     return figure
+
+
+def _lost(row: Row) -> str:
+    """Return how many steps the trials of a kind lost at most, and how many they may lose."""
+    lost = "failed" if row.value is None else f"lost at most {row.value:.0f}"
+    return f"{lost}, allowed {row.params['may_lose']}"
 
 
 def parity_ladder(material: Material) -> Figure | None:

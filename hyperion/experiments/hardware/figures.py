@@ -366,7 +366,7 @@ PLOTS = (
     Plot(
         "memory_levels",
         "memory_levels",
-        "Bytes per second by working set. The rate falls where a cache becomes too small.",
+        "Bytes per second by working set. If nothing else limits the kernel, the rate falls where a cache becomes too small.",
         figures_memory.memory_levels,
     ),
     Plot(

@@ -98,6 +98,8 @@ def _how_timed(point: CachePoint, device: Device) -> str:
     """
     if point.captured:
         return "in a graph, on the device's clock"
+    if point.long:
+        return "call by call, on the device's clock"
     return "in a row, on the host's clock" + ("" if device.kind == "cpu" else ", launches included")
 
 

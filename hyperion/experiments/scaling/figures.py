@@ -1,4 +1,6 @@
-"""Figures of scaling by number of devices: speed-up, efficiency, and the share of communication."""
+"""Figures of scaling by number of devices: speed-up, efficiency, and the cost of communication."""
+
+from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -33,34 +35,50 @@ def scaling(material: Material) -> Figure | None:
 
 
 def communication(material: Material) -> Figure | None:
-    """Draw the share of the step time that is saved when every device trains alone.
+    """Draw the communication that no computation hides, and the difference between a step and the same step alone.
 
-    Under FSDP2 this share is a lower bound of the cost of communication, because a device that trains alone updates the whole
-    optimizer state.
+    The first is measured in a profile and is a share. The second is a difference of two times. It is below zero if a device alone
+    is slower, for example because it updates the whole optimizer state. Runs of earlier versions have only the second.
     """
-    rows = measured(material.of("scaling", metric="communication_share"))
-    if not rows:
+    rows = measured(material.of("scaling"))
+    exposed = [row for row in rows if row.metric == "share" and row.params.get("what") == "exposed communication"]
+    # In runs of earlier versions, the difference has the name of a share.
+    differences = select(rows, metric="alone_difference") or select(rows, metric="communication_share")
+    if not differences and not exposed:
         return None
     figure, panels = new_figure("Cost of communication", material.machine("scaling"), 2)
     for axes, mode in zip(panels, _MODES, strict=True):
-        _curves(axes, _of(rows, "communication_share", mode), None)
+        for chosen, what, line in ((exposed, "exposed", "-"), (differences, "difference from alone", ":")):
+            _curves(axes, [row for row in chosen if row.params.get("mode") == mode], None, what, line)
         axes.axhline(0, color=MUTED, linewidth=1)
-        axes.set(ylabel="share of the step", title=f"{mode.capitalize()} scaling")
+        axes.set(ylabel="over the time of the step", title=f"{mode.capitalize()} scaling")
         axes.legend()
     top = max(axes.get_ylim()[1] for axes in panels)
     bottom = min(axes.get_ylim()[0] for axes in panels)
     for axes in panels:
         axes.set_ylim(bottom, top)
+    notes = [
+        "Dotted: (step - same step alone) / step, from two timings, with its 95 % interval. Where the interval reaches zero, the "
+        "difference is no share of communication."
+    ]
+    notes += ["Solid: exposed communication of profiled steps, mean of the ranks."] if exposed else []
+    add_notes(figure, notes)
     return figure
 
 
-def _curves(axes: Axes, rows: list[Row], at_one: float | None) -> None:
-    """Draw one curve per training by number of devices. If `at_one` is not None, it is the value on one device."""
+def _curves(axes: Axes, rows: list[Row], at_one: float | None, what: str = "", line: str = "") -> None:
+    """Draw one curve per training by number of devices.
+
+    Args:
+        at_one: the value on one device, or None if it has none.
+        what: name of the quantity, for the legend.
+        line: style of the line. "" is the style of the training.
+    """
     for place, name in enumerate(dict.fromkeys(row.variant for row in rows)):
         chosen = sorted((row for row in rows if row.variant == name), key=lambda row: row.params["ranks"])
-        style = look(name, place)
+        style: dict[str, Any] = look(name, place) | ({"linestyle": line} if line else {})
         x, y = [row.params["ranks"] for row in chosen], values(chosen)
-        axes.errorbar(x, y, errors_of(chosen), label=name.replace("_", " "), **style)
+        axes.errorbar(x, y, errors_of(chosen), label=", ".join(filter(None, (name.replace("_", " "), what))), **style)
         if at_one is not None:
             axes.plot([1, x[0]], [at_one, y[0]], **style)
     ranks = sorted({row.params["ranks"] for row in rows} | {1})
@@ -88,5 +106,10 @@ TITLES = {"scaling": "Scaling"}
 
 PLOTS = (
     Plot("scaling", "scaling", "Speed-up and efficiency of the same training on more devices, with the ideal line.", scaling),
-    Plot("communication", "scaling", "Share of the step time that is saved when every device trains alone.", communication),
+    Plot(
+        "communication",
+        "scaling",
+        "Communication that no computation hides, and the difference between a step and the same step of a device alone.",
+        communication,
+    ),
 )

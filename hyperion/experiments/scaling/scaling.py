@@ -1,13 +1,14 @@
 """Scaling: the same training on 1, 2, 4 and more devices.
 
 There is one launch for each number of devices. In each launch, the ranks first do steps in float32 whose losses are compared
-(parity). Then they time steps with and without communication.
+(parity). Then they time steps with and without communication, and profile a few steps with communication.
 """
 
 import contextlib
 import functools
 import gc
 import signal
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
@@ -22,6 +23,7 @@ from hyperion.chapter.variants import RankOptions, merged, run_on_ranks
 from hyperion.hardware import Device
 from hyperion.hardware.cpu import read_cpu
 from hyperion.measure.clock.timing import device_clock
+from hyperion.measure.steps.trace import COMMUNICATION, CPU_ORDER, GPU_ORDER, partition, trace_steps
 from hyperion.models import (
     LlamaLM,
     ModelFlops,
@@ -48,6 +50,7 @@ from hyperion.workloads.twins import SCATTER_FP32
 MODES = ("weak", "strong")
 PARITY = 1e-4
 LAUNCH_FAILED = "the launch failed"
+EXPOSED = COMMUNICATION  # name of the part of a profiled step
 # Share of the step that can hide communication. DDP overlaps its all-reduce only with the backward pass. FSDP2 overlaps its
 # all-gathers with the whole step.
 _HIDING = {"ddp": 2 / 3, "fsdp": 1.0}
@@ -95,6 +98,7 @@ class ScalingOptions(RankOptions):
         precision: number format of the timed steps. "auto" is bf16 if the device has matrix units for it, otherwise fp32.
         warmup_steps: number of steps before the timed steps.
         steps: number of timed steps.
+        traced_steps: number of steps in a profiled window. Three windows are profiled.
         learning_rate: constant learning rate.
         parity_steps: number of steps of the parity check, in float32.
         parity_batch: number of sequences in a batch of the parity check, on all ranks together.
@@ -111,6 +115,7 @@ class ScalingOptions(RankOptions):
     parity_batch: int
     parity_length: int
     workloads: tuple[ScaledTraining, ...]
+    traced_steps: int = 3
 
     def dtype(self, context: Context) -> str:
         """Return the number format of the timed steps on this device."""
@@ -269,7 +274,8 @@ def _mode_rows(context: Context, dtype: str, training: ScaledTraining, own: pd.D
     ]
     if ranks == 1:
         return rows
-    rows.append(_share_row(context, dtype, training, own, times, params))
+    rows += _difference_rows(context, dtype, training, own, times, params)
+    rows.append(_exposed_row(context, dtype, training, own, params))
     one = step_times(own, MODES[0], 1)
     if not len(one):
         return rows
@@ -282,18 +288,39 @@ def _mode_rows(context: Context, dtype: str, training: ScaledTraining, own: pd.D
     ]
 
 
-def _share_row(context: Context, dtype: str, training: ScaledTraining, own: pd.DataFrame, times: np.ndarray, params: dict) -> Row:
+def _difference_rows(
+    context: Context, dtype: str, training: ScaledTraining, own: pd.DataFrame, times: np.ndarray, params: dict
+) -> list[Row]:
+    """Return the difference between a step and the same step alone, and the same number as a share of communication.
+
+    The difference is negative if the step alone is slower, for example because it updates the whole optimizer state. A negative
+    number is not a share. So the share has a value only if the whole interval of the difference is above zero.
+    """
     alone = step_times(own, params["mode"], params["ranks"], "alone")
     if not len(alone):
-        return context.absent_row(
-            training.name,
-            "communication_share",
-            "the twin, which holds the whole state, does not fit",
-            dtype=dtype,
-            params=params,
-        )
-    share = independent_ratio_estimate(times, alone).map(lambda ratio: 1 - ratio)
-    return _row(context, training, "communication_share", share, dtype, params)
+        reason = "the twin, which holds the whole state, does not fit"
+        metrics = ("alone_difference", "communication_share")
+        return [context.absent_row(training.name, metric, reason, dtype=dtype, params=params) for metric in metrics]
+    difference = independent_ratio_estimate(times, alone).map(lambda ratio: 1 - ratio)
+    row = _row(context, training, "alone_difference", difference, dtype, params)
+    if difference.ci_low > 0:
+        return [row, _row(context, training, "communication_share", difference, dtype, params)]
+    reason = (
+        f"no share: the interval of the difference from the step alone, {100 * difference.ci_low:.1f} % to "
+        f"{100 * difference.ci_high:.1f} %, is not above zero"
+    )
+    return [row, context.absent_row(training.name, "communication_share", reason, dtype=dtype, params=params)]
+
+
+def _exposed_row(context: Context, dtype: str, training: ScaledTraining, own: pd.DataFrame, params: dict) -> Row:
+    """Return the share of profiled steps in which a rank only communicates, as a mean over the ranks."""
+    about = params | {"what": EXPOSED, "of": "profiled step, mean of the ranks"}
+    traced = own.query("kind == 'traced' and ranks == @params['ranks'] and mode == @params['mode']")
+    if traced.empty:
+        return context.absent_row(training.name, "share", "no step was profiled", dtype=dtype, params=about)
+    return context.row(
+        training.name, "share", float(np.mean(traced["share"])), dtype=dtype, params=about, n=int(np.max(traced["steps"]))
+    )
 
 
 def step_times(own: pd.DataFrame, mode: str, ranks: int, kind: str = "step") -> np.ndarray:
@@ -420,8 +447,23 @@ def _mode_times(
         times = clock.sample([step], None, options.steps)[0]
         frame = pd.DataFrame({"index": range(len(times)), "time_s": times})
         frames.append(frame.assign(workload=training.name, mode=mode, kind=kind, tokens=tokens, least_flops=least_flops * tokens))
+        if sharers.size > 1:
+            frames.append(_traced(step, context.device, options.traced_steps).assign(workload=training.name, mode=mode))
     _release(engine)
     return frames
+
+
+def _traced(step: Callable[[], object], device: Device, steps: int) -> pd.DataFrame:
+    """Profile steps, and return the nanoseconds in which this rank only communicates, of those of the whole window.
+
+    Communication is exposed while no other kernel runs. On a rank that is ahead of the others, this includes the wait for them.
+    """
+    trace = trace_steps(step, None, device, steps)
+    order = CPU_ORDER if device.kind == "cpu" else GPU_ORDER
+    exposed = partition(trace.events, trace.start_ns, trace.end_ns, order)[COMMUNICATION]
+    window = trace.end_ns - trace.start_ns
+    found = {"kind": "traced", "index": 0, "exposed_ns": exposed, "window_ns": window, "share": exposed / window, "steps": steps}
+    return pd.DataFrame([found])
 
 
 def _missing(training: ScaledTraining, mode: str, reason: str) -> pd.DataFrame:

@@ -84,6 +84,21 @@ def half_rate_size(sizes: Sequence[float], rates: Sequence[float]) -> float | No
     return None
 
 
+def share_of_best(size: float, sizes: Sequence[float], rates: Sequence[float]) -> float:
+    """Return the measured rate at a size as a share of the highest measured rate. No fit is used.
+
+    Between two sizes, the rate is interpolated over the logarithm of the size. Beyond the sizes, the rate of the nearest one is
+    taken.
+
+    Args:
+        size: message size.
+        sizes, rates: for each measured message size, the measured rate.
+    """
+    ordered = sorted(zip(sizes, rates, strict=True))
+    logarithms = [math.log(measured) for measured, _ in ordered]
+    return float(np.interp(math.log(size), logarithms, [rate for _, rate in ordered])) / max(rates)
+
+
 SHARE = 0.9
 # Default of bucket_cap_mb in torch.nn.parallel.DistributedDataParallel.
 DDP_DEFAULT_MIB = 25
@@ -161,8 +176,10 @@ def recommended_bucket(
 def _ddp(size: float, element_bytes: int) -> str:
     buckets = f"; DDP: bucket_cap_mb={max(1, math.ceil(size / MIB))} or more"
     if size <= DDP_DEFAULT_MIB * MIB:
-        return f"{buckets} (its default of {DDP_DEFAULT_MIB} MiB is large enough; larger buckets start later and overlap less)"
-    return f"{buckets} (its default of {DDP_DEFAULT_MIB} MiB leaves bandwidth unused)"
+        return (
+            f"{buckets} (by the fit, its default of {DDP_DEFAULT_MIB} MiB is enough; larger buckets start later and overlap less)"
+        )
+    return f"{buckets} (by the fit, its default of {DDP_DEFAULT_MIB} MiB leaves bandwidth unused)"
 
 
 def _fsdp(size: float, element_bytes: int) -> str:

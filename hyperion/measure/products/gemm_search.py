@@ -11,7 +11,7 @@ with M and N swapped. If there is time left, all other shapes are sampled.
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -156,6 +156,7 @@ def search_gemm(
     seed: int = 0,
     data: str = "normal",
     exhaustive: bool = False,
+    also: Sequence[Shape] = (),
 ) -> GemmSearch:
     """Find the fastest product among all M, N and K that are multiples of `step` up to `largest` (by default 512 shapes).
 
@@ -171,9 +172,11 @@ def search_gemm(
         seed: seed of the operands and of the order of the samples.
         data: distribution of the operands, a key of `DISTRIBUTIONS`.
         exhaustive: if True, sample every shape without a time limit. `time_limit_s` then applies only to the finalists.
+        also: shapes that are finalists in any case, such as the fastest shape of an earlier measurement. So they are timed in
+            turn with the others, at the same clock frequency. Their sizes must not exceed `largest`.
 
     Raises:
-        HyperionError: the device does not support the format, or the grid is empty.
+        HyperionError: the device does not support the format, the grid is empty, or a shape of `also` is too large.
         RefusedProduct: the library does not support one of the shapes.
     """
     supported, reason = device.supports(dtype)
@@ -185,6 +188,10 @@ def search_gemm(
         raise HyperionError(
             f"No multiple of {step} is between 1 and {largest}.", where="search_gemm", next_step="Choose step <= largest."
         )
+    if also and max(map(max, also)) > largest:
+        raise HyperionError(
+            f"A size of {list(also)} exceeds {largest}.", where="search_gemm", next_step="Choose a larger `largest`."
+        )
     started = time.monotonic()
     every = grid(largest, step)
     operands = SharedOperands(largest, dtype, device, seed, data)
@@ -193,7 +200,7 @@ def search_gemm(
     least.verify()
     with matmul_precision(operands.format):
         ranking, finalists = search_shapes(
-            operands.product, device, largest, step, max(0.0, started + time_limit_s - time.monotonic()), seed, exhaustive
+            operands.product, device, largest, step, max(0.0, started + time_limit_s - time.monotonic()), seed, exhaustive, also
         )
     return GemmSearch(
         dtype=least.format.name,
@@ -409,6 +416,7 @@ def search_shapes(
     time_limit_s: float,
     seed: int = 0,
     exhaustive: bool = False,
+    also: Sequence[Shape] = (),
     clock: Clock | None = None,
 ) -> tuple[tuple[tuple[Shape, float], ...], tuple[Finalist, ...]]:
     """Search the grid for the fastest products, see `search_gemm`.
@@ -436,7 +444,8 @@ def search_shapes(
     ranking.run()
     left_s = time_limit_s if exhaustive else max(rest_s, started + time_limit_s - clock.now())
     chosen, limit_s = _finalists(ranking, left_s, products.overhead_s)
-    finalists = _measured(chosen, [products.made[shape] for shape in chosen], device, limit_s, clock)
+    chosen += [shape for shape in dict.fromkeys(also) if shape not in chosen]
+    finalists = _measured(chosen, [products.made_once(shape) for shape in chosen], device, limit_s, clock)
     rates = ranking.log_rates()
     ordered = sorted(((shape, math.exp(rate) / 1e12) for shape, rate in rates.items()), key=lambda pair: -pair[1])
     return tuple(ordered), tuple(finalists[place] for place in fastest_first(finalists))
@@ -455,12 +464,17 @@ class _Products:
         """Mean seconds that a sample needs in addition to the product, mainly for the cache flush."""
         return self._around_s / max(1, self._samples)
 
+    def made_once(self, shape: Shape) -> Gemm:
+        """Return the product of a shape. If it is new, create it and make its first call."""
+        if shape not in self.made:
+            self.made[shape] = self.product(shape)
+            self.made[shape].first_call()
+        return self.made[shape]
+
     def sample(self, shapes: list[Shape]) -> list[float]:
         """Return the seconds of one call of each shape."""
         for shape in shapes:
-            if shape not in self.made:
-                self.made[shape] = self.product(shape)
-                self.made[shape].first_call()
+            self.made_once(shape)
         started = self.clock.now()
         seconds = [series[0] for series in self.clock.sample([self.made[shape] for shape in shapes], self.flush, 1)]
         self._samples, self._around_s = (self._samples + len(shapes), self._around_s + self.clock.now() - started - sum(seconds))

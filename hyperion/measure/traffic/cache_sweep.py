@@ -34,6 +34,9 @@ _BYTES_A_CALL = 32 * MIB
 # PyTorch uses one thread per this many elements (at::internal::GRAIN_SIZE in ATen/TensorIterator.h).
 _ELEMENTS_A_THREAD = 32_768
 _BLOCK_S = 2e-3
+# A call of this length hides the launch of the next call, so it needs no graph. A graph would also change what is measured: CUDA
+# carries out a captured copy of 512 MiB or 1 GiB at two thirds of the bandwidth that the same copy reaches outside of a graph.
+_LONG_CALL_S = 2e-4
 NO_GRAPHS = "unavailable: a CPU has no graphs"
 
 
@@ -79,6 +82,7 @@ class CachePoint:
             sizes of the caches are unknown. Other levels may also serve some of the accesses.
         level_basis: text with the compared sizes, or the reason why `level` is None.
         captured: whether the calls were captured in a graph. There are then no launches between the calls.
+        long: whether a call on a GPU takes so long that it hides the launch of the next call. It is then not captured.
         how: description of how the calls are made and timed.
         timing: seconds of one call.
         launch: seconds of the same call on one element. This is the part of the launch overhead that remains in `timing`.
@@ -92,6 +96,7 @@ class CachePoint:
     level: str | None
     level_basis: str
     captured: bool
+    long: bool
     how: str
     timing: Timing
     launch: Timing
@@ -191,6 +196,7 @@ def measure_cache_sweep(
                 level,
                 basis,
                 work.calls.graph is not None,
+                work.calls.long,
                 work.how,
                 timing,
                 launch,
@@ -262,18 +268,26 @@ class RepeatedCalls:
             allocate memory and does not synchronise.
         calls: number of calls per sample. 0 means the number of calls that take 2 ms together, but at most 1000.
 
+    A call of at least 0.2 ms on a GPU is not captured, and timed by itself on the device's clock.
+
     Attributes:
         calls: number of calls per sample.
+        long: whether calls are timed by themselves because they are long.
         graph: the captured graph. None on a CPU, or if the capture failed.
         not_captured: reason why there is no graph. "" if there is a graph.
     """
 
     def __init__(self, function: Callable[[], object], device: Device, calls: int = 0):
         self.function, self.device = function, device
-        self.calls = calls or _calls_in_a_block(function, device)
+        seconds = 0.0 if calls else _seconds_of_a_call(function, device)
+        self.long = is_long(seconds, device)
+        self.calls = calls or (1 if self.long else calls_that_fill(_BLOCK_S, seconds))
         self.graph: torch.cuda.CUDAGraph | None = None
         self.not_captured = NO_GRAPHS
         if device.kind == "cpu":
+            return
+        if self.long:
+            self.not_captured = "not needed: a call hides the launch of the next one"
             return
         try:
             self.graph, self.not_captured = _captured(function, self.calls, device), ""
@@ -287,19 +301,28 @@ class RepeatedCalls:
         """Description of how the calls are made, and of the clock that times them."""
         if self.graph is not None:
             return f"{self.calls} calls captured in one graph, on the device's clock"
+        if self.long:
+            return "call by call, on the device's clock"
         loop = f"{self.calls} calls in a row, on the host's clock"
         return loop if self.device.kind == "cpu" else f"{loop}, launches included (a graph is {self.not_captured})"
 
     def time(self, time_limit_s: float) -> Timing:
         """Return the timing of one call with hot caches. Each sample is the mean over `calls` calls in a row."""
+        if self.long:
+            return time_function(self.function, self.device, cold=False, time_limit_s=time_limit_s)
         if self.graph is None:
             return time_function(self.function, self.device, cold=False, back_to_back=self.calls, time_limit_s=time_limit_s)
         return time_function(self.graph.replay, self.device, cold=False, time_limit_s=time_limit_s).per_call(self.calls)
 
 
-def _calls_in_a_block(function: Callable, device: Device) -> int:
+def is_long(seconds: float, device: Device) -> bool:
+    """Return whether a call on a GPU takes so long that it hides the launch of the next call. On a CPU, nothing is hidden."""
+    return device.kind != "cpu" and seconds >= _LONG_CALL_S
+
+
+def _seconds_of_a_call(function: Callable, device: Device) -> float:
     _, *seconds = device_clock(device).sample([function], None, 4)[0]
-    return calls_that_fill(_BLOCK_S, min(seconds))
+    return min(seconds)
 
 
 def _captured(function: Callable, calls: int, device: Device) -> torch.cuda.CUDAGraph:

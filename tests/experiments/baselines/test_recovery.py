@@ -55,6 +55,15 @@ def test_sigterm_in_the_backward_pass_costs_nothing_unless_the_loop_forgets_its_
     assert differ == ({"losses", "evaluations", "weights", "optimizer", "generators"} if forgotten else set())
 
 
+@pytest.mark.parametrize("phase", PHASES)
+def test_sigterm_costs_no_step_in_any_phase(tmp_path, whole, phase):
+    step = {"evaluation": 10, "save": 9}.get(phase, 8)
+    with pytest.raises(Interrupted):
+        run_once(str(tmp_path), "language", 0, asdict(TrainingFault("SIGTERM", phase, step, 0.6)), whole["moments"])
+    done, again = int((tmp_path / "struck").read_text()), run_once(str(tmp_path), "language", 0)
+    assert done - again["resumed_at"] <= MOST_LOST["SIGTERM"] == 0 and again["hashes"] == whole["hashes"]
+
+
 def test_a_nan_strikes_and_is_told_and_a_full_disk_leaves_the_checkpoint_before(tmp_path, whole):
     told = run_once(str(tmp_path / "nan"), "language", 0, asdict(TrainingFault("NaN", "forward", 4, 0.3)), whole["moments"])
     assert told["ended"].startswith("NonFiniteError: step 4")

@@ -9,6 +9,7 @@ from hyperion.chapter import Context, experiment_named
 from hyperion.experiments.hardware import best_products
 from hyperion.hardware import detect
 from hyperion.measure import RefusedProduct, Verification
+from hyperion.results import Row
 from tests.chapter.toy import perform, toy_context
 from tests.hardware.machines import facts
 
@@ -65,6 +66,20 @@ def test_given_shapes_are_measured_in_every_format(result, dtype):
     assert [row.params["shape"] for row in given] == [shape["name"] for shape in SHAPES]
     assert [(row.params["m"], row.params["n"], row.params["k"]) for row in given] == [(64, 192, 64), (64, 64, 192)]
     assert all(row.value > 0 and row.check == "float64 slice" for row in given)
+
+
+def test_the_fastest_square_product_of_chapter_1_1_is_a_finalist(tmp_path):
+    # 48 is no multiple of the step, so the search itself cannot choose this shape; 256 is larger than the largest size.
+    common = {"notebook": "nb", "experiment": "gemm", "variant": "torch.mm", "metric": "gemm_tflops"}
+    squares = [
+        Row(**common, value=value, dtype=dtype, params={"m": n, "n": n, "k": n, "cache": "cold"})
+        for dtype, n, value in (("fp32", 48, 2.0), ("fp32", 32, 1.0), ("bf16", 256, 2.0))
+    ]
+    sizes = SIZES | {"dtypes": ["fp32", "bf16"], "shapes": [], "plain_loop": []}
+    result = perform(toy_context("best_products", sizes, tmp_path, upstream=squares), tmp_path)
+    cubes = {(r.dtype, r.params["m"]) for r in rows_of(result, "finalist", "fp32") + rows_of(result, "finalist", "bf16")}
+    assert ("fp32", 48) in cubes and ("fp32", 32) not in cubes and ("bf16", 256) not in cubes
+    assert experiment_named("best_products").reads == ("gemm",)
 
 
 def test_what_the_device_does_not_multiply_is_one_row_with_the_reason(result):

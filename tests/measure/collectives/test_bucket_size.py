@@ -34,8 +34,8 @@ def test_the_interval_holds_the_true_size():
 @pytest.mark.parametrize(
     ("latency", "collective", "words"),
     [
-        (5e-6, "all_reduce", "DDP: bucket_cap_mb=13 or more (its default of 25 MiB is large enough"),
-        (20e-6, "all_reduce", "DDP: bucket_cap_mb=52 or more (its default of 25 MiB leaves bandwidth unused)"),
+        (5e-6, "all_reduce", "DDP: bucket_cap_mb=13 or more (by the fit, its default of 25 MiB is enough"),
+        (20e-6, "all_reduce", "DDP: bucket_cap_mb=52 or more (by the fit, its default of 25 MiB leaves bandwidth unused)"),
         (20e-6, "all_gather", "FSDP: units of 27 M parameters or more (2 bytes each)"),
         (20e-6, "broadcast", "90% of its bandwidth from 51.5 MiB on (95 % CI 51.5 MiB to 51.5 MiB)"),
     ],

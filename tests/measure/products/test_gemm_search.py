@@ -114,6 +114,20 @@ def test_a_quick_machine_sees_every_shape_and_the_best_is_found(cpu, monkeypatch
     assert landscape.time <= 30 and all(len(finalist.timing.samples_s) >= 30 for finalist in finalists)
 
 
+def test_shapes_that_are_asked_for_are_finalists_once(cpu, monkeypatch):
+    wanted = [(1024, 1024, 1024), (1000, 1000, 1000), (1024, 1024, 1024)]
+    _, finalists = search(Landscape(0, peak_tflops=750), cpu, monkeypatch, also=wanted)
+    shapes = [finalist.shape for finalist in finalists]
+    assert all(shapes.count(shape) == 1 for shape in wanted)
+    lengths = {len(finalist.timing.samples_s) for finalist in finalists}
+    assert len(lengths) == 1  # in turn with the others
+
+
+def test_a_shape_that_is_too_large_for_the_operands_is_refused(cpu):
+    with pytest.raises(HyperionError, match="exceeds 64"):
+        search_gemm("fp32", cpu, largest=64, step=32, also=[(65, 32, 32)])
+
+
 @pytest.mark.parametrize(
     ("units", "tile", "seed"),
     [(132, (128, 256), seed) for seed in SEEDS]

@@ -24,7 +24,8 @@ from hyperion.measure import (
     sweep_sizes,
     verify_sum,
 )
-from hyperion.measure.traffic.cache_sweep import _Work
+from hyperion.measure.traffic import cache_sweep
+from hyperion.measure.traffic.cache_sweep import _Work, is_long
 from tests.hardware.machines import facts, gpu
 
 KIB, MIB = 2**10, 2**20
@@ -121,6 +122,18 @@ def test_a_long_call_is_made_once_and_a_short_one_often():
     cpu = detect_cpu()
     assert RepeatedCalls(lambda: time.sleep(0.003), cpu).calls == 1
     assert RepeatedCalls(lambda: None, cpu).calls == 1000
+
+
+def test_only_a_call_on_a_gpu_is_too_long_for_a_graph():
+    sheet = detect(facts("H200"))
+    assert is_long(2e-4, sheet) and not is_long(1.9e-4, sheet) and not is_long(1.0, detect_cpu())
+
+
+def test_a_long_call_is_timed_by_itself_without_a_graph(monkeypatch):
+    monkeypatch.setattr(cache_sweep, "is_long", lambda seconds, device: True)
+    (point,) = measure_cache_sweep("copy", detect_cpu(), sizes=[MIB], time_limit_s=0.02)
+    assert point.long and not point.captured and point.how == "call by call, on the device's clock"
+    assert point.verification.passed and point.bytes == MIB
 
 
 def test_what_no_cache_holds_is_read_once_in_parts():

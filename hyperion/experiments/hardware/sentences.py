@@ -1,0 +1,134 @@
+"""Sentences that compare rows of this subject where a reading differs between machines, or between chapters of one run.
+
+Each function returns Markdown sentences whose numbers come from the rows.
+"""
+
+from collections.abc import Iterable
+
+from hyperion.chapter.rows import maf_row
+from hyperion.errors import not_none
+from hyperion.figures.material import byte_size, measured, number, select
+from hyperion.results import Row
+
+_LAUNCHING = "no limit: mostly launching"
+# Two rates agree if they differ by at most this share. Clocks and temperatures differ by as much between two experiments.
+_ALIKE = 0.03
+_SAME_BANDWIDTH = 0.1
+
+
+def square_beside_search(rows: Iterable[Row], dtype: str) -> str:
+    """Compare the fastest square product of chapter 1.1 with the fastest product of the search, or return "".
+
+    Args:
+        rows: rows of a run.
+        dtype: number format.
+    """
+    rows = list(rows)
+    square = maf_row((row for row in rows if row.experiment == "gemm" and row.variant == "torch.mm"), dtype)
+    found = maf_row((row for row in rows if row.experiment == "best_products"), dtype)
+    if square is None or found is None:
+        return ""
+    there, here = not_none(square.value), not_none(found.value)
+    side = square.params["m"]
+    text = f"{dtype}: chapter 1.1 measured {number(there)} TFLOPS with M = N = K = {side:,}, alone."
+    finalists = [row for row in rows if row.experiment == "best_products" and row.variant == "finalist" and row.dtype == dtype]
+    again = next((row for row in measured(finalists) if {row.params[name] for name in "mnk"} == {side}), None)
+    if again is not None:
+        text += f" In turn with the finalists, the same product reaches {number(again.value)} TFLOPS."
+    text += f" The search found {number(here)} TFLOPS"
+    if here >= there:
+        return f"{text}."
+    if here >= there * (1 - _ALIKE):
+        return f"{text}, {100 * (1 - here / there):.1f} % less. Two measurements can differ by this much."
+    return f"{text}, {100 * (1 - here / there):.1f} % less. {_clocks(square, found)}"
+
+
+def _clocks(square: Row, found: Row) -> str:
+    """Say whether the clocks of two products explain why the second is slower."""
+    if not square.clock_mhz or not found.clock_mhz:
+        return "The clock was not read, so it is not known whether it explains this."
+    there, here = (not_none(row.value) / row.clock_mhz * 1e3 for row in (square, found) if row.clock_mhz)
+    capped = ", at its power limit" if "power" in (found.throttle or "") else ""
+    text = (
+        f"The clock was {square.clock_mhz:,.0f} MHz there, and {found.clock_mhz:,.0f} MHz during the search, which keeps the "
+        f"device busy{capped}. For each GHz of clock, the rates are {number(there, 3)} and {number(here, 3)} TFLOPS. "
+    )
+    explained = here >= there * (1 - _ALIKE)
+    return text + (
+        "So the clock explains the difference." if explained else "So the clock does not explain the whole difference."
+    )
+
+
+def memory_levels(rows: Iterable[Row]) -> list[str]:
+    """Say for reads and for copies which working set is the fastest, and whether the curve shows the last-level cache.
+
+    Args:
+        rows: rows of the experiment `memory_levels`.
+    """
+    rows = list(rows)
+    capacity = max((not_none(row.value) for row in measured(select(rows, metric="cache_bytes"))), default=None)
+    points = measured(select(rows, metric="bandwidth_gb_s"))
+    return [_levels(points, name, capacity) for name in dict.fromkeys(row.variant for row in points)]
+
+
+def _levels(points: list[Row], name: str, capacity: float | None) -> str:
+    ordered = sorted(select(points, variant=name), key=_working_set)
+    fastest, largest = max(ordered, key=lambda row: not_none(row.value)), ordered[-1]
+    text = f"**{name}**: the highest bandwidth is {_rate(fastest)}, with a working set of {byte_size(_working_set(fastest))}"
+    if fastest is not largest:
+        text += f". With the largest, {byte_size(_working_set(largest))}, it is {_rate(largest)}"
+    if capacity is None:
+        return f"{text}. The sizes of the caches are not known."
+    if _working_set(fastest) <= capacity:
+        return f"{text}. The fastest working set fits into the caches, so the curve shows their end."
+    inside = [row for row in ordered if _working_set(row) <= capacity]
+    text += ", which fits into no cache" if fastest is largest else ". The fastest working set fits into no cache"
+    if not inside:
+        return f"{text}. No smaller working set was measured."
+    best = max(inside, key=lambda row: not_none(row.value))
+    why = "launches" if best.limit_source.startswith(_LAUNCHING) else "the kernel, which has too little work at this size,"
+    return (
+        f"{text}. Within the caches it is {_rate(best)} at most, with {byte_size(_working_set(best))}. A cache is not slower "
+        f"than the memory behind it, so {why} must be the limit there. This curve does not show the bandwidth of the caches."
+    )
+
+
+def copies_of_one_size(rows: Iterable[Row]) -> str:
+    """Compare the copies of the largest working set in `memory_levels` with the copies of `stream_formats`, or return "".
+
+    Only copies that have the limit of device memory are compared: a cache may serve the others.
+
+    Args:
+        rows: rows of a run.
+    """
+    rows = [row for row in measured(rows) if row.metric == "bandwidth_gb_s"]
+    repeated = [row for row in rows if (row.experiment, row.variant) == ("memory_levels", "copy")]
+    streams = [row for row in rows if (row.experiment, row.variant) == ("stream_formats", "copy")]
+    streams = [row for row in streams if row.limit is not None and "plain_loop_calls" not in row.params]
+    again = max((row for row in repeated if row.limit is not None), key=_working_set, default=None)
+    if again is None or not streams:
+        return ""
+    single = next((row for row in streams if row.dtype == again.dtype), streams[0])
+    there, here = not_none(again.value), not_none(single.value)
+    text = (
+        f"A copy of {single.dtype} arrays reaches {_rate(single)} here, and {_rate(again)} with the largest working set of the "
+        f"experiment before ({byte_size(_working_set(again))}, {again.params['timed']})."
+    )
+    if abs(there / here - 1) <= _SAME_BANDWIDTH:
+        return text + " The two agree."
+    steps = sorted((row for row in repeated if _working_set(row) <= _working_set(again)), key=_working_set)
+    near = max((row for row in steps if abs(not_none(row.value) / here - 1) <= _SAME_BANDWIDTH), key=_working_set, default=None)
+    text += " The two differ, although both count each byte once as read and once as written"
+    if near is not None:
+        text += f". With {byte_size(_working_set(near))}, the repeated copy still reaches {_rate(near)}"
+    if "graph" in again.params["timed"]:
+        text += ". So the memory is not the reason, but the graph: CUDA carries out some captured copies in a slower way"
+    return text + ". The bandwidth of the memory is the higher one."
+
+
+def _working_set(row: Row) -> int:
+    return row.params["working_set_bytes"]
+
+
+def _rate(row: Row) -> str:
+    return f"{number(row.value)} GB/s"

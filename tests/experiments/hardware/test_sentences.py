@@ -1,0 +1,103 @@
+"""Sentences about readings that differ between machines say what the rows say, and explain a difference by the rows alone."""
+
+import pytest
+
+from hyperion.experiments.hardware.sentences import copies_of_one_size, memory_levels, square_beside_search
+from hyperion.paths import reference_folder
+from hyperion.results import Row, Run
+
+MIB, LAUNCHING = 2**20, "no limit: mostly launching (one element takes 1 of these 2 us)"
+
+
+def row(experiment, variant, metric, value, dtype="", **columns):
+    common = {"notebook": "nb", "experiment": experiment, "variant": variant, "metric": metric}
+    return Row(**common, value=value, dtype=dtype, **columns)
+
+
+def product(experiment, variant, value, clock_mhz=None, side=4096, **columns):
+    params = {"m": side, "n": side, "k": side, "cache": "cold"}
+    return row(experiment, variant, "gemm_tflops", value, "bf16", params=params, clock_mhz=clock_mhz, **columns)
+
+
+def squares_and_search(square, found, *finalists):
+    return [product("gemm", "torch.mm", *square), product("best_products", "fastest found", *found, side=7168), *finalists]
+
+
+def test_a_search_that_is_as_fast_as_the_square_product_needs_no_explanation():
+    again = product("best_products", "finalist", 740.0)
+    text = square_beside_search(squares_and_search((772.0, 1965.0), (769.0, 1620.0), again), "bf16")
+    assert "M = N = K = 4,096" in text and "the same product reaches 740 TFLOPS" in text
+    assert text.endswith("The search found 769 TFLOPS, 0.4 % less. Two measurements can differ by this much.")
+    assert square_beside_search(squares_and_search((772.0,), (780.0,)), "bf16").endswith("The search found 780 TFLOPS.")
+
+
+@pytest.mark.parametrize(
+    ("clocks", "says"),
+    [
+        ((1965.0, 1515.0), "So the clock explains the difference."),
+        ((1965.0, 1960.0), "So the clock does not explain the whole difference."),
+        ((None, 1515.0), "The clock was not read"),
+    ],
+)
+def test_a_slower_search_is_explained_by_the_clock_or_not(clocks, says):
+    text = square_beside_search(squares_and_search((756.0, clocks[0]), (723.0, clocks[1])), "bf16")
+    assert "723 TFLOPS, 4.4 % less." in text and says in text
+
+
+def test_without_one_of_the_two_chapters_nothing_is_compared():
+    assert square_beside_search([product("gemm", "torch.mm", 756.0)], "bf16") == ""
+    assert square_beside_search(squares_and_search((756.0,), (723.0,)), "fp16") == ""
+
+
+def level(operation, mib, value, launching=False, timed="in a graph, on the device's clock", experiment="memory_levels"):
+    params = {"working_set_bytes": mib * MIB, "cache": "hot", "timed": timed}
+    source = LAUNCHING if launching else "no limit: another level"
+    limit = 4800.0 if mib > 1024 else None
+    return row(experiment, operation, "bandwidth_gb_s", value, "fp32", params=params, limit=limit, limit_source=source)
+
+
+CACHE = row("memory_levels", "last-level cache", "cache_bytes", 60 * MIB, params={"caches": 1})
+
+
+def test_a_curve_that_falls_shows_the_end_of_the_caches():
+    (text,) = memory_levels([CACHE, level("copy", 32, 5872.0), level("copy", 2048, 4200.0)])
+    assert "5,872 GB/s, with a working set of 32 MiB" in text and "With the largest, 2 GiB, it is 4,200 GB/s" in text
+    assert text.endswith("so the curve shows their end.")
+
+
+@pytest.mark.parametrize(("launching", "why"), [(False, "the kernel, which has too little work"), (True, "so launches must be")])
+def test_a_curve_that_rises_shows_no_cache_and_says_why(launching, why):
+    (text,) = memory_levels([CACHE, level("read", 32, 2817.0, launching), level("read", 2048, 4392.0)])
+    assert "2 GiB, which fits into no cache" in text and "2,817 GB/s at most, with 32 MiB" in text and why in text
+    assert text.endswith("does not show the bandwidth of the caches.")
+
+
+def test_without_known_caches_no_end_is_claimed():
+    (text,) = memory_levels([level("read", 1, 90.0), level("read", 64, 20.0)])
+    assert "sizes of the caches are not known" in text and "end" not in text
+
+
+def stream(value, limit=4800.0):
+    params = {"elements": 2**28, "cache": "cold"}
+    return row("stream_formats", "copy", "bandwidth_gb_s", value, "fp32", params=params, limit=limit)
+
+
+def test_copies_of_two_experiments_agree_or_their_difference_is_explained():
+    assert copies_of_one_size([stream(4268.0), level("copy", 2048, 4200.0)]).endswith("The two agree.")
+    text = copies_of_one_size([stream(4268.0), level("copy", 512, 4218.0), level("copy", 2048, 2766.0)])
+    assert "With 512 MiB, the repeated copy still reaches 4,218 GB/s" in text and "not the reason, but the graph" in text
+    alone = copies_of_one_size([stream(4268.0), level("copy", 2048, 2766.0, timed="call by call, on the device's clock")])
+    assert "graph" not in alone and "differ" in alone and copies_of_one_size([stream(4268.0)]) == ""
+
+
+def test_copies_that_a_cache_may_serve_are_not_compared():
+    assert copies_of_one_size([stream(1.0, limit=None), level("copy", 2048, 5.0)]) == ""
+    assert copies_of_one_size([stream(4268.0), level("copy", 64, 9000.0)]) == ""
+
+
+def test_the_reference_of_two_gpus_explains_its_contradictions():
+    rows = Run.open(reference_folder() / "h200x2").rows()
+    assert "So the clock explains the difference." in square_beside_search(rows, "fp16")
+    assert "not the reason, but the graph" in copies_of_one_size(rows)
+    read, copied = memory_levels([row for row in rows if row.experiment == "memory_levels"])
+    assert "does not show the bandwidth of the caches" in read and "so the curve shows their end" in copied

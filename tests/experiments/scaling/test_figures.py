@@ -1,0 +1,41 @@
+"""The cost of communication is drawn under its own name: a share from a profile, and a difference that may be negative."""
+
+import pandas as pd
+
+from hyperion.experiments.scaling.figures import communication
+from hyperion.figures.material import Material
+from hyperion.figures.style import styled
+from hyperion.results import Row, Run
+from tests.book.made_up import GPU
+
+
+def drawn(tmp_path, *metrics):
+    """The legend and the values of both panels, for a training with the given metrics on two and four devices."""
+    run = Run.create(tmp_path, {"environment": GPU})
+    common = {"notebook": "08_scaling_analysis", "experiment": "scaling", "variant": "language_fsdp", "dtype": "bf16", "n": 20}
+    rows = []
+    for metric, value, more in metrics:
+        for mode in ("weak", "strong"):
+            for ranks in (2, 4):
+                params = {"model": "lm", "strategy": "fsdp", "mode": mode, "ranks": ranks} | more
+                interval = {} if metric == "share" else {"ci_low": value - 0.01, "ci_high": value + 0.01}
+                rows.append(Row(**common, metric=metric, value=value, params=params, **interval))
+    run.record("08_scaling_analysis", "scaling", rows, pd.DataFrame({"x": [1]}), input_hash="h")
+    with styled():
+        figure = communication(Material(run))
+    legends = [[text.get_text() for text in axes.get_legend().get_texts()] for axes in figure.axes]
+    return legends, " ".join(figure.get_supxlabel().split())
+
+
+EXPOSED = ("share", 0.04, {"what": "exposed communication"})
+
+
+def test_exposed_communication_and_the_difference_have_their_own_lines(tmp_path):
+    legends, notes = drawn(tmp_path, EXPOSED, ("alone_difference", -0.06, {}))
+    assert legends == [["language fsdp, exposed", "language fsdp, difference from alone"]] * 2
+    assert "the difference is no share of communication" in notes and "Solid: exposed communication" in notes
+
+
+def test_a_run_of_an_earlier_version_has_the_difference_only(tmp_path):
+    legends, notes = drawn(tmp_path, ("communication_share", -0.06, {}))
+    assert legends == [["language fsdp, difference from alone"]] * 2 and "Solid" not in notes

@@ -1,0 +1,102 @@
+"""Communication is a share only where it is one: exposed time from a trace, and a difference with its sign beside it."""
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from hyperion.experiments.scaling import scaling
+from hyperion.experiments.scaling.scaling import EXPOSED, MODES, ScalingOptions, _difference_rows, _exposed_row
+from hyperion.hardware import detect, detect_cpu
+from hyperion.hardware.cpu import usable_cpus
+from hyperion.measure.steps.trace import COMMUNICATION, GAPS, GEMM, MEMORY, Event, Trace
+from tests.chapter.toy import perform, toy_context
+from tests.hardware.machines import facts
+
+SMALL = {"model": "lm_d64_h4_l2", "batch_per_device": 2, "sequence_length": 16, "vocabulary": 128}
+SIZES = {
+    "counts": [1, 2],
+    "precision": "fp32",
+    "warmup_steps": 1,
+    "steps": 6,
+    "traced_steps": 2,
+    "learning_rate": 1e-4,
+    "parity_steps": 3,
+    "parity_batch": 4,
+    "parity_length": 8,
+    "timeout_s": 300,
+    "workloads": [{"name": f"language_{strategy}", "strategy": strategy} | SMALL for strategy in ("ddp", "fsdp")],
+}
+
+
+@pytest.fixture(scope="module")
+def result(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("scaling")
+    return perform(toy_context("scaling", SIZES, folder), folder)
+
+
+@pytest.mark.slow
+@pytest.mark.process
+@pytest.mark.skipif(len(usable_cpus()) < 2, reason="two ranks need two cores")
+def test_exposed_communication_of_two_gloo_ranks_is_a_share_from_a_trace(result):
+    exposed = [row for row in result.rows if row.params.get("what") == EXPOSED]
+    assert {(row.variant, row.params["mode"]) for row in exposed} == {
+        (f"language_{strategy}", mode) for strategy in ("ddp", "fsdp") for mode in MODES
+    }
+    assert all(row.params["ranks"] == 2 and 0 < row.value < 1 and row.n == 2 for row in exposed)
+    traced = result.samples.query("kind == 'traced'")
+    assert len(traced) == 2 * len(exposed) and set(traced["rank"]) == {0, 1} and (traced["ranks"] == 2).all()
+    (row,) = [row for row in exposed if (row.variant, row.params["mode"]) == ("language_ddp", "weak")]
+    own = traced.query("workload == 'language_ddp' and mode == 'weak'")
+    assert row.value == pytest.approx((own["exposed_ns"] / own["window_ns"]).mean())
+
+
+@pytest.mark.slow
+@pytest.mark.process
+@pytest.mark.skipif(len(usable_cpus()) < 2, reason="two ranks need two cores")
+def test_every_difference_has_its_interval_and_no_share_is_negative(result):
+    differences = [row for row in result.rows if row.metric == "alone_difference"]
+    shares = {(row.variant, row.params["mode"]): row for row in result.rows if row.metric == "communication_share"}
+    assert len(differences) == len(shares) == 4
+    for row in differences:
+        share = shares[row.variant, row.params["mode"]]
+        assert row.ci_low <= row.value <= row.ci_high and share.params == row.params
+        assert (share.value == row.value) if row.ci_low > 0 else (share.value is None and "no share" in share.value_reason)
+
+
+@pytest.mark.parametrize(("machine", "exposed_ns"), [("H200", 60), ("cpu", 60)])
+def test_only_communication_that_runs_alone_is_exposed(monkeypatch, machine, exposed_ns):
+    device = detect_cpu() if machine == "cpu" else detect(facts(machine))
+    spans = [("nccl", 10, 90, COMMUNICATION), ("gemm", 0, 20, GEMM), ("adam", 40, 50, MEMORY), ("step", 0, 100, GAPS)]
+    trace = Trace([Event(name, start, end, name, kind) for name, start, end, kind in spans], 0, 120, 2)
+    monkeypatch.setattr(scaling, "trace_steps", lambda step, data, device, steps: trace)
+    (found,) = scaling._traced(lambda: None, device, 2).to_dict("records")
+    assert (found["exposed_ns"], found["window_ns"], found["share"]) == (exposed_ns, 120, 0.5)
+
+
+def cells(tmp_path, together, alone):
+    """The rows of the difference for given step times in milliseconds."""
+    context = toy_context("scaling", SIZES, tmp_path)
+    training = ScalingOptions.of(context).workloads[0]
+    params = {"model": training.model, "strategy": "ddp", "mode": "weak", "ranks": 2}
+    index = {"workload": training.name, "ranks": 2, "mode": "weak"}
+    frame = pd.DataFrame({"index": range(len(alone)), "time_s": np.array(alone) / 1e3, "kind": "alone", "rank": 0}).assign(
+        **index
+    )
+    rows = _difference_rows(context, "fp32", training, frame, np.array(together) / 1e3, params)
+    return *rows, _exposed_row(context, "fp32", training, frame, params)
+
+
+@pytest.mark.parametrize(("alone", "is_share"), [(8.0, True), (9.95, False), (10.0, False), (11.0, False)])
+def test_a_difference_that_may_be_zero_or_less_is_no_share(tmp_path, alone, is_share):
+    scatter = np.linspace(-0.3, 0.3, 20)
+    difference, share, exposed = cells(tmp_path, 10 + scatter, alone + scatter[::-1])
+    assert difference.value == pytest.approx(1 - alone / 10, abs=0.02)
+    assert (
+        (share.value == difference.value) if is_share else (share.value is None and share.value_reason.startswith("no share: "))
+    )
+    assert exposed.value is None and exposed.value_reason == "no step was profiled"
+
+
+def test_without_the_step_alone_there_is_neither(tmp_path):
+    difference, share, _ = cells(tmp_path, [10.0] * 5, [])
+    assert difference.value is None and share.value is None and "does not fit" in difference.value_reason
