@@ -53,7 +53,7 @@ def show(result: HasRows, run: Run, published: bool = False, figures: Iterable[s
             _display({"image/png": picture, "text/plain": f"[{plot.name}: {plot.caption}]"})
     if sentence := answered_guess(material.predictions, result.rows):
         _display({"text/markdown": f"**{markdown_text(sentence)}**", "text/plain": sentence})
-    for caption, table in tables_of(result.rows, material.steadiness, material.image_caveat):
+    for caption, table in tables_of(result.rows, material.steadiness, material.image_caveat, material.prediction):
         show_table(table, caption)
 
 
@@ -77,11 +77,15 @@ def answered_guess(predictions: Sequence[Prediction], rows: Sequence[Row]) -> st
     if row.value is None:
         return f"{row.metric} of {what} was not measured: {row.value_reason}."
     sentences = [f"Measured: {row.metric} of {what} is {quoted_value(row.value, row.unit)}."]
-    for predicted, words in ((first.guess, "You guessed {}"), (first.estimate, "The library predicted {}")):
+    estimate = None if first.is_ceiling else first.estimate
+    for predicted, words in ((first.guess, "You guessed {}"), (estimate, "The library predicted {}")):
         if predicted is not None and row.value:
             error = 100 * (predicted / row.value - 1)
             size = f"{abs(error):.0f} % too {'high' if error > 0 else 'low'}" if abs(error) >= 0.5 else "within 0.5 %"
             sentences.append(f"{words.format(quoted_value(predicted, row.unit))}: {size}.")
+    if estimate is None and first.known_ceiling:
+        share, ceiling = 100 * row.value / first.known_ceiling, quoted_value(first.known_ceiling, row.unit)
+        sentences.append(f"The library predicted only a ceiling of {ceiling}; the measured value is {share:.0f} % of it.")
     if first.guess is None:
         sentences.append("You made no guess.")
     return " ".join(sentences)
@@ -118,10 +122,11 @@ def show_table(table: pd.DataFrame, caption: str = "") -> None:
 
 
 def show_predictions(predictions: pd.DataFrame) -> None:
-    """Show the guess and the estimate of each prediction in a table, then how the estimates were computed.
+    """Show the guess, the ceiling and the library's prediction of each value in a table, then how they were computed.
 
     Args:
-        predictions: the result of `Chapter.predict`, with columns variant, dtype, params, metric, guess, estimate and basis.
+        predictions: the result of `Chapter.predict`, with columns variant, dtype, params, metric, guess, ceiling, estimate, low,
+            high and basis.
     """
     show_table(prediction_table(predictions), "Predictions, stored before the first measurement")
     for sentence in prediction_basis(predictions):

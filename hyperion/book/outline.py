@@ -216,9 +216,8 @@ def _section(material: Material, experiment: str) -> Section:
     machines = {material.replayed_from(*pair) for pair in material.experiments if pair[1] == experiment} - {""}
     replayed = f" (replayed from {', '.join(sorted(machines))})" if machines else ""
     title, rows = title_of(experiment) + replayed, material.of(experiment)
-    return Section(
-        experiment, title, _pictures(material, experiment), tables_of(rows, material.steadiness, material.image_caveat)
-    )
+    tables = tables_of(rows, material.steadiness, material.image_caveat, material.prediction)
+    return Section(experiment, title, _pictures(material, experiment), tables)
 
 
 def _pictures(material: Material, experiment: str) -> list[DrawnFigure]:

@@ -31,9 +31,10 @@ _LETTERING = 11
 _STEPS_DRAWN = 400
 _ARROWS = {"higher": " ↑", "lower": " ↓", "none": ""}
 _NOTE = (
-    "Predictions are stored before the first measurement and use only ceilings and shapes. If higher is better (↑), optimism is "
-    "predicted / measured. If lower is better (↓), it is measured / predicted. With a value above 1 the prediction was too "
-    "optimistic. For metrics without an arrow, the figure shows predicted / measured. The grey band is a factor of 1.25."
+    "Predictions are stored before the first measurement. Ceilings are no predictions and are not drawn. If higher is better "
+    "(↑), optimism is predicted / measured. If lower is better (↓), it is measured / predicted. With a value above 1 the "
+    "prediction was too optimistic. For metrics without an arrow, the figure shows predicted / measured. The grey band is a "
+    "factor of 1.25."
 )
 
 
@@ -257,7 +258,9 @@ def predictions(material: Material) -> Figure | None:
 
     The function returns None if the run has no predictions.
     """
-    rows = scored(material.rows)
+    known = scored(material.rows)
+    ceilings = [row for row in known if (p := material.prediction(row)) is not None and p.is_ceiling]
+    rows = [row for row in known if row not in ceilings]
     if not rows:
         return None
     metrics = list(dict.fromkeys(row.metric for row in rows))
@@ -269,7 +272,7 @@ def predictions(material: Material) -> Figure | None:
         points = [row for row in rows if row.metric == metric]
         x, y = values(points), [_optimism(row, not_none(row.predicted)) for row in points]
         axes.plot(x, y, linestyle="none", alpha=0.75, label=_label(points[0]), **look(metric, position))
-    guesses = _guesses(material.predictions, rows)
+    guesses = _guesses(material.predictions, known)
     if guesses:
         axes.plot(*zip(*guesses, strict=True), linestyle="none", marker="*", markersize=11, color=INK, label="reader's guess")
     axes.set(xscale="log", yscale="log", xlabel="measured, each in its unit", ylabel="optimism of the prediction")

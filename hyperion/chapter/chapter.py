@@ -24,6 +24,7 @@ from hyperion.paths import results_folder
 from hyperion.results import Prediction, Row, Run, must_remeasure, new_run_folder, rows_to_csv
 from hyperion.results.execution import UNEXPECTED_CLAIM, UNEXPECTED_ROW, note_unexpected
 from hyperion.results.rows import UNEXPECTED
+from hyperion.results.store import LATE, utc_now
 
 
 class Chapter:
@@ -118,7 +119,8 @@ class Chapter:
             guess: the reader's guess, in the unit of the first prediction. None without a guess.
 
         Returns:
-            The predictions as a table with the columns variant, dtype, params, metric, guess, estimate and basis.
+            The predictions as a table with the columns variant, dtype, params, metric, guess, ceiling, estimate, low, high and
+            basis.
         """
         if self.reference is None:
             digest, predictions = self._input_hash(experiment), self._forecasts(experiment)
@@ -133,8 +135,14 @@ class Chapter:
                 f"{stored} and stays; the new guess {guess:g} is ignored. "
                 "To guess again, restart the kernel and run all cells. This creates a new run."
             )
-        columns = ["variant", "dtype", "params", "metric", "guess", "estimate", "basis"]
-        return pd.DataFrame([{column: getattr(p, column) for column in columns} for p in predictions], columns=columns)
+        columns = ["variant", "dtype", "params", "metric", "guess", "ceiling", "estimate", "low", "high", "basis"]
+        shown = [replace(p, ceiling=p.known_ceiling, estimate=None) if p.is_ceiling else p for p in predictions]
+        return pd.DataFrame([{column: getattr(p, column) for column in columns} for p in shown], columns=columns)
+
+    def ceiling(self, row: Row) -> float | None:
+        """Return the ceiling of a row that was stored with its prediction, or None if there is none."""
+        stored = self.results.predictions(row.notebook, row.experiment)
+        return next((p.known_ceiling for p in stored if p.predicts(row)), None)
 
     def run(self, experiment: str) -> Result:
         """Run an experiment and store its rows. If the run already has rows for the same inputs, return these rows.
@@ -147,7 +155,7 @@ class Chapter:
         digest, data = self._input_hash(experiment), self._data(experiment)
         if self._holds(experiment, digest) and not self._asked_anew(experiment):
             return self._keep(experiment, digest)
-        provenance, environment = self._provenance(experiment), self.environment
+        provenance, environment, started_at = self._provenance(experiment), self.environment, utc_now()
         result = self._measure(experiment, digest, data)
         rows = [row.without_failed_value() for row in result.rows]
         result = replace(result, rows=_with_predictions(rows, self._predictions(experiment, digest)))
@@ -163,6 +171,7 @@ class Chapter:
             data={name: found or taken[name] for name, found in data.items()},
             provenance=provenance,
             environment=environment,
+            started_at=started_at,
         )
         self._measured_here.add(experiment)
         self._report_unexpected(result.rows)
@@ -289,7 +298,7 @@ class Chapter:
         chosen, digest = experiment_named(experiment), self._input_hash(experiment)
         context = self._context(experiment, (*chosen.reads, *chosen.forecast_reads))
         # Such an estimate does not use the measured values, but the reader must know that it was made late.
-        late = "; made after the measurement" if self._holds(experiment, digest) else ""
+        late, made_at = LATE if self._holds(experiment, digest) else "", utc_now()
         return [
             Prediction(
                 notebook=self.notebook,
@@ -304,6 +313,10 @@ class Chapter:
                 input_hash=digest,
                 upstream_hash=_values_of(context.upstream),
                 each_rank=forecast.each_rank,
+                ceiling=forecast.ceiling,
+                low=forecast.low,
+                high=forecast.high,
+                made_at=made_at,
             )
             for forecast in chosen.forecast(context)
         ]
@@ -313,6 +326,7 @@ class Chapter:
         measured = finished_in(not_none(self.reference), self.notebook, experiment)["input_hash"]
         digest = f"replay:{not_none(self.reference).folder.name}:{measured}"
         written = not_none(self.reference).predictions(self.notebook, experiment)
+        # The predictions keep the time at which they were made. Those of earlier versions have none.
         return digest, [replace(p, guess=None, input_hash=digest) for p in written if p.input_hash == measured]
 
     def _replay(self, experiment: str) -> Result:
@@ -320,7 +334,13 @@ class Chapter:
         machine = reference.folder.name
         kept = finished_in(reference, self.notebook, experiment)
         provenance, environment = measured_under(reference, self.notebook, experiment)
-        rows, samples = reference.rows(self.notebook, experiment), reference.samples(self.notebook, experiment)
+        # Earlier versions stored ceilings as predictions. Without them, no notebook can show a ceiling as a prediction.
+        ceilings = [p for p in reference.predictions(self.notebook, experiment) if p.is_ceiling]
+        rows = [
+            replace(row, predicted=None) if any(p.predicts(row) for p in ceilings) else row
+            for row in reference.rows(self.notebook, experiment)
+        ]
+        samples = reference.samples(self.notebook, experiment)
         self.results.record(
             self.notebook,
             experiment,
@@ -352,13 +372,7 @@ def _with_predictions(rows: list[Row], predictions: list[Prediction]) -> list[Ro
     """Return the rows with the stored estimates in their column `predicted`."""
 
     def estimate(row: Row) -> float | None:
-        # A prediction has the parameters that it depends on. A row may have more parameters. A prediction for all ranks together
-        # does not apply to the row of one rank.
-        for p in predictions:
-            same = (p.variant, p.dtype, p.metric) == (row.variant, row.dtype, row.metric)
-            if same and p.each_rank == (row.rank is not None) and p.params.items() <= row.params.items():
-                return p.estimate
-        return None
+        return next((p.estimate for p in predictions if p.predicts(row)), None)
 
     return [replace(row, predicted=estimate(row)) for row in rows]
 

@@ -142,7 +142,7 @@ class Options(BaseModel):
 
 @dataclass(frozen=True)
 class Forecast:
-    """An estimate of the value of one row from ceilings and shapes.
+    """The ceiling of the value of one row, and an estimate of it, from ceilings and shapes.
 
     Args:
         variant, metric, dtype, params: columns of the predicted row.
@@ -150,6 +150,8 @@ class Forecast:
         basis: how the estimate was computed, or the reason why there is no estimate.
         each_rank: if True, the forecast applies to the row of each single rank. If False, it applies to the row of all ranks
             together.
+        ceiling: the limit that the value cannot exceed, or None. A ceiling is not an estimate.
+        low, high: 80 % interval of the estimate, or None. The estimate of a rate has an interval.
     """
 
     variant: str
@@ -159,6 +161,9 @@ class Forecast:
     dtype: str = ""
     params: dict = field(default_factory=dict)
     each_rank: bool = False
+    ceiling: float | None = None
+    low: float | None = None
+    high: float | None = None
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ import pandas as pd
 from hyperion.chapter.context import Context
 from hyperion.errors import not_none
 from hyperion.hardware import Device, gemm_path, lookup, peak
-from hyperion.measure import FORMATS, Ceilings, Timing, Verification, format_of
+from hyperion.measure import FORMATS, Ceilings, Collective, Timing, Verification, format_of
 from hyperion.measure.clock.timing import require_cache_label
 from hyperion.results import Estimate, Row, ratio_estimate
 from hyperion.results.rows import idle_rows
@@ -147,6 +147,16 @@ def bandwidth_limit(device: Device, traffic_bytes: int) -> tuple[float | None, s
     return found.memory_bandwidth_limit_gb_s, f"device memory: {found.memory_bandwidth_source}"
 
 
+def link_limit(device: Device, collective: Collective, ranks: int) -> tuple[float | None, str]:
+    """Return (GB/s in one direction of all links that a device can use at the same time, source), or (None, reason)."""
+    found, reason = lookup(device)
+    if found is None:
+        return None, reason
+    link, source = found.link_limit_gb_s(ranks)
+    # In a ring, a device sends to only one peer, for any number of ranks.
+    return found.link_limit_gb_s(2) if link is not None and collective.name == "send_recv" else (link, source)
+
+
 def datasheet_ceilings(device: Device, dtype: str) -> tuple[Ceilings | None, str]:
     """Return (ceilings from the data sheet for predictions, description of them), or (None, reason why there are none)."""
     found, reason = lookup(device)
@@ -160,19 +170,6 @@ def datasheet_ceilings(device: Device, dtype: str) -> tuple[Ceilings | None, str
     basis = f"roofline: {kind} {arithmetic.nominal_tflops:.4g} TFLOPS"
     basis += f", published {bandwidth:g} GB/s" if bandwidth else ", memory bandwidth unknown"
     return Ceilings(arithmetic.nominal_tflops, bandwidth, basis), basis
-
-
-def roofline_tflops(device: Device, dtype: str, m: int, n: int, k: int) -> tuple[float | None, str]:
-    """Return the rate of a matrix product according to the roofline of the data sheet.
-
-    Returns:
-        (rate in TFLOPS, description of the roofline), or (None, reason why there is no roofline).
-    """
-    ceilings, basis = datasheet_ceilings(device, dtype)
-    if ceilings is None:
-        return None, basis
-    flops = 2 * m * n * k
-    return flops / ceilings.least_time_s(flops, product_bytes(device, dtype, m, n, k)) / 1e12, basis
 
 
 def product_bytes(device: Device, dtype: str, m: int, n: int, k: int) -> int:

@@ -44,6 +44,19 @@ class Material:
         return self.run.predictions()
 
     @cached_property
+    def _predictions(self) -> dict[tuple[str, str, str, str, str], list[Prediction]]:
+        found: dict[tuple[str, str, str, str, str], list[Prediction]] = {}
+        for p in self.predictions:
+            found.setdefault((p.notebook, p.experiment, p.variant, p.dtype, p.metric), []).append(p)
+        return found
+
+    def prediction(self, row: Row) -> Prediction | None:
+        """Return the stored prediction of a row, or None if the value was not predicted."""
+        measured = self.finished.get(f"{row.notebook}/{row.experiment}", {}).get("input_hash")
+        alike = self._predictions.get((row.notebook, row.experiment, row.variant, row.dtype, row.metric), [])
+        return next((p for p in alike if p.input_hash == measured and p.predicts(row)), None)
+
+    @cached_property
     def information(self) -> dict:
         return self.run.information()
 

@@ -13,11 +13,12 @@ import pandas as pd
 
 from hyperion.errors import HyperionError
 from hyperion.figures.material import ACCURACIES, interval, made_from_rows, number, number_within, percent
-from hyperion.results import Row, metric_named
+from hyperion.results import Prediction, Row, metric_named
 from hyperion.untrusted import printable
 
 # Of a timing, it is the interval within one launch. Launches differ more: other memory addresses, clocks and neighbours.
 INTERVAL = "95 % interval"
+PREDICTED_INTERVAL = "80 % interval of the prediction"
 
 
 def metrics_of(rows: Iterable[Row]) -> list[str]:
@@ -58,17 +59,24 @@ def tidy(rows: Iterable[Row]) -> pd.DataFrame:
     )
 
 
-def metric_table(rows: Iterable[Row], metric: str, steadiness: Callable[[Row], str] = lambda row: "") -> pd.DataFrame:
+def metric_table(
+    rows: Iterable[Row],
+    metric: str,
+    steadiness: Callable[[Row], str] = lambda row: "",
+    prediction: Callable[[Row], Prediction | None] = lambda row: None,
+) -> pd.DataFrame:
     """Return the rows of one metric as a table of texts.
 
     The columns are the properties in which the rows differ, the value with its 95 % interval, whether its samples were steady,
-    the limit and the share of the limit, the prediction with its error, and the check. A row without a value shows the reason.
-    Empty columns are left out.
+    the limit and the share of the limit, the prediction with its 80 % interval and its error, and the check. Runs of earlier
+    versions stored ceilings as predictions: these have a column of their own. A row without a value shows the reason. Empty
+    columns are left out.
 
     Args:
         rows: the rows. Rows of other metrics are ignored.
         metric: name of the metric.
         steadiness: function that returns the steadiness of a row, such as `Material.steadiness`.
+        prediction: function that returns the stored prediction of a row, such as `Material.prediction`.
 
     Raises:
         HyperionError: no row has this metric.
@@ -80,7 +88,7 @@ def metric_table(rows: Iterable[Row], metric: str, steadiness: Callable[[Row], s
     identity = pd.DataFrame([_identity(row) for row in chosen], dtype=object)
     differing = [c for c in identity if len(set(identity[c].map(text_of))) > 1 or len(chosen) == 1 and c == "variant"]
     header = INTERVAL + (" within one launch" if any(steadiness(row) for row in chosen) else "")
-    values = pd.DataFrame([_value_columns(row, metric, unit_mark(unit), steadiness(row), header) for row in chosen])
+    values = pd.DataFrame([_value_columns(row, unit_mark(unit), steadiness(row), header, prediction(row)) for row in chosen])
     values = values[[column for column in values if values[column].ne("").to_numpy().any()]]
     return pd.concat([identity[differing].map(text_of), values], axis=1)
 
@@ -182,7 +190,10 @@ def escaped(value) -> str:
 
 @made_from_rows("the tables")
 def tables_of(
-    rows: list[Row], steadiness: Callable[[Row], str] = lambda row: "", image_caveat: str = ""
+    rows: list[Row],
+    steadiness: Callable[[Row], str] = lambda row: "",
+    image_caveat: str = "",
+    prediction: Callable[[Row], Prediction | None] = lambda row: None,
 ) -> list[tuple[str, pd.DataFrame]]:
     """Return the tables of an experiment as pairs (caption, table).
 
@@ -190,7 +201,7 @@ def tables_of(
     metric has several tables if its rows do not all have the same parameters.
 
     Args:
-        steadiness: see `metric_table`.
+        steadiness, prediction: see `metric_table`.
         image_caveat: sentence for the captions of tables with accuracies, as in `Material.image_caveat`.
     """
     tables = [
@@ -206,7 +217,7 @@ def tables_of(
     for (metric, *_), chosen in sorted(groups.items(), key=lambda group: order.index(group[0][0])):
         shared = shared_identity(chosen)
         caption = f"{metric}: {chosen[0].definition.meaning}" + (f" ({shared})" if shared else "")
-        tables.append((caption + _caveat(chosen, image_caveat), metric_table(chosen, metric, steadiness)))
+        tables.append((caption + _caveat(chosen, image_caveat), metric_table(chosen, metric, steadiness, prediction)))
     return tables
 
 
@@ -228,22 +239,31 @@ def identity_of(variant: str, dtype: str, rank: int | None, params: dict) -> dic
     return named | params
 
 
-def _value_columns(row: Row, metric: str, unit: str, steady: str, interval_header: str) -> dict[str, str]:
+def _value_columns(row: Row, unit: str, steady: str, interval_header: str, stored: Prediction | None) -> dict[str, str]:
     shown = number_within(row.value, row.ci_low, row.ci_high) if row.value is not None else "none"
     floor = is_floor(row)
+    # A prediction without an estimate has only a ceiling. If this is the limit, it has a column already.
+    ceiling = stored is not None and (stored.is_ceiling or stored.estimate is None and stored.ceiling != row.limit)
     return {
-        f"{metric}{unit}": shown,
+        f"{row.metric}{unit}": shown,
         interval_header: interval(row.value, row.ci_low, row.ci_high) if row.ci_low != row.ci_high else "",
         "n": "" if row.n is None else f"{row.n:,}",
         "steady": steady if row.value is not None else "",
         f"limit{unit}": "" if floor else number(row.limit),
         "% of limit": "" if floor else percent(row.fraction_of_limit),
         f"floor{unit}": number(row.limit) if floor else "",
-        f"predicted{unit}": number(row.predicted),
-        "prediction error [%]": percent(prediction_error(row), signed=True),
+        f"ceiling{unit}": number(stored.known_ceiling) if stored is not None and ceiling else "",
+        f"predicted{unit}": "" if ceiling else number(row.predicted),
+        PREDICTED_INTERVAL: predicted_interval(stored.low, stored.high) if stored else "",
+        "prediction error [%]": "" if ceiling else percent(prediction_error(row), signed=True),
         "check error / tolerance": _check(row),
         "why there is none": row.value_reason,
     }
+
+
+def predicted_interval(low: float | None, high: float | None) -> str:
+    """Return the ends of the interval of a prediction as text, or "" without an interval."""
+    return "" if low is None or high is None else f"{number(low)} to {number(high)}"
 
 
 def _check(row: Row) -> str:
@@ -274,44 +294,51 @@ def _right(numeric: bool) -> str:
 
 
 def prediction_table(predictions: pd.DataFrame) -> pd.DataFrame:
-    """Return a table with one line for each prediction: variant and parameters, the reader's guess, and the library's estimate.
+    """Return a table with one line for each prediction: variant and parameters, the reader's guess, and the library's prediction.
 
-    A prediction with neither guess nor estimate is omitted. The first prediction is always shown, because the reader is asked to
+    If there are ceilings, the table shows them in a column of their own. A line with neither guess nor prediction nor ceiling is
+    omitted. The first prediction is always shown, because the reader is asked to
     guess it.
 
     Args:
-        predictions: columns variant, dtype, params (dict), metric, guess, estimate, basis.
+        predictions: columns variant, dtype, params (dict), metric, guess, ceiling, estimate, low, high, basis.
     """
     lines, identities = [], []
     for position, line in enumerate(predictions.to_dict("records")):
-        guess, estimate = _known(line["guess"]), _known(line["estimate"])
-        if position and guess is None and estimate is None:
+        guess, ceiling, estimate, low, high = (_known(line[name]) for name in ("guess", "ceiling", "estimate", "low", "high"))
+        if position and guess is None and ceiling is None and estimate is None:
             continue
         identities.append(identity_of(line["variant"], line["dtype"], None, line["params"]))
         unit = unit_mark(metric_named(line["metric"]).unit)
         lines.append(
-            {"what": f"{line['metric']}{unit}", "your guess": number(guess) or "none", "estimate": number(estimate) or "none"}
+            {
+                "what": f"{line['metric']}{unit}",
+                "your guess": number(guess) or "none",
+                "ceiling": number(ceiling),
+                "prediction": number(estimate) or "none",
+                "80 % interval": predicted_interval(low, high),
+            }
         )
     identity = pd.DataFrame(identities, dtype=object).map(text_of)
     shown = [column for column in identity if identity[column].ne("").to_numpy().any() and column != "rank"]
-    return pd.concat([identity[shown], pd.DataFrame(lines)], axis=1)
+    values = pd.DataFrame(lines)
+    values = values[[column for column in values if values[column].ne("").to_numpy().any()]]
+    return pd.concat([identity[shown], values], axis=1)
 
 
 def prediction_basis(predictions: pd.DataFrame) -> list[str]:
-    """Return sentences that say how the estimates were computed, or why there is no estimate.
+    """Return sentences that say how the predictions were computed, or why there is no prediction.
 
     There is one sentence for each explanation. If there are several, each sentence names its number formats or variants.
     """
-    groups: dict[tuple[str, bool], dict[str, None]] = {}
+    groups: dict[tuple[str, str], dict[str, None]] = {}
     for line in predictions.to_dict("records"):
-        known = _known(line["estimate"]) is not None
+        found = "Only a ceiling" if _known(line["ceiling"]) is not None else "No prediction"
+        found = "Prediction" if _known(line["estimate"]) is not None else found
         basis = line["basis"].removeprefix("no estimate: ").removeprefix("no limit: ")
-        groups.setdefault((basis, known), {})[line["dtype"] or line["variant"]] = None
+        groups.setdefault((basis, found), {})[line["dtype"] or line["variant"]] = None
     everyone = len(groups) == 1
-    return [
-        ("Estimate" if known else "No estimate") + ("" if everyone else f" for {', '.join(names)}") + f": {basis}."
-        for (basis, known), names in groups.items()
-    ]
+    return [found + ("" if everyone else f" for {', '.join(names)}") + f": {basis}." for (basis, found), names in groups.items()]
 
 
 def _known(value) -> float | None:

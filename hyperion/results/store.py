@@ -12,6 +12,7 @@ import time
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field, replace
+from datetime import UTC, datetime
 from pathlib import Path
 
 import pandas as pd
@@ -67,6 +68,10 @@ class Prediction:
         upstream_hash: digest of the earlier rows from which the estimate was computed.
         each_rank: if True, this is a prediction for the row of each single rank. If False, it is a prediction for the row of all
             ranks together.
+        ceiling: the limit that the value cannot exceed, or None. A ceiling is not an estimate.
+        low, high: 80 % interval of the estimate, or None.
+        made_at: UTC time at which the prediction was made, before the first sample. "" in runs of earlier versions.
+        digest: hash of all other fields except the guess, which is the reader's. "" in runs of earlier versions.
     """
 
     notebook: str
@@ -81,6 +86,49 @@ class Prediction:
     input_hash: str
     upstream_hash: str = ""
     each_rank: bool = False
+    ceiling: float | None = None
+    low: float | None = None
+    high: float | None = None
+    made_at: str = ""
+    digest: str = ""
+
+    @property
+    def is_ceiling(self) -> bool:
+        """True if the stored estimate is a ceiling. Earlier versions stored the ceilings of these rates as their estimates."""
+        return not self.made_at and self.estimate is not None and self.metric in CEILING_METRICS
+
+    @property
+    def known_ceiling(self) -> float | None:
+        """The stored ceiling of the value, also in runs of earlier versions."""
+        return self.estimate if self.is_ceiling else self.ceiling
+
+    def sealed(self) -> "Prediction":
+        """Return the prediction with its digest."""
+        fields = {name: value for name, value in asdict(self).items() if name not in ("guess", "digest")}
+        text = json.dumps(fields, sort_keys=True, allow_nan=False)
+        return replace(self, digest=hashlib.sha256(text.encode()).hexdigest()[:16])
+
+    def predicts(self, row: Row) -> bool:
+        """Return True if this is a prediction for the row.
+
+        A prediction has the parameters that it depends on. A row may have more parameters. A prediction for all ranks together
+        does not apply to the row of one rank.
+        """
+        same = (self.notebook, self.experiment, self.variant, self.dtype, self.metric) == (
+            row.notebook,
+            row.experiment,
+            row.variant,
+            row.dtype,
+            row.metric,
+        )
+        return same and self.each_rank == (row.rank is not None) and self.params.items() <= row.params.items()
+
+
+# End of the basis of a prediction that was made after the measurement.
+LATE = "; made after the measurement"
+# Rates whose estimates were ceilings in runs of earlier versions: the roofline, the bandwidth of memory and of the links, and the
+# rates of steps that do nothing but matrix products and memory traffic at the measured ceilings.
+CEILING_METRICS = ("gemm_tflops", "bandwidth_gb_s", "busbw_gb_s", "taf_tflops", "images_per_s", "tokens_per_s")
 
 
 @dataclass(frozen=True)
@@ -256,6 +304,7 @@ class Run:
         data: dict | None = None,
         provenance: dict | None = None,
         environment: dict | None = None,
+        started_at: str = "",
     ) -> None:
         """Store the rows and the samples of a finished experiment. They replace earlier rows and samples of this experiment.
 
@@ -269,6 +318,8 @@ class Run:
             provenance: conditions of the measurement: profile, seed, sizes, versions and source, as JSON values.
             environment: full description of the machine and the software. Each environment is stored once, and
                 provenance["environment"] is its digest.
+            started_at: UTC time before the first sample, from `utc_now`. `verify` compares it with the times of the predictions.
+                "" if it is unknown.
 
         Raises:
             RowError: a row breaks the rules of its metric, belongs to another experiment, or occurs twice. Then nothing is
@@ -278,6 +329,9 @@ class Run:
         rows = _checked(notebook, experiment, rows)
         entry = {"input_hash": input_hash, "rows": len(rows), "source": source, "data": data or {}}
         with locked(self.folder, WRITER_LOCK, create=True):
+            if started_at:
+                made = [p for p in self.predictions(notebook, experiment) if p.input_hash == input_hash]
+                entry |= {"started_at": started_at, "predictions": predictions_digest(made)}
             entry["provenance"], files = dict(provenance or {}), {}
             if environment is not None:
                 digest = entry["provenance"]["environment"] = environment_digest(environment)
@@ -338,7 +392,7 @@ class Run:
                 finished = experiments.get(f"{prediction.notebook}/{prediction.experiment}")
                 if finished is not None and finished["input_hash"] == prediction.input_hash:
                     prediction = replace(prediction, guess=None)  # the experiment is already measured, so a guess is too late
-                written = _with_prediction(written, prediction)
+                written = _with_prediction(written, prediction.sealed() if prediction.made_at else prediction)
             self.write({PREDICTIONS: _json([asdict(p) for p in written])})
 
     def predictions(self, notebook: str | None = None, experiment: str | None = None) -> list[Prediction]:
@@ -346,6 +400,9 @@ class Run:
         if PREDICTIONS not in manifest_names(self.folder):
             return []
         predictions = read_form(list[Prediction], self.document(PREDICTIONS), PREDICTIONS)
+        for p in (p for p in predictions if (p.digest or p.made_at) and p.digest != p.sealed().digest):
+            fault = f"the prediction of {p.metric} by {p.experiment!r:.60} does not match its digest: it was edited"
+            raise StoreError(fault, where=self.folder / PREDICTIONS, next_step=_ANEW)
         return [
             p
             for p in predictions
@@ -396,8 +453,8 @@ class Run:
             if unused := [metric.name for metric in metrics if (name, metric.name) not in used]:
                 fault = f"{METRICS} defines {unused[0]} for {name!r:.200}, which has no row of this metric in {ROWS}"
                 raise StoreError(fault, where=self.folder / METRICS, next_step=_ANEW)
-        # Reading these files validates them.
-        _ = self.information(), self.predictions()
+        self.information()  # reading this file validates it
+        self._verify_predictions(experiments)
         counted = Counter(f"{row.notebook}/{row.experiment}" for row in rows)
         for name, entry in experiments.items():
             if entry["rows"] != counted[name]:
@@ -411,6 +468,28 @@ class Run:
             fault = f"{unknown[0]} has rows in {ROWS} and no entry in {EXPERIMENTS}"
             raise StoreError(fault, where=self.folder / ROWS, next_step=_ANEW)
         return names
+
+    def _verify_predictions(self, experiments: dict[str, dict]) -> None:
+        """Check that the predictions of each experiment are those that were stored before its first sample.
+
+        Predictions that were made later say so, because rows that they depend on have changed after the measurement.
+
+        Raises:
+            StoreError: a prediction is later than the first sample, or the predictions are not those that were stored.
+        """
+        predictions = self.predictions()
+        for name, entry in experiments.items():
+            if not entry.get("started_at"):
+                continue
+            made = [p for p in predictions if (f"{p.notebook}/{p.experiment}", p.input_hash) == (name, entry["input_hash"])]
+            if any(p.basis.endswith(LATE) for p in made):
+                continue
+            late = next((p for p in made if p.made_at > entry["started_at"]), None)
+            fault = f"a prediction of {name} was made at {late.made_at}, after the first sample" if late else ""
+            if not fault and predictions_digest(made) != entry.get("predictions"):
+                fault = f"the predictions of {name} are not those that were stored before its first sample"
+            if fault:
+                raise StoreError(fault, where=self.folder / PREDICTIONS, next_step=_ANEW)
 
     def _rows_files(self, notebook: str, experiment: str, rows: list[Row]) -> dict[str, bytes]:
         """Return the new content of rows.csv and metrics.json. The given rows replace earlier rows of the experiment."""
@@ -517,6 +596,16 @@ def _checked(notebook: str, experiment: str, rows: Iterable[Row]) -> list[Row]:
     if len({row.key for row in rows}) != len(rows):
         raise RowError("two rows with the same key", where=f"{notebook}/{experiment}", next_step="give them different params")
     return rows
+
+
+def utc_now() -> str:
+    """Return the current UTC time in ISO 8601 with milliseconds. Two such texts compare like their times."""
+    return datetime.now(UTC).isoformat(timespec="milliseconds")
+
+
+def predictions_digest(predictions: Iterable[Prediction]) -> str:
+    """Return a hash of the digests of predictions, in any order."""
+    return hashlib.sha256(" ".join(sorted(p.digest for p in predictions)).encode()).hexdigest()[:16]
 
 
 def _with_prediction(written: list[Prediction], new: Prediction) -> list[Prediction]:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from hyperion.chapter.context import Context, Forecast
+from hyperion.chapter.efficiency import REFERENCE_STEP, with_interval
 from hyperion.chapter.rows import sample_frame, stream_ceiling, timed_row
 from hyperion.errors import HyperionError, not_none
 from hyperion.hardware import Device, lookup
@@ -261,10 +262,11 @@ def forecast_reference_step(context: Context, name: str, batch: int, variant: St
         estimate, basis = predicted.total_s, f"{predicted.basis} ({host})"
     shared: dict = {"variant": name, "dtype": dtype, "params": step_params(batch) | variant.params, "basis": basis}
     rate = None if estimate is None else batch / estimate
-    return [
+    forecasts = [
         Forecast(metric="samples_per_s", estimate=rate, **shared),
         Forecast(metric="step_time_s", estimate=estimate, **shared),
     ]
+    return [with_interval(context.device, REFERENCE_STEP, forecast) for forecast in forecasts]
 
 
 def step_ceilings(context: Context, dtype: str) -> tuple[StepCeilings | None, str]:

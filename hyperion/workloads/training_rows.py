@@ -19,6 +19,7 @@ import pandas as pd
 import torch
 
 from hyperion.chapter.context import Context, Forecast, Result
+from hyperion.chapter.efficiency import TRAINING_STEP, Expected, expected_share
 from hyperion.chapter.rows import gemm_limit, out_of_memory_reason, sample_frame, speedup_row, stream_ceiling, timed_row
 from hyperion.errors import not_none
 from hyperion.hardware import Device, gemm_path, peak
@@ -238,7 +239,10 @@ def _gemm_dtype(dtype: str) -> str:
 def step_forecasts(
     context: Context, variant: str, dtype: str, item: str, items: int, flops: ModelFlops, traffic: dict[str, float]
 ) -> list[Forecast]:
-    """Predict the throughput of a step after warm-up from the measured ceilings of this run and the model's shapes.
+    """Predict the throughput of a step after warm-up on one device.
+
+    Its ceiling comes from the measured ceilings of this run and the model's shapes. It omits the host, element-wise kernels and
+    communication. The prediction is the share of this ceiling that a reference machine reached.
 
     Args:
         items: number of tokens or images in a batch.
@@ -248,21 +252,21 @@ def step_forecasts(
     params = {"batch": items, "step": "steady"}
     gemm, stream = context.best_upstream("gemm_tflops", dtype), stream_ceiling(context.upstream)
     if gemm is None or stream is None:
-        estimate, basis = None, "no estimate: this run has measured no ceilings (01_hardware_exploration)"
+        expected = Expected(None, None, None, None, "no estimate: this run has measured no ceilings (01_hardware_exploration)")
     else:
         tflops, bandwidth_gb_s = not_none(gemm.value), not_none(stream.value)
         arithmetic = flops.forward_backward * items / (tflops * 1e12)
         moving = sum(traffic.values()) / (bandwidth_gb_s * 1e9)
-        estimate = items / (arithmetic + moving)
         basis = (
             f"{arithmetic * 1e3:.3g} ms of products at the measured {tflops:.4g} TFLOPS, "
             f"then {moving * 1e3:.3g} ms for {' and '.join(traffic)} at {bandwidth_gb_s:.4g} GB/s"
         )
-    return [Forecast(variant, f"{item}s_per_s", estimate, basis, dtype=dtype, params=params)]
+        expected = expected_share(context.device, TRAINING_STEP, items / (arithmetic + moving), basis)
+    return [expected.forecast(variant, f"{item}s_per_s", dtype, params)]
 
 
 def rate_forecast(context: Context, work: Workload, dtype: str) -> Forecast:
-    """Predict the throughput of a step after warm-up from this run's ceilings and the model's shapes."""
+    """Predict the throughput of a step after warm-up on one device, as `step_forecasts` does."""
     return step_forecasts(context, work.name, dtype, work.item, work.items, work.flops, work.traffic(dtype))[0]
 
 

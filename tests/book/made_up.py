@@ -64,6 +64,7 @@ def made_up_run(folder, *, source="mirror", peaks=None, bandwidth=4800.0, enviro
                 metric="gemm_tflops",
                 params={"m": 16384, "n": 16384, "k": 16384, "cache": "cold"},
                 guess=500.0,
+                made_at="2026-01-01T00:00:00.000+00:00",
                 estimate=940.0,
                 basis="roofline",
                 input_hash="h",

@@ -35,7 +35,8 @@ def test_show_gives_pictures_then_the_answer_to_the_guess_then_tables(run, mater
 
 def predicted(**columns) -> Prediction:
     row = {"notebook": "n", "experiment": "e", "variant": "copy", "dtype": "fp32", "params": {"m": 1}, "metric": "bandwidth_gb_s"}
-    return Prediction(**row | {"guess": 100.0, "estimate": 240.0, "basis": "", "input_hash": "new"} | columns)
+    stored = {"guess": 100.0, "estimate": 240.0, "basis": "", "input_hash": "new", "made_at": "2026-01-01T00:00:00.000+00:00"}
+    return Prediction(**row | stored | columns)
 
 
 def test_the_guess_is_answered_with_what_was_predicted_and_measured():
@@ -50,6 +51,10 @@ def test_the_guess_is_answered_with_what_was_predicted_and_measured():
     )
     no_guess = answered_guess([predicted(guess=None, estimate=200.4)], [row])
     assert no_guess.endswith("The library predicted 200.4 GB/s: within 0.5 %. You made no guess.")
+    # A run of an earlier version stored the ceiling as its estimate.
+    for ceiling in ({"estimate": 400.0, "made_at": ""}, {"estimate": None, "ceiling": 400.0}):
+        sentence = answered_guess([predicted(guess=None, **ceiling)], [row])
+        assert sentence.endswith("only a ceiling of 400 GB/s; the measured value is 50 % of it. You made no guess."), sentence
     missing = replace(row, value=None, value_reason="out of memory", n=None)
     assert answered_guess([predicted()], [missing]) == "bandwidth_gb_s of copy fp32 was not measured: out of memory."
     assert answered_guess([], [row]) == answered_guess([predicted(experiment="other")], [row]) == ""

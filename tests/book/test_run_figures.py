@@ -8,6 +8,7 @@ from PIL import Image
 from hyperion.book.plots import draw, predictions, scored, summary
 from hyperion.figures.material import Material
 from hyperion.figures.style import styled
+from hyperion.paths import reference_folder
 from hyperion.results import Row, Run, metric_named
 from tests.experiments.hardware.test_figures import texts
 
@@ -85,6 +86,12 @@ def test_ratios_and_the_readers_guess(material):
     assert lines["reader's guess"].get_ydata()[0] == pytest.approx(500 / row.value)
     foretold = [r for r in material.of("gemm") if r.predicted and r.value]
     assert sorted(lines["gemm_tflops [TFLOPS] ↑"].get_ydata()) == pytest.approx(sorted(r.predicted / r.value for r in foretold))
+
+
+def test_ceilings_that_an_earlier_version_stored_are_not_drawn():
+    figure = drawn(Material(Run.open(reference_folder() / "h200x2")))
+    labels = [str(line.get_label()) for line in figure.axes[0].lines]
+    assert labels and not any(label.startswith(("gemm_tflops", "bandwidth_gb_s", "images_per_s")) for label in labels)
 
 
 def test_where_less_is_better_the_ratio_is_turned_round(material):

@@ -11,13 +11,14 @@ import pandas as pd
 import pytest
 import torch
 
-from hyperion.chapter import experiment_names, load_profile, open_chapter, profile_names
+from hyperion.chapter import Chapter, experiment_names, load_profile, open_chapter, profile_names
 from hyperion.chapter.context import Context, Experiment, Forecast, Result
 from hyperion.chapter.variants import unpacked
 from hyperion.data import DataError
 from hyperion.errors import HyperionError
 from hyperion.results import Row, RowError, Run, StoreError
 from hyperion.results.execution import UNEXPECTED_CLAIM, UNEXPECTED_ROW, unexpected
+from hyperion.results.store import predictions_digest
 from hyperion.workloads import datasets
 
 HARDWARE, NOTEBOOK = "01_hardware_exploration", "02_core_framework"
@@ -37,6 +38,23 @@ def test_rows_carry_the_estimate_written_before(run_folder):
     row = Run.open(run_folder).rows(NOTEBOOK, "leakage")[0]
     assert row.predicted == pytest.approx(4.1589, abs=1e-4)
     assert row.check_error <= row.check_tolerance == 4.0
+
+
+def test_predictions_are_stored_with_time_and_hash_before_the_first_sample(tmp_path, monkeypatch):
+    chapter, seen, measure = open_chapter(NOTEBOOK, profile="smoke", output=str(tmp_path / "run")), [], Chapter._measure
+
+    def first_sample(*arguments):
+        seen.extend(Run.open(tmp_path / "run").predictions(NOTEBOOK, "leakage"))
+        return measure(*arguments)
+
+    monkeypatch.setattr(Chapter, "_measure", first_sample)
+    chapter.run("leakage")
+    run = Run.open(tmp_path / "run")
+    entry = run.finished(NOTEBOOK, "leakage")
+    assert seen and seen == run.predictions(NOTEBOOK, "leakage")
+    assert all(p.made_at and p.digest == p.sealed().digest and p.made_at <= entry["started_at"] for p in seen)
+    assert entry["predictions"] == predictions_digest(seen)
+    run.verify()
 
 
 def test_a_guess_made_after_the_fact_changes_nothing_and_says_so(run_folder, capsys):

@@ -1,10 +1,13 @@
 """Tables say everything a row says, and why something is missing."""
 
+from dataclasses import replace
+
 import pandas as pd
 import pytest
 
 from hyperion.book import display
-from hyperion.errors import HyperionError
+from hyperion.errors import HyperionError, not_none
+from hyperion.figures.material import Material
 from hyperion.figures.tables import (
     epoch_table,
     html,
@@ -16,7 +19,8 @@ from hyperion.figures.tables import (
     tables_of,
     tidy,
 )
-from hyperion.results import Row
+from hyperion.paths import reference_folder
+from hyperion.results import Row, Run
 
 
 def test_tidy_keeps_every_row_and_number(material):
@@ -97,7 +101,7 @@ def test_markup_in_cells_is_escaped(material):
     assert len({line.replace("\\|", "").count("|") for line in lines}) == 1 and "---:" in lines[1]
 
 
-def written(estimates, guess=None):
+def written(estimates, guess=None, ceiling=None):
     return pd.DataFrame(
         [
             {
@@ -106,7 +110,10 @@ def written(estimates, guess=None):
                 "params": {"m": n, "n": n, "k": n, "cache": "cold"},
                 "metric": "gemm_tflops",
                 "guess": guess if not position else None,
+                "ceiling": ceiling,
                 "estimate": estimate,
+                "low": estimate and estimate / 2,
+                "high": estimate and 2 * estimate,
                 "basis": "roofline of the data sheet" if estimate else "no such instructions known",
             }
             for position, (dtype, n, estimate) in enumerate(estimates)
@@ -118,18 +125,42 @@ def test_sizes_guess_and_estimate_stand_in_columns_of_their_own():
     table = prediction_table(written([("fp32", 1024, 0.166153), ("fp16", 1024, None), ("fp32", 512, 0.1)], guess=0.2))
     assert table["M, N, K"].tolist() == ["1024", "512"] and table["dtype"].tolist() == ["fp32", "fp32"]
     assert table["what"].tolist() == ["gemm_tflops [TFLOPS]"] * 2
-    assert table["your guess"].tolist() == ["0.2000", "none"] and table["estimate"].tolist() == ["0.1662", "0.1000"]
+    assert table["your guess"].tolist() == ["0.2000", "none"] and table["prediction"].tolist() == ["0.1662", "0.1000"]
+    assert table["80 % interval"].tolist() == ["0.08308 to 0.3323", "0.05000 to 0.2000"] and "ceiling" not in table
+
+
+def test_a_ceiling_is_no_prediction():
+    forecasts = written([("fp32", 1024, None)], ceiling=0.2)
+    table = prediction_table(forecasts)
+    assert table["ceiling"].tolist() == ["0.2000"] and table["prediction"].tolist() == ["none"]
+    assert prediction_basis(forecasts) == ["Only a ceiling: no such instructions known."]
+
+
+def test_the_stored_ceilings_of_earlier_versions_have_a_column_of_their_own(material):
+    """The reference runs stored the roofline as prediction."""
+    reference = Material(Run.open(reference_folder() / "h200-study"))
+    rows = reference.of("gemm", metric="gemm_tflops")
+    table = metric_table(rows, "gemm_tflops", prediction=reference.prediction)
+    assert "989.4" in set(table["ceiling [TFLOPS]"]) and not any("predict" in column for column in table)
+    row = next(row for row in rows if row.predicted)
+    now = replace(not_none(reference.prediction(row)), made_at="2026-01-01", low=500.0, high=700.0)
+    table = metric_table([row], "gemm_tflops", prediction=lambda row: now)
+    assert table["80 % interval of the prediction"].tolist() == ["500 to 700"] and "prediction error [%]" in table
+    assert "ceiling [TFLOPS]" not in table
 
 
 def test_what_is_asked_stays_even_where_nothing_is_known():
     table = prediction_table(written([("fp32", 1024, None), ("fp32", 512, None)]))
-    assert len(table) == 1 and table["estimate"].tolist() == ["none"]
-    assert prediction_basis(written([("fp32", 1024, None)])) == ["No estimate: no such instructions known."]
+    assert len(table) == 1 and table["prediction"].tolist() == ["none"]
+    assert prediction_basis(written([("fp32", 1024, None)])) == ["No prediction: no such instructions known."]
 
 
 def test_each_basis_is_said_once():
     said = prediction_basis(written([("fp32", 1024, 0.1), ("bf16", 1024, 0.2), ("fp16", 1024, None)]))
-    assert said == ["Estimate for fp32, bf16: roofline of the data sheet.", "No estimate for fp16: no such instructions known."]
+    assert said == [
+        "Prediction for fp32, bf16: roofline of the data sheet.",
+        "No prediction for fp16: no such instructions known.",
+    ]
 
 
 def test_the_notebook_shows_both(monkeypatch):

@@ -1,5 +1,6 @@
 """The run folder: its name, finding it, and transactions that survive kills and company."""
 
+import dataclasses
 import json
 import os
 import random
@@ -16,6 +17,7 @@ from hyperion.errors import HyperionError
 from hyperion.results import Prediction, RowError, Run, StoreError, find_run, new_run_folder, set_latest
 from hyperion.results.execution import KEPT, LOG, MEASURED, executed
 from hyperion.results.files import MANIFEST
+from hyperion.results.store import LATE
 
 WRITER = """
 import sys
@@ -112,6 +114,45 @@ def test_a_prediction_is_never_changed(new_run):
     run.predict([prediction()])
     run.predict([prediction(guess=9.0), prediction(variant="w")])
     assert run.predictions("nb", "e") == [prediction(), prediction(variant="w")]
+
+
+def test_a_prediction_has_a_time_and_a_hash_which_an_edit_breaks(new_run):
+    run = new_run()
+    run.predict([prediction(made_at="2026-01-01T00:00:00.000+00:00", low=1.0, high=4.0, ceiling=9.0, guess=None)])
+    (stored,) = run.predictions()
+    assert len(stored.digest) == 16 and stored.made_at.startswith("2026") and stored == stored.sealed()
+    run.predict([prediction(made_at="2026-02-01T00:00:00.000+00:00", guess=3.0)])
+    assert run.predictions() == [dataclasses.replace(stored, guess=3.0)]  # the guess is the reader's
+    for edit in ({"estimate": 2.5}, {"made_at": "2025-01-01T00:00:00.000+00:00"}, {"high": 9.0}, {"digest": ""}):
+        edited = dataclasses.asdict(stored) | edit
+        run.write({"predictions.json": json.dumps([edited]).encode()})
+        with pytest.raises(StoreError, match="does not match its digest: it was edited"):
+            run.predictions()
+
+
+def test_predictions_after_the_first_sample_are_refused(new_run, samples):
+    run = new_run()
+    run.predict([prediction(made_at="2026-01-01T00:00:02.000+00:00")])
+    run.record("nb", "e", [], samples, input_hash="h", started_at="2026-01-01T00:00:03.000+00:00")
+    run.verify()
+    stored = run.predictions()
+    run.write({"predictions.json": b"[]"})
+    with pytest.raises(StoreError, match="are not those that were stored before its first sample"):
+        run.verify()
+    later = dataclasses.replace(stored[0], made_at="2026-01-01T00:00:04.000+00:00").sealed()
+    run.write({"predictions.json": json.dumps([dataclasses.asdict(later)]).encode()})
+    with pytest.raises(StoreError, match="was made at 2026-01-01T00:00:04.000.00:00, after the first sample"):
+        run.verify()
+    # A prediction that was replaced because the rows that it depends on have changed says that it is late.
+    late = dataclasses.replace(later, basis=later.basis + LATE).sealed()
+    run.write({"predictions.json": json.dumps([dataclasses.asdict(late)]).encode()})
+    run.verify()
+
+
+def test_rates_that_earlier_versions_stored_as_predictions_are_ceilings():
+    assert prediction().is_ceiling and not prediction(estimate=None).is_ceiling
+    assert not prediction(metric="samples_per_s").is_ceiling
+    assert not prediction(made_at="2026-01-01T00:00:00.000+00:00").is_ceiling
 
 
 def test_a_guess_left_out_is_taken_until_the_experiment_has_run(new_run, samples):

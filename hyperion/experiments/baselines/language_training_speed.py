@@ -28,7 +28,7 @@ matrix product could be faster than this roof. Neither loop uses such a kernel.
 import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import cast
 
@@ -38,6 +38,7 @@ import torch
 from torch import Tensor, nn
 
 from hyperion.chapter.context import Context, Experiment, Forecast, Options, Report, Result
+from hyperion.chapter.efficiency import TRAINING_STEP, expected_share
 from hyperion.chapter.rows import out_of_memory_reason, sample_frame, stream_ceiling, timed_row
 from hyperion.data.batches import LanguageBatches
 from hyperion.errors import not_none
@@ -114,7 +115,8 @@ class LanguageTrainingSpeedOptions(Options):
 def forecast(context: Context) -> list[Forecast]:
     """Predict the speed-up of this library's loop, and the time and throughput of its step.
 
-    The prediction assumes that all kernels of both loops run at the ceilings that this run has measured.
+    The speed-up assumes that all kernels of both loops run at the ceilings that this run has measured. The throughput is the
+    share of these ceilings that a reference machine reached.
     """
     options = LanguageTrainingSpeedOptions.of(context)
     dtype = choose_precision(context.device, options.precision).dtype
@@ -128,6 +130,8 @@ def forecast(context: Context) -> list[Forecast]:
         return [ours(metric="speedup", estimate=None, basis=NO_CEILINGS, params=params | {"over": PLAIN})]
     more = _additional_bytes(options, work, dtype)
     ratio = 1 + roof.moving_s(more) / roof.time_s
+    expected = expected_share(context.device, TRAINING_STEP, work.items / roof.time_s, str(roof))
+    rate = expected.forecast(work.name, "tokens_per_s", dtype, params)
     basis = f"the plain model moves {more / 1e9:.3g} GB more" if more else "both loops do the same work"
     return [
         ours(
@@ -136,9 +140,15 @@ def forecast(context: Context) -> list[Forecast]:
             basis=f"{basis}; roof of this library's step: {roof}",
             params=params | {"over": PLAIN},
         ),
-        ours(metric="step_time_s", estimate=roof.time_s, basis=str(roof), params=params),
-        ours(metric="tokens_per_s", estimate=work.items / roof.time_s, basis=str(roof), params=params),
+        _time_forecast(rate, work.items),
+        rate,
     ]
+
+
+def _time_forecast(rate: Forecast, items: int) -> Forecast:
+    """Return the forecast of the time of a step from that of its throughput."""
+    estimate, low, high = (None if value is None else items / value for value in (rate.estimate, rate.high, rate.low))
+    return replace(rate, metric="step_time_s", estimate=estimate, low=low, high=high, ceiling=None)
 
 
 def run(context: Context, report: Report) -> Result:

@@ -39,7 +39,7 @@ class DistributedTrainingOptions(RankOptions):
 
 
 def forecast(context: Context) -> list[Forecast]:
-    """Predict the tokens per second of all ranks together. The prediction ignores communication."""
+    """Return the ceiling of the tokens per second of all ranks together. It ignores communication, so it is no prediction."""
     options = DistributedTrainingOptions.of(context)
     counted, ranks = datasets.vocabulary_row(context), options.device_count(context)
     vocabulary = int(not_none(counted.value)) if counted else GPT2_VOCABULARY
@@ -50,11 +50,11 @@ def forecast(context: Context) -> list[Forecast]:
         tokens = recipe.batch_size * recipe.sequence_length
         traffic: dict[str, float] = {"optimizer": ADAMW_BYTES_A_PARAMETER * config.parameter_count}
         alone = step_forecasts(context, recipe.model, dtype, "token", tokens, flops_per_token(config), traffic)[0]
-        estimate = None if alone.estimate is None else alone.estimate * ranks
-        basis = alone.basis if estimate is None else f"{ranks} times the prediction for one device: {alone.basis}"
-        forecasts.append(
-            Forecast(recipe.name, "tokens_per_s", estimate, basis, dtype=dtype, params=_params(recipe, ranks) | {"epoch": 1})
-        )
+        ceiling = None if alone.ceiling is None else alone.ceiling * ranks
+        basis = alone.basis.split("ceiling: ")[-1]
+        basis = basis if ceiling is None else f"{ranks} times the ceiling of one device, without communication: {basis}"
+        params = _params(recipe, ranks) | {"epoch": 1}
+        forecasts.append(Forecast(recipe.name, "tokens_per_s", None, basis, dtype=dtype, params=params, ceiling=ceiling))
     return forecasts
 
 

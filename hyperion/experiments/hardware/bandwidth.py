@@ -4,6 +4,7 @@ import pandas as pd
 import torch
 
 from hyperion.chapter.context import Context, Experiment, Forecast, Options, Report, Result
+from hyperion.chapter.efficiency import expected_stream
 from hyperion.chapter.rows import all_samples, bandwidth_limit, out_of_memory_reason, sample_frame, timed_row
 from hyperion.measure import FORMATS, OPERATIONS, REDUCTIONS, BandwidthMeasurement, Timing, Verification, measure_bandwidth
 from hyperion.results import Row
@@ -24,7 +25,7 @@ class BandwidthOptions(Options):
 
 
 def forecast(context: Context) -> list[Forecast]:
-    """Predict the bandwidth of the data sheet for every operation and size whose arrays are too large for any cache."""
+    """Predict the bandwidth of every operation and size whose arrays are too large for any cache."""
     options = BandwidthOptions.of(context)
     # The reader guesses the first forecast, which is the copy of the largest array.
     cells = sorted(_cells(options), key=lambda cell: (-cell[1], cell[0] != "copy"))
@@ -64,9 +65,9 @@ def stream_bytes(operation: str, dtype: str, elements: int) -> int:
 
 
 def stream_forecast(context: Context, operation: str, dtype: str, elements: int) -> Forecast:
-    """Predict the bandwidth of the data sheet. It is None, with the reason, if a cache may hold the arrays."""
-    limit, source = bandwidth_limit(context.device, stream_bytes(operation, dtype, elements))
-    return Forecast(operation, "bandwidth_gb_s", limit, source, dtype=dtype, params=stream_params(elements))
+    """Predict the bandwidth of a stream. There is no prediction, with the reason, if a cache may hold the arrays."""
+    expected = expected_stream(context, operation, dtype, stream_bytes(operation, dtype, elements))
+    return expected.forecast(operation, "bandwidth_gb_s", dtype, stream_params(elements))
 
 
 def measure_stream(

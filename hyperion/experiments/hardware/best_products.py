@@ -4,17 +4,19 @@ A search finds the fastest matrix product of each format. Its rate is called MAF
 the data sheet's peak is reached at the best shape. Given shapes, such as those of a Transformer layer, are compared with it.
 """
 
+from dataclasses import replace
+
 import pandas as pd
 import torch
 
 from hyperion.chapter.context import Context, Experiment, Forecast, Options, Report, Result, Table
+from hyperion.chapter.efficiency import expected_product
 from hyperion.chapter.rows import (
     absent_product,
     all_samples,
     maf_row,
     out_of_memory_reason,
     product_row,
-    roofline_tflops,
     sample_frame,
     speedup_row,
 )
@@ -68,7 +70,7 @@ class BestProductsOptions(Options):
 
 
 def forecast(context: Context) -> list[Forecast]:
-    """Predict rates with the roofline of the data sheet: the largest square product for the search, and each given shape."""
+    """Predict rates from the square products of chapter 1.1: the largest square product for the search, and each given shape."""
     options = BestProductsOptions.of(context)
     formats = [dtype for dtype in options.dtypes if context.device.supports(dtype)[0]]
     square = options.largest, options.largest, options.largest
@@ -102,11 +104,12 @@ EXPERIMENT = Experiment(forecast, run, options=BestProductsOptions, reads=("gemm
 
 
 def _forecast(context: Context, variant: str, dtype: str, shape: tuple[int, int, int], params: dict) -> Forecast:
-    estimate, basis = roofline_tflops(context.device, dtype, *shape)
-    if variant == FASTEST and estimate is not None:
-        basis += f", for a square product of size {shape[0]}; the search may choose any shape up to this size"
     name = format_of(dtype, context.device).name
-    return Forecast(variant, "gemm_tflops", estimate, basis, dtype=name, params=params)
+    forecast = expected_product(context, dtype, *shape).forecast(variant, "gemm_tflops", name, params)
+    if variant != FASTEST or forecast.estimate is None:
+        return forecast
+    note = f"for a square product of size {shape[0]}; the search may choose any shape up to this size"
+    return replace(forecast, basis=f"{forecast.basis}, {note}")
 
 
 def _measure_format(context: Context, options: BestProductsOptions, dtype: str) -> tuple[list[Row], list[pd.DataFrame]]:

@@ -4,15 +4,8 @@ import pandas as pd
 import torch
 
 from hyperion.chapter.context import Context, Experiment, Forecast, Options, Report, Result
-from hyperion.chapter.rows import (
-    absent_product,
-    all_samples,
-    out_of_memory_reason,
-    rate_row,
-    roofline_tflops,
-    sample_frame,
-    speedup_row,
-)
+from hyperion.chapter.efficiency import expected_product
+from hyperion.chapter.rows import absent_product, all_samples, out_of_memory_reason, rate_row, sample_frame, speedup_row
 from hyperion.measure import FORMATS, Gemm, Timing, Verification, format_of
 from hyperion.results import Row
 
@@ -38,7 +31,7 @@ class GemmOptions(Options):
 
 
 def forecast(context: Context) -> list[Forecast]:
-    """Predict the rate of each product with the roofline, from the peak and the memory bandwidth of the data sheet."""
+    """Predict the rate of each product from the data sheet and the efficiency of a reference machine at this size."""
     options = GemmOptions.of(context)
     dtypes = [dtype for dtype in options.dtypes if context.device.supports(dtype)[0]]
     return [_forecast(context, dtype, size) for size in sorted(options.sizes, reverse=True) for dtype in dtypes]
@@ -64,9 +57,8 @@ EXPERIMENT = Experiment(forecast, run, options=GemmOptions)
 
 
 def _forecast(context: Context, dtype: str, size: int) -> Forecast:
-    estimate, basis = roofline_tflops(context.device, dtype, size, size, size)
     name = format_of(dtype, context.device).name
-    return Forecast(VARIANT, "gemm_tflops", estimate, basis, dtype=name, params=_params(size))
+    return expected_product(context, dtype, size, size, size).forecast(VARIANT, "gemm_tflops", name, _params(size))
 
 
 def _params(size: int, cache: str = "cold") -> dict:

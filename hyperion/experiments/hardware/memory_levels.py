@@ -4,6 +4,7 @@ import pandas as pd
 import torch
 
 from hyperion.chapter.context import Context, Experiment, Forecast, Options, Report, Result
+from hyperion.chapter.efficiency import expected_repeated_stream
 from hyperion.chapter.rows import all_samples, bandwidth_limit, out_of_memory_reason, sample_frame, timed_row
 from hyperion.hardware import Device
 from hyperion.measure import SWEEPS, CacheCapacity, CachePoint, cache_capacities, measure_cache_sweep, sweep_sizes
@@ -32,9 +33,9 @@ class MemoryLevelsOptions(Options):
 
 
 def forecast(context: Context) -> list[Forecast]:
-    """Predict the bandwidth of the data sheet for working sets that are much larger than the caches, largest first.
+    """Predict the bandwidth of working sets that are much larger than the caches, largest first.
 
-    There is no estimate for the other working sets.
+    There is no prediction for the other working sets.
     """
     options = MemoryLevelsOptions.of(context)
     sizes = sorted(_sizes(options, context.device), reverse=True)
@@ -113,8 +114,8 @@ def _sizes(options: MemoryLevelsOptions, device: Device) -> list[int]:
 
 
 def _forecast(context: Context, operation: str, dtype: str, size: int) -> Forecast:
-    limit, source = _limit(context.device, size)
-    return Forecast(operation, "bandwidth_gb_s", limit, source, dtype=dtype, params=copy_params(size))
+    expected = expected_repeated_stream(context.device, operation, size, *_limit(context.device, size))
+    return expected.forecast(operation, "bandwidth_gb_s", dtype, copy_params(size))
 
 
 def _limit(device: Device, working_set: int) -> tuple[float | None, str]:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import pandas as pd
 
 from hyperion.chapter.context import Context, Experiment, Forecast, Options, Report, Result
+from hyperion.chapter.efficiency import STEP_PRODUCTS, expected_share
 from hyperion.chapter.rows import all_samples, gemm_limit, maf_row, product_row, sample_frame, timed_row
 from hyperion.errors import not_none
 from hyperion.measure import CapturedGemms, Product, TimedProduct, measure_products, nominal_peak, predict_step, taf
@@ -52,7 +53,11 @@ class ModelProductsOptions(Options):
 
 
 def forecast(context: Context) -> list[Forecast]:
-    """Predict the TAF of every step from the rates of square products of this run, scaled to the shape of each product."""
+    """Predict the TAF of every step.
+
+    Its ceiling comes from the rates of square products of this run, scaled to the shape of each product. The prediction is the
+    share of this ceiling that a reference machine reached.
+    """
     options = ModelProductsOptions.of(context)
     supported = [(name, dtype) for name, dtype in options.steps if context.device.supports(dtype)[0]]
     return [_forecast(context, name, options.batch(name), dtype) for name, dtype in supported]
@@ -79,16 +84,17 @@ EXPERIMENT = Experiment(
 
 
 def _forecast(context: Context, name: str, batch: int, dtype: str) -> Forecast:
-    estimate = None
     ceilings, basis = step_ceilings(context, dtype)
-    if ceilings is not None:
-        calls = captured_step(name, batch, dtype)
-        estimate = gemms_of(list(calls)).flops / predict_step(calls, ceilings).products_s / 1e12
-        basis = (
-            "each product runs at the rate of this run's square products, scaled by K and by the share of the units "
-            f"that its tiles fill, or at the {ceilings.memory.bandwidth_gb_s:.4g} GB/s of memory"
-        )
-    return Forecast(name, "taf_tflops", estimate, basis, dtype=dtype, params={"batch": batch})
+    if ceilings is None:
+        return Forecast(name, "taf_tflops", None, basis, dtype=dtype, params={"batch": batch})
+    calls = captured_step(name, batch, dtype)
+    ceiling = gemms_of(list(calls)).flops / predict_step(calls, ceilings).products_s / 1e12
+    basis = (
+        "each product runs at the rate of this run's square products, scaled by K and by the share of the units "
+        f"that its tiles fill, or at the {ceilings.memory.bandwidth_gb_s:.4g} GB/s of memory"
+    )
+    expected = expected_share(context.device, STEP_PRODUCTS, ceiling, basis)
+    return expected.forecast(name, "taf_tflops", dtype, {"batch": batch})
 
 
 def _measure_step(

@@ -15,12 +15,12 @@ import torch
 from torch import nn
 
 from hyperion.chapter.context import Context, Experiment, Forecast, Options, Report, Result
+from hyperion.chapter.efficiency import expected_product
 from hyperion.chapter.rows import (
     absent_product,
     all_samples,
     out_of_memory_reason,
     product_row,
-    roofline_tflops,
     sample_frame,
     timed_columns,
     timed_row,
@@ -77,25 +77,21 @@ class OperandDataOptions(Options):
 
 
 def forecast(context: Context) -> list[Forecast]:
-    """Predict the same rate for all data, and ratios of 1, because a roofline depends only on FLOPs and bytes."""
+    """Predict the same rate for all data, and ratios of 1, because the predicted time depends only on FLOPs and bytes."""
     options = OperandDataOptions.of(context)
     dtype, size = options.dtype, options.size
     if not context.device.supports(dtype)[0]:
         return []
     name = format_of(dtype, context.device).name
-    estimate, basis = roofline_tflops(context.device, dtype, size, size, size)
-    same = "roofline: FLOPs and bytes are the same for all data"
+    expected = expected_product(context, dtype, size, size, size)
+    same = "FLOPs and bytes are the same for all data"
     ratios = [
         Forecast(data, _RATIO[timed], 1.0, same, dtype=name, params=options.ratio_params(timed))
         for timed in (ALONE, IN_TURN)
         for data in DATA
         if data != USUAL
     ]
-    rates = [
-        Forecast(data, "gemm_tflops", estimate, basis, dtype=name, params=options.params(timed))
-        for timed in (ALONE, IN_TURN)
-        for data in DATA
-    ]
+    rates = [expected.forecast(data, "gemm_tflops", name, options.params(timed)) for timed in (ALONE, IN_TURN) for data in DATA]
     return ratios + rates
 
 
@@ -133,7 +129,7 @@ def run(context: Context, report: Report) -> Result:
     return Result(rows, all_samples(frames))
 
 
-EXPERIMENT = Experiment(forecast, run, options=OperandDataOptions)
+EXPERIMENT = Experiment(forecast, run, options=OperandDataOptions, forecast_reads=("gemm",))
 
 
 def make_products(context: Context) -> dict[str, Gemm]:

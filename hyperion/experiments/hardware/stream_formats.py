@@ -57,7 +57,7 @@ class StreamFormatsOptions(Options):
 
 
 def forecast(context: Context) -> list[Forecast]:
-    """Predict the data sheet's bandwidth for every operation, the same in every format."""
+    """Predict the bandwidth of every operation in every format from the streams of chapter 1.1."""
     options = StreamFormatsOptions.of(context)
     return [
         stream_forecast(context, operation, dtype, options.elements(dtype))
@@ -86,7 +86,7 @@ def run(context: Context, report: Report) -> Result:
     return Result(rows + cross_rows + energy, all_samples(frames + cross_frames))
 
 
-EXPERIMENT = Experiment(forecast, run, options=StreamFormatsOptions)
+EXPERIMENT = Experiment(forecast, run, options=StreamFormatsOptions, forecast_reads=("bandwidth",))
 
 
 def _energy_row(context: Context, operation: str, rate: Row, measured: BandwidthMeasurement | None, energy_s: float) -> Row:

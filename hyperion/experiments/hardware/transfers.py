@@ -8,6 +8,7 @@ import pandas as pd
 import torch
 
 from hyperion.chapter.context import Context, Experiment, Forecast, Options, Report, Result
+from hyperion.chapter.efficiency import expected_peer_copy
 from hyperion.chapter.rows import all_samples, check_columns, out_of_memory_reason, sample_frame, timed_row
 from hyperion.errors import HyperionError
 from hyperion.hardware import Device, detect, lookup
@@ -57,7 +58,7 @@ class TransfersOptions(Options):
 
 
 def forecast(context: Context) -> list[Forecast]:
-    """Predict that one tensor may use the whole memory, and that each pair of GPUs reaches the rate of their link.
+    """Predict that one tensor may use the whole memory, and the rate of copies between each pair of GPUs.
 
     There is no estimate for the link to the host.
     """
@@ -67,7 +68,8 @@ def forecast(context: Context) -> list[Forecast]:
     for source, destination in [] if peer_refusal(devices) else peer_pairs(devices):
         limit, basis = _peer_limit(source, destination, len(devices))
         params = _peer_params(source, destination, options)
-        forecasts.append(Forecast(PEERS, "bandwidth_gb_s", limit, basis, params=params))
+        expected = expected_peer_copy(source, params["bytes"], limit, basis)
+        forecasts.append(expected.forecast(PEERS, "bandwidth_gb_s", params=params))
     for direction, pinned, size in [] if transfer_refusal(context.device) else _cells(options):
         params = _host_params(pinned, size)
         forecasts.append(Forecast(direction, "bandwidth_gb_s", None, _NO_HOST_LINK, params=params))

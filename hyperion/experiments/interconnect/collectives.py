@@ -15,10 +15,11 @@ import torch
 import torch.distributed as dist
 
 from hyperion.chapter.context import Context, Experiment, Forecast, Options, Report, Result
-from hyperion.chapter.rows import all_samples, check_columns, sample_frame, stream_ceiling, timed_columns, timed_row
+from hyperion.chapter.efficiency import Expected, expected_busbw
+from hyperion.chapter.rows import all_samples, check_columns, link_limit, sample_frame, stream_ceiling, timed_columns, timed_row
 from hyperion.chapter.variants import run_on_ranks
 from hyperion.errors import not_none
-from hyperion.hardware import Device, detect, lookup
+from hyperion.hardware import Device, detect
 from hyperion.hardware.topology import topology_of
 from hyperion.measure import (
     ALL_COLLECTIVES,
@@ -97,9 +98,8 @@ def forecast(context: Context) -> list[Forecast]:
     cells += [(ALL_COLLECTIVES["all_reduce"], collective_bytes(size, dtype, ranks)) for size in options.all_reduce_bytes]
     forecasts = []
     for collective, size in cells:
-        estimate, basis = _predicted_busbw(context, collective, ranks)
-        params = {"bytes": size, "ranks": ranks}
-        forecasts.append(Forecast(collective.name, "busbw_gb_s", estimate, basis, dtype=dtype, params=params))
+        expected = _expected_busbw(context, collective, ranks, size)
+        forecasts.append(expected.forecast(collective.name, "busbw_gb_s", dtype, {"bytes": size, "ranks": ranks}))
     estimate, basis = (0.0, _IN_TURNS) if context.device.kind == "cpu" else (1.0, _TOGETHER)
     for size in options.overlap_bytes:
         params = {"bytes": collective_bytes(size, dtype, ranks), "ranks": ranks}
@@ -123,22 +123,20 @@ def run(context: Context, report: Report) -> Result:
 EXPERIMENT = Experiment(forecast, run, options=CollectivesOptions, forecast_reads=("bandwidth",))
 
 
-def _predicted_busbw(context: Context, collective: Collective, ranks: int) -> tuple[float | None, str]:
-    """Return (GB/s of a message whose latency is negligible, basis), or (None, reason why there is no prediction)."""
+def _expected_busbw(context: Context, collective: Collective, ranks: int, size: int) -> Expected:
+    """Predict the bus bandwidth of a large message. On a CPU there is only a ceiling, from the measured memory bandwidth."""
     if context.device.kind != "cpu":
-        rate, source = link_limit(context.device, collective, ranks)
-        basis = f"the link's {rate:g} GB/s ({source})" if rate is not None else source
-    else:
-        stream = stream_ceiling(context.upstream)
-        if stream is None:
-            return None, "no measured memory bandwidth in this run: run 01_hardware_exploration first"
-        memory = not_none(stream.value)
-        rate = memory / _LOOPBACK_TRAFFIC / ranks
-        basis = (
-            f"{rate:.3g} GB/s: memory moves {memory:.3g} GB/s (measured in 1.1), a byte over loopback is copied into the "
-            f"kernel and out of it, {_LOOPBACK_TRAFFIC} bytes of memory traffic, and {ranks} ranks do so at once"
-        )
-    return rate, basis if rate is None else f"f x S at {basis}; without the latency, which is not known yet"
+        return expected_busbw(context.device, collective, ranks, size)
+    stream = stream_ceiling(context.upstream)
+    if stream is None:
+        return Expected(None, None, None, None, "no measured memory bandwidth in this run: run 01_hardware_exploration first")
+    memory = not_none(stream.value)
+    rate = memory / _LOOPBACK_TRAFFIC / ranks
+    basis = (
+        f"{rate:.3g} GB/s: memory moves {memory:.3g} GB/s (measured in 1.1), a byte over loopback is copied into the "
+        f"kernel and out of it, {_LOOPBACK_TRAFFIC} bytes of memory traffic, and {ranks} ranks do so at once; without the latency"
+    )
+    return Expected(rate, None, None, None, basis)
 
 
 def cells(options: CollectivesOptions, ranks: int) -> list[Cell]:
@@ -412,16 +410,6 @@ def busbw_limit(device: Device, collective: Collective, ranks: int) -> tuple[flo
         return link, f"link: {source}; NVLS off ({_NVLS}=0)"
     factor = max(1.0, collective.bus_factor(ranks))
     return link * factor, f"link, each byte sent once because the switch may add (NVLS): {factor:g} x {link:g} GB/s, {source}"
-
-
-def link_limit(device: Device, collective: Collective, ranks: int) -> tuple[float | None, str]:
-    """Return (GB/s in one direction of all links that a device can use at the same time, source), or (None, reason)."""
-    found, reason = lookup(device)
-    if found is None:
-        return None, reason
-    link, source = found.link_limit_gb_s(ranks)
-    # In a ring, a device sends to only one peer, for any number of ranks.
-    return found.link_limit_gb_s(2) if link is not None and collective.name == "send_recv" else (link, source)
 
 
 def switch_can_add(device: Device) -> bool:

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from hyperion.chapter.context import Context, Experiment, Forecast, Report, Result
+from hyperion.chapter.efficiency import only_ceiling
 from hyperion.chapter.rows import checked, out_of_memory_reason, sample_frame, timed_row
 from hyperion.chapter.variants import merged, run_variant
 from hyperion.data import Completions
@@ -64,7 +65,10 @@ class LlamaLoraOptions(FineTuningOptions):
 
 
 def forecast(context: Context) -> list[Forecast]:
-    """Predict the memory of a step, the share of trained parameters, the throughput, and the loss before training."""
+    """Predict the memory of a step, the share of trained parameters and the loss before training.
+
+    The throughput has only a ceiling.
+    """
     options = LlamaLoraOptions.of(context)
     data = options.data(context, quiet=True)
     if data.weights != options.model:
@@ -73,13 +77,13 @@ def forecast(context: Context) -> list[Forecast]:
     shape = random_llama_shape(data.model, data.tokenizer.vocab_size)
     dtype = choose_precision(context.device, options.precision).dtype
     counts = count_tokens(_batches(context, options, data).next_batch())
+    flops, traffic = step_flops(shape, LORA, counts.length), _traffic(shape, dtype, counts)
+    rates = step_forecasts(context, LORA, dtype, "token", counts.tokens, flops, traffic)
     memory = ["tensor_memory_gib", *(["peak_memory_gib"] if context.device.kind != "cpu" else [])]
     return [
         *(_memory_forecast(data, shape, method, dtype, counts, metric) for metric in memory for method in METHODS),
         _share_forecast(shape),
-        *step_forecasts(
-            context, LORA, dtype, "token", counts.tokens, step_flops(shape, LORA, counts.length), _traffic(shape, dtype, counts)
-        ),
+        *(only_ceiling(f, "no reference run shows which share of it LoRA reaches") for f in rates),
         Forecast(
             LORA,
             "validation_loss",

@@ -198,10 +198,11 @@ def speedup_forecast(rate: Forecast, baseline: Forecast, over: str) -> Forecast:
         over: label of the baseline in the rows.
     """
     estimate, basis = None, rate.basis
-    if rate.estimate is not None and baseline.estimate is not None:
-        estimate = rate.estimate / baseline.estimate
-        basis = f"the predicted throughput of {rate.dtype}, divided by that of {baseline.dtype}"
-    return replace(rate, metric="speedup", estimate=estimate, basis=basis, params=rate.params | {"over": over})
+    if rate.ceiling is not None and baseline.ceiling is not None:
+        estimate = rate.ceiling / baseline.ceiling
+        basis = f"the ceiling of the throughput of {rate.dtype}, divided by that of {baseline.dtype}"
+    params = rate.params | {"over": over}
+    return replace(rate, metric="speedup", estimate=estimate, basis=basis, params=params, ceiling=None, low=None, high=None)
 
 
 def _row(

@@ -8,6 +8,7 @@ import pandas as pd
 import torch
 
 from hyperion.chapter.context import Context, Experiment, Forecast, Options, Report, Result
+from hyperion.chapter.efficiency import REFERENCE_STEP, with_interval
 from hyperion.chapter.rows import all_samples, checked, stream_ceiling
 from hyperion.chapter.variants import merged, run_variant
 from hyperion.errors import not_none
@@ -97,14 +98,16 @@ def _dtype(context: Context, options: BatchScalingOptions) -> str:
 def _forecast_throughput(context: Context, name: str, batch: int, dtype: str) -> Forecast:
     """Predict samples per second from products and traffic on the device, and the host's time for operators."""
     forecast = forecast_on_device(context, name, batch, dtype)
-    if forecast.estimate is None:
+    if forecast.ceiling is None:
         return forecast
-    device_s, (host_s, source) = batch / forecast.estimate, host_time(context, name, batch, dtype)
+    device_s, (host_s, source) = batch / forecast.ceiling, host_time(context, name, batch, dtype)
     if context.device.kind == "cpu":
         seconds, how = device_s + host_s, "plus the host's time for its operators"
     else:
         seconds, how = max(device_s, host_s), "or the host's time for its operators, if this is longer"
-    return replace(forecast, estimate=batch / seconds, basis=f"{_device_basis(context, dtype)}; {how} ({source})")
+    basis = f"{_device_basis(context, dtype)}; {how} ({source})"
+    model = replace(forecast, estimate=batch / seconds, basis=basis, ceiling=None, low=None, high=None)
+    return with_interval(context.device, REFERENCE_STEP, model)
 
 
 def forecast_on_device(context: Context, name: str, batch: int, dtype: str) -> Forecast:

@@ -72,7 +72,8 @@ def test_table(context):
 def test_forecast(context):
     (forecast,) = step_forecasts(context, "lm", "bf16", "token", 1, ModelFlops(2 * 10**11, 7414 * 10**8), {"weights": 42710})
     assert "741.4 TFLOPS" in forecast.basis and "4271 GB/s" in forecast.basis
-    assert forecast.estimate == pytest.approx(1 / (1e-3 + 1e-8))
+    assert forecast.ceiling == pytest.approx(1 / (1e-3 + 1e-8))
+    assert forecast.estimate is None  # no curve of this architecture
     assert context.best_upstream("gemm_tflops", "fp16") is None
 
 

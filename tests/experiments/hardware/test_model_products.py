@@ -116,10 +116,10 @@ def test_without_upstream_rows_the_shares_say_so_and_nothing_is_foretold(tmp_pat
 def test_a_forecast_is_the_flops_over_the_time_of_products_at_measured_rates(tmp_path):
     context = toy_context("model_products", SIZES, tmp_path, [upstream("gemm", "torch.mm", 0.001), *streams()])
     [slow] = experiment_named("model_products").forecast(context)
-    assert 0 < slow.estimate <= 0.001 * 1.01 and slow.params == {"batch": 2} and "10 GB/s" in slow.basis
+    assert 0 < slow.ceiling <= 0.001 * 1.01 and slow.params == {"batch": 2} and "10 GB/s" in slow.basis
     context = toy_context("model_products", SIZES, tmp_path, [upstream("gemm", "torch.mm", 1e6), *streams()])
     [bound] = experiment_named("model_products").forecast(context)
-    assert 0.01 < bound.estimate < 10  # at 10 GB/s the memory holds every product back
+    assert 0.01 < bound.ceiling < 10  # at 10 GB/s the memory holds every product back
 
 
 def test_a_language_model_is_captured_at_its_whole_context():

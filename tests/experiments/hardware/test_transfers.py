@@ -113,7 +113,8 @@ def test_every_ordered_pair_of_gpus_with_the_links_limit(context, gpus, tmp_path
     assert sorted(pairs) == [(a, b) for a in range(3) for b in range(3) if a != b]
     assert {row.limit for row in rows} == {450} and all(row.params["direct"] for row in rows)
     forecasts = [f for f in experiment_named("transfers").forecast(context) if f.variant == "peer to peer"]
-    assert {forecast.estimate for forecast in forecasts} == {450} and len(forecasts) == 6
+    assert {forecast.ceiling for forecast in forecasts} == {450} and len(forecasts) == 6
+    assert all(forecast.low < forecast.estimate < 450 < forecast.high for forecast in forecasts)
     assert all(forecast.params.items() <= row.params.items() for forecast, row in zip(forecasts, rows, strict=True))
 
 
@@ -128,10 +129,10 @@ def test_what_one_peer_gets_is_no_limit_for_the_others(context, gpus):
     """A GCD of an MI250X has four links to its module's other one, and one or two to the rest."""
     gpus("MI250X", 8)
     forecasts = [f for f in experiment_named("transfers").forecast(context) if f.variant == "peer to peer"]
-    assert len(forecasts) == 56 and {f.estimate for f in forecasts} == {None}
+    assert len(forecasts) == 56 and {f.ceiling for f in forecasts} == {None}
     gpus("MI250X", 2)
     forecasts = [f for f in experiment_named("transfers").forecast(context) if f.variant == "peer to peer"]
-    assert {f.estimate for f in forecasts} == {200}
+    assert {f.ceiling for f in forecasts} == {200} and {f.estimate for f in forecasts} == {None}
 
 
 def test_one_tensor_is_foretold_all_of_the_memory(context, gpus):

@@ -199,7 +199,7 @@ def test_the_least_memory_is_weights_gradients_moments_and_batch():
 
 
 def test_forecasts_come_from_the_measured_ceilings_and_fit_the_rows(context):
-    assert forecast_on_device(context, NAME, 2, "fp32").estimate is None
+    assert forecast_on_device(context, NAME, 2, "fp32").ceiling is None
     shared = {
         "notebook": "hw",
         "dtype": "fp32",
@@ -225,5 +225,5 @@ def test_forecasts_come_from_the_measured_ceilings_and_fit_the_rows(context):
     model = reference_model(NAME)
     products = 2 * model.flops.forward_backward / 0.1e12
     traffic = (28 * model.parameter_count + 2 * 12 * 4 * model.activations) / 10e9
-    assert forecast.estimate == pytest.approx(2 / (products + traffic))
+    assert forecast.ceiling == pytest.approx(2 / (products + traffic))
     assert forecast.metric == "samples_per_s" and forecast.params == {"batch": 2, "step": "steady"}

@@ -1,0 +1,416 @@
+"""Fit the curves of `hyperion.chapter.efficiency` to reference runs, and compare their predictions with rows they have not seen.
+
+`python -m hyperion.chapter.efficiency_fit fit results/reference/h200x2 results/reference/cpu-2cores` writes the curves to
+efficiency.toml. `python -m hyperion.chapter.efficiency_fit score results/reference/*` prints the errors of the predictions and
+the coverage of their intervals, as in docs/predictions.md.
+"""
+
+import argparse
+import math
+import statistics
+import sys
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from hyperion.chapter.efficiency import (
+    COLLECTIVE,
+    CURVES_FILE,
+    OWN_PRODUCT,
+    OWN_STREAM,
+    PEER_COPY,
+    PRODUCT,
+    REFERENCE_STEP,
+    REPEATED,
+    STEP_PRODUCTS,
+    STREAM,
+    TRAINING_STEP,
+    Curve,
+    Work,
+    fit_times,
+    moved,
+    own_product_curve,
+    own_stream_curve,
+    product_point,
+    read_curves,
+    stream_name,
+    stream_point,
+)
+from hyperion.chapter.rows import datasheet_ceilings, link_limit
+from hyperion.errors import not_none
+from hyperion.hardware import Device, detect
+from hyperion.hardware.facts import facts_of
+from hyperion.measure import ALL_COLLECTIVES, OPERATIONS, REDUCTIONS
+from hyperion.results import Prediction, Row, Run
+from hyperion.results.files import write_atomically
+from hyperion.units import MIB
+
+# Smaller messages have other algorithms. Chapter 1.3 predicts the bandwidth of larger messages only.
+_LEAST_MESSAGE = 64 * MIB
+# The interval of a curve contains this share of the rows on which the curve was not fitted, in the reference run.
+_COVERED = 0.9
+# Without a second row, nothing shows how far such rates differ.
+_SPREAD_OF_ONE_ROW = 0.25
+_TRAINING = ("image_classifier", "image_training_speed", "language_model", "language_training_speed")
+_STEPS = ("model_steps", "batch_scaling")
+_HEADER = """# Predictions of rates
+
+`python -m hyperion.chapter.efficiency_fit score results/reference/*` makes this page from the rows of the reference runs.
+
+A *ceiling* is a limit: no measurement may exceed it. A *prediction* is the expected rate. It is a ceiling times the efficiency
+that a reference machine reached for work of this size, and it may be too high or too low. Its interval is made to contain the
+measured rate in 80 % of all cases. See `hyperion/chapter/efficiency.py`.
+
+The reference runs are older than these predictions. The predictions that they stored for matrix products, memory and links are
+ceilings, and their pages show them as ceilings. The tables below compare the present predictions with the rows of these runs.
+The throughput of LoRA and of training on several devices has only a ceiling.
+"""
+_HELD_OUT = """In the run to which the curves are fitted, each size or model is predicted from the others. The intervals are made
+from these errors, so only the table above tests the intervals."""
+_SHARES = (TRAINING_STEP, STEP_PRODUCTS, REFERENCE_STEP)
+
+
+@dataclass(frozen=True)
+class Point:
+    """A measured rate with what its prediction depends on.
+
+    Args:
+        kind, name: kind of measurement and name of the curve, as in `Curve`.
+        work: the work of one call.
+        row: the measured row.
+        group: rows of one group are predicted from a curve that was fitted to the other groups.
+    """
+
+    kind: str
+    name: str
+    work: Work
+    row: Row
+    group: object
+
+    @property
+    def seconds(self) -> float:
+        """Measured seconds of a call."""
+        return self.work.amount / not_none(self.row.value)
+
+
+@dataclass(frozen=True)
+class Scored:
+    """A prediction with the measured rate.
+
+    Args:
+        point: the measured rate.
+        predicted: the predicted rate.
+        spread: the interval is predicted / (1 + spread) to predicted * (1 + spread).
+        how: which curve the prediction comes from.
+    """
+
+    point: Point
+    predicted: float
+    spread: float
+    how: str
+
+    @property
+    def error(self) -> float:
+        """Relative error of the prediction with its sign."""
+        return self.predicted / not_none(self.point.row.value) - 1
+
+    @property
+    def covered(self) -> bool:
+        """True if the measured rate lies in the interval."""
+        return 1 / (1 + self.spread) <= not_none(self.point.row.value) / self.predicted <= 1 + self.spread
+
+
+@dataclass(frozen=True)
+class Reference:
+    """A run: its name, its commit, its device, its rows, and its predictions with an interval by the key of their row."""
+
+    name: str
+    commit: str
+    device: Device
+    rows: list[Row]
+    predictions: dict[tuple, Prediction]
+
+    @classmethod
+    def open(cls, folder: Path) -> "Reference":
+        """Read a run folder."""
+        run = Run.open(folder)
+        environment = run.information()["environment"]
+        commit = (environment.get("source") or {}).get("commit") or "of unknown commit"
+        rows, stored = run.rows(), [p for p in run.predictions() if p.made_at]
+        predictions = {row.key: p for row in rows for p in stored if p.predicts(row)}
+        return cls(folder.name, commit[:12], detect(facts_of(environment)), rows, predictions)
+
+
+def points_of(reference: Reference) -> list[Point]:
+    """Return the rates of a run that a curve can predict. Rates without a ceiling are left out."""
+    measured = [row for row in reference.rows if row.value is not None and row.value > 0 and not row.busy]
+    found = [_point(reference, row) for row in measured]
+    return [point for point in found if point is not None]
+
+
+def fit_curves(reference: Reference, points: Sequence[Point]) -> list[Curve]:
+    """Fit one curve for each kind of measurement and name, and one spread for each kind."""
+    source = f"{reference.name} ({reference.device.name}, {reference.commit})"
+    curves, later = [], points
+    # The products of `operand_data` run with warm caches, and with data that chapter 1.1 does not use.
+    points = [point for point in points if point.row.experiment != "operand_data"]
+    for kind, of_kind in _grouped(points, lambda point: point.kind).items():
+        spread = _spread([e for _, same in _grouped(of_kind, lambda p: p.name).items() for e in _held_out_errors(kind, same)])
+        for name, same in _grouped(of_kind, lambda point: point.name).items():
+            curves.append(Curve(reference.device.arch, kind, name, *_fit(kind, same), spread, len(same), source))
+    for kind, errors in _errors_of_own_curves(reference, later).items():
+        curves.append(Curve(reference.device.arch, kind, "", 0.0, 0.0, 0.0, _spread(errors), len(errors), source))
+    return curves
+
+
+def score_stored(reference: Reference) -> list[Scored]:
+    """Compare the intervals that a run stored before its measurements with its rows."""
+    scored = []
+    for point in points_of(reference):
+        stored = reference.predictions.get(point.row.key)
+        if stored is not None and stored.estimate is not None and stored.high is not None:
+            scored.append(Scored(point, stored.estimate, stored.high / stored.estimate - 1, f"stored by {reference.name}"))
+    return scored
+
+
+def score_unseen(fitted: Sequence[Reference], others: Sequence[Reference], curves: Sequence[Curve] | None = None) -> list[Scored]:
+    """Predict rows that the curves have not seen.
+
+    Rows of `others` are predicted from the curves. Rows of `fitted` are predicted from curves that were fitted without the rows
+    of their group, and later chapters from the run's own rows of chapter 1.1.
+    """
+    scored: list[Scored] = []
+    made = list(curves) if curves is not None else [c for r in fitted for c in fit_curves(r, points_of(r))]
+    known = {(curve.arch, curve.kind, curve.name): curve for curve in made}
+    for reference in others:
+        for point in points_of(reference):
+            if not _predicted_in_book(point):
+                continue
+            curve = known.get((reference.device.arch, point.kind, point.name))
+            if curve is not None:
+                scored.append(Scored(point, curve.rate(point.work), curve.spread, f"curve of {curve.source.split(' ')[0]}"))
+    for reference in fitted:
+        scored += _score_held_out(reference, known)
+    return scored
+
+
+def curves_to_toml(curves: Iterable[Curve]) -> str:
+    """Return the curves as the text of efficiency.toml."""
+    lines = [
+        "# Curves of hyperion/chapter/efficiency.py. Do not edit: `python -m hyperion.chapter.efficiency_fit fit RUN...` writes",
+        "# this file from the rows of reference runs.",
+    ]
+    for curve in curves:
+        lines += ["", "[[curve]]"]
+        for name, value in vars(curve).items():
+            shown = f'"{value}"' if isinstance(value, str) else value if isinstance(value, int) else f"{value:.6g}"
+            shown = f"{float(shown)!r}" if isinstance(value, float) else shown
+            lines.append(f"{name} = {shown}")
+    return "\n".join(lines) + "\n"
+
+
+def page(scored: Sequence[Scored]) -> str:
+    """Return the errors and the coverage by metric as a page in Markdown."""
+    lines = [
+        "| rate | predicted from | rows | median error | median error with its sign | largest error | in the 80 % interval |",
+        "| --- | --- | ---: | ---: | ---: | ---: | ---: |",
+    ]
+    for (kind, how), same in _grouped(scored, lambda s: (_title(s.point), s.how)).items():
+        lines.append(f"| {kind} | {how} | {_statistics(same)} |")
+    lines.append(f"| **all** | | {_statistics(scored)} |")
+    return "\n".join(lines) + "\n"
+
+
+def median_error(scored: Sequence[Scored]) -> float:
+    """Return the median of the relative errors without their signs."""
+    return statistics.median(abs(s.error) for s in scored)
+
+
+def coverage(scored: Sequence[Scored]) -> float:
+    """Return the share of the measured rates that lie in their intervals."""
+    return sum(s.covered for s in scored) / len(scored)
+
+
+def _point(reference: Reference, row: Row) -> Point | None:
+    device = reference.device
+    if row.metric == "gemm_tflops":
+        return _product(device, row)
+    if row.metric == "bandwidth_gb_s" and row.limit is not None:
+        return _transfer(row)
+    if row.metric == "busbw_gb_s" and row.params["bytes"] >= _LEAST_MESSAGE and row.dtype == "fp32":
+        collective = ALL_COLLECTIVES[row.variant]
+        link, _ = link_limit(device, collective, row.params["ranks"])
+        if link is None:
+            return None
+        work = moved(row.params["bytes"] * collective.bus_factor(row.params["ranks"]), link)
+        return Point(COLLECTIVE, row.variant, work, row, row.params["bytes"])
+    return _share(row, reference.predictions.get(row.key))
+
+
+def _product(device: Device, row: Row) -> Point | None:
+    square = row.experiment == "gemm" and row.params.get("cache") == "cold"
+    searched = row.experiment == "best_products" and row.variant != "fastest over a plain loop"
+    ceilings, _ = datasheet_ceilings(device, row.dtype)
+    if ceilings is None or not (square or searched or row.experiment == "operand_data"):
+        return None
+    work, _ = product_point(device, ceilings, row)
+    # The finalists of a search have almost the same size.
+    return Point(PRODUCT, row.dtype, work, row, (row.experiment, row.variant if searched else row.params["m"]))
+
+
+def _transfer(row: Row) -> Point | None:
+    limit = not_none(row.limit)
+    if row.experiment in ("bandwidth", "stream_formats") and row.variant in OPERATIONS | REDUCTIONS and not row.hot:
+        work, _ = stream_point(row)
+        return Point(STREAM, stream_name(row.variant, row.dtype), work, row, row.params["elements"])
+    if row.experiment == "memory_levels":
+        return Point(REPEATED, row.variant, moved(row.params["working_set_bytes"], limit), row, row.params["working_set_bytes"])
+    if row.variant == "peer to peer":
+        return Point(PEER_COPY, "", moved(row.params["bytes"], limit), row, row.params["bytes"])
+    return None
+
+
+def _share(row: Row, stored: Prediction | None) -> Point | None:
+    """Return the point of a rate that a model of a step computes. Runs of earlier versions stored this rate as estimate."""
+    kind = STEP_PRODUCTS if row.metric == "taf_tflops" else ""
+    if row.metric in ("images_per_s", "tokens_per_s", "samples_per_s"):
+        kind = TRAINING_STEP if row.experiment in _TRAINING else REFERENCE_STEP if row.experiment in _STEPS else ""
+    of_model = row.predicted if stored is None or stored.ceiling is None else stored.ceiling
+    if not kind or of_model is None:
+        return None
+    return Point(kind, "", Work(of_model, 1.0, 0.0), row, (row.experiment, row.variant))
+
+
+def _predicted_in_book(point: Point) -> bool:
+    """Return True if the book predicts this row. Finalists of a search have no prediction."""
+    return point.row.variant != "finalist" and (point.row.predicted is not None)
+
+
+def _fit(kind: str, points: Sequence[Point]) -> tuple[float, float, float]:
+    if kind == REFERENCE_STEP:  # this model already includes the overheads, so only its spread is fitted
+        return 0.0, 1.0, 0.0
+    if kind in _SHARES:
+        return 0.0, statistics.median(point.seconds for point in points), 0.0
+    return fit_times([(point.work, point.seconds) for point in points])
+
+
+def _held_out_errors(kind: str, points: Sequence[Point]) -> list[float]:
+    return [s.error for s in _held_out(kind, points, 0.0)]
+
+
+def _held_out(kind: str, points: Sequence[Point], spread: float) -> list[Scored]:
+    """Predict each group of points from a curve through the other groups. A single group gives no prediction."""
+    scored = []
+    for group, same in _grouped(points, lambda point: point.group).items():
+        others = [point for point in points if point.group != group]
+        if others:
+            curve = Curve("", kind, "", *_fit(kind, others), spread, len(others), "")
+            scored += [Scored(point, curve.rate(point.work), spread, "the other sizes or models of the run") for point in same]
+    return scored
+
+
+def _score_held_out(reference: Reference, known: dict[tuple[str, str, str], Curve]) -> list[Scored]:
+    scored: list[Scored] = []
+    arch = reference.device.arch
+    for (kind, name), same in _grouped(points_of(reference), lambda point: (point.kind, point.name)).items():
+        spread = known[arch, kind, name].spread
+        own = [(point, _own_curve(reference, point)) for point in same if _predicted_in_book(point)]
+        later = [(point, curve) for point, curve in own if curve is not None]
+        scored += [
+            Scored(point, curve.rate(point.work), known[arch, curve.kind, ""].spread, "the run's own rows of chapter 1.1")
+            for point, curve in later
+        ]
+        done = {point.row.key for point, _ in later}
+        scored += [s for s in _held_out(kind, same, spread) if s.point.row.key not in done and _predicted_in_book(s.point)]
+    return scored
+
+
+def _own_curve(reference: Reference, point: Point) -> Curve | None:
+    """Return the curve through rows of chapter 1.1 that the book uses for a row of a later chapter."""
+    if point.row.experiment in ("best_products", "operand_data"):
+        return own_product_curve(reference.rows, reference.device, point.row.dtype)
+    if point.row.experiment == "stream_formats":
+        return own_stream_curve(reference.rows, point.row.variant)
+    return None
+
+
+def _errors_of_own_curves(reference: Reference, points: Sequence[Point]) -> dict[str, list[float]]:
+    errors: dict[str, list[float]] = defaultdict(list)
+    for point in points:
+        curve = _own_curve(reference, point) if _predicted_in_book(point) else None
+        if curve is not None:
+            kind = {PRODUCT: OWN_PRODUCT, STREAM: OWN_STREAM}[point.kind]
+            errors[kind].append(curve.rate(point.work) / not_none(point.row.value) - 1)
+    return errors
+
+
+def _spread(errors: Sequence[float]) -> float:
+    """Return the spread that covers most of the relative errors of predictions."""
+    if not errors:
+        return _SPREAD_OF_ONE_ROW
+    factors = [max(1 + error, 1 / (1 + error)) for error in errors]
+    quantile = float(np.quantile(factors, _COVERED, method="higher"))
+    return math.ceil(1e4 * (quantile - 1)) / 1e4  # rounded up, so that the file still covers the row at the quantile
+
+
+def _statistics(scored: Sequence[Scored]) -> str:
+    errors = [100 * s.error for s in scored]
+    return (
+        f"{len(scored)} | {100 * median_error(scored):.1f} % | {statistics.median(errors):+.1f} % | "
+        f"{max(errors, key=abs):+.0f} % | {100 * coverage(scored):.0f} %"
+    )
+
+
+def _title(point: Point) -> str:
+    return f"`{point.row.metric}` of `{point.row.experiment}`"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Fit the curves or print the page with their errors."""
+    parser = argparse.ArgumentParser(prog="python -m hyperion.chapter.efficiency_fit", description=__doc__)
+    parser.add_argument("command", choices=("fit", "score"), help="fit: write efficiency.toml; score: print errors and coverage")
+    parser.add_argument("runs", nargs="+", type=Path, help="folders of runs, such as results/reference/h200x2")
+    chosen = parser.parse_args(arguments)
+    references = [Reference.open(folder) for folder in chosen.runs]
+    if chosen.command == "fit":
+        curves = [curve for reference in references for curve in fit_curves(reference, points_of(reference))]
+        write_atomically(CURVES_FILE, curves_to_toml(curves).encode())
+        print(f"{len(curves)} curves in {CURVES_FILE}")
+    else:
+        print(score_page(references), end="")
+    return 0
+
+
+def score_page(references: Sequence[Reference]) -> str:
+    """Return docs/predictions.md: the errors of predictions of runs, by whether the stored curves were fitted to the run."""
+    curves = read_curves()
+    sources = {curve.source.split(" ")[0] for curve in curves}
+    fitted = [reference for reference in references if reference.name in sources]
+    others = [reference for reference in references if reference.name not in sources]
+    unseen = [s for reference in others for s in score_stored(reference)]
+    unseen += score_unseen([], [reference for reference in others if not reference.predictions], curves)
+    held_out = score_unseen(fitted, [], curves)
+    parts = [_HEADER]
+    if unseen:
+        parts.append(f"## Machines that the curves have not seen\n\n{page(unseen)}")
+    if held_out:
+        parts.append(f"## Rows that were held out from the fit\n\n{_HELD_OUT}\n\n{page(held_out)}")
+    if unseen and held_out:
+        both = [*unseen, *held_out]
+        errors = f"median error {100 * median_error(both):.1f} %, {100 * coverage(both):.0f} % in the interval"
+        parts.append(f"All {len(both)} rates of both tables: {errors}.\n")
+    return "\n".join(parts)
+
+
+def _grouped(items: Iterable, key: Callable) -> dict:
+    found: dict = {}
+    for item in items:
+        found.setdefault(key(item), []).append(item)
+    return found
+
+
+if __name__ == "__main__":
+    sys.exit(main())
