@@ -131,7 +131,7 @@ def floors_of_run(run: Run) -> FloorReport:
             next_step="name the reference machine that it replays",
         )
     if "environment" not in information:
-        raise HyperionError("run.json does not name the device of the run", where=run.folder, next_step="measure it again")
+        raise HyperionError("run.json does not name the device of the run", where=run.folder, next_step="repeat the run")
     return floors_of(information["environment"], run.rows())
 
 

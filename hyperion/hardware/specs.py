@@ -293,10 +293,10 @@ class CpuRules:
         require(not unknown, f"unknown source {', '.join(unknown)}")
 
     def best(self, path: str, flags: tuple[str, ...], vendor: str, family: int | None) -> CpuRule | None:
-        """Return the rule for a peak, or None.
+        """Return the rule that gives the peak operations per cycle of `path` on a CPU, or None if no rule applies.
 
-        A rule for the family of the CPU replaces the general rule with the same flags. Of the remaining rules, the rule with the
-        most operations per cycle is returned.
+        A rule applies if the CPU has all of its instruction-set flags. A rule for the family of the CPU replaces the rule for all
+        CPUs that names the same flags. If several rules apply, the rule with the most operations per cycle is returned.
         """
         fitting = [rule for rule in self.rule if path in rule.ops and rule.applies(set(flags), vendor, family)]
         own = {frozenset(rule.flags) for rule in fitting if rule.vendor}

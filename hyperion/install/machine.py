@@ -148,9 +148,10 @@ def _decide_amd(facts: KernelFacts, evidence: str) -> DetectedAccelerator:
 
 
 def _decide_without_driver(facts: KernelFacts, note: str | None) -> DetectedAccelerator:
-    """Decide for a machine without a loaded driver.
+    """Choose the accelerator of a machine on which no driver of a GPU is loaded.
 
-    A data-centre GPU on the PCI bus is a problem. A display card of a desktop only gives a note.
+    If a data-centre GPU is on the PCI bus, the result names that GPU, and its `problem` says that the driver is missing. If only
+    the display card of a desktop is there, the result is the CPU with a `note`.
     """
     for vendor, kind in facts.pci:
         name, flags = ("AMD", "--device=/dev/kfd --device=/dev/dri") if vendor == AMD else ("NVIDIA", "--gpus all")

@@ -108,7 +108,10 @@ def joined_strip(
     BLOCK: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """Concatenate three matrices along the columns, and write the column sums over the strip."""
+    """Concatenate three matrices along their columns. Also sum each column over the rows of one strip, and store the sums.
+
+    A strip is a group of STRIP consecutive rows.
+    """
     part, strip = tl.program_id(2), tl.program_id(1)
     source = first_part if part == 0 else (second_part if part == 1 else third_part)
     column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)[None, :]
@@ -213,14 +216,17 @@ def norm_gradient(
     weight_D: Tensor,
     biases: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Return the gradient of x for the pair (x, y = LayerNorm(x)), and column sums.
+    """Return the gradient of x, where x feeds both the residual stream and y = LayerNorm(x).
+
+    Also return the gradients of the weight and the bias of the norm. These are sums over the rows, computed in the same pass.
 
     Args:
         x_BTD: the saved tensor x. It must not be a view, because the compiler would compute x a second time for a view.
         grad_y_BTD: gradient of y.
         grad_residual_BTD: gradient of x from the residual stream, which bypasses the norm.
         mean_BT1, inverse_BT1: mean and reciprocal standard deviation of each row, in float32.
-        biases: also return the column sums of the gradient of x and of grad_residual_BTD.
+        biases: also return the column sums of the gradient of x and of grad_residual_BTD. They are the gradients of the biases of
+            the two layers that write to the residual stream.
 
     Returns:
         The gradient of x, and the sums in float32. The sums have shape [2, D] with the gradients of weight and bias. With

@@ -156,9 +156,10 @@ def _foreign_in_run(folder: Path) -> list[Path]:
 
 
 def _foreign_in_workspace(folder: Path) -> list[Path]:
-    """Return the entries that trainings do not write: links, files with other suffixes, and the user's copies of checkpoints.
+    """Return the files and folders in `folder` that a training run never writes.
 
-    A user's copy has a name such as step-best.
+    These are links, files whose suffix a training run does not use, and checkpoints that a user has copied to a name such as
+    step-best.
     """
     entries = [Path(place, name) for place, folders, files in os.walk(folder) for name in sorted(folders + files)]
 

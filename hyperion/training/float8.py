@@ -82,7 +82,7 @@ class Float8Linear(nn.Linear):
 
     Args:
         layer: the linear layer to replace. The new layer uses its parameters.
-        formats: fp8 dtypes.
+        formats: the two fp8 dtypes: one for the operands of the forward pass, and one for the gradient of the output.
 
     Raises:
         HyperionError: K, N, or the number of tokens in a batch is not a multiple of 16.

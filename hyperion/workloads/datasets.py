@@ -77,6 +77,6 @@ def proof_rows(context: Context, loaded: TextCorpus | ImageSet, prepared: Prepar
 
 
 def vocabulary_row(context: Context) -> Row | None:
-    """Return the row with the size of the vocabulary. The experiment `text_pipeline` makes it. None if it has not run."""
+    """Return the row with the size of the vocabulary. It is None if the experiment `text_pipeline` has not run in this run."""
     counted = (r for r in context.upstream if r.experiment == "text_pipeline" and r.params.get("what") == "vocabulary")
     return next(counted, None)

@@ -272,14 +272,15 @@ def rate_forecast(context: Context, work: Workload, dtype: str) -> Forecast:
 
 @dataclass(frozen=True)
 class Contender:
-    """One way to do the step.
+    """One implementation of a training step that `compare_steps` times together with others.
 
     Args:
-        name: label of this baseline in the speed-up rows.
-        dtype: number format in the rows.
-        params: parameters of the rows in addition to the batch.
-        build: returns the engine.
-        least_flops: FLOPs of one item that no implementation can avoid. None uses those of the workload.
+        name: name of the implementation. The rows of speed-ups state it.
+        dtype: number format of the matrix products. The rows state it.
+        params: further `params` of the rows. `compare_steps` adds the batch size.
+        build: function that returns the training engine.
+        least_flops: smallest number of FLOPs per item with which the step can be computed. None means the number that the
+            workload states.
     """
 
     name: str

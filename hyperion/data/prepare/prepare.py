@@ -27,9 +27,10 @@ class PreparedText:
 
     Attributes:
         folder: its folder.
-        tokens: split to token ids, uint16 or uint32 [tokens], memory mapped.
-        samples: split to int64 [samples, 2], memory mapped: start in the stream and number of tokens of each non-blank line.
-        steps: split to step to counts, see `prepare_text`.
+        tokens: token ids by the name of the split. The arrays are uint16 or uint32 [tokens] and memory mapped.
+        samples: start in the stream and number of tokens of each non-blank line, by the name of the split. The arrays are int64
+            [samples, 2] and memory mapped.
+        steps: counts of each preparation step, by the name of the split and the name of the step; see `prepare_text`.
         manifest: hashes, source and settings.
         reused: True if an earlier call prepared it.
     """
@@ -173,10 +174,10 @@ def open_prepared(folder: Path) -> tuple[dict[str, np.ndarray], DataManifest]:
     arrays, manifest = open_shards(folder)
     kind = manifest.facts.get("kind")
     if not isinstance(kind, str) or kind not in ARRAYS_OF:
-        raise DataError(f"unknown kind of data {kind!r}", where=folder, next_step="remove it and prepare the data again")
+        raise DataError(f"unknown kind of data {kind!r}", where=folder, next_step="remove the folder and prepare the data again")
     for name in ARRAYS_OF[kind]:
         if name not in arrays:
-            raise DataError(f"{name}.npy is missing", where=folder, next_step="remove it and prepare the data again")
+            raise DataError(f"{name}.npy is missing", where=folder, next_step="remove the folder and prepare the data again")
     for fault in content_faults(folder, arrays, manifest):
         raise fault
     return arrays, manifest

@@ -129,9 +129,10 @@ def forecast(context: Context) -> list[Forecast]:
 
 
 def run(context: Context, report: Report) -> Result:
-    """Measure each cell, then a step with the predicted largest batch in the memory of the question.
+    """Measure the peak memory of a training step for each model, format and checkpointing policy of the table.
 
-    On a GPU, also run a larger batch, which must not fit.
+    Then run a step with the largest batch that is predicted to fit into the memory that the chapter's question names. On a GPU,
+    also run a larger batch, which must not fit.
     """
     options = MemoryEstimateOptions.of(context)
     question, batch = options.question, options.question.largest(context.device)

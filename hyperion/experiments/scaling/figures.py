@@ -51,7 +51,7 @@ def communication(material: Material) -> Figure | None:
         for chosen, what, line in ((exposed, "exposed", "-"), (differences, "difference from alone", ":")):
             _curves(axes, [row for row in chosen if row.params.get("mode") == mode], None, what, line)
         axes.axhline(0, color=MUTED, linewidth=1)
-        axes.set(ylabel="over the time of the step", title=f"{mode.capitalize()} scaling")
+        axes.set(ylabel="fraction of the time of the step", title=f"{mode.capitalize()} scaling")
         axes.legend()
     top = max(axes.get_ylim()[1] for axes in panels)
     bottom = min(axes.get_ylim()[0] for axes in panels)
