@@ -140,8 +140,7 @@ class EchoLanguage:
 
 @dataclass(frozen=True)
 class LineFile:
-    """Lines of a UTF-8 text file. They are read when they are needed. Only '\\n' ends a line, and each line contains its
-    '\\n'."""
+    """Lines of a UTF-8 text file, which are read when they are needed. Only '\\n' ends a line, and it is part of the line."""
 
     path: Path
 
@@ -219,8 +218,10 @@ class TextCorpus:
 
 
 def count_words_with_eos(lines: Iterable[str]) -> int:
-    """Count the words, which are separated by white space, plus one <eos> per line. WikiText's word perplexity divides by
-    it."""
+    """Count the words, plus one <eos> per line. Words are separated by white space.
+
+    The word perplexity of WikiText divides by this number.
+    """
     return sum(len(line.split()) + 1 for line in lines)
 
 
