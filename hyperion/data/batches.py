@@ -425,7 +425,7 @@ def evaluation_windows(
     """
     if not 1 <= stride <= context or not len(tokens):
         raise DataError(
-            f"with stride {stride} and context {context}, not every one of {len(tokens)} tokens can be scored exactly once",
+            f"windows with stride {stride} and context {context} cannot score every token once, if there are {len(tokens)} tokens",
             next_step="use 1 <= stride <= context and at least one token",
         )
     stream = torch.from_numpy(np.concatenate([[prefix_id], narrowed(tokens, np.int64, "token stream")])).to(device)
@@ -456,7 +456,7 @@ class TokenStream:
         self._device = torch.device(device)
         if not resident and self._device.type != "cpu":
             raise DataError(
-                f"windows of a token stream in a file can be read to the CPU only, but the device is {self._device}",
+                f"windows of a token stream in a file are on the CPU only, not on {self._device}",
                 next_step="use device='cpu' and let Prefetched copy the batches to the device, or resident=True",
             )
         self._last = len(tokens) - 1

@@ -188,7 +188,7 @@ def test_a_product_of_another_version_is_not_called_damaged(copies, monkeypatch,
     manifest = copies["images"] / "manifest.json"
     manifest.write_text(manifest.read_text().replace('"format": 3', '"format": 2'))
     assert command(monkeypatch) == 0 and copies["images"].is_dir()
-    assert "another version of Hyperion wrote it" in capsys.readouterr().out
+    assert "another version of Hyperion wrote this folder" in capsys.readouterr().out
 
 
 def test_a_prepared_set_that_was_damaged_is_made_again(monkeypatch, capsys):
