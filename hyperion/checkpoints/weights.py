@@ -107,7 +107,7 @@ def read_weights(path: Path) -> Weights:
             checkpoint folder is verified first, and only its model is read.
 
     Raises:
-        CheckpointError: the file is missing or damaged, or contains anything but tensors.
+        CheckpointError: the file is missing or damaged, or contains other objects than tensors.
     """
     path = Path(path)
     if path.is_dir():

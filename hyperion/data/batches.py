@@ -425,7 +425,7 @@ def evaluation_windows(
     """
     if not 1 <= stride <= context or not len(tokens):
         raise DataError(
-            f"windows with stride {stride} and context {context} cannot score every token once, if there are {len(tokens)} tokens",
+            f"windows with stride {stride} and context {context} cannot score every token once ({len(tokens)} tokens)",
             next_step="use 1 <= stride <= context and at least one token",
         )
     stream = torch.from_numpy(np.concatenate([[prefix_id], narrowed(tokens, np.int64, "token stream")])).to(device)

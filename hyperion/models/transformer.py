@@ -235,7 +235,7 @@ class TransformerBlock(nn.Module):
 
     def forward(self, x_BTD: Tensor) -> Tensor:
         last = self.attention.output, self.mlp.down
-        # With dropout, the gradient of a bias differs from the column sum that the norm's kernel computes.
+        # The backward kernel of the norm computes the gradient of a bias as a sum over tokens. With dropout, this sum is wrong.
         plain = all(type(layer) is nn.Linear for layer in last) and not (self.dropout and self.training)
         detached = plain and block_gradients.applies_to(x_BTD)
         x_BTD, normed_BTD = self.attention_norm.fork(x_BTD)

@@ -115,8 +115,8 @@ def hashed_inputs(notebook: Notebook, parameters: Mapping, upstream: Mapping[str
 
     Args:
         notebook: the notebook.
-        parameters: parameters of the notebook, by the names that a reader sees when one changes. The values are JSON-serializable
-            and contain no paths.
+        parameters: parameters of the notebook. The keys are the names that the user sees if a parameter changes. The values are
+            JSON-serializable and contain no paths.
         upstream: for every chapter that the notebook needs, the digest of its rows, or None if there are no rows.
     """
     inputs = {

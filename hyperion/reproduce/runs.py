@@ -58,7 +58,7 @@ class Request:
 
 
 def require_mirror(request: Request) -> None:
-    """Check that the folder named by HYPERION_DATA_MIRROR exists, if the request uses the mirror. Nothing has run yet.
+    """Check that the folder named by HYPERION_DATA_MIRROR exists, if the request uses the mirror. Called before anything runs.
 
     Raises:
         HyperionError: the variable does not name a folder.
@@ -108,7 +108,7 @@ class LedgerContent:
 
     Args:
         setting: the setting that all notebooks of the run share.
-        notebooks: entry of each notebook, by stem.
+        notebooks: entry of each notebook. The keys are stems (file names without .ipynb).
         exported: digest of the rows and of the code from which tables and pictures were last exported.
     """
 

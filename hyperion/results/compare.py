@@ -1,4 +1,7 @@
-"""Compare two sets of launches, A and B: which values became worse, whether chance explains it, and which values are missing."""
+"""Compare two sets of launches, A and B: which values became worse, whether this can be chance, and which values are missing.
+
+A launch is one process that measures one version of the code. Its results are stored as a run. A and B are often two versions.
+"""
 
 from collections import defaultdict
 from dataclasses import dataclass, replace
@@ -235,7 +238,7 @@ def _by_ratio(keys: dict[tuple, float], table: np.ndarray, launches_a: int, conf
         keys: for each row key, 1 if a higher value is better and -1 if a lower value is better.
         table: values; shape (launches, keys), the launches of A first.
         launches_a: number of launches of A.
-        confirming: True if these runs can confirm a change.
+        confirming: True if these runs can confirm a change (see `why_indicative`).
     """
     if not keys:
         return []

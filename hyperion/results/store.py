@@ -63,7 +63,8 @@ class Prediction:
         notebook, experiment, variant, dtype, params, metric: the columns of the predicted row.
         guess: the reader's guess, or None.
         estimate: the library's estimate, or None.
-        basis: the ceilings and shapes from which the estimate was computed, or the reason why there is no estimate.
+        basis: the measured ceilings and the shapes from which the estimate was computed, or the reason why there is no
+            estimate.
         input_hash: hash of the inputs of the experiment. Each configuration of an experiment has its own predictions.
         upstream_hash: digest of the earlier rows from which the estimate was computed.
         each_rank: if True, this is a prediction for the row of each single rank. If False, it is a prediction for the row of all
@@ -191,9 +192,9 @@ class _Finished:
 
 
 class Run:
-    """One folder of results.
+    """A run: one folder of results.
 
-    Its methods verify each file that they read, and they write atomically. Several processes may use the same folder.
+    The methods verify each file that they read, and they write atomically. Several processes may use the same folder.
 
     Args:
         folder: the folder. `Run.create` and `Run.open` also create or check it.
@@ -350,7 +351,10 @@ class Run:
         note_experiment(notebook, experiment, MEASURED)
 
     def confirm(self, notebook: str, experiment: str, rows: Iterable[Row]) -> None:
-        """Keep a stored experiment and report to the driver that it was kept. Only the predictions in its rows may change."""
+        """Report to the driver that the stored rows of an experiment are used again, and store their predictions.
+
+        Only the predictions in the rows may differ from the stored rows.
+        """
         rows = _checked(notebook, experiment, rows)
         with locked(self.folder, WRITER_LOCK, create=True):
             if rows != self.rows(notebook, experiment):

@@ -96,7 +96,7 @@ class Engine(Protocol):
         ...
 
     def evaluate(self, batches: Iterable) -> dict[str, float]:
-        """Return metrics of held-out data by name, including 'loss'. The training state does not change."""
+        """Return a dict of the metrics on held-out data, including 'loss'. The training state does not change."""
         ...
 
     def save(self, folder: Path) -> None:

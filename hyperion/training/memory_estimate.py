@@ -331,7 +331,7 @@ class _PretendCuda(TorchFunctionMode):
 
 @contextlib.contextmanager
 def _cuda_autocast(engine: TorchEngine) -> Iterator[None]:
-    """Copy the autocast options that the engine sets for the CPU to CUDA, for the duration of the block.
+    """Context manager that copies the autocast options, which the engine sets for the CPU, to CUDA.
 
     Fake tensors are on the CPU. Some code of the models asks for the autocast options of CUDA and must get the same answer.
     """

@@ -54,7 +54,7 @@ class SplitOverlap:
 def line_overlap(splits: Mapping[str, Iterable[str]]) -> dict[str, SplitOverlap]:
     """Find long lines that also occur in another split, for every split except 'train'.
 
-    A long line has at least LONG_LINE_WORDS words. White space, upper case and lower case are ignored. Lines are numbered from
+    A long line has at least LONG_LINE_WORDS words. White space and the case of letters are ignored. Lines are numbered from
     1.
     """
     return _overlap({split: _long_lines(lines) for split, lines in splits.items()})
