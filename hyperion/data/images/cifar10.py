@@ -143,7 +143,7 @@ def _read(root: Path, source: str, label: str) -> ImageSet:
 def _require_balance(split: str, labels: np.ndarray, layout: Path) -> None:
     expected = COUNTS[split] // len(CLASSES)
     counts = np.bincount(labels, minlength=len(CLASSES))
-    remedy = "the files are incomplete or another data set: copy the official archive"
+    remedy = "the files are incomplete or belong to another data set: copy the official archive"
     if len(labels) != COUNTS[split]:
         raise DataError(f"{split} split has {len(labels)} images, expected {COUNTS[split]}", where=layout, next_step=remedy)
     for name, count in zip(CLASSES, counts, strict=True):
@@ -232,7 +232,7 @@ def read_binary_batch(content: bytes, where: object) -> tuple[np.ndarray, np.nda
     if rest or not records:
         raise DataError(
             f"{len(content)} bytes are {records} records of {RECORD_BYTES} bytes and {rest} extra bytes: "
-            "truncated, or not CIFAR-10's binary layout",
+            "the file is truncated, or it is not a file of CIFAR-10's binary layout",
             where=where,
             next_step=REMEDY,
         )

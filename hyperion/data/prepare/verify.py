@@ -129,7 +129,7 @@ def examine(folder: Path) -> list[DataFinding]:
     try:
         manifest = read_manifest(folder)
         if manifest is None:
-            return [DataFinding(FILE_NAME, "it is missing, so the expected content of the files is unknown")]
+            return [DataFinding(FILE_NAME, "the manifest is missing, so the expected content of the files is unknown")]
     except DataError as fault:
         return [DataFinding(FILE_NAME, fault.what)]
     kind = manifest.facts.get("kind")
@@ -217,9 +217,9 @@ def _missing_rows(path: Path, whole_bytes: int) -> str:
             header = file.tell()
         row = dtype.itemsize * math.prod(shape[1:])
     except (ValueError, OSError, TypeError, SyntaxError, OverflowError):
-        return "its header is lost too"
+        return "the header of the file is lost too"
     if not shape or not row or header + row * shape[0] != whole_bytes:
-        return "its header was changed too"
+        return "the header of the file was changed too"
     whole = max(0, path.stat().st_size - header) // row
     return f"records {whole} to {shape[0] - 1} are missing"
 
@@ -227,7 +227,7 @@ def _missing_rows(path: Path, whole_bytes: int) -> str:
 def _changed_rows(folder: Path, name: str) -> str:
     """Describe which records of a file were changed."""
     if not is_array(name):
-        return "it has no records"
+        return "the file has no records"
     try:
         runs = damaged_rows(folder, Path(name).stem)
     except DataError as fault:
@@ -300,7 +300,7 @@ def content_faults(
             except DataError as fault:
                 yield fault
     except (KeyError, TypeError, ValueError, AttributeError, IndexError, OverflowError) as error:
-        fault = f"its facts do not fit its kind of data: {printable(repr(error))[:200]}"
+        fault = f"the entry 'facts' of the manifest does not fit this kind of data: {printable(repr(error))[:200]}"
         yield DataError(fault, where=folder / FILE_NAME, next_step=_REMEDY)
 
 
@@ -383,7 +383,10 @@ def _check_overlap(folder: Path, found: dict[str, SplitOverlap], expected: dict,
 
 
 def _check_count(path: Path, what: str, found: int, expected: int) -> None:
-    fault = f"{path.name} has {found} {what}, but had {expected} when it was prepared: another split's file, or truncated"
+    fault = (
+        f"{path.name} has {found} {what}, but had {expected} when it was prepared: "
+        "it is the file of another split, or it was truncated"
+    )
     _require(found == expected, fault, path)
 
 
@@ -392,7 +395,7 @@ def _check_opening(path: Path, tokens: np.ndarray, decoder: tokenizers.Tokenizer
     found = decoder.decode(np.asarray(tokens[:count]).tolist(), skip_special_tokens=False)
     fault = (
         f"tokens 0 to {count - 1} of {path.name} decode to {found[:40]!r}, but the split begins with {text[:40]!r}: "
-        "tokens of another vocabulary, or another split's file"
+        "the tokens belong to another vocabulary, or it is the file of another split"
     )
     _require(found == text, fault, path)
 
@@ -409,7 +412,10 @@ def _check_channels(path: Path, images: np.ndarray, expected: list[float]) -> No
         return  # check_images reports it
     means, _ = channel_statistics(images)
     found, wanted = (", ".join(f"{mean:.4f}" for mean in values) for values in (means, expected))
-    fault = f"{path.name} has channel means {found}, but had {wanted} when it was prepared: another split's file, or other pixels"
+    fault = (
+        f"{path.name} has the channel means {found}, but had {wanted} when it was prepared: "
+        "it is the file of another split, or its pixels were changed"
+    )
     _require(np.allclose(means, expected, rtol=0, atol=1e-9), fault, path)
 
 
@@ -421,7 +427,7 @@ def _check_classes(path: Path, labels: np.ndarray, expected: dict[str, int]) -> 
     for name, count in zip(names, found, strict=True):
         fault = (
             f"{path.name} has {count} labels of class {name!r}, but had {expected[name]} when it was prepared: "
-            "another split's file, or edited"
+            "it is the file of another split, or its labels were edited"
         )
         _require(count == expected[name], fault, path)
 

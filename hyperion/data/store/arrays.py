@@ -188,7 +188,8 @@ def open_shards(folder: Path) -> tuple[dict[str, np.ndarray], DataManifest]:
     """
     manifest = read_manifest(folder)
     if manifest is None:
-        raise DataError("no manifest, so this is not a folder of prepared data", where=folder, next_step="prepare the data again")
+        fault = "the folder has no manifest, so it is not a folder of prepared data"
+        raise DataError(fault, where=folder, next_step="prepare the data again")
     manifest.verify(folder)
     return {Path(name).stem: open_array(folder / name) for name in manifest.files if is_array(name)}, manifest
 

@@ -108,10 +108,10 @@ def strangers(folder: Path, names_alone: bool = False) -> list[Path]:
     mark = folder / MARK
     if folder.is_symlink() or not mark.is_file() or mark.is_symlink():
         return [folder]
-    remedy = f"look into {folder}, and remove it yourself if it holds nothing of yours"
+    remedy = f"look into {folder}, and remove this folder yourself if it contains none of your files"
     content = read_json(mark, DataError, remedy)
     if not isinstance(content, dict) or not isinstance(content.get("files"), dict):
-        raise DataError("not a mark that Hyperion wrote", where=mark, next_step=remedy)
+        raise DataError(f"{mark.name} is not a list of files that Hyperion wrote", where=mark, next_step=remedy)
     found = []
     for place, folders, files in os.walk(folder):
         for path in [Path(place, name) for name in sorted(files + folders)]:

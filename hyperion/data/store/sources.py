@@ -151,7 +151,7 @@ def take(name: str, wanted: str, suppliers: Mapping[str, Callable[[], T]], allow
     refused: dict[str, str] = {}
     for source in (source for source in ORDER if source in suppliers):
         if source == "synthetic" and not allow_synthetic:
-            refused[source] = "not allowed in this profile unless asked for by name"
+            refused[source] = "not allowed in this profile unless data_source=synthetic is given"
             continue
         try:
             result = suppliers[source]()

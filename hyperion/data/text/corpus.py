@@ -264,5 +264,5 @@ def require_counts(name: str, found: Sequence[int], expected: Sequence[int], uni
             raise DataError(
                 f"{name} has {have} {unit}, expected {want}",
                 where=where,
-                next_step="the file is incomplete or another variant: remove it and run `make fetch`",
+                next_step="the file is incomplete, or belongs to another variant of the data set: remove it and run `make fetch`",
             )

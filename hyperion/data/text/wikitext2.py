@@ -91,7 +91,7 @@ def _read(folder: Path, source: str, label: str) -> TextCorpus:
         path = folder / _file(split)
         if path.is_file() and path.stat().st_size > TABLE_BYTES:
             fault = f"{path.name} has {path.stat().st_size} bytes, expected at most {TABLE_BYTES}"
-            raise DataError(fault, where=path, next_step="this is not WikiText-2: copy it again")
+            raise DataError(fault, where=path, next_step="this file is not from WikiText-2: copy the original file again")
         splits[split] = lines = read_lines(path)
         found = (len(lines), count_non_empty(lines), count_words_with_eos(lines))
         require_counts(path.name, found, COUNTS[split], UNITS, path)
