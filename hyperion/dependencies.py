@@ -143,7 +143,7 @@ def _is_face(source: str) -> bool:
 
 
 def _module_file(name: str) -> Path | None:
-    """Return the file of a module, or None. The package of the module is not imported."""
+    """Return the file of a module; None if the module has no file. The package of the module is not imported."""
     first, *rest = name.split(".")
     base = _package_folder(first)
     if base is None:

@@ -226,7 +226,7 @@ def newest_good(folder: Path, read: Callable[[Path], T]) -> T | None:
         raise CheckpointError(
             f"none of the {len(refused)} checkpoints can be used; the problem of the newest one: {refused[0].what}",
             where=refused[0].where,
-            next_step=f"restore {folder} from a copy, or remove it to train from the beginning",
+            next_step=f"restore {folder} from a copy, or remove this folder to train from the beginning",
         )
     return None
 
@@ -415,7 +415,7 @@ def _checkpoint_paths(folder: Path) -> list[Path]:
         raise CheckpointError(
             f"the folder of checkpoints cannot be listed: {error}",
             where=folder,
-            next_step="make it readable, or choose another checkpoint folder",
+            next_step="make the folder readable, or choose another checkpoint folder",
         ) from error
 
 
@@ -450,7 +450,9 @@ def _is_checkpoint(path: Path) -> bool:
 def _require_folder(path: Path) -> None:
     if os.path.islink(path) or not os.path.isdir(path):
         kind = "a symbolic link" if os.path.islink(path) else "a file"
-        raise CheckpointError(f"this is {kind}, not the folder of a checkpoint", where=path, next_step="move it elsewhere")
+        raise CheckpointError(
+            f"this is {kind}, not the folder of a checkpoint", where=path, next_step="move this file or link elsewhere"
+        )
 
 
 def _digests(path: Path, names: list[str]) -> dict[str, str]:

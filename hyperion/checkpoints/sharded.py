@@ -1,4 +1,6 @@
-"""Write and read a nested state of many ranks. Each rank writes its shards as safetensors; rank 0 writes other values as JSON.
+"""Write and read a nested state of many ranks.
+
+Each rank writes its shards as safetensors. Rank 0 writes all other values as JSON.
 
 `agreed` and `on_rank_0` raise an error of one rank on all ranks, so that no rank waits for a rank that has failed. In a single
 process, without torch.distributed, they only call the function.

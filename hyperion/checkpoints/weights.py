@@ -29,7 +29,7 @@ _NAME_A_FILE = "name a file of weights or a checkpoint folder"
 
 
 def full_state(model: nn.Module) -> dict[str, Tensor]:
-    """Return all tensors of the model by name. Rank 0 gets the tensors on its CPU; other ranks get an empty dict.
+    """Return all tensors of the model by name. Rank 0 gets the tensors on its CPU. All other ranks get an empty dict.
 
     The names do not contain prefixes of wrappers such as DDP. All ranks must call this function, because it contains
     collectives.

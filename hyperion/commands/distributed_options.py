@@ -180,7 +180,7 @@ class TrainingRequest:
         recipes: one recipe for each training run. Empty for scaling.
         counts: numbers of devices to measure, for scaling. Empty otherwise.
         results: folder of all runs.
-        run: folder of the run to resume, or None.
+        run: folder of the run to resume; None to start a new run.
         notes: lines of text to print before the start.
     """
 

@@ -311,7 +311,7 @@ def _sigterm_error(job: Job) -> RankError:
         f"{job.entry} was stopped by SIGTERM",
         signal="SIGTERM",
         where=f"{job.ranks} ranks",
-        next_step="start it again",
+        next_step="start the job again",
         exit_code=_ENDED_BY_SIGTERM,
     )
 
@@ -332,7 +332,7 @@ def _failure(job: Job, torchrun: Torchrun, where: str) -> RankError:
     return RankError(
         f"torchrun, the parent of the {job.ranks} ranks of {job.entry}, {cause}\n{lines}",
         where=where,
-        next_step="find out what ended torchrun; all ranks were ended with it",
+        next_step="find out what ended torchrun; all ranks ended because torchrun ended",
         signal=signal.Signals(-code).name if code < 0 else "",
     )
 
@@ -390,7 +390,7 @@ def _require_free_port(job: Job) -> None:
 
 
 def _is_free(family: int, address: tuple) -> bool:
-    """Return True if the local port is free; remote addresses are not checked."""
+    """Return True if the local port is free. Addresses of other hosts are not checked, and the result is True."""
     with socket.socket(family, socket.SOCK_STREAM) as probe:
         probe.setsockopt(
             socket.SOL_SOCKET, socket.SO_REUSEADDR, 1

@@ -180,7 +180,7 @@ class TableLine:
         status: done, up to date, unexpected, failed, blocked, skipped, unfinished or interrupted.
         seconds: wall time of the latest execution of the notebook, or None if it never ran.
         rows: the notebook's rows in the run.
-        note: the reason of the status, or "".
+        note: the reason for the status; "" if the status needs no reason.
     """
 
     status: str

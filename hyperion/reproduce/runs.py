@@ -86,7 +86,7 @@ class Entry:
         inputs: hashes of everything that the result depends on, from `freshness.hashed_inputs`.
         seconds: wall time of this execution.
         rows: number of the notebook's rows in the run.
-        note: one line about a failure, or "".
+        note: one line about a failure; "" if the notebook did not fail.
         remeasure: whether the next execution must measure all experiments again, because a result was unexpected.
         unexpected: one sentence for each unexpected result.
         whole_s: wall time of the latest execution that measured all experiments. It may be an earlier execution.

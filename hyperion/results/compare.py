@@ -170,7 +170,7 @@ def _require_turns(runs_a: list[Run], runs_b: list[Run]) -> None:
         raise HyperionError(
             "launches of different calls of `hyperion relaunch` did not take turns with each other",
             where=where,
-            next_step="measure both versions in one call, so that they take turns: hyperion relaunch WORK A B",
+            next_step="measure both versions in one call, in which their launches take turns: hyperion relaunch WORK A B",
         )
     if any(len({launched.get("side") for launched in side}) > 1 for side in sides):
         raise HyperionError(

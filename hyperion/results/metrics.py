@@ -241,7 +241,7 @@ def require_one_definition(metrics: Iterable[Metric], where: object) -> dict[str
             raise HyperionError(
                 f"{owner} {metric.name!r} has two definitions: {_differences(known, metric)}",
                 where=where,
-                next_step="give one of them another name",
+                next_step="give one of the two metrics another name",
             )
     return by_name
 

@@ -58,7 +58,7 @@ class Row:
         experiment, variant: the experiment and its variant that the value comes from.
         metric: name of a built-in or registered metric.
         value: the value in the unit of the metric. None if there is no value; then `value_reason` must state the reason.
-        dtype: number format of the arithmetic, or "".
+        dtype: number format of the arithmetic; "" if the value does not depend on one.
         params: shapes, batch size, world size, epoch and other values that distinguish this row from other rows (JSON values).
         rank: the rank that measured the value. None for a value of the whole run.
         value_reason: why there is no value, for example because the device does not support the operation. "" if there is one.
@@ -69,7 +69,7 @@ class Row:
         limit_source: source of the limit, or the reason why there is no limit.
         check: name of the check, which says what was verified.
         check_error, check_tolerance: error that the check found, and the largest error that it allows.
-        data_source: mirror, cache, download, synthetic, or "" if no data set is used.
+        data_source: source of the data: mirror, cache, download or synthetic; "" if no data set is used.
         clock_mhz, power_w, throttle: state of the device while the samples were taken. None if it cannot be read.
         own_metric: definition of the metric in the run that the row was read from. None for a metric that is built in or
             registered in this process. It is not a column and not part of the identity of a row.

@@ -103,7 +103,7 @@ def verify(folder: Path | None = None) -> list[FolderVerdict]:
         raise DataError(
             f"nothing to verify in {folder}: " + ("it holds no prepared data" if folder.is_dir() else "there is no such folder"),
             where=folder,
-            next_step=f"give a folder in {processed_root()}, or no folder to verify all of them",
+            next_step=f"give a folder in {processed_root()}, or give no folder to verify all data",
         )
     return [_staged_verdict(place) for place in chosen] or [_verdict(product) for product in products]
 

@@ -313,7 +313,7 @@ def download(url: str, path: Path, md5: str | None = None, sha256: str | None = 
             raise DataUnavailable(
                 f"{path.name} has {name} {digest.hexdigest()}, expected {expected}; moved to {QUARANTINE}/{kept.name}",
                 where=url,
-                next_step="look at the file in quarantine (often it is a proxy's login page), then try again",
+                next_step="look at the file in quarantine, which is often the login page of a proxy, then try again",
             )
 
 

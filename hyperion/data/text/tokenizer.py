@@ -263,7 +263,7 @@ def read_tokenizer(folder: Path, source: str = "folder") -> Tokenizer:
     path, again = Path(folder) / FILE, "copy the folder again"
     if not path.exists():
         convert = f"AutoTokenizer.from_pretrained({str(folder)!r}).save_pretrained({str(folder)!r})"
-        raise DataError(f"the model has no {FILE}", where=path, next_step=f"create it with transformers: {convert}")
+        raise DataError(f"the model has no {FILE}", where=path, next_step=f"create {FILE} with transformers: {convert}")
     try:
         content = read_bounded(path, DataError, again, TOKENIZER_BYTES)
         bpe = tokenizers.Tokenizer.from_buffer(content)
@@ -292,15 +292,15 @@ def _special(folder: Path, name: str, bpe: tokenizers.Tokenizer) -> int | None:
         path = folder / config
         if not path.exists():
             continue
-        document = read_json(path, DataError, "copy it again")
+        document = read_json(path, DataError, f"copy {config} again")
         if not isinstance(document, dict):
-            raise DataError(f"{config} is not a JSON object", where=path, next_step="copy it again")
+            raise DataError(f"{config} is not a JSON object", where=path, next_step=f"copy {config} again")
         token = document.get(name)
         token = token.get("content") if isinstance(token, dict) else token
         if token is None:
             continue
         if not isinstance(token, str):
             fault = f"{name} in {config} is {type(token).__name__}, expected a string"
-            raise DataError(fault, where=path, next_step="copy it again")
+            raise DataError(fault, where=path, next_step=f"copy {config} again")
         return bpe.token_to_id(token.encode(errors="replace").decode())
     return None
