@@ -204,6 +204,7 @@ def newest_good(folder: Path, read: Callable[[Path], T]) -> T | None:
     For each checkpoint that cannot be used, a warning with the reason is printed to stderr.
 
     Args:
+        folder: folder that contains the checkpoints of the run.
         read: function that reads a checkpoint. It must return on all ranks, or raise the same CheckpointError on all ranks,
             as `verify` and `read_sharded` do.
 
@@ -465,6 +466,7 @@ def sha256_of(path: Path, next_step: str) -> str:
     """Return the sha256 of a regular file.
 
     Args:
+        path: path of the file.
         next_step: value for the field `next_step` of an error.
     """
     with open_regular(path, CheckpointError, next_step) as file:

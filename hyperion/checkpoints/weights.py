@@ -46,6 +46,7 @@ def export_model(model: nn.Module, path: Path) -> Path:
     `model.load_state_dict(safetensors.torch.load_file(path))`.
 
     Args:
+        model: the model. It may be sharded or wrapped in DDP.
         path: path of the file, usually with the suffix ".safetensors".
 
     Returns:

@@ -416,6 +416,7 @@ def evaluation_windows(
         stride: distance between the starts of two neighbouring windows, in tokens.
         prefix_id: token id of the input before the first token of the stream.
         batch_size: largest number of windows in a batch.
+        device: device of the windows.
 
     Yields:
         inputs and targets int64 [<= batch_size, min(context, tokens)].

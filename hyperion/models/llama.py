@@ -127,6 +127,7 @@ def require_vocabulary(tokenizer_size: int, model: LlamaForCausalLM, where: obje
 
     Args:
         tokenizer_size: the tokenizer's largest id + 1.
+        model: the model that gets the ids.
         where: value for the field `where` of an error, such as the path of the data.
 
     Raises:
@@ -245,6 +246,8 @@ def llama_flops_per_token(
     The result equals torch's FlopCounterMode (tested), for LoRA if q, k or v are among the targets.
 
     Args:
+        config: shape of the model.
+        sequence_length: T, the number of tokens in a sequence.
         lora_rank: r; 0 for full training.
         targets: names of the layers with adapters.
     """

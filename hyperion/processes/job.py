@@ -116,6 +116,7 @@ def run_job(
     """Run a job in a fresh process, and return the result of its function. The process inherits the environment.
 
     Args:
+        job: the job. Its field `ranks` must be None.
         on_line: called with each line that the worker prints.
         on_progress: called with (done, total, note) for each call of `report_progress` in the worker.
 

@@ -58,6 +58,7 @@ def run_ranks(
     variables. With several nodes, every node calls `run_ranks` with the same job and gets the results of all ranks.
 
     Args:
+        job: the job. Its field `ranks` must be set.
         on_line: called with each line that rank 0 prints to stdout or stderr.
         on_progress: called with (done, total, note) for each call of `report_progress` on rank 0.
         log_folder: folder for the logs: rank-<n>.log of every rank, and torchrun.log. By default a temporary folder.
@@ -341,6 +342,7 @@ def require_launchable(job: Job, devices: int | None = None) -> None:
     """Check the settings of a job before any process is started: ranks, nodes, rendezvous, timeout, GPUs and port.
 
     Args:
+        job: the job to check.
         devices: number of GPUs that PyTorch sees on this node; None counts the GPUs. With 0 the ranks share the CPU.
 
     Raises:

@@ -258,6 +258,7 @@ def language_activations(config: TransformerConfig, batch: int, length: int, six
     to float16. The loss is that of PyTorch. The Triton kernel of `token_loss` would save 16-bit logits instead.
 
     Args:
+        config: shape of the model.
         batch, length: B and T.
         sixteen_bit: if True, under autocast to bfloat16.
     """

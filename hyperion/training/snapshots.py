@@ -75,6 +75,7 @@ def write_run(folder: Path, step: int, keep: int, engine: Engine, shared: dict, 
         folder: folder that contains the checkpoints of the run.
         step: number of optimizer steps done.
         keep: number of checkpoints to keep, including the new one.
+        engine: engine whose state is saved.
         shared: state that is the same on all ranks. Rank 0 writes it.
         own: state of this rank.
 

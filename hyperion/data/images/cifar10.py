@@ -106,6 +106,7 @@ def checksums(layout: Path, note: str = "") -> Checksums:
     """Compare the md5 of a layout's files with the published md5. None are published for the unpacked binary layout.
 
     Args:
+        layout: official folder or archive, as `find_layout` returns it.
         note: text that says what was checked instead, for files that do not have the published md5.
     """
     return compare_checksums({file: OFFICIAL_MD5.get(file.name, "") for file in layout_files(layout)}, "md5", note)

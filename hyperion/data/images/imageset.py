@@ -137,6 +137,7 @@ def synthetic_images(counts: dict[str, int], seed: int = 0, flip_rate: float = 0
 
     Args:
         counts: number of images in 'train' and 'test'.
+        seed: seed of the images and of the changed labels.
         flip_rate: fraction of the labels that are changed to another class.
     """
     arrays, best = [], {}

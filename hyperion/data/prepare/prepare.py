@@ -84,6 +84,8 @@ def prepare_text(
     larger than the memory.
 
     Args:
+        corpus: text to tokenize.
+        tokenizer: tokenizer of the text.
         sequence_length: number of input tokens in a window, and number of positions in a padded row.
         workers: number of processes that tokenize. None chooses the number by the length of the text. The files do not depend
             on this number.

@@ -287,7 +287,9 @@ def content_faults(
     """Yield one error for each fault in the content of prepared arrays.
 
     Args:
+        folder: folder of prepared data.
         arrays: the arrays by name. Arrays that are not given are not checked.
+        manifest: manifest of the folder.
         thorough: if True, also compare the arrays with the counts and statistics that were recorded when the data were
             prepared. This detects an undamaged file of another split or tokenizer, even if the manifest was rewritten to match
             this file.

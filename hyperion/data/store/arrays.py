@@ -153,6 +153,7 @@ def token_dtype(vocab_size: int, where: object = "vocabulary") -> np.dtype:
 
     Args:
         vocab_size: largest id + 1. This is more than the number of entries of the vocabulary if some ids are unused.
+        where: value for the field `where` of an error.
 
     Raises:
         DataError: an id needs more than 31 bits. Loaders store ids as int32.
@@ -203,7 +204,9 @@ def check_tokens(tokens: np.ndarray, vocab_size: int, where: object) -> None:
     """Check that all ids of a token stream are in a vocabulary.
 
     Args:
+        tokens: the token stream.
         vocab_size: largest id + 1.
+        where: value for the field `where` of an error.
 
     Raises:
         DataError: the stream is not an integer array [tokens], or an id is outside of the vocabulary, so that the tokens belong
@@ -227,6 +230,7 @@ def first_bad(rows: np.ndarray, is_bad: Callable[[np.ndarray], np.ndarray]) -> t
     The array may be larger than the memory.
 
     Args:
+        rows: array to search, with the rows along the first dimension.
         is_bad: function that takes n rows and returns bool [n], True for each bad row.
     """
     first, count = None, 0

@@ -100,6 +100,7 @@ def strangers(folder: Path, names_alone: bool = False) -> list[Path]:
     that the mark does not list, or that was changed after it was written. Links are not followed.
 
     Args:
+        folder: the folder to search.
         names_alone: if True, only names are compared, so that files of Hyperion that were changed are not returned.
 
     Raises:
@@ -140,6 +141,7 @@ def content_hash(path: Path, algorithm: str) -> str:
     The process caches the hash until the size or the modification time of the file changes.
 
     Args:
+        path: path of the file.
         algorithm: name of an algorithm of hashlib, because some publishers state md5 or sha1 and not sha256.
 
     Raises:
@@ -238,6 +240,8 @@ def write_manifest(folder: Path, *, name: str, source: str, detail: str, facts: 
 
     Args:
         folder: working folder that `staged` yielded.
+        name, source, detail: see `DataManifest`.
+        facts: see `DataManifest`. None means no facts.
     """
     files = {
         path.relative_to(folder).as_posix(): {"sha256": sha256_of(path), "bytes": path.stat().st_size}

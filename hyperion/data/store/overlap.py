@@ -84,6 +84,7 @@ def require_little_overlap(found: Mapping[str, SplitOverlap], what: str, where: 
     Args:
         found: the overlap of each split, by the name of the split.
         what: name of the records for the error message, such as "images".
+        where: value for the field `where` of the error.
 
     Raises:
         DataError: the share is larger. The message names the split, the share and the first repeated record.

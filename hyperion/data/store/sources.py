@@ -284,6 +284,7 @@ def download(url: str, path: Path, md5: str | None = None, sha256: str | None = 
     """Download `url` to the new file `path`. A file with a wrong checksum is moved to the quarantine folder.
 
     Args:
+        url: address of the file.
         path: a file in a working folder of `folders.staged`, which no other process reads yet.
         md5, sha256: checksums that the publisher states.
 

@@ -43,6 +43,7 @@ def unigram_baseline(train: np.ndarray, evaluation: np.ndarray, vocab_size: int)
 
     Args:
         train, evaluation: token ids [tokens] of the train text and of the text to evaluate.
+        vocab_size: V, the size of the vocabulary.
     """
     counted, held_out = _split(train)
     weights = _fit(_unigram_terms(counted, held_out, vocab_size), np.zeros(len(held_out), dtype=np.int64), 1)
@@ -55,6 +56,7 @@ def bigram_baseline(train: np.ndarray, evaluation: np.ndarray, vocab_size: int, 
 
     Args:
         train, evaluation: token ids [tokens] of the train text and of the text to evaluate.
+        vocab_size: V, the size of the vocabulary.
         prefix_id: token id that stands before the first evaluated token, usually the end of text. Therefore the first token is
             evaluated too.
     """
