@@ -167,7 +167,10 @@ class LanguageBatches(ResumableBatches):
 
     Args:
         tokens: token ids [tokens].
+        sequence_length: number of inputs in a window.
         batch_size: number of windows in a global batch.
+        seed: seed of the offsets and of the order of the windows.
+        device: device of the batches.
         rank, ranks: rank of this process, and number of ranks that share each batch. For an evaluation in which every rank needs
             whole batches, keep the defaults.
         resident: whether to keep the tokens on the device. If False, they stay in their file, see `TokenStream`.
@@ -223,6 +226,8 @@ class PaddedBatches(ResumableBatches):
         sequence_length: number of positions in a row.
         batch_size: number of rows in a global batch.
         padding_id: token id of the padding.
+        seed: seed of the order of the lines.
+        device: device of the batches.
         resident: whether to keep the tokens on the device. If False, they stay in their file, see `TokenStream`.
         rank, ranks: rank of this process, and number of ranks that share each batch.
 
@@ -274,8 +279,10 @@ class InstructionBatches(ResumableBatches):
     Args:
         completions: rows from `tokenize_completions`. They are copied to the device.
         batch_size: number of rows in a global batch.
+        seed: seed of the order of the rows.
         shuffle: whether every epoch has a new order. If False, every epoch has the order of the rows, as an evaluation needs.
         drop_last: whether to leave out the last batch of an epoch if it is incomplete.
+        device: device of the batches.
         rank, ranks: rank of this process, and number of ranks that share each batch. For an evaluation in which every rank needs
             whole batches, keep the defaults.
 

@@ -50,6 +50,10 @@ class BasicBlock(nn.Module):
 class ResNet18(nn.Module):
     """ResNet-18 for small images (see the module's docstring).
 
+    Args:
+        num_classes: K, the number of classes.
+        width: w, the number of channels of the first stage.
+
     Attributes:
         name: `resnet18` for the width 64 of the paper, else `resnet18_w<width>`, so that a network of another width is never
             reported as ResNet-18.

@@ -109,6 +109,7 @@ class TransformerLM(nn.Module):
     """Causal language model over token ids (see the module's docstring).
 
     Args:
+        config: shape of the model.
         loss_chunk_tokens: if a batch has more tokens, the training loss is computed in chunks of this size, and the backward
             pass recomputes the logits of each chunk.
     """

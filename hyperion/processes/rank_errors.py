@@ -50,6 +50,7 @@ class RankExit:
     """How a rank ended.
 
     Args:
+        rank: number of the rank.
         record: result or error that the rank wrote to its file (see worker.py); None if the rank wrote nothing.
         code: exit code, or the negative number of the signal; None if torchrun reported no exit code.
         time: time at which torchrun noticed the exit, in whole seconds since 1970.
@@ -141,9 +142,10 @@ def rank_error(job: Job, end: RankExit, log: str, where: str) -> RankError:
 
 @dataclass(frozen=True)
 class RankStack:
-    """The stack of a rank at the time when it received SIGUSR1.
+    """The stack of a rank at the time when the rank received SIGUSR1.
 
     Args:
+        rank: number of the rank.
         frames: frames of the main thread, innermost first, as "function (file.py:12)"; empty if the rank wrote no stack.
         waiting: True if the rank was waiting for other ranks.
         finished: True if the function of the job had returned on this rank.

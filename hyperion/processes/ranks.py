@@ -102,6 +102,7 @@ class Torchrun:
     """torchrun as a subprocess in its own session.
 
     Args:
+        job: the job that torchrun starts.
         folder: folder for the files that the processes exchange (see `JobFolder`).
         logs: folder for the log of each rank and the log of torchrun.
         output: handler of the lines that rank 0 prints.

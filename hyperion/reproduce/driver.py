@@ -95,6 +95,7 @@ class _StartedNotebook:
         inputs: hashes of everything that the result depends on.
         why_again: the reason why the notebook runs again; "" if it has not run before in this run.
         replays: whether the notebook reads the rows of a reference machine instead of measuring.
+        started: start time of the notebook, from `time.monotonic`.
     """
 
     before: Entry

@@ -82,6 +82,9 @@ class Pulse:
     SYNC_STEPS steps of the slowest rank would take longer than SYNC_S seconds. As a result, all ranks receive a request to
     stop within about SYNC_S seconds, or after one step if a step takes longer.
 
+    Args:
+        device: the device that trains.
+
     Attributes:
         steps: number of steps between two reads.
     """
@@ -122,6 +125,7 @@ class EpochMeter:
     Steps are measured between start() and pause(). Both can be called several times in an epoch.
 
     Args:
+        device: the device that trains.
         warmed_up: True if this process has already trained. In this case the first steps are also timed.
     """
 

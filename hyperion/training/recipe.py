@@ -185,6 +185,7 @@ class LossScaler:
     Source: Micikevicius et al., Mixed Precision Training, 2018.
 
     Args:
+        device: the device that trains.
         enabled: if False, no scale is used, no step is skipped, and there is no state.
     """
 

@@ -34,6 +34,7 @@ class ImageBatches(ResumableBatches):
         labels: integer classes [N].
         batch_size: number of images in a global batch.
         normalisation: means and standard deviations of the channels of the TRAIN images, with pixels scaled to 0 .. 1.
+        seed: seed of the orders and of the augmentations.
         augment: names of the augmentations. 'crop' shifts each image by up to 4 pixels. 'flip' mirrors half of the images left
             to right in even epochs, and the other half in odd epochs (Jordan 2024, arXiv 2404.00498). Use only the names in
             ImageSet.augmentations, because in some image sets a flip changes the class.
@@ -43,6 +44,7 @@ class ImageBatches(ResumableBatches):
             The centre of the square is drawn from the whole image, so a part of the square may be outside of the image.
         shuffle: whether every epoch has a new order. If False, every epoch has the order of the files, as an evaluation needs.
         drop_last: whether to leave out the last batch of an epoch if it is incomplete.
+        device: device that stores the image set and builds the batches.
         dtype: dtype of the images. They are computed in float32 and then converted to this dtype.
         rank, ranks: rank of this process, and number of ranks that share each batch. For an evaluation in which every rank
             needs whole batches, keep the defaults.

@@ -67,6 +67,9 @@ class ArrayWriter:
     The checksums of the rows are written to `<folder>/checksums/<name>.npy`.
 
     Args:
+        folder: folder for the two files.
+        name: name of the array.
+        dtype: dtype of the array in the file.
         row_shape: shape of one row; () if each row is one number.
     """
 

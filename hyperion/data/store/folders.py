@@ -199,6 +199,7 @@ class DataManifest:
         name, source, detail: the same as in the corpus or the image set. They contain no paths of the machine.
         files: {'sha256': hexadecimal digits, 'bytes': size} of each file, by file name.
         facts: counts and settings of the step that wrote the folder, as JSON values.
+        schema_version: version of the form of the manifest.
     """
 
     name: str
