@@ -106,9 +106,10 @@ def _imports(source: str, package: str) -> tuple[Import, ...]:
 
 
 def _defining_modules(module: str, name: str) -> list[str]:
-    """Return the module that defines an imported name.
+    """Return the module that defines the name in `from module import name`, as a list with one entry.
 
-    This is a submodule of that name, the module from which an `__init__.py` imports the name, or `module` itself.
+    If `name` is a submodule, return the submodule. If `module` is a package whose `__init__.py` only imports public names,
+    return the module from which the name is imported. Otherwise return `module` itself.
     """
     if name and _module_file(f"{module}.{name}"):
         return [f"{module}.{name}"]

@@ -315,7 +315,10 @@ def _begin(new: Path, step: int) -> None:
 
 
 def _put_back(folder: Path) -> None:
-    """Restore the name of a checkpoint if the process was killed while it replaced this checkpoint by one of the same step."""
+    """Restore a checkpoint that was renamed to be replaced by a new checkpoint of the same step, if the new one is missing.
+
+    This happens if a process was killed while it saved the new checkpoint. If the new checkpoint exists, remove the old one.
+    """
     for replaced in _ours(folder, REPLACED):
         target = folder / replaced.name.removeprefix(REPLACED)
         if _is_checkpoint(target):

@@ -385,7 +385,7 @@ class Prefetched:
         self._threads.shutdown()
 
     def _plan(self, place: tuple[int, int]) -> None:
-        """Fill the queue to `ahead` batches. An empty queue starts with the batch of `place`."""
+        """Fill the queue until it has `ahead` batches. If the queue is empty, it starts with the batch at `place`."""
         following = self.batches.place_after(self._pending[-1][0]) if self._pending else place
         while len(self._pending) < self.ahead:
             self._pending.append((following, self._threads.submit(self._make, following)))

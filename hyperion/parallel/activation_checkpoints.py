@@ -188,9 +188,10 @@ def _refusal(block: nn.Module, what: str) -> HyperionError:
 
 
 def _gradients(block: nn.Module, forward: Callable, args: tuple, kwargs: dict) -> dict[str, Tensor]:
-    """Return the gradients of the inputs and parameters of a block for random output gradients, and its buffers afterwards.
+    """Run the forward and the backward pass of a block. Return the gradients of its inputs and parameters, and its buffers.
 
-    Every call uses the same random numbers. The buffers of the block are then restored.
+    The gradients of the outputs are random. Every call uses the same random numbers. After the call, the buffers of the block
+    have their previous values.
     """
     buffers = [(buffer, buffer.clone()) for buffer in block.buffers()]
     leaves: dict[str, Tensor] = {}

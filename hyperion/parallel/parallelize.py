@@ -144,7 +144,7 @@ def _require_ranks(plan: ParallelPlan, world: World) -> None:
 def _broadcast_from_rank_0(model: nn.Module) -> None:
     """Copy the values of rank 0 to all ranks.
 
-    FSDP2 does not copy values. Without this function it would combine shards of different models.
+    FSDP2 does not copy values. Without this function, FSDP2 would combine shards of different models.
     """
     assert_same_shapes(model)
     for tensor in [*model.parameters(), *model.buffers()]:

@@ -83,7 +83,7 @@ def first_failure(exits: list[RankExit]) -> RankExit | None:
 
 
 def _cause_order(end: RankExit) -> tuple[int, bool, float]:
-    """Return a sort key. It puts more likely causes first, and orders equally likely causes by time."""
+    """Return a sort key with which the most likely root cause comes first. Equally likely causes are ordered by time."""
     if end.error:
         likelihood = 3 if end.error["lost_peer"] else 2 if end.error["exit_code"] == INTERRUPTED else 1
         return likelihood, False, end.error["time"]

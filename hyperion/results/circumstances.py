@@ -165,7 +165,10 @@ def _flat(content: dict, prefix: str = "") -> Iterator[tuple[str, object]]:
 
 
 def _of_one_side(name: str, sides: list[dict[str, set[str]]]) -> bool:
-    """Return True if the circumstance belongs to an experiment that one set lacks. Its values are listed as missing anyway."""
+    """Return True if the circumstance belongs to an experiment that only one set has.
+
+    The comparison lists the values of this experiment as missing, so the circumstance does not need to be listed too.
+    """
     experiment = name.partition(": ")[0] + ": "
     return _of_experiment(name) and not all(any(other.startswith(experiment) for other in side) for side in sides)
 

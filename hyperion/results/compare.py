@@ -158,10 +158,11 @@ def sensitivity(compared: list[Comparison]) -> str:
 
 
 def _require_turns(runs_a: list[Run], runs_b: list[Run]) -> None:
-    """Refuse launches of different calls of `hyperion relaunch`, and a set that mixes launches of both versions.
+    """Raise an error if launches belong to different calls of `hyperion relaunch`, or if a set contains launches of both
+    versions.
 
     All launches of one call are measured within a short time. Their spread does not include changes of the machine between two
-    calls. The test would confirm such a change of the machine as a change of the code.
+    calls. Therefore the test would report a change of the machine as a change of the code.
     """
     sides = [[run.information().get("relaunch", {}) for run in side] for side in (runs_a, runs_b)]
     calls = {launched.get("call") for side in sides for launched in side}

@@ -126,7 +126,10 @@ def _recomputed(row: Row, groups: dict[tuple, np.ndarray], where: str) -> str:
 
 
 def _function_of(row: Row) -> Callable[[float], float] | None:
-    """Return the metric as a monotone function of the median time, up to a factor; None for other metrics."""
+    """Return a monotone function that computes the metric from the median time, except for a constant factor.
+
+    Return None if the metric is not a function of the median time.
+    """
     if row.metric in _TIMES or row.metric.removesuffix("_time_s") in _PHASES:
         return lambda time_s: time_s
     return (lambda time_s: 1 / time_s) if row.metric in _RATES else None

@@ -287,7 +287,7 @@ def read_tokenizer(folder: Path, source: str = "folder") -> Tokenizer:
 
 
 def _special(folder: Path, name: str, bpe: tokenizers.Tokenizer) -> int | None:
-    """Return the id of the special token `name`, as the first configuration file that sets it says; None if no file sets it."""
+    """Return the id of a special token. The first configuration file with an entry `name` is used; None if no file has it."""
     for config in _CONFIGS:
         path = folder / config
         if not path.exists():
