@@ -88,7 +88,7 @@ def write_stamp(folder: Path, content: dict) -> None:
 
 
 def site_entries(folder: Path) -> list[str]:
-    """Return the names in site-packages. They show later if a package was deleted."""
+    """Return the names in site-packages. A later call compares them, to find out whether a package was deleted."""
     return sorted(entry.name for site in folder.glob("lib/python*/site-packages") for entry in site.iterdir())
 
 

@@ -59,7 +59,7 @@ def without_exchange(model: nn.Module) -> Iterator[None]:
 
 
 def start_sum(values: Tensor, ranks: int) -> Callable[[], Tensor]:
-    """Start to sum `values` over all ranks, asynchronously to the next operations on the device.
+    """Start to sum `values` over all ranks. The next operations on the device do not wait for the sum.
 
     Args:
         values: tensor of this rank. All ranks need the same shape and dtype.

@@ -210,15 +210,15 @@ class StoreBarrier:
         self._timeout_s = timeout_s
 
     def arrive(self, name: str) -> None:
-        """Count this rank as arrived, without waiting."""
+        """Record that this rank has arrived, and return at once."""
         self._store.add(name, 1)
 
     def is_complete(self, name: str, ranks: int) -> bool:
-        """Return True if this many ranks have arrived."""
+        """Return True if at least `ranks` ranks have arrived."""
         return self._store.add(name, 0) >= ranks
 
     def wait(self, name: str, ranks: int) -> None:
-        """Count this rank as arrived, and wait until this many ranks have arrived.
+        """Record that this rank has arrived, and wait until `ranks` ranks have arrived.
 
         Raises:
             HyperionError: some ranks did not arrive before the timeout.

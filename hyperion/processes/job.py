@@ -103,7 +103,7 @@ def entry_of(function: Callable) -> str:
 
 
 def load_entry(entry: str) -> Callable:
-    """Import the function with this name, as `entry_of` returns it."""
+    """Import and return a function. Its name has the form that `entry_of` returns."""
     module, name = entry.split(":")
     return getattr(importlib.import_module(module), name)
 

@@ -52,7 +52,7 @@ class Notebook:
 
     @property
     def number(self) -> str:
-        """Number of the chapter, as 2.4 for phase2_development/04_memory.ipynb; "" for a notebook in another folder."""
+        """Number of the chapter, such as 2.4 for phase2_development/04_memory.ipynb; "" for a notebook in another folder."""
         found = re.match(r"phase(\d+)[^/]*/(\d+)_", f"{self.path.parent.name}/{self.path.name}")
         return f"{int(found[1])}.{int(found[2])}" if found else ""
 

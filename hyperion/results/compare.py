@@ -158,8 +158,7 @@ def sensitivity(compared: list[Comparison]) -> str:
 
 
 def _require_turns(runs_a: list[Run], runs_b: list[Run]) -> None:
-    """Raise an error if launches belong to different calls of `hyperion relaunch`, or if a set contains launches of both
-    versions.
+    """Raise an error if launches belong to different calls of `hyperion relaunch`, or if a set mixes both versions.
 
     All launches of one call are measured within a short time. Their spread does not include changes of the machine between two
     calls. Therefore the test would report a change of the machine as a change of the code.

@@ -303,7 +303,7 @@ OwnMetrics = Mapping[str, Iterable[Metric]]
 
 
 def own_metrics(rows: Iterable[Row]) -> dict[str, list[Metric]]:
-    """Return the definitions of those metrics of the rows that the library does not define.
+    """Return the definitions of the metrics that the rows use and that are not built into the library.
 
     Returns:
         A dictionary that maps "notebook/experiment" to the metrics of this experiment.

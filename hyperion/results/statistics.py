@@ -130,12 +130,14 @@ def proportion_estimate(successes: int, n: int) -> Estimate:
 def launches_estimate(values: Sequence[float], intervals: Sequence[tuple[float | None, float | None]], seed: int = 0) -> Estimate:
     """Return the median over launches, with a 95 % interval that contains the variation between and within launches.
 
-    The bootstrap is nested. It resamples the launches. Then it moves each chosen launch by a normal error whose standard
-    deviation follows from the interval within this launch. The interval of a single launch is the one within this launch.
+    The bootstrap is nested. It resamples the launches. Then it adds a normally distributed error to the value of each chosen
+    launch. The standard deviation of this error is computed from the interval within the launch. If there is only one launch,
+    the result has the interval within this launch.
 
     Args:
         values: the value of each launch.
-        intervals: the 95 % interval within each launch. (None, None) if the launch has none; it is then not moved.
+        intervals: the 95 % interval within each launch; (None, None) if a launch has no interval. No error is added to the
+            value of such a launch.
         seed: seed of the resampling.
 
     Source: Davison and Hinkley, Bootstrap Methods and their Application, 1997, section 3.8.

@@ -64,10 +64,10 @@ def sgd_nesterov(model: nn.Module, learning_rate: float, weight_decay: float = 5
 
 
 def decay_groups(model: nn.Module, weight_decay: float) -> list[dict]:
-    """Return two parameter groups: parameters with at least two dimensions with weight decay, and others without.
+    """Return two parameter groups. The first group has weight decay, the second group has none.
 
-    The first group contains matrices, embeddings and convolution kernels. The second group contains biases and parameters of
-    norms.
+    The first group contains the parameters with at least two dimensions: matrices, embeddings and convolution kernels. The
+    second group contains biases and parameters of norms.
 
     Raises:
         HyperionError: the weight decay is negative or not finite, or no parameter requires a gradient.

@@ -249,7 +249,7 @@ class PublishedSet(Generic[T]):
 
 
 def hub_endpoint() -> str:
-    """Return the address of the Hugging Face hub. The environment variable HF_ENDPOINT replaces it."""
+    """Return the address of the Hugging Face hub: the value of HF_ENDPOINT if this environment variable is set."""
     return os.environ.get("HF_ENDPOINT") or "https://huggingface.co"
 
 
