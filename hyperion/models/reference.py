@@ -240,7 +240,7 @@ class Encoder(_Reference):
 
     @property
     def name(self) -> str:
-        """Name with the width, heads and layers. The length of the sequence is not included, because the model accepts any."""
+        """Name with the width, heads and layers. The sequence length is not included, because the model accepts any length."""
         return f"encoder_d{self.width}_h{self.width // HEAD_WIDTH}_l{self.layers}"
 
     def _make(self) -> nn.Module:

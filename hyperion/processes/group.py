@@ -94,9 +94,9 @@ def world() -> World:
 def process_group(timeout_s: float = 600.0, backend: str | None = None) -> Iterator[World]:
     """Context manager that initializes torch.distributed on the device of this rank, and destroys the group on exit.
 
-    Under torchrun every rank must enter it. A process without torchrun's variables gets a group of one rank, because DDP and
-    FSDP2 need a group; no port is opened for it. A process can use the context manager several times, one after the other.
-    After an exception the group is aborted, so that this rank does not wait for ranks that may have died.
+    Under torchrun every rank must enter the block. A process without torchrun's variables gets a group of one rank, because DDP
+    and FSDP2 need a group. No port is opened for this group. A process can use the context manager several times, one after the
+    other. After an exception the group is aborted, so that this rank does not wait for ranks that may have died.
 
     Args:
         timeout_s: seconds that a rank waits for the other ranks, at the start and in every collective.

@@ -125,7 +125,7 @@ class Row:
 
     @property
     def busy(self) -> bool:
-        """True if other processes used the cores while the row was measured on a CPU. Its times are then too long."""
+        """True if other processes used the cores while the row was measured on a CPU. The measured times are then too long."""
         return "busy" in (self.throttle or "").split("+")
 
     @property

@@ -251,7 +251,8 @@ def fenced(values: np.ndarray, launches_a: int) -> np.ndarray:
     """Return the values with outliers clipped to two bounds, so that one stalled launch does not hide a change.
 
     The bounds are the same for both sets. They are computed from the central range of all launches, which leaves out about a
-    tenth of the launches at each end. It leaves out fewer launches if the smaller set could otherwise lie completely outside.
+    tenth of the launches at each end. Fewer launches are left out if all launches of the smaller set could otherwise be
+    outside.
     The distance of each bound from the central range is the width of that range. For ten launches per set with normal values,
     the bounds are about four standard deviations from the middle.
 

@@ -362,7 +362,7 @@ class Run:
         note_experiment(notebook, experiment, KEPT)
 
     def finished(self, notebook: str, experiment: str) -> dict | None:
-        """Return {input_hash, rows, source, data, provenance} of a stored experiment, or None if it is not finished.
+        """Return {input_hash, rows, source, data, provenance} of an experiment; None if the experiment is not finished.
 
         The provenance states the profile, the seed and the environment of the experiment. They may differ from those in run.json.
         """

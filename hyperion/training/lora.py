@@ -156,7 +156,8 @@ def load_adapter(model: nn.Module, path: Path, base_sha256: str | None = None) -
 
     Args:
         model: the result of add_lora, or a module that contains it.
-        path: a folder that save_adapter or peft wrote. A folder of save_adapter has a manifest, with which it is verified.
+        path: a folder that save_adapter or peft wrote. If save_adapter wrote the folder, the files are verified with its
+            manifest.
         base_sha256: `frozen_sha256` of the model. If given, the adapter must have been trained on weights with this hash. A
             folder without base.json is not checked.
 
