@@ -52,7 +52,7 @@ class TurnPlan:
     Args:
         rounds: number of rounds. Each launch has one turn per round.
         slice_s: seconds of sampling per function in a turn.
-        calls: number of calls per sample, by name of the function. All launches use the same number.
+        calls: dict from the name of a function to its number of calls per sample. All launches use the same numbers.
         expected_s: approximate duration of all turns together in seconds.
     """
 
@@ -69,9 +69,11 @@ class Launched:
     Args:
         side: "A" or "B".
         number: number of the launch, from 1.
-        answers: the time of each function. It has one sample per round, which is the median of the samples in the turn.
+        answers: dict from the name of a function to its time. The time has one sample per round, which is the median of the
+            samples of this launch's turn in the round.
         samples: all samples of all turns. The columns are variant, round, index, calls and time_s (seconds per call).
-        files: sha256 of the module files that were imported from the side's folder, by path below the folder.
+        files: dict from the path of a module file below the side's folder to its sha256. It contains the files that the launch
+            imported.
     """
 
     side: str
@@ -114,8 +116,8 @@ def relaunch(
 
     Args:
         work: path of a Python file with a function `work()`. This function returns a dict of the functions to time, by name.
-            The functions take no arguments. The file can import from a side's folder and from installed packages, but not from
-            its own folder.
+            The functions take no arguments. The file can import modules from a side's folder and installed packages, but no
+            modules from the folder that contains the file.
         folder_a, folder_b: folders of the two versions, for example two checkouts. The folder of a side comes first on the
             import path of its launches. Pass the same folder twice to measure the noise.
         launches: number of launches per side.
@@ -151,7 +153,7 @@ def plan_turns(call_s: dict[str, float], launches: int, seconds: float) -> TurnP
     """Plan the turns. A slice is long enough for two calls of the slowest function. There are at least 30 rounds.
 
     Args:
-        call_s: seconds per call, by name of the function.
+        call_s: dict from the name of a function to the seconds of one call.
         launches: number of launches of both sides together.
     """
     rounds = max(MINIMUM_SAMPLES, int(seconds / max(_SLICE_S, 2 * max(call_s.values()))))
@@ -182,7 +184,12 @@ def normalise_rounds(times: np.ndarray) -> np.ndarray:
 
 
 class _Team:
-    """The running launches of both sides, and their answers to `prepare`. The keys are (side, number)."""
+    """The running launches of both sides.
+
+    Attributes:
+        partners: dict from (side, number of the launch) to the connection with its process.
+        prepared: dict from (side, number of the launch) to the answer of the launch to the request `prepare`.
+    """
 
     def __init__(self, work: Path, folders: dict[str, Path], stack: contextlib.ExitStack):
         self.work, self.folders, self.stack = work, folders, stack
@@ -212,9 +219,9 @@ class _Team:
         for file, digest in self.prepared[side, number]["files"].items():
             if first.get(file, digest) != digest:
                 raise HyperionError(
-                    f"a file changed before launch {number} of {side} imported it",
+                    f"this file was changed before launch {number} of {side} imported it",
                     where=self.folders[side] / file,
-                    next_step="run again, and do not edit the folders until all launches have started",
+                    next_step="repeat the measurement, and do not edit the folders until all launches have started",
                 )
 
     @staticmethod
@@ -241,7 +248,7 @@ class _Team:
                     f"work() returned different functions: {', '.join(functions_here)} in launch {who[1]} of side {who[0]}, "
                     f"and {', '.join(times[0])} in another launch",
                     where=self.work,
-                    next_step="return the same names on both sides",
+                    next_step="let work() return functions with the same names in all launches",
                 )
         return {name: min(one[name]["call_s"] for one in times) for name in times[0]}
 
@@ -253,7 +260,11 @@ def environment_of(folder: Path) -> dict[str, str]:
 
 
 def _take_turns(team: _Team, plan: TurnPlan, report: Report) -> dict[str, dict[LaunchId, list[dict]]]:
-    """Run all turns, one launch at a time, and return the answers by function and launch."""
+    """Run all turns, one launch at a time.
+
+    Returns:
+        dict from the name of a function to a dict from the launch to its answers, one per turn.
+    """
     random, order = np.random.default_rng(0), sorted(team.partners)
     turns = {name: {who: [] for who in order} for name in plan.calls}
     for turn in range(plan.rounds):
