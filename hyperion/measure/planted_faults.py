@@ -1,7 +1,7 @@
-"""Test the checks: plant known measurement errors into real measurements, and require that a check detects each error.
+"""Test the checks of measurements: add known errors to real measurements, and require that a check detects each error.
 
-Each fault has a clean twin. The twin is the same measurement without the fault, and it must pass the check. Without the twin, a
-check that rejects every measurement would seem to work.
+An error that is added on purpose is called a planted fault. Each fault has a clean twin, which is the same measurement without
+the fault. The clean twin must pass the check. Otherwise a check that rejects every measurement would seem to work.
 """
 
 import time
@@ -39,8 +39,8 @@ class PlantedFault:
         refusal: text that the message of this check contains. If the message does not contain it, another check raised the
             exception, and the error does not count as detected.
         plant: function (device, broken, believe) -> None that runs the measurement. If `broken` is True, the measurement has
-            the fault. The function calls `believe` with the wrong result that a reader would have seen. It raises the
-            exception of the check.
+            the fault. The function calls `believe` with the wrong result that a reader would have seen. If a check rejects the
+            measurement, the function raises the exception of this check.
     """
 
     name: str
@@ -97,7 +97,11 @@ def _run(device: Device, fault: PlantedFault) -> FaultResult:
 
 
 def _measure(device: Device, fault: PlantedFault, *, broken: bool) -> tuple[str, Exception | None]:
-    """Run the measurement. Return the result that a reader would have seen, and the exception (None if there was none)."""
+    """Run the measurement with or without the fault.
+
+    Returns:
+        The result that a reader would have seen, and the exception of the check, or None if no exception was raised.
+    """
     read: list[str] = []
     try:
         fault.plant(device, broken, read.append)
@@ -157,7 +161,7 @@ def _clock_drift(device: Device, broken: bool, believe: Believe) -> None:
 
 
 def _no_flush(clock: Callable[[Device], Clock]) -> Callable[[Device, bool, Believe], None]:
-    """Return the fault: a copy is timed as with cold caches, but if broken, the clock does not flush the cache."""
+    """Return the function `plant` of a fault: a copy is timed with cold caches. If broken, the clock does not flush the cache."""
 
     def plant(device: Device, broken: bool, believe: Believe) -> None:
         source = torch.randn(1 << 16, device=device.torch_device)
@@ -200,7 +204,7 @@ class _RoundedProduct(Gemm):
 
 
 def _product(kind: type[Gemm]) -> Callable[[Device, bool, Believe], None]:
-    """Return the fault: a matrix product is measured. If broken, it is an instance of `kind`, which computes wrongly."""
+    """Return the function `plant` of a fault: a matrix product is measured. If broken, its class is `kind`, which is wrong."""
 
     def plant(device: Device, broken: bool, believe: Believe) -> None:
         product = (kind if broken else Gemm)(128, 128, 128, "fp32", device)
@@ -258,7 +262,9 @@ def mi250x(compute_units: int, memory_bytes: float, clock_mhz: float) -> Device:
 
 
 def _wrong_device(wrong: tuple[int, float, float], said: str) -> Callable[[Device, bool, Believe], None]:
-    """Return the fault: the peak of one die of an MI250X is looked up. If broken, the device has the properties `wrong`.
+    """Return the function `plant` of a fault: the data sheet of one die of an MI250X is looked up.
+
+    If broken, the device has the properties `wrong`, which do not agree with the data sheet.
 
     Args:
         wrong: (compute units, bytes of memory, clock in MHz).
@@ -332,7 +338,7 @@ def _row(device: Device, dtype: str, rate: Estimate, verification: Verification)
 
 
 class Scripted:
-    """A clock whose samples follow a script, with the noise of an idle machine.
+    """A clock that measures nothing. Its samples follow a script, with random noise as on an idle machine.
 
     Args:
         script: function from the number of a call (from 1) to its seconds.

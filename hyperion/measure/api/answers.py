@@ -173,7 +173,7 @@ class ComparisonAnswer(Answer):
 
     @property
     def verdict(self) -> str:
-        """Text that names the faster function. If the 95 % interval of `ratio` contains 1, it says that no difference was shown."""
+        """Text that names the faster function, or says that there is no difference if the 95 % interval of `ratio` contains 1."""
         (a, b), ratio = self.labels, self.ratio
         if ratio.ci_low > 1:
             return f"{a} is {_times(ratio)} faster than {b}"

@@ -62,7 +62,7 @@ class Explanation(Answer):
         parts: parts for waiting, for moving data and for computing, and the unexplained rest.
         timing: times of an unprofiled step in seconds. On a GPU each sample is the mean of `steps` steps in a row, because the
             host runs ahead of the device.
-        profiled_step_s: time of a step under the profiler in seconds. It is longer than `timing` by the cost of the profiler.
+        profiled_step_s: time of a step under the profiler in seconds. The difference from `timing` is the cost of the profiler.
         steps: number of profiled steps.
         flops: FLOPs of one step. None if `explain` was called without ceilings.
         notes: warnings about the times and the ceilings.

@@ -429,8 +429,9 @@ def _not_written(inputs: dict, label: str, tensor: torch.Tensor) -> HarnessError
 def _may_write_unseen(function: Callable[[], object], device: Device, tensors: list[torch.Tensor]) -> str:
     """Return the reason why PyTorch may have missed a write to one of these tensors, or "" if there is no such reason.
 
-    On a CPU, the function is called once more. If a PyTorch operator writes to a tensor in this call, the tensor is removed from
-    the list `tensors`. Version counters do not show all of these writes. They miss writes in inference mode and through `.data`.
+    The function may be called once more. On a CPU, if a PyTorch operator writes to a tensor in this call, the tensor is removed
+    from the list `tensors`. Version counters do not show all of these writes. They miss writes in inference mode and through
+    `.data`.
     """
     if any(not tensor.untyped_storage().resizable() for tensor in tensors if tensor.device.type == "cpu"):
         return "its memory is shared with NumPy or another library"

@@ -30,11 +30,11 @@ _ASKED_BYTES = 32 * MIB
 
 
 class NoMemoryCap(HyperionError):
-    """Raised when the system allows allocations beyond a memory cap."""
+    """Raised when an allocation succeeds although it exceeds the limit that `memory_cap` has set."""
 
 
 def allocator_refusal(error: Exception, device: Device) -> str | None:
-    """Return the first line of the message if the error is an out-of-memory error. Return None otherwise.
+    """Return the first line of the message of an out-of-memory error. Return None if the error is another error.
 
     On a CPU, PyTorch has no exception class for out-of-memory errors, so the message of the allocator is compared. oneDNN
     allocates its own memory. If this fails, its error message only says that it "could not create a primitive". For such an
