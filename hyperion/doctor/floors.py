@@ -262,7 +262,10 @@ class _Together:
     ranks: int
 
     def measure_with_others(self, measure: Callable[[], list[Row]], heat_s: float) -> list[Row]:
-        """Call `measure` at the same time on all ranks and return its rows. The devices are warmed up first."""
+        """Warm up the device, call `measure` at the same time on all ranks, and return its rows.
+
+        Afterwards the device stays busy until all ranks have finished.
+        """
         started = time.monotonic()
         while time.monotonic() - started < heat_s:
             measure()

@@ -70,7 +70,7 @@ _TOLERANCES = {
 # are not flushed and operands are not converted.
 # Source: AMD, MIOpen documentation, "MI200 MFMA behavior specifics".
 _FLUSHING = ("gfx90a",)
-_FLUSHED = 2
+_FLUSHED = 2  # factor by which the tolerances of bf16 are larger on these architectures
 _MOST_SKIPPED = 16  # largest number of steps that fp16 may skip until its loss scale is small enough
 
 

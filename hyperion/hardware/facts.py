@@ -83,7 +83,20 @@ class GpuFacts:
 class MachineFacts:
     """Facts about a machine: software versions, visible GPUs, CPU and operating system.
 
-    They contain no paths, user names or host names.
+    The facts contain no paths, user names or host names.
+
+    Args:
+        python, torch, cuda, hip: versions. `cuda` or `hip` is None if torch was built without it.
+        cpu: facts about the CPU.
+        gpus: the visible GPUs, in the order of PyTorch.
+        gpu_error: message of torch if it sees a GPU but cannot open it, else None.
+        driver: name and version of the GPU driver, or None.
+        collectives: name and version of the library for collectives (NCCL or RCCL), or None.
+        collective_settings: environment variables that configure this library, see `collective_settings`.
+        packages: dict from the name of a Python package to its version.
+        os, kernel, machine: operating system, version of its kernel, and architecture, such as "x86_64".
+        host_hash: hash of the host name.
+        visible_devices: environment variables that select the visible GPUs.
     """
 
     python: str

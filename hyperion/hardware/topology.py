@@ -15,7 +15,8 @@ from hyperion.hardware.cpu import system_text
 from hyperion.hardware.device import Device
 from hyperion.hardware.telemetry import _nvml_handle
 
-# NVML's levels of the nearest common ancestor of two GPUs: the name in nvidia-smi, and the meaning.
+# The keys are NVML's levels of the nearest common ancestor of two GPUs. The values are the name of the level in nvidia-smi, and
+# its meaning.
 _ANCESTORS = {
     0: ("PSB", "same board"),
     10: ("PIX", "one PCIe switch"),

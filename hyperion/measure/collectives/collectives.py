@@ -232,7 +232,7 @@ def measure_collective(
         collective: the collective.
         size_bytes: S in bytes. It is rounded up by `collective_bytes`.
         dtype: a key of `DTYPES`.
-        here: this rank.
+        here: description of this rank.
         roll: object that receives the name of every collective before the collective starts. Hang reports contain these names.
         time_limit_s: see `time_function`.
 
@@ -441,9 +441,9 @@ class CollectiveOverlap:
         bytes: S of the all-reduce in bytes.
         dtype: dtype of the all-reduce.
         ranks: number of ranks.
-        compute: timing of the computation alone.
-        collective: timing of the all-reduce alone.
-        both: timing of the overlapped call.
+        compute: timing of the computation without the all-reduce.
+        collective: timing of the all-reduce without the computation.
+        both: timing of the call that overlaps the all-reduce with the computation.
         verification: check of the output after the last overlapped call.
     """
 
@@ -466,7 +466,7 @@ class CollectiveOverlap:
 
     @property
     def exposed_share(self) -> Estimate:
-        """Share of the collective that a training step waits for: (both - compute) / collective."""
+        """Share of the time of the all-reduce that the computation does not hide: (both - compute) / collective."""
         return self._estimate(lambda compute, collective, both: (both - compute) / collective)
 
     def _estimate(self, function: Callable[[float, float, float], float]) -> Estimate:
@@ -503,7 +503,7 @@ def measure_overlap(
     Args:
         size_bytes: S of the all-reduce in bytes. It is rounded up by `collective_bytes`.
         dtype: dtype of the all-reduce, a key of `collectives.DTYPES`.
-        here: this rank.
+        here: description of this rank.
         roll: object that receives the name of every collective before the collective starts. Hang reports contain these names.
         compute: function that runs a computation on this rank's device. None means matrix products that take about as long as
             the all-reduce.

@@ -118,7 +118,8 @@ class SavedForBackward:
         key = storage_key(tensor)
         if key not in self._known:
             self._kept[key] = weakref.ref(tensor.untyped_storage())
-        return tensor.detach()  # without its graph: an output saved by its own node would keep itself alive
+        # Detach the tensor, because an output that its own autograd node saves would otherwise keep itself alive.
+        return tensor.detach()
 
 
 def storage_key(tensor: Tensor) -> int:
@@ -413,7 +414,8 @@ class MemoryTimeline(TorchDispatchMode):
 
     def _mark_saved(self, tensor: Tensor) -> Tensor:
         self._mark(tensor, ACTIVATIONS)
-        return tensor.detach()  # without its graph: an output saved by its own node would keep itself alive
+        # Detach the tensor, because an output that its own autograd node saves would otherwise keep itself alive.
+        return tensor.detach()
 
     def _mark_gradient(self, parameter: Tensor) -> None:
         if parameter.grad is not None:

@@ -40,8 +40,8 @@ _LEADERS = 12
 # Largest number of samples of a block, and its largest expected duration in seconds. After each block, the time is checked.
 _SAMPLES_IN_TURN = 32
 _BLOCK_S = 0.25
-# Number of consecutive samples for which one value of the drift is estimated. With fewer samples, the effect of the drift could
-# not be separated from the effect of the shapes.
+# Number of consecutive samples that share one estimated value of the drift. With fewer samples, the drift could not be
+# distinguished from the differences between shapes.
 _MOMENT = 16
 _FIT_ROUNDS = 10
 _CLIMBS = 8
@@ -391,7 +391,7 @@ def shape_effects(places: np.ndarray, values: np.ndarray, moment: int) -> dict[i
     Args:
         places: for each sample, the number of its shape, in the order in which the samples were taken.
         values: logarithms of the sampled rates. A change of the clock frequency then adds the same value for all shapes.
-        moment: number of consecutive samples for which one value of the drift is estimated. The median of the drift is 0.
+        moment: number of consecutive samples that share one value of the drift. The median of the drift is 0.
 
     Returns:
         The effects of the shapes, by number of the shape.
