@@ -31,7 +31,7 @@ Believe = Callable[[str], None]
 
 @dataclass(frozen=True)
 class PlantedFault:
-    """One kind of measurement error.
+    """One kind of measurement error, and the check that must detect it.
 
     Args:
         name: name of the error.
@@ -51,7 +51,7 @@ class PlantedFault:
 
 @dataclass(frozen=True)
 class FaultResult:
-    """The result of a planted fault.
+    """The result of running a measurement with a planted fault and without it.
 
     Args:
         name: name of the error.
@@ -143,7 +143,7 @@ def _no_synchronisation_of_a_block(device: Device, broken: bool, believe: Believ
 
 
 def _no_warm_up(device: Device, broken: bool, believe: Believe) -> None:
-    """The first calls are up to four times slower. If broken, the time limit ends the warm-up too early."""
+    """Time a function whose first calls are up to four times as slow. If broken, the time limit ends the warm-up too early."""
     clock = Scripted(lambda call: _WORK_S * (1 + 3 * np.exp(-call / 50)))
     timing = time_function(lambda: None, device, cold=False, minimum_samples=30, time_limit_s=0.1 if broken else 5.0, clock=clock)
     believe(f"{timing.samples_s.mean() * 1e3:.2f} ms on average, but {_WORK_S * 1e3:.2f} ms after a complete warm-up")
@@ -177,7 +177,7 @@ def _no_flush(clock: Callable[[Device], Clock]) -> Callable[[Device, bool, Belie
 
 
 def _skipped_work(device: Device, broken: bool, believe: Believe) -> None:
-    """If broken, three of four calls reuse an earlier result."""
+    """Time a function. If broken, three of four calls do no work, as if they returned an earlier result."""
     calls = iter(range(1 << 40))
 
     def work() -> None:
@@ -408,7 +408,7 @@ class Queue:
 
 
 class BlockClock(WallClock):
-    """The host's clock, which times a block of calls on an asynchronous device.
+    """A clock of the host that times blocks of calls on the simulated device `queue`.
 
     Args:
         waits: whether the clock synchronises at the end of a block. It always synchronises at the start.
@@ -430,7 +430,7 @@ class BlockClock(WallClock):
 
 
 class Unflushed:
-    """The clock of a device, but it does not flush the cache.
+    """A clock like `device_clock`, but without the cache flush before each sample.
 
     Args:
         counted: whether the clock increments the call counter of the flush before each sample, although the flush does not run.

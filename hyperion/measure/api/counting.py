@@ -51,7 +51,7 @@ class MemoryAnswer(Answer):
 
     @property
     def added_bytes(self) -> int:
-        """Peak minus the memory in use before the call, in bytes.
+        """Number of bytes at the peak minus number of bytes before the call.
 
         On a GPU, both values are those of the allocator. On a CPU, they are the counted sizes of tensors.
         """
@@ -61,7 +61,7 @@ class MemoryAnswer(Answer):
 
     @property
     def verdict(self) -> str:
-        """Text that names the operator at the peak."""
+        """Text that names the operator after which the total size of live tensors was largest."""
         return f"peak after {self.peak_operator}" if self.peak_operator else "no operator created a tensor on this device"
 
     def __str__(self) -> str:
@@ -69,7 +69,9 @@ class MemoryAnswer(Answer):
         counted = f"(counted by dispatch, n=1), {self.device.name}; {self.verdict}"
         if self.allocator_peak_bytes is None:
             return f"{self.label}: {tensors} {counted}\nbuffers inside libraries are not counted on a CPU"
-        allocated = f"{bytes_text(self.allocator_peak_bytes)} at the peak, {bytes_text(self.added_bytes)} above the start"
+        allocated = (
+            f"{bytes_text(self.allocator_peak_bytes)} at the peak, {bytes_text(self.added_bytes)} more than before the call"
+        )
         return f"{self.label}: {allocated} (device allocator, n=1)\n{tensors} {counted}"
 
     def row(self, *, notebook: str, experiment: str, variant: str, **columns) -> Row:
@@ -135,7 +137,7 @@ class FlopsAnswer(Answer):
 
     @property
     def total(self) -> int:
-        """FLOPs of all operators."""
+        """Number of FLOPs of all operators together. Operators without a formula count as 0."""
         return sum(self.by_operator.values())
 
     @property

@@ -139,7 +139,7 @@ class Explanation(Answer):
 
         parts = [(part.name, part.seconds, part.share) for part in self.parts]
         notes = "\n".join([self.profiler_cost, *self.notes])
-        return draw_waterfall(f"{self.label}: where a step goes", parts, self.device.name, notes)
+        return draw_waterfall(f"{self.label}: where the time of a step goes", parts, self.device.name, notes)
 
 
 def explain(

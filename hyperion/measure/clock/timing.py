@@ -104,7 +104,7 @@ class Timing:
 
     @property
     def unsteady(self) -> str:
-        """Text that says why the device was not in a steady state. "" if it was.
+        """Text that says why the device was not in a steady state. "" if the device was in a steady state.
 
         There are two possible reasons: the samples drift, or the warm-up reached its time limit.
         """

@@ -41,7 +41,7 @@ ACTIVATIONS = "activations"
 
 
 class RefusedProduct(HyperionError):
-    """Raised when the library does not support a product; the message contains its reason."""
+    """Raised when the BLAS library does not support a product. The message contains the error message of the library."""
 
 
 @dataclass(frozen=True)
@@ -326,7 +326,7 @@ def verify_data(data: str, *operands: torch.Tensor) -> Verification:
 
 
 def require_passed(verification: Verification) -> None:
-    """Raise an error if a verification of the operands failed. The measured rate would then belong to other data.
+    """Check that a verification of the operands passed. If it failed, the operands are not the data that the label names.
 
     Raises:
         HarnessError: the verification failed. The message contains the name, the error and the tolerance of the verification.

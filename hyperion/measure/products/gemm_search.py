@@ -386,7 +386,11 @@ class ShapeRanking:
 
 
 def shape_effects(places: np.ndarray, values: np.ndarray, moment: int) -> dict[int, float]:
-    """Fit value = effect of the shape + drift by median polish, and return the effects of the shapes.
+    """Separate the rates of the shapes from the drift of the clock frequency, and return the rates.
+
+    The model is: value = effect of the shape + drift. It is fitted by median polish. The effect of a shape is the logarithm of
+        its
+    rate without drift.
 
     Args:
         places: for each sample, the number of its shape, in the order in which the samples were taken.
@@ -394,7 +398,7 @@ def shape_effects(places: np.ndarray, values: np.ndarray, moment: int) -> dict[i
         moment: number of consecutive samples that share one value of the drift. The median of the drift is 0.
 
     Returns:
-        The effects of the shapes, by number of the shape.
+        Dict from the number of a shape to the effect of the shape.
 
     Source: Tukey, Exploratory Data Analysis, 1977, chapter 11 (median polish).
     """

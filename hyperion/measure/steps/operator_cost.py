@@ -85,19 +85,19 @@ class OperatorCost:
 
     @property
     def operators(self) -> int:
-        """Difference between the numbers of operators of the two steps with transformer layers."""
+        """Number of operators of the step with many transformer layers minus number of operators of the step with few layers."""
         few, many = self.layers
         return many.plain - few.plain
 
     @property
     def other_operators(self) -> int:
-        """Difference between the numbers of all other operators of the two steps with convolutions."""
+        """Difference between the steps with many and few convolutions in the number of operators that are not `is_convolution`."""
         few, many = self.convolving
         return many.plain - few.plain
 
     @property
     def convolutions(self) -> int:
-        """Difference between the numbers of convolutions and batch norms of the two steps with convolutions."""
+        """Difference between the steps with many and few convolutions in the number of convolutions and batch norms."""
         few, many = self.convolving
         return many.convolutions - few.convolutions
 

@@ -137,7 +137,7 @@ class MemoryStream:
 
 @dataclass(frozen=True)
 class StepCeilings:
-    """The measured rates and times of a machine, from which a step is predicted.
+    """The measured rates and times of a machine. `predict_step` computes the time of a step from them.
 
     Args:
         products: dict from a dtype of the recorded operators to the rates of matrix products in this dtype. If float32 products

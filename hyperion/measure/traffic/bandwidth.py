@@ -155,7 +155,7 @@ class CopyMeasurement:
 
     @property
     def bandwidth_gb_s(self) -> Estimate:
-        """GB/s with its 95 % interval."""
+        """Bandwidth in GB/s (10⁹ bytes per second), with its 95 % confidence interval."""
         return self.timing.estimate.map(lambda seconds: self.bytes / seconds / 1e9)
 
 
