@@ -91,7 +91,7 @@ class OperatorCost:
 
     @property
     def other_operators(self) -> int:
-        """Difference between the steps with many and few convolutions in the number of operators that are not `is_convolution`."""
+        """Difference between the steps with many and few convolutions in the number of all other operators."""
         few, many = self.convolving
         return many.plain - few.plain
 
