@@ -504,6 +504,21 @@ def clean(
         say(f"{'would remove' if dry_run else 'removed'} {path}")
 
 
+@app.command(name="headlines")
+def headlines_page(
+    page: Annotated[Path, typer.Argument(help="The Markdown page. Its markers name the runs.")] = Path("docs/headlines.md"),
+) -> None:
+    """Make the tables of docs/headlines.md again from the rows of the reference runs.
+
+    The page states for each value how many launches and machines measured it, and how much it differs within and between
+    launches.
+    """
+    from hyperion.book.headline_page import update_page
+
+    for marker in update_page(page):
+        say(f"made again: {marker}")
+
+
 @app.command()
 def publish(run: RunName, name: Annotated[str, typer.Argument(help="Name of the machine, such as h200.")]) -> None:
     """Copy a run to results/reference/NAME/ as the reference of a machine. Other runs can be compared with a reference, and

@@ -19,6 +19,7 @@ WANTED_POWER = 0.8
 _POWER_DIVISIONS = 400
 _LARGEST = 0.99
 _STEP = math.log(1.1)
+_NORMAL_HALF_WIDTH = 1.96  # standard deviations in half of a 95 % interval of a normal distribution
 _CELLS = 4_000_000  # largest number of elements in each of the few arrays that a test holds in memory at once
 
 
@@ -123,6 +124,27 @@ def proportion_estimate(successes: int, n: int) -> Estimate:
     interval = stats.binomtest(successes, n).proportion_ci(CONFIDENCE, method="wilson")
     share = successes / n
     return Estimate(share, min(interval.low, share), max(interval.high, share), n)
+
+
+def launches_estimate(values: Sequence[float], intervals: Sequence[tuple[float | None, float | None]], seed: int = 0) -> Estimate:
+    """Return the median over launches, with a 95 % interval that contains the variation between and within launches.
+
+    The bootstrap is nested. It resamples the launches. Then it moves each chosen launch by a normal error whose standard
+    deviation follows from the interval within this launch. The interval of a single launch is the one within this launch.
+
+    Args:
+        values: the value of each launch.
+        intervals: the 95 % interval within each launch. (None, None) if the launch has none; it is then not moved.
+        seed: seed of the resampling.
+
+    Source: Davison and Hinkley, Bootstrap Methods and their Application, 1997, section 3.8.
+    """
+    launches = _finite(values)
+    halves = [0.0 if low is None or high is None else (high - low) / 2 for low, high in intervals]
+    deviations = np.array(halves) / _NORMAL_HALF_WIDTH
+    picks = _resampled(len(launches), seed)
+    errors = np.random.default_rng(seed + 1).standard_normal(picks.shape) * deviations[picks]
+    return _estimate(float(np.median(launches)), np.median(launches[picks] + errors, axis=1), len(launches))
 
 
 def mean_estimate(samples) -> Estimate:

@@ -196,7 +196,8 @@ def _file_findings(folder: Path, manifest: DataManifest) -> Iterator[DataFinding
     for path in sorted(folder.rglob("*")):
         name = path.relative_to(folder).as_posix()
         # A link to a folder counts as an unlisted file, because its target was not checked.
-        known = name in manifest.files or name in (FILE_NAME, MARK)
+        # A file browser or a network file system may add hidden files, such as .DS_Store. Hyperion never reads them.
+        known = name in manifest.files or name in (FILE_NAME, MARK) or (path.name.startswith(".") and not path.is_symlink())
         if (path.is_symlink() or not path.is_dir()) and not known:
             yield DataFinding(printable(name), "the manifest does not list this file")
 

@@ -167,6 +167,13 @@ def test_each_corruption_is_found_named_and_moved_aside(fault, copies, monkeypat
     assert command(monkeypatch) == 0, "what is left is sound, and the quarantine is not examined again"
 
 
+def test_hidden_files_of_a_file_browser_damage_nothing(copies, monkeypatch):
+    (copies["images"] / ".DS_Store").write_bytes(b"\0")
+    assert command(monkeypatch) == 0 and copies["images"].exists()
+    (copies["images"] / ".hidden").symlink_to("/etc")
+    assert command(monkeypatch) == 1
+
+
 def test_all_faults_of_a_folder_are_told_at_once(copies, monkeypatch, capsys):
     folder = copies["images"]
     flip_bit(folder / "train_images.npy", HEADER)
