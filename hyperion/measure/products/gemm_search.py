@@ -388,9 +388,8 @@ class ShapeRanking:
 def shape_effects(places: np.ndarray, values: np.ndarray, moment: int) -> dict[int, float]:
     """Separate the rates of the shapes from the drift of the clock frequency, and return the rates.
 
-    The model is: value = effect of the shape + drift. It is fitted by median polish. The effect of a shape is the logarithm of
-        its
-    rate without drift.
+    A value is modelled as the sum of the effect of its shape and the drift. The model is fitted by median polish. The effect of a
+    shape is the logarithm of its rate without drift.
 
     Args:
         places: for each sample, the number of its shape, in the order in which the samples were taken.

@@ -85,19 +85,22 @@ class OperatorCost:
 
     @property
     def operators(self) -> int:
-        """Number of operators of the step with many transformer layers minus number of operators of the step with few layers."""
+        """Difference in the number of operators between the step with many and the step with few transformer layers."""
         few, many = self.layers
         return many.plain - few.plain
 
     @property
     def other_operators(self) -> int:
-        """Difference between the steps with many and few convolutions in the number of all other operators."""
+        """Difference in the number of other operators between the step with many and the step with few convolutions.
+
+        The other operators are neither convolutions nor batch norms.
+        """
         few, many = self.convolving
         return many.plain - few.plain
 
     @property
     def convolutions(self) -> int:
-        """Difference between the steps with many and few convolutions in the number of convolutions and batch norms."""
+        """Difference in the number of convolutions and batch norms between the step with many and the step with few convolutions."""
         few, many = self.convolving
         return many.convolutions - few.convolutions
 
