@@ -85,13 +85,13 @@ class OperatorCost:
 
     @property
     def operators(self) -> int:
-        """Difference in the number of operators between the step with many and the step with few transformer layers."""
+        """Difference in the number of operators between the steps with many and with few transformer layers."""
         few, many = self.layers
         return many.plain - few.plain
 
     @property
     def other_operators(self) -> int:
-        """Difference in the number of other operators between the step with many and the step with few convolutions.
+        """Difference in the number of other operators between the steps with many and with few convolutions.
 
         The other operators are neither convolutions nor batch norms.
         """
@@ -100,7 +100,7 @@ class OperatorCost:
 
     @property
     def convolutions(self) -> int:
-        """Difference in the number of convolutions and batch norms between the step with many and the step with few convolutions."""
+        """Difference in the number of convolutions and batch norms between the steps with many and with few convolutions."""
         few, many = self.convolving
         return many.convolutions - few.convolutions
 
