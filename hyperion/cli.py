@@ -355,8 +355,8 @@ def doctor(
 
     With --harness: plant every measurement mistake that this library knows, and show which check detects it.
 
-    With --numerics: compare two small trainings with the float64 numbers stored in git. If a number is wrong, the output names
-    the first wrong tensor and the exit code is 1.
+    With --numerics: compare two small training runs with the float64 numbers stored in git. If a number is wrong, the output
+    names the first wrong tensor, and the exit code is 1.
 
     With --comparison: make 44 comparisons of real launches, which takes half an hour. The exit code is 1 if a planted slowdown
     of 10 % is not confirmed, or if there are more false alarms than a test at the 5 % level allows.

@@ -1,8 +1,7 @@
 """Find the files that a module imports, directly or indirectly, and hash them.
 
 Imports are read from the syntax tree, and no code is executed. The hash is used to decide whether the results of an experiment
-are
-up to date: a change in a file that the experiment does not import does not change the hash.
+are up to date. A change in a file that the experiment does not import does not change the hash.
 
 Some `__init__.py` files contain only imports of the public names of a package. If a name is imported from such a file, only the
 module that defines the name counts as imported, and not all modules that the `__init__.py` imports.
@@ -144,7 +143,7 @@ def _is_face(source: str) -> bool:
 
 
 def _module_file(name: str) -> Path | None:
-    """Return the file of a module, or None. The package of the module is not imported."""
+    """Return the file of a module; None if the module has no file. The package of the module is not imported."""
     first, *rest = name.split(".")
     base = _package_folder(first)
     if base is None:

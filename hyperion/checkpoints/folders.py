@@ -204,6 +204,7 @@ def newest_good(folder: Path, read: Callable[[Path], T]) -> T | None:
     For each checkpoint that cannot be used, a warning with the reason is printed to stderr.
 
     Args:
+        folder: folder that contains the checkpoints of the run.
         read: function that reads a checkpoint. It must return on all ranks, or raise the same CheckpointError on all ranks,
             as `verify` and `read_sharded` do.
 
@@ -226,7 +227,7 @@ def newest_good(folder: Path, read: Callable[[Path], T]) -> T | None:
         raise CheckpointError(
             f"none of the {len(refused)} checkpoints can be used; the problem of the newest one: {refused[0].what}",
             where=refused[0].where,
-            next_step=f"restore {folder} from a copy, or remove it to train from the beginning",
+            next_step=f"restore {folder} from a copy, or remove this folder to train from the beginning",
         )
     return None
 
@@ -415,7 +416,7 @@ def _checkpoint_paths(folder: Path) -> list[Path]:
         raise CheckpointError(
             f"the folder of checkpoints cannot be listed: {error}",
             where=folder,
-            next_step="make it readable, or choose another checkpoint folder",
+            next_step="make the folder readable, or choose another checkpoint folder",
         ) from error
 
 
@@ -450,7 +451,9 @@ def _is_checkpoint(path: Path) -> bool:
 def _require_folder(path: Path) -> None:
     if os.path.islink(path) or not os.path.isdir(path):
         kind = "a symbolic link" if os.path.islink(path) else "a file"
-        raise CheckpointError(f"this is {kind}, not the folder of a checkpoint", where=path, next_step="move it elsewhere")
+        raise CheckpointError(
+            f"this is {kind}, not the folder of a checkpoint", where=path, next_step="move this file or link elsewhere"
+        )
 
 
 def _digests(path: Path, names: list[str]) -> dict[str, str]:
@@ -463,6 +466,7 @@ def sha256_of(path: Path, next_step: str) -> str:
     """Return the sha256 of a regular file.
 
     Args:
+        path: path of the file.
         next_step: value for the field `next_step` of an error.
     """
     with open_regular(path, CheckpointError, next_step) as file:

@@ -110,7 +110,7 @@ def create(folder: Path, stamp: dict, choice: Choice) -> None:
         raise HyperionError(
             "this folder has an environment that `make setup` did not make",
             where=folder,
-            next_step="use this environment with PYTHON=.venv/bin/python, or move it to another place",
+            next_step="use this environment with PYTHON=.venv/bin/python, or move the folder .venv to another place",
         )
     if folder.exists():
         print(f"hyperion: {_reason(folder, stamp, choice)}; making .venv again", flush=True)

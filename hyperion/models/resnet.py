@@ -69,7 +69,7 @@ class ResNet18(nn.Module):
         self.initialize()
 
     def initialize(self) -> None:
-        """Initialise the convolutions with He's normal initialisation for ReLU, by fan-out.
+        """Initialise the convolutions with kaiming_normal_ (He et al.) for ReLU, with mode "fan_out".
 
         BatchNorm and the classifier keep torch's default initialisation.
         """

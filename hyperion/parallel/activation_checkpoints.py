@@ -38,6 +38,7 @@ def apply_checkpointing(model: nn.Module, blocks: list[nn.Module], policy: str, 
     """Checkpoint the activations of some blocks of a model. Only `forward` is replaced, so parameters keep their names.
 
     Args:
+        model: the model that contains the blocks.
         blocks: the blocks to checkpoint.
         policy: name of the policy, for error messages.
         selective: if True, save the inputs of blocks and the results of matrix products, convolutions and attention. If

@@ -98,6 +98,7 @@ def parallelize(model: nn.Module, plan: ParallelPlan, world: World) -> nn.Module
 
     Args:
         model: a model whose blocks are known to `layout_of(model)`. It is modified in place.
+        plan: options of the four steps.
         world: the result of hyperion.processes.world().
 
     Returns:

@@ -307,7 +307,7 @@ def _require_no_group() -> None:
         raise GroupError(
             "there is already a process group",
             where=f"rank {dist.get_rank()} of {dist.get_world_size()}",
-            next_step="use the existing group through hyperion.processes.world(), or destroy it first",
+            next_step="use the existing group through hyperion.processes.world(), or destroy the existing group first",
         )
 
 

@@ -112,6 +112,8 @@ def rank_error(job: Job, end: RankExit, log: str, where: str) -> RankError:
     there was no exception, the message contains the signal or exit code and the end of the log.
 
     Args:
+        job: the job that failed.
+        end: how the failed rank ended.
         log: everything that this rank printed.
         where: value for the field `where` of the error.
     """
@@ -165,6 +167,7 @@ def read_stack(rank: int, stack: str, finished: bool) -> RankStack:
     """Parse the stack that faulthandler wrote on a rank. The last block of the text is the stack of the main thread.
 
     Args:
+        rank: number of the rank.
         stack: text that faulthandler wrote.
         finished: True if the function of the job had returned on this rank.
     """
@@ -204,6 +207,7 @@ def collective_timeout_error(job: Job, error: RankError, stacks: list[RankStack]
     If exactly one rank did not join the collective, the message names this rank.
 
     Args:
+        job: the job that failed.
         error: error of the rank whose collective timed out.
         stacks: stack of every rank at the time of the timeout.
     """

@@ -1,4 +1,4 @@
-"""Verify a run: its files are unchanged, its rows are valid, its counts agree, and its rows agree with their samples."""
+"""Verify a run: files are unchanged, rows are valid, counts agree, and values of rows agree with the stored samples."""
 
 import json
 from collections import Counter
@@ -17,8 +17,8 @@ from hyperion.untrusted import parse_json
 _NEXT = "restore the run from where it was copied, or measure the experiment again"
 _SAME = 1e-9  # relative tolerance for the order of floating-point operations; samples are stored exactly
 _PHASES = ("forward", "backward", "optimizer")
-# Metrics that are an amount of work divided by the median time. If the row does not state the work, it is computed from the
-# value.
+# Metrics that are an amount of work divided by the median time. If the row does not state the amount of work, the amount is
+# computed from the value of the row.
 _RATES = (
     "gemm_tflops",
     "bandwidth_gb_s",

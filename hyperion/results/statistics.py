@@ -1,6 +1,7 @@
 """Statistics: medians with bootstrap confidence intervals, A/B ratios, and a randomization test for sets of launches.
 
-The module also computes the power of that test.
+A launch is one process that measures one version of the code. A set of launches measures the same version several times. The
+module also computes the power of the randomization test.
 """
 
 import functools
@@ -148,7 +149,7 @@ def launches_estimate(values: Sequence[float], intervals: Sequence[tuple[float |
 
 
 def mean_estimate(samples) -> Estimate:
-    """Return the mean of independent repetitions, such as trainings with several seeds, with Student's 95 % interval.
+    """Return the mean of independent repetitions, such as training runs with several seeds, with Student's 95 % interval.
 
     Raises:
         ValueError: there are fewer than two samples, so that their spread is unknown.

@@ -62,6 +62,7 @@ class StopFlag:
         """Yield the batches, and raise Interrupted when a stop is requested. Use it for work that can be repeated.
 
         Args:
+            batches: the batches to yield.
             must_stop: function that is called before each batch and returns True to stop. Use it if all ranks must stop
                 before the same batch. By default `requested` is read.
         """

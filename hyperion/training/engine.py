@@ -96,7 +96,7 @@ class Engine(Protocol):
         ...
 
     def evaluate(self, batches: Iterable) -> dict[str, float]:
-        """Return metrics of held-out data by name, including 'loss'. The training state does not change."""
+        """Return a dict of the metrics on held-out data, including 'loss'. The training state does not change."""
         ...
 
     def save(self, folder: Path) -> None:
@@ -477,7 +477,7 @@ def _micro_batches(
         raise HyperionError(
             f"a batch of {examples} examples cannot be split into {count} parts",
             where="gradient accumulation",
-            next_step="use a larger batch or fewer micro-batches; drop the last batch of an epoch if it is smaller",
+            next_step="use a larger batch or fewer micro-batches; drop the last batch of an epoch if it has fewer examples",
         )
     parts = list(zip(*(tensor.tensor_split(count) for tensor in batch), strict=True))
     for part in parts[:-1]:

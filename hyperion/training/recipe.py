@@ -214,6 +214,7 @@ class LossScaler:
         """Update the weights unless a gradient overflowed, then adapt the scale.
 
         Args:
+            optimizer: optimizer that updates the weights.
             gradient_norm: L2 norm of the gradients after `unscale`, as a scalar.
 
         Returns:
@@ -268,6 +269,7 @@ def choose_precision(device: Device, requested: str = "auto") -> Precision:
     """Return the precision for training on this device.
 
     Args:
+        device: device on which the model is trained.
         requested: 'auto', 'fp32', 'tf32', 'bf16', 'fp16' or 'fp8'. 'auto' selects bf16 on a GPU with matrix units for bf16,
             else fp32.
 
