@@ -106,6 +106,9 @@ class Prediction:
     def sealed(self) -> "Prediction":
         """Return the prediction with its digest."""
         fields = {name: value for name, value in asdict(self).items() if name not in ("guess", "digest")}
+        for name in ("estimate", "ceiling", "low", "high"):
+            # The store reads all numbers back as float: 0 and 0.0 are the same prediction.
+            fields[name] = None if fields[name] is None else float(fields[name])
         text = json.dumps(fields, sort_keys=True, allow_nan=False)
         return replace(self, digest=hashlib.sha256(text.encode()).hexdigest()[:16])
 

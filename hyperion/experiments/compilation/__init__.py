@@ -1,1 +1,1 @@
-"""torch.compile: time, memory, and the number of calls after which compilation pays."""
+"""Experiment on torch.compile: time and memory of a call, and the number of calls after which the compilation saves time."""

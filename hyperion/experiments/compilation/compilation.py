@@ -1,6 +1,7 @@
-"""Gains and costs of torch.compile.
+"""How much time does torch.compile save in a call, and how much does the compilation cost?
 
-Each mode of each model is measured in a separate process, and its calls are timed in turn with eager calls.
+Each compiler mode of each model is measured in a separate process. In this process, calls of the compiled model are timed in turn
+with calls of the eager model.
 """
 
 import gc
@@ -54,14 +55,15 @@ _LEFT_OUT = "left out: a cold compilation takes long, and neither the profile no
 
 
 class CompilationOptions(Options):
-    """Options of the experiment.
+    """Options of `compilation`.
 
     Args:
-        models: models and their modes.
-        samples: smallest number of samples per mode.
-        back_to_back: number of calls per sample.
-        time_limit_s: seconds for the samples of a mode.
-        search: settings of the compiler's search by mode, {"max-autotune": {setting: value}}. Other modes use their defaults.
+        models: models to compile, with the compiler modes of each model.
+        samples: smallest number of timing samples for each mode.
+        back_to_back: number of calls that are timed together. They give one timing sample.
+        time_limit_s: seconds of timing for each mode.
+        search: settings of Inductor for the search of kernels, as {mode: {setting: value}}, for example with the mode
+            "max-autotune". A mode that is missing uses the default settings.
     """
 
     models: tuple[ModelSpec, ...]
@@ -72,7 +74,7 @@ class CompilationOptions(Options):
 
 
 def forecast(context: Context) -> list[Forecast]:
-    """Predict the speed-up of each model in its last mode, which the reader guesses, then the time of each mode."""
+    """Predict the speed-up of each model in its last mode, which the reader guesses, then the time of a call in each mode."""
     forecasts = [_model_forecasts(context, spec) for spec in CompilationOptions.of(context).models]
     return [speedup for speedup, _ in forecasts] + [time for _, times in forecasts for time in times]
 
@@ -104,12 +106,19 @@ def _model_forecasts(context: Context, spec: ModelSpec) -> tuple[Forecast, list[
 
 
 def _fused_bytes(census: Census, weight_bytes: int) -> int:
-    """Return the least bytes of element-wise work: one pass from the output of a matrix product to the input of the next one."""
+    """Return the least number of bytes that element-wise operations must move.
+
+    The operations between two matrix products are fused: one kernel reads the output of the first product and writes the input of
+    the second product.
+    """
     return min(census.other_bytes, max(census.product_bytes - weight_bytes, 0))
 
 
 def run(context: Context, report: Report) -> Result:
-    """Measure every mode of every model in a separate process. A mode that the profile omits has a row with the reason."""
+    """Measure every mode of every model in a separate process.
+
+    For a mode that the profile leaves out, return a row without a value, with the reason.
+    """
     options = CompilationOptions.of(context)
     cells = [(spec, mode) for spec in options.models for mode in MODES]
     results, eager_times = [], {}
@@ -132,12 +141,15 @@ EXPERIMENT = Experiment(forecast, run, forecast_reads=("gemm", "bandwidth"), opt
 
 
 def measure_mode(context: Context, report: Report, spec: dict, mode: str, probe: str, eager_s: float | None = None) -> Result:
-    """Measure one mode of one model. This process measures nothing else.
+    """Measure one mode of one model. The process that runs this function measures nothing else.
 
     Args:
+        context: context of the experiment.
+        report: function that is called with the progress.
         spec: fields of a `ModelSpec`.
-        probe: folder for the results of the compiler's test of the CPU. All modes share it.
-        eager_s: seconds of an eager call, measured in a separate process. None if it was not measured.
+        mode: name of the compiler mode, or "eager".
+        probe: folder in which the compiler stores which instructions the CPU supports. All modes share this folder.
+        eager_s: seconds of an eager call, measured in another process. None if eager calls were not measured.
     """
     options, model_spec = CompilationOptions.of(context), ModelSpec.model_validate(spec, strict=False)
     supported, how = context.device.supports(model_spec.dtype)
@@ -157,11 +169,14 @@ def measure_mode(context: Context, report: Report, spec: dict, mode: str, probe:
 
 
 class _CompilerFailed(Exception):
-    """The compiler failed. The message has one line."""
+    """Raised if the compiler fails. The message is a single line."""
 
 
 class _Measurement:
-    """One mode of one model: compile, measure memory while nothing else runs, then time in turn with eager calls."""
+    """Measurement of one mode of one model.
+
+    It compiles the model, then measures the memory of compiled calls, then times compiled calls and eager calls in turn.
+    """
 
     def __init__(
         self,
@@ -200,10 +215,14 @@ class _Measurement:
         return Result(rows, pd.concat(frames, ignore_index=True))
 
     def _undisturbed(self, eager_s: float | None) -> list[Timing]:
-        """Return timings in which eager calls are about as fast as in the eager process.
+        """Time the calls. Repeat the timing if other work on the host has disturbed it.
 
-        If they differ, the timing is repeated, and the closest timings are returned. On a host that is busy with other work,
-        launches take twice as long, so modes that save launches would seem to have twice the speed-up.
+        The eager calls of this process should be as fast as the eager calls of the eager process. If they are not, the timing is
+        repeated, and the timings with the smallest difference are returned. Otherwise the speed-up would be wrong: on a busy
+        host, launches take twice as long, so a mode that saves launches would seem to be twice as fast as it is.
+
+        Args:
+            eager_s: seconds of an eager call in the eager process. None if it was not measured.
         """
         tries, differences = [], []
         while len(tries) < _TRIES:
@@ -216,7 +235,7 @@ class _Measurement:
         return tries[differences.index(min(differences))]
 
     def _time(self) -> list[Timing]:
-        """Time the calls. Calls of a compiled mode are timed in turn with eager calls."""
+        """Time the calls once. If the mode is a compiled mode, its calls are timed in turn with eager calls."""
         module, call, inputs = self.model.module, self.call, self.model.inputs
         functions = [lambda: call(*inputs)]
         if self.mode != EAGER:
@@ -235,7 +254,7 @@ class _Measurement:
         gpu = self.device.kind != "cpu"
         gc.collect()
         if gpu:
-            torch.cuda.empty_cache()  # free the memory that autotuning used and calls do not need
+            torch.cuda.empty_cache()  # free memory that was used only during autotuning
         with PeakMemoryRegion(self.device) as region:
             for _ in range(_STEADY_CALLS):
                 self.call(*self.model.inputs)
@@ -260,7 +279,7 @@ class _Measurement:
         )
 
     def _eager_rows(self) -> list[Row]:
-        """Return two rows: the number of operations in an eager call, and the share of its FLOPs that use `self.dtype`."""
+        """Return two rows about an eager call: its number of operations, and the share of its FLOPs that are in `self.dtype`."""
         census = count_operations(lambda: self.model.module(*self.model.inputs))
         share = census.share_in(self.dtype)
         declared = checked("the declared dtype", 1 - share, 0.0)
@@ -331,7 +350,10 @@ class _Measurement:
 
 
 def _compiler_rows(row: Callable[..., Row], compilation: Compilation) -> list[Row]:
-    """Return rows of graph breaks, graphs, recompilations and kernel calls. The check fails if no graph was captured."""
+    """Return the rows of the numbers of graph breaks, graphs, recompilations and kernel calls.
+
+    The check fails if no graph was captured.
+    """
     reasons = "; ".join(f"{reason} ({times} times)" for reason, times in compilation.break_reasons.items())
     captured = checked("something was captured", float(compilation.graphs < 1), 0.0)
     counts = {f"calls of {kind} kernels": number for kind, number in compilation.kernel_calls.items()}
@@ -351,7 +373,7 @@ def _absent(context: Context, options: CompilationOptions, spec: ModelSpec, mode
 
 @contextmanager
 def _no_tf32():
-    """Disable TF32 for float32 convolutions within this context. Matrix products do not use TF32 by default.
+    """Context manager that turns TF32 off for float32 convolutions. Matrix products do not use TF32 by default.
 
     PyTorch has two settings for TF32. This context uses the older one, because Inductor reads it while it tunes convolutions and
     raises an error if both settings are used.
@@ -366,7 +388,7 @@ def _no_tf32():
 
 @contextmanager
 def _compiler_failures():
-    """Within this context, raise `_CompilerFailed` for errors of the compiler. It does not import the compiler."""
+    """Context manager that converts errors of the compiler to `_CompilerFailed`. It does not import the compiler."""
     try:
         yield
     except Exception as error:
@@ -377,4 +399,4 @@ def _compiler_failures():
 
 
 def _quiet(done: int, total: int, note: str = "") -> None:
-    """Ignore progress within a mode."""
+    """Progress function that does nothing. The progress within one mode is not shown."""

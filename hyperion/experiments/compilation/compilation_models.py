@@ -1,6 +1,6 @@
-"""The models that the experiment compiles.
+"""The models of the experiment `compilation`, each with a batch of inputs.
 
-Each model has a batch of inputs. All modes use the same dtype and memory format.
+A model has the same dtype and the same memory format in all compiler modes.
 """
 
 import re
@@ -29,15 +29,16 @@ class ModelSpec(BaseModel):
     """Specification of a model, its inputs, and the compiler modes to measure.
 
     Args:
-        model: "resnet18_imagenet_stem", "resnet18", "resnet18_w8" for a width of 8, or a TransformerLM configuration.
+        model: "resnet18_imagenet_stem", "resnet18", "resnet18_w8" (a ResNet-18 of width 8), or the name of a TransformerLM
+            configuration.
         dtype: dtype of weights and inputs.
         batch: number of images or sequences in one call.
-        modes: compiler modes, "eager" first.
-        sequence_length: tokens of a sequence (language models).
-        vocabulary: rows of the embedding (language models).
-        context: largest sequence length of the model (language models). 0 uses `sequence_length`.
-        checkpoint: file of weights. An empty string uses initial weights.
-        weights: name of these weights in rows. An empty string stands for initial weights.
+        modes: names of the compiler modes to measure. "eager" comes first.
+        sequence_length: number of tokens in a sequence (language models only).
+        vocabulary: number of tokens in the vocabulary (language models only).
+        context: largest sequence length of the model (language models only). 0 uses `sequence_length`.
+        checkpoint: path of a file with weights. An empty string uses initial weights.
+        weights: name of the weights in the rows. An empty string stands for initial weights.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
@@ -54,7 +55,7 @@ class ModelSpec(BaseModel):
 
     @property
     def is_image_model(self) -> bool:
-        """Whether the inputs are images."""
+        """True if the inputs are images."""
         return self.model.startswith("resnet18")
 
 
@@ -63,8 +64,9 @@ class CompiledModel:
     """A model in evaluation mode and the arguments of one call.
 
     Attributes:
-        module, inputs: on one device, in the dtype and memory format of the specification.
-        params: description of the model in rows, with model, batch, input and weights.
+        module: the model, on its device, in the dtype and memory format of the specification.
+        inputs: arguments of one call, on the same device and in the same format.
+        params: params of the rows that describe the model: model, batch, input and weights.
     """
 
     module: nn.Module
@@ -73,15 +75,18 @@ class CompiledModel:
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of parameters and buffers. Tied tensors count once."""
+        """Number of bytes of all parameters and buffers. A tensor that several layers share counts once."""
         return sum(tensor.numel() * tensor.element_size() for tensor in (*self.module.parameters(), *self.module.buffers()))
 
 
 def make_model(spec: ModelSpec, device: str, seed: int, weights: Mapping[str, Tensor] | None = None) -> CompiledModel:
-    """Return the model of a specification on a device. On "meta", tensors have shapes but no storage.
+    """Return the model of a specification on a device.
 
     Args:
-        weights: tensors by name that replace the initial weights.
+        spec: specification of the model.
+        device: name of the device. On "meta", tensors have shapes but no storage.
+        seed: seed of the initial weights and of the inputs.
+        weights: tensors that replace the initial weights, by their names in the state dict. None keeps the initial weights.
 
     Raises:
         HyperionError: the model does not exist, or the weights belong to another model.
@@ -99,14 +104,15 @@ def make_model(spec: ModelSpec, device: str, seed: int, weights: Mapping[str, Te
 
 
 def model_params(spec: ModelSpec, seed: int) -> dict:
-    """Return the description of the model in rows."""
+    """Return the params of the rows that describe the model: model, batch, input and weights."""
     weights = spec.weights or f"initial, seed {seed}"
     return {"model": spec.model, "batch": spec.batch, "input": _input_text(spec), "weights": weights}
 
 
 def reference_output(spec: ModelSpec, model: CompiledModel) -> Tensor:
-    """Return the output for the first samples (eight images or one sequence), computed in float64 on the CPU with the same
-    weights.
+    """Return the output of the model for the first samples, computed in float64 on the CPU with the same weights.
+
+    The first samples are eight images or one sequence.
     """
     with torch.device("meta"):
         twin = _build(spec)  # without initial weights: drawing them takes longer than the call
@@ -116,7 +122,10 @@ def reference_output(spec: ModelSpec, model: CompiledModel) -> Tensor:
 
 
 def fit_to_weights(spec: ModelSpec, weights: Mapping[str, Tensor]) -> ModelSpec:
-    """Return the specification with the vocabulary and context of these weights, if it is a language model."""
+    """Return the specification of a language model with the vocabulary and context of the given weights.
+
+    The specification of an image model is returned unchanged.
+    """
     tokens, positions = (weights.get(f"{name}_embedding.weight") for name in ("token", "position"))
     if spec.is_image_model or tokens is None or positions is None:
         return spec
@@ -158,7 +167,7 @@ def _input_text(spec: ModelSpec) -> str:
 
 
 def weight_faults(spec: ModelSpec, weights: Mapping[str, Tensor]) -> list[str]:
-    """Return why these weights do not fit the model, one line per tensor. The list is empty if they fit."""
+    """Return one sentence for each tensor that does not fit the model. The list is empty if the weights fit the model."""
     with torch.device("meta"):
         return _weight_faults(_build(spec), weights)
 
@@ -186,7 +195,7 @@ def _load(module: nn.Module, name: str, weights: Mapping[str, Tensor]) -> None:
 
 
 def checkpoint_weights(spec: ModelSpec) -> dict[str, torch.Tensor] | None:
-    """Return the weights in the checkpoint of the specification, or None if it has no checkpoint."""
+    """Return the weights in the checkpoint that the specification names, or None if it names no checkpoint."""
     if not spec.checkpoint:
         return None
     from hyperion.checkpoints.weights import read_weights  # takes a second to import, which other variants do not need

@@ -53,11 +53,11 @@ class ToyMemory:
 
 
 def judge_memory_probe(my_probe: Callable[[ToyMemory, str], float]) -> pd.DataFrame:
-    """Test a benchmark of memory in a new process, and in processes that have already used memory.
+    """Test a function that measures peak memory, in a new process and in processes that have already used memory.
 
     Args:
-        my_probe: takes a ToyMemory and the name of a model, and returns the peak GiB of a call of this model, including its
-            weights.
+        my_probe: function that takes a ToyMemory and the name of a model. It returns the peak memory of a call of this model in
+            GiB, including the weights of the model.
 
     Returns:
         A table with one line for each situation: the result of the probe, the true value, and whether the result is correct.
@@ -80,7 +80,8 @@ def judge_without_breaks(my_function: Callable[[torch.Tensor], torch.Tensor]) ->
     """Test a function that must be captured in one graph and still return the same results.
 
     Args:
-        my_function: takes a tensor. If its sum is above zero, it returns the tensor times two, otherwise the tensor minus one.
+        my_function: function that takes a tensor. If the sum of the tensor is above zero, the function returns the tensor times
+            two. Otherwise it returns the tensor minus one.
 
     Returns:
         A table with one line for each requirement: whether it is met, and what was observed.

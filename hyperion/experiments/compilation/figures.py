@@ -47,7 +47,11 @@ _MODES = ("eager", "default", "max-autotune", "reduce-overhead")
 
 
 def compilation(material: Material) -> Figure | None:
-    """Draw for each model the milliseconds of a call by mode, with the speed-up over eager, and the memory by mode."""
+    """Draw two panels for each model.
+
+    The first panel shows the time of a call in each mode, with its speed-up over eager calls. The second panel shows the memory
+    in each mode.
+    """
     subjects = _subjects(material)
     if not subjects:
         return None
@@ -67,9 +71,9 @@ def compilation(material: Material) -> Figure | None:
 
 
 def break_even(material: Material) -> Figure | None:
-    """Draw the total time including compilation, divided by the time of eager calls, by number of calls.
+    """Draw the time of N calls including the compilation, divided by the time of N eager calls, for each number of calls N.
 
-    Compilation pays where the value is below 1.
+    Where the value is below 1, the compilation saves time.
     """
     subjects = {title: costs for title, rows in _subjects(material).items() if (costs := _costs(rows))}
     if not subjects:
@@ -94,7 +98,7 @@ def _absences(subjects: dict[str, list[Row]]) -> list[str]:
 
 
 def _subjects(material: Material) -> dict[str, list[Row]]:
-    """Return rows by model and input, for models that were timed."""
+    """Return the rows of each model that was timed, by the title of its panel."""
     subjects: dict[str, list[Row]] = {}
     for row in material.of(EXPERIMENT):
         title = f"{row.params['model']}, batch {row.params['batch']}, {row.dtype}"
@@ -162,7 +166,14 @@ def _colour(mode: str) -> str:
 
 @dataclass(frozen=True)
 class _Cost:
-    """Seconds of compilation, of a call, and of an eager call timed in turn; number of calls to break even, None if never."""
+    """Costs of one compiled mode.
+
+    Attributes:
+        compiling: seconds of the compilation.
+        call: seconds of a compiled call.
+        eager: seconds of an eager call, timed in turn with the compiled calls.
+        break_even: number of calls after which the compilation has saved time. None if it never saves time.
+    """
 
     compiling: float
     call: float
@@ -171,7 +182,7 @@ class _Cost:
 
 
 def _costs(rows: list[Row]) -> dict[str, _Cost]:
-    """Return the costs of each measured compiled mode."""
+    """Return the costs of each compiled mode that was measured, by the name of the mode."""
     costs = {}
     for mode in _MODES:
         compiling, call, speedup = (_value(rows, metric, mode) for metric in ("compile_time_s", "inference_time_s", "speedup"))
@@ -198,9 +209,10 @@ def _draw_totals(axes: Axes, title: str, costs: dict[str, _Cost]) -> None:
 
 
 def compilation_table(rows: Iterable[Row]) -> pd.DataFrame:
-    """Return one line per model and mode with the columns COLUMNS: times in ms, memory in GB (10^9 bytes).
+    """Return a table with one line per model and mode and the columns COLUMNS.
 
-    Cells without a value are None. `reason` says why there is no time.
+    Times are in milliseconds, and memory is in GB (10^9 bytes). A missing value is None. If there is no time, the column `reason`
+    says why.
     """
     lines: dict[tuple, list[Row]] = {}
     for row in rows:
@@ -209,12 +221,12 @@ def compilation_table(rows: Iterable[Row]) -> pd.DataFrame:
 
 
 def compilation_csv(rows: Iterable[Row]) -> str:
-    """Return the table as CSV. Reading the CSV gives exactly the same numbers."""
+    """Return the table of `compilation_table` as CSV. A program that reads the CSV gets exactly the same numbers."""
     return compilation_table(rows).to_csv(index=False, lineterminator="\n")
 
 
 def compilation_json(rows: Iterable[Row]) -> str:
-    """Return the table as a JSON list of objects."""
+    """Return the table of `compilation_table` as a JSON list of objects."""
     lines = compilation_table(rows).to_dict("records")
     return json.dumps(lines, indent=1, ensure_ascii=False, allow_nan=False) + "\n"
 

@@ -1,1 +1,1 @@
-"""Text and images: preparation, tokenizing, loading."""
+"""Experiments on data: how text and images are prepared, tokenized and loaded."""

@@ -1,4 +1,4 @@
-"""Exercise of the data chapter: write a check that accepts sound prepared folders and rejects broken ones."""
+"""Exercise of the data chapter: write a check that accepts intact folders of prepared data and rejects broken folders."""
 
 import math
 import shutil
@@ -25,9 +25,10 @@ SOUND = ("sound text", "sound images")
 
 
 def broken_folders(place: Path) -> dict[str, Path]:
-    """Write small prepared folders under `place` and return their paths by fault. The first two folders, SOUND, have no fault.
+    """Write small folders of prepared data under `place`. Return a dict from the name of the fault to the path of the folder.
 
-    If the name of a fault ends with "manifest renewed", the manifest has the hashes of the broken files.
+    The first two folders have no fault. Their names are in SOUND. If the name of a fault ends with "manifest renewed", the
+    manifest of the folder was written after the fault, so it contains the hashes of the broken files.
     """
     shutil.rmtree(place, ignore_errors=True)
     corpus = synthetic_corpus(_LINES)
@@ -42,11 +43,11 @@ def broken_folders(place: Path) -> dict[str, Path]:
 
 
 def judge_folder_check(my_check: Callable[[Any], bool], folders: dict[str, Path]) -> pd.DataFrame:
-    """Test a check of prepared folders.
+    """Test a function that checks folders of prepared data.
 
     Args:
-        my_check: takes a folder and returns True if its files are unchanged since the pipeline wrote them.
-        folders: result of `broken_folders`.
+        my_check: function that takes a folder and returns True if its files are unchanged since the pipeline wrote them.
+        folders: the folders to check, as `broken_folders` returns them.
     """
     broken = {fault: folder for fault, folder in folders.items() if fault not in SOUND}
     scores = [mutation_score(my_check, folders[SOUND[0]], {}), mutation_score(my_check, folders[SOUND[1]], broken)]
@@ -54,7 +55,7 @@ def judge_folder_check(my_check: Callable[[Any], bool], folders: dict[str, Path]
 
 
 def library_findings(folders: dict[str, Path]) -> pd.DataFrame:
-    """Return what `hyperion data verify` finds in each folder, with one line per finding. The folders are not moved."""
+    """Return a table of the faults that `hyperion data verify` finds in each folder. The folders are not moved."""
     lines = []
     for fault, folder in folders.items():
         findings = examine(folder)
@@ -64,7 +65,7 @@ def library_findings(folders: dict[str, Path]) -> pd.DataFrame:
 
 
 def _edit(file: str, change: Callable[[np.ndarray], np.ndarray]) -> Callable[[Path], None]:
-    """Return a function that changes an array and renews the manifest."""
+    """Return a function that changes the array in `file` and then writes a new manifest with the new hash."""
 
     def inject(folder: Path) -> None:
         np.save(folder / file, change(np.load(folder / file)))

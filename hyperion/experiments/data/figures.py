@@ -13,9 +13,10 @@ _SIDE = 32
 
 
 def token_histogram(material: Material) -> Figure | None:
-    """Draw the counts of the commonest tokens, and of all tokens by rank with Zipf's law.
+    """Draw two panels: the counts of the most frequent tokens, and the count of every token by its rank, with Zipf's law.
 
-    Reads the samples of `text_pipeline` with kind "token": columns split, token_id, text, count.
+    The function reads the samples of `text_pipeline` that have the kind "token". It uses their columns split, token_id, text and
+    count.
     """
     samples = material.samples("text_pipeline")
     if samples.empty:
@@ -46,7 +47,8 @@ def token_histogram(material: Material) -> Figure | None:
 def image_grid(material: Material) -> Figure | None:
     """Draw some images of every class, one class per column.
 
-    Reads the samples of `image_pipeline` with kind "image": columns label, class, pixels (3 x 32 x 32 levels in a row).
+    The function reads the samples of `image_pipeline` that have the kind "image". It uses their columns label, class and pixels.
+    The column pixels holds a flat list of 3 x 32 x 32 levels from 0 to 255.
     """
     samples = material.samples("image_pipeline")
     if samples.empty:
@@ -74,7 +76,8 @@ def image_grid(material: Material) -> Figure | None:
 def tokenizer_speed(material: Material) -> Figure | None:
     """Draw the tokens written per second by this library and by `datasets.map`, and the ratio of their times.
 
-    Reads the rows tokenizer_tokens_per_s and speedup of `tokenizer_speed`, by params.processes.
+    The function reads the rows of `tokenizer_speed` with the metrics tokenizer_tokens_per_s and speedup. It groups them by the
+    parameter `processes`.
     """
     rows = measured(material.of("tokenizer_speed", metric="tokenizer_tokens_per_s"))
     if not rows:
@@ -108,9 +111,9 @@ def tokenizer_speed(material: Material) -> Figure | None:
 
 
 def loader_speed(material: Material) -> Figure | None:
-    """Draw the samples per second of each loader alone, and the share of training time spent waiting for it.
+    """Draw the samples per second of each loader without a training, and the share of training time spent waiting for the loader.
 
-    Reads the rows loader_samples_per_s and share of `loader_speed`.
+    The function reads the rows of `loader_speed` with the metrics loader_samples_per_s and share.
     """
     rows = measured(material.of("loader_speed", metric="loader_samples_per_s"))
     if not rows:
@@ -143,7 +146,7 @@ def _loader_name(row: Row) -> str:
 
 
 def _source(material: Material, experiment: str) -> str:
-    """Return the data set and its source for titles, which name no device in this chapter."""
+    """Return the name of the data set and its source, for the title of a figure. In this chapter, titles do not name a device."""
     rows = material.of(experiment, metric="count")
     names = sorted({row.variant for row in rows})
     sources = sorted({row.data_source for row in rows if row.data_source})

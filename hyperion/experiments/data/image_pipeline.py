@@ -1,4 +1,7 @@
-"""From image files to verified arrays and batches: counts, classes, channel means, sample images, and loader speed."""
+"""Prepare the images and verify each step from the image files to batches.
+
+The experiment counts images and classes, computes the mean of each channel, stores sample images, and times the loader.
+"""
 
 import numpy as np
 import pandas as pd
@@ -15,31 +18,35 @@ from hyperion.workloads import datasets
 
 _SHOWN_PER_CLASS = 4
 _CHANNELS = ("red", "green", "blue")
-_LOADED = 8192  # images for the loader; the cost of a batch does not depend on it
-_SAMPLE_BYTES = 3 * 32 * 32 * (1 + 4)  # read as bytes, written in float32
-# Storing every value in 8 bits moves a mean by less than half a level.
+_LOADED = 8192  # number of images that the timed loader holds; the time of a batch does not depend on this number
+_SAMPLE_BYTES = 3 * 32 * 32 * (1 + 4)  # bytes moved per image: each value is read as one byte and written as float32
+# Each value was rounded to one of 256 levels. This changes a mean by less than half a level.
 _MEAN_TOLERANCE = 0.5 / 255
 
 
 class ImagePipelineOptions(LoaderTimingOptions):
-    """Options of the experiment.
+    """Options of `image_pipeline`.
 
     Args:
-        batch_size: images of a batch.
+        batch_size: number of images in a batch.
     """
 
     batch_size: int
 
 
 def forecast(context: Context) -> list[Forecast]:
-    """Estimate the mean of the red channel: 0.5 on average over a grey world."""
+    """Predict the mean of the red channel as 0.5, because cameras choose the exposure so that an average scene is middle grey."""
     params = {"split": "train", "channel": "red"}
     basis = "photographs expose for middle grey"
     return [Forecast("all images", "channel_mean", 0.5, basis, params=params)]
 
 
 def run(context: Context, report: Report) -> Result:
-    """Load and verify; rows of counts by class and channel means, samples of some images of every class."""
+    """Load and verify the images, and time the loader.
+
+    The rows have the number of images of each class, the mean of each channel, and the rate of the loader. The samples are some
+    images of every class.
+    """
     report(0, 2, "load and verify")
     image_set, prepared = datasets.images(context)
     rows = [row for split in prepared.steps for row in _split_rows(context, image_set, prepared.steps[split], split)]
@@ -61,7 +68,8 @@ def _split_rows(context: Context, image_set: ImageSet, steps: dict, split: str) 
         params = {"split": split, "what": "images of a class", "class": label}
         rows.append(context.row(name, "count", float(count), params=params, data_source=source))
     for channel, mean in enumerate(steps["channels"]["mean"]):
-        # The stored mean comes from a histogram of levels; the check adds up the pixels themselves.
+        # The pipeline computed the stored mean from a histogram of levels. The check computes the mean from the pixels
+        # themselves.
         summed = float(images[:, channel].sum(dtype=np.int64)) / images[:, channel].size / 255
         rows.append(
             context.row(
@@ -77,7 +85,7 @@ def _split_rows(context: Context, image_set: ImageSet, steps: dict, split: str) 
 
 
 def _loader_row(context: Context, options: ImagePipelineOptions, image_set: ImageSet) -> Row:
-    """Time augmented, normalised batches made on the device, and check the labels of some."""
+    """Time a loader that makes augmented and normalised batches on the device, and check the labels of some batches."""
     size, device = options.batch_size, context.device
     batches = ImageBatches(
         image_set.train_images[:_LOADED],
@@ -107,7 +115,7 @@ def _loader_row(context: Context, options: ImagePipelineOptions, image_set: Imag
 
 
 def _shown(image_set: ImageSet) -> pd.DataFrame:
-    """Return the first images of every class, pixels as a list of 3 x 32 x 32 numbers."""
+    """Return a table of the first images of every class. The column `pixels` holds a flat list of 3 x 32 x 32 numbers."""
     chosen = [
         int(index)
         for label in range(len(image_set.classes))

@@ -1,4 +1,4 @@
-"""Speed of the text loaders, share of positions that carry a loss, and time that a training step waits for a loader."""
+"""Compare the text loaders: their speed, the share of positions with a loss, and how long a training step waits for a loader."""
 
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -26,15 +26,15 @@ _PACKED, _FILE, _AHEAD, _PADDED = (
     "packed, from its file, ahead",
     "padded, on the device",
 )
-_ID_BYTES, _MADE_BYTES = 4, 8  # an id on the device, and in a batch
+_ID_BYTES, _MADE_BYTES = 4, 8  # bytes of a token id in the stream on the device (int32), and in a batch (int64)
 
 
 class LoaderTimingOptions(Options):
     """Options for timing a loader.
 
     Args:
-        calls: number of batches per sample.
-        time_limit_s: seconds for the samples of a loader.
+        calls: number of batches that are timed together. They give one timing sample.
+        time_limit_s: seconds of timing for each loader.
     """
 
     calls: int
@@ -42,12 +42,12 @@ class LoaderTimingOptions(Options):
 
 
 class LoaderSpeedOptions(LoaderTimingOptions):
-    """Options of the experiment.
+    """Options of `loader_speed`.
 
     Args:
         sequence_length: number of tokens in an example.
         batch_size: number of examples in a batch.
-        workers: numbers of threads that prefetch batches.
+        workers: numbers of prefetching threads to compare. Each number gives one loader.
         model: name of the TransformerLM configuration that is trained.
         steps: number of optimizer steps of the training.
     """
@@ -60,11 +60,11 @@ class LoaderSpeedOptions(LoaderTimingOptions):
 
     @property
     def window_bytes(self) -> int:
-        """The bytes moved per example: the window is read, and inputs and targets are written."""
+        """Number of bytes moved per example: its window of token ids is read, and its inputs and targets are written."""
         return (self.sequence_length + 1) * _ID_BYTES + 2 * self.sequence_length * _MADE_BYTES
 
     def params(self, workers: int) -> dict:
-        """Return the params of rows with this number of threads."""
+        """Return the params of the rows of a loader with this number of threads."""
         return {"batch": self.batch_size, "length": self.sequence_length, "workers": workers}
 
 
@@ -73,9 +73,12 @@ class _Loader:
     """A loader to time.
 
     Args:
-        workers: number of threads that prefetch batches. 0 prefetches nothing.
-        sample_bytes: least bytes that device memory moves per example. None if device memory does not limit the loader.
-        why_unbounded: reason why device memory does not limit the loader.
+        variant: name of the loader in the rows.
+        workers: number of threads that prefetch batches. 0 means that each batch is made when it is requested.
+        batches: the loader itself.
+        sample_bytes: least number of bytes that device memory must move per example. None if device memory does not limit the
+            loader.
+        why_unbounded: reason why device memory does not limit the loader. Empty if device memory limits it.
     """
 
     variant: str
@@ -86,7 +89,7 @@ class _Loader:
 
 
 def forecast(context: Context) -> list[Forecast]:
-    """Estimate the share of training time spent waiting when the stream is on the device."""
+    """Predict the share of training time spent waiting for the loader if the token stream is on the device."""
     options = LoaderSpeedOptions.of(context)
     params = options.params(0) | {"what": "waiting for the loader"}
     vocabulary = datasets.vocabulary_row(context)
@@ -105,7 +108,7 @@ def forecast(context: Context) -> list[Forecast]:
 
 
 def run(context: Context, report: Report) -> Result:
-    """Time each loader alone, check its batches, and train some steps on packed batches."""
+    """Time each loader without a training and check its batches. Then train some steps on packed batches."""
     options = LoaderSpeedOptions.of(context)
     seed_everything(context.seed)
     corpus, tokenizer, prepared = datasets.text(context)
@@ -157,15 +160,18 @@ def _loaders(
 
 
 def time_in_a_row(context: Context, options: LoaderTimingOptions, next_batch: Callable) -> Timing:
-    """Time several batches in a row, as a training loop requests them, until the device has made the last one."""
+    """Time several batches that are requested in a row, as in a training loop. The time ends when the last batch is complete."""
     return time_function(next_batch, context.device, cold=False, back_to_back=options.calls, time_limit_s=options.time_limit_s)
 
 
 def _check(options: LoaderSpeedOptions, loader: _Loader, tokens: np.ndarray, examples: np.ndarray) -> Verification:
-    """Return the share of wrong batches of a packed loader, or of wrong targets of a padded one.
+    """Return the share of wrong batches if the loader packs lines, or the share of wrong targets if it pads lines.
 
     Args:
-        examples: start of each window of the first epoch, in order.
+        options: options of the experiment.
+        loader: the loader to check.
+        tokens: the token stream that the loader reads.
+        examples: index of the first token of each window of the first epoch, in the order of the epoch.
     """
     taken = [loader.batches.next_batch() for _ in range(options.calls)]
     if loader.variant in (_PACKED, _FILE, _AHEAD):
@@ -197,7 +203,7 @@ def _rate_row(
 
 
 def loader_limit(context: Context, sample_bytes: int, batch_size: int) -> tuple[float | None, str]:
-    """Return (limit in samples/s that device memory sets for a loader, its source), or (None, why there is none)."""
+    """Return (largest samples/s that device memory allows, source of this limit), or (None, reason why there is no limit)."""
     gb_s, source = bandwidth_limit(context.device, sample_bytes * batch_size)
     return None if gb_s is None else gb_s * 1e9 / sample_bytes, source
 

@@ -1,4 +1,4 @@
-"""From lines of text to a verified token stream: counts after each step of the pipeline."""
+"""Prepare the text and count lines, words and tokens after each step, from lines of text to a verified token stream."""
 
 import math
 from itertools import islice
@@ -12,14 +12,15 @@ from hyperion.data import PreparedText, TextCorpus, Tokenizer
 from hyperion.results import Row
 from hyperion.workloads import datasets
 
-# WikiText-2's published train split: words with one <eos> a line, over lines that are not empty.
+# Mean number of words in a line, from the published train split of WikiText-2: the number of words, with one <eos> for each line,
+# divided by the number of lines that are not empty.
 _WORDS_A_LINE = 2_088_628 / 23_767
 _WINDOW = 128
 _SHOWN_LINES = 4
 
 
 def forecast(context: Context) -> list[Forecast]:
-    """Estimate the share of padding when every line is padded to the window."""
+    """Predict the share of padding tokens if every line is padded to the length of the window."""
     params = {"split": "train", "what": "padding"}
     filled = _WORDS_A_LINE / _WINDOW * (1 - math.exp(-_WINDOW / _WORDS_A_LINE))
     basis = (
@@ -30,7 +31,7 @@ def forecast(context: Context) -> list[Forecast]:
 
 
 def run(context: Context, report: Report) -> Result:
-    """Load, filter, tokenize, pack and pad; one row per count."""
+    """Load, filter, tokenize, pack and pad the text. Return one row for each count."""
     report(0, 2, "load and tokenize")
     corpus, tokenizer, prepared = datasets.text(context)
     report(1, 2, "count")
@@ -61,7 +62,7 @@ def _split_rows(context: Context, prepared: PreparedText, split: str) -> list[Ro
         "tokens cut off by padding's window": steps["pad"]["truncated"],
     }
     source = prepared.manifest.source
-    # The round trip was checked when the stream was written; a stored stream is identical by its sha256.
+    # The round trip was checked when the stream was written. The SHA-256 of a stored stream shows that it has not changed since.
     failed = 0.0 if steps["tokenize"]["round_trip"] else 1.0
     round_trip = checked("decode(encode(text)) == text", failed, 0.0)
     rows = [
@@ -81,7 +82,7 @@ def _split_rows(context: Context, prepared: PreparedText, split: str) -> list[Ro
 
 
 def _histogram(prepared: PreparedText, tokenizer: Tokenizer) -> pd.DataFrame:
-    """Return the count of each token of the train split, most frequent first."""
+    """Return a table with the count of each token in the train split. The most frequent token is first."""
     ids, counts = np.unique(prepared.tokens["train"], return_counts=True)
     order = np.argsort(-counts, kind="stable")
     texts = [tokenizer.decode([token]) for token in ids[order]]

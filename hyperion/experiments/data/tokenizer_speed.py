@@ -1,4 +1,7 @@
-"""Speed of writing text as tokens: this library's pipeline and `datasets.map` with the same tokenizer, timed in turn."""
+"""Compare how fast this library's pipeline and `datasets.map` tokenize text and write the tokens to disk.
+
+Both use the same tokenizer. They are timed in turn, so that a change of the machine's speed affects both.
+"""
 
 import contextlib
 import os
@@ -27,14 +30,14 @@ _NO_LIMIT = "no limit: what the least work of a tokenizer is has no bound"
 
 
 class TokenizerSpeedOptions(Options):
-    """Options of the experiment.
+    """Options of `tokenizer_speed`.
 
     Args:
         lines: number of lines of the train split to tokenize.
-        processes: numbers of processes.
+        processes: numbers of worker processes to compare.
         cores: number of CPU cores that all processes share.
-        samples: smallest number of samples of each pipeline.
-        time_limit_s: seconds for the samples.
+        samples: smallest number of timing samples of each pipeline.
+        time_limit_s: seconds of timing for all pipelines together.
     """
 
     lines: int
@@ -44,12 +47,12 @@ class TokenizerSpeedOptions(Options):
     time_limit_s: float
 
     def params(self, processes: int) -> dict:
-        """Return the params of rows with this number of processes."""
+        """Return the params of the rows for this number of processes."""
         return {"lines": self.lines, "cores": self.cores, "processes": processes}
 
 
 def forecast(context: Context) -> list[Forecast]:
-    """Estimate how many times faster the pipeline is than `datasets.map`."""
+    """Predict the speed-up of this library's pipeline over `datasets.map`."""
     options = TokenizerSpeedOptions.of(context)
     basis = (
         "about half of the work of datasets.map is BPE, the rest Python's lists and Arrow's copies; of BPE next to nothing is "
@@ -60,7 +63,7 @@ def forecast(context: Context) -> list[Forecast]:
 
 
 def run(context: Context, report: Report) -> Result:
-    """Tokenize a part of the train split with both in turn, and compare every token."""
+    """Tokenize a part of the train split with both pipelines in turn, time them, and compare all tokens."""
     options = TokenizerSpeedOptions.of(context)
     report(0, 2, "load")
     corpus, tokenizer, _ = datasets.text(context)
@@ -85,7 +88,7 @@ def run(context: Context, report: Report) -> Result:
     return Result(rows, pd.concat(frames, ignore_index=True), corpus.source)
 
 
-# Isolated, because it binds its process to a few cores, and `datasets` forks.
+# The experiment runs in its own process, because it binds this process to a few cores and because `datasets` forks the process.
 EXPERIMENT = Experiment(forecast, run, isolated=True, data=datasets.TEXT, options=TokenizerSpeedOptions)
 
 
@@ -124,7 +127,10 @@ def _speedup_row(
 
 
 def _ours(lines: list[str], tokenizer: Tokenizer, processes: int, folder: Path) -> Callable[[], np.ndarray]:
-    """Write 16- or 32-bit tokens, checksums and counts, and check that decoding restores the text."""
+    """Return a function that runs this library's pipeline and returns the tokens.
+
+    The pipeline writes tokens of 16 or 32 bits, checksums and counts. It also checks that decoding restores the text.
+    """
 
     def tokenize() -> np.ndarray:
         shutil.rmtree(folder, ignore_errors=True)
@@ -137,7 +143,10 @@ def _ours(lines: list[str], tokenizer: Tokenizer, processes: int, folder: Path) 
 
 
 def _theirs(lines: list[str], tokenizer: Tokenizer, processes: int, folder: Path) -> Callable[[], object]:
-    """Write tokens to an Arrow file, as in the tutorials: a fast tokenizer on batches of 1,000 lines."""
+    """Return a function that tokenizes with `datasets.map` and writes the tokens to an Arrow file.
+
+    It does this as the tutorials of `datasets` show it: a fast tokenizer is called with batches of 1,000 lines.
+    """
     from datasets import Dataset, disable_progress_bars
     from transformers import PreTrainedTokenizerFast
 
@@ -164,7 +173,7 @@ def _theirs(lines: list[str], tokenizer: Tokenizer, processes: int, folder: Path
 
 
 def _read(written: Any) -> np.ndarray:
-    """Return all tokens of an array or of an Arrow table."""
+    """Return all tokens in one array. `written` is an array or an Arrow table."""
     if isinstance(written, np.ndarray):
         return np.array(written, dtype=np.int64)
     return np.concatenate([chunk.flatten().to_numpy() for chunk in written.data.column("input_ids").chunks])

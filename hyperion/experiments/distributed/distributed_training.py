@@ -1,6 +1,7 @@
-"""Train on all ranks with each strategy.
+"""Train on all ranks of the machine with DDP and with FSDP2.
 
-The experiment makes rows for every rank. It also counts the examples that two ranks received and those that no rank received.
+The experiment returns rows for every rank. It also counts the training examples that two ranks received, and the examples that no
+rank received. Both numbers must be 0.
 """
 
 from collections import Counter
@@ -29,17 +30,20 @@ _FITS = "no limit: a model may fit what it is trained on exactly"
 
 
 class DistributedTrainingOptions(RankOptions):
-    """Options of the experiment.
+    """Options of `distributed_training`.
 
     Args:
-        trainings: the trainings, in the order in which they run.
+        trainings: recipes of the trainings, in the order in which they run.
     """
 
     trainings: tuple[Recipe, ...]
 
 
 def forecast(context: Context) -> list[Forecast]:
-    """Return the ceiling of the tokens per second of all ranks together. It ignores communication, so it is no prediction."""
+    """Return the ceiling of the tokens per second of all ranks together.
+
+    The ceiling ignores the time of communication. So it is only an upper bound and not a prediction.
+    """
     options = DistributedTrainingOptions.of(context)
     counted, ranks = datasets.vocabulary_row(context), options.device_count(context)
     vocabulary = int(not_none(counted.value)) if counted else GPT2_VOCABULARY
@@ -59,7 +63,7 @@ def forecast(context: Context) -> list[Forecast]:
 
 
 def run(context: Context, report: Report) -> Result:
-    """Run all trainings in one launch."""
+    """Start the ranks once and run all trainings on them."""
     options = DistributedTrainingOptions.of(context)
     ranks = options.device_count(context)
     results = run_on_ranks(context, report, train_on_rank, ranks=ranks)
@@ -78,7 +82,10 @@ EXPERIMENT = Experiment(
 
 
 def train_on_rank(context: Context, report: Report) -> Result:
-    """Run all recipes one after the other. Rank 0 returns the rows of all ranks. Samples list each rank's examples."""
+    """Run all trainings on one rank, one after the other.
+
+    Rank 0 returns the rows of all ranks. The samples of each rank list the examples that this rank received.
+    """
     return merged([_train(context, report, recipe) for recipe in DistributedTrainingOptions.of(context).trainings])
 
 
@@ -114,7 +121,7 @@ def epoch_rows(context: Context, recipe: Recipe, training: Training, history: Hi
     rows = []
     ranks = Counter(
         record.epoch for record in history.rank_epochs
-    )  # the number differs between epochs if the run was resumed on another number of ranks
+    )  # number of ranks of each epoch; it changes between epochs if the run was resumed on another number of ranks
     for record in [*history.epochs, *history.rank_epochs]:
         rows += _record_rows(context, recipe, training, record, ranks[record.epoch])
     for record in history.epochs:
@@ -157,10 +164,10 @@ def _record_rows(context: Context, recipe: Recipe, training: Training, record: E
 
 
 def mean_rows(context: Context, recipe: Recipe, training: Training, history: History) -> list[Row]:
-    """Return a row that compares the loss of the last epoch with the mean of the ranks' losses.
+    """Return a row that compares two losses of the last epoch: the loss of all ranks together, and the mean of the ranks' losses.
 
-    The list is empty if both losses may differ. This is the case if rows of completions have different lengths, or if the epoch
-    began on another number of ranks.
+    The list is empty if the two losses need not be equal. This is the case if the examples are completions of different lengths,
+    or if the epoch began on another number of ranks.
     """
     last = history.epochs[-1]
     parts = [record for record in history.rank_epochs if record.epoch == last.epoch]

@@ -15,7 +15,7 @@ _ZERO = f"A difference of zero is drawn at {_SMALLEST:g}."
 
 
 def parity(material: Material) -> Figure | None:
-    """Draw the losses of every strategy by step, and their relative differences from the losses of one device."""
+    """Draw the loss of every strategy by step, and the relative difference between this loss and the loss of one device."""
     rows = material.of("parallel_parity", metric="relative_difference")
     if not rows:
         return None
@@ -173,7 +173,7 @@ def rank_failure(material: Material) -> Figure | None:
 
 
 def _sizes(material: Material, row: Row) -> dict:
-    """Return the options of a row's experiment from its provenance, or {} if the run has none."""
+    """Return the sizes of the row's experiment from its stored provenance, or {} if the run has no such provenance."""
     stored = material.run.finished(row.notebook, row.experiment) or {}
     return (stored.get("provenance") or {}).get("sizes") or {}
 

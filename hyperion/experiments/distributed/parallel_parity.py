@@ -1,4 +1,4 @@
-"""Parity: the same optimizer steps must give the same losses on one device, under DDP and under FSDP2."""
+"""Parity: the same optimizer steps must give the same losses on one device, with DDP and with FSDP2."""
 
 import numpy as np
 import pandas as pd
@@ -33,7 +33,7 @@ class ShortTrainingOptions(RankOptions):
     learning_rate: float
 
     def recipe(self, strategy: Strategy, steps: int, checkpoint_every: int | None = None) -> Recipe:
-        """Return a recipe in float32 and without evaluation. In float32 the tolerance of a parity check is small."""
+        """Return a recipe in float32 without evaluation. In float32 the parity check can have a small tolerance."""
         return Recipe(
             task="language",
             model=self.model,
@@ -50,10 +50,10 @@ class ShortTrainingOptions(RankOptions):
 
 
 class ParallelParityOptions(ShortTrainingOptions):
-    """Options of the experiment.
+    """Options of `parallel_parity`.
 
     Args:
-        strategies: strategies that are compared with one device, "ddp" and "fsdp".
+        strategies: strategies that are compared with one device: "ddp", "fsdp" or both.
         steps: number of optimizer steps.
     """
 
@@ -62,7 +62,7 @@ class ParallelParityOptions(ShortTrainingOptions):
 
 
 def forecast(context: Context) -> list[Forecast]:
-    """Predict the difference between the losses: one rounding error per step."""
+    """Predict the largest relative difference between the losses, under the assumption that each step adds one rounding error."""
     options = ParallelParityOptions.of(context)
     steps = options.steps
     basis = f"each of {steps} steps adds one rounding error of float32, because sums have another order: {steps} x 2^-24"
@@ -73,7 +73,10 @@ def forecast(context: Context) -> list[Forecast]:
 
 
 def run(context: Context, report: Report) -> Result:
-    """Train in one launch. First every rank trains alone on whole batches. Then all ranks train together under each strategy."""
+    """Start the ranks once and compare the losses of all strategies.
+
+    First every rank trains without the other ranks, on whole batches. Then all ranks train together with each strategy.
+    """
     options = ParallelParityOptions.of(context)
     ranks = run_on_ranks(context, report, steps_on_rank, ranks=options.rank_count(context, options.batch_size))
     curves, source = ranks[0].samples, ranks[0].source
@@ -85,7 +88,7 @@ EXPERIMENT = Experiment(forecast, run, data=datasets.TEXT, options=ParallelParit
 
 
 def steps_on_rank(context: Context, report: Report) -> Result:
-    """Return the losses of one device, then those of each strategy, on the same batches."""
+    """On one rank, train on the same batches as a single device and then with each strategy. Return the losses as samples."""
     options = ParallelParityOptions.of(context)
     strategies: list[Strategy] = ["single", *options.strategies]
     return merged([_train(context, options, report, strategy) for strategy in strategies])
@@ -106,7 +109,7 @@ def _train(context: Context, options: ParallelParityOptions, report: Report, str
 
 
 def _bytes_row(context: Context, strategy: str, training: Training) -> Row:
-    """Return the share of the parameters on this rank. It is 1 under DDP and 1 / ranks under FSDP2."""
+    """Return the row of the share of the parameters that this rank holds. It is 1 with DDP and 1 / ranks with FSDP2."""
     here, strategy_ranks = world(), training.engine.ranks
     whole = full_parameter_bytes(training.engine.model)
     share = local_parameter_bytes(training.engine.model) / whole
@@ -124,9 +127,9 @@ def _bytes_row(context: Context, strategy: str, training: Training) -> Row:
 
 
 def replicas_row(context: Context, strategy: str, model: nn.Module, source: str) -> Row:
-    """Return the number of parameters that differ in any bit between ranks.
+    """Return the row of the number of parameter tensors that differ in any bit between ranks.
 
-    Every rank must hold the whole model, and all ranks must call this function.
+    Every rank must hold the whole model, as with DDP. All ranks must call this function.
     """
     unequal, known = len(differing_parameters(model)), len(list(model.parameters()))
     return context.error_row(
@@ -157,7 +160,12 @@ def _parity_row(context: Context, options: ParallelParityOptions, curves: pd.Dat
 
 
 def largest_relative_difference(losses: np.ndarray, expected: np.ndarray) -> float:
-    """Return the largest relative difference between two loss curves, step by step."""
+    """Return the largest relative difference between two losses of the same step.
+
+    Args:
+        losses: loss of every step.
+        expected: loss of every step of the reference.
+    """
     return float(np.max(np.abs(losses / expected - 1)))
 
 

@@ -1,6 +1,7 @@
-"""Kill one rank during training.
+"""Kill one rank during a training.
 
-The experiment measures how soon the launcher reports the failure, how many processes remain, and whether the run resumes.
+The experiment measures after how many seconds the launcher reports the failure, how many processes of the ranks still run then,
+and whether the training can be resumed from its last checkpoint.
 """
 
 import os
@@ -33,10 +34,10 @@ _MARK = "HYPERION_RANK_FAILURE"
 
 
 class RankFailureOptions(ShortTrainingOptions):
-    """Options of the experiment.
+    """Options of `rank_failure`.
 
     Args:
-        steps: number of optimizer steps of the whole run.
+        steps: number of optimizer steps of the whole training.
         checkpoint_every: number of steps between two checkpoints.
         kill_after: number of steps after which the last rank is killed.
     """
@@ -47,7 +48,7 @@ class RankFailureOptions(ShortTrainingOptions):
 
 
 def forecast(context: Context) -> list[Forecast]:
-    """Predict the seconds from the signal that kills the rank to the report of the launcher."""
+    """Predict the seconds between the signal that kills the rank and the launcher's report of the failure."""
     options = RankFailureOptions.of(context)
     ranks = options.rank_count(context, options.batch_size)
     basis = (
@@ -58,7 +59,7 @@ def forecast(context: Context) -> list[Forecast]:
 
 
 def run(context: Context, report: Report) -> Result:
-    """Train and kill the last rank, and resume the run. Then repeat the run without a failure, and compare all losses."""
+    """Train, kill the last rank, and resume the training. Then train again without a failure, and compare all losses."""
     shutil.rmtree(context.workspace, ignore_errors=True)
     options = RankFailureOptions.of(context)
     ranks = options.rank_count(context, options.batch_size)
@@ -105,10 +106,11 @@ def _killing(ranks: int, rank: int | None, signal_name: str) -> dict:
 
 
 def _killed(context: Context, options: RankFailureOptions, report: Report, ranks: int) -> tuple[RankError, float, int]:
-    """Run the training whose last rank is killed.
+    """Run the training until its last rank is killed.
 
     Returns:
-        The error of the launcher, the seconds from the signal to this error, and the number of processes that remain.
+        The error that the launcher raised, the seconds between the signal and this error, and the number of processes that still
+        ran then.
     """
     os.environ[_MARK] = mark = os.urandom(8).hex()
     params = {"folder": "killed", "kill_after": options.kill_after}
@@ -128,12 +130,15 @@ def _killed(context: Context, options: RankFailureOptions, report: Report, ranks
 
 
 def _remaining_ranks(context: Context) -> int:
-    """Count the ranks whose processes still run. The ranks have written their process ids to files."""
+    """Return the number of ranks whose processes still run. Each rank has written its process id to a file."""
     return sum(not has_ended(int(note.read_text())) for note in context.workspace.glob("pid-*"))
 
 
 def _count_marked(mark: str) -> int:
-    """Count the other processes that have the mark in their environment. The ranks started these processes."""
+    """Return the number of processes that the ranks have started and that still run.
+
+    Such a process has `mark` in its environment variables.
+    """
     count = 0
     for process in psutil.process_iter():
         try:
@@ -144,12 +149,13 @@ def _count_marked(mark: str) -> int:
 
 
 class _KilledAfter:
-    """Batches that kill their own process after a number of steps, without a message, as when a node fails.
+    """Wrapper of batches that kills its own process after some steps. There is no error message, as when a machine fails.
 
     Args:
         batches: the batches of the training.
-        steps: number of steps before the process is killed.
-        note: file that is created just before. Its modification time is the time of the failure.
+        steps: number of steps after which the process is killed.
+        note: path of a file that is created just before the process is killed. The modification time of the file is the time of
+            the failure.
     """
 
     def __init__(self, batches: ResumableBatches, steps: int, note: Path):
@@ -174,7 +180,7 @@ class _KilledAfter:
 
 
 def resume_and_repeat(context: Context, report: Report) -> Result:
-    """Resume the killed run until its end, then train the same run without a failure."""
+    """Resume the killed training and run it to its end. Then run the same training from the beginning, without a failure."""
     runs = [train_on_rank(context, report, folder) for folder in ("killed", "undisturbed")]
     curves = [result.samples.assign(run=run) for result, run in zip(runs, RUNS, strict=True)]
     return Result([], pd.concat(curves, ignore_index=True), runs[0].source)
@@ -184,8 +190,10 @@ def train_on_rank(context: Context, report: Report, folder: str, kill_after: int
     """Train under DDP with checkpoints.
 
     Args:
-        folder: folder of the checkpoints in the workspace.
-        kill_after: number of steps after which the last rank kills itself. None for a run without a failure.
+        context: context of the experiment.
+        report: function that is called with the progress.
+        folder: name of the folder of the checkpoints in the workspace.
+        kill_after: number of steps after which the last rank kills itself. None for a training without a failure.
     """
     options, here = RankFailureOptions.of(context), world()
     recipe = options.recipe("ddp", options.steps, options.checkpoint_every)

@@ -1,4 +1,8 @@
-"""How fast does this machine read and write memory, by operation and array size, and how close is this to its data sheet?"""
+"""How fast does this machine read and write memory, and how close is this to the bandwidth in its data sheet?
+
+A stream is a simple operation over large arrays, such as a copy or a sum. The experiment times several streams for several sizes
+of the arrays.
+"""
 
 import pandas as pd
 import torch
@@ -15,7 +19,7 @@ class BandwidthOptions(Options):
 
     Args:
         dtype: number format of the arrays.
-        millions: numbers of elements in one array, in millions.
+        millions: array sizes, in millions of elements.
         time_limit_s: seconds of timing for each operation and size.
     """
 
@@ -55,17 +59,17 @@ def _cells(options: BandwidthOptions) -> list[tuple[str, int]]:
 
 
 def stream_params(elements: int) -> dict:
-    """Return the parameters of the row of a stream."""
+    """Return the params of the row of a stream over arrays with this number of elements."""
     return {"elements": elements, "cache": "cold"}
 
 
 def stream_bytes(operation: str, dtype: str, elements: int) -> int:
-    """Return the bytes that one call reads and writes."""
+    """Return the number of bytes that one call of the operation reads and writes."""
     return (OPERATIONS | REDUCTIONS)[operation].arrays * elements * FORMATS[dtype].bytes
 
 
 def stream_forecast(context: Context, operation: str, dtype: str, elements: int) -> Forecast:
-    """Predict the bandwidth of a stream. There is no prediction, with the reason, if a cache may hold the arrays."""
+    """Predict the bandwidth of a stream. If the arrays may fit into a cache, there is no prediction but a reason."""
     expected = expected_stream(context, operation, dtype, stream_bytes(operation, dtype, elements))
     return expected.forecast(operation, "bandwidth_gb_s", dtype, stream_params(elements))
 
@@ -76,7 +80,7 @@ def measure_stream(
     """Time and verify one stream.
 
     Returns:
-        The measurement (None if memory did not suffice), its row and its samples.
+        The measurement, its row and its samples. If the arrays did not fit into memory, the measurement is None.
     """
     params = stream_params(elements)
     try:
@@ -91,7 +95,7 @@ def measure_stream(
 def stream_row(
     context: Context, variant: str, dtype: str, params: dict, traffic_bytes: int, timing: Timing, verification: Verification
 ) -> Row:
-    """Return the row of a stream's rate. If no cache can serve the traffic, the limit is the bandwidth of the memory."""
+    """Return the row of the rate of a stream. If the arrays are too large for every cache, its limit is the memory bandwidth."""
     rate = timing.estimate.map(lambda seconds: traffic_bytes / seconds / 1e9)
     limit, source = bandwidth_limit(context.device, traffic_bytes)
     return timed_row(

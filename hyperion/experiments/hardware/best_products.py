@@ -1,7 +1,9 @@
 """What is the highest rate of a matrix product in each number format, and which rate do given shapes reach?
 
-A search finds the fastest matrix product of each format. Its rate is called MAF (maximum achievable FLOPS). It shows how much of
-the data sheet's peak is reached at the best shape. Given shapes, such as those of a Transformer layer, are compared with it.
+For each format, a search times matrix products of many shapes with a few samples. The best of them, the finalists, are then timed
+and verified carefully. The rate of the fastest finalist is called MAF (maximum achievable FLOPS). It shows which share of the
+peak in the data sheet can be reached. The rates of given shapes, such as the shapes of a Transformer layer, are compared with the
+MAF.
 """
 
 from dataclasses import replace
@@ -26,7 +28,7 @@ from hyperion.measure.clock.verify import matmul_precision
 from hyperion.results import Row
 
 FINALIST, FASTEST, GIVEN, PLAIN_LOOP = "finalist", "fastest found", "given shape", "fastest over a plain loop"
-_TAKEN = {"cache": "cold", "data": "normal"}  # how all matrix products of this experiment are timed
+_TAKEN = {"cache": "cold", "data": "normal"}  # all products are timed with cold caches and normally distributed numbers
 
 
 class Shape(Table):
@@ -34,7 +36,7 @@ class Shape(Table):
 
     Args:
         name: name of the layer or operation with this shape.
-        m, n, k: sizes of A[m, k] and B[k, n].
+        m, n, k: sizes of the operands A[m, k] and B[k, n].
     """
 
     name: str
@@ -47,15 +49,15 @@ class BestProductsOptions(Options):
     """Options of `best_products`.
 
     Args:
-        dtypes: number formats to search.
+        dtypes: number formats for which the fastest matrix product is searched.
         largest: largest M, N and K of the search.
-        step: step of the search grid in M, N and K.
+        step: distance between two values of M, N or K in the grid of the search.
         search_limit_s: seconds of the search for each format.
-        exhaustive: time every shape of the grid. Otherwise the search starts with a coarse grid and refines it.
+        exhaustive: if True, time every shape of the grid. If False, start with a coarse grid and refine it near the best shapes.
         time_limit_s: seconds of timing for each given shape.
-        plain_loop: formats whose fastest product is also timed in a plain loop of PyTorch calls.
-        plain_loop_calls: number of calls in one timed block of the plain loop.
-        shapes: the given shapes, which are compared with the fastest product.
+        plain_loop: number formats whose fastest matrix product is also timed in a plain loop of PyTorch calls.
+        plain_loop_calls: number of calls that the plain loop times together.
+        shapes: the given shapes, which are compared with the fastest matrix product.
     """
 
     dtypes: tuple[str, ...]
@@ -70,7 +72,10 @@ class BestProductsOptions(Options):
 
 
 def forecast(context: Context) -> list[Forecast]:
-    """Predict rates from the square products of chapter 1.1: the largest square product for the search, and each given shape."""
+    """Predict the rate of the largest square matrix product, and the rate of each given shape.
+
+    The predictions use the rates of the square matrix products that chapter 1.1 has measured.
+    """
     options = BestProductsOptions.of(context)
     formats = [dtype for dtype in options.dtypes if context.device.supports(dtype)[0]]
     square = options.largest, options.largest, options.largest
@@ -83,10 +88,10 @@ def forecast(context: Context) -> list[Forecast]:
 
 
 def run(context: Context, report: Report) -> Result:
-    """For each format, search the fastest shapes, time the finalists interleaved, then time the given shapes.
+    """For each format, search for the fastest shapes, time the finalists in turn, then time the given shapes.
 
-    The fastest square product of chapter 1.1 is a finalist too. Otherwise the search, which heats the device, could report a
-    lower rate than that chapter.
+    The fastest square matrix product of chapter 1.1 is also a finalist. The search heats the device, and this can lower the
+    clock. Without this finalist, the search could report a lower rate than chapter 1.1.
     """
     options = BestProductsOptions.of(context)
     rows: list[Row] = []
@@ -113,7 +118,7 @@ def _forecast(context: Context, variant: str, dtype: str, shape: tuple[int, int,
 
 
 def _measure_format(context: Context, options: BestProductsOptions, dtype: str) -> tuple[list[Row], list[pd.DataFrame]]:
-    """Return all rows of one format. If it cannot be measured, return one row with the reason."""
+    """Return all rows and samples of one number format. If the format cannot be measured, return one row with the reason."""
     supported, how = context.device.supports(dtype)
     if not supported:
         return [absent_product(context, FASTEST, dtype, _TAKEN, f"unsupported: {how}")], []
@@ -144,14 +149,20 @@ def _measure_format(context: Context, options: BestProductsOptions, dtype: str) 
 
 
 def _fastest_squares(context: Context, options: BestProductsOptions, dtype: str) -> list[tuple[int, int, int]]:
-    """Return the shape of the fastest square product of chapter 1.1 in this format, if this run has one that is not too large."""
+    """Return a list with the shape of the fastest square matrix product of chapter 1.1 in this format.
+
+    The list is empty if this run has no such product, or if the product is larger than the largest shape of the search.
+    """
     square = maf_row(context.upstream, format_of(dtype, context.device).name)
     side = square.params["m"] if square else 0
     return [(side, side, side)] if 0 < side <= options.largest else []
 
 
 def _search_rows(context: Context, search: GemmSearch) -> tuple[list[Row], list[pd.DataFrame]]:
-    """Return a row of the fastest product, with the number of shapes that the search timed, then a row of each finalist."""
+    """Return the row of the fastest matrix product, then one row for each finalist, and the samples.
+
+    The row of the fastest product also has the number of shapes that the search timed.
+    """
     extent = {"seen": search.seen, "shapes": search.shapes, "stopped": search.stopped}
     rows = [_finalist_row(context, search, FASTEST, search.best, _shape_params(search.best.shape) | extent)]
     frames = []
@@ -174,7 +185,10 @@ def _shape_params(shape: tuple[int, int, int]) -> dict:
 def _compared_with_plain_loop(
     context: Context, options: BestProductsOptions, dtype: str, shape: tuple[int, int, int]
 ) -> tuple[Row, pd.DataFrame]:
-    """Time the fastest product with the harness and in a plain loop of PyTorch calls, interleaved, with separate operands."""
+    """Time the fastest matrix product in two ways in turn: with this library, and in a plain loop of PyTorch calls.
+
+    Each way has its own operands.
+    """
     ours, theirs = (Gemm(*shape, dtype, context.device, seed=context.seed + seed) for seed in (1, 2))
     calls = options.plain_loop_calls
     with matmul_precision(ours.format):

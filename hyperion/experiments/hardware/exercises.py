@@ -1,7 +1,7 @@
 """Exercises of chapter 1.4.
 
-The first exercise leaves out one precaution of a benchmark at a time and shows the error. In the second exercise the reader
-writes a check that finds such errors.
+A good benchmark takes several precautions, such as a warm-up. The first exercise leaves out one precaution at a time and shows
+the error that this causes. In the second exercise the reader writes a check that finds such errors.
 """
 
 import math
@@ -34,18 +34,19 @@ def toy_timer(
     random_data: bool = True,
     elements: int = _ELEMENTS,
 ) -> float:
-    """Time a copy of float32 numbers on this machine and return its seconds. Each precaution can be switched off.
+    """Time a copy of float32 numbers on this machine and return the time in seconds. Each precaution can be switched off.
 
     The copy runs asynchronously. A GPU runs it in a queue, and a CPU runs it in a thread.
 
     Args:
         device: device of the copy. None uses the first device.
         synchronise: whether to wait for the end of the copy before the clock is read.
-        warm_up: whether to copy three times before timing, and take the median of fifteen calls. Otherwise only the first call
-            is timed.
-        flush: whether to read other memory before each call, so that the numbers are not in the cache.
-        random_data: whether to copy normally distributed numbers. Otherwise the function copies zeros of `np.zeros` that were
-            never written. The operating system maps all of them to one page, and on a GPU constant data need less power.
+        warm_up: if True, copy three times before timing and return the median of fifteen timed calls. If False, time only the
+            first call.
+        flush: whether to read other memory before each call, so that the numbers to copy are not in the cache.
+        random_data: if True, copy normally distributed numbers. If False, copy the zeros of an array of `np.zeros` that was never
+            written. On a CPU, the operating system maps all pages of this array to a single page of memory. On a GPU, constant
+            data need less power.
         elements: number of elements.
     """
     device = device or detect()
@@ -70,12 +71,12 @@ def toy_timer(
 
 
 def broken_benchmarks(device: Device | None = None, *, elements: int = _ELEMENTS, rounds: int = 5) -> pd.DataFrame:
-    """Time the copy with every precaution of `toy_timer`, then without each of them.
+    """Time the copy of `toy_timer` with all precautions, then with each precaution left out.
 
     Args:
         device: device of the copy. None uses the first device.
         elements: number of elements.
-        rounds: number of repetitions of each way of timing. They are interleaved, and the table has their medians.
+        rounds: number of repetitions. Each repetition times the copy in all ways. The table has the medians over the repetitions.
 
     Returns:
         A table with one line for each way of timing: the precaution that was left out, milliseconds, the resulting GB/s, and
@@ -97,7 +98,7 @@ def broken_benchmarks(device: Device | None = None, *, elements: int = _ELEMENTS
 
 
 class _Launches:
-    """Runs work asynchronously. `launch` returns at once, and `wait` returns when all work is done."""
+    """Runs functions asynchronously. `launch` returns before the function has run. `wait` returns when all functions have run."""
 
     def __init__(self, device: Device):
         self._device = device
@@ -123,16 +124,16 @@ def _flush_elements(device: Device) -> int:
 
 @dataclass(frozen=True)
 class ToyMeasurement:
-    """The data that a benchmark of a matrix product has after it has run. They are the input of a check.
+    """The data that a benchmark of a matrix product C = A B has at its end. The reader's check receives these data.
 
     Args:
-        a_MK, b_KN: operands, float32 [48, 32] and [32, 64].
-        c_MN: output, float32 [48, 64]. It was filled with NaN before the calls.
-        flops: number of floating-point operations from which the rate is computed.
+        a_MK, b_KN: operands A and B, float32 of shapes [48, 32] and [32, 64].
+        c_MN: output C, float32 of shape [48, 64]. It was filled with NaN before the calls.
+        flops: number of floating-point operations of one call, from which the rate is computed.
         samples_s: seconds of each timed call, in the order of the calls.
-        in_a_row_s: seconds of one call, when ten calls are made in a row. The device is idle before and after the ten calls.
-        cold: whether the benchmark reports a rate for cold caches.
-        flushes: number of cache flushes.
+        in_a_row_s: a tenth of the seconds of ten calls that are made in a row. The device is idle before and after the ten calls.
+        cold: True if the benchmark reports a rate for cold caches.
+        flushes: number of times that the benchmark flushed the caches.
         peak_tflops: peak of the device in TFLOPS.
     """
 
@@ -153,7 +154,12 @@ class ToyMeasurement:
 
 
 def toy_measurement(noise: float = 0.02, seed: int = 0) -> ToyMeasurement:
-    """Return a synthetic measurement without faults. It has 50 calls of about 1 ms."""
+    """Return a synthetic measurement without faults. It has 50 timed calls of about 1 ms.
+
+    Args:
+        noise: relative standard deviation of the times.
+        seed: seed of the operands and of the noise.
+    """
     generator = torch.Generator().manual_seed(seed)
     a_MK, b_KN = (torch.randn(*shape, generator=generator) for shape in ((_M, _K), (_K, _N)))
     samples_s = _CALL_S * np.random.default_rng(seed).lognormal(0, noise, 50)
@@ -190,11 +196,11 @@ TOY_FAULTS: dict[str, Callable[[ToyMeasurement], ToyMeasurement]] = {
 
 
 def judge_harness_check(my_check: Callable[[ToyMeasurement], bool], fault: str | None = None) -> pd.DataFrame:
-    """Test a check of measurements. It must reject faulty measurements and accept sound ones.
+    """Test the reader's check of measurements. It must accept correct measurements and reject measurements with a fault.
 
     Args:
-        my_check: takes a measurement and returns True if the measurement is sound.
-        fault: one of `TOY_FAULTS`. None tests all of them.
+        my_check: function that takes a measurement and returns True if the measurement has no fault.
+        fault: name of the only fault to test, a key of `TOY_FAULTS`. None tests all faults.
 
     Raises:
         KeyError: `fault` is not in `TOY_FAULTS`.

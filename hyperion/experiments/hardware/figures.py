@@ -1,4 +1,4 @@
-"""Figures of the hardware chapters: matrix products, memory streams and the roofline. The list of all plots is here too."""
+"""Figures of the hardware chapters: matrix products, memory streams and the roofline, and the list of all figures (PLOTS)."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -27,13 +27,13 @@ from hyperion.figures.style import (
 from hyperion.results import Row
 
 _DOT = {"linestyle": "none", "marker": ".", "markersize": 6, "color": "white", "markeredgecolor": INK, "zorder": 4}
-_VISIBLE = 0.02  # share by which a clock must be lower to be marked; smaller changes are hardly visible in a rate
-# For each stream: FLOPs per element, and number of arrays that are read or written.
+_VISIBLE = 0.02  # a point is marked if its clock is lower by more than this share; smaller changes hardly change a rate
+# For each stream: number of FLOPs per element, and number of arrays that are read or written.
 _STREAMS = {"copy": (0, 2), "scale": (1, 2), "add": (1, 3), "triad": (2, 3)}
 
 
 def gemm(material: Material, published: bool = False) -> Figure | None:
-    """Draw TFLOPS by size and dtype with the limit of each dtype. A second panel shows the rates as shares of the limit.
+    """Draw the TFLOPS of matrix products by size and dtype with the limit of each dtype, and the rates as shares of the limits.
 
     Args:
         published: add the published results of an MI250X. They are dashed and labelled as results of another machine.
@@ -64,7 +64,7 @@ def gemm(material: Material, published: bool = False) -> Figure | None:
 
 
 def gemm_cross_check(material: Material) -> Figure | None:
-    """Draw the rate of the harness divided by the rate of a plain timing loop. The value is 1 if both agree."""
+    """Draw the rate that this library measures divided by the rate that a plain loop measures. If both agree, the value is 1."""
     rows = measured(material.of("gemm", metric="speedup"))
     if not rows:
         return None
@@ -153,12 +153,14 @@ def roofline(material: Material) -> Figure | None:
 
 
 def gemm_rows(material: Material) -> list[Row]:
-    """Return the rows of the matrix products by size, without the rows of the comparison with a plain loop."""
+    """Return the rows of the square matrix products. The rows of the comparison with a plain loop are left out."""
     return [row for row in material.of("gemm", metric="gemm_tflops") if "plain_loop_calls" not in row.params]
 
 
 def gemm_intensity(row: Row) -> float:
-    """Return the FLOP per byte of a matrix product, which has 2·M·N·K FLOP. Each of its three matrices moves once.
+    """Return the arithmetic intensity of a matrix product in FLOP per byte.
+
+    A matrix product has 2·M·N·K FLOP. Each of its three matrices is read or written once.
 
     Source: Williams, Waterman, Patterson, Roofline, CACM 52 (2009) 65-76.
     """
@@ -167,7 +169,7 @@ def gemm_intensity(row: Row) -> float:
 
 
 def stream_intensity(row: Row) -> float:
-    """Return the FLOP per byte of a memory stream. It is 0 for a copy."""
+    """Return the arithmetic intensity of a memory stream in FLOP per byte. It is 0 for a copy."""
     flops, arrays = _STREAMS[row.variant]
     return flops / (arrays * element_bytes(row.dtype))
 
@@ -237,10 +239,10 @@ def _draw_shares(axes: Axes, rows: list[Row], positions: dict) -> None:
 
 
 def _slowed(rows: list[Row]) -> list[Row]:
-    """Return the rows that were measured while the device lowered its clock, or while others used the cores of a CPU.
+    """Return the rows whose rate is too low, because the device lowered its clock or other processes used the cores of a CPU.
 
-    For these rows, the device reported why it lowered the clock, and the clock was more than the fraction `_VISIBLE` below the
-    highest clock of all rows. A row without a clock is returned if the device reported a reason.
+    A row is returned if the device reported a reason for a lower clock, and if the clock was below the highest clock of all rows
+    by more than the fraction `_VISIBLE`. A row without a clock is returned if the device reported a reason.
     """
     highest = max((row.clock_mhz for row in rows if row.clock_mhz is not None), default=0)
     low = [row for row in rows if row.busy or row.clock_mhz is None or row.clock_mhz < (1 - _VISIBLE) * highest]
@@ -254,7 +256,7 @@ def _dot_slowed(axes: Axes, x: list[float], y: list[float], points: list[Row], s
 
 
 def _name_dots(axes: Axes, slowed: list[Row]) -> list[str]:
-    """Add the dots to the legend of the panel and return a note with the lowest clock. Without dots, return no note."""
+    """Add the dots to the legend of the panel and return a list with a note about them. Without dots, the list is empty."""
     if not slowed:
         return []
     reasons = sorted({reason for row in slowed for reason in (row.throttle or "").split("+")} - {"none"})

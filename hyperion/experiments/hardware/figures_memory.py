@@ -30,7 +30,10 @@ _ELEMENT_BYTES = {"fp64": 8, "fp32": 4, "tf32": 4, "fp16": 2, "bf16": 2, "fp8": 
 
 
 def memory_levels(material: Material) -> Figure | None:
-    """Draw GB/s by working set. Vertical lines show the capacities of the caches, and a dashed line the limit of the memory."""
+    """Draw the GB/s of repeated reads and copies by working set, which is the number of different bytes that a call touches.
+
+    Vertical lines show the capacities of the caches. A dashed line shows the limit of the memory.
+    """
     rows = material.of("memory_levels", metric="bandwidth_gb_s")
     if not measured(rows):
         return None
@@ -56,9 +59,9 @@ def memory_levels(material: Material) -> Figure | None:
 
 
 def stream_formats(material: Material) -> Figure | None:
-    """Draw bars by operation and number format, with the limit of the memory.
+    """Draw the GB/s of each stream in each number format as bars, with the limit of the memory.
 
-    The notes have the comparison with a plain loop and the energy.
+    Notes below the figure give the comparison with a plain loop, and the energy.
     """
     rows = [r for r in material.of("stream_formats", metric="bandwidth_gb_s") if "plain_loop_calls" not in r.params]
     if not measured(rows):
@@ -93,9 +96,9 @@ def stream_formats(material: Material) -> Figure | None:
 
 
 def transfers(material: Material) -> Figure | None:
-    """Draw GB/s of copies between host and device by size, and of copies from GPU to GPU.
+    """Draw the GB/s of copies between host and device by size, and of copies from GPU to GPU.
 
-    If there are no such copies, draw the largest tensor.
+    If the run has no such copies, draw the size of the largest tensor that could be allocated.
     """
     rows = material.of("transfers")
     copies = [row for row in measured(rows) if "memory" in row.params]
@@ -121,7 +124,10 @@ def transfers(material: Material) -> Figure | None:
 
 
 def launch_cost(material: Material) -> Figure | None:
-    """Draw the times of launches as bars, and the time of a copy by size with the times of launches as horizontal lines."""
+    """Draw two panels: the times of kernel launches as bars, and the time of a copy by size.
+
+    In the second panel, horizontal lines show the times of the launches.
+    """
     rows = material.of("launch_cost")
     launches = measured(select(rows, metric="launch_time_s"))
     copies = sorted(measured(select(rows, metric="bandwidth_gb_s")), key=_working_set)
@@ -167,7 +173,7 @@ def _working_set(row: Row) -> int:
 
 
 def _byte_axis(axes: Axes, sizes: Iterable[int], most: int = _MOST_TICKS) -> None:
-    """Label at most `most` of the measured sizes."""
+    """Label the horizontal axis with at most `most` of the measured sizes."""
     different = sorted(set(sizes))
     ticks = different[:: -(-len(different) // most)]
     axes.set_xticks(ticks, [byte_size(tick) for tick in ticks])
@@ -175,7 +181,7 @@ def _byte_axis(axes: Axes, sizes: Iterable[int], most: int = _MOST_TICKS) -> Non
 
 
 def _limits(axes: Axes, rows: list[Row], name: str) -> list[float]:
-    """Draw each limit once; return the limits."""
+    """Draw each different limit of the rows once, and return the limits."""
     limits = list(dict.fromkeys(row.limit for row in rows if row.limit is not None))
     for limit in limits:
         limit_line(axes, limit, f"{name} {number(limit)} GB/s", MUTED)
@@ -221,7 +227,7 @@ def _write_in_bars(axes: Axes, x: list[float], heights: list[float], most: float
 
 
 def _plain_loop_notes(material: Material) -> list[str]:
-    """Return a note with the rate of the harness's copy over that of a plain loop, and the triad's rate in the same format."""
+    """Return a note that compares the rate of the copy with a plain loop. It also has the rate of the triad in this format."""
     notes = []
     for row in measured(material.of("stream_formats", metric="speedup")):
         ends = interval(row.value, row.ci_low, row.ci_high)
@@ -313,7 +319,7 @@ def _draw_tensor(axes: Axes, tensors: list[Row]) -> None:
 
 
 def _draw_crossing(axes: Axes, copies: list[Row], launches: list[Row], worthwhile: list[Row]) -> None:
-    """Draw the time of a copy by size, the times of launches as horizontal lines, and the size at which both are equal."""
+    """Draw the time of a copy by size, the times of launches as horizontal lines, and the size at which both times are equal."""
     x = [_working_set(row) for row in copies]
     # 1 GB/s is 1e3 bytes per microsecond.
     times = [size / rate / 1e3 for size, rate in zip(x, values(copies), strict=True)]

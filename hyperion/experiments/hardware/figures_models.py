@@ -1,6 +1,7 @@
 """Figures of the matrix products of our models: peak, MAF and TAF, and each matrix product under the measured roofline.
 
-MAF is the rate of the fastest matrix product of any shape. TAF is the rate of all matrix products of one model together.
+MAF (maximum achievable FLOPS) is the rate of the fastest matrix product of any shape. TAF is the rate
+of all matrix products of one model together.
 """
 
 from collections.abc import Mapping, Sequence
@@ -27,9 +28,10 @@ from hyperion.figures.style import (
 )
 from hyperion.results import Row
 
-_MODELS = (0, 2, 4, 3, 5, 1)  # colours of models, in the order of the rows
+_MODELS = (0, 2, 4, 3, 5, 1)  # index in COLOURS for each model, in the order of the rows
 _KINDS = {"matmul": 0, "convolution": 2, "attention": 3}
-_WHOLE, _SMALLEST = 1500.0, 14.0  # area of a mark in square points: growth from no FLOPs to all FLOPs, and area with no FLOPs
+# The area of a mark in square points is _SMALLEST plus _WHOLE times the product's share of the FLOPs of the model.
+_WHOLE, _SMALLEST = 1500.0, 14.0
 _NAMED = 3
 
 
@@ -58,7 +60,10 @@ def model_products(material: Material) -> Figure | None:
 
 
 def products_roofline(material: Material) -> Figure | None:
-    """Draw one panel for each model, with its matrix products at their arithmetic intensity and the ceilings of this run."""
+    """Draw the roofline of each model in its own panel: the ceilings of this run, and the model's matrix products as marks.
+
+    A mark shows the arithmetic intensity and the rate of a matrix product.
+    """
     rows = measured(material.of("model_products", metric="gemm_tflops"))
     slope = _slope_gb_s(material)
     panels_of = {name: _kernels([row for row in rows if row.variant == name]) for name in dict.fromkeys(r.variant for r in rows)}
@@ -93,11 +98,11 @@ class Kernel:
     """A matrix product of a model, as a point of the roofline.
 
     Args:
-        name: kind, sizes and dtype of the product, as text.
+        name: text with the kind, the sizes and the dtype of the product.
         kind: matmul, convolution or attention.
         intensity: FLOP per byte of memory traffic.
         tflops: the measured rate.
-        share: share of the model's FLOPs that the product has, 0 to 1.
+        share: FLOPs of the product divided by all FLOPs of the model, 0 to 1.
     """
 
     name: str
@@ -109,11 +114,13 @@ class Kernel:
 
 
 def draw_kernels(axes: Axes, kernels: Sequence[Kernel], tflops: Mapping[str, float], bandwidth_gb_s: float) -> None:
-    """Draw ceilings and marks in one panel. Letters mark the products with the most FLOPs.
+    """Draw the ceilings and one mark for each matrix product in one panel. Letters name the products with the most FLOPs.
 
     Args:
-        tflops: measured arithmetic ceiling of each dtype.
-        bandwidth_gb_s: measured memory ceiling.
+        axes: the panel.
+        kernels: the matrix products.
+        tflops: measured arithmetic ceiling of each dtype in TFLOPS.
+        bandwidth_gb_s: measured memory ceiling in GB/s.
     """
     used = [dtype for dtype in tflops if any(kernel.dtype == dtype for kernel in kernels)]
     ends = _ends(kernels, [tflops[dtype] for dtype in used], bandwidth_gb_s)
@@ -150,7 +157,7 @@ def _largest(kernels: Sequence[Kernel]) -> list[Kernel]:
 
 
 def _ends(kernels: Sequence[Kernel], ceilings: list[float], bandwidth_gb_s: float) -> tuple[float, float]:
-    """Return the ends of the horizontal axis, so that it shows all marks and all ridge points."""
+    """Return the two ends of the horizontal axis. The axis shows all marks and all ridge points."""
     ridges = [ceiling * 1e3 / bandwidth_gb_s for ceiling in ceilings]
     places = [kernel.intensity for kernel in kernels]
     return min(places + ridges) / 4, max(places + ridges) * 4
@@ -179,7 +186,8 @@ def _draw_ceilings(axes: Axes, tflops: dict[str, float], bandwidth_gb_s: float, 
 def _draw_kind(axes: Axes, kind: str, points: list[Kernel], several: bool) -> None:
     """Draw the marks of one kind of product.
 
-    The shape of a mark shows the kind. With several dtypes the colour shows the dtype, otherwise it shows the kind too.
+    The shape of a mark shows the kind. If there are several dtypes, the colour shows the dtype. Otherwise the colour shows the
+    kind.
     """
     index = _KINDS.get(kind, len(_KINDS) + 1)
     colours = [look(point.dtype)["color"] if several else COLOURS[index] for point in points]
@@ -229,7 +237,7 @@ def _share(rate: float, whole: float, name: str) -> str:
 
 
 def _maf(dtype: str, rows: list[Row], shares: list[Row]) -> float | None:
-    """Return the TFLOPS of the fastest product. They are computed from a model's TAF and its share of the MAF."""
+    """Return the MAF in TFLOPS. It is computed from the TAF of a model and from the stored ratio of this TAF to the MAF."""
     rates = {row.variant: not_none(row.value) for row in rows}
     return next(
         (
@@ -247,7 +255,7 @@ def _peak(dtype: str, shares: list[Row]) -> float | None:
 
 
 def _notes(tafs: list[Row], shares: list[Row]) -> list[str]:
-    """Return notes on the timed share of each model, the source of the MAF, and the reasons for missing values."""
+    """Return the notes: which share of each model's FLOPs was timed, where the MAF comes from, and why values are missing."""
     notes = ["TAF: rate of all products of one training step. Each is timed alone and weighted by its FLOPs."]
     for dtype in dict.fromkeys(row.dtype for row in measured(tafs)):
         rows = [row for row in measured(tafs) if row.dtype == dtype]
@@ -267,7 +275,7 @@ def _notes(tafs: list[Row], shares: list[Row]) -> list[str]:
 
 
 def _kernels(rows: list[Row]) -> tuple[str, list[Kernel]]:
-    """Return the narrowest precision in which a model's step was captured, and the products of that step."""
+    """Return (precision, matrix products) of the model's step in the narrowest precision in which the step was captured."""
     precision = rows[-1].params["precision"]
     kernels = []
     for row in (row for row in rows if row.params["precision"] == precision):
@@ -295,7 +303,7 @@ def _slope_gb_s(material: Material) -> float | None:
 
 
 def _legend(figure: Figure, panels: list[Axes]) -> None:
-    """Draw one legend for all panels in the first panel. It has every kind of product that is drawn."""
+    """Draw one legend for all panels, in the first panel. It lists every kind of matrix product that is drawn."""
     kinds = {}
     for axes in panels:
         for handle, label in zip(*axes.get_legend_handles_labels(), strict=True):

@@ -12,16 +12,21 @@ from hyperion.figures.style import COLOURS, INK, MARKERS, MUTED, absences, add_n
 from hyperion.results import Row
 
 _BEST, _DATA = "best_products", "operand_data"
-_RATIOS = ("speedup", "rate_ratio")  # the first is for products timed interleaved, the second for products timed alone
+# Metrics of the ratio of two rates: "speedup" if they were timed in turn, "rate_ratio" if they were timed one after the other.
+_RATIOS = ("speedup", "rate_ratio")
 _BAR = 0.56
 _TURNS = {"alone": COLOURS[0], "in turn": COLOURS[5]}
 _ERROR = {"ecolor": INK, "elinewidth": 1.0}
 _LOST, _GAINED, _UNEXPLAINED = COLOURS[1], COLOURS[2], COLOURS[6]
-_UNCHANGED = 1e-3  # the bar of a factor this close to 1 would be invisible
+_UNCHANGED = 1e-3  # if a factor differs from 1 by less than this, its bar would be invisible
 
 
 def best_products(material: Material) -> Figure | None:
-    """Draw the fastest product of each format with the format's limit, and the shares of the limit that given shapes reach."""
+    """Draw two panels about the fastest matrix product of each number format.
+
+    The first panel shows its rate and the limit of the format. The second panel shows the shares of the limit that the fastest
+    product and the given shapes reach.
+    """
     rows = material.of(_BEST, metric="gemm_tflops")
     fastest = measured(row for row in rows if row.variant == "fastest found")
     if not fastest:
@@ -42,9 +47,10 @@ def best_products(material: Material) -> Figure | None:
 
 
 def operand_data(material: Material) -> Figure | None:
-    """Draw TFLOPS of one product by the data of its operands, timed alone and interleaved.
+    """Draw the TFLOPS of one matrix product for several kinds of data in its operands.
 
-    Power and clock are drawn if they could be read.
+    The figure has two timings of each kind of data: in turn with the other kinds, and alone. Power and clock are drawn if they
+    could be read.
     """
     rows = material.of(_DATA)
     rates = [row for row in rows if row.metric == "gemm_tflops"]
@@ -85,13 +91,14 @@ class _Factor:
 
 @dataclass(frozen=True)
 class GapRows:
-    """The gap between the peak and the rate of one product, read from the rows of `gemm_gap`.
-
-    A `hyperion.measure.Gap` has the same attributes peak, rate and factors.
+    """The gap between the peak and the measured rate of one matrix product, read from the rows of `gemm_gap`.
 
     Args:
-        dtype: number format of the product.
-        product: sizes and dtype of the product, as text.
+        dtype: number format of the matrix product.
+        product: text with the sizes and the dtype of the matrix product.
+        peak: peak of the data sheet, with its source.
+        measured_tflops: measured rate in TFLOPS.
+        factors: the factors that reduce the peak to the measured rate, in the order in which they are drawn.
     """
 
     dtype: str
@@ -102,9 +109,10 @@ class GapRows:
 
 
 def gaps_of(rows: list[Row]) -> list[GapRows]:
-    """Return one gap for each format.
+    """Return one gap for each number format.
 
-    It is the gap of the fastest product of the search. If there was no search, it is the gap of the fastest square product.
+    It is the gap of the fastest matrix product that the search found. Without a search, it is the gap of the fastest square
+    product.
     """
     wholes: dict[str, Row] = {}
     for row in measured(rows):
@@ -114,10 +122,12 @@ def gaps_of(rows: list[Row]) -> list[GapRows]:
 
 
 def gemm_gap(material: Material, dtype: str = "") -> Figure | None:
-    """Draw the waterfalls of all formats side by side, or the waterfall of one format with all reasons.
+    """Draw from the peak to the measured rate as waterfalls: one bar for each factor.
 
     Args:
-        dtype: the format to draw. An empty string draws all formats.
+        material: material of the run.
+        dtype: number format to draw, with the explanations of all factors. An empty string draws all formats side by side,
+            without explanations.
     """
     rows = material.of("gemm_gap", metric="share")
     gaps = [gap for gap in gaps_of(rows) if dtype in ("", gap.dtype)]
@@ -144,8 +154,8 @@ def gap_waterfall(gap: GapRows, machine: str, product: str, more: Sequence[str] 
     Args:
         gap: the gap between the peak and the rate of one product.
         machine: name of the machine, for the title.
-        product: name of the product, for the title: "matmul 4096 x 4096 x 4096 bf16".
-        more: further notes.
+        product: name of the matrix product for the title, for example "matmul 4096 x 4096 x 4096 bf16".
+        more: notes to show in addition to the notes about the factors.
     """
     known = [step for step in gap.factors if step.factor is not None]
     figure, (axes,) = new_figure(f"From the peak to the measured rate: {product}", machine, height=1.5 + 0.46 * (len(known) + 2))
@@ -155,7 +165,7 @@ def gap_waterfall(gap: GapRows, machine: str, product: str, more: Sequence[str] 
 
 
 def _name_lines(panels: list[Axes], names: list[str]) -> None:
-    """Use the same lines in all panels, and write their names on the left of the first panel."""
+    """Give all panels the same lines, and write the names of the lines on the left of the first panel."""
     for place, axes in enumerate(panels):
         axes.set_yticks(range(len(names)), names if place == 0 else [""] * len(names))
         axes.set_ylim(len(names) - 0.5, -0.5)
@@ -163,7 +173,7 @@ def _name_lines(panels: list[Axes], names: list[str]) -> None:
 
 
 def _draw_fastest(axes: Axes, fastest: list[Row]) -> None:
-    """Draw a bar for each rate and an outline for its limit. Rate and shape are written at the end of the bar."""
+    """Draw a bar for each rate and an outline for its limit. The rate and the shape are written at the end of the bar."""
     for place, row in enumerate(fastest):
         if row.limit is not None:
             axes.barh(place, row.limit, _BAR + 0.14, facecolor="none", edgecolor=MUTED, linewidth=0.9)
@@ -300,9 +310,9 @@ def _gap_of(whole: Row, rows: list[Row]) -> GapRows:
 
 
 def _shared_notes(gaps: list[GapRows], rows: list[Row]) -> list[str]:
-    """Return notes on the unknown factors and on the formats without a waterfall.
+    """Return notes about factors that are unknown, and about number formats without a waterfall.
 
-    Formats with the same reason share a note.
+    Formats with the same reason share one note.
     """
     notes = [
         "The first bar is the peak of the data sheet. Each next bar is the change by one known limit. The rest is unexplained."
@@ -318,7 +328,7 @@ def _shared_notes(gaps: list[GapRows], rows: list[Row]) -> list[str]:
 
 
 def _without_gap(gaps: list[GapRows], rows: list[Row]) -> list[str]:
-    """Return notes on the formats that have no waterfall, with the reason."""
+    """Return one note for each reason why number formats have no waterfall."""
     absent: dict[str, dict[str, None]] = {}
     for row in rows:
         if row.variant == "measured / peak" and row.value is None and row.dtype not in {gap.dtype for gap in gaps}:
@@ -327,7 +337,7 @@ def _without_gap(gaps: list[GapRows], rows: list[Row]) -> list[str]:
 
 
 def _draw_waterfall(axes: Axes, gap: GapRows, plain: bool = False) -> None:
-    """Draw the bars. With `plain`, leave out units and explanations, for small panels."""
+    """Draw the bars of a waterfall. If `plain` is True, leave out units and explanations, because the panel is small."""
     known = [step for step in gap.factors if step.factor is not None]
     unit = "" if plain else " TFLOPS"
     _bar(axes, 0, 0, gap.peak.tflops, INK, number(gap.peak.tflops) + unit)

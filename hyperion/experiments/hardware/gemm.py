@@ -1,4 +1,4 @@
-"""How fast does this machine multiply square matrices, by number format and size, and how close is the rate to the peak?"""
+"""How fast does this machine multiply square matrices in each number format and size, and how close is the rate to the peak?"""
 
 import pandas as pd
 import torch
@@ -17,10 +17,10 @@ class GemmOptions(Options):
 
     Args:
         dtypes: number formats. Each is a name in `hyperion.measure.FORMATS`, or "fp8".
-        sizes: M = N = K of each matrix product.
-        time_limit_s: seconds of timing for each product and cache state.
-        cross_check_dtype: format of the comparison with a plain timing loop.
-        cross_check_calls: number of calls in one timed block of the plain loop.
+        sizes: sizes of the matrix products. A size is the value of M = N = K.
+        time_limit_s: seconds of timing for each matrix product, with cold and with warm caches each.
+        cross_check_dtype: number format in which this library's timing is compared with a plain timing loop.
+        cross_check_calls: number of calls that the plain loop times together.
     """
 
     dtypes: tuple[str, ...]
@@ -31,14 +31,17 @@ class GemmOptions(Options):
 
 
 def forecast(context: Context) -> list[Forecast]:
-    """Predict the rate of each product from the data sheet and the efficiency of a reference machine at this size."""
+    """Predict the rate of each matrix product from the data sheet and the efficiency of a reference machine at this size."""
     options = GemmOptions.of(context)
     dtypes = [dtype for dtype in options.dtypes if context.device.supports(dtype)[0]]
     return [_forecast(context, dtype, size) for size in sorted(options.sizes, reverse=True) for dtype in dtypes]
 
 
 def run(context: Context, report: Report) -> Result:
-    """Time and verify each dtype and size with cold and with warm caches, then compare the harness with a plain loop."""
+    """Time and verify the matrix product of each dtype and size, with cold and with warm caches.
+
+    Then compare this library's timing with a plain timing loop.
+    """
     options = GemmOptions.of(context)
     rows: list[Row] = []
     frames: list[pd.DataFrame] = []
@@ -66,7 +69,7 @@ def _params(size: int, cache: str = "cold") -> dict:
 
 
 def _measure_cell(context: Context, dtype: str, size: int, time_limit_s: float) -> tuple[list[Row], list[pd.DataFrame]]:
-    """Measure one product with cold and with warm caches. If this is not possible, return one row with the reason."""
+    """Time one matrix product with cold and with warm caches. If this is not possible, return one row with the reason."""
     supported, how = context.device.supports(dtype)
     if not supported:
         return [_absent(context, dtype, size, f"unsupported: {how}")], []
@@ -76,7 +79,7 @@ def _measure_cell(context: Context, dtype: str, size: int, time_limit_s: float) 
         for cache in ("cold", "hot"):
             timing, verification = product.measure(cold=cache == "cold", time_limit_s=time_limit_s)
             name = product.format.name
-            # If the error is as small as in fp32, the library did not use TF32 units.
+            # If the error is as small as in fp32, the BLAS library did not compute in TF32.
             if name == "tf32" and verification.error < FORMATS["fp32"].gemm_tolerance:
                 return [_absent(context, dtype, size, "TF32 was allowed, but the product has the accuracy of fp32")], []
             rows.append(_rate_row(context, product.function, product, _params(size, cache), timing, verification))
@@ -96,7 +99,7 @@ def _absent(context: Context, dtype: str, size: int, reason: str) -> Row:
 
 
 def _cross_check(context: Context, options: GemmOptions, report: Report) -> tuple[list[Row], list[pd.DataFrame]]:
-    """Time every size of one dtype with the harness and with a plain loop, interleaved."""
+    """Time every size of one dtype in two ways in turn: with this library, and in a plain loop of PyTorch calls."""
     dtype, calls = options.cross_check_dtype, options.cross_check_calls
     rows, frames = [], []
     for done, size in enumerate(options.sizes):

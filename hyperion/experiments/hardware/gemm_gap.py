@@ -1,7 +1,7 @@
 """Why is the fastest matrix product of each format slower than the peak of the data sheet?
 
-This experiment measures nothing. It computes the factors for clock, tiles, memory and launch from rows of this run. What these
-factors do not explain is a separate factor, "unexplained".
+This experiment measures nothing. It computes four factors from the rows of this run: the effects of the clock, of incomplete
+tiles, of the memory and of the launch. The factor "unexplained" contains the rest of the difference.
 """
 
 from math import prod
@@ -16,7 +16,7 @@ from hyperion.results import Row
 
 WHOLE = "measured / peak"
 _SQUARE, _SEARCHED = "gemm", "best_products"
-_EXACT = 1e-9  # the product of the factors equals the whole up to floating-point rounding
+_EXACT = 1e-9  # tolerance of the check that all factors multiplied give measured / peak; only floating-point rounding may differ
 
 
 def forecast(context: Context) -> list[Forecast]:
@@ -25,7 +25,7 @@ def forecast(context: Context) -> list[Forecast]:
 
 
 def run(context: Context, report: Report) -> Result:
-    """For each format of this run, compute the factors of the fastest square product and of the fastest product found."""
+    """For each format, compute the factors of the fastest square matrix product, and of the fastest one that the search found."""
     rows: list[Row] = []
     formats = list(dict.fromkeys(row.dtype for row in context.upstream if _is_product(row)))
     for done, dtype in enumerate(formats):
@@ -44,7 +44,11 @@ def _is_product(row: Row) -> bool:
 
 
 def _rows_of(context: Context, dtype: str, experiment: str) -> list[Row]:
-    """Return the rows of the factors, or one row with the reason why there are none. Without products, return no rows."""
+    """Return the rows of the factors for the fastest matrix product of an experiment.
+
+    If the factors cannot be computed, return one row with the reason. If the experiment has no matrix products in this format,
+    return no rows.
+    """
     rows = [row for row in context.upstream if _is_product(row) and (row.experiment, row.dtype) == (experiment, dtype)]
     if not rows:
         return []
@@ -70,9 +74,9 @@ def _rows_of(context: Context, dtype: str, experiment: str) -> list[Row]:
 
 
 def _gap_rows(context: Context, dtype: str, shape: dict, best: Row, gap: Gap) -> list[Row]:
-    """Return the row of measured rate / peak, then the row of every factor in order.
+    """Return the row of the measured rate divided by the peak, then one row for each factor.
 
-    The check of each row is that the product of all factors equals measured rate / peak.
+    The check of each row compares the product of all factors with the measured rate divided by the peak.
     """
     whole = gap.measured_tflops / gap.peak.tflops
     together = prod(step.factor for step in gap.factors if step.factor is not None)
@@ -105,9 +109,9 @@ def _gap_rows(context: Context, dtype: str, shape: dict, best: Row, gap: Gap) ->
 
 
 def _launch_time_s(context: Context) -> float | None:
-    """Return the seconds of launching that the time of a product includes.
+    """Return the seconds of launching that the measured time of a matrix product includes.
 
-    They are 0 on a GPU, because its events measure a queue that stays full.
+    On a GPU the result is 0. There the times come from events of the device, and the queue of the device is never empty.
     """
     if context.device.kind != "cpu":
         return 0.0

@@ -1,4 +1,4 @@
-"""How long does a kernel launch take, eagerly and in a graph, and how small is a copy that takes as long as its launch?"""
+"""How long does a kernel launch take in eager mode and in a CUDA graph? How large is a copy that takes as long as its launch?"""
 
 from hyperion.chapter.context import Context, Experiment, Forecast, Options, Report, Result
 from hyperion.chapter.rows import all_samples, sample_frame, timed_row
@@ -15,7 +15,8 @@ class LaunchCostOptions(Options):
     """Options of `launch_cost`.
 
     Args:
-        copy_kib: sizes in KiB of the working sets of the copies that are compared with a launch.
+        copy_kib: working sets in KiB of the copies that are compared with a launch. A working set is the bytes that
+            one copy reads and writes.
         time_limit_s: seconds of timing for the launches and for each copy.
     """
 
@@ -30,7 +31,10 @@ def forecast(context: Context) -> list[Forecast]:
 
 
 def run(context: Context, report: Report) -> Result:
-    """Time launches of an almost empty kernel and copies by size. Find the size at which a copy takes as long as its launch."""
+    """Time launches of an almost empty kernel, and copies of several sizes.
+
+    From these times, compute the size at which a copy takes as long as its launch.
+    """
     options = LaunchCostOptions.of(context)
     report(0, 2, "launches")
     cost = measure_launch(context.device, time_limit_s=options.time_limit_s)
@@ -48,7 +52,7 @@ def run(context: Context, report: Report) -> Result:
         time_limit_s=options.time_limit_s,
     )
     for point in points:
-        # The row holds the rate; the time of a copy follows from its working set.
+        # The row stores the rate of a copy. The time of the copy can be computed from the rate and the working set.
         limit_source = "no limit: it is measured where launches weigh, not memory"
         rows.append(point_row(context, COPY, point, limit_source=limit_source))
         frames.append(sample_frame(point.timing, COPY, point.dtype, rows[-1].params).assign(how=point.how))
@@ -79,7 +83,8 @@ def _launch_row(context: Context, name: str, cost: LaunchCost, timing: Timing | 
 
 def _worthwhile_row(context: Context, cost: LaunchCost, points: list[CachePoint]) -> Row:
     found = worthwhile_size(cost, points)
-    # On a CPU the time of a call is the launch plus the work, so both are equal where a call takes twice as long as a launch.
+    # On a CPU the time of a call includes the launch and the work. So the work takes as long as the launch if the call takes
+    # twice as long as the launch.
     params = {"set_equal": found.basis, "launches": 1 if cost.asynchronous else 2}
     if found.bytes is None:
         return context.absent_row(COPY, "worthwhile_bytes", found.reason, params=params)

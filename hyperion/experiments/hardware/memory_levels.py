@@ -1,4 +1,8 @@
-"""Where do the caches end? Measure the bandwidth of repeated reads and copies of the same bytes, by the number of bytes."""
+"""Where do the caches end?
+
+The experiment measures the bandwidth of reads and copies that are repeated over the same bytes. The number of these bytes is
+called the working set. If the working set fits into a cache, the bandwidth can be higher than the bandwidth of the memory.
+"""
 
 import pandas as pd
 import torch
@@ -11,8 +15,8 @@ from hyperion.measure import SWEEPS, CacheCapacity, CachePoint, cache_capacities
 from hyperion.results import Row
 from hyperion.units import MIB
 
-# A cache with a twentieth of the size of the working set serves at most a twentieth of its bytes. This is not more than the
-# difference between the fastest stream and its limit. For larger working sets the limit of device memory applies.
+# The limit of device memory applies to working sets that are at least this many times as large as the last-level cache. The cache
+# then serves at most a twentieth of the bytes. This is not more than the difference between the fastest stream and its limit.
 _BEYOND_CACHE = 20
 
 
@@ -21,8 +25,8 @@ class MemoryLevelsOptions(Options):
 
     Args:
         dtype: number format of the arrays.
-        step: with step n, every n-th working set is measured, counted from the largest.
-        largest_mib: largest working set in MiB. At most an eighth of the device's memory is used.
+        step: measure only every `step`-th size of the list of working sets, beginning with the largest. 1 measures all sizes.
+        largest_mib: largest working set in MiB. If it is more than an eighth of the memory of the device, this eighth is used.
         time_limit_s: seconds of timing for each working set and operation.
     """
 
@@ -33,9 +37,9 @@ class MemoryLevelsOptions(Options):
 
 
 def forecast(context: Context) -> list[Forecast]:
-    """Predict the bandwidth of working sets that are much larger than the caches, largest first.
+    """Predict the bandwidth of working sets that are much larger than the caches, beginning with the largest.
 
-    There is no prediction for the other working sets.
+    For smaller working sets there is no prediction.
     """
     options = MemoryLevelsOptions.of(context)
     sizes = sorted(_sizes(options, context.device), reverse=True)
@@ -43,7 +47,7 @@ def forecast(context: Context) -> list[Forecast]:
 
 
 def run(context: Context, report: Report) -> Result:
-    """Store the cache capacities that the system reports, then time reads and copies of every working set."""
+    """Return rows of the cache capacities that the system reports, then time reads and copies of every working set."""
     options = MemoryLevelsOptions.of(context)
     sizes = _sizes(options, context.device)
     rows = [_capacity_row(context, capacity) for capacity in cache_capacities(context.device)]
@@ -70,12 +74,12 @@ EXPERIMENT = Experiment(forecast, run, options=MemoryLevelsOptions)
 
 
 def copy_params(working_set: int) -> dict:
-    """Return the parameters of a row for repeated reads or copies of one working set."""
+    """Return the params of the row of repeated reads or copies over one working set."""
     return {"working_set_bytes": working_set, "cache": "hot"}
 
 
 def point_row(context: Context, variant: str, point: CachePoint, *, limit: float | None = None, limit_source: str) -> Row:
-    """Return the row of the rate over one working set."""
+    """Return the row of the bandwidth of repeated reads or copies over one working set."""
     rate = point.bandwidth_gb_s
     params = copy_params(point.working_set_bytes) | {"level": point.level, "timed": _how_timed(point, context.device)}
     return timed_row(
@@ -92,9 +96,9 @@ def point_row(context: Context, variant: str, point: CachePoint, *, limit: float
 
 
 def _how_timed(point: CachePoint, device: Device) -> str:
-    """Return how the calls were made and timed.
+    """Return a text that says how the calls were made and timed.
 
-    The text leaves out the number of calls, because it differs between runs while the text identifies the same row.
+    The text is part of the identity of a row. So it does not contain the number of calls, which differs between runs.
     """
     if point.captured:
         return "in a graph, on the device's clock"
@@ -104,12 +108,12 @@ def _how_timed(point: CachePoint, device: Device) -> str:
 
 
 def _sizes(options: MemoryLevelsOptions, device: Device) -> list[int]:
-    """Return the working sets in bytes. The smallest fits in the first cache. The largest is much larger than any cache."""
+    """Return the working sets in bytes. The smallest working set fits into the first cache, the largest into no cache."""
     most = min(options.largest_mib * MIB, device.memory_bytes // 8)
     sizes = sweep_sizes(cache_capacities(device), device.memory_bytes)
     while sizes[-1] < _BEYOND_CACHE * (device.last_level_cache_bytes or 0) and 2 * sizes[-1] <= most:
         sizes.append(2 * sizes[-1])
-    # Count from the largest, because only the largest working set measures device memory alone.
+    # Beginning with the largest keeps the largest working set in the list. It is the only one that no cache serves.
     return [size for size in sizes if size <= most][:: -options.step][::-1]
 
 
@@ -119,7 +123,10 @@ def _forecast(context: Context, operation: str, dtype: str, size: int) -> Foreca
 
 
 def _limit(device: Device, working_set: int) -> tuple[float | None, str]:
-    """Return (GB/s of device memory, source) for a working set larger than the caches, otherwise (None, reason)."""
+    """Return (limit in GB/s, source of the limit), or (None, reason why there is no limit).
+
+    There is a limit, the bandwidth of device memory, only if the working set is much larger than the caches.
+    """
     cache = device.last_level_cache_bytes
     if cache is None:
         return None, "no limit: a cache of unknown size may serve it"

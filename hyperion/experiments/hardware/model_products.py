@@ -1,8 +1,9 @@
 """How fast are the matrix products of our own models, compared with the peak and with the fastest product of any shape?
 
-There are three rates for each number format: the peak of the data sheet; MAF, the rate of the fastest matrix product in this
-run; and TAF, the rate of all matrix products of one model's training step together. The products of the forward and backward
-pass are captured where PyTorch dispatches them, and each product is timed alone.
+There are three rates for each number format. The peak is the rate in the data sheet. MAF is the rate of the fastest matrix
+product in this run. TAF is the rate of all matrix products of one training step of a model together. The experiment records the
+matrix products of the forward and backward pass when PyTorch dispatches them. Then it times each product alone, without other
+operations.
 """
 
 from collections import defaultdict
@@ -21,19 +22,19 @@ from hyperion.results import Estimate, Row
 from hyperion.workloads.reference_steps import captured_step, step_ceilings
 
 TAF_OF_MAF, MAF_OF_PEAK = "TAF / MAF", "MAF / peak"
-COVERAGE = "FLOPs timed"  # share of the step's FLOPs whose products were timed
-_TOP = 8  # number of products of a step with a row, besides the fastest product
+COVERAGE = "FLOPs timed"  # name of the share of the FLOPs of a step that belong to matrix products that were timed
+_TOP = 8  # number of matrix products of a step that get a row, in addition to the fastest product
 
 
 class ModelProductsOptions(Options):
     """Options of `model_products`.
 
     Args:
-        models: names of reference models and Transformer LMs.
-        dtypes: formats of the training step: fp32, bf16 or fp16.
+        models: names of reference models and of Transformer configurations.
+        dtypes: number formats of the training step: any of fp32, bf16 and fp16.
         batch_size: number of samples in a batch of a reference model.
         sequences: number of sequences in a batch of a Transformer LM. Each has the length of the model's context.
-        time_limit_s: seconds of timing for all products of a step.
+        time_limit_s: seconds of timing for all matrix products of a step together.
     """
 
     models: tuple[str, ...]
@@ -44,7 +45,7 @@ class ModelProductsOptions(Options):
 
     @property
     def steps(self) -> list[tuple[str, str]]:
-        """The (model, dtype) of every captured step."""
+        """Pairs (name of the model, dtype) of all training steps whose matrix products are timed."""
         return [(name, dtype) for dtype in self.dtypes for name in self.models]
 
     def batch(self, name: str) -> int:
@@ -53,10 +54,10 @@ class ModelProductsOptions(Options):
 
 
 def forecast(context: Context) -> list[Forecast]:
-    """Predict the TAF of every step.
+    """Predict the TAF of every training step.
 
-    Its ceiling comes from the rates of square products of this run, scaled to the shape of each product. The prediction is the
-    share of this ceiling that a reference machine reached.
+    The ceiling of a TAF is computed from the rates of the square matrix products of this run, scaled to the shape of each matrix
+    product. The prediction is the ceiling times the share of it that a reference machine reached.
     """
     options = ModelProductsOptions.of(context)
     supported = [(name, dtype) for name, dtype in options.steps if context.device.supports(dtype)[0]]
@@ -64,7 +65,10 @@ def forecast(context: Context) -> list[Forecast]:
 
 
 def run(context: Context, report: Report) -> Result:
-    """Capture the step of every model in every dtype and time its matrix products, starting with the most FLOPs."""
+    """Record the matrix products of every model's training step in every dtype, and time each of them.
+
+    The matrix products with the most FLOPs are timed first.
+    """
     options = ModelProductsOptions.of(context)
     rows: list[Row] = []
     frames: list[pd.DataFrame] = []
@@ -128,7 +132,7 @@ def _measure_step(
 
 @dataclass(frozen=True)
 class _Kernel:
-    """Matrix products of a step that have the same sizes. They are timed only once."""
+    """All matrix products of a step that have the same sizes. Only one of them is timed."""
 
     dtype: str
     params: dict
@@ -136,7 +140,7 @@ class _Kernel:
 
 
 def _kernels(captured: CapturedGemms, timed: dict[Product, TimedProduct]) -> list[_Kernel]:
-    """Return the timed products grouped by their sizes, sorted by FLOPs from most to least."""
+    """Return the timed matrix products, grouped by their sizes. Groups with more FLOPs come first."""
     alike: dict[tuple, list[Product]] = defaultdict(list)
     for product in timed:
         alike[product.kind, product.batch, product.m, product.n, product.k, product.dtype].append(product)
@@ -161,7 +165,8 @@ def _kernels(captured: CapturedGemms, timed: dict[Product, TimedProduct]) -> lis
 def _taf_row(context: Context, name: str, dtype: str, params: dict, rate: Estimate, timed: list[TimedProduct]) -> Row:
     """Return the row of a TAF.
 
-    It has the device state during the longest product and the check of the product with the largest error.
+    The clock and the power in the row were measured during the longest matrix product. The check in the row is the check of the
+    matrix product with the largest error.
     """
     limit, source = gemm_limit(context.device, dtype)
     longest = max(timed, key=lambda result: result.timing.estimate.value).timing
@@ -177,14 +182,17 @@ def _taf_of_maf(context: Context, name: str, batch: int, dtype: str, rate: Estim
     maf, params = maf_row(context.upstream, dtype), {"what": TAF_OF_MAF, "batch": batch}
     if maf is None:
         return _no_maf(context, name, dtype, params)
-    # The interval combines the extremes of both rates, so it contains the true ratio at least as often as they do their values.
+    # The interval combines the extreme ends of both intervals, so it contains the true ratio with at least the same probability.
     share = {"n": rate.n, "ci_low": rate.ci_low / not_none(maf.ci_high), "ci_high": rate.ci_high / not_none(maf.ci_low)}
     params |= {"maf": maf.experiment}
     return context.row(name, "share", rate.value / not_none(maf.value), dtype=dtype, params=params, **share)
 
 
 def _maf_of_peak(context: Context, dtype: str) -> Row:
-    """Return the MAF as a share of the data sheet's peak. It may exceed 1, because the peak is stated at a nominal clock."""
+    """Return the row of the MAF divided by the peak of the data sheet.
+
+    The value can be above 1, because the data sheet states the peak at a nominal clock.
+    """
     maf, params = maf_row(context.upstream, dtype), {"what": MAF_OF_PEAK}
     if maf is None:
         return _no_maf(context, "MAF", dtype, params)

@@ -1,9 +1,9 @@
 """Does the speed of a matrix product depend on the numbers that it multiplies, and if so, why?
 
-The same matrix product is timed with five kinds of data, in two ways. First the calls are interleaved, so that all kinds of data
-run at the same clock. A difference then comes from the arithmetic. Then each kind of data runs alone until the clock has settled
-at the value that its power allows. A further difference then comes from the clock. Caches are warm both times, because this
-experiment is about arithmetic units and not about memory.
+The same matrix product is timed with five kinds of data, in two ways. First, calls with different data are timed in turn, so that
+all kinds of data run at the same clock. A difference then comes from the arithmetic. Second, the calls with each kind of data are
+timed alone, after the clock has reached the value that the power of these calls allows. A further difference then comes from the
+clock. Caches are warm in both cases, because this experiment is about arithmetic units and not about memory.
 """
 
 import math
@@ -34,10 +34,12 @@ from hyperion.results import Row, independent_ratio_estimate, ratio_estimate
 DATA = (*DISTRIBUTIONS, ACTIVATIONS)
 USUAL = "normal"
 IN_TURN, ALONE = "in turn", "alone"
-# The inputs of a layer do not depend on the size of the vocabulary. A small vocabulary saves the work of the head.
+# Size of the vocabulary and number of sequences. The inputs of a layer do not depend on the size of the vocabulary. A small
+# vocabulary makes the forward pass shorter.
 _VOCABULARY, _SEQUENCES = 512, 8
 _CALLS_AT_ONCE = 8
-# Only interleaved samples give a speed-up. If rates are measured one after the other, their ratio may include a drift.
+# Metric of the ratio of two rates. Only rates that are timed in turn give a speed-up. If they are timed one after the other,
+# their ratio may include a drift of the clock.
 _RATIO = {IN_TURN: "speedup", ALONE: "rate_ratio"}
 _NO_LIMIT = {
     IN_TURN: "no limit: how far the usual data stay below their own limit is not bounded",
@@ -52,12 +54,12 @@ class OperandDataOptions(Options):
     """Options of `operand_data`.
 
     Args:
-        dtype: number format of the product.
-        size: M = N = K.
-        model: Transformer LM whose MLP supplies the activations and weights.
-        time_limit_s: seconds of interleaved timing.
-        settle_s: seconds of calls before a product is timed alone, so that the clock settles.
-        alone_s: seconds of timing of each product alone.
+        dtype: number format of the matrix product.
+        size: size of the matrix product, the value of M = N = K.
+        model: name of the Transformer configuration whose MLP supplies activations and weights as data.
+        time_limit_s: seconds of timing for all kinds of data in turn.
+        settle_s: seconds of calls before one kind of data is timed alone, so that the clock becomes stable.
+        alone_s: seconds of timing for each kind of data alone.
     """
 
     dtype: str
@@ -68,16 +70,19 @@ class OperandDataOptions(Options):
     alone_s: float
 
     def params(self, timed: str) -> dict:
-        """Return the parameters of the row of a rate."""
+        """Return the params of the row of a rate. `timed` is IN_TURN or ALONE."""
         return {"m": self.size, "n": self.size, "k": self.size, "cache": "hot", "timed": timed}
 
     def ratio_params(self, timed: str) -> dict:
-        """Return the parameters of the row of a ratio."""
+        """Return the params of the row of a ratio. `timed` is IN_TURN or ALONE."""
         return self.params(timed) | {"over": USUAL}
 
 
 def forecast(context: Context) -> list[Forecast]:
-    """Predict the same rate for all data, and ratios of 1, because the predicted time depends only on FLOPs and bytes."""
+    """Predict the same rate for all kinds of data, and ratios of 1.
+
+    The predicted time depends only on the numbers of FLOPs and bytes, which do not depend on the data.
+    """
     options = OperandDataOptions.of(context)
     dtype, size = options.dtype, options.size
     if not context.device.supports(dtype)[0]:
@@ -96,7 +101,10 @@ def forecast(context: Context) -> list[Forecast]:
 
 
 def run(context: Context, report: Report) -> Result:
-    """Time and verify the product with each kind of data, interleaved and alone, and compare it with normal data."""
+    """Time and verify the matrix product with each kind of data, in turn and alone.
+
+    The rates are compared with the rate for normally distributed data.
+    """
     options = OperandDataOptions.of(context)
     supported, how = context.device.supports(options.dtype)
     if not supported:
@@ -133,7 +141,10 @@ EXPERIMENT = Experiment(forecast, run, options=OperandDataOptions, forecast_read
 
 
 def make_products(context: Context) -> dict[str, Gemm]:
-    """Return one product for each kind of data, by name. Its verification also checks that the operands have the named data."""
+    """Return a dict from the name of each kind of data to a matrix product with this data.
+
+    The verification of a product also checks that its operands contain this kind of data.
+    """
     options = OperandDataOptions.of(context)
     shape = options.size, options.size, options.size
     products = {data: Gemm(*shape, options.dtype, context.device, seed=context.seed, data=data) for data in DISTRIBUTIONS}
@@ -142,9 +153,10 @@ def make_products(context: Context) -> dict[str, Gemm]:
 
 @torch.no_grad()
 def layer_operands(context: Context) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the operands of an MLP's second layer in a forward pass over random tokens: input and transposed weight.
+    """Return the two operands of the second layer of an MLP: its input, and its transposed weight.
 
-    The model is untrained. Both operands are repeated or cut to [size, size].
+    The input comes from a forward pass of the untrained model over random tokens. Both operands are repeated or cut to the shape
+    [size, size].
     """
     options, device = OperandDataOptions.of(context), context.device.torch_device
     config = replace(named_config(options.model), vocab_size=_VOCABULARY)
@@ -165,7 +177,7 @@ def _squared(matrix: torch.Tensor, size: int) -> torch.Tensor:
 
 
 def _timed_alone(context: Context, options: OperandDataOptions, product: Gemm, call_s: float) -> Timing:
-    """Call one product until the clock has settled, then time it for long enough to read the power."""
+    """Call one matrix product until the clock is stable, then time it. The timing is long enough for readings of the power."""
     clock = device_clock(context.device)
     settled = clock.now() + options.settle_s
     while clock.now() < settled:
@@ -186,7 +198,10 @@ def _rate_rows(context: Context, options: OperandDataOptions, products: dict[str
 
 
 def _ratio_rows(context: Context, options: OperandDataOptions, dtype: str, timings: Timings) -> Iterable[Row]:
-    """Yield the rates relative to normal data. Interleaved samples are compared in pairs, so that a drift cancels."""
+    """Yield the rows of the rate of each kind of data, divided by the rate of normally distributed data.
+
+    Samples that were timed in turn are compared in pairs, so that a drift of the clock cancels.
+    """
     for timed, series in timings.items():
         estimate = ratio_estimate if timed == IN_TURN else independent_ratio_estimate
         for data in (data for data in series if data != USUAL):
@@ -206,7 +221,10 @@ def _ratio_rows(context: Context, options: OperandDataOptions, dtype: str, timin
 def _energy_rows(
     context: Context, options: OperandDataOptions, products: dict[str, Gemm], alone: dict[str, Timing]
 ) -> Iterable[Row]:
-    """Yield the energy of 10^12 operations, timed alone, because a power reading of interleaved calls would mix all data."""
+    """Yield the rows of the energy of 10^12 floating-point operations, from the timings alone.
+
+    If calls with different data were made in turn, a reading of the power would be a mixture of all kinds of data.
+    """
     for data, timing in alone.items():
         energy, params = energy_of(timing), options.params(ALONE)
         estimate, columns = energy.j_per_tflop(products[data].flops), {}

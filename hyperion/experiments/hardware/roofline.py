@@ -1,4 +1,7 @@
-"""The first roofline: at which arithmetic intensity do the two measured ceilings of this run meet?"""
+"""The roofline of chapter 1.1: at which arithmetic intensity do the two measured ceilings of this run meet?
+
+This intensity is called the ridge point. Below it, memory bandwidth limits the rate; above it, arithmetic limits the rate.
+"""
 
 import pandas as pd
 
@@ -11,7 +14,7 @@ VARIANT, METRIC = "measured ceilings", "roofline_ridge_flop_per_byte"
 
 
 def forecast(context: Context) -> list[Forecast]:
-    """Predict the ridge point of each measured dtype from the data sheet."""
+    """Predict the ridge point of each measured dtype, in FLOP per byte, from the data sheet."""
     forecasts = []
     for dtype in reversed(_fastest_products(context)):
         ceilings, basis = datasheet_ceilings(context.device, dtype)
@@ -47,7 +50,7 @@ EXPERIMENT = Experiment(forecast, run, options=Options, reads=("gemm", "bandwidt
 
 
 def _fastest_products(context: Context) -> dict[str, Row]:
-    """Return the fastest product of each dtype with cold caches, in the order of the rows."""
+    """Return the row of the fastest matrix product with cold caches, by dtype, in the order of the rows."""
     dtypes = dict.fromkeys(row.dtype for row in context.upstream if row.metric == "gemm_tflops")
     found = {dtype: context.best_upstream("gemm_tflops", dtype) for dtype in dtypes}
     return {dtype: row for dtype, row in found.items() if row is not None}

@@ -1,6 +1,7 @@
-"""Sentences that compare rows of this subject where a reading differs between machines, or between chapters of one run.
+"""Sentences about results that differ between machines, or between two chapters of one run.
 
-Each function returns Markdown sentences whose numbers come from the rows.
+Each function compares rows of the hardware chapters and returns Markdown sentences. All numbers in the sentences come from the
+rows.
 """
 
 from collections.abc import Iterable
@@ -11,17 +12,20 @@ from hyperion.figures.material import byte_size, measured, number, select
 from hyperion.results import Row
 
 _LAUNCHING = "no limit: mostly launching"
-# Two rates agree if they differ by at most this share. Clocks and temperatures differ by as much between two experiments.
+# Two rates agree if they differ by at most this share. Different clocks and temperatures of two experiments cause such
+# differences.
 _ALIKE = 0.03
 _SAME_BANDWIDTH = 0.1
 
 
 def square_beside_search(rows: Iterable[Row], dtype: str) -> str:
-    """Compare the fastest square product of chapter 1.1 with the fastest product of the search, or return "".
+    """Return sentences that compare the fastest square matrix product of chapter 1.1 with the fastest product of the search.
+
+    Return "" if the run does not have both.
 
     Args:
         rows: rows of a run.
-        dtype: number format.
+        dtype: number format of the matrix products.
     """
     rows = list(rows)
     square = maf_row((row for row in rows if row.experiment == "gemm" and row.variant == "torch.mm"), dtype)
@@ -44,7 +48,7 @@ def square_beside_search(rows: Iterable[Row], dtype: str) -> str:
 
 
 def _clocks(square: Row, found: Row) -> str:
-    """Say whether the clocks of two products explain why the second is slower."""
+    """Return sentences that say whether the clock explains why the product `found` is slower than the product `square`."""
     if not square.clock_mhz or not found.clock_mhz:
         return "The clock was not read, so it is not known whether it explains this."
     there, here = (not_none(row.value) / row.clock_mhz * 1e3 for row in (square, found) if row.clock_mhz)
@@ -60,7 +64,7 @@ def _clocks(square: Row, found: Row) -> str:
 
 
 def memory_levels(rows: Iterable[Row]) -> list[str]:
-    """Say for reads and for copies which working set is the fastest, and whether the curve shows the last-level cache.
+    """Return one sentence for reads and one for copies: which working set is the fastest, and whether the curve shows a cache.
 
     Args:
         rows: rows of the experiment `memory_levels`.
@@ -94,9 +98,10 @@ def _levels(points: list[Row], name: str, capacity: float | None) -> str:
 
 
 def copies_of_one_size(rows: Iterable[Row]) -> str:
-    """Compare the copies of the largest working set in `memory_levels` with the copies of `stream_formats`, or return "".
+    """Return sentences that compare the copy of the largest working set in `memory_levels` with the copies of `stream_formats`.
 
-    Only copies that have the limit of device memory are compared: a cache may serve the others.
+    Only copies whose limit is the bandwidth of device memory are compared, because a cache may serve the other copies. Return ""
+    if the run does not have both copies.
 
     Args:
         rows: rows of a run.

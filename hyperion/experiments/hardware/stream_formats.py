@@ -1,7 +1,8 @@
 """Does the bandwidth of memory depend on the number format?
 
-Every stream runs in every format, over arrays with the same number of bytes. The copy is compared with a plain loop of `copy_`.
-If the power can be read, the energy of moving a gigabyte is measured too.
+Every stream (copy, scale, add, triad and dot) runs in every format, over arrays with the same number of bytes. The copy is also
+compared with a plain loop of PyTorch's `copy_`. If the power of the device can be read, the experiment also measures how much
+energy is needed to move a gigabyte.
 """
 
 import math
@@ -35,12 +36,12 @@ class StreamFormatsOptions(Options):
 
     Args:
         dtypes: number formats of the arrays.
-        array_mib: size of one array in MiB, the same in every format.
+        array_mib: size of one array in MiB. It is the same in every format.
         time_limit_s: seconds of timing for each operation and format.
-        cross_check_dtype: format of the copy that is compared with a plain loop.
-        cross_check_calls: number of calls in one timed block of the plain loop.
-        energy_dtype: format of the streams whose energy is measured.
-        energy_s: seconds that each of these streams runs for the power reading.
+        cross_check_dtype: number format of the copy that is compared with a plain loop.
+        cross_check_calls: number of calls that the plain loop times together.
+        energy_dtype: number format of the streams whose energy is measured.
+        energy_s: seconds that each stream runs while the power is read.
     """
 
     dtypes: tuple[str, ...]
@@ -57,7 +58,7 @@ class StreamFormatsOptions(Options):
 
 
 def forecast(context: Context) -> list[Forecast]:
-    """Predict the bandwidth of every operation in every format from the streams of chapter 1.1."""
+    """Predict the bandwidth of every operation in every format, from the bandwidths that chapter 1.1 has measured."""
     options = StreamFormatsOptions.of(context)
     return [
         stream_forecast(context, operation, dtype, options.elements(dtype))
@@ -90,9 +91,9 @@ EXPERIMENT = Experiment(forecast, run, options=StreamFormatsOptions, forecast_re
 
 
 def _energy_row(context: Context, operation: str, rate: Row, measured: BandwidthMeasurement | None, energy_s: float) -> Row:
-    """Return the row of the joules per gigabyte. If they are unknown, the row has the reason.
+    """Return the row of the energy in joules per gigabyte. If the energy is unknown, the row has the reason.
 
-    The stream runs once more, long enough for several power readings.
+    The stream runs again for this row, long enough for several readings of the power.
     """
     identity: dict = {"variant": operation, "metric": "energy_j_per_gb", "dtype": rate.dtype, "params": rate.params}
     if measured is None:
@@ -119,7 +120,7 @@ def _energy_row(context: Context, operation: str, rate: Row, measured: Bandwidth
 
 
 def _cross_check(context: Context, options: StreamFormatsOptions) -> tuple[list[Row], list[pd.DataFrame]]:
-    """Time the copy with the harness and `destination.copy_(source)` in a plain loop, interleaved."""
+    """Time the copy in two ways in turn: with this library, and with `destination.copy_(source)` in a plain loop."""
     dtype, calls = options.cross_check_dtype, options.cross_check_calls
     elements, number_format = options.elements(dtype), FORMATS[dtype]
     params = stream_params(elements) | {"cache": "hot", "plain_loop_calls": calls}

@@ -28,7 +28,7 @@ from hyperion.units import GIB, KIB, MIB
 PEERS, ALLOCATION = "peer to peer", "one tensor"
 _NO_HOST_LINK = "no datasheet value: the link to the host belongs to the machine, not to the device"
 
-# Rows and samples of one cell.
+# Rows and samples of one copy.
 Measured = tuple[list[Row], list[pd.DataFrame]]
 
 
@@ -39,7 +39,8 @@ class TransfersOptions(Options):
         kib: sizes in KiB of the copies between host and device.
         peer_mib: size in MiB of the copies from GPU to GPU.
         step_mib: resolution in MiB of the search for the largest tensor.
-        cpu_cap_gib: largest tensor in GiB that the search allocates on a CPU. At most a quarter of the memory is used.
+        cpu_cap_gib: largest tensor in GiB that the search allocates on a CPU. If it is more than a quarter of the memory, a
+            quarter of the memory is used.
         time_limit_s: seconds of timing for each copy.
     """
 
@@ -50,17 +51,17 @@ class TransfersOptions(Options):
     time_limit_s: float
 
     def cap_gib(self, device: Device) -> float | None:
-        """Return the largest size in GiB that one tensor may have, or None without a cap.
+        """Return the size in GiB at which the search for the largest tensor stops. Return None on a GPU.
 
-        Only a CPU has a cap, because other processes need its memory too.
+        On a CPU the search must stop early, because other processes need the memory too.
         """
         return min(self.cpu_cap_gib, device.memory_bytes / GIB / 4) if device.kind == "cpu" else None
 
 
 def forecast(context: Context) -> list[Forecast]:
-    """Predict that one tensor may use the whole memory, and the rate of copies between each pair of GPUs.
+    """Predict the size of the largest tensor, which is the whole memory, and the rate of copies between each pair of GPUs.
 
-    There is no estimate for the link to the host.
+    For copies between host and device there is no prediction.
     """
     options, devices = TransfersOptions.of(context), visible_devices(context)
     limit, basis = _allocation_limit(options, context.device)
@@ -77,9 +78,9 @@ def forecast(context: Context) -> list[Forecast]:
 
 
 def run(context: Context, report: Report) -> Result:
-    """Time copies between host and device by direction, kind of host memory and size, then between every pair of GPUs.
+    """Time copies between host and device, then copies between every pair of GPUs. Then search for the largest tensor.
 
-    Then search for the largest tensor.
+    Copies between host and device are timed in both directions, with pinned and with pageable host memory, and in several sizes.
     """
     options, devices = TransfersOptions.of(context), visible_devices(context)
     work: list[Callable[[], Measured]]
@@ -107,7 +108,7 @@ EXPERIMENT = Experiment(forecast, run, options=TransfersOptions)
 
 
 def visible_devices(context: Context) -> list[Device]:
-    """Return all GPUs that this process sees. If it computes on the CPU, return only the CPU."""
+    """Return all GPUs that this process can use. If the process computes on the CPU, return a list with the CPU."""
     if context.device.kind == "cpu":
         return [context.device]
     return [detect(index=index) for index in range(torch.cuda.device_count())]
@@ -138,7 +139,10 @@ def _peer_params(source: Device, destination: Device, options: TransfersOptions)
 
 
 def _peer_limit(source: Device, destination: Device, devices: int) -> tuple[float | None, str]:
-    """Return (GB/s that one GPU can send to another by the data sheet, source), or (None, reason why there is no limit)."""
+    """Return (GB/s that one GPU can send to another GPU, source), or (None, reason why there is no limit).
+
+    The rate comes from the data sheet.
+    """
     if not torch.cuda.can_device_access_peer(source.index, destination.index):
         return None, "copies go through the host: the GPUs cannot reach each other's memory"
     sheet, reason = lookup(source)

@@ -1,7 +1,8 @@
-"""How fast do the devices of a machine exchange data, by collective, format and size, and are the results correct?
+"""How fast do the devices of a machine exchange data, and are the results correct?
 
-One launch of the ranks measures everything: all collectives by message size, an all-reduce that runs at the same time as matrix
-products, and the kernels that the library launches.
+The experiment times collectives for several number formats and message sizes. It also times an all-reduce that runs at the same
+time as matrix products, and records which kernels the communication library launches. The ranks are started once for all of these
+measurements.
 """
 
 import itertools
@@ -40,7 +41,7 @@ from hyperion.processes import RollCall, World, process_group, roll_call, world
 from hyperion.results import Estimate, Row
 from hyperion.units import GIB
 
-Cell = tuple[Collective, str, int]  # collective, dtype, bytes
+Cell = tuple[Collective, str, int]  # one measurement: (collective, dtype, message size in bytes)
 _ONE_DEVICE = "one device: no byte crosses a link"
 _NO_PEER = "one device: there is nobody to send to"
 _TOGETHER = (
@@ -49,7 +50,8 @@ _TOGETHER = (
 )
 _IN_TURNS = "0: gloo copies by the very cores that compute"
 _FLAT = "the times do not grow with the size by more than they scatter"
-# A byte over loopback is copied into a socket's buffer and out of it. Each of the two copies reads and writes the byte.
+# Memory traffic in bytes for each byte sent over loopback. The byte is copied into the buffer of a socket and out of this buffer.
+# Each of these two copies reads the byte once and writes it once.
 _LOOPBACK_TRAFFIC = 4
 
 
@@ -58,14 +60,14 @@ class CollectivesOptions(Options):
 
     Args:
         dtype: number format in which all message sizes are measured.
-        bytes: message sizes in bytes. For each collective they are defined as in nccl-tests.
-        other_dtypes: further number formats.
-        other_bytes: message sizes that are measured in the further formats.
-        all_reduce_bytes: further message sizes of the all-reduce, in `dtype`.
-        time_limit_s: seconds of timing for each cell.
-        overlap_bytes: message sizes of the all-reduces that run at the same time as matrix products.
-        overlap_time_limit_s: seconds of timing for each of these.
-        hang_timeout_s: seconds without progress after which the missing ranks are reported.
+        bytes: message sizes in bytes. The size of a message is defined for each collective as in nccl-tests.
+        other_dtypes: number formats that are measured in addition to `dtype`.
+        other_bytes: message sizes in bytes for the formats in `other_dtypes`.
+        all_reduce_bytes: message sizes in bytes for the all-reduce in `dtype`, in addition to `bytes`.
+        time_limit_s: seconds of timing for each combination of collective, format and size.
+        overlap_bytes: message sizes in bytes of the all-reduces that run at the same time as matrix products.
+        overlap_time_limit_s: seconds of timing for each size in `overlap_bytes`.
+        hang_timeout_s: if no rank makes progress for this number of seconds, the ranks that are behind are reported.
         ranks: largest number of ranks to start.
         cpu_ranks: number of ranks on a CPU.
     """
@@ -88,7 +90,10 @@ class CollectivesOptions(Options):
 
 
 def forecast(context: Context) -> list[Forecast]:
-    """Predict bus bandwidths at the largest sizes, and the overlap with matrix products. Latencies have no prediction."""
+    """Predict the bus bandwidth of the largest messages and the overlap of an all-reduce with matrix products.
+
+    There is no prediction for latencies.
+    """
     options = CollectivesOptions.of(context)
     dtype, ranks = options.dtype, options.ranks_on(context.device)
     if ranks < 2:
@@ -111,7 +116,7 @@ def forecast(context: Context) -> list[Forecast]:
 
 
 def run(context: Context, report: Report) -> Result:
-    """Measure all collectives on all devices. On a single device, only check the results of every call."""
+    """Measure all collectives on all devices. If there is only one device, check the results of the calls without timing them."""
     options = CollectivesOptions.of(context)
     ranks = options.ranks_on(context.device)
     if ranks < 2:
@@ -124,7 +129,10 @@ EXPERIMENT = Experiment(forecast, run, options=CollectivesOptions, forecast_read
 
 
 def _expected_busbw(context: Context, collective: Collective, ranks: int, size: int) -> Expected:
-    """Predict the bus bandwidth of a large message. On a CPU there is only a ceiling, from the measured memory bandwidth."""
+    """Predict the bus bandwidth of a large message.
+
+    On a CPU there is only a ceiling, which is computed from the measured memory bandwidth.
+    """
     if context.device.kind != "cpu":
         return expected_busbw(context.device, collective, ranks, size)
     stream = stream_ceiling(context.upstream)
@@ -140,17 +148,20 @@ def _expected_busbw(context: Context, collective: Collective, ranks: int, size: 
 
 
 def cells(options: CollectivesOptions, ranks: int) -> list[Cell]:
-    """Return (collective, dtype, bytes) of all measurements: all sizes in one format, and some sizes in other formats."""
+    """Return (collective, dtype, bytes) of all measurements. All sizes are measured in one format, and some in other formats."""
     sizes = [(options.dtype, size) for size in options.bytes]
     sizes += itertools.product(options.other_dtypes, options.other_bytes)
     every = list(itertools.product(ALL_COLLECTIVES.values(), sizes))
     every += [(ALL_COLLECTIVES["all_reduce"], (options.dtype, size)) for size in options.all_reduce_bytes]
-    # Small sizes are rounded up to one element per rank. Several sizes may then be equal.
+    # A size smaller than one element per rank is rounded up. So several sizes may become equal.
     return list(dict.fromkeys((c, dtype, collective_bytes(size, dtype, ranks)) for c, (dtype, size) in every))
 
 
 def measure_on_rank(context: Context, report: Report) -> Result:
-    """Take part in all measurements. The times are those of the slowest rank, so rank 0 returns the rows for all ranks."""
+    """Take part in all measurements on one rank.
+
+    The time of a collective is the time of the slowest rank. So there is one row for all ranks, and only rank 0 returns rows.
+    """
     options, here = CollectivesOptions.of(context), world()
     todo = cells(options, here.size)
     rows: list[Row] = []
@@ -185,7 +196,7 @@ def measure_on_rank(context: Context, report: Report) -> Result:
 
 
 def _check_alone(context: Context, report: Report) -> Result:
-    """Check on one device that the library supports every call and format and returns correct results."""
+    """On one device, check that the communication library supports every collective and format and returns correct results."""
     here, rows = world(), []
     todo = cells(CollectivesOptions.of(context), 1)
     free = least_free_bytes(here)
@@ -218,7 +229,7 @@ def _absent(context: Context, cell: Cell, ranks: int, reason: str, **params) -> 
 
 
 def _timed_rows(context: Context, measured: CollectiveMeasurement, backend: str) -> list[Row]:
-    """Return time, algorithm bandwidth and bus bandwidth of one cell."""
+    """Return the rows of time, algorithm bandwidth and bus bandwidth for one collective, format and size."""
     seconds = measured.timing.estimate
     no_limit = None, ""
     rows: list[tuple[str, Estimate, tuple[float | None, str]]] = [
@@ -243,7 +254,10 @@ def _timed_rows(context: Context, measured: CollectiveMeasurement, backend: str)
 
 
 def _sweep_rows(context: Context, sweep: list[CollectiveMeasurement]) -> list[Row]:
-    """Return latency, bandwidth, half-rate size and recommended size of one collective. Fewer than three sizes give no rows."""
+    """Return the rows that are computed from all sizes of one collective. With fewer than three sizes, return no rows.
+
+    The rows are the latency, the bandwidth, the size that reaches half of the best rate, and the recommended size.
+    """
     first = sweep[0]
     if len(sweep) < 3:
         return []
@@ -267,7 +281,7 @@ def _sweep_rows(context: Context, sweep: list[CollectiveMeasurement]) -> list[Ro
             **interval,
         )
 
-    # If the interval of the seconds per gigabyte contains zero, there is no bandwidth.
+    # If the interval of the seconds per gigabyte contains zero, no bandwidth can be computed from it.
     rate = None if fit.s_per_gb.ci_low <= 0 else fit.s_per_gb.map(lambda s_per_gb: 1 / s_per_gb)
     note = {"share": SHARE, "note": "" if bucket.bytes is None else bucket.reason}
     return [
@@ -280,7 +294,11 @@ def _sweep_rows(context: Context, sweep: list[CollectiveMeasurement]) -> list[Ro
 
 
 def _overlap_rows(context: Context, measured: CollectiveOverlap, backend: str) -> tuple[list[Row], list[pd.DataFrame]]:
-    """Return the times of an all-reduce and of matrix products, alone and at the same time, the hidden share, and the samples."""
+    """Return (rows, samples) of an all-reduce and of matrix products.
+
+    The rows have the time of the all-reduce alone, of the matrix products alone, and of both at the same time. They also have the
+    share of communication that the matrix products hide.
+    """
     params = {"bytes": measured.bytes, "ranks": measured.ranks, "backend": backend}
     timings: dict[str, Timing] = {"products": measured.compute, "all_reduce": measured.collective, "both at once": measured.both}
     rows, frames = [], []
@@ -308,9 +326,9 @@ def _overlap_rows(context: Context, measured: CollectiveOverlap, backend: str) -
 
 
 def _kernel_rows(context: Context, options: CollectivesOptions, here: World, roll: RollCall, free: int) -> list[Row]:
-    """Call the smallest and largest size of every collective under the profiler. On rank 0, return the rows of the kernels.
+    """Profile every collective at its smallest and its largest size. On rank 0, return rows with the names of the kernels.
 
-    This happens after all timing, because the profiler makes calls slower.
+    On all other ranks, return no rows. The profiler runs after all timing, because it makes calls slower.
     """
     sizes = [collective_bytes(size, options.dtype, here.size) for size in options.bytes if memory_needed(size) <= free]
     called = [(collective, options.dtype, size) for collective in ALL_COLLECTIVES.values() for size in (min(sizes), max(sizes))]
@@ -336,7 +354,7 @@ def _kernel_rows(context: Context, options: CollectivesOptions, here: World, rol
 
 
 def _link_rows(context: Context, here: World) -> list[Row]:
-    """Return rows of the number of pairs of devices that can copy directly, and of the links between each pair."""
+    """Return a row with the number of pairs of devices that can copy directly, and one row for the link between each pair."""
     params: dict = {"what": "pairs of devices with direct access", "pairs": here.size * (here.size - 1), "ranks": here.size}
     if here.device.kind == "cpu":
         reason = "no GPUs: the ranks are processes of one host"
@@ -363,17 +381,18 @@ def _link_rows(context: Context, here: World) -> list[Row]:
 
 
 def devices_of(here: World) -> list[Device]:
-    """Return the devices of this host that ranks run on, or its CPU."""
+    """Return the GPUs of this host on which ranks run. If the ranks run on the CPU, return the CPU."""
     if here.device.kind == "cpu":
         return [here.device]
     return [detect(index=index) for index in range(min(here.size, torch.cuda.device_count()))]
 
 
 def least_free_bytes(here: World) -> int:
-    """Return the smallest number of free bytes of any rank, on its GPU or in its share of the host's memory.
+    """Return the free memory in bytes of the rank that has the least free memory.
 
-    This function is a collective, so all ranks get the same result and skip the same measurements. If only one rank ran out of
-    memory, the other ranks would wait for it.
+    On a GPU this is the free memory of the GPU. On a CPU it is the rank's share of the free memory of the host. All ranks must
+    call this function. They get the same result, so they skip the same measurements. If only one rank ran out of memory, the
+    other ranks would wait for it.
     """
     if here.device.kind == "cpu":
         free = psutil.virtual_memory().available // here.size
@@ -396,8 +415,9 @@ _PATHS = {
 def busbw_limit(device: Device, collective: Collective, ranks: int) -> tuple[float | None, str]:
     """Return (GB/s that the links allow, source), or (None, reason why there is no limit).
 
-    Bus bandwidth counts the bytes that must cross a device's link in one direction. An all-reduce
-    within the switch is an exception: the switch adds the values, so a device sends each byte once instead of almost twice.
+    Bus bandwidth counts the bytes that must cross the link of a device in one direction. There is one exception: if the switch
+    between the devices adds the values of an all-reduce, a device sends each byte once instead of almost twice. The limit is then
+    higher than the rate of the link.
     """
     if device.kind == "cpu":
         return None, LOOPBACK
@@ -413,10 +433,13 @@ def busbw_limit(device: Device, collective: Collective, ranks: int) -> tuple[flo
 
 
 def switch_can_add(device: Device) -> bool:
-    """Return True if the switch between the devices can reduce. NVSwitch can do so since Hopper. AMD's links have no switch."""
+    """Return True if the switch between the devices can add values (NVLink SHARP).
+
+    NVSwitch supports this since the Hopper generation. AMD GPUs are connected without a switch.
+    """
     return device.kind == "cuda" and int(device.arch.removeprefix("sm_")) >= 90
 
 
 def switch_is_off() -> bool:
-    """Return True if an environment variable forbids NCCL to reduce in the switch."""
+    """Return True if the environment variable NCCL_NVLS_ENABLE=0 forbids NCCL to add values in the switch."""
     return os.environ.get(_NVLS) == "0"

@@ -1,4 +1,8 @@
-"""Exercises of the interconnect chapter: a bus bandwidth that is too high, and a verification that cannot fail."""
+"""Exercises of the interconnect chapter.
+
+In the first exercise the reader computes a bus bandwidth without the usual mistakes, which make it too high. In the second
+exercise the reader chooses inputs for a verification that finds every fault.
+"""
 
 from collections.abc import Callable, Iterable
 
@@ -25,7 +29,7 @@ def judge_busbw(my_busbw: Callable[[np.ndarray, int], float]) -> pd.DataFrame:
     """Test a function that computes the bus bandwidth of an all-reduce from the times of each rank.
 
     Args:
-        my_busbw: takes seconds [calls, ranks] and the message's bytes S; returns GB/s.
+        my_busbw: function that takes seconds of shape [calls, ranks] and the message size in bytes, and returns GB/s.
 
     Returns:
         A table with one line for each case: whether the answer is within 2 % of the correct value, the answer, and the correct
@@ -52,12 +56,13 @@ def judge_inputs(my_inputs: Callable[[int, int], torch.Tensor]) -> pd.DataFrame:
     """Test the inputs of a verification. They must reveal every fault of an all-reduce in bf16.
 
     Args:
-        my_inputs: takes a rank from 0 to 3 and a count, and returns the input of this rank, [count], in any dtype. The input is
-            converted to bf16.
+        my_inputs: function that takes a rank (0 to 3) and a number of elements. It returns the input of this rank as a tensor
+            with this number of elements, in any dtype. The input is converted to bf16.
 
     Returns:
-        A table. The first line says whether the correct sum is exact in any order of the ranks. Then there is one line for each
-        fault, which says whether an output with this fault differs from the correct output.
+        A table. Its first line says whether the sum is exact in bf16 for any order of the ranks. Each other line is about one
+        fault.
+        It says whether an output with this fault differs from the correct output.
     """
     given = [my_inputs(rank, _COUNT).to(torch.bfloat16) for rank in range(_RANKS)]
     expected = torch.stack([one.double() for one in given]).sum(0)
@@ -79,7 +84,7 @@ def judge_inputs(my_inputs: Callable[[int, int], torch.Tensor]) -> pd.DataFrame:
 
 
 def _added(given: list[torch.Tensor], order: Iterable[int]) -> torch.Tensor:
-    """Return the sum in bf16. Ranks are added one after the other, as in a ring."""
+    """Return the sum of the ranks' inputs in bf16. The inputs are added one after the other in the given order, as in a ring."""
     total = torch.zeros_like(given[0])
     for rank in order:
         total = total + given[rank]

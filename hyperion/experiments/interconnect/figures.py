@@ -14,13 +14,16 @@ from hyperion.results import Row
 from hyperion.units import MIB
 
 _MOST_TICKS = 9
-# The collectives by which DDP and FSDP send gradients and weights, and the default size of DDP's buckets.
+# The collectives with which DDP and FSDP exchange gradients and weights.
 _IN_TRAINING = ("all_reduce", "all_gather", "reduce_scatter")
 _DDP_BUCKET = 25 * MIB
 
 
 def collectives(material: Material) -> Figure | None:
-    """Draw bus bandwidth by size with the limit of the links, and the time of a call with its fit, one curve per collective."""
+    """Draw two panels with one curve per collective: the bus bandwidth by message size, and the time of a call by message size.
+
+    The first panel also shows the limit of the links, and the second panel the fit latency + bytes / bandwidth.
+    """
     rows = material.of("collectives")
     rates = measured(select(rows, metric="busbw_gb_s"))
     if not rates:
@@ -45,7 +48,7 @@ def collectives(material: Material) -> Figure | None:
 
 
 def bucket_size(material: Material) -> Figure | None:
-    """Draw the share of the best rate that a message reaches by size, the recommended size, and the size of DDP's buckets."""
+    """Draw the rate by message size as a share of the best rate, the recommended size, and the default size of DDP's buckets."""
     rows = material.of("collectives")
     advised = measured(select(rows, metric="recommended_bytes"))
     advised = [row for row in advised if row.variant in _IN_TRAINING]
@@ -85,7 +88,8 @@ def bucket_size(material: Material) -> Figure | None:
 def overlap(material: Material) -> Figure | None:
     """Draw the times of matrix products, of an all-reduce, and of both at the same time.
 
-    Lines show the times if the shorter one were completely hidden, or not hidden at all.
+    Dashed lines show two bounds of the time of both. At the lower line, the shorter of the two is completely hidden by the longer
+    one. At the upper line, nothing is hidden.
     """
     rows = measured(material.of("collectives", variant="overlap"))
     shares = select(rows, metric="overlap_share")
@@ -112,9 +116,9 @@ def overlap(material: Material) -> Figure | None:
 
 
 def rates_by_size(rows: Iterable[Row], metric: str = "busbw_gb_s") -> pd.DataFrame:
-    """Return the values of a metric as text.
+    """Return a table of the values of one metric as text.
 
-    The table has one line per format and size and one column per collective. Missing values are empty strings.
+    It has one line per format and size, and one column per collective. Missing values are empty strings.
     """
     chosen = [row for row in rows if row.metric == metric]
     order = list(dict.fromkeys(row.dtype for row in chosen))
@@ -127,7 +131,10 @@ def rates_by_size(rows: Iterable[Row], metric: str = "busbw_gb_s") -> pd.DataFra
 
 
 def links_between(rows: Iterable[Row]) -> pd.DataFrame:
-    """Return the links between devices, one line per sender and one column per receiver. Without pairs the table is empty."""
+    """Return a table of the links between devices, with one line per sender and one column per receiver.
+
+    The table is empty if the rows contain no pairs of devices.
+    """
     pairs = _linked_pairs(rows)
     devices = sorted({pair["from"] for pair in pairs})
     links = {(pair["from"], pair["to"]): pair["link"] for pair in pairs}
@@ -145,14 +152,20 @@ def links_between(rows: Iterable[Row]) -> pd.DataFrame:
 
 
 def link_meanings(rows: Iterable[Row]) -> str:
-    """Return the meanings of the abbreviations in `links_between` and their source, or an empty string."""
+    """Return the meanings of the abbreviations in the table of `links_between`, with their source.
+
+    Return an empty string if the rows contain no pairs of devices.
+    """
     pairs = _linked_pairs(rows)
     meanings = dict.fromkeys(f"{pair['link']}: {pair['meaning']}" for pair in pairs)
     return "; ".join([*meanings, f"source: {pairs[0]['source']}"]) if pairs else ""
 
 
 def kernels_chosen(rows: Iterable[Row]) -> pd.DataFrame:
-    """Return backend, algorithm and kernel by collective and size. If an algorithm is unknown, the table has the reason."""
+    """Return a table of the backend, algorithm and kernel for each collective and message size.
+
+    If an algorithm is unknown, the table has the reason instead.
+    """
     lines = [
         {
             "collective": row.variant,
@@ -172,19 +185,22 @@ def _linked_pairs(rows: Iterable[Row]) -> list[dict]:
 
 
 def _swept(rows: Sequence[Row]) -> str:
-    """Return the dtype in which all sizes were measured, which is the dtype with the most rows."""
+    """Return the dtype in which all message sizes were measured. It is the dtype with the most rows."""
     dtypes = [row.dtype for row in rows]
     return max(dict.fromkeys(dtypes), key=dtypes.count)
 
 
 def _series(rows: Sequence[Row]) -> dict[str, list[Row]]:
-    """Return the rows of each collective, by size."""
+    """Return a dict from the name of a collective to its rows, sorted by message size."""
     names = dict.fromkeys(row.variant for row in rows)
     return {name: sorted(select(rows, variant=name), key=lambda row: row.params["bytes"]) for name in names}
 
 
 def _draw_rates(axes: Axes, rates: list[Row], halves: list[Row]) -> list[str]:
-    """Draw curves, limits, and a ring at half of the best rate of each curve. Return the reasons for missing limits."""
+    """Draw the curves and limits of the bus bandwidth. Return the reasons for missing limits.
+
+    A ring marks the size at which a collective reaches half of its best rate.
+    """
     for position, (name, points) in enumerate(_series(rates).items()):
         style, sizes, heights = look(name, position), [row.params["bytes"] for row in points], values(points)
         axes.errorbar(sizes, heights, errors_of(points), label=name, **style)
@@ -223,7 +239,7 @@ def _draw_times(axes: Axes, times: list[Row], rows: list[Row], dtype: str) -> No
 
 
 def _bus_factor(rows: list[Row], name: str, dtype: str) -> float:
-    """Return busbw / algbw, from the rows of any size."""
+    """Return the bus bandwidth divided by the algorithm bandwidth. The ratio is the same for all sizes."""
     bus = measured(select(rows, metric="busbw_gb_s", variant=name, dtype=dtype))[0]
     algorithm = select(rows, metric="algbw_gb_s", variant=name, dtype=dtype, params=bus.params)[0]
     return not_none(bus.value) / not_none(algorithm.value)

@@ -8,15 +8,16 @@ from hyperion.measure.collectives.latency_bandwidth import DDP_DEFAULT_MIB, SHAR
 from hyperion.results import Row
 from hyperion.units import MIB
 
-# A recommended size that exceeds the default by at most this share is the default for all practical purposes.
+# If the recommended size exceeds the default size by at most this share, the text calls both sizes equal.
 _CLOSE = 0.05
 
 
 def default_bucket(rows: Iterable[Row], dtype: str = "fp32") -> list[str]:
     """Return what the fit and what the measured rates say about DDP's default bucket size.
 
-    The fit answers which size has 90 % of the *fitted* rate of large messages. The measured rates answer which share of the
-    highest *measured* rate a bucket has. The answers differ if no straight line fits the times.
+    The fit gives the size that reaches 90 % of the *fitted* rate of large messages. The measured rates show which share of the
+    highest *measured* rate a bucket of the default size reaches. The two results disagree if the times do not lie on a straight
+    line.
 
     Args:
         rows: rows of the experiment `collectives`.

@@ -1,1 +1,1 @@
-"""Fine-tuning a Llama with LoRA, on one device and sharded."""
+"""Experiments on fine-tuning a Llama with LoRA, on one device and sharded over several ranks."""

@@ -1,4 +1,8 @@
-"""Exercises of chapter 2.6: targets of a fine-tuning row, and token ids that do not fit the embedding."""
+"""Exercises of chapter 2.6.
+
+In the first exercise the reader computes the targets of an instruction row. In the second exercise the reader writes a check that
+finds token ids without a row in the embedding.
+"""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -19,8 +23,9 @@ def judge_targets(my_targets: Callable[[Sequence[int], Sequence[int], int], tupl
     """Test a function that makes one fine-tuning row from a prompt and its completion.
 
     Args:
-        my_targets: takes the prompt, the completion (with the end of text) and a length; returns inputs and targets of that
-            length. Targets are one token ahead, and -100 (IGNORE_INDEX) at positions without loss.
+        my_targets: function with three arguments: the token ids of the prompt, the token ids of the completion including the end
+            of text, and a length. It returns (inputs, targets), each of this length. A target is the token after the input at the
+            same position, or -100 (IGNORE_INDEX) if the position has no loss.
 
     Returns:
         A table with one line per fault: whether the row is free of the fault, and the targets.
@@ -45,7 +50,8 @@ def judge_vocabulary_check(my_check: Callable[[np.ndarray, int], bool]) -> pd.Da
     """Test a check that decides whether token ids fit an embedding.
 
     Args:
-        my_check: takes ids, int64 of shape [N], and the number of rows of the embedding; returns True if every id has a row.
+        my_check: function that takes token ids (int64 of shape [N]) and the number of rows of the embedding. It returns True if
+            the embedding has a row for every id.
     """
 
     def check(ids: Any) -> bool:

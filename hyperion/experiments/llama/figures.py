@@ -20,12 +20,16 @@ from hyperion.figures.style import (
 )
 from hyperion.results import Row
 
-_SMALLEST = 1e-9  # a difference of zero is drawn here on a logarithmic axis
+_SMALLEST = 1e-9  # a logarithmic axis has no zero, so a difference of zero is drawn at this value
 _MEMORY = (("peak_memory_gib", "device memory"), ("tensor_memory_gib", "bytes of tensors"))
 
 
 def llama_lora(material: Material) -> Figure | None:
-    """Draw the loss per completion token by step, with the held-out loss before and after, and the peak memory of a step."""
+    """Draw two panels: losses and memory.
+
+    The first panel shows the loss per completion token by step, and the held-out loss before and after the training. The second
+    panel shows the peak memory of a step of LoRA and of a step of full fine-tuning.
+    """
     rows = measured(material.of("llama_lora"))
     held_out = sorted(select(rows, metric="validation_loss"), key=lambda row: row.params["step"])
     if not held_out:
@@ -64,13 +68,13 @@ def _draw_losses(axes: Axes, material: Material, held_out: list[Row]) -> None:
     axes.set(xlabel="optimizer step", ylabel="nats per completion token", title="Loss on completions")
     axes.margins(y=0.12)
     axes.legend(loc="best")
-    # Outside the panel, because marks and the first steps cover the left end of the upper line.
+    # The labels are outside the panel, because marks and the curve of the first steps cover the left end of the upper line.
     spread_labels(axes, levels, gap_points=22)
 
 
 def _draw_memory(axes: Axes, rows: list[Row]) -> None:
-    """Draw one bar per method: the bytes of weights, gradients and moments, the measured peak, and the prediction."""
-    # Rows of an epoch's peak cover more than one step; they have no "parameters".
+    """Draw one bar per method, with the bytes of weights, gradients and moments, the measured peak, and the predicted peak."""
+    # The rows of the peak of an epoch cover more than one step. Only the rows of a single step have the param "parameters".
     rows = [row for row in rows if "parameters" in row.params]
     metric, name = next((m, n) for m, n in _MEMORY if select(rows, metric=m) or m == _MEMORY[-1][0])
     chosen = select(rows, metric=metric)

@@ -1,4 +1,4 @@
-"""Fine-tune a Llama with LoRA on instruction rows, on one device; measure the memory of full fine-tuning for comparison."""
+"""Fine-tune a Llama with LoRA on instruction rows, on one device, and compare its memory with the memory of full fine-tuning."""
 
 import gc
 import math
@@ -50,24 +50,24 @@ from hyperion.workloads.fine_tuning import (
 from hyperion.workloads.training_rows import epoch_rows, loss_curve, speed_rows, step_forecasts
 
 METHODS = (LORA, FULL)
-MERGED_TOLERANCE = 1e-4  # merging rounds W + B A and adds terms in another order
+MERGED_TOLERANCE = 1e-4  # for the logits of merged adapters: merging rounds W + B A, and terms are added in another order
 _STANDARD_ERRORS = 4.0
 
 
 class LlamaLoraOptions(FineTuningOptions):
-    """Options of the experiment.
+    """Options of `llama_lora`.
 
     Args:
-        evaluation_batch_size: number of rows in a held-out batch.
+        evaluation_batch_size: number of held-out rows in a batch.
     """
 
     evaluation_batch_size: int
 
 
 def forecast(context: Context) -> list[Forecast]:
-    """Predict the memory of a step, the share of trained parameters and the loss before training.
+    """Predict the memory of a step, the share of trained parameters, and the loss before the training.
 
-    The throughput has only a ceiling.
+    For the throughput there is only a ceiling and no prediction.
     """
     options = LlamaLoraOptions.of(context)
     data = options.data(context, quiet=True)
@@ -104,7 +104,10 @@ EXPERIMENT = Experiment(forecast, run, forecast_reads=("gemm", "bandwidth"), dat
 
 
 def fine_tune(context: Context, report: Report) -> Result:
-    """Train the adapters, score held-out completions before and after, time a step, and save, load and merge the adapters."""
+    """Train the adapters and evaluate them on held-out completions before and after the training.
+
+    Then time a step, and check that adapters can be saved, loaded and merged.
+    """
     options = LlamaLoraOptions.of(context)
     data, precision = options.data(context), choose_precision(context.device, options.precision)
     base = base_model(context, data, frozen_dtype(precision))
@@ -130,7 +133,7 @@ def fine_tune(context: Context, report: Report) -> Result:
 
 
 def full_memory(context: Context, report: Report) -> Result:
-    """Measure the peak memory of a step that trains every parameter, on the same batch."""
+    """Measure the peak memory of a step that trains every parameter, on the same batch as the step of LoRA."""
     options = LlamaLoraOptions.of(context)
     data, precision = options.data(context, quiet=True), choose_precision(context.device, options.precision)
     report(0, 1, FULL)
@@ -148,13 +151,18 @@ def full_memory(context: Context, report: Report) -> Result:
 def adapter_rows(
     context: Context, options: LlamaLoraOptions, data: FineTuningData, engine: LanguageEngine, base_sha256: str
 ) -> list[Row]:
-    """Save the engine's adapters, load them into a new base, and merge them. Each result must have the trained model's logits.
+    """Check that the trained adapters can be saved, loaded into a new base model, and merged with it.
 
-    Logits are compared in float32, because 16-bit formats would hide small differences. The model is removed from the engine,
-    because two models may not fit into memory.
+    The logits after loading and after merging must equal the logits of the trained model. They are compared in float32, because
+    16-bit formats would hide small differences. The trained model is removed from the engine, because two models may not fit into
+    memory.
 
     Args:
-        base_sha256: `frozen_sha256` of the base before training.
+        context: context of the experiment.
+        options: options of the experiment.
+        data: the instruction rows.
+        engine: engine with the trained adapters. It has no model after the call.
+        base_sha256: `frozen_sha256` of the base model before the training. The weights of the base must not have changed.
     """
     device, dtype = engine.device.torch_device, frozen_dtype(engine.precision)
     changed = frozen_sha256(engine.model) != base_sha256
@@ -179,7 +187,7 @@ def adapter_rows(
 def _step_rows(
     context: Context, options: LlamaLoraOptions, data: FineTuningData, engine: LanguageEngine, shape: LlamaShape
 ) -> tuple[list[Row], pd.DataFrame]:
-    """Return memory and speed of a step of LoRA, on the same batch as the step of full fine-tuning."""
+    """Return the rows of the memory and the speed of a step of LoRA. Its batch is the batch of the full fine-tuning step."""
     batch = _batches(context, options, data).next_batch()
     shared = {"dtype": engine.precision.dtype, "params": _params(data, shape), "data_source": data.rows.source}
     rows = _memory_rows(context, engine, batch, shape, LORA, shared)
@@ -191,7 +199,7 @@ def _step_rows(
 
 @contextmanager
 def restored_adapters(model: nn.Module) -> Iterator[None]:
-    """Restore the trainable parameters at the end of this context, so that timed steps do not change the trained model."""
+    """Context manager that restores the trainable parameters at its end, so that timed steps do not change the trained model."""
     trained = {name: p.detach().clone() for name, p in model.named_parameters() if p.requires_grad}
     yield
     with torch.no_grad():
@@ -203,9 +211,9 @@ def restored_adapters(model: nn.Module) -> Iterator[None]:
 def _memory_rows(
     context: Context, engine: LanguageEngine, batch: tuple, shape: LlamaShape, method: str, shared: dict
 ) -> list[Row]:
-    """Return the peak memory of one step: the bytes of all tensors, and on an accelerator the peak of its allocator.
+    """Return the rows of the peak memory of one step: the bytes of all tensors, and on an accelerator the peak of its allocator.
 
-    On a CPU there is no row of resident memory, because it depends more on what the process did before than on the step.
+    On a CPU there is no row of the resident memory of the process. It depends mostly on what the process did before the step.
 
     Args:
         shared: dtype, params and data source of the rows.
@@ -229,7 +237,10 @@ def _memory_rows(
 def _speed_rows(
     context: Context, timing: Timing, counts: TokenCounts, shape: LlamaShape, shared: dict
 ) -> tuple[list[Row], pd.DataFrame]:
-    """Return time, MFU and two throughputs of a step of LoRA: of all tokens, and of the tokens that carry a loss."""
+    """Return the rows of the time, the MFU and two throughputs of a step of LoRA.
+
+    One throughput counts all tokens. The other throughput counts only the tokens that have a loss.
+    """
     read = shared | {"params": shared["params"] | {"batch": counts.tokens, "tokens": "prompt and completion"}}
     learned = shared | {"params": shared["params"] | {"batch": counts.completion_tokens, "tokens": "completion"}}
     flops = step_flops(shape, LORA, counts.length)
@@ -254,7 +265,10 @@ def _speed_rows(
 def _loss_rows(
     context: Context, options: LlamaLoraOptions, data: FineTuningData, dtype: str, before: dict, after: dict
 ) -> list[Row]:
-    """Return the loss per held-out completion token before and after training. The check requires a significant decrease."""
+    """Return the rows of the loss per held-out completion token, before and after the training.
+
+    The check fails if the loss has not decreased significantly.
+    """
     floor = data.rows.least_loss_nats
     source = "each completion follows from its prompt" if floor is not None else "no limit: what rows say is not certain"
     error = math.hypot(before["standard_error_nats"], after["standard_error_nats"])
@@ -283,7 +297,7 @@ def _loss_rows(
 
 
 def _count_rows(context: Context, data: FineTuningData, model: LlamaLM, shape: LlamaShape) -> list[Row]:
-    """Return the number of trained parameters, with its check, of tokens that carry a loss, and of rows that were cut."""
+    """Return the rows of several numbers: the trained parameters (with a check), the tokens with a loss, and the cut rows."""
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     expected = llama_lora_parameter_count(shape, RANK, ATTENTION)
     everything = sum(p.numel() for p in model.parameters())
@@ -305,7 +319,7 @@ def _count_rows(context: Context, data: FineTuningData, model: LlamaLM, shape: L
 
 
 def _one_row(data: FineTuningData) -> pd.DataFrame:
-    """Return the first held-out row token by token. It shows which tokens are given and which are learned."""
+    """Return a table of the tokens of the first held-out row, which says for each token whether it is given or learned."""
     size, targets = int(data.held_out.sizes[0]), data.held_out.targets[0]
     ids = [*data.held_out.inputs[0, :size], targets[size - 1]]
     learned = [False, *data.held_out.scored[0, :size]]
@@ -318,7 +332,8 @@ def _memory_forecast(
 ) -> Forecast:
     parts = step_bytes(shape, method, dtype, counts.positions)
     basis = f"{method}: " + " + ".join(f"{amount / GIB:.3g} GiB of {name}" for name, amount in parts.items())
-    # The model's name in params selects the rows of one step; rows of an epoch's peak, evaluation included, lack it.
+    # The param "model" selects the rows of a single step. The rows of the peak of an epoch, which includes the evaluation, do not
+    # have this param.
     params = {"model": data.model}
     return Forecast(method, metric, sum(parts.values()) / GIB, basis, dtype=dtype, params=params)
 
@@ -338,7 +353,10 @@ def step_bytes(shape: LlamaShape, method: str, dtype: str, positions: int) -> di
 
 
 def logits_bytes(shape: LlamaShape, dtype: str, positions: int) -> int:
-    """Return the bytes of logits, log-probabilities and one gradient in float32, and in bf16 of their 16-bit copies."""
+    """Return the bytes of the logits, the log-probabilities and one gradient of the logits, all in float32.
+
+    If `dtype` is bf16, two 16-bit copies are included.
+    """
     return positions * shape.vocab_size * (16 if dtype == "bf16" else 12)
 
 
@@ -349,7 +367,10 @@ def _share_forecast(shape: LlamaShape) -> Forecast:
 
 
 def _traffic(shape: LlamaShape, dtype: str, counts: TokenCounts) -> dict[str, float]:
-    """Return the bytes that a step of LoRA moves: frozen weights in the forward and backward pass, and logits."""
+    """Return the bytes that a step of LoRA moves, by cause.
+
+    The causes are the frozen weights, which the forward and the backward pass read, and the logits.
+    """
     stored = (2 if dtype == "bf16" else 4) * llama_parameter_count(shape)
     return {"frozen weights": 2 * stored, "logits": 2 * logits_bytes(shape, dtype, counts.positions)}
 

@@ -1,7 +1,7 @@
-"""LoRA under FSDP2.
+"""Train LoRA adapters with FSDP2.
 
-The losses must equal those of one device, each decoder layer must be an FSDP unit, and one process must be able to load the
-adapters.
+The experiment checks three requirements. The losses must equal the losses on one device. Each decoder layer must be an FSDP unit.
+A single process must be able to load the saved adapters.
 """
 
 import gc
@@ -55,28 +55,28 @@ from hyperion.workloads.training_rows import flops_floor
 from hyperion.workloads.twins import SCATTER_FP32
 
 VARIANT = "LoRA under FSDP2"
-TOLERANCE = 1e-4  # relative, between the losses of one device and of many, step by step
+TOLERANCE = 1e-4  # largest allowed relative difference between the losses of the same step on one device and on all ranks
 SHARE_TOLERANCE = 0.1
 _PROBE = "logits.safetensors"
 _EXACT = Precision("fp32", "parity is judged in float32")
 
 
 class LoraShardedOptions(FineTuningOptions, RankOptions):
-    """Options of the experiment.
+    """Options of `lora_sharded`.
 
     Args:
-        parity_model: random configuration whose losses are compared in float32. `model` is only timed.
+        parity_model: name of the random configuration whose losses are compared in float32. The model `model` is only timed.
     """
 
     parity_model: str
 
     def of_parity_model(self) -> "LoraShardedOptions":
-        """Return the options with the parity model as model."""
+        """Return the same options with `model` replaced by `parity_model`."""
         return self.model_copy(update={"model": self.parity_model, "real_weights": False})
 
 
 def forecast(context: Context) -> list[Forecast]:
-    """Predict the number of FSDP units, the difference between the losses, and the share of parameters on each rank."""
+    """Predict the number of FSDP units, the largest difference between the losses, and the share of parameters on each rank."""
     options = LoraShardedOptions.of(context)
     ranks, steps = options.rank_count(context, options.batch_size), options.steps
     layers = random_llama_shape(options.parity_model, 1).num_hidden_layers
@@ -106,7 +106,7 @@ def forecast(context: Context) -> list[Forecast]:
 
 
 def run(context: Context, report: Report) -> Result:
-    """Train on all ranks in one launch. Then load the saved adapters in this process, which has no process group."""
+    """Start the ranks once and train on them. Then load the saved adapters in this process, which has no process group."""
     options = LoraShardedOptions.of(context)
     ranks = options.rank_count(context, options.batch_size)
     results = run_on_ranks(context, report, on_rank, ranks=ranks)
@@ -138,7 +138,7 @@ def on_rank(context: Context, report: Report) -> Result:
 
 
 def _alone() -> World:
-    """Return a world of this rank only, without a process group."""
+    """Return a `World` whose only member is this process, without a process group."""
     here = world()
     return World(rank=0, size=1, local_rank=here.local_rank, backend="", device=here.device)
 
@@ -162,7 +162,7 @@ def _batches(context: Context, options: LoraShardedOptions, data: FineTuningData
 def _train(
     context: Context, options: LoraShardedOptions, report: Report, data: FineTuningData, engine: LanguageEngine, name: str
 ) -> list[float]:
-    """Return the loss of the whole batch at every step."""
+    """Train, and return the loss of every step. It is the loss of the whole batch, also if several ranks share the batch."""
     batches = _batches(context, options, data, _alone() if engine.ranks == 1 else world())
     losses = []
     for step in range(options.steps):
@@ -172,7 +172,7 @@ def _train(
 
 
 def _layout_rows(context: Context, data: FineTuningData, engine: LanguageEngine) -> list[Row]:
-    """Return the share of the parameters on this rank. On rank 0, also return the number of FSDP units."""
+    """Return the row of the share of the parameters on this rank. On rank 0, also return the row of the number of FSDP units."""
     here, model = world(), engine.model
     share = local_parameter_bytes(model) / full_parameter_bytes(model)
     params = {"model": data.model, "ranks": here.size}
@@ -209,7 +209,7 @@ def _frozen_row(context: Context, data: FineTuningData, engine: LanguageEngine, 
 
 
 def _save(context: Context, options: LoraShardedOptions, data: FineTuningData, engine: LanguageEngine, base_sha256: str) -> None:
-    """Save the adapters, gathered from all shards, and the logits that the loaded adapters must give."""
+    """Gather the adapters from all ranks and save them. Also save the logits that a model with the loaded adapters must give."""
     save_adapter(context.workspace / "adapters", options.steps, engine.model, base_sha256)
     assert_ranks_agree(engine.model)
     logits = probe_logits(engine.model, data, engine.device.torch_device).cpu()
@@ -218,7 +218,7 @@ def _save(context: Context, options: LoraShardedOptions, data: FineTuningData, e
 
 
 def _loaded_row(context: Context, options: LoraShardedOptions, ranks: int) -> Row:
-    """Load the saved adapters onto a new base in one process, and compare the logits with those of the sharded model."""
+    """Load the saved adapters into a new base model in one process. Compare its logits with the logits of the sharded model."""
     data = options.of_parity_model().data(context, quiet=True)
     path = checkpoint_path(context.workspace / "adapters", options.steps)
     model = load_base_and_adapter(context, data, path, frozen_dtype(_EXACT))
@@ -259,7 +259,10 @@ def _parity_row(
 
 
 def _speed_rows(context: Context, options: LoraShardedOptions, report: Report) -> tuple[list[Row], pd.DataFrame]:
-    """Return step time, throughput of all ranks and peak memory of each rank, in the training precision of this device."""
+    """Return the rows and samples of the speed of the sharded training, in the training precision of this device.
+
+    The rows have the step time, the throughput of all ranks together, and the peak memory of each rank.
+    """
     here = world()
     gc.collect()
     report(0, 1, f"{options.model} on {here.size} ranks")

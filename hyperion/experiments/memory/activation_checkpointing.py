@@ -1,6 +1,7 @@
-"""Policies of activation checkpointing for the blocks of the language model and the ResNet-18.
+"""Compare policies of activation checkpointing for the language model and the ResNet-18.
 
-The experiment checks that gradients are equal, measures memory and step time, and measures activations by number of layers.
+A policy says which blocks of the model are checkpointed. The experiment checks that the gradients do not depend on the policy,
+and measures memory and step time under each policy. It also measures the memory of activations for several numbers of layers.
 """
 
 import contextlib
@@ -42,16 +43,17 @@ from hyperion.workloads.workloads import (
 
 GRADIENT_TOLERANCE = 1e-5
 _WHEN = {"phase": "forward and backward"}
-# Gradients with a norm below this share of the total norm are only rounding errors. An example is the gradient of a bias that
-# cancels in a softmax.
+# If the norm of a gradient is below this share of the norm of all gradients, the gradient consists only of rounding errors. An
+# example is the gradient of a bias that has no effect, because a softmax follows it.
 _NEGLIGIBLE = 1e-4
 
 
 class Policies(BaseModel, extra="forbid", frozen=True, strict=True):
-    """Policies of activation checkpointing by kind of model, see `ParallelPlan`.
+    """Policies of activation checkpointing for each kind of model. `ParallelPlan` describes the policies.
 
     Args:
-        language, image: policies that are compared with no checkpointing.
+        language: names of the policies for the language model.
+        image: names of the policies for the ResNet-18.
     """
 
     language: tuple[str, ...]
@@ -63,10 +65,10 @@ class ActivationCheckpointingOptions(Options):
 
     Args:
         precision: number format of the steps, or "auto".
-        policies: policies that are compared with no checkpointing.
+        policies: policies that are compared with a step without checkpointing.
         budget_share: memory that the policy "budget" must save, as a share of the memory that checkpointing of every block saves.
-        depths: numbers of layers for which activations are measured.
-        time_limit_s: seconds for timing the steps of one model.
+        depths: numbers of layers of the language model for which activations are measured.
+        time_limit_s: seconds of timing for each model, for all policies together.
         language: sizes of the language model and its batch.
         image: sizes of the ResNet-18 and its batch.
     """
@@ -82,7 +84,7 @@ class ActivationCheckpointingOptions(Options):
 
 @dataclass(frozen=True)
 class _Setup:
-    """The options of the experiment, and the workloads and plans that they give on this device."""
+    """The options of the experiment, and the workloads and parallel plans that follow from them on this device."""
 
     context: Context
     options: ActivationCheckpointingOptions
@@ -111,7 +113,10 @@ class _Setup:
 
 
 def forecast(context: Context) -> list[Forecast]:
-    """Predict the speed under each policy and the peak memory by the estimator. The reader guesses the first prediction."""
+    """Predict the speed under each policy, and the peak memory with the memory estimator.
+
+    The reader guesses the first prediction.
+    """
     setup = _Setup.of(context)
     lines = [line for kind in KINDS for plan in setup.plans(kind) for line in _policy_forecasts(setup, kind, plan)]
     for layers in setup.options.depths:
@@ -121,7 +126,10 @@ def forecast(context: Context) -> list[Forecast]:
 
 
 def run(context: Context, report: Report) -> Result:
-    """Measure memory under each policy, compare gradients, time the steps in turn, and measure activations by depth."""
+    """Measure memory, gradients and step time under each policy, and activations for each number of layers.
+
+    The steps of all policies are timed in turn.
+    """
     setup = _Setup.of(context)
     plans = {kind: setup.plans(kind) for kind in KINDS}
     cells = [
@@ -147,7 +155,7 @@ EXPERIMENT = Experiment(forecast, run, options=ActivationCheckpointingOptions)
 
 
 def measure_memory(context: Context, report: Report, kind: str, checkpointing: str, blocks: int | None) -> Result:
-    """Measure the peak of forward and backward in a training step, weights and optimizer state included."""
+    """Measure the peak memory of the forward and backward pass, including weights and optimizer state."""
     setup = _Setup.of(context)
     work, device = setup.work(kind), context.device
     plan = ParallelPlan(checkpointing=checkpointing, checkpointed_blocks=blocks)
@@ -171,8 +179,8 @@ class PassMemory:
     """Bytes of tensors in one forward and backward pass.
 
     Attributes:
-        kept: bytes that the forward pass leaves for the backward pass.
-        peak: largest number of live bytes, including weights, optimizer state and batch.
+        kept: bytes of the tensors that the forward pass keeps for the backward pass.
+        peak: largest number of bytes that exist at the same time, including weights, optimizer state and batch.
     """
 
     kept: int
@@ -180,7 +188,7 @@ class PassMemory:
 
 
 def forward_and_backward(engine: TorchEngine, batch: Batch) -> PassMemory:
-    """Compute the gradients of a batch and count the bytes of tensors. The gradients are stored in `.grad`."""
+    """Run the forward and backward pass on a batch, and count the bytes of all tensors. The gradients are stored in `.grad`."""
     present = [tensor for tensors in state_of(engine.model, engine.optimizer).values() for tensor in tensors]
     items = engine.count_items(batch)
     with TensorMemory(engine.device, [*present, *batch]) as memory, engine.precision.products():
@@ -192,7 +200,7 @@ def forward_and_backward(engine: TorchEngine, batch: Batch) -> PassMemory:
 
 
 def largest_difference(tensors: dict[str, Tensor], reference: dict[str, Tensor]) -> float:
-    """Return the largest relative Frobenius difference of any tensor from the reference of the same name."""
+    """Return the largest relative difference (in the Frobenius norm) between a tensor and the reference with the same name."""
     norms = {name: tensor.double().norm().item() for name, tensor in reference.items()}
     floor = _NEGLIGIBLE * sum(norm**2 for norm in norms.values()) ** 0.5
     return max(
@@ -206,7 +214,10 @@ def _params(work: Workload, plan: ParallelPlan) -> dict:
 
 
 def _gradient_rows(context: Context, work: Workload, plans: list[ParallelPlan]) -> list[Row]:
-    """Compare the fp32 gradients and the running statistics of BatchNorm under each policy with those without checkpointing."""
+    """Return rows that compare each policy with a step without checkpointing.
+
+    The rows have the relative difference of the fp32 gradients and of the running statistics of BatchNorm.
+    """
     plain, *others = (_gradients(context, work, plan) for plan in plans)
     rows = []
     for plan, computed in zip(plans[1:], others, strict=True):
@@ -241,8 +252,8 @@ def _gradients(context: Context, work: Workload, plan: ParallelPlan) -> tuple[di
 
 @contextlib.contextmanager
 def _deterministic_convolutions() -> Iterator[None]:
-    # The fastest kernels add the gradients of weights in the order in which threads finish. On an H200 the results differ by
-    # 2e-5 between runs, which would hide a difference caused by checkpointing.
+    # The fastest kernels add the parts of a weight gradient in the order in which threads finish. On an H200 the results differ
+    # by 2e-5 between two runs. This would hide a difference that checkpointing causes.
     before, torch.backends.cudnn.deterministic = torch.backends.cudnn.deterministic, True
     try:
         yield
@@ -274,7 +285,7 @@ def _recomputed_flops(work: Workload, plan: ParallelPlan) -> float:
 
 
 def _depth_row(setup: _Setup, work: Workload, policy: str) -> Row:
-    """Return the row of the bytes that the forward pass keeps at this number of layers."""
+    """Return the row of the bytes that the forward pass of this workload keeps for the backward pass."""
     context, plan = setup.context, ParallelPlan(checkpointing=policy)
     row = partial(context.row, work.name, "allocated_memory_gib", dtype=setup.dtype, params=_depth_params(work, policy))
     try:

@@ -22,8 +22,8 @@ def judge_largest_batch(answer: int | None, peak_gib: Callable[[int], float], me
     """Return a sentence about the reader's answer to the question how large a batch fits into memory.
 
     Args:
-        answer: the reader's answer, or None if the reader has not answered yet.
-        peak_gib: function that returns the peak memory of a batch size in GiB.
+        answer: batch size that the reader gives as the answer. None if the reader has not answered yet.
+        peak_gib: function that takes a batch size and returns the peak memory of a step in GiB.
         memory_gib: size of the memory in GiB.
     """
     hint = f"increase the batch by one sequence until it needs more than {memory_gib:g} GiB"
@@ -35,8 +35,8 @@ def judge_saving(my_saving: Saving) -> pd.DataFrame:
     """Test a measurement of the memory that activation checkpointing saves.
 
     Args:
-        my_saving: takes a model, the same model with checkpointing, and a batch. Returns the peak bytes of the first model in
-            forward and backward, minus the peak bytes of the second model.
+        my_saving: function that takes a model, the same model with checkpointing, and a batch. It returns how many bytes less the
+            second model needs at the peak of the forward and backward pass.
 
     Returns:
         A table with one line per pair of models: the reader's measurement, the true value, and whether both agree within 5 %.
@@ -54,7 +54,7 @@ def judge_saving(my_saving: Saving) -> pd.DataFrame:
 
 
 class _Deep(nn.Module):
-    """Eight blocks, of which `checkpointed` evenly spaced blocks are checkpointed."""
+    """A model of eight blocks. `checkpointed` of these blocks, at equal distances, use activation checkpointing."""
 
     def __init__(self, checkpointed: int):
         super().__init__()
@@ -70,7 +70,7 @@ class _Deep(nn.Module):
 
 
 def _peak_bytes(model: nn.Module, batch: Tensor) -> int:
-    """Return the peak bytes of new tensors in forward and backward."""
+    """Return the peak bytes of the tensors that the forward and backward pass create."""
     with TensorMemory(detect_cpu()) as memory:
         model(batch).sum().backward()
     return memory.peak_bytes

@@ -10,7 +10,8 @@ from hyperion.figures.material import Material, Plot, measured, memory_unit
 from hyperion.figures.style import COLOURS, GRID, INK, MARKERS, MUTED, add_notes, log_ticks, look, new_figure, write_at
 from hyperion.results import Row
 
-# Parts of the bars from bottom to top, with the index of their colour. Permanent tensors come first, then temporary tensors.
+# Parts of a bar from bottom to top, with the index of their colour in COLOURS. Tensors that exist during the whole step come
+# first. Temporary tensors come after them.
 _PARTS = {"parameters": 0, "optimizer state": 5, "buffers": 6, "batch": 3, "activations": 1, "gradients": 2}
 _STEP_COLOURS = {kind: COLOURS[place] for kind, place in _PARTS.items()} | {
     "recomputed": COLOURS[4],
@@ -24,7 +25,7 @@ _MEMORY_BAR, _TIME_BAR, WITHIN = 0.6, 1.3, 0.1
 
 
 def memory_phases(material: Material) -> Figure | None:
-    """Draw a panel per model and format: bytes of tensors after each phase of a step, and the peak within the phase."""
+    """Draw one panel per model and number format: the bytes of tensors after each phase of a step, and the peak in each phase."""
     rows = measured(material.of("memory_phases"))
     cells = list(dict.fromkeys((row.variant, row.dtype) for row in rows))
     if not cells:
@@ -57,7 +58,11 @@ def memory_phases(material: Material) -> Figure | None:
 
 
 def checkpointing(material: Material) -> Figure | None:
-    """Draw memory against step time of each policy, relative to no checkpointing, and activations by number of layers."""
+    """Draw two panels about activation checkpointing.
+
+    The first panel shows the memory and the step time of each policy, relative to a step without checkpointing. The second panel
+    shows the bytes of activations by number of layers.
+    """
     rows = measured(material.of("activation_checkpointing"))
     if not any(row.metric == "tensor_memory_gib" for row in rows):
         return None
@@ -106,7 +111,7 @@ def _sum_of_parts(rows: list[Row]) -> str:
 
 
 def _draw_trade(axes: Axes, rows: list[Row]) -> None:
-    """Draw one mark per policy and model. A lower mark saves more memory, and a mark further right takes more time."""
+    """Draw one mark per policy and model. A step whose mark is lower needs less memory. A step further right needs more time."""
     axes.add_patch(Rectangle((0, 0), _TIME_BAR, _MEMORY_BAR, color=GRID, zorder=0.5))
     models = list(dict.fromkeys(row.variant for row in rows if row.metric == "tensor_memory_gib"))
     for model, marker in zip(models, MARKERS, strict=False):
@@ -200,7 +205,7 @@ def _cell_name(row: Row) -> str:
 
 
 def memory_trace(material: Material) -> Figure | None:
-    """Draw memory over one step by kind of tensor under each policy, and the kernels with the largest shares of time."""
+    """Draw the memory during one step under each policy, by kind of tensor, and the kernels that take most of the time."""
     rows, samples = material.of("memory_trace"), material.samples("memory_trace")
     if not rows or samples.empty:
         return None

@@ -1,6 +1,8 @@
-"""Peak memory of a training step, estimated before the step runs and then measured.
+"""Estimate the peak memory of training steps before they run, then measure it.
 
-The experiment also predicts the largest batch that fits into a given memory, and tests this prediction.
+One measured step is called a cell: it has a model, a batch size, a number format and a policy of activation checkpointing. The
+experiment also predicts the largest batch that fits into a given amount of memory. This is the question that the reader of the
+chapter answers. The experiment tests the prediction.
 """
 
 import math
@@ -27,9 +29,9 @@ from hyperion.workloads.workloads import BASIS, ImageSizes, LanguageSizes, Workl
 
 PARTS = ("parameters", "optimizer state", GRADIENTS, ACTIVATIONS)
 LARGEST_BATCH = "largest batch that fits"
-WARM_UP_STEPS = 2  # in the first step the optimizer allocates its state and libraries allocate their workspaces
+WARM_UP_STEPS = 2  # the first step allocates the state of the optimizer and the workspaces of libraries such as cuBLAS
 _NO_LIMIT = "no limit: the estimate of this very step stands beside it"
-_TOO_LARGE = 1.25  # a batch this many times as large as the largest batch must not fit
+_TOO_LARGE = 1.25  # a batch that is this many times as large as the predicted largest batch must not fit
 
 
 class _Step(BaseModel, extra="forbid", frozen=True, strict=True):
@@ -65,12 +67,13 @@ Cell = Annotated[LanguageCell | ImageCell, Field(discriminator="kind")]
 
 
 class Question(_Step, frozen=True):
-    """Which batch of sequences is the largest that fits?
+    """The question: how many sequences may a batch have, so that a training step still fits into the memory?
 
     Args:
+        kind: always "language".
         model, vocabulary, sequence_length: as in `LanguageSizes`.
         memory_gib: memory of the device in GiB.
-        margin: share of the memory that stays free, because an allocator cannot use every gap between tensors.
+        margin: share of the memory that the step must leave free, because an allocator cannot use every gap between tensors.
     """
 
     kind: Literal["language"]
@@ -102,8 +105,8 @@ class MemoryEstimateOptions(Options):
     """Options of `memory_estimate`.
 
     Args:
-        cells: steps to estimate and measure.
-        question: the search for the largest batch.
+        cells: the steps to estimate and measure.
+        question: the step and the memory for which the largest batch is searched.
     """
 
     cells: tuple[Cell, ...]
@@ -150,12 +153,17 @@ EXPERIMENT = Experiment(forecast, run, options=MemoryEstimateOptions)
 
 
 def measure_cell(context: Context, report: Report, cell: int | None = None, batch_size: int | None = None) -> Result:
-    """Measure the peak of a training step after warm-up with the allocator, and its parts by counting tensors at each operator.
+    """Measure one training step after warm-up.
+
+    The peak memory comes from the allocator. The parts of the memory come from counting the tensors at each operator. Exactly one
+    of `cell` and `batch_size` is given.
 
     Args:
-        cell: index of the cell in the options.
-        batch_size: if given, measure the step of the question with this batch size instead of a cell. The allocator of an
-            accelerator is then limited to the memory of the question.
+        context: context of the experiment.
+        report: function that is called with the progress.
+        cell: index of the step in `MemoryEstimateOptions.cells`.
+        batch_size: batch size of the step of `MemoryEstimateOptions.question`. The allocator of an accelerator is then limited to
+            the memory that the question names.
     """
     options, device = MemoryEstimateOptions.of(context), context.device
     if batch_size is not None:

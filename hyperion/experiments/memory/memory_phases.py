@@ -29,7 +29,7 @@ from hyperion.workloads.workloads import (
 )
 
 PHASES = ("before forward", "after forward", "after backward", "after step")
-WARM_UP_STEPS = 2  # the first step allocates the optimizer's state
+WARM_UP_STEPS = 2  # the first step allocates the state of the optimizer
 
 
 class MemoryPhasesOptions(Options):
@@ -38,8 +38,8 @@ class MemoryPhasesOptions(Options):
     Args:
         dtypes: number formats to measure.
         parts_tolerance: largest allowed relative difference between the sum of the parts and the bytes of all tensors.
-        allocator_tolerance: largest allowed difference between the growth of the allocator's bytes and the growth of the
-            tensors' bytes, as a share of the allocator's bytes.
+        allocator_tolerance: largest allowed difference between the bytes that the allocator counts and the bytes of the tensors.
+            Both are counted from the end of the first phase. The difference is a share of the bytes of the allocator.
         language: sizes of the language model and its batch.
         image: sizes of the ResNet-18 and its batch.
     """
@@ -76,7 +76,10 @@ def forecast(context: Context) -> list[Forecast]:
 
 
 def run(context: Context, report: Report) -> Result:
-    """Measure one step of each model and format. The batches are random, because only their shapes matter."""
+    """Measure one step of each model in each number format.
+
+    The batches are random, because the memory depends only on their shapes.
+    """
     cells = [{"kind": kind, "dtype": dtype} for kind in KINDS for dtype in MemoryPhasesOptions.of(context).dtypes]
     return merged(run_counted(context, report, profile_step, cells))
 
@@ -85,7 +88,7 @@ EXPERIMENT = Experiment(forecast, run, options=MemoryPhasesOptions)
 
 
 def profile_step(context: Context, report: Report, kind: str, dtype: str) -> Result:
-    """Measure the memory of one step at the end of each phase."""
+    """Measure the memory of one step at the end of each phase, for one kind of model and one number format."""
     options = MemoryPhasesOptions.of(context)
     work, shared = options.work(kind), {"dtype": dtype}
     try:
@@ -102,14 +105,15 @@ def profile_step(context: Context, report: Report, kind: str, dtype: str) -> Res
 
 @dataclass(frozen=True)
 class Moment:
-    """Memory at the end of a phase.
+    """Memory at one point of a training step: the end of a phase.
 
     Attributes:
-        phase: one of PHASES.
-        parts: bytes by part (parameters, gradients, …).
-        tensors: bytes of all live tensors, counted independently of the parts.
-        peak: largest number of bytes of live tensors since the end of the phase before.
-        allocator: requested, allocated, peak and reserved bytes of the accelerator's allocator. Empty on a CPU.
+        phase: name of the phase, one of PHASES.
+        parts: bytes of the tensors of each part, by name of the part ("parameters", "gradients", …).
+        tensors: bytes of all tensors that exist. They are counted independently of the parts.
+        peak: largest number of bytes of tensors that existed at the same time during the phase.
+        allocator: bytes that the allocator of the accelerator reports, by name: requested, allocated, peak and reserved. Empty on
+            a CPU.
     """
 
     phase: str
@@ -120,7 +124,10 @@ class Moment:
 
 
 def memory_by_phase(engine: TorchEngine, batch: Batch) -> list[Moment]:
-    """Do warm-up steps and one step phase by phase. Return the memory after each phase. The engine is changed."""
+    """Run some warm-up steps, then one step phase by phase. Return the memory at the end of each phase.
+
+    The steps change the weights of the engine.
+    """
     for _ in range(WARM_UP_STEPS):
         engine.train_step(batch)
     parts = state_of(engine.model, engine.optimizer) | {"batch": [*batch]}
@@ -186,7 +193,8 @@ def _rows(
         rows.append(row("tensor_memory_gib", moment.peak / GIB, params=params))
     if not moment.allocator:
         return rows
-    # Libraries keep workspaces in the allocator. Therefore the growth of both counts is compared, not the counts themselves.
+    # Workspaces of libraries count as memory of the allocator, but they are not tensors. Therefore the growth since the first
+    # phase is compared, and not the number of bytes.
     requested = moment.allocator["requested"]
     grown, counted = requested - first.allocator["requested"], moment.tensors - first.tensors
     rows.append(

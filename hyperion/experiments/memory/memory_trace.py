@@ -1,4 +1,7 @@
-"""Trace of one training step: lifetimes of tensors by kind, a snapshot of the allocator, and the time of each kernel."""
+"""Trace one training step.
+
+The trace shows when tensors of each kind are created and freed, a snapshot of the memory allocator, and the time of each kernel.
+"""
 
 import gzip
 import json
@@ -23,7 +26,7 @@ from hyperion.units import GIB
 from hyperion.workloads.workloads import BASIS, Batch, LanguageSizes, Workload, build_step, estimate_step, workload
 
 TRACE, SNAPSHOT, TIMELINE = "step_trace.json.gz", "memory_snapshot.pickle", "memory_timeline.json"
-WARM_UP_STEPS = 2  # the first step allocates the optimizer's state
+WARM_UP_STEPS = 2  # the first step allocates the state of the optimizer
 _TOP_KERNELS, _POINTS, _NAME_LENGTH = 10, 400, 90
 
 
@@ -32,8 +35,8 @@ class MemoryTraceOptions(Options):
 
     Args:
         precision: number format of the step, or "auto".
-        policies: policies of activation checkpointing, see `ParallelPlan`. Files are written for the first policy.
-        language: sizes of the step.
+        policies: policies of activation checkpointing, see `ParallelPlan`. Trace files are written for the first policy only.
+        language: sizes of the language model and its batch.
     """
 
     precision: str
@@ -41,12 +44,12 @@ class MemoryTraceOptions(Options):
     language: LanguageSizes
 
     def step(self, context: Context) -> tuple[Workload, str]:
-        """Return the workload and its number format."""
+        """Return (workload, number format) of the step on the context's device."""
         return workload(self.language), choose_precision(context.device, self.precision).dtype
 
 
 def forecast(context: Context) -> list[Forecast]:
-    """Predict the peak under each policy with the estimator."""
+    """Predict the peak memory under each policy with the memory estimator."""
     options = MemoryTraceOptions.of(context)
     work, dtype = options.step(context)
     return [
@@ -76,7 +79,11 @@ EXPERIMENT = Experiment(forecast, run, options=MemoryTraceOptions)
 
 
 def trace_step(context: Context, report: Report, checkpointing: str, folder: str) -> Result:
-    """Return the memory over time of a step after warm-up. If `folder` is given, write the files and add the longest kernels."""
+    """Return the memory during one step after warm-up.
+
+    If `folder` is not empty, also write the trace files to this folder, and return rows of the kernels that take most of the
+    time.
+    """
     (work, dtype), device = MemoryTraceOptions.of(context).step(context), context.device
     engine, batch = build_step(work, dtype, ParallelPlan(checkpointing=checkpointing), device, context.seed)
     for _ in range(WARM_UP_STEPS):
@@ -97,12 +104,13 @@ def trace_step(context: Context, report: Report, checkpointing: str, folder: str
 
 
 def curve(history: MemoryHistory, points: int = _POINTS) -> pd.DataFrame:
-    """Return GiB by kind of tensor over the step.
+    """Return the memory during a step as a curve for each kind of tensor.
 
-    The events are divided into at most `points` intervals, and the peak of each interval is returned.
+    An event is the allocation or the release of a tensor. The events of the step are divided into at most `points` intervals. The
+    curves have one point for each interval: the state of the memory when the interval has its peak.
 
     Returns:
-        Columns event, phase, kind, gib.
+        A table with the columns event, phase, kind and gib.
     """
     total, kinds = history.levels(), {kind: history.levels(kind) for kind in history.kinds()}
     stretch = -(-len(total) // points)
@@ -117,7 +125,10 @@ def curve(history: MemoryHistory, points: int = _POINTS) -> pd.DataFrame:
 
 
 def _write_history(engine: TorchEngine, batch: Batch, device: Device, history: MemoryHistory, folder: Path) -> str:
-    """Write the allocator's snapshot of a step, for https://pytorch.org/memory_viz. On a CPU, write the history instead."""
+    """Write the allocator's snapshot of a step, which https://pytorch.org/memory_viz can show.
+
+    On a CPU, which has no such allocator, write the history of the tensors instead.
+    """
     if device.kind == "cpu":
         (folder / TIMELINE).write_text(json.dumps(asdict(history)))
         return TIMELINE
@@ -132,7 +143,7 @@ def _write_history(engine: TorchEngine, batch: Batch, device: Device, history: M
 
 
 def _write_trace(engine: TorchEngine, batch: Batch, device: Device, folder: Path) -> str:
-    """Write the profiler's trace of a step, for https://ui.perfetto.dev."""
+    """Write the profiler's trace of a step, which https://ui.perfetto.dev can show."""
     activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if device.kind != "cpu" else [])
     # Trace twice and keep the second trace, because the tracer of a GPU takes seconds to start.
     for _ in range(2):
@@ -146,7 +157,10 @@ def _write_trace(engine: TorchEngine, batch: Batch, device: Device, folder: Path
 
 
 def _kernel_rows(context: Context, work: Workload, dtype: str, trace: Path) -> list[Row]:
-    """Return the shares of time of the longest kernels. On a CPU, return those of the longest operators."""
+    """Return rows of the kernels that take most of the time, with their shares of the time of all kernels.
+
+    On a CPU, the rows are about operators instead of kernels.
+    """
     with gzip.open(trace, "rt") as file:
         raw = json.load(file)["traceEvents"]
     device = context.device

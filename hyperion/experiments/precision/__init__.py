@@ -1,1 +1,1 @@
-"""Number formats in training: their speed, memory and loss."""
+"""Experiments on number formats: their effect on the speed, the memory and the loss of a training."""

@@ -20,8 +20,8 @@ def judge_scaled_step(my_step: Step) -> pd.DataFrame:
     """Test a training step with a loss scale. Its gradients are chosen so that the correct update is known.
 
     Args:
-        my_step: takes model, optimizer, torch.amp.GradScaler and loss; computes the gradient, clips the unscaled
-            gradient to norm 1 (`CLIP_NORM`), updates the weights and the scale, and clears the gradients.
+        my_step: function that takes a model, an optimizer, a torch.amp.GradScaler and a loss. It computes the gradient, clips the
+            unscaled gradient to norm 1 (`CLIP_NORM`), updates the weights and the scale, and clears the gradients.
 
     Returns:
         A table with one line per fault. It says whether the step is free of the fault, and what was observed.
@@ -39,7 +39,7 @@ def judge_scaled_step(my_step: Step) -> pd.DataFrame:
 
 
 def _one_step(my_step: Step, size: float) -> tuple[float, float]:
-    """Do one step with a gradient of norm `size`. Return the norm of the update and the norm of the gradient after the step."""
+    """Run one step whose gradient has the norm `size`. Return (norm of the update, norm of the gradient after the step)."""
     weights, optimizer, scaler, model = _one_layer()
     my_step(model, optimizer, scaler, (weights * torch.tensor([[0.6, 0.8]])).sum() * size)
     left = 0.0 if weights.grad is None else weights.grad.norm().item()
@@ -47,7 +47,10 @@ def _one_step(my_step: Step, size: float) -> tuple[float, float]:
 
 
 def _overflow(my_step: Step) -> tuple[bool, tuple[float, float]]:
-    """Let a gradient overflow. Return whether the weights are unchanged, and the scale before and after the step."""
+    """Run one step whose scaled gradient overflows.
+
+    Return True if the weights are unchanged, and the pair (scale before the step, scale after the step).
+    """
     weights, optimizer, scaler, model = _one_layer()
     scale = scaler.get_scale()
     my_step(model, optimizer, scaler, (weights * _OVERFLOWS).sum())

@@ -31,7 +31,11 @@ _LESS, _MORE = COLOURS[2], COLOURS[1]
 
 
 def precision(material: Material) -> Figure | None:
-    """Draw two panels for each model: the step time with its speed-up over fp32, and the memory with its prediction."""
+    """Draw two panels for each model.
+
+    The first panel shows the step time in each format with the speed-up over fp32. The second panel shows the memory in each
+    format with its prediction.
+    """
     models = _models(material)
     if not models:
         return None
@@ -86,7 +90,7 @@ def _batch(row: Row) -> str:
 
 
 def _of(rows: list[Row], metric: str, **params) -> dict[str, Row]:
-    """Return the measured rows of a metric, by dtype."""
+    """Return a dict from the dtype to the measured row of a metric."""
     return {row.dtype: row for row in measured(rows) if row.metric == metric and params.items() <= row.params.items()}
 
 
@@ -169,10 +173,12 @@ class Step:
 
     Attributes:
         time: row of the step time.
-        memory: row of the allocator's peak. If there is none, row of the peak bytes of tensors. None if neither was measured.
+        memory: row of the allocator's peak memory. Without this row, the row of the peak bytes of tensors. None if neither was
+            measured.
         speedup: row of the speed-up over the rung before. None for the first rung.
-        early, late: rows of the difference between the losses of this rung and of the first rung, in the first and in the last
-            steps. None for the first rung. `early` is also None for runs that compared only the last steps.
+        early: row of the difference between the losses of this rung and of the first rung, over the first steps of the training.
+            None for the first rung, and for old runs that compared only the last steps.
+        late: row of the same difference over the last steps. None for the first rung.
     """
 
     name: str

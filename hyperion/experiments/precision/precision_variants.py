@@ -1,4 +1,4 @@
-"""The language model and the ResNet-18 trained in fp32, TF32, bf16, and fp16 with a loss scale.
+"""Train the language model and the ResNet-18 in fp32, TF32, bf16, and in fp16 with a loss scale, and compare the formats.
 
 Memory and losses of each format are measured in a separate process. The steps of all formats are timed in turn in one process.
 """
@@ -51,7 +51,8 @@ class PrecisionVariantsOptions(Options):
         batches: number of different batches. The training repeats them in the same order.
         steps: number of optimizer steps of each training.
         time_limit_s: seconds for timing the steps of one model in all formats.
-        samples: smallest number of timed steps of each format. Emulated half precision takes seconds a step on a CPU.
+        samples: smallest number of timed steps of each format. Use a small number on a CPU that emulates 16-bit formats, because
+            a step then takes seconds.
         language: sizes of the language model and its batches.
         image: sizes of the ResNet-18 and its batches.
         tolerance: not used. It exists because older stored runs have this option.
@@ -72,9 +73,9 @@ class PrecisionVariantsOptions(Options):
 
 
 def forecast(context: Context) -> list[Forecast]:
-    """Predict speed-ups over fp32, throughputs, and the peak bytes of tensors in a step.
+    """Predict the speed-up of each format over fp32, its throughput, and the peak bytes of tensors in a step.
 
-    The reader guesses the first speed-up.
+    The first prediction is a speed-up. The reader guesses this value.
     """
     options, device = PrecisionVariantsOptions.of(context), context.device
     lines: list[Forecast] = []
@@ -149,7 +150,10 @@ def train_variant(context: Context, report: Report, kind: str, file: str, source
 
 
 def twins_of_variant(context: Context, report: Report, kind: str, file: str, source: str) -> Result:
-    """Train the twins: fp32 trainings whose matrix products round operands and results as coarsely as bf16."""
+    """Train the twins, which give the tolerance for the differences of losses (see `hyperion.workloads.twins`).
+
+    A twin is a training in fp32 whose matrix products round operands and results as coarsely as bf16.
+    """
     options = PrecisionVariantsOptions.of(context)
     work, batches = load_batches(options.sizes(kind), Path(file), context.device)
 
@@ -169,7 +173,7 @@ EXPERIMENT = Experiment(
 
 
 def train_losses(engine: TorchEngine, batches: Iterable[Batch], steps: int) -> list[float]:
-    """Train for a number of steps, repeating the batches in order, and return the loss of every step."""
+    """Train for a number of steps and return the loss of every step. The batches are repeated in the same order."""
     losses = [engine.train_step(batch).loss for batch in islice(cycle(batches), steps)]
     return torch.stack(
         losses
@@ -177,7 +181,10 @@ def train_losses(engine: TorchEngine, batches: Iterable[Batch], steps: int) -> l
 
 
 def tensor_bytes_of_a_step(engine: TorchEngine, batch: Batch) -> int:
-    """Return the peak bytes of tensors in one step, including weights, optimizer state and batch. It is exact on any device."""
+    """Return the peak bytes of all tensors in one step, including weights, optimizer state and batch.
+
+    The tensors themselves are counted, so the number is exact on every device.
+    """
     present = [tensor for tensors in state_of(engine.model, engine.optimizer).values() for tensor in tensors]
     with TensorMemory(engine.device, [*present, *batch]) as memory:
         engine.train_step(batch)
@@ -193,9 +200,9 @@ def speedup_forecast(rate: Forecast, baseline: Forecast, over: str) -> Forecast:
     """Return the forecast of a speed-up from two forecasts of throughput.
 
     Args:
-        rate: forecast of the throughput in the format.
-        baseline: forecast of the throughput of the baseline.
-        over: label of the baseline in the rows.
+        rate: forecast of the throughput in one number format.
+        baseline: forecast of the throughput in the format of the baseline.
+        over: name of the baseline, as the rows of the speed-up state it.
     """
     estimate, basis = None, rate.basis
     if rate.ceiling is not None and baseline.ceiling is not None:
@@ -242,13 +249,20 @@ def _why_unsupported(device: Device, dtype: str) -> str:
 
 
 def _why_emulated(device: Device, dtype: str) -> str:
-    """Return the reason why a format is not timed. It is an empty string if the device has instructions for the format."""
+    """Return the reason why a format is not timed, or an empty string if the device has instructions for the format.
+
+    A format without instructions is emulated, so its time says nothing about the format.
+    """
     how = device.supports(dtype)[1]
     return f"not timed, because it says nothing of the format: {how}" if how.startswith("emulated") else ""
 
 
 def _timed(context: Context, options: PrecisionVariantsOptions, stored: StoredBatches, reasons: dict[str, str]) -> Result:
-    """Time the steps of all formats in turn. `reasons` has the reason why a format is not timed, or an empty string."""
+    """Time the steps of all formats in turn.
+
+    Args:
+        reasons: for each format, the reason why it is not timed, or an empty string if it is timed.
+    """
     work, batches = load_batches(options.sizes(stored.kind), stored.file, context.device)
     contenders = [
         Contender(dtype, dtype, {}, partial(work.engine, dtype, context.device, context.seed))

@@ -1,7 +1,8 @@
-"""The training ladder: start with a training step in plain fp32, and on each rung add one more way to make it faster.
+"""The training ladder: start with a training step in plain fp32, and add one more optimization on each rung.
 
-Memory and losses of each rung are measured in a separate process. The steps of all rungs are timed in turn in one process. If
-they were timed one after the other, changes of clock and temperature would change the comparison.
+A rung is one version of the training step. It contains all optimizations of the rungs before it and one more. Memory and losses
+of each rung are measured in a separate process. The steps of all rungs are timed in turn in one process. If they were timed one
+after the other, changes of clock and temperature would distort the comparison.
 """
 
 from dataclasses import dataclass, replace
@@ -56,7 +57,7 @@ from hyperion.workloads.workloads import (
 )
 
 BASELINE = "baseline"
-# What each rung changes compared with the rung below it, as fields of a StepRung.
+# The fields of StepRung that each rung changes, compared with the rung before it.
 _ADDITIONS: dict[str, dict] = {
     BASELINE: {},
     "tf32": {"dtype": "tf32"},
@@ -68,8 +69,8 @@ _ADDITIONS: dict[str, dict] = {
     "activation checkpointing": {"checkpointing": EVERY_BLOCK},
     "fp8": {"dtype": "fp8"},
 }
-_PREDICTABLE = (BASELINE, "tf32", "bf16")  # for the other rungs, shapes and ceilings give no prediction
-_CHUNKS = 4  # number of chunks of a batch for the chunked loss
+_PREDICTABLE = (BASELINE, "tf32", "bf16")  # rungs with a prediction; shapes and ceilings do not predict the effect of other rungs
+_CHUNKS = 4  # number of chunks into which the chunked loss divides a batch
 _MEMORY_STEPS = 3
 
 
@@ -78,8 +79,8 @@ class Parity(BaseModel, extra="forbid", frozen=True, strict=True):
 
     Args:
         batch_size: number of samples in a batch. None uses the batch size of the timed step. Each stored batch is split into
-            parts of this size. If the training repeated only a few batches, the model would memorise them and the loss would go
-            to zero.
+            batches of this size. So there are more different batches, and the model cannot memorise them. If it memorised them,
+            the loss would go to zero.
         layers: number of layers of the language model. None uses the number of the timed model.
     """
 
@@ -132,7 +133,7 @@ class TrainingLadderOptions(Options):
 
 
 def forecast(context: Context) -> list[Forecast]:
-    """Predict the speed-up of the 16-bit rung over the first rung, which the reader guesses.
+    """Predict the speed-up of the 16-bit rung over the first rung. The reader guesses this value.
 
     Also predict the throughput of each rung that changes the number format.
     """
@@ -185,7 +186,7 @@ class StepRung:
     """One rung of the ladder: a way to do a training step.
 
     Attributes:
-        name: what the rung adds to the rung below.
+        name: name of the rung, which says what it adds to the rung before it.
         dtype: number format of the matrix products.
         channels_last: whether images and convolution kernels have the channels-last memory format.
         fused: whether the optimizer updates all parameters in one kernel. Otherwise it uses PyTorch's default implementation.
@@ -193,8 +194,8 @@ class StepRung:
         chunked: whether the language model's loss is computed in chunks of the batch, without float32 logits. Otherwise all
             logits exist at the same time, in float32.
         checkpointing: policy of activation checkpointing, as in ParallelPlan.
-        absent: reason why the rung cannot run on this device, or an empty string if it can. The next rung is then built on the
-            rung below this one.
+        absent: reason why the rung cannot run on this device, or an empty string if it can run. The next rung leaves out the
+            addition of a rung that cannot run.
     """
 
     name: str
@@ -207,7 +208,7 @@ class StepRung:
     absent: str = ""
 
     def engine(self, work: Workload, device: Device, seed: int) -> TorchEngine:
-        """Return a new engine that does its steps in this way. With the same seed all rungs have the same initial weights."""
+        """Return a new engine that trains as this rung says. With the same seed, all rungs have the same initial weights."""
         plan = ParallelPlan(checkpointing=self.checkpointing, compile_blocks=self.compiled)
 
         def wrap(model: nn.Module) -> nn.Module:
@@ -228,7 +229,7 @@ class StepRung:
 
 
 class AllLogits(nn.Module):
-    """A language model with the usual loss, for which all logits exist at the same time in float32.
+    """A language model with the usual cross-entropy loss. All logits of a batch exist at the same time, in float32.
 
     Args:
         model: maps inputs_BT to logits_BTV.
@@ -293,7 +294,10 @@ def measure_alone(context: Context, report: Report, kind: str, file: str, source
 
 
 def measure_twins(context: Context, report: Report, kind: str, file: str, source: str, dtype: str) -> Result:
-    """Train the twins: the first rung, with operands and results of matrix products rounded as coarsely as the format."""
+    """Train the twins, which give the tolerance for the differences of losses (see `hyperion.workloads.twins`).
+
+    A twin is a training of the first rung whose matrix products round operands and results as coarsely as the format `dtype`.
+    """
     options = TrainingLadderOptions.of(context)
     sizes = options.ladders[kind]
     work, batches = load_batches(sizes, Path(file), context.device)
@@ -305,7 +309,7 @@ def measure_twins(context: Context, report: Report, kind: str, file: str, source
 def _parity_losses(
     context: Context, options: TrainingLadderOptions, kind: str, rung: StepRung, work: Workload, batches: list[Batch]
 ) -> list[float]:
-    """Return the losses of the smaller step that `Parity` describes."""
+    """Train the smaller model with the smaller batches that `Parity` describes, and return the loss of every step."""
     changes = options.ladders[kind].parity.model_dump(exclude_none=True)
     short = workload(work.sizes.model_copy(update=changes))
     parts = [

@@ -20,10 +20,11 @@ _CASES = (
 
 
 def judge_efficiency(efficiency: Callable[[float, float, int, str], float]) -> pd.DataFrame:
-    """Test a function that computes an efficiency, on cases with known results.
+    """Test a function that computes the efficiency of scaling, on cases with known results.
 
     Args:
-        efficiency: takes the time on one device, the time on N devices, N, and the mode ("weak" or "strong").
+        efficiency: function with four arguments: the step time on one device in seconds, the step time on N devices in seconds,
+            N, and the mode ("weak" or "strong"). It returns the efficiency.
     """
     lines = []
     for name, t1, tN, N, mode, expected in _CASES:

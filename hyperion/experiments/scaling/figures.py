@@ -13,7 +13,7 @@ _MODES = ("weak", "strong")
 
 
 def scaling(material: Material) -> Figure | None:
-    """Draw speed-up and efficiency of every training. Weak scaling is above strong scaling."""
+    """Draw speed-up and efficiency of every training. The upper panels show weak scaling, the lower panels strong scaling."""
     rows = measured(material.of("scaling"))
     efficiencies = select(rows, metric="scaling_efficiency")
     if not efficiencies:
@@ -35,10 +35,12 @@ def scaling(material: Material) -> Figure | None:
 
 
 def communication(material: Material) -> Figure | None:
-    """Draw the communication that no computation hides, and the difference between a step and the same step alone.
+    """Draw two measures of the cost of communication.
 
-    The first is measured in a profile and is a share. The second is a difference of two times. It is below zero if a device alone
-    is slower, for example because it updates the whole optimizer state. Runs of earlier versions have only the second.
+    The first measure is the share of a profiled step in which a device only communicates. The second measure is the time of the
+    step minus the time that a single device needs for its part of the step without communication, divided by the time of the
+    step. It is negative if the single device is slower, for example because it updates the whole optimizer state. Runs of earlier
+    versions have only the second measure.
     """
     rows = measured(material.of("scaling"))
     exposed = [row for row in rows if row.metric == "share" and row.params.get("what") == "exposed communication"]
@@ -67,12 +69,12 @@ def communication(material: Material) -> Figure | None:
 
 
 def _curves(axes: Axes, rows: list[Row], at_one: float | None, what: str = "", line: str = "") -> None:
-    """Draw one curve per training by number of devices.
+    """Draw one curve for each training: the value of a row by the number of devices.
 
     Args:
-        at_one: the value on one device, or None if it has none.
+        at_one: the value on one device. None if the quantity has no value there.
         what: name of the quantity, for the legend.
-        line: style of the line. "" is the style of the training.
+        line: line style of matplotlib. "" uses the line style of the training.
     """
     for place, name in enumerate(dict.fromkeys(row.variant for row in rows)):
         chosen = sorted((row for row in rows if row.variant == name), key=lambda row: row.params["ranks"])
@@ -91,7 +93,7 @@ def _of(rows: list[Row], metric: str, mode: str) -> list[Row]:
 
 
 def _missing(material: Material) -> list[str]:
-    """Return notes on missing measurements, with the reasons."""
+    """Return one note for each reason why measurements are missing."""
     absent = [row for row in material.of("scaling", metric="scaling_efficiency") if row.value is None]
     reasons: dict[tuple, list[str]] = {}
     for row in absent:

@@ -1,7 +1,8 @@
 """Scaling: the same training on 1, 2, 4 and more devices.
 
-There is one launch for each number of devices. In each launch, the ranks first do steps in float32 whose losses are compared
-(parity). Then they time steps with and without communication, and profile a few steps with communication.
+All ranks are started anew for each number of devices; this is called a launch. In each launch, the ranks first run steps in
+float32. The losses of these steps must be the same on any number of devices (parity). Then the ranks time steps with
+communication and without communication, and profile a few steps with communication.
 """
 
 import contextlib
@@ -65,10 +66,10 @@ class ScaledTraining:
         name: variant of the training in the rows.
         model: name of a configuration. It is a TransformerLM, or a randomly initialised Llama with LoRA adapters.
         strategy: strategy on several devices, "ddp" or "fsdp".
-        batch_per_device: number of sequences in a step. In weak scaling it is the number per device, and in strong scaling the
-            number of all devices together.
+        batch_per_device: number of sequences in a step. In weak scaling, each device gets this number. In strong scaling, all
+            devices together get this number.
         sequence_length: number of tokens in a sequence.
-        vocabulary: number of rows of the embedding. Tokens are random, because their values do not change the time.
+        vocabulary: number of tokens in the vocabulary. The tokens are random, because their values do not change the time.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid", strict=True)
@@ -82,7 +83,7 @@ class ScaledTraining:
 
     @property
     def lora(self) -> bool:
-        """Whether the training trains LoRA adapters of a Llama."""
+        """True if the training trains LoRA adapters of a Llama."""
         return "llama" in self.model
 
     def batch(self, mode: str, ranks: int) -> int:
@@ -91,19 +92,19 @@ class ScaledTraining:
 
 
 class ScalingOptions(RankOptions):
-    """Options of the experiment.
+    """Options of `scaling`.
 
     Args:
-        counts: numbers of devices.
+        counts: numbers of devices to compare.
         precision: number format of the timed steps. "auto" is bf16 if the device has matrix units for it, otherwise fp32.
         warmup_steps: number of steps before the timed steps.
         steps: number of timed steps.
-        traced_steps: number of steps in a profiled window. Three windows are profiled.
+        traced_steps: number of consecutive steps that are profiled together. The profiler runs three times.
         learning_rate: constant learning rate.
         parity_steps: number of steps of the parity check, in float32.
         parity_batch: number of sequences in a batch of the parity check, on all ranks together.
         parity_length: number of tokens in a sequence of the parity check.
-        workloads: the trainings.
+        workloads: the trainings to run.
     """
 
     counts: tuple[int, ...]
@@ -123,7 +124,11 @@ class ScalingOptions(RankOptions):
 
 
 def forecast(context: Context) -> list[Forecast]:
-    """Predict the weak-scaling efficiency on all devices from the bytes to send and the rates of chapters 1.1 and 1.3."""
+    """Predict the weak-scaling efficiency on all devices.
+
+    The prediction is computed from the number of bytes that each rank sends, and from the rates that chapters 1.1 and 1.3 have
+    measured.
+    """
     options = ScalingOptions.of(context)
     devices, dtype = options.device_count(context), options.dtype(context)
     ranks = max(count for count in options.counts if count <= devices)
@@ -151,7 +156,11 @@ EXPERIMENT = Experiment(forecast, run, forecast_reads=("gemm", "bandwidth", "col
 
 
 def _efficiency_forecast(context: Context, training: ScaledTraining, ranks: int, dtype: str) -> Forecast:
-    """Predict the weak-scaling efficiency. Communication that computation cannot hide adds to the step time."""
+    """Predict the weak-scaling efficiency of one training on `ranks` devices.
+
+    The step time on several devices is the time of the computation plus the time of the communication that computation cannot
+    hide.
+    """
     params = {"model": training.model, "strategy": training.strategy, "mode": "weak", "ranks": ranks}
     tokens = training.batch("weak", ranks) * training.sequence_length
     gemm, busbw = context.best_upstream("gemm_tflops", dtype), _best_busbw(context)
@@ -198,7 +207,7 @@ def _flops_and_bytes(training: ScaledTraining, ranks: int, dtype: str) -> tuple[
 def _launch(
     context: Context, options: ScalingOptions, report: Report, ranks: int
 ) -> tuple[list[pd.DataFrame], dict[tuple[str, int], str]]:
-    """Return the samples of all trainings on `ranks` ranks, and the reasons for missing samples by (training, ranks)."""
+    """Run all trainings on `ranks` ranks. Return their samples, and the reasons for missing samples by (training, ranks)."""
     names = [training.name for training in options.workloads]
     devices = options.device_count(context)
     if ranks > devices:
@@ -221,7 +230,7 @@ def _launch(
 
 
 def _raise_if_interrupted(error: JobError) -> None:
-    """Raise `error` if the launch was stopped by SIGTERM or Ctrl-C, because then this process must end too."""
+    """Raise `error` if SIGTERM or Ctrl-C has stopped the launch. In this case this process must end too."""
     if error.exit_code in (INTERRUPTED, 128 + signal.SIGTERM):
         raise error
 
@@ -291,10 +300,11 @@ def _mode_rows(context: Context, dtype: str, training: ScaledTraining, own: pd.D
 def _difference_rows(
     context: Context, dtype: str, training: ScaledTraining, own: pd.DataFrame, times: np.ndarray, params: dict
 ) -> list[Row]:
-    """Return the difference between a step and the same step alone, and the same number as a share of communication.
+    """Return two rows that compare a step on all ranks with the same step on a single rank without communication.
 
-    The difference is negative if the step alone is slower, for example because it updates the whole optimizer state. A negative
-    number is not a share. So the share has a value only if the whole interval of the difference is above zero.
+    The first row has the difference of the two times, divided by the time of the step on all ranks. It is negative if the single
+    rank is slower, for example because it updates the whole optimizer state. The second row has the same number as the share of
+    communication. A share cannot be negative, so this row has a value only if the whole interval of the difference is above zero.
     """
     alone = step_times(own, params["mode"], params["ranks"], "alone")
     if not len(alone):
@@ -313,7 +323,10 @@ def _difference_rows(
 
 
 def _exposed_row(context: Context, dtype: str, training: ScaledTraining, own: pd.DataFrame, params: dict) -> Row:
-    """Return the share of profiled steps in which a rank only communicates, as a mean over the ranks."""
+    """Return the row of the share of time in which a rank communicates and does not compute, from profiled steps.
+
+    The value is the mean over the ranks.
+    """
     about = params | {"what": EXPOSED, "of": "profiled step, mean of the ranks"}
     traced = own.query("kind == 'traced' and ranks == @params['ranks'] and mode == @params['mode']")
     if traced.empty:
@@ -330,7 +343,7 @@ def step_times(own: pd.DataFrame, mode: str, ranks: int, kind: str = "step") -> 
         own: samples of one training.
         mode: "weak" or "strong".
         ranks: number of ranks.
-        kind: "step", or "alone" for steps without communication.
+        kind: "step" for steps of all ranks together, or "alone" for steps of single ranks without communication.
     """
     chosen = own.query("ranks == @ranks and mode == @mode and kind == @kind")
     return np.asarray(chosen.groupby("index")["time_s"].max())
@@ -370,11 +383,11 @@ def lm_config(training: ScaledTraining) -> TransformerConfig:
 
 
 def measure_on_rank(context: Context, report: Report, names: list[str]) -> Result:
-    """For each named training, run the steps whose losses are compared, then time the steps of each mode."""
+    """On one rank, run the trainings with these names: first the steps whose losses are compared, then the timed steps."""
     options = ScalingOptions.of(context)
     chosen = [training for training in options.workloads if training.name in names]
     if context.device.kind == "cpu":
-        # Otherwise a single rank would use all cores, and a second rank could not be faster.
+        # Give each rank its share of the cores. Otherwise a single rank would use all cores, and two ranks could not be faster.
         torch.set_num_threads(max(1, read_cpu().cores // options.device_count(context)))
     frames = []
     for place, training in enumerate(chosen):
@@ -398,9 +411,10 @@ def _parity(context: Context, options: ScalingOptions, training: ScaledTraining)
 
 
 def _timed(context: Context, options: ScalingOptions, training: ScaledTraining) -> list[pd.DataFrame]:
-    """Return the times of the steps of all ranks together for each mode, then the times of the same steps on each rank alone.
+    """Time the steps of all ranks together, then the same steps on each rank without communication, for each mode.
 
-    A rank that runs alone uses the same strategy in its own process group. It does not communicate and holds the whole state.
+    In the second case, each rank is the only member of a process group and uses the same strategy there. So it does not
+    communicate, and it holds the whole state of the model and the optimizer.
     """
     here = world()
     precision = choose_precision(context.device, options.precision)
@@ -413,7 +427,7 @@ def _timed(context: Context, options: ScalingOptions, training: ScaledTraining) 
         frames += _mode_times(context, options, training, modes, "step", here, precision)
     except torch.OutOfMemoryError as error:
         if here.size > 1:
-            raise  # the other ranks wait for this one, so the launch must fail
+            raise  # the other ranks wait for this rank, so the whole launch must fail
         return [*frames, *(_missing(training, mode, out_of_memory_reason(error)) for mode in modes)]
     if here.size > 1:
         alone = here.alone()
@@ -431,9 +445,10 @@ def _mode_times(
     sharers: World,
     precision: Precision,
 ) -> list[pd.DataFrame]:
-    """Return the seconds of each step of one engine.
+    """Return the seconds of each step on this rank, for each mode.
 
-    The number of steps is fixed. If each rank had its own time limit, a rank could stop early while other ranks wait for it.
+    All ranks run the same number of steps. If each rank had a time limit instead, a rank could stop while other ranks wait for
+    it.
     """
     here, clock = world(), device_clock(context.device)
     engine, least_flops = _engine(context, options, training, sharers, training.strategy, precision)
@@ -454,9 +469,10 @@ def _mode_times(
 
 
 def _traced(step: Callable[[], object], device: Device, steps: int) -> pd.DataFrame:
-    """Profile steps, and return the nanoseconds in which this rank only communicates, of those of the whole window.
+    """Profile some steps. Return the nanoseconds in which this rank communicates and does not compute, and the total nanoseconds.
 
-    Communication is exposed while no other kernel runs. On a rank that is ahead of the others, this includes the wait for them.
+    A rank communicates without computing while only kernels of collectives run. If this rank is ahead of the other ranks, this
+    includes the time in which it waits for them.
     """
     trace = trace_steps(step, None, device, steps)
     order = CPU_ORDER if device.kind == "cpu" else GPU_ORDER

@@ -1,4 +1,4 @@
-"""How much faster is a larger batch, and which batch no longer fits? Measure throughput and memory by batch size."""
+"""How does throughput grow with the batch size, and from which batch size on does a training step not fit into memory?"""
 
 import gc
 from dataclasses import dataclass, replace
@@ -32,7 +32,7 @@ from hyperion.workloads.training_rows import step_forecasts
 # The prediction of the largest batch is right if a batch of 0.75 times this size fits and one of 1.25 times this size does not.
 _FITS, _DOES_NOT_FIT = 0.75, 1.25
 # Estimated number of times that the output of a matrix product or convolution is written or read in the forward and backward
-# pass. The product, its norm and its activation each write and read it.
+# pass. The matrix product, the norm after it and the activation function after the norm each write and read it.
 _PASSES = 12
 
 
@@ -41,9 +41,10 @@ class BatchScalingOptions(Options):
 
     Args:
         precision: dtype of the steps. "auto" chooses the dtype for the device.
-        memory_limit_gib: limit in GiB on the memory of the process, so that the sweep ends before the whole memory is full.
-        time_limit_s: seconds of timing for each batch.
-        batches: batch sizes by name of the reference model.
+        memory_limit_gib: largest memory of the process in GiB. The experiment stops there, before the memory of the machine is
+            full.
+        time_limit_s: seconds of timing for each batch size.
+        batches: batch sizes of each reference model, by the name of the model.
     """
 
     precision: str
@@ -53,7 +54,7 @@ class BatchScalingOptions(Options):
 
 
 def forecast(context: Context) -> list[Forecast]:
-    """Predict the largest batch that fits, then samples per second of every batch, from the largest to the smallest."""
+    """Predict the largest batch that fits into memory, then the samples per second of every batch, beginning with the largest."""
     options = BatchScalingOptions.of(context)
     dtype = _dtype(context, options)
     largest = [_forecast_largest(reference_model(name), dtype, options.memory_limit_gib) for name in options.batches]
@@ -67,7 +68,8 @@ def forecast(context: Context) -> list[Forecast]:
 def run(context: Context, report: Report) -> Result:
     """Measure every model by batch size, in separate processes."""
     names = list(BatchScalingOptions.of(context).batches)
-    # On a CPU, resident pages stay with the process and would count for the next model.
+    # On a CPU, a process keeps pages of memory after a model is deleted. These pages would count as memory of the next model, so
+    # each model gets its own process.
     groups = [[name] for name in names] if context.device.kind == "cpu" else [names]
     return merged([run_variant(context, report, sweep, {"names": group}) for group in groups])
 
@@ -78,7 +80,7 @@ EXPERIMENT = Experiment(
 
 
 def sweep(context: Context, report: Report, names: list[str]) -> Result:
-    """In the worker process, measure models by batch size: time the batches, then find the batch that does not fit."""
+    """Measure each model at all batch sizes, and test the largest batch that fits. This function runs in a worker process."""
     rows: list[Row] = []
     frames: list[pd.DataFrame] = []
     for done, name in enumerate(names):
@@ -146,9 +148,9 @@ def _forecast_largest(model: ReferenceModel, dtype: str, cap_gib: float) -> Fore
 
 
 def _bytes_by_shapes(model: ReferenceModel, dtype: str) -> tuple[int, int]:
-    """Return (bytes that do not depend on the batch, bytes per sample).
+    """Return (bytes that do not depend on the batch size, bytes per sample), estimated from the shapes of the model.
 
-    The output of each matrix product is kept twice: before and after its norm or activation.
+    The estimate assumes that the output of each matrix product is kept twice: before and after the norm or activation function.
     """
     sample = 2 * model.activations * FORMATS[dtype].bytes + 4 * torch.Size(model.sample_shape).numel()
     return update_of(model).held_bytes * model.parameter_count, sample
@@ -161,7 +163,14 @@ def _largest_by_shapes(model: ReferenceModel, dtype: str, cap_gib: float) -> flo
 
 @dataclass(frozen=True)
 class Point:
-    """Memory in GiB that a batch takes. It is None, with the reason, if the batch does not fit or the memory cannot be read."""
+    """The memory of steps with one batch size.
+
+    Attributes:
+        batch: batch size.
+        gib: memory in GiB. None if the batch does not fit, or if the memory cannot be read.
+        cap_gib: largest memory in GiB that the process may use.
+        reason: reason why `gib` is None, or an empty string.
+    """
 
     batch: int
     gib: float | None
@@ -170,7 +179,7 @@ class Point:
 
 
 class _Sweep:
-    """The rows and samples of one model's sweep."""
+    """Measurement of one model at all batch sizes. It collects rows and samples."""
 
     def __init__(self, context: Context, model: ReferenceModel):
         self.context, self.model, self.options = context, model, BatchScalingOptions.of(context)
@@ -179,9 +188,10 @@ class _Sweep:
         self.frames: list[pd.DataFrame] = []
 
     def measure(self) -> None:
-        """Measure memory, then time the batches.
+        """Measure memory, then time the steps.
 
-        Memory is measured first, because a later step may reuse pages that a timed step freed, and then seem to need less.
+        Memory is measured first. A step that runs after the timed steps could reuse memory that they have freed, so it would seem
+        to need less memory.
         """
         batches = sorted(self.options.batches[self.model.name])
         # The first step loads libraries and starts threads. Their memory must not count for any batch.
@@ -199,7 +209,7 @@ class _Sweep:
         self.rows.append(row)
 
     def time_batches(self, batches: list[int]) -> None:
-        """Add rows for every batch until a batch does not fit, then the efficiency of each batch."""
+        """Time a step at each batch size until a batch does not fit. Add the rows of the times and of the efficiencies."""
         seconds: dict[int, np.ndarray] = {}
         for batch in batches:
             device = self.context.device
@@ -216,7 +226,7 @@ class _Sweep:
             self.rows += rows
             self.frames.append(frame)
             seconds[batch] = timing.whole.samples_s / batch
-            del step  # free its memory before the next, larger step is built
+            del step  # free the memory of this step before a step with a larger batch is built
             gc.collect()
         if not seconds:
             return
@@ -236,7 +246,10 @@ class _Sweep:
             )
 
     def fill_memory(self, batches: list[int]) -> None:
-        """Measure memory by batch, fit a line to two batches that fit, and test the largest batch that the line predicts."""
+        """Predict the largest batch that fits, and test this prediction.
+
+        The prediction comes from a line through the memory of two batches that fit: memory grows linearly with the batch size.
+        """
         cap = self.options.memory_limit_gib
         points = [self.used(batch, "steady") for batch in batches]
         # A small batch adds little to the memory of the process, so the slope comes from a batch that fills half of the limit.
@@ -256,7 +269,10 @@ class _Sweep:
         self._test_largest(int(large + (cap_gib - large_gib) / slope))
 
     def _test_largest(self, largest: int) -> None:
-        """Add the row of the predicted largest batch. Its check is that a smaller batch fits and a larger batch does not."""
+        """Add the row of the predicted largest batch.
+
+        The check of this row runs a somewhat smaller batch, which must fit, and a somewhat larger batch, which must not fit.
+        """
         inside, outside = (self.used(max(1, round(share * largest)), "probe") for share in (_FITS, _DOES_NOT_FIT))
         wrong = (inside.gib is None) + (outside.gib is not None)
         self._row(
@@ -270,9 +286,9 @@ class _Sweep:
         self._row("count", None, {"what": "largest batch"}, value_reason=reason)
 
     def used(self, batch: int, kind: str) -> Point:
-        """Return the memory that two steps of a new model take, and add a row with the peak of the process.
+        """Run two steps of a new model, return their memory, and add a row with the peak memory of the process.
 
-        Two steps are needed, because the optimizer allocates its moments in the first step and they exist during all of the
+        One step is not enough: the optimizer allocates its moments at the end of the first step, and they exist during the whole
         second step.
         """
         device = self.context.device

@@ -18,8 +18,8 @@ def judge_model_check(my_check: Callable[[nn.Module], bool]) -> pd.DataFrame:
     """Test a check that decides whether a module is ViT-B/16.
 
     Args:
-        my_check: takes a module and returns True only for ViT-B/16. The module is on torch's meta device, where tensors have
-            shapes but no memory. It maps images [B, 3, 224, 224] to logits [B, 1000].
+        my_check: function that takes a module and returns True only if the module is ViT-B/16. The module maps images of shape
+            [B, 3, 224, 224] to logits of shape [B, 1000]. It is on torch's meta device, where tensors have shapes but no memory.
     """
     with torch.device("meta"):
         sound = reference_model("vit_b_16").build()

@@ -17,7 +17,7 @@ from hyperion.results import Row
 PHASES = ("forward", "backward", "optimizer")
 _COLOURS: dict[str, str] = dict(zip(PHASES, COLOURS, strict=False))
 _BAR = 0.36
-_TINY_LAYERS = 2  # number of layers in old rows of operator counts, which do not state it
+_TINY_LAYERS = 2  # number of layers for old rows of operator counts, in which this number is missing
 _WORDS = {"channels_last": "ch.-last", "compiled": "compiled"}  # short names of parameters that differ from the default
 _SHARES = {"mfu": ("of the peak (MFU)", COLOURS[5]), "mfu_maf": ("of the fastest product (MAF)", COLOURS[3])}
 
@@ -54,7 +54,7 @@ def _microseconds(row: Row, times: float = 1.0) -> str:
 
 
 def _draw_costs(axes: Axes, bars: list[tuple[str, Row, float]], title: str) -> None:
-    """Draw bars of (name, row, times), in microseconds of the host."""
+    """Draw one bar for each (name, row, factor): the host time of the row times the factor, in microseconds."""
     for place, (_, row, times) in enumerate(bars):
         value, low, high = _interval_us(row, times)
         axes.bar(place, value, 0.5, yerr=[[value - low], [high - value]], color=COLOURS[place])
@@ -66,9 +66,11 @@ def _draw_costs(axes: Axes, bars: list[tuple[str, Row, float]], title: str) -> N
 
 
 def model_steps(material: Material) -> Figure | None:
-    """Draw the step of each model by variant: measured phases, their least time at the limits, and the prediction as a line.
+    """Draw the training step of each model in each variant.
 
-    The lower panels show the model FLOPs per second as shares of the peak and of the rate of the fastest product.
+    The upper panels show the measured time of each phase, the least time that the limits of the device allow, and the prediction
+    as a line. The lower panels show the model FLOPs per second, as a share of the peak and of the rate of the fastest matrix
+    product.
     """
     every = material.of("model_steps")
     rows = measured(every)
@@ -107,7 +109,10 @@ def model_steps(material: Material) -> Figure | None:
 
 
 def _variants(rows: list[Row]) -> dict[str, list[Row]]:
-    """Return the rows of each variant of a model by name. The name says how it differs from an eager step in default layout."""
+    """Return the rows of each variant of a model, by the name of the variant.
+
+    The name says how the variant differs from an eager step with the default memory format.
+    """
     found: dict[str, list[Row]] = {}
     for row in rows:
         found.setdefault(_name_of(row), []).append(row)
@@ -168,7 +173,7 @@ def _name_variants(axes: Axes, names: list[str]) -> None:
 
 
 def _phases(rows: Iterable[Row]) -> list[Row]:
-    """Return the rows of phases, in the order of the step."""
+    """Return the rows of the phases in the order in which a step runs them."""
     rows = list(rows)
     return [row for name in PHASES for row in select(rows, metric=f"{name}_time_s")]
 
@@ -209,7 +214,10 @@ def _left_out(rows: list[Row]) -> list[str]:
 
 
 def batch_scaling(material: Material) -> Figure | None:
-    """Draw samples per second by batch, and memory by batch with the line that predicts the largest batch and its test."""
+    """Draw two panels by batch size: the samples per second, and the memory.
+
+    The second panel also shows the line that predicts the largest batch that fits, and the batches that test this prediction.
+    """
     rows = material.of("batch_scaling")
     rates = measured(select(rows, metric="samples_per_s"))
     if not rates:

@@ -36,7 +36,8 @@ from hyperion.workloads.reference_steps import (
 )
 from hyperion.workloads.twins import agreements, train_twins, twin_format
 
-# Workspaces of the BLAS libraries stay until the process ends. They are smaller than a model that was not freed.
+# Memory in GiB that may remain after a variant was measured. The workspaces of the BLAS libraries stay until the process ends.
+# They are smaller than this value, and a model that was not freed is larger.
 _LEFT_GIB = 0.25
 _ONE_LAYOUT = "no variant: it works on sequences, which have no channels to put last; only a network of convolutions has"
 _LEFT_OUT = "left out by this profile, for time"
@@ -46,14 +47,14 @@ _TWO_SWITCHES = (
 
 
 class Variant(Table):
-    """One way to do the step, as a profile asks for it.
+    """One way to compute a training step, as a profile states it.
 
     Args:
         dtype: fp32, tf32, bf16 or fp16.
         channels_last: whether images have the channels-last memory format. In compiled variants, only convolutional
             networks use this option.
         compiled: whether to compile each block of the model.
-        models: the models to measure. None measures all models.
+        models: names of the models that are measured in this way. None measures all models.
     """
 
     dtype: str
@@ -66,12 +67,12 @@ class ModelStepsOptions(Options):
     """Options of `model_steps`.
 
     Args:
-        models: reference models, by name.
-        variants: ways to do the step; each is measured for each model, in this order.
-        batch_size: samples in a batch.
+        models: names of the reference models.
+        variants: ways to compute the step. Each model is measured in all variants, in this order.
+        batch_size: number of samples in a batch.
         time_limit_s: seconds of timing for each variant of each model.
-        parity_steps: steps over which the losses of compiled and eager steps are compared.
-        tolerance: not used. Runs of older versions recorded it, and their options must still parse for a replay.
+        parity_steps: number of steps for which the losses of compiled and eager steps are compared.
+        tolerance: not used. It exists because older stored runs have this option.
     """
 
     models: tuple[str, ...]
@@ -84,7 +85,11 @@ class ModelStepsOptions(Options):
 
 @dataclass(frozen=True)
 class StepCell:
-    """A variant of a model, and the reason why it is not measured on this device (empty if it is measured)."""
+    """One model in one variant of the step.
+
+    Attributes:
+        absent: reason why this variant is not measured on this device, or an empty string if it is measured.
+    """
 
     model: ReferenceModel
     variant: StepVariant
@@ -92,7 +97,7 @@ class StepCell:
 
 
 def forecast(context: Context) -> list[Forecast]:
-    """Predict samples per second and seconds of every variant from ceilings and from the operators of its step."""
+    """Predict the samples per second and the step time of every variant, from measured ceilings and the operators of the step."""
     options = ModelStepsOptions.of(context)
     return [
         forecast
@@ -102,12 +107,13 @@ def forecast(context: Context) -> list[Forecast]:
 
 
 def run(context: Context, report: Report) -> Result:
-    """Time every variant of every model. Where necessary, use separate processes to separate their memory."""
+    """Time every variant of every model. On a CPU each variant has its own process, so that memory is measured separately."""
     options = ModelStepsOptions.of(context)
     absent = [_absent(context, options, cell) for cell in cells_of(options, context.device) if cell.absent]
     count = len(_measured(options, context.device))
-    # On a CPU, resident pages stay with the process, so each variant has its own process. On an accelerator, the allocator counts
-    # tensors and each row says how much memory the variant before left. One process suffices there, and it starts only once.
+    # On a CPU, a process keeps pages of memory after a model is deleted, so each variant has its own process. On an accelerator,
+    # the allocator counts the memory of tensors, and each row says how much memory remained after the variant before it. So one
+    # process is enough there, and Python and torch start only once.
     groups = [[number] for number in range(count)] if context.device.kind == "cpu" else [list(range(count))]
     results = [run_variant(context, report, measure, {"numbers": numbers}) for numbers in groups]
     return merged([*results, Result(absent, pd.DataFrame())])
@@ -148,10 +154,12 @@ def _measured(options: ModelStepsOptions, device: Device) -> list[StepCell]:
 
 
 def measure(context: Context, report: Report, numbers: list[int]) -> Result:
-    """Measure variants one after the other, in the worker process.
+    """Measure some variants one after the other. This function runs in a worker process.
 
     Args:
-        numbers: indices of the variants in the list of all measured variants.
+        context: context of the experiment.
+        report: function that is called with the progress.
+        numbers: indices of the variants in the list of all variants that are measured on this device.
     """
     options = ModelStepsOptions.of(context)
     cells = _measured(options, context.device)
@@ -165,7 +173,10 @@ def measure(context: Context, report: Report, numbers: list[int]) -> Result:
 
 
 class _Bench:
-    """Rows and samples of the variants that one process measures, and the eager losses for compiled ones."""
+    """Measurement of the variants of one process. It collects rows and samples.
+
+    It also keeps the losses of eager steps, which are compared with the losses of compiled steps.
+    """
 
     def __init__(self, context: Context, options: ModelStepsOptions, here: set[tuple[str, StepVariant]]):
         self.context, self.options, self.device, self.here = context, options, context.device, here
@@ -225,13 +236,16 @@ class _Bench:
         return measure_first_calls(step.once, self.device)
 
     def _eager_losses(self, cell: StepCell) -> np.ndarray:
-        """Return the losses of the same steps in eager mode. They come from the timed steps, or from steps that are done now."""
+        """Return the losses of the same steps in eager mode.
+
+        If the eager variant was timed in this process, its losses are used. Otherwise the eager steps run now.
+        """
         eager = _eager(cell.variant)
         known = self._losses.pop((cell.model.name, eager), None)
         return self._losses_after(self._step(cell, eager)) if known is None else known
 
     def _losses_after(self, step: TrainingStep) -> np.ndarray:
-        """Do the missing steps, and return the losses of the first `parity_steps` steps."""
+        """Run steps until there are `parity_steps` of them, and return the losses of the first `parity_steps` steps."""
         count = self.options.parity_steps
         while len(step.losses) < count:
             step.once()
@@ -269,7 +283,8 @@ def _count_row(context: Context, options: ModelStepsOptions, cell: StepCell, cou
 def _mfu_of_maf(context: Context, options: ModelStepsOptions, cell: StepCell, timing: StepTiming) -> Row:
     """Return the model FLOPs per second as a share of the MAF, the rate of the fastest square product of this run.
 
-    It shows how much better software could still make the step. MFU, in contrast, compares with the peak of the data sheet.
+    This share shows how much faster the step could be with better software. MFU is relative to the peak of the data sheet
+    instead.
     """
     maf, dtype = maf_row(context.upstream, cell.variant.dtype), cell.variant.dtype
     if maf is None:
@@ -281,7 +296,8 @@ def _mfu_of_maf(context: Context, options: ModelStepsOptions, cell: StepCell, ti
     # The size is not a parameter of the row, because it may differ between runs.
     size = " x ".join(str(maf.params[side]) for side in "mnk")
     columns = timed_columns(rate, timing.whole) | {
-        # The interval combines the extremes of both rates, so it contains the ratio at least as often.
+        # The interval combines the extreme ends of both intervals, so it contains the true ratio with at least the same
+        # probability.
         "ci_low": rate.ci_low / not_none(maf.ci_high),
         "ci_high": rate.ci_high / not_none(maf.ci_low),
         "limit": None if peak is None else peak / maf_tflops,
@@ -304,8 +320,10 @@ def parity_rows(
     """Return the differences between the losses of compiled and of eager steps, early and late in the training.
 
     Args:
-        losses, eager: losses of compiled and of eager steps, [steps].
-        twins: losses of eager trainings with other rounding. Their spread is the tolerance.
+        losses: losses of the compiled steps, shape [steps].
+        eager: losses of the eager steps, shape [steps].
+        twins: losses of eager trainings with other rounding, see `hyperion.workloads.twins`. The tolerance comes from their
+            spread.
     """
     compared = {"of": "training_loss", "from": EAGER, "steps": len(losses)}
     return [

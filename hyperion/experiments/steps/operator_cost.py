@@ -1,7 +1,8 @@
 """How much time does the host need for a training step?
 
-The experiment measures the host time of an operator, of a convolution and of a compiled block, and the host time that each step
-takes in addition. Hosts with the same GPU differ by a factor of two. If kernels are short, the host determines the step time.
+The host is the CPU that runs Python and PyTorch and launches the kernels. The experiment measures the host time of one operator,
+of one convolution, of one compiled block, and the host time that each step needs besides its operators. Two hosts with the same
+GPU can differ by a factor of two. If the kernels are short, the host time determines the step time.
 """
 
 import pandas as pd
@@ -14,7 +15,7 @@ from hyperion.measure import measure_block_cost, measure_operator_cost
 from hyperion.measure.steps.compilation import missing_compiler, probe_vector_instructions
 from hyperion.results import Row
 
-# Names of the rows, which hyperion/workloads/reference_steps.py reads.
+# Variants of the rows. hyperion/workloads/reference_steps.py reads the rows with these variants.
 PLAIN, CONVOLUTION, ONCE, BLOCK = "operator", "convolution", "once a step", "compiled block"
 _NO_LIMIT = "no limit: no data sheet tells of Python, autograd and dispatch"
 _NO_ESTIMATE = "no data sheet states the time that Python, autograd, dispatcher and driver take on this host"
@@ -57,9 +58,9 @@ EXPERIMENT = Experiment(forecast, run, options=OperatorCostOptions)
 
 
 def measure_block(context: Context, report: Report) -> Result:
-    """Measure a compiled block and its compilation, in the worker process."""
+    """Measure the host time of a compiled block and the time of its compilation. This function runs in a worker process."""
     options = OperatorCostOptions.of(context)
-    # Inductor tests the C++ compiler once on each machine. This time must not count as compilation of the block.
+    # Inductor tests the C++ compiler once on each machine. The time of this test must not count as compilation of the block.
     probe_vector_instructions(context.device, context.workspace)
     cost = measure_block_cost(context.device, options.compiled, time_limit_s=options.time_limit_s)
     seconds, params = cost.time_s, _clock() | {"kernels": cost.kernels, "blocks": cost.blocks}
