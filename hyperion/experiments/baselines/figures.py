@@ -37,9 +37,9 @@ _STEADY = (
 
 
 def language_model(material: Material) -> Figure | None:
-    """Draw the training loss by step and the losses by epoch.
+    """Draw two panels: the training loss by step, and the training and validation losses by epoch.
 
-    Horizontal lines show the least possible loss, if it is known, and the losses of n-gram models.
+    Horizontal lines show the losses of n-gram models. If the least possible loss is known, another line shows it.
     """
     epochs = epoch_rows(material, "language_model")
     if not epochs:
@@ -96,9 +96,9 @@ def _caveats(material: Material) -> list[str]:
 
 
 def time_to_accuracy(material: Material) -> Figure | None:
-    """Draw the held-out accuracy over the seconds of training, with one line per seed, and the target accuracy.
+    """Draw the held-out accuracy by training time in seconds, with one line per seed, and the target accuracy.
 
-    The function reads the samples of kind "evaluation", with columns accuracy, time_s and seed.
+    The function reads the samples that have the kind "evaluation". It uses their columns accuracy, time_s and seed.
     """
     rows = material.of("image_classifier", metric="time_to_accuracy_s")
     samples = material.samples("image_classifier") if rows else pd.DataFrame()
@@ -195,9 +195,10 @@ def throughput(material: Material) -> Figure | None:
 
 
 def leakage(material: Material) -> Figure | None:
-    """Draw the loss on independent random tokens by step. A model that does not see future tokens stays near ln V.
+    """Draw the loss on independent random tokens by step. The loss of a model that does not see future tokens stays near ln V.
 
-    The function reads the samples of kind "step". The horizontal line is the predicted held-out loss, ln V.
+    The function reads the samples that have the kind "step". The horizontal line shows the predicted held-out loss, ln V, where V
+    is the size of the vocabulary.
     """
     rows = measured(material.of("leakage", metric="validation_loss"))
     if not rows:
@@ -235,7 +236,7 @@ def _title(what: str, rows: list[Row]) -> str:
 def _draw_steps(axes: Axes, material: Material, experiment: str) -> None:
     """Draw the loss of every step and its running mean.
 
-    The function reads the samples of kind "step", with columns step and loss.
+    The function reads the samples that have the kind "step". It uses their columns step and loss.
     """
     samples = material.samples(experiment)
     steps = samples.query("kind == 'step'").sort_values("step")
@@ -304,9 +305,9 @@ def _model_name(row: Row) -> str:
 
 
 def recovery(material: Material) -> Figure | None:
-    """Draw every trial by the phase and the kind of its fault.
+    """Draw one mark for each trial, at the phase and the kind of its fault.
 
-    A mark shows how many steps were lost and whether the run recovered.
+    The number in the mark says how many steps were lost. The shape of the mark says whether the training run recovered.
     """
     rows = material.of("recovery", metric="steps_lost")
     if not rows:
@@ -333,16 +334,16 @@ def recovery(material: Material) -> Figure | None:
 
 
 def _lost(row: Row) -> str:
-    """Return how many steps the trials of a kind lost at most, and how many they may lose."""
+    """Return a text with two numbers: the most steps that a trial of this kind lost, and the number of steps that it may lose."""
     lost = "failed" if row.value is None else f"lost at most {row.value:.0f}"
     return f"{lost}, allowed {row.params['may_lose']}"
 
 
 def parity_ladder(material: Material) -> Figure | None:
-    """Draw two differences between losses for each rung.
+    """Draw the parity ladder, in which each rung makes one change to the training of the rung before it.
 
-    The left panel shows the difference from the first rung by step. The right panel shows the difference from the rung before,
-    with its tolerance.
+    The left panel shows the difference between the losses of each rung and of the first rung, by step. The right panel shows the
+    difference between the losses of each rung and of the rung before it, with its tolerance.
     """
     rows = measured(material.of("parity_ladder", metric="relative_difference"))
     if not rows:
@@ -434,5 +435,5 @@ PLOTS = (
     Plot("parity_ladder", "parity_ladder", "How much each change alters the losses.", parity_ladder),
 )
 
-# Folder of this subject's tables and figures in the benchmarks/ of a run.
+# Name of the folder in benchmarks/ of a run that contains the tables and figures of this subject.
 RESULTS_FOLDER = "baseline"

@@ -11,7 +11,8 @@ from hyperion.results import Row
 
 # Colour and label by loop.
 _LOOPS = {"plain": (COLOURS[1], "plain public loop"), "hyperion": (COLOURS[0], "this library")}
-# Colour by part of a roof. In older stored results each matrix product was timed alone, and attention was a separate part.
+# Colour of each part of a roof, which is an estimate of the least step time. In older stored results each matrix product was
+# timed alone, and attention was a separate part.
 _PARTS = {
     "products": COLOURS[6],
     "attention": COLOURS[2],
@@ -19,13 +20,13 @@ _PARTS = {
     "logits": COLOURS[4],
     "optimizer": COLOURS[3],
 }
-# Label by the parameter "what" of a share.
+# Label of a share, by the parameter "what" of its row.
 _OWN = "of the roof of its own products"
 _ROOFS = {"of the step's roof": "roof", _OWN: "roof of its\nown products"}
 
 
 def image_training_speed(material: Material) -> Figure | None:
-    """Draw images per second of both loops by batch size, their speed-up, and their losses on the same batches."""
+    """Draw the images per second of both loops by batch size, the speed-up, and the losses of both loops on the same batches."""
     rows = measured(material.of("image_training_speed"))
     rates = [row for row in rows if row.metric == "images_per_s"]
     if not rates:
@@ -48,7 +49,7 @@ def image_training_speed(material: Material) -> Figure | None:
 
 
 def _draw_alone(axes: Axes, batches: list[int], shares: list[Row]) -> None:
-    """Draw the rate of a hypothetical step that takes only the time of its matrix products, each timed alone."""
+    """Draw the rate of a hypothetical step whose time is only the time of its matrix products, each timed alone."""
     for number, (batch, params) in enumerate({row.params["batch"]: row.params for row in shares}.items()):
         place = batches.index(batch)
         rate = batch / sum(seconds for name, seconds in params.items() if name.endswith("_s"))
@@ -83,9 +84,9 @@ def _draw_rates(axes: Axes, batches: list[int], rates: list[Row], ratios: list[R
 
 
 def _draw_losses(axes: Axes, samples: pd.DataFrame, item: str) -> None:
-    """Draw the losses of both loops on the same batches, in nats per item.
+    """Draw the losses of both loops on the same batches, in nats per token or per image.
 
-    The function reads the samples of kind "parity", with columns loop, batch, step and loss.
+    The function reads the samples that have the kind "parity". It uses their columns loop, batch, step and loss.
     """
     samples = samples.query("kind == 'parity'")
     batch = max(samples["batch"])
@@ -100,7 +101,7 @@ def _draw_losses(axes: Axes, samples: pd.DataFrame, item: str) -> None:
 
 
 def language_speed(material: Material) -> Figure | None:
-    """Draw milliseconds per step of both loops, the parts of the roofs, and the losses of both loops on the same batches."""
+    """Draw the step time of both loops, the parts of their roofs, and the losses of both loops on the same batches."""
     rows = measured(material.of("language_training_speed"))
     times = {row.params["loop"]: row for row in rows if row.metric == "step_time_s"}
     if len(times) < len(_LOOPS):

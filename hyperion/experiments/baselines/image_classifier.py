@@ -64,13 +64,13 @@ class ImageClassifierOptions(Options):
         label_smoothing: label smoothing of the training loss.
         border: padding of the random crops, "black" or "reflect".
         hole: side in pixels of the square that is cut out of each training image. 0 cuts out nothing.
-        compiled: compile the model for training.
+        compiled: whether to compile the model for training.
         precision: number format, or "auto".
         evaluate_every: number of epochs between evaluations on the held-out images.
         checkpoint_every: number of steps between checkpoints.
         seeds: number of trainings, each with its own seed.
-        target: held-out accuracy at which the time to accuracy is read, 0 to 1.
-        reaches: test accuracy that the training must reach at least, 0 to 1.
+        target: held-out accuracy for the metric "time to accuracy", 0 to 1.
+        reaches: smallest allowed test accuracy after the training, 0 to 1.
         steady_time_limit_s: seconds for timing single training steps after the training.
     """
 
@@ -131,7 +131,7 @@ def forecast(context: Context) -> list[Forecast]:
 
 
 def run(context: Context, report: Report) -> Result:
-    """Train and evaluate with each seed, and evaluate the test images once after each training.
+    """Train with each seed, and evaluate on the test images once after each training.
 
     After the training with the first seed, time its training step.
     """
@@ -176,6 +176,7 @@ class TrainedImages:
         name: name of the model.
         dtype: number format of the training.
         steps: number of optimizer steps.
+        history: losses, times and evaluations of the epochs.
         tested: results on the test split, as `evaluate_images` returns them.
     """
 
@@ -202,12 +203,12 @@ class _Data:
 
     @property
     def why_not_compiled(self) -> str:
-        """The reason why the model is not compiled; empty if the model is compiled."""
+        """The reason why the model is not compiled, or an empty string if the model is compiled."""
         return missing_compiler(self.context.device) if self.options.compiled else "left out by this profile"
 
     @property
     def best_tested(self) -> tuple[float | None, str]:
-        """The limit of the test accuracy (None if there is none) and the source of the limit."""
+        """(largest possible test accuracy, source of this limit), or (None, reason why there is no limit)."""
         return _best_possible(self.image_set, len(self.splits.test[0]) == len(self.image_set.test_images))
 
     def loader(self, split: Images, seed: int, **options: Any) -> ImageBatches:
@@ -259,7 +260,16 @@ def compile_training(model: nn.Module, backend: str = "inductor", options: dict 
 def seed_rows(
     context: Context, runs: list[TrainedImages], best: tuple[float | None, str], target: float, source: str
 ) -> list[Row]:
-    """Return the test accuracy and the time to the target of every seed, then the accuracies' mean and standard deviation."""
+    """Return the rows of the test accuracy and the time to accuracy for every seed.
+
+    With several seeds, also return the rows of the mean and the standard deviation of the test accuracies.
+
+    Args:
+        runs: results of the trainings, one for each seed.
+        best: (largest possible accuracy, source of this limit), or (None, reason why there is no limit).
+        target: held-out accuracy whose time is measured, 0 to 1.
+        source: data source.
+    """
     rows = []
     for run in runs:
         params = {"split": "test, every seed", "seed": run.seed, "step": run.steps}
@@ -295,9 +305,9 @@ def _train(data: _Data, seed: int, report: Report) -> tuple[ImageEngine, ImageBa
 
 
 def _beginning(data: _Data) -> Callable[[bool], tuple[ImageEngine, Callable]]:
-    """Return a function that starts the training of the first seed again.
+    """Return a function that starts the training with the first seed again.
 
-    If its argument is True, the model is compiled and the step captured. If it is False, the step runs eagerly.
+    This function has one argument. True compiles the model and captures the step as a graph. False runs the step eagerly.
     """
 
     def begin(fast: bool) -> tuple[ImageEngine, Callable]:
@@ -339,7 +349,7 @@ def _rows(data: _Data, run: TrainedImages, engine: ImageEngine, batches: ImageBa
 
 
 def _curve(run: TrainedImages) -> pd.DataFrame:
-    """Return the losses and evaluations by step. `time_s` is the training time in seconds before an evaluation."""
+    """Return the losses and evaluations by step as samples. `time_s` is the training time in seconds before an evaluation."""
     curve = loss_curve(run.history).assign(seed=run.seed)
     ends = {record.step: time_s for record, time_s in zip(run.history.epochs, _training_time_s(run.history), strict=True)}
     evaluated = curve["kind"] == "evaluation"
@@ -347,9 +357,14 @@ def _curve(run: TrainedImages) -> pd.DataFrame:
 
 
 def _best_possible(image_set: ImageSet, whole_split: bool) -> tuple[float | None, str]:
-    """Return (limit of the accuracy, source of the limit).
+    """Return (largest possible accuracy, source of this limit), or (None, reason why there is no limit).
 
-    A share of the labels is changed on purpose. The share is exact for a whole split only, so a part of a split has no limit.
+    In the synthetic images, a share of the labels is changed on purpose. This share is exact only for a whole split, so there is
+    no limit for a part of a split.
+
+    Args:
+        image_set: the images.
+        whole_split: whether all images of the test split are used.
     """
     if image_set.bayes_accuracy is None:
         return 1.0, "every image classified correctly"
@@ -361,10 +376,10 @@ def _best_possible(image_set: ImageSet, whole_split: bool) -> tuple[float | None
 def _accuracy_row(
     context: Context, run: TrainedImages, evaluation: dict[str, float], params: dict, best: tuple[float | None, str], source: str
 ) -> Row:
-    """Return the share of images classified correctly, with the Wilson score interval.
+    """Return the row of the share of images that are classified correctly, with the Wilson score interval.
 
     Args:
-        best: (limit of the accuracy, source of the limit).
+        best: (largest possible accuracy, source of this limit), or (None, reason why there is no limit).
     """
     images = int(evaluation["images"])
     share = proportion_estimate(round(evaluation["accuracy"] * images), images)
@@ -384,14 +399,14 @@ def _accuracy_row(
 def _training_time_s(history: History) -> list[float]:
     """Return the seconds of training until the end of each epoch.
 
-    Warm-up steps are not timed. Each counts as long as the mean of the timed steps of its epoch.
+    The warm-up steps of an epoch are not timed. Each of them counts with the mean time of the timed steps of this epoch.
     """
     epochs = history.epochs
     return list(accumulate(e.time_s * e.steps / e.timed_steps if e.timed_steps else math.nan for e in epochs))
 
 
 def _time_to_accuracy_row(context: Context, run: TrainedImages, target: float, source: str, **params: Any) -> Row:
-    """Return the seconds of training until the held-out accuracy first reached the target."""
+    """Return the row of the seconds of training until the held-out accuracy reached the target for the first time."""
     reached = [
         time_s
         for time_s, record in zip(_training_time_s(run.history), run.history.epochs, strict=True)

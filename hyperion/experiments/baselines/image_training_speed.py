@@ -55,7 +55,7 @@ class ImageTrainingSpeedOptions(Options):
         compiled: whether to compile the model of this library's loop.
         plain_compiled: whether to compile the model of the plain loop.
         parity_steps: number of steps whose losses are compared.
-        steps_in_a_row: number of steps that one loop takes before the other loop continues.
+        steps_in_a_row: number of steps that one loop runs before the other loop continues.
         time_limit_s: seconds of timing for each measurement.
         tolerance: not used. It exists because older stored runs have this option.
     """
@@ -73,7 +73,7 @@ class ImageTrainingSpeedOptions(Options):
     tolerance: float | None = None
 
     def work(self, batch: int) -> Workload:
-        """Return the training step at a batch size."""
+        """Return the workload of the training step with this batch size."""
         return workload(ImageSizes(width=self.width, batch_size=batch))
 
 
@@ -95,7 +95,7 @@ def run(context: Context, report: Report) -> Result:
     options = ImageTrainingSpeedOptions.of(context)
     image_set, prepared = datasets.images(context)
     torch.backends.cudnn.benchmark = (
-        True  # for both loops; the process ends with the experiment, so the setting need not be restored
+        True  # the setting is for both loops; it need not be restored, because the process ends with the experiment
     )
     rows, frames = [], []
     for number, batch in enumerate(options.batches):
@@ -122,11 +122,14 @@ class _Pair:
     """Both loops at one batch size, with the same initial weights.
 
     Attributes:
-        engine, batches: engine and loader of this library's loop.
+        options: options of the experiment.
+        loops: functions that make the rows of both loops.
+        engine: training engine of this library's loop.
+        batches: loader of this library's loop.
         plain: the plain loop.
-        published: library that the model of the plain loop comes from.
-        fresh_plain: returns a new plain loop with the initial weights. Its model is not compiled.
-        fresh_batches: returns a new loader that starts at the first batch.
+        published: name of the library that the model of the plain loop comes from.
+        fresh_plain: function that returns a new plain loop with the initial weights. Its model is not compiled.
+        fresh_batches: function that returns a new loader that starts at the first batch.
     """
 
     options: ImageTrainingSpeedOptions
@@ -193,13 +196,13 @@ class _Pair:
         return cls(options, loops, engine, batches, plain, published, fresh_plain, fresh_batches)
 
     def train_on(self, loop: str, images: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        """Do one optimizer step of a loop on a batch and return the loss before the update."""
+        """Run one optimizer step of a loop on a batch. Return the loss before the update."""
         if loop == PLAIN:
             return self.plain.train_on(images.float(), labels)
         return self.engine.train_step((images, labels)).loss
 
     def our_step(self) -> torch.Tensor:
-        """Do one optimizer step of this library's loop on its next batch and return the loss before the update."""
+        """Run one optimizer step of this library's loop on its next batch. Return the loss before the update."""
         return self.engine.train_step(self.batches.next_batch()).loss
 
 
@@ -207,7 +210,7 @@ def _parity(pair: _Pair, frames: list[pd.DataFrame]) -> list[Row]:
     """Compare the losses of both loops on the same batches.
 
     Returns:
-        The rows of the comparison, and rows with the time of each loop's first step.
+        The rows of the comparison, and one row for each loop with the time of its first step.
     """
     options, loops, steps = pair.options, pair.loops, pair.options.parity_steps
     losses: dict[str, list[torch.Tensor]] = {OURS: [], PLAIN: []}
@@ -238,7 +241,7 @@ def _parity(pair: _Pair, frames: list[pd.DataFrame]) -> list[Row]:
 
 
 def _plain_losses(pair: _Pair, steps: int) -> list[float]:
-    """Return the losses of a new, uncompiled plain loop that starts from the initial weights and sees the same batches."""
+    """Run a new, uncompiled plain loop from the initial weights on the same batches. Return the loss of every step."""
     plain, batches = pair.fresh_plain(), pair.fresh_batches()
     losses = []
     for _ in range(steps):
@@ -277,10 +280,13 @@ def _speeds(pair: _Pair, frames: list[pd.DataFrame]) -> list[Row]:
 
 
 def _products_row(loops: PairedLoops, name: str, timing: Timing, alone: ProductsAlone | str) -> Row:
-    """Return the share of a loop's step time that the step's matrix products take when each is timed alone.
+    """Return the row of the time of a step's matrix products, each timed alone, as a share of the step time of a loop.
 
     Args:
-        alone: timings of the matrix products, or the reason why they could not be timed. With a reason the row has no value.
+        loops: functions that make the rows of both loops.
+        name: name of the loop.
+        timing: timing of the steps of the loop.
+        alone: timings of the matrix products. If they could not be timed, the reason. The row then has this reason and no value.
     """
     columns = loops.of(name)
     columns["params"] |= {"what": OF_PRODUCTS}

@@ -39,13 +39,13 @@ Split = Literal["valid", "test"]
 
 
 class Beats(BaseModel, extra="forbid", frozen=True, strict=True):
-    """Requirements for the trained model.
+    """Requirements that the trained model must fulfil.
 
     Args:
-        baseline: n-gram model that the trained model is compared with on natural text. It is a variant of `ngram_baselines`.
-        factor: the model's perplexity must be below this factor times the perplexity of the baseline.
-        floor_share: largest allowed excess of the loss over the least possible loss on synthetic text, as a share of the least
-            possible loss.
+        baseline: name of the n-gram model for the comparison on natural text. It is a variant of `ngram_baselines`.
+        factor: on natural text, the perplexity of the trained model must be below `factor` times the perplexity of the baseline.
+        floor_share: on synthetic text, the loss of the trained model may exceed the least possible loss by at most this share of
+            the least possible loss.
     """
 
     baseline: str
@@ -86,8 +86,8 @@ class LanguageModelOptions(Options):
         evaluate_every: number of epochs between evaluations on the validation split.
         checkpoint_every: number of steps between checkpoints.
         evaluation_batch_size: number of windows in a batch of an evaluation.
-        stride: number of tokens between the starts of two windows when the final scores are computed. Each token is scored
-            once, in the window that gives it the longest context.
+        stride: number of tokens between the starts of two successive windows when the final scores are computed. Windows may
+            overlap. Each token is scored once, in the window in which it has the longest context.
         scores: splits to score after the training.
         seeds: number of trainings, each with its own seed.
         steady_time_limit_s: seconds for timing single training steps after the training.
@@ -124,13 +124,13 @@ class LanguageModelOptions(Options):
 
     @property
     def plan(self) -> TrainingPlan:
-        """The length of the training, and the steps between evaluations and between checkpoints."""
+        """The length of the training, the epochs between evaluations, and the steps between checkpoints."""
         return TrainingPlan(
             epochs=self.epochs, steps=self.steps, evaluate_every=self.evaluate_every, checkpoint_every=self.checkpoint_every
         )
 
     def config(self, vocabulary: int) -> TransformerConfig:
-        """Return the model's configuration."""
+        """Return the configuration of the model for a vocabulary of this size."""
         return named_config(self.model, vocab_size=vocabulary, context=self.sequence_length, dropout=self.dropout)
 
 
@@ -233,8 +233,9 @@ class TrainedLanguage:
     Attributes:
         name: name of the model.
         dtype: number format of the training.
-        score_params: parameters of all score rows. They say how the scores were computed and with which weights.
-        scored: scores by split.
+        history: losses, times and evaluations of the epochs.
+        score_params: params of all rows of scores. They say how the scores were computed and with which weights.
+        scored: score of each split, by the name of the split.
     """
 
     seed: int
@@ -246,7 +247,10 @@ class TrainedLanguage:
 
 
 def seed_rows(context: Context, runs: list[TrainedLanguage], corpus: TextCorpus) -> list[Row]:
-    """Return every measure of every seed and split, then its mean and standard deviation over the seeds."""
+    """Return the rows of all measures of all seeds and splits, then their means and standard deviations over the seeds.
+
+    The measures are perplexity per token, perplexity per word and bits per byte.
+    """
     rows, first = [], runs[0]
     for split in first.scored:
         floor = text_floor(corpus, split)
@@ -282,8 +286,8 @@ def _train(text: _Text, seed: int, report: Report) -> tuple[LanguageEngine, Lang
         "context": options.sequence_length,
         "stride": options.stride,
         "step": engine.steps,
-        # The last weights are scored, not those with the best validation loss. The length of the training is the same for all
-        # seeds and was chosen on the validation split.
+        # The weights after the last step are scored, not the weights with the best validation loss. The length of the training is
+        # the same for all seeds. It was chosen on the validation split.
         "weights": "after the last step",
         "dropout": options.dropout,
         "tokenizer": text.tokenizer.name,
@@ -306,15 +310,18 @@ def _score(text: _Text, engine: LanguageEngine, history: History, split: str) ->
 
 
 def _least_flops(config: TransformerConfig, length: int) -> float:
-    """Return the FLOPs of forward and backward per token that must be computed.
+    """Return the FLOPs per token of the forward and backward pass that every implementation must compute.
 
-    Attention counts half, because the causal mask removes the other half.
+    Only half of the FLOPs of attention count, because the causal mask makes the other half unnecessary.
     """
     return flops_per_token(config, length // 2).forward_backward
 
 
 def _beginning(text: _Text) -> Callable[[bool], tuple[LanguageEngine, Callable]]:
-    """Return a function that starts the training of the first seed again, with or without capture of the step."""
+    """Return a function that starts the training with the first seed again.
+
+    This function has one argument, which says whether the step is captured as a graph.
+    """
 
     def begin(capture: bool) -> tuple[LanguageEngine, Callable]:
         batches = text.batches(text.context.seed)

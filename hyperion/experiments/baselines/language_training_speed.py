@@ -10,7 +10,8 @@ The time of the matrix products is determined in one of two ways:
   that a causal mask leaves.
 - The step's own matrix products run one after the other, and are timed in turn with whole steps (see `products_alone`).
 
-The other bytes are those that no matrix product reads or writes. They move at the rate of the fastest stream:
+The other bytes are the bytes that no matrix product reads or writes. The roof assumes that they move at the rate of the fastest
+memory stream. These bytes are counted:
 
 - The optimizer works in float32. It reads weight, gradient and the two moments of AdamW, and writes weight and moments. Where
   matrix products write 16-bit numbers, the gradient is first converted to float32 and written.
@@ -65,9 +66,9 @@ from hyperion.workloads.workloads import (
     workload,
 )
 
-# The steps are divided into this number of windows, and the mean losses of the windows are compared. A mean averages out the
-# scatter of single steps but keeps a lasting difference. In a test over 200 steps of a small model, the use of bfloat16 changed
-# the mean of a window by 0.2 %, and a 10 % higher learning rate changed it by 1.4 %.
+# The steps are divided into this number of windows, and the mean losses of the windows are compared. In a mean, the scatter of
+# single steps averages out, and a lasting difference remains. In a test over 200 steps of a small model, the use of bfloat16
+# changed the mean loss of a window by 0.2 %, and a 10 % higher learning rate changed the mean loss by 1.4 %.
 WINDOWS = 10
 ROOF, OWN_ROOF = "of the step's roof", "of the roof of its own products"
 _NO_ROOF = "no roof: this run has measured no ceilings (01_hardware_exploration)"
@@ -86,10 +87,10 @@ class LanguageTrainingSpeedOptions(Options):
         warmup_steps: number of steps of the warm-up.
         precision: number format, or "auto".
         compiled: whether to compile both models.
-        steps: at least this many steps of both loops are compared by their losses.
-        steps_in_a_row: number of steps that one loop takes before the other loop continues.
-        tolerance: largest allowed relative difference between the mean losses of a window. The difference that the padded
-            vocabulary explains is allowed in addition.
+        steps: smallest number of steps whose losses are compared.
+        steps_in_a_row: number of steps that one loop runs before the other loop continues.
+        tolerance: largest allowed relative difference between the mean losses of both loops in a window. The difference that the
+            padded vocabulary explains is allowed in addition.
         time_limit_s: seconds of timing.
     """
 
@@ -146,7 +147,7 @@ def forecast(context: Context) -> list[Forecast]:
 
 
 def _time_forecast(rate: Forecast, items: int) -> Forecast:
-    """Return the forecast of the time of a step from that of its throughput."""
+    """Return the forecast of the step time that follows from the forecast of the throughput."""
     estimate, low, high = (None if value is None else items / value for value in (rate.estimate, rate.high, rate.low))
     return replace(rate, metric="step_time_s", estimate=estimate, low=low, high=high, ceiling=None)
 
@@ -184,11 +185,13 @@ class _Loop:
     """One of the two training loops, with its own loader.
 
     Attributes:
-        train_on: takes inputs and targets, does one optimizer step, and returns the loss before the update.
+        train_on: function that takes inputs and targets, runs one optimizer step, and returns the loss before the update.
+        batches: loader of this loop.
         losses: losses of all steps so far, on the device.
-        first_s: seconds of the first steps, which compile the model and capture the step.
-        peak_gib: peak GiB of tensors in a step, without the tensors that existed before the loop was built. None on a CPU.
-        replayed: whether the step is captured as a graph and replayed.
+        first_s: seconds of the first steps, which compile the model and capture the step as a graph.
+        peak_gib: peak memory of the tensors in a step in GiB. Tensors that existed before the loop was built do not count. None
+            on a CPU.
+        replayed: whether the step is captured as a graph, so that later steps replay the graph.
     """
 
     train_on: Callable[[Tensor, Tensor], Tensor]
@@ -199,7 +202,7 @@ class _Loop:
     replayed: bool = False
 
     def step(self) -> None:
-        """Do one optimizer step on the next batch."""
+        """Run one optimizer step on the next batch."""
         self.losses.append(self.train_on(*self.batches.next_batch()))
 
 
@@ -231,10 +234,10 @@ def _compared(
 
 
 def _start(options: LanguageTrainingSpeedOptions, loops: PairedLoops, tokens: np.ndarray, build: Callable) -> _Loop:
-    """Build a loop and do three steps.
+    """Build a loop and run three steps.
 
     The first step compiles the model. The second step shows the peak memory of a usual step. The third step is captured as a
-    graph. Memory is measured before the capture, because a graph has its own memory pool.
+    graph. The memory is measured before the capture, because a graph has its own memory pool.
     """
     context, device = loops.context, loops.context.device
     accelerator = device.kind != "cpu"
@@ -286,9 +289,9 @@ def _plain(
 def _timed(
     options: LanguageTrainingSpeedOptions, loops: PairedLoops, started: dict[str, _Loop]
 ) -> tuple[dict[str, Timing], Timing | str]:
-    """Time the steps of both loops and the step's matrix products in turn.
+    """Time the steps of both loops and the matrix products of a step in turn.
 
-    If memory does not suffice for the matrix products, time only the steps.
+    If the operands of the matrix products do not fit into memory, time only the steps.
 
     Returns:
         The timings of both loops, and the timing of the matrix products or the reason why they could not be timed.
@@ -315,9 +318,9 @@ def _timed(
 def _parity(options: LanguageTrainingSpeedOptions, loops: PairedLoops, started: dict[str, _Loop]) -> tuple[Row, pd.DataFrame]:
     """Compare the mean losses of both loops in each window of the steps that both loops have done.
 
-    The row has the largest relative difference of any window. The plain model pads the vocabulary from V to P classes. This
-    raises its loss by at most ln(P / V), compared with an initial loss of ln V. The tolerance allows this difference; the rest
-    is rounding.
+    The value of the row is the largest relative difference of all windows. The plain model pads the vocabulary from V to P
+    classes. This raises the loss of the plain model by at most ln(P / V), compared with an initial loss of ln V. The tolerance
+    allows this difference. The remaining part of the tolerance is for rounding.
     """
     classes = not_none(loops.work.config).vocab_size
     tolerance = options.tolerance + math.log(padded_classes(classes) / classes) / math.log(classes)
@@ -330,10 +333,14 @@ def _parity(options: LanguageTrainingSpeedOptions, loops: PairedLoops, started: 
 
 
 def _share_row(loops: PairedLoops, name: str, timing: Timing, what: str, roof: "StepRoof | str") -> Row:
-    """Return the roof as a share of a loop's step time.
+    """Return the row of the roof as a share of the step time of a loop.
 
     Args:
-        roof: the roof, or the reason why there is none. With a reason the row has no value.
+        loops: functions that make the rows of both loops.
+        name: name of the loop.
+        timing: timing of the steps of the loop.
+        what: name of the share in the row.
+        roof: the roof. If there is no roof, the reason. The row then has this reason and no value.
     """
     columns = loops.of(name)
     columns["params"] |= {"what": what}
@@ -345,7 +352,10 @@ def _share_row(loops: PairedLoops, name: str, timing: Timing, what: str, roof: "
 
 
 def _memory_rows(loops: PairedLoops, started: dict[str, _Loop]) -> list[Row]:
-    """Return the peak memory of each loop. On a CPU there are no rows, because both loops share the memory of one process."""
+    """Return the rows of the peak memory of each loop.
+
+    On a CPU there are no rows, because both loops share the memory of one process.
+    """
     limit, source = loops.work.standing_bytes / GIB, f"weights and {loops.work.moments} moments of each in float32"
     return [
         loops.context.row(loops.work.name, "peak_memory_gib", loop.peak_gib, limit=limit, limit_source=source, **loops.of(name))
@@ -359,11 +369,12 @@ def _params(options: LanguageTrainingSpeedOptions, work: Workload) -> dict:
 
 
 def _additional_bytes(options: LanguageTrainingSpeedOptions, work: Workload, dtype: str) -> float:
-    """Return the bytes that the plain model moves in addition to the bytes that this library's model moves.
+    """Return how many bytes more a step of the plain model moves than a step of this library's model.
 
-    Each block adds twice to the residual stream. Under autocast both sums stay in float32, so writing and reading each of their
-    elements moves two more bytes. The plain model also reads the logits once more. This library's kernel avoids this read,
-    because it overwrites the logits with their gradient. Without compilation or in float32, both models move the same bytes.
+    Each block makes two additions to the residual stream. Under autocast the plain model keeps both sums in float32, so each
+    write and each read of an element moves two more bytes. The plain model also reads the logits once more. The kernel of this
+    library does not need this read, because it overwrites the logits with their gradient. Without compilation or in float32, both
+    models move the same number of bytes.
     """
     if not (options.compiled and dtype in SIXTEEN_BIT):
         return 0.0
@@ -386,15 +397,15 @@ def least_traffic(config: TransformerConfig, tokens: int, dtype: str) -> dict[st
 
 @dataclass(frozen=True)
 class StepRoof:
-    """An estimate of the least time of a step, as the sum of the times of its parts.
+    """A roof: an estimate of the least time of a training step, as the sum of the times of its parts.
 
     Attributes:
-        products: seconds of the matrix products, by name.
-        how: how these seconds were determined. The text continues a sentence.
+        products: seconds of the matrix products, by name of the part.
+        how: text that says how these seconds were determined. It follows the names of the parts in a sentence.
         ceilings: measured rates that the roof uses besides the bandwidth, by name.
-        bandwidth_gb_s: bandwidth of the fastest stream of the run.
-        traffic: bytes that move outside of matrix products, by cause.
-        together: timing of all matrix products in turn with whole steps. None if it was not measured.
+        bandwidth_gb_s: bandwidth of the fastest memory stream of the run, in GB/s.
+        traffic: bytes that no matrix product reads or writes, by cause.
+        together: timing of all matrix products of a step, in turn with whole steps. None if this was not timed.
     """
 
     products: dict[str, float]
@@ -410,7 +421,7 @@ class StepRoof:
 
     @property
     def parts(self) -> dict[str, float]:
-        """Seconds of each part of the step."""
+        """Seconds of each part of the step, by name of the part."""
         return self.products | {name: self.moving_s(moved) for name, moved in self.traffic.items()}
 
     @property
@@ -419,10 +430,10 @@ class StepRoof:
         return sum(self.parts.values())
 
     def share_of(self, step: Timing) -> Estimate:
-        """Return the roof as a share of a step's time.
+        """Return the time of the roof divided by the measured time of a step, with its interval.
 
-        If the matrix products were timed in turn with the steps, the interval comes from their paired samples. Otherwise it
-        comes from the samples of the step.
+        If the matrix products were timed in turn with the steps, the interval comes from pairs of their samples. Otherwise the
+        interval comes from the samples of the step only.
         """
         if self.together is None:
             return step.estimate.map(lambda seconds: self.time_s / seconds)
@@ -430,7 +441,7 @@ class StepRoof:
 
     @property
     def params(self) -> dict:
-        """The rates that the roof uses and the seconds of each part, as parameters of a row."""
+        """Params of a row: the rates that the roof uses, and the seconds of each part."""
         values = self.ceilings | {"bandwidth_gb_s": self.bandwidth_gb_s, "roof_s": self.time_s}
         values |= {f"{name}_s": seconds for name, seconds in self.parts.items()}
         return {name: float(f"{value:.4g}") for name, value in values.items()}

@@ -24,8 +24,8 @@ class LeakageOptions(Options):
 
     Args:
         vocabulary: number of distinct tokens, V.
-        sequence_length: tokens of a sequence.
-        batch_size: sequences of a batch.
+        sequence_length: number of tokens in a sequence.
+        batch_size: number of sequences in a batch.
         steps: number of optimizer steps.
         held_out_batches: number of batches to score after the training.
     """

@@ -16,7 +16,8 @@ from hyperion.results import Row
 from hyperion.workloads import datasets
 from hyperion.workloads.workloads import NO_VOCABULARY
 
-# For each metric: the unit whose number divides the nats of a split, and the conversion from nats per unit to the metric.
+# For each metric: the unit by whose number the nats of a split are divided, and the function that converts nats per unit to the
+# metric.
 MEASURES: dict[str, tuple[str, Callable[[float], float]]] = {
     "perplexity_token": ("tokens", math.exp),
     "perplexity_word": ("words", math.exp),
@@ -26,11 +27,11 @@ _VARIANTS = {"unigram": "unigram", "interpolated bigram": "bigram_interpolated"}
 
 
 class NgramBaselinesOptions(Options):
-    """Options of `ngram_baselines`. There are no options besides those of every experiment."""
+    """Options of `ngram_baselines`. It has only the options that every experiment has."""
 
 
 def forecast(context: Context) -> list[Forecast]:
-    """Predict the perplexity of the unigram model as exp(entropy), as if token frequencies followed Zipf's law."""
+    """Predict the perplexity of the unigram model as exp(entropy of Zipf's law), which assumes that tokens follow Zipf's law."""
     counted = datasets.vocabulary_row(context)
     estimate, basis = None, NO_VOCABULARY
     if counted is not None:
@@ -79,12 +80,12 @@ class TextFloor:
     source: str
 
     def per(self, count: int) -> float | None:
-        """Return the floor in nats per unit if the split has `count` units, or None if there is no floor."""
+        """Return the floor in nats per unit, or None if there is no floor. `count` is the number of units in the split."""
         return None if self.total_nll_nats is None else self.total_nll_nats / count
 
 
 def text_floor(corpus: TextCorpus, split: str) -> TextFloor:
-    """Return the floor of a split. It is computed exactly for synthetic text and unknown for natural text."""
+    """Return the floor of a split. For synthetic text it is computed exactly. For natural text it is unknown."""
     if corpus.language is None:
         return TextFloor(None, "no limit: the entropy of natural text is not known")
     total = corpus.language.true_negative_log_likelihood(list(corpus.splits[split]))
@@ -133,7 +134,7 @@ class Scored:
 def perplexity_rows(
     context: Context, variant: str, dtype: str, params: dict, scored: Scored, floor: TextFloor, data_source: str
 ) -> list[Row]:
-    """Return perplexity per token, perplexity per word and bits per byte of a whole split.
+    """Return the rows of perplexity per token, perplexity per word and bits per byte for a whole split.
 
     The <eos> at the end of each line counts as a word.
     """

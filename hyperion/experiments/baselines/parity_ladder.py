@@ -1,8 +1,9 @@
-"""The parity ladder: repeat a training, add one change at a time, and compare the losses.
+"""The parity ladder: run the same training several times, add one change each time, and compare the losses.
 
-Each rung of the ladder makes one change to the rung before it. The rungs are: float32 on one device, the same again,
-accumulation over micro-batches, bfloat16, activation checkpointing, compiled blocks, and a run that is interrupted and resumed.
-A change that rounds numbers differently has a tolerance for the rounding. For all other changes the losses must be equal.
+A training of the ladder is called a rung. Each rung makes one change to the rung before it. The rungs are: float32 on one device,
+the same training again, accumulation over micro-batches, bfloat16, activation checkpointing, compiled blocks, and a training that
+is interrupted and resumed. If a change affects rounding, its losses have a tolerance. For all other changes the losses must be
+equal.
 """
 
 import shutil
@@ -27,16 +28,17 @@ from hyperion.workloads import datasets
 from hyperion.workloads.twins import SCATTER_BF16
 
 FIRST = "fp32"
-# Tolerance for two runs of the same rung on a GPU. There the order of some sums depends on the order in which threads finish.
+# Relative tolerance for the losses of the same training on a GPU, where the order of some sums depends on which thread ends
+# first.
 _UNORDERED = 2e-3
-_MOST_GRAPHS = 32  # Each block is compiled separately, and all blocks share one forward function.
+_MOST_GRAPHS = 32  # recompile limit: each block is compiled separately, but all blocks share one forward function
 
 
 class ParityLadderOptions(Options):
     """Options of `parity_ladder`.
 
     Args:
-        tokens: number of tokens from the beginning of the text.
+        tokens: number of tokens to use, from the beginning of the text.
         sequence_length: number of tokens in a sequence.
         batch_size: number of sequences in a batch.
         micro_batches: number of parts of a batch on the rungs that accumulate gradients.
@@ -62,12 +64,18 @@ class ParityLadderOptions(Options):
 
 @dataclass(frozen=True)
 class ParityRung:
-    """One rung of the ladder: a way to do the training.
+    """One rung of the ladder: a version of the training.
 
     Attributes:
-        micro_batches: number of parts that each batch is split into.
-        tolerance: largest allowed relative difference from a loss of the rung before. 0 if the losses must be equal.
-        unit: unit of roundoff, from which the difference is predicted. 0 if nothing is rounded differently.
+        name: name of the rung.
+        dtype: number format of the training.
+        micro_batches: number of parts into which each batch is split.
+        checkpointing: policy of activation checkpointing, as in `ParallelPlan`.
+        compiled: whether each block is compiled.
+        resumed: whether the training is interrupted and resumed from a checkpoint.
+        tolerance: largest allowed relative difference between a loss of this rung and the loss of the same step of the rung
+            before. 0 if the losses must be equal.
+        unit: unit roundoff of the format, from which the difference is predicted. 0 if the change does not affect rounding.
         why: reason for the tolerance.
     """
 
@@ -83,7 +91,7 @@ class ParityRung:
 
 
 def rungs(micro_batches: int) -> list[ParityRung]:
-    """Return all rungs, from the plain training on."""
+    """Return all rungs in order. The first rung is the plain training in float32."""
     plain = ParityRung(FIRST)
     again = replace(plain, name="again", why="the same operations in the same order")
     parts = replace(
@@ -181,7 +189,7 @@ EXPERIMENT = Experiment(forecast, run, options=ParityLadderOptions, isolated=Tru
 
 
 def _tokens(context: Context, options: ParityLadderOptions) -> tuple[np.ndarray, str]:
-    """Return the first tokens of the corpus, renumbered so that the vocabulary is small, and the data source."""
+    """Return (first tokens of the corpus, data source). The token ids are renumbered, so that the vocabulary is small."""
     corpus, _, prepared = datasets.text(context)
     first = np.asarray(prepared.tokens["train"][: options.tokens])
     return np.unique(first, return_inverse=True)[1], corpus.source
@@ -199,9 +207,10 @@ def _losses(context: Context, options: ParityLadderOptions, rung: ParityRung, to
     def train_until(until: int, seed: int, folder: Path | None) -> list[float]:
         seed_everything(seed, deterministic=context.device.kind != "cpu")
         torch.use_deterministic_algorithms(torch.are_deterministic_algorithms_enabled(), warn_only=True)
-        torch._dynamo.reset()  # compiled code keeps the model of the rung before in memory
+        torch._dynamo.reset()  # otherwise compiled code would keep the model of the rung before in memory
         engine, batches = _engine(context, options, rung, tokens), _batches(context, options, tokens)
-        # A block that is recompiled too often must raise: by default the compiler silently runs it eagerly.
+        # If a block is recompiled too often, the compiler runs it eagerly by default and gives no error. With this setting it
+        # raises.
         with torch._dynamo.config.patch(recompile_limit=_MOST_GRAPHS, fail_on_recompile_limit_hit=True):
             return train(engine, batches, TrainingPlan(steps=until), folder=folder, report=report).losses
 
@@ -233,11 +242,11 @@ def _batches(context: Context, options: ParityLadderOptions, tokens: np.ndarray)
 def _rows(
     context: Context, options: ParityLadderOptions, rung: ParityRung, curves: dict[str, list[float]], reason: str, source: str
 ) -> list[Row]:
-    """Compare a rung's losses with those of the rung before it and with those of the first rung."""
+    """Return the rows that compare the losses of a rung with the losses of the rung before it, and of the first rung."""
     params = _params(options, rung)
     if reason:
         return [context.absent_row(rung.name, "relative_difference", reason, dtype=rung.dtype, params=params)]
-    before = list(curves)[-2]  # the nearest earlier rung that can run on this device
+    before = list(curves)[-2]  # the last earlier rung that can run on this device
     exact = rung.tolerance == 0
     tolerance = _UNORDERED if exact and context.device.kind != "cpu" else rung.tolerance
     # The difference from the first rung may be as large as the tolerances of all rungs together.

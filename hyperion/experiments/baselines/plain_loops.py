@@ -1,6 +1,6 @@
 """Training loops in the style of public GPU scripts, one for a ResNet-18 and one for a GPT-2.
 
-The rows that compare this library's loops with these loops are made here too.
+This module also makes the rows that compare this library's loops with the plain loops.
 
 Shape suffixes are the same as in hyperion.models.transformer. P is the vocabulary size V rounded up to a multiple of 64, so
 that rows of the logits are aligned in memory. The padded classes take part in the softmax but are never a target.
@@ -36,10 +36,10 @@ _PUBLISHED_WIDTH = 64  # the only width of torchvision's ResNet-18
 
 
 def plain_model(width: int) -> tuple[nn.Module, str]:
-    """Return a ResNet-18 with the CIFAR stem, and the library that it comes from.
+    """Return a ResNet-18 with the CIFAR stem, and the name of the library that the model comes from.
 
-    The model and the name come from torchvision at a width of 64 ("torchvision"). At other widths they come from this library
-    ("hyperion").
+    At a width of 64 the model comes from torchvision, and the name is "torchvision". At other widths the model comes from this
+    library, and the name is "hyperion".
 
     Raises:
         HyperionError: torchvision is needed but cannot be imported.
@@ -73,9 +73,9 @@ class PlainImageLoop:
 
     Args:
         model: a ResNet-18 on the CPU.
-        images: uint8 [N, 3, 32, 32].
-        labels: integers [N].
-        augment: augmentations, 'crop' and 'flip', see ImageSet.augmentations.
+        images: training images, uint8 of shape [N, 3, 32, 32].
+        labels: class of each image, integers of shape [N].
+        augment: names of the augmentations, "crop" and "flip", see `ImageSet.augmentations`.
         batch: number of images in a batch.
         learning_rate: constant learning rate.
         precision: number format of the training.
@@ -108,7 +108,10 @@ class PlainImageLoop:
         self.order, self.position = torch.randperm(len(labels), device=where), 0
 
     def next_batch(self) -> tuple[Tensor, Tensor]:
-        """Return the next images [B, 3, 32, 32] and labels [B]. At the end of an epoch the images are shuffled again."""
+        """Return the next batch: images of shape [B, 3, 32, 32] and labels of shape [B].
+
+        At the end of an epoch the images are shuffled again.
+        """
         if self.position + self.batch > len(self.labels):
             self.order, self.position = torch.randperm(len(self.labels), device=self.labels.device), 0
         chosen = self.order[self.position : self.position + self.batch]
@@ -122,7 +125,7 @@ class PlainImageLoop:
         return images.contiguous(memory_format=torch.channels_last), self.labels[chosen]
 
     def train_on(self, images: Tensor, labels: Tensor) -> Tensor:
-        """Do one optimizer step and return the loss before it."""
+        """Run one optimizer step. Return the loss before the update."""
         self.optimizer.zero_grad(set_to_none=True)
         with self.precision.autocast(self.device):
             loss = F.cross_entropy(self.forward(images), labels)
@@ -131,7 +134,7 @@ class PlainImageLoop:
         return loss.detach()
 
     def step(self) -> Tensor:
-        """Do one optimizer step on the next batch and return the loss before it."""
+        """Run one optimizer step on the next batch. Return the loss before the update."""
         return self.train_on(*self.next_batch())
 
 
@@ -227,7 +230,7 @@ class PlainLanguageLoop:
 
     Args:
         model: the model, on the device.
-        schedule: maps the number of a step, counted from 1, to its learning rate.
+        schedule: function that takes the number of a step, counted from 1, and returns the learning rate of this step.
         precision: number format of the training.
         device: device of the training.
         compiled: whether to compile the model.
@@ -242,7 +245,7 @@ class PlainLanguageLoop:
         self.steps = 0
 
     def train_on(self, inputs_BT: Tensor, targets_BT: Tensor) -> Tensor:
-        """Do one optimizer step and return the loss before it."""
+        """Run one optimizer step. Return the loss before the update."""
         self.steps += 1
         for group in self.optimizer.param_groups:
             group["lr"] = self.schedule(self.steps)
@@ -263,13 +266,14 @@ def wait_for(device: Device) -> None:
 
 @dataclass(frozen=True)
 class PairedLoops:
-    """Makes the rows that compare this library's loop with a plain loop, from what all these rows have in common.
+    """Makes the rows that compare this library's loop with a plain loop. The attributes are the same for all these rows.
 
     Attributes:
-        work: the training step of both loops.
+        context: context of the experiment.
+        work: workload of the training step of both loops.
         dtype: number format of both loops.
-        source: data source.
-        params: parameters of every row. They include "batch".
+        source: data source of both loops.
+        params: params of every row. They include "batch".
     """
 
     context: Context
@@ -279,18 +283,18 @@ class PairedLoops:
     params: dict
 
     def of(self, loop: str) -> dict:
-        """Return the columns that all rows of a loop have in common."""
+        """Return the columns that all rows of a loop share."""
         return {"dtype": self.dtype, "params": self.params | {"loop": loop}, "data_source": self.source}
 
     def parity(self, steps: int, difference: float, how: str, tolerance: float, **params: Any) -> Row:
         """Return the row of the difference between the losses of two loops that had the same initial weights and batches.
 
         Args:
-            steps: number of steps that both loops have done.
-            difference: relative difference of the losses.
-            how: description of what is compared, and the reason for the tolerance.
+            steps: number of steps that both loops have run.
+            difference: relative difference between the losses.
+            how: text that says what is compared and why the tolerance is right.
             tolerance: largest allowed difference.
-            params: further parameters. "of" and "from" are the names of the two loops, by default OURS and PLAIN.
+            params: further params of the row. "of" and "from" are the names of the two loops. Their defaults are OURS and PLAIN.
         """
         shared = {"batch": self.params["batch"], "what": "training loss", "of": OURS, "from": PLAIN, "steps": steps}
         return self.context.error_row(
@@ -305,7 +309,7 @@ class PairedLoops:
         )
 
     def curves_frame(self, curves: dict[str, np.ndarray]) -> pd.DataFrame:
-        """Return the losses of the loops by step, as samples of kind "parity"."""
+        """Return the losses of the loops by step, as samples with the kind "parity"."""
         batch = self.params["batch"]
         return pd.concat(
             [
@@ -322,11 +326,12 @@ class PairedLoops:
     def speeds(self, timings: dict[str, Timing], how: dict) -> tuple[list[Row], pd.DataFrame]:
         """Return the rows of the speed of both loops, and the samples of their steps.
 
-        The rows have time, throughput and MFU of each loop, and the speed-up of this library's loop over the plain loop.
+        The rows have the step time, the throughput and the MFU of each loop, and the speed-up of this library's loop over the
+        plain loop.
 
         Args:
-            timings: timings of both loops, measured in turn.
-            how: further parameters of the row of the speed-up.
+            timings: timings of both loops, by the name of the loop. The loops must have been timed in turn.
+            how: further params of the row of the speed-up.
         """
         rows, frames, work = [], [], self.work
         for loop, timing in timings.items():

@@ -1,8 +1,8 @@
-"""The matrix products of a training step, with the sizes that they have in the step. They are timed one by one or all together.
+"""Time the matrix products of a training step, with the sizes that they have in the step, one by one or all together.
 
-Convolutions and attention count as matrix products. The fastest matrix product of any shape shows the peak rate of the
-arithmetic units. The products of a step show which rate the units reach at the shapes and memory layouts of this model. A step
-that does nothing else takes at least the sum of their times. A better training loop cannot reduce this sum.
+Convolutions and attention count as matrix products. The fastest matrix product of any shape shows the peak rate of the arithmetic
+units. The matrix products of a step show which rate the units reach at the shapes and memory layouts of this model. Even a step
+that computes nothing else takes the sum of their times. A better training loop cannot reduce this sum.
 """
 
 from collections.abc import Callable
@@ -35,10 +35,11 @@ class ProductAlone:
     """One matrix product of a step.
 
     Attributes:
-        part: part of the step to which the seconds of the product count.
-        name: sizes of the product, and whether it is the forward product, the gradient of the input or that of the weight.
-        count: number of times that a step does the product.
-        make: allocates the operands and returns the call to time.
+        part: part of the step to which the time of the product is added, for example "attention".
+        name: text with the sizes of the product. It also says whether the product computes the output of the forward pass, the
+            gradient of the input, or the gradient of the weight.
+        count: number of times that a step computes the product.
+        make: function that allocates the operands and returns the function to time.
     """
 
     part: str
@@ -49,14 +50,19 @@ class ProductAlone:
 
 @dataclass(frozen=True)
 class ProductsAlone:
-    """All matrix products of a step, and the timing of each of them alone, in the same order."""
+    """All matrix products of a step with their timings. Each product was timed alone.
+
+    Attributes:
+        products: the matrix products.
+        timings: timing of each product, in the same order.
+    """
 
     products: list[ProductAlone]
     timings: list[Timing]
 
     @property
     def seconds(self) -> dict[str, float]:
-        """Seconds of the products by part of the step."""
+        """Seconds of all products of each part of the step, by name of the part."""
         seconds = dict[str, float]()
         for product, timing in zip(self.products, self.timings, strict=True):
             seconds[product.part] = seconds.get(product.part, 0.0) + product.count * timing.estimate.value
@@ -86,7 +92,7 @@ class ProductsAlone:
         return Estimate(share.value, share.ci_low - reach, share.ci_high + reach, share.n)
 
     def frame(self, variant: str, dtype: str, params: dict) -> pd.DataFrame:
-        """Return the raw samples, one per line, with the name of the product."""
+        """Return a table of the raw samples, with one line per sample. The column `product` has the name of the product."""
         frames = [
             sample_frame(timing, variant, dtype, params | {"product": product.name})
             for product, timing in zip(self.products, self.timings, strict=True)
@@ -97,7 +103,7 @@ class ProductsAlone:
 def language_products(config: TransformerConfig, batch: int, compiled: bool) -> list[ProductAlone]:
     """Return the matrix products of a training step of a TransformerLM.
 
-    The linear layers and the head have the part "products", attention has the part "attention".
+    Products of the linear layers and of the head belong to the part "products". Attention belongs to the part "attention".
 
     Args:
         config: configuration of the model. The sequences have the length of its context.
@@ -168,7 +174,9 @@ def time_alone(products: list[ProductAlone], precision: Precision, device: Devic
     product have just been written by the kernel before it.
 
     Args:
+        products: the matrix products.
         precision: precision of the step. It decides, for example, whether TF32 is allowed.
+        device: device on which the products run.
         time_limit_s: seconds of timing for all products together, without warm-up.
     """
     timings, storage = [], FORMATS[precision.dtype].storage

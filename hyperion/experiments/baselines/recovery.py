@@ -1,8 +1,8 @@
 """Does a training run recover from faults?
 
-Signals, power cuts, NaNs and a full disk occur at random points of every phase of a step. Each trial has two processes. In the
-first process the fault occurs. The second process resumes from the checkpoints of the first one. Its final state must be bitwise
-equal to that of a run without a fault.
+The experiment injects faults at random points of every phase of a step: signals, power cuts, NaNs and a full disk. Each trial has
+one fault and two processes. In the first process the fault occurs. The second process resumes from the checkpoints of the first
+process. The final state of the second process must be bitwise equal to the final state of a run without a fault.
 """
 
 import hashlib
@@ -49,7 +49,8 @@ from hyperion.training import (
 EVERY = 3  # number of steps between checkpoints
 STEPS = 14
 EPOCH = 5  # number of steps in an epoch
-# After SIGTERM, the loop finishes the current step and saves it, so no step is lost.
+# Largest number of steps that a fault may cost. After SIGTERM, the loop finishes the current step and saves it, so no step is
+# lost.
 MOST_LOST = {"SIGTERM": 0, "SIGKILL": EVERY, "power cut": 2 * EVERY, "NaN": EVERY, "full disk": EVERY}
 _TASKS = ("language", "images")
 _MOST_WORKERS = 16
@@ -72,7 +73,7 @@ class RecoveryOptions(Options):
 
 
 def forecast(context: Context) -> list[Forecast]:
-    """Predict how many steps each kind of fault costs at most. The numbers follow from the steps between checkpoints."""
+    """Predict the largest number of steps that each kind of fault costs, from the number of steps between checkpoints."""
     basis = {
         "SIGTERM": "the current step is finished and saved",
         "SIGKILL": f"all steps since the last checkpoint, and there is a checkpoint every {EVERY} steps",
@@ -87,7 +88,7 @@ def forecast(context: Context) -> list[Forecast]:
 
 
 def run(context: Context, report: Report) -> Result:
-    """Run one training of each task without a fault, then all trials. As many trials run in parallel as there are CPU cores."""
+    """Run one training of each task without a fault, then all trials. There are as many parallel trials as CPU cores."""
     shutil.rmtree(context.workspace, ignore_errors=True)
     faults = draw(context.seed, RecoveryOptions.of(context).trials)
     print(f"{len(faults)} faults drawn with seed {context.seed}")
@@ -111,8 +112,8 @@ EXPERIMENT = Experiment(forecast, run, options=RecoveryOptions)
 def draw(seed: int, trials: int) -> list[TrainingFault]:
     """Draw random faults.
 
-    Each kind of fault occurs once in every phase before any phase is repeated. The step and the point within the phase are
-    random.
+    Each kind of fault is drawn once for every phase before it is drawn for a phase again. The step and the point within the phase
+    are random.
     """
     random = np.random.default_rng((seed, trials))
     faults: list[TrainingFault] = []
@@ -140,7 +141,11 @@ def _undisturbed(context: Context, task: str) -> dict:
 
 
 def _task(number: int, fault: TrainingFault) -> str:
-    """Return the task of a trial. Tasks alternate, but a NaN in the loader needs images, because tokens are integers."""
+    """Return the task of a trial, "language" or "images".
+
+    The tasks alternate. There is one exception: for a NaN in the loader the task is "images", because token ids are integers,
+    which cannot be NaN.
+    """
     return "images" if (fault.kind, fault.phase) == ("NaN", "loader") else _TASKS[number % 2]
 
 
@@ -172,7 +177,7 @@ def _trial(context: Context, whole: dict, number: int, fault: TrainingFault) -> 
 
 
 def _process(params: dict) -> dict:
-    """Run one process and return its result. If the process fails, "ended" has its exit code and error message."""
+    """Run one process and return its result. If the process fails, the entry "ended" has its exit code and its error message."""
     Path(params["folder"]).mkdir(parents=True, exist_ok=True)
     try:
         return run_job(Job(in_own_process, params, timeout_s=_TIMEOUT_S), on_line=lambda line: None)
@@ -215,7 +220,7 @@ def _params(context: Context, kind: str) -> dict:
 def in_own_process(**params: Any) -> dict:
     """Hide all GPUs from this process and call `run_once`.
 
-    Otherwise saving the state of the GPU's random generator would create a GPU context in every process.
+    If the GPUs were visible, saving the state of their random generators would create a GPU context in every process.
     """
     os.environ.update({"CUDA_VISIBLE_DEVICES": "-1", "HIP_VISIBLE_DEVICES": "-1"})
     return run_once(**params)
@@ -231,12 +236,14 @@ def run_once(
         task: 'language' or 'images'.
         seed: seed of the weights and of the data.
         fault: fields of a TrainingFault, or None for a run without a fault.
-        moments: number of moments in each phase of a run without a fault (see Phases).
-        watch: whether to count the moments.
+        moments: number of moments in each phase, counted in a run without a fault. A moment is a point within a phase, see
+            `hyperion.experiments.baselines.recovery_faults`.
+        watch: whether to count the moments of this run.
 
     Returns:
-        A dict. "ended" is 'finished' or the error that ended the run. If the run has finished, the dict also has the "hashes" of
-        the final state, the step "resumed_at" and the number of "moments" in each phase.
+        A dict. Its entry "ended" is "finished", or the error that ended the run. If the run has finished, there are three more
+        entries. "hashes" has the hashes of the final state. "resumed_at" is the step from which the run was resumed. "moments" is
+        the number of moments in each phase.
     """
     torch.set_num_threads(1)
     seed_everything(seed)
@@ -251,7 +258,7 @@ def run_once(
     except (NonFiniteError, CheckpointError) as error:
         return {"ended": f"{type(error).__name__}: {error.what}"}
     finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)  # this process still has to write its result to a file
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)  # this process must still write its result to a file
     evaluations = [record.evaluation for record in history.epochs]
     parts = {
         "losses": [loss.hex() for loss in history.losses],
@@ -269,7 +276,7 @@ def run_once(
 def _language(seed: int) -> tuple:
     tokens = np.random.default_rng(seed).integers(0, _VOCABULARY, _LENGTH + EPOCH * _BATCH * (_LENGTH + 1))
     batches = LanguageBatches(tokens, _LENGTH, _BATCH, seed)
-    # With dropout the losses depend on the state of the random generator, so the trial tests that it is restored.
+    # With dropout, the losses depend on the state of the random generator. So the trial also tests that this state is restored.
     model = TransformerLM(TransformerConfig(_VOCABULARY, _LENGTH, width=16, heads=2, layers=2, dropout=0.2))
     engine = LanguageEngine(model, adamw(model, 3e-3), WarmupCosine(3e-3, 3, STEPS), _EXACT, detect_cpu())
     return engine, batches, lambda: evaluation_windows(tokens[:100], _LENGTH, _LENGTH, 0, 4)
@@ -286,7 +293,7 @@ def _images(seed: int) -> tuple:
 
 
 def _hash(value: object) -> str:
-    """Return the SHA-256 of a nested value. Tensors are hashed by their bytes."""
+    """Return the SHA-256 of a nested value, such as a dict of lists of tensors. For a tensor, its bytes are hashed."""
     digest = hashlib.sha256()
 
     def encode(item: object) -> list:
@@ -300,15 +307,15 @@ def _hash(value: object) -> str:
 
 
 def is_evaluated(step: int) -> bool:
-    """Return True if an evaluation follows the step."""
+    """Return True if the run evaluates the model after this step."""
     return step % EPOCH == 0 or step == STEPS
 
 
 def is_saved(step: int) -> bool:
-    """Return True if a checkpoint follows the step."""
+    """Return True if the run saves a checkpoint after this step."""
     return step % EVERY == 0 or step == STEPS
 
 
 def checkpoints_before(step: int) -> int:
-    """Return the number of checkpoints written before the step begins."""
+    """Return the number of checkpoints that the run has written before this step begins."""
     return math.ceil(step / EVERY) - 1

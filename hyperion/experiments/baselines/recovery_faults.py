@@ -1,8 +1,10 @@
 """Faults that are injected into a training run at an exact point of a step.
 
-A step has several phases, and a phase is divided into moments. A moment is one operator that PyTorch dispatches. The phases
-"loader" and "save" call few operators, so there a moment is one Python call or return. Thus a signal can arrive in the middle of
-a backward pass, or between two file renames of a save. With the same seed, the fault occurs at the same moment again.
+A step has several phases, such as the forward and the backward pass. A point within a phase, at which a fault can occur, is
+called a moment. In most phases there is one moment for each operator that PyTorch dispatches. The phases "loader" and "save" call
+few operators. In these phases there is one moment for each call of a Python function and for each return from it. So a signal can
+arrive in the middle of a backward pass, or between two file renames of a save. With the same seed, the fault occurs at the same
+moment again.
 """
 
 import contextlib
@@ -25,7 +27,7 @@ from hyperion.training import TorchEngine, loop
 
 PHASES = ("loader", "forward", "backward", "optimizer", "evaluation", "save")
 KINDS = ("SIGTERM", "SIGKILL", "power cut", "NaN", "full disk")
-_CALLS = ("loader", "save")  # phases whose moments are Python calls instead of operators
+_CALLS = ("loader", "save")  # phases whose moments are calls and returns of Python functions instead of operators
 _STATE = ("optimizer", "save")  # phases in which a NaN is written into weights or optimizer state
 _DISK_BYTES = 4096  # largest size of a file on the simulated full disk; longer writes fail
 
@@ -35,10 +37,10 @@ class TrainingFault:
     """One fault of one run.
 
     Attributes:
-        kind: one of KINDS. For a power cut this process only receives SIGKILL; afterwards the caller damages files (`cut_off`).
+        kind: one of KINDS. For a power cut, the process receives SIGKILL, and then the caller damages its files with `cut_off`.
         phase: one of PHASES.
-        step: optimizer step, counted from 1. For an evaluation or a save, it is the step before.
-        moment: position within the phase, from 0 (start) to 1 (end).
+        step: number of the optimizer step, counted from 1. For an evaluation or a save, this is the step before it.
+        moment: position of the fault within the phase, from 0 (start) to 1 (end).
     """
 
     kind: str
@@ -49,14 +51,19 @@ class TrainingFault:
 
 @dataclass
 class Phases:
-    """Injects a fault into a run. Without a fault it only counts the moments of each phase.
+    """Injects a fault into a training run, or counts the moments of each phase if there is no fault.
 
     Args:
         engine: engine of the training.
-        fault: the fault, or None for a run without a fault.
-        moments: two counts for each phase, taken from a run without a fault: the number of all moments, and the number of
-            moments that return floating-point numbers.
-        mark: file in which the number of finished steps is stored when the fault occurs, because the process may end then.
+        fault: the fault to inject. None only counts the moments.
+        moments: two numbers for each phase, counted in a run without a fault: the number of all moments, and the number of
+            moments whose operator returns floating-point numbers.
+        mark: file in which the number of finished steps is stored when the fault occurs. It is needed because the fault may end
+            the process.
+
+    Attributes:
+        counted: the two numbers of `moments`, counted in this run.
+        struck: whether the fault has occurred.
     """
 
     engine: TorchEngine
@@ -67,7 +74,11 @@ class Phases:
     struck: bool = False
 
     def plant(self, batches: Any) -> None:
-        """Wrap the function of each phase, so that the moments of its calls are counted."""
+        """Replace the function of each phase by a wrapper that counts moments and injects the fault.
+
+        Args:
+            batches: the batches of the training.
+        """
         engine = cast(Any, self.engine)
         engine.summed_loss = self._watched("forward", engine.summed_loss)
         engine.scaler.backward = self._watched("backward", engine.scaler.backward)
@@ -83,22 +94,27 @@ class Phases:
             now = fault is not None and not self.struck and (fault.phase, fault.step) == (phase, step)
             if not now and (fault is not None or phase in self.counted):
                 return function(*args)
-            # A NaN replaces a number in the result of an operator, so it needs an operator that returns floating-point numbers.
-            # Weights and optimizer state always exist, so there a NaN can be written at any moment.
+            # In most phases a NaN replaces a number in the result of an operator. So it needs an operator that returns
+            # floating-point numbers. In the phases in _STATE, a NaN is written into weights or optimizer state. They always
+            # exist, so any moment is possible.
             numbers_only = now and not_none(fault).kind == "NaN" and phase not in _STATE and phase not in _CALLS
             at = 1 + int(not_none(fault).moment * self.moments[phase][numbers_only]) if now else None
             moments = _Moments(at, numbers_only, self._strike)
             with _calls(moments) if phase in _CALLS else moments:
                 result = function(*args)
             self.counted.setdefault(phase, [moments.count, moments.numbers])
-            if now and not self.struck:  # for a NaN in a loaded batch, or if the phase had fewer moments than counted
+            if now and not self.struck:  # a NaN in a loaded batch, or the phase had fewer moments than in the counted run
                 self._strike(result)
             return result
 
         return watched
 
     def _strike(self, result: Any) -> None:
-        """Inject the fault. `result` is the result of the operator or of the phase, or None if the moment is a Python call."""
+        """Inject the fault.
+
+        Args:
+            result: result of the operator or of the phase. None if the moment is a call or return of a Python function.
+        """
         fault = not_none(self.fault)
         if self.struck or fault.kind == "NaN" and not self._poison(result):
             return
@@ -113,7 +129,10 @@ class Phases:
 
     @torch.no_grad()
     def _poison(self, result: Any) -> bool:
-        """Set one number to NaN, in `result` or in weights and optimizer state. Return False if there is no such number."""
+        """Set one number to NaN, in `result` or in the weights and the optimizer state.
+
+        Return False if there is no floating-point number that can be set.
+        """
         fault = not_none(self.fault)
         if fault.phase in _STATE:
             states = [value for state in self.engine.optimizer.state.values() for value in state.values()]
@@ -128,11 +147,12 @@ class Phases:
 
 
 class _Moments(TorchDispatchMode):
-    """Counts moments. From moment `at` on, it calls `strike` with the result of each operator.
+    """Counts moments. From the moment with the number `at`, it calls `strike` at each moment.
 
     Args:
-        at: number of the moment, counted from 1. None to only count.
-        numbers_only: if True, `at` counts only operators that return floating-point numbers.
+        at: number of the moment, counted from 1. None only counts the moments.
+        numbers_only: if True, the number `at` refers only to operators that return floating-point numbers.
+        strike: function that is called with the result of the operator.
     """
 
     def __init__(self, at: int | None, numbers_only: bool, strike: Callable[[Any], object]):
@@ -154,7 +174,7 @@ class _Moments(TorchDispatchMode):
 
 @contextlib.contextmanager
 def _calls(moments: _Moments) -> Iterator[None]:
-    """Within this context, every Python call and return of this thread is a moment."""
+    """Context manager in which every call and every return of a Python function of this thread counts as a moment."""
     sys.setprofile(lambda frame, event, argument: moments.tick())
     try:
         yield
@@ -163,17 +183,17 @@ def _calls(moments: _Moments) -> Iterator[None]:
 
 
 def _float_tensors(value: Any) -> list[Tensor]:
-    """Return the floating-point tensors of a nested result whose single elements can be overwritten."""
+    """Return the floating-point tensors in a nested result. Only tensors whose elements can be overwritten are returned."""
     if isinstance(value, Tensor):
         return [value] if value.is_floating_point() and value.numel() and 0 not in value.stride() else []
     return [tensor for item in value for tensor in _float_tensors(item)] if isinstance(value, tuple | list) else []
 
 
 def cut_off(folder: Path, random: np.random.Generator) -> str:
-    """Damage files as a power cut may do.
+    """Damage the files in a folder of checkpoints in the way in which a power cut may damage them.
 
-    Truncate all unfinished files and one file of the newest checkpoint. A disk may report data as written while the data are
-    only in its cache. The truncated file of the checkpoint represents such data.
+    All unfinished files and one file of the newest checkpoint are truncated. The file of the checkpoint is truncated because a
+    disk may report that data are written while they are only in the cache of the disk. A power cut loses these data.
 
     Returns:
         The path of the truncated file of the checkpoint, relative to `folder`.
