@@ -20,6 +20,8 @@ from hyperion.errors import HyperionError
 from hyperion.figures.material import Material
 from hyperion.results import Row, Run, rows_from_csv
 
+pytestmark = pytest.mark.book
+
 PLOTS = all_plots()
 NAMES = [plot.name for plot in PLOTS]
 

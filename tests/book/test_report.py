@@ -12,6 +12,8 @@ from hyperion.figures.material import Material
 from hyperion.results import Run, StoreError
 from tests.book.made_up import made_up_run
 
+pytestmark = pytest.mark.book
+
 
 class Balanced(HTMLParser):
     """Fails on a tag closed out of order."""

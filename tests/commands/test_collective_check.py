@@ -19,6 +19,8 @@ from hyperion.measure.collectives.collectives import ALL_COLLECTIVES
 from hyperion.processes import Job, RankError, run_ranks
 from tests.measure import collective_ranks
 
+pytestmark = pytest.mark.book
+
 ROOT = Path(hyperion.__file__).resolve().parent.parent
 SCRIPT = ROOT / "phase2_development" / "test_nccl.py"
 

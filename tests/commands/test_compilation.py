@@ -16,6 +16,8 @@ from hyperion.errors import HyperionError
 from hyperion.experiments.compilation.compilation_models import ModelSpec, make_model
 from hyperion.results import Run
 
+pytestmark = pytest.mark.book
+
 SCRIPT = Path(hyperion.__file__).resolve().parents[1] / "phase2_development" / "compilation_optimization.py"
 SPEC = {"model": "resnet18_w4", "dtype": "fp32", "batch": 2}
 

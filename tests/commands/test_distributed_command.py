@@ -24,6 +24,8 @@ from hyperion.results import Run
 from hyperion.workloads import datasets
 from hyperion.workloads.recipes import Recipe, set_up
 
+pytestmark = pytest.mark.book
+
 ROOT = Path(hyperion.__file__).resolve().parents[1]
 SCRIPT = ROOT / "phase2_development" / "run_distributed.py"
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", str(SCRIPT)]
