@@ -164,7 +164,7 @@ def experiment_named(name: str) -> Experiment:
 
 
 def _line_of(error: Exception, module: Path) -> str:
-    """Return the file and the line where an import failed. If the module's own code is on the stack, this is its line."""
+    """Return the file and the line where an import failed. If possible, this is a line of the module itself."""
     if isinstance(error, SyntaxError) and error.filename:
         return f"{error.filename}:{error.lineno}"
     lines = [frame for frame in traceback.extract_tb(error.__traceback__) if Path(frame.filename) == module]
@@ -176,7 +176,7 @@ def _is_package(folder: Path) -> bool:
 
 
 def _installed(package: str) -> Subject:
-    """Return the subject of an entry point. This function finds the package without importing it."""
+    """Return the subject that an entry point names. The package is found without importing it."""
     places = sys.path
     for depth, part in enumerate(package.split(".")):
         spec = PathFinder.find_spec(".".join(package.split(".")[: depth + 1]), places) if part else None

@@ -183,7 +183,7 @@ class Workload:
 
     @property
     def schedule(self) -> WarmupCosine:
-        """Schedule of the learning rate: a short warm-up, then a constant. There is no decay, because no training runs to its end."""
+        """Schedule of the learning rate: a short warm-up, then a constant. No training runs to its end, so there is no decay."""
         warmup = self.sizes.warmup_steps
         return WarmupCosine(self.sizes.learning_rate, warmup, warmup + 1, final_fraction=1.0)
 
