@@ -355,8 +355,8 @@ def doctor(
 
     With --harness: plant every measurement mistake that this library knows, and show which check detects it.
 
-    With --numerics: compare two small trainings with the float64 numbers stored in git. If a number is wrong, the output names
-    the first wrong tensor and the exit code is 1.
+    With --numerics: compare two small training runs with the float64 numbers stored in git. If a number is wrong, the output
+    names the first wrong tensor, and the exit code is 1.
 
     With --comparison: make 44 comparisons of real launches, which takes half an hour. The exit code is 1 if a planted slowdown
     of 10 % is not confirmed, or if there are more false alarms than a test at the 5 % level allows.
@@ -502,6 +502,21 @@ def clean(
         if not dry_run:
             remove(path)
         say(f"{'would remove' if dry_run else 'removed'} {path}")
+
+
+@app.command(name="headlines")
+def headlines_page(
+    page: Annotated[Path, typer.Argument(help="The Markdown page. Its markers name the runs.")] = Path("docs/headlines.md"),
+) -> None:
+    """Make the tables of docs/headlines.md again from the rows of the reference runs.
+
+    The page states for each value how many launches and machines measured it, and how much it differs within and between
+    launches.
+    """
+    from hyperion.book.headline_page import update_page
+
+    for marker in update_page(page):
+        say(f"made again: {marker}")
 
 
 @app.command()

@@ -1,8 +1,7 @@
 """Find the files that a module imports, directly or indirectly, and hash them.
 
 Imports are read from the syntax tree, and no code is executed. The hash is used to decide whether the results of an experiment
-are
-up to date: a change in a file that the experiment does not import does not change the hash.
+are up to date. A change in a file that the experiment does not import does not change the hash.
 
 Some `__init__.py` files contain only imports of the public names of a package. If a name is imported from such a file, only the
 module that defines the name counts as imported, and not all modules that the `__init__.py` imports.
@@ -107,9 +106,10 @@ def _imports(source: str, package: str) -> tuple[Import, ...]:
 
 
 def _defining_modules(module: str, name: str) -> list[str]:
-    """Return the module that defines an imported name.
+    """Return the module that defines the name in `from module import name`, as a list with one entry.
 
-    This is a submodule of that name, the module from which an `__init__.py` imports the name, or `module` itself.
+    If `name` is a submodule, return the submodule. If `module` is a package whose `__init__.py` only imports public names,
+    return the module from which the name is imported. Otherwise return `module` itself.
     """
     if name and _module_file(f"{module}.{name}"):
         return [f"{module}.{name}"]
@@ -144,7 +144,7 @@ def _is_face(source: str) -> bool:
 
 
 def _module_file(name: str) -> Path | None:
-    """Return the file of a module, or None. The package of the module is not imported."""
+    """Return the file of a module; None if the module has no file. The package of the module is not imported."""
     first, *rest = name.split(".")
     base = _package_folder(first)
     if base is None:

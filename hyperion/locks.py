@@ -145,7 +145,10 @@ def file_lock(path: Path) -> Iterator[None]:
 
 
 def _owner(pid: int) -> str:
-    """Return the text that identifies a process: host, process number and start time. Process numbers alone are reused."""
+    """Return text that identifies a process: the host, the process number and the start time.
+
+    The start time is needed, because the operating system reuses process numbers.
+    """
     return f"{socket.gethostname()} process {pid} started {_start_ticks(pid)}"
 
 
@@ -164,7 +167,10 @@ def _start_ticks(pid: int) -> str:
 
 
 def _is_abandoned(path: Path) -> bool:
-    """Return True if a lock file has been empty for _UNNAMED_S. Its process died before it wrote its name to the file."""
+    """Return True if a lock file has been empty for _UNNAMED_S seconds.
+
+    The process that created the file has died before it wrote its name into the file.
+    """
     try:
         facts = path.lstat()
     except OSError:

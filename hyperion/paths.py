@@ -41,13 +41,13 @@ def is_checkout(folder: Path) -> bool:
 
 
 def results_folder() -> Path:
-    """Return the folder of all runs. HYPERION_RESULTS names it; the default is results/ in `project_root()`."""
+    """Return the folder of all runs: the value of HYPERION_RESULTS, or results/ in `project_root()`."""
     named = os.environ.get("HYPERION_RESULTS")
     return expanded(named) if named else project_root() / "results"
 
 
 def data_folder() -> Path:
-    """Return the folder of downloaded and prepared data. HYPERION_DATA names it; the default is data/ in `project_root()`."""
+    """Return the folder of downloaded and prepared data: the value of HYPERION_DATA, or data/ in `project_root()`."""
     named = os.environ.get("HYPERION_DATA")
     return expanded(named) if named else project_root() / "data"
 

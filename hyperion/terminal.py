@@ -92,7 +92,10 @@ def _reader_gone() -> bool:
 
 
 def _drop_output() -> None:
-    """Redirect standard output to os.devnull if it cannot be flushed. Python flushes it again at exit, which would fail too."""
+    """Redirect standard output to os.devnull if it cannot be flushed.
+
+    Otherwise Python would flush standard output again at exit, and this would fail too.
+    """
     try:
         sys.stdout.flush()
     except OSError:

@@ -275,6 +275,6 @@ def test_corrupted_checkpoints_of_a_training_that_goes_on(tmp_path, monkeypatch,
     with pytest.raises(JobError, match="checkpoints can be used") as caught:
         train()
     assert str(earlier.parent) in str(caught.value) and "manifest.json" in str(caught.value.where)
-    assert "remove it to train from the beginning" in caught.value.next_step
+    assert "remove this folder to train from the beginning" in caught.value.next_step
     assert "Traceback" not in str(caught.value) + capsys.readouterr().out
     assert contents(context.workspace) == before

@@ -204,6 +204,7 @@ def newest_good(folder: Path, read: Callable[[Path], T]) -> T | None:
     For each checkpoint that cannot be used, a warning with the reason is printed to stderr.
 
     Args:
+        folder: folder that contains the checkpoints of the run.
         read: function that reads a checkpoint. It must return on all ranks, or raise the same CheckpointError on all ranks,
             as `verify` and `read_sharded` do.
 
@@ -226,7 +227,7 @@ def newest_good(folder: Path, read: Callable[[Path], T]) -> T | None:
         raise CheckpointError(
             f"none of the {len(refused)} checkpoints can be used; the problem of the newest one: {refused[0].what}",
             where=refused[0].where,
-            next_step=f"restore {folder} from a copy, or remove it to train from the beginning",
+            next_step=f"restore {folder} from a copy, or remove this folder to train from the beginning",
         )
     return None
 
@@ -314,7 +315,10 @@ def _begin(new: Path, step: int) -> None:
 
 
 def _put_back(folder: Path) -> None:
-    """Restore the name of a checkpoint if the process was killed while it replaced this checkpoint by one of the same step."""
+    """Restore a checkpoint that was renamed to be replaced by a new checkpoint of the same step, if the new one is missing.
+
+    This happens if a process was killed while it saved the new checkpoint. If the new checkpoint exists, remove the old one.
+    """
     for replaced in _ours(folder, REPLACED):
         target = folder / replaced.name.removeprefix(REPLACED)
         if _is_checkpoint(target):
@@ -415,7 +419,7 @@ def _checkpoint_paths(folder: Path) -> list[Path]:
         raise CheckpointError(
             f"the folder of checkpoints cannot be listed: {error}",
             where=folder,
-            next_step="make it readable, or choose another checkpoint folder",
+            next_step="make the folder readable, or choose another checkpoint folder",
         ) from error
 
 
@@ -450,7 +454,9 @@ def _is_checkpoint(path: Path) -> bool:
 def _require_folder(path: Path) -> None:
     if os.path.islink(path) or not os.path.isdir(path):
         kind = "a symbolic link" if os.path.islink(path) else "a file"
-        raise CheckpointError(f"this is {kind}, not the folder of a checkpoint", where=path, next_step="move it elsewhere")
+        raise CheckpointError(
+            f"this is {kind}, not the folder of a checkpoint", where=path, next_step="move this file or link elsewhere"
+        )
 
 
 def _digests(path: Path, names: list[str]) -> dict[str, str]:
@@ -463,6 +469,7 @@ def sha256_of(path: Path, next_step: str) -> str:
     """Return the sha256 of a regular file.
 
     Args:
+        path: path of the file.
         next_step: value for the field `next_step` of an error.
     """
     with open_regular(path, CheckpointError, next_step) as file:

@@ -1,4 +1,6 @@
-"""Write and read a nested state of many ranks. Each rank writes its shards as safetensors; rank 0 writes other values as JSON.
+"""Write and read a nested state of many ranks.
+
+Each rank writes its shards as safetensors. Rank 0 writes all other values as JSON.
 
 `agreed` and `on_rank_0` raise an error of one rank on all ranks, so that no rank waits for a rank that has failed. In a single
 process, without torch.distributed, they only call the function.
@@ -162,6 +164,7 @@ def read_sharded(folder: Path, state: dict[str, Any]) -> dict[str, Any]:
     The stored state may have been written with another number of ranks or another layout of the tensors.
 
     Args:
+        folder: folder that `write_sharded` wrote.
         state: a state with the current layout, as for write_sharded. Its tensors are overwritten.
 
     Returns:
@@ -272,6 +275,7 @@ def stored_tensors(folder: Path, others: tuple[str, ...] = (STATE,)) -> dict[str
     """Return the shape and dtype of each tensor in a folder that write_sharded wrote. Only the headers of files are read.
 
     Args:
+        folder: folder that `write_sharded` wrote.
         others: names of the files in the folder that contain no tensors.
 
     Raises:
@@ -382,7 +386,10 @@ def require_finite(state: dict[str, Any], where: object, kind: type[HyperionErro
     """Check that all tensors in the entries "model" and "optimizer" of a state are finite.
 
     Args:
+        state: nested state of a model and an optimizer.
+        where: value for the field `where` of the error.
         kind: class of the error.
+        next_step: value for the field `next_step` of the error.
 
     Raises:
         HyperionError: a tensor contains an infinity or a NaN. The error has the class `kind` and names the tensor.

@@ -40,6 +40,7 @@ def write_state(folder: Path, state: dict[str, Any]) -> None:
     The files are not flushed to the disk here; `saving` does that.
 
     Args:
+        folder: folder for the two files.
         state: a nested dict with strings as keys. Values are dicts, lists, tuples (which are read back as lists), None, bool,
             int, finite float, str and tensors.
 
@@ -88,6 +89,7 @@ def reading(path: Path, what: str) -> Iterator[None]:
     code are not hidden.
 
     Args:
+        path: path of the file that the block reads.
         what: the problem, as the end of a sentence that starts with the name of the file, such as "holds no tensors".
     """
     try:
@@ -141,6 +143,7 @@ def to_tree(value: Any, tensors: dict[str, torch.Tensor], copy: Callable[[torch.
     """Convert a nested value to JSON values, and collect its tensors.
 
     Args:
+        value: nested value of dicts, lists, numbers, texts and tensors.
         tensors: for each tensor, `copy(tensor)` is added to this dict. The key is the path to the tensor, such as "model/weight".
         copy: function that prepares a tensor for storage.
         name: path to `value`.

@@ -29,7 +29,7 @@ _NAME_A_FILE = "name a file of weights or a checkpoint folder"
 
 
 def full_state(model: nn.Module) -> dict[str, Tensor]:
-    """Return all tensors of the model by name. Rank 0 gets the tensors on its CPU; other ranks get an empty dict.
+    """Return all tensors of the model by name. Rank 0 gets the tensors on its CPU. All other ranks get an empty dict.
 
     The names do not contain prefixes of wrappers such as DDP. All ranks must call this function, because it contains
     collectives.
@@ -46,6 +46,7 @@ def export_model(model: nn.Module, path: Path) -> Path:
     `model.load_state_dict(safetensors.torch.load_file(path))`.
 
     Args:
+        model: the model. It may be sharded or wrapped in DDP.
         path: path of the file, usually with the suffix ".safetensors".
 
     Returns:
@@ -107,7 +108,7 @@ def read_weights(path: Path) -> Weights:
             checkpoint folder is verified first, and only its model is read.
 
     Raises:
-        CheckpointError: the file is missing or damaged, or contains anything but tensors.
+        CheckpointError: the file is missing or damaged, or contains other objects than tensors.
     """
     path = Path(path)
     if path.is_dir():

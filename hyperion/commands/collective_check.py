@@ -159,7 +159,7 @@ def check_collectives(check: Check, collectives: Mapping[str, Collective] = ALL_
     """
     here, measured, left_out, overlap = world(), [], [], None
     with roll_call(check.timeout_s) as roll:
-        roll.step("agreeing on the memory there is")
+        roll.step("the exchange of the sizes of free memory")
         free = least_free_bytes(here)
         for collective, dtype, size in _cells(check, collectives, here.size):
             if (needed := memory_needed(size)) > free:
@@ -171,7 +171,7 @@ def check_collectives(check: Check, collectives: Mapping[str, Collective] = ALL_
             overlap = measure_overlap(check.overlap, check.dtypes[0], here, roll, time_limit_s=3 * check.time_limit_s)
         kernels = _kernels(measured, here, roll)
         # Without this barrier, rank 0 could report success before another rank has found a wrong value.
-        roll.step("the verdict")
+        roll.step("the barrier after all checks")
         dist.barrier()
     if here.rank == 0:
         _print_results(here, measured)

@@ -1,6 +1,6 @@
 """The command of run_distributed.py: train on all ranks, or measure scaling.
 
-The command writes a run folder with rows of every rank, and checkpoints from which a training can be resumed.
+The command writes a run folder with rows of every rank, and checkpoints from which a training run can resume.
 """
 
 import contextlib
@@ -54,8 +54,8 @@ def main(description: str, export: Callable[[Run], object], given: Sequence[str]
         given: arguments of the command line. The default is `sys.argv[1:]`.
 
     Returns:
-        0 on success. 1 if a training or a launch failed. 2 if the request cannot be carried out. 75 if the state was saved after
-        SIGTERM.
+        0 on success. 1 if a training run or a launch failed. 2 if the request cannot be carried out. 75 if the state was saved
+        after SIGTERM.
     """
     try:
         info = rank_info(os.environ)
@@ -90,13 +90,15 @@ def this_machine() -> Machine:
 
 
 def train_all(context: Context) -> dict[str, str]:
-    """Run all trainings of the context on this rank, one after the other. If a training fails on all ranks, the next one starts.
+    """Run all training runs of the context on this rank, one after the other.
+
+    If a training run fails on all ranks, the next training run starts.
 
     Returns:
-        For each failed training, by name, the reason of its failure.
+        The reason of the failure of each failed training run, by the name of the training run.
 
     Raises:
-        HyperionError: the context has only one training, and this training failed.
+        HyperionError: the context has only one training run, and this training run failed.
         Interrupted: the state was saved after SIGTERM.
     """
     recipes, done, failures = DistributedTrainingOptions.of(context).trainings, [], {}
@@ -122,7 +124,7 @@ def train_all(context: Context) -> dict[str, str]:
 
 
 def train_one(context: Context, recipe: Recipe) -> Result:
-    """Run one training. If the workspace has a checkpoint of the training, resume from it.
+    """Train one model. If the workspace has a checkpoint of this training run, resume from the checkpoint.
 
     Returns:
         On rank 0, the rows of all ranks. On other ranks, a result without rows.
@@ -152,7 +154,7 @@ def train_one(context: Context, recipe: Recipe) -> Result:
 
 
 class Progress:
-    """Prints the progress of one training: a line every few seconds, and a line after every epoch.
+    """Prints the progress of one training run: a line every few seconds, and a line after every epoch.
 
     Rank 0 also prints a line at the start, with the number of steps, the batch size, the precision and the data source.
     """
@@ -193,7 +195,7 @@ class Progress:
 
 
 def on_rank(context: dict) -> dict:
-    """Run all trainings on one of the ranks that this command launches."""
+    """Run all training runs on one of the ranks that this command launches."""
     return {"failures": train_all(restored(context))}
 
 
@@ -292,7 +294,7 @@ def _finished(run: Run, failures: dict[str, str], export: Callable[[Run], object
 
 
 def training_table(run: Run) -> str:
-    """Return a table of the last epoch of each training, with one line for all ranks together and one line per rank."""
+    """Return a table of the last epoch of each training run, with one line for all ranks together and one line per rank."""
     rows = [row for row in run.rows() if "epoch" in row.params]
     last = {row.variant: max(r.params["epoch"] for r in rows if r.variant == row.variant) for row in rows}
     lines: dict[tuple, dict] = {}
@@ -314,7 +316,10 @@ def training_table(run: Run) -> str:
 
 
 def scaling_table(run: Run) -> str:
-    """Return a table with one line per training, mode and number of devices. If a value is missing, the line has the reason."""
+    """Return a table with one line per training run, mode and number of devices.
+
+    If a value is missing, the line contains the reason.
+    """
     lines: dict[tuple, dict] = {}
     for row in run.rows():
         if "mode" not in row.params:
@@ -354,7 +359,7 @@ def _say(lines: Sequence[str]) -> None:
 
 
 def _free_memory() -> None:
-    """Free the memory of a training before the next training starts."""
+    """Free the memory of a training run before the next training run starts."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()

@@ -1,4 +1,4 @@
-"""Read and check the options of run_distributed.py, and turn them into recipes of trainings."""
+"""Read and check the options of run_distributed.py, and convert them to recipes of training runs."""
 
 import os
 import sys
@@ -177,10 +177,10 @@ class TrainingRequest:
 
     Args:
         options: the options, with defaults for all options that were not given.
-        recipes: the trainings. Empty for scaling.
+        recipes: one recipe for each training run. Empty for scaling.
         counts: numbers of devices to measure, for scaling. Empty otherwise.
         results: folder of all runs.
-        run: folder of the run to resume, or None.
+        run: folder of the run to resume; None to start a new run.
         notes: lines of text to print before the start.
     """
 
@@ -325,7 +325,7 @@ def training_sizes(profile: str, task: str) -> dict:
 
 
 def _recipe(name: str, options: CommandOptions, machine: Machine, notes: list[str]) -> Recipe:
-    """Return the recipe of one training. Its sizes come from the profile, unless an option changes them."""
+    """Return the recipe of one training run. Its sizes come from the profile, unless an option changes them."""
     task: Task = "language" if name in LANGUAGE else "images" if name == "cifar" else "llama"
     sizes = training_sizes(default_profile(machine.device.kind), task)
     strategy = cast(Strategy, LANGUAGE.get(name) or options.strategy or _STRATEGY[name])
@@ -379,7 +379,7 @@ def _llama(options: CommandOptions, machine: Machine, configurations: list[str],
 
 
 def _require_possible(recipe: Recipe, machine: Machine) -> None:
-    """Raise an error if this machine or the weights do not allow the training."""
+    """Raise an error if this machine or the weights do not allow the training run."""
     choose_precision(machine.device, recipe.precision)
     if recipe.batch_size % machine.ranks:
         raise refused(
@@ -412,7 +412,7 @@ def _command(run: Path) -> dict:
     """Return the entry "command" of a run's run.json.
 
     Raises:
-        HyperionError: this command did not start the run, or the run has no training.
+        HyperionError: this command did not start the run, or the run contains no training run of this command.
     """
     command = Run.open(run).information().get("command")
     if command is None or not command["recipes"]:

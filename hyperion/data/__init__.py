@@ -1,4 +1,4 @@
-"""Data sets: download, verification, tokenization, preparation, and the baselines of n-gram models.
+"""Data sets: download, verification, tokenization, preparation, and n-gram models as baselines.
 
 Nothing in this module imports torch. The loaders, which need torch, are in `hyperion.data.batches` and
 `hyperion.data.images.device_images`.

@@ -1,7 +1,8 @@
 """Batches of tokens on the device, in a deterministic order. A run can be resumed exactly at any batch.
 
-There are three kinds of rows: windows of a token stream (`LanguageBatches`), padded lines (`PaddedBatches`) and instructions
-(`InstructionBatches`). `Prefetched` builds the batches of any of these loaders in threads.
+There are three loaders. The rows of their batches are windows of a token stream (`LanguageBatches`), padded lines
+(`PaddedBatches`) or instructions with their completions (`InstructionBatches`). `Prefetched` builds the batches of any of these
+loaders in threads.
 """
 
 import threading
@@ -21,14 +22,14 @@ from hyperion.data.store.folders import DataError
 from hyperion.data.text.instructions import Completions
 
 Batch = tuple[Tensor, Tensor]
-WIDTH_MULTIPLE = 8  # matrix units are faster with such widths, and the batches have fewer different shapes
+WIDTH_MULTIPLE = 8  # matrix units are faster with multiples of 8, and the batches have fewer different shapes
 
 
 class ResumableBatches(ABC):
     """An endless sequence of batches in epochs. Each batch depends only on the seed, the epoch and the position in the epoch.
 
     With R ranks, each global batch is divided into R equal parts of consecutive examples, and rank r gets part r. The position in
-    the sequence does not depend on the number of ranks. Therefore a training can be resumed on another number of ranks.
+    the sequence does not depend on the number of ranks. Therefore a training run can resume on another number of ranks.
     """
 
     shuffle = True  # True: every epoch has a new order; False: every epoch has the order of the records
@@ -63,14 +64,14 @@ class ResumableBatches(ABC):
         return self.batches_per_epoch - self.position % self.batches_per_epoch
 
     def advance(self) -> tuple[int, int]:
-        """Return epoch and position of the next batch, and move the position to the batch after it."""
+        """Return the epoch and the position of the next batch, and move the position to the batch after it."""
         if self.position == self.batches_per_epoch:
             self.epoch, self.position = self.epoch + 1, 0
         self.position += 1
         return self.epoch, self.position - 1
 
     def place_after(self, place: tuple[int, int]) -> tuple[int, int]:
-        """Return epoch and position of the batch after `place`."""
+        """Return the epoch and the position of the batch that follows the batch at `place`, a pair (epoch, position)."""
         epoch, position = place
         return (epoch, position + 1) if position + 1 < self.batches_per_epoch else (epoch + 1, 0)
 
@@ -152,19 +153,24 @@ class ResumableBatches(ABC):
 
 
 class LanguageBatches(ResumableBatches):
-    """Shuffled windows of a token stream: inputs and targets int64 [batch, sequence_length], targets shifted by one token.
+    """Batches of shuffled windows of a token stream.
+
+    Inputs and targets are int64 [batch, sequence_length]. The target of a position is the next token of the stream.
 
     In each epoch, the stream is cut from a new random offset into disjoint windows of sequence_length + 1 tokens, and the windows
     are shuffled. The last token of a window is only a target. An epoch leaves out the windows of an incomplete batch and the
     tokens of at most two windows. The tokens that are left out differ between epochs.
 
-    The windows do not start at multiples of sequence_length for this reason: if all lines had the same length and this length
-    divided sequence_length (in the synthetic text, lines have 16 tokens), all windows would start at the same place of a line,
-    and a model would learn the positions of the newlines.
+    The offset is random for this reason: in the synthetic text all lines have 16 tokens. If windows always started at multiples
+    of sequence_length, and sequence_length were a multiple of 16, all windows would start at the same place of a line. A model
+    would then learn the positions of the newlines.
 
     Args:
         tokens: token ids [tokens].
+        sequence_length: number of inputs in a window.
         batch_size: number of windows in a global batch.
+        seed: seed of the offsets and of the order of the windows.
+        device: device of the batches.
         rank, ranks: rank of this process, and number of ranks that share each batch. For an evaluation in which every rank needs
             whole batches, keep the defaults.
         resident: whether to keep the tokens on the device. If False, they stay in their file, see `TokenStream`.
@@ -208,10 +214,11 @@ class LanguageBatches(ResumableBatches):
 
 
 class PaddedBatches(ResumableBatches):
-    """Shuffled lines: inputs and targets int64 [batch, sequence_length], one line per row, truncated or padded.
+    """Batches of shuffled lines. Each row contains one line, which is truncated or padded.
 
-    A target is the next token of the line. A position without a next token has the target IGNORE_INDEX, so padding does not
-    change the loss. The number of tokens of a batch is the number of targets that are not IGNORE_INDEX.
+    Inputs and targets are int64 [batch, sequence_length]. A target is the next token of the line. A position without a next
+    token has the target IGNORE_INDEX, so padding does not change the loss. The number of tokens of a batch is the number of
+    targets that are not IGNORE_INDEX.
 
     Args:
         tokens: token ids [tokens].
@@ -219,6 +226,8 @@ class PaddedBatches(ResumableBatches):
         sequence_length: number of positions in a row.
         batch_size: number of rows in a global batch.
         padding_id: token id of the padding.
+        seed: seed of the order of the lines.
+        device: device of the batches.
         resident: whether to keep the tokens on the device. If False, they stay in their file, see `TokenStream`.
         rank, ranks: rank of this process, and number of ranks that share each batch.
 
@@ -261,16 +270,19 @@ class PaddedBatches(ResumableBatches):
 
 
 class InstructionBatches(ResumableBatches):
-    """Instruction rows: inputs and targets int64 [batch, width], with targets IGNORE_INDEX on prompts and padding.
+    """Batches of instructions with their completions, one instruction per row.
 
-    The width is the length of the longest row of the global batch, rounded up to a multiple of WIDTH_MULTIPLE. Therefore a row
-    has the same width on any number of ranks.
+    Inputs and targets are int64 [batch, width]. The targets of prompts and padding are IGNORE_INDEX. The width is the length of
+    the longest row of the global batch, rounded up to a multiple of WIDTH_MULTIPLE. Therefore a row has the same width on any
+    number of ranks.
 
     Args:
         completions: rows from `tokenize_completions`. They are copied to the device.
         batch_size: number of rows in a global batch.
+        seed: seed of the order of the rows.
         shuffle: whether every epoch has a new order. If False, every epoch has the order of the rows, as an evaluation needs.
         drop_last: whether to leave out the last batch of an epoch if it is incomplete.
+        device: device of the batches.
         rank, ranks: rank of this process, and number of ranks that share each batch. For an evaluation in which every rank needs
             whole batches, keep the defaults.
 
@@ -311,7 +323,7 @@ class Prefetched:
 
     The batches are bitwise equal to the loader's own batches for any number of threads, because a batch depends only on its place
     in the sequence. The state is the position after the last returned batch. It does not include batches that are prefetched but
-    not yet returned, so a training resumes at the same batch as without threads.
+    not yet returned, so a training run resumes at the same batch as without threads.
 
     Args:
         batches: loader on the host, for example a loader that reads windows from a file. `next_batch` also advances the position
@@ -373,7 +385,7 @@ class Prefetched:
         self._threads.shutdown()
 
     def _plan(self, place: tuple[int, int]) -> None:
-        """Fill the queue to `ahead` batches. An empty queue starts with the batch of `place`."""
+        """Fill the queue until it has `ahead` batches. If the queue is empty, it starts with the batch at `place`."""
         following = self.batches.place_after(self._pending[-1][0]) if self._pending else place
         while len(self._pending) < self.ahead:
             self._pending.append((following, self._threads.submit(self._make, following)))
@@ -408,9 +420,10 @@ def evaluation_windows(
         tokens: token ids [tokens].
         context: number of inputs in a window. Every target, except near the start of the stream, has at least context - stride
             tokens before it.
-        stride: distance between the starts of two windows, in tokens.
+        stride: distance between the starts of two neighbouring windows, in tokens.
         prefix_id: token id of the input before the first token of the stream.
         batch_size: largest number of windows in a batch.
+        device: device of the windows.
 
     Yields:
         inputs and targets int64 [<= batch_size, min(context, tokens)].
@@ -420,7 +433,7 @@ def evaluation_windows(
     """
     if not 1 <= stride <= context or not len(tokens):
         raise DataError(
-            f"stride {stride} with context {context} on {len(tokens)} tokens cannot score every token once",
+            f"windows with stride {stride} and context {context} cannot score every token once ({len(tokens)} tokens)",
             next_step="use 1 <= stride <= context and at least one token",
         )
     stream = torch.from_numpy(np.concatenate([[prefix_id], narrowed(tokens, np.int64, "token stream")])).to(device)
@@ -451,7 +464,7 @@ class TokenStream:
         self._device = torch.device(device)
         if not resident and self._device.type != "cpu":
             raise DataError(
-                f"a token stream in a file gives windows on the CPU only, not on {self._device}",
+                f"windows of a token stream in a file are on the CPU only, not on {self._device}",
                 next_step="use device='cpu' and let Prefetched copy the batches to the device, or resident=True",
             )
         self._last = len(tokens) - 1

@@ -30,12 +30,12 @@ def packed_windows(tokens: int, length: int) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class Padding:
-    """Token counts of padded rows, one sample per row.
+    """Token counts of padded rows. Each row contains one sample, such as one line of text.
 
     Attributes:
         samples: number of rows.
         tokens: number of real tokens.
-        padding: number of padding positions, which are never counted as tokens.
+        padding: number of padding positions. They are not counted as tokens.
         truncated: number of tokens cut from samples that are longer than a row.
     """
 

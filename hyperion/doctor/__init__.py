@@ -1,4 +1,7 @@
-"""Checks of this machine and of this installation. Each result has its evidence and, if something is wrong, a remedy."""
+"""Checks of this machine and of this installation.
+
+Each result says what the check observed. If something is wrong, the result also says how to mend it.
+"""
 
 from hyperion.doctor.checks import CHECKS, CheckResult, run_checks
 from hyperion.doctor.floors import (

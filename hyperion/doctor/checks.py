@@ -1,4 +1,7 @@
-"""Checks of the installation: Python, torch and its GPU, the notebook kernel, data, results folder, disk space and caches."""
+"""Checks of the installation.
+
+The checks cover Python, PyTorch and its GPU, the notebook kernel, the data, the results folder, the disk space and the caches.
+"""
 
 import os
 import shutil
@@ -21,7 +24,8 @@ from hyperion.install.plan import MINIMUM_PYTHON, Build, check_build, choose
 from hyperion.paths import home_folder, results_folder
 
 NEEDED_GB = 5.0  # data, checkpoints, executed notebooks and compile caches of a full run
-# Variables that name cache folders, with the default folder below the home folder (None: a temporary folder).
+# Environment variables that name cache folders. Each value is the default folder, relative to the home folder. None means that
+# the default is a temporary folder.
 CACHES = {
     "HF_HOME": ".cache/huggingface",
     "TORCHINDUCTOR_CACHE_DIR": None,
@@ -76,7 +80,8 @@ def check_notebook_kernel(start: Callable[[], str] | None = None) -> CheckResult
     """Check that a notebook kernel starts and runs in this interpreter.
 
     Args:
-        start: starts a kernel and returns the path of its interpreter.
+        start: function that starts a kernel and returns the path of the kernel's Python interpreter. The default is
+            `start_kernel`.
     """
     try:
         kernel_python = (start or start_kernel)()
@@ -91,7 +96,7 @@ def check_notebook_kernel(start: Callable[[], str] | None = None) -> CheckResult
 
 
 def start_kernel(timeout_s: float = 60) -> str:
-    """Start a kernel as papermill does and return the path of its interpreter."""
+    """Start a Jupyter kernel in the same way as papermill, and return the path of the kernel's Python interpreter."""
     from jupyter_client.manager import start_new_kernel
 
     manager, client = start_new_kernel(kernel_name="python3", startup_timeout=timeout_s)
@@ -135,9 +140,9 @@ def check_accelerator(
     """Check that a GPU build of torch can open the GPUs.
 
     Args:
-        build: the build of torch.
+        build: the build of torch. The default is the build that this process imported.
         names: function that returns the names of the GPUs that torch opens, or raises torch's RuntimeError.
-        masks: environment variables. The variables *_VISIBLE_DEVICES among them are read.
+        masks: environment variables. Only the variables whose names end in _VISIBLE_DEVICES are used.
     """
     build = build or installed_build()
     if build.kind == "cpu":
@@ -197,12 +202,14 @@ def check_arithmetic(
 
 
 def check_data_source(mirror: Callable[[], Path] = mirror_root, cache: Path | None = None) -> CheckResult:
-    """Check that real data are available: from a mirror, or downloaded earlier with `make fetch`."""
+    """Check that real data sets are available, either in a mirror folder or in the cache that `make fetch` fills."""
     try:
         root = mirror()
         if any(root.iterdir()):
             return CheckResult("data_source", "ok", f"mirror {root}")
-        return CheckResult("data_source", "fail", f"the mirror {root} is empty", "fill it, or unset HYPERION_DATA_MIRROR")
+        return CheckResult(
+            "data_source", "fail", f"the mirror {root} is empty", "copy the data there, or unset HYPERION_DATA_MIRROR"
+        )
     except DataError as error:
         if not isinstance(error, DataUnavailable):
             return CheckResult("data_source", "fail", error.what, error.next_step or "")
@@ -224,7 +231,7 @@ def check_results_folder(folder: Path | None = None) -> CheckResult:
     cause = _not_writable(folder)
     if cause is None:
         return CheckResult("results_folder", "ok", str(folder))
-    remedy = "make it writable, or set HYPERION_RESULTS=/folder to another one"
+    remedy = "make this folder writable, or set HYPERION_RESULTS to another folder"
     return CheckResult("results_folder", "fail", f"{folder}: {cause}", remedy)
 
 
@@ -254,7 +261,7 @@ def check_caches(variables: Mapping[str, str] = os.environ, home: Path | None = 
     evidence = "; ".join(f"{name} = {folders[name]}: {cause}" for name, cause in broken.items())
     # mktemp chooses a random name, because a folder in /tmp with a fixed name may belong to another user.
     settings = " ".join(f"{name}=$(mktemp -d)" for name in broken)
-    return CheckResult("caches", "fail", evidence, f"set them to node-local folders: export {settings}")
+    return CheckResult("caches", "fail", evidence, f"set these variables to folders on a disk of this machine: export {settings}")
 
 
 def _not_writable(folder: Path) -> str | None:
@@ -301,7 +308,7 @@ def run_checks(checks: tuple[Callable[..., CheckResult], ...] = CHECKS) -> list[
     for check in checks:
         try:
             results.append(check())
-        except Exception as error:  # report any exception and continue
+        except Exception as error:  # a failed check must not stop the other checks
             name = check.__name__.removeprefix("check_")
             evidence = f"the check itself raised {type(error).__name__}: {error}"
             results.append(CheckResult(name, "fail", evidence, "report this message with the whole output of `hyperion doctor`"))

@@ -1,4 +1,9 @@
-"""Test the function `compare` on this machine with real launches. It must detect planted slowdowns and raise few false alarms."""
+"""Test the function `hyperion.results.compare` on this machine.
+
+The test consists of trials. A trial times two versions of a program in several new processes, which are called launches. One
+version is slower on purpose (a planted slowdown), or both versions are the same code. `compare` must detect the slowdowns, and
+must rarely report a change where there is none (a false alarm).
+"""
 
 import tempfile
 from collections.abc import Callable
@@ -16,7 +21,7 @@ from hyperion.results.compare import SIGNIFICANCE
 
 FUNCTIONS = ("product", "sum")
 OPERATIONS = 100
-# (slowdown, number of trials). 3 % is the threshold of `compare`.
+# Pairs of a slowdown and a number of trials. The slowdown of 3 % equals the threshold of `compare`.
 SURE = 0.10
 TRIALS = ((0.0, 20), (SURE, 20), (0.03, 4))
 # Largest probability that this test fails because of false alarms although `compare` is correct.
@@ -84,8 +89,9 @@ def try_comparison(on_line: Callable[[str], object], trials: tuple[tuple[float, 
 
 
 def rows_of(trials: list[Trial]) -> list[Row]:
-    """Return two rows per slowdown: the share of trials that confirmed the slowdown, and the share with a false alarm.
+    """Return two rows per slowdown.
 
+    The values are the share of trials in which `compare` confirmed the slowdown, and the share of trials with a false alarm.
     Trials of the same code have no planted slowdown, so they give only the second row.
     """
     rows = []
@@ -139,8 +145,8 @@ def frame_of(trials: list[Trial]) -> pd.DataFrame:
 def conclusion(trials: list[Trial]) -> list[str]:
     """Return two lines of text per slowdown.
 
-    The first line has the number of trials that detected the slowdown, and the number of trials without a false alarm. The second
-    line has the power of the last trial.
+    The first line contains the number of trials in which `compare` detected the slowdown, and the number of trials without a
+    false alarm. The second line says which changes the last trial could detect.
     """
     lines = []
     for slowdown in sorted({trial.slowdown for trial in trials}):
@@ -159,8 +165,8 @@ def conclusion(trials: list[Trial]) -> list[str]:
 def is_reliable(trials: list[Trial]) -> bool:
     """Return True if every planted slowdown of 10 % or more was confirmed and there were not too many false alarms.
 
-    The rule of `compare` allows a false alarm in at most 5 % of comparisons. There are too many false alarms if a rule with a
-    rate of 5 % would give this number or more with a probability below 1 in 10,000.
+    The rule of `compare` allows a false alarm in at most 5 % of comparisons. There are too many false alarms if the following
+    probability is below 1 in 10,000: the probability that a rule with exactly 5 % gives this number of false alarms or more.
     """
     from scipy import stats
 

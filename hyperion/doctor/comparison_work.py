@@ -1,7 +1,8 @@
 """The code that the trials of `hyperion.doctor.comparison` launch: two functions with many small operations.
 
-Each compared version has a folder with a file that contains the number of operations. One more operation in a hundred is a
-planted slowdown of 1 %. This code has its own file because `relaunch` starts the file in a new process.
+Each version has its own folder with the file planted.py, which contains the number of operations. A version with 101 instead of
+100 operations has a planted slowdown of 1 %. This code is in a file of its own, because `relaunch` runs the file in a new
+process.
 """
 
 from collections.abc import Callable
@@ -15,7 +16,7 @@ def work() -> dict[str, Callable[[], object]]:
     Each function takes about the same time in every launch. This is not true of functions whose time depends on the addresses of
     their arrays. For such functions a slowdown of 10 % is not always detected, and `compare` reports a low power.
     """
-    from planted import OPERATIONS  # pyright: ignore[reportMissingImports]  # a trial writes this module into the folder of each side
+    from planted import OPERATIONS  # pyright: ignore[reportMissingImports]  # a trial writes this module for each version
 
     torch.set_num_threads(1)  # several threads do not make such small operations faster
     a, out = torch.randn(64, 64), torch.empty(64, 64)

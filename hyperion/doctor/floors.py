@@ -1,9 +1,11 @@
-"""Judge the health of a machine by comparing measured values with floors. A floor is the lowest value of a healthy device.
+"""Judge the health of a machine by comparing measured values with floors.
 
-The quantities are measured in up to three modes: on one device, on both dies of an MI250X module at the same time, and on all
-devices at the same time. Devices in one package share its power, so two dies that work at the same time may be slower than one.
-Each device has its own process. All processes of a mode start together, and each process keeps its device busy until the slowest
-process has finished. So every measurement is made under full load.
+A floor is the smallest value that a healthy device must reach, for example a rate of matrix products or a bandwidth.
+
+Each value is measured in up to three modes: on one device, on both dies of an MI250X module at the same time, and on all devices
+at the same time. The two dies of a module share its power, so each die may be slower while the other die also works. Each device
+has its own process. All processes of a mode start together, and each process keeps its device busy until the slowest process has
+finished. So every measurement is made under full load.
 """
 
 import functools
@@ -47,7 +49,7 @@ class FloorResult:
         outcome: "met", "not met" or "not measured". After a failed measurement, "above its limit" or "wrong output".
         row: the measured row, or None if nothing was measured. With several devices, the row of the slowest device.
         note: reason why nothing was measured, or a remark on the outcome.
-        mode: which devices worked at the same time. "" if only one mode was measured.
+        mode: text that says which devices worked at the same time. "" if only one mode was measured.
     """
 
     floor: Floor
@@ -128,10 +130,12 @@ def floors_of_run(run: Run) -> FloorReport:
         raise HyperionError(
             "this run is a replay and has no measurements of its own",
             where=run.folder,
-            next_step="name the reference machine that it replays",
+            next_step="name the reference machine whose measurements this run replays",
         )
     if "environment" not in information:
-        raise HyperionError("run.json does not name the device of the run", where=run.folder, next_step="repeat the run")
+        raise HyperionError(
+            "run.json does not name the device of the run", where=run.folder, next_step="run the experiments again"
+        )
     return floors_of(information["environment"], run.rows())
 
 
@@ -164,12 +168,12 @@ def judge(floors: Iterable[Floor], rows: Iterable[Row], mode: str = "") -> list[
 
 
 def floor_frame(report: FloorReport) -> pd.DataFrame:
-    """Return the verdicts as a table of texts with the columns `COLUMNS`. The table is empty if no floor is known."""
+    """Return a DataFrame of texts with the columns `COLUMNS`, and one line per floor and mode. Without floors, it is empty."""
     return pd.DataFrame([_cells(verdict) for verdict in report.verdicts], columns=list(COLUMNS))
 
 
 def floor_table(report: FloorReport) -> Table:
-    """Return `floor_frame` as a table for the terminal, with coloured verdicts."""
+    """Return the content of `floor_frame` as a table for the terminal. The colour of a verdict shows whether the floor is met."""
     table = Table(*(column.replace("[", "\\[") for column in COLUMNS), pad_edge=False)
     for verdict in report.verdicts:
         cells = [cell.replace("[", "\\[") for cell in _cells(verdict)]
@@ -220,7 +224,7 @@ def measure_on_rank(floors: list[dict], modes: dict[str, list[int]], time_limit_
 
     Args:
         floors: fields of each floor.
-        modes: ranks that measure at the same time, by mode.
+        modes: for each mode, the ranks that measure at the same time.
         time_limit_s: limit for each measurement, in seconds.
         heat_s: seconds of untimed work before each measurement, so that clocks and power become stable.
     """
@@ -258,7 +262,10 @@ class _Together:
     ranks: int
 
     def measure_with_others(self, measure: Callable[[], list[Row]], heat_s: float) -> list[Row]:
-        """Call `measure` at the same time on all ranks and return its rows. The devices are warmed up first."""
+        """Warm up the device, call `measure` at the same time on all ranks, and return its rows.
+
+        Afterwards the device stays busy until all ranks have finished.
+        """
         started = time.monotonic()
         while time.monotonic() - started < heat_s:
             measure()
@@ -271,7 +278,7 @@ class _Together:
 
 
 def _all_reduces(floors: list[Floor], time_limit_s: float) -> list[Row]:
-    """Measure the all-reduces of the floors that are for this number of ranks."""
+    """Measure one all-reduce for each floor that applies to this number of ranks."""
     here = world()
     wanted = [floor for floor in floors if floor.quantity == "all_reduce" and floor.ranks == here.size]
     if not wanted or here.size < 2:
@@ -299,7 +306,7 @@ def _verdict(floor: Floor, rows: list[Row], mode: str) -> FloorResult:
         if row.check and not error <= tolerance:
             return FloorResult(floor, WRONG, row, f"{row.check}: the error is {error:.2g}, above the tolerance", mode)
         if row.limit is not None and _number(row.value) > row.limit:
-            note = f"the limit is {row.limit:.6g}, so the measurement failed"
+            note = f"the value is above its limit of {row.limit:.6g}, so the measurement is wrong"
             return FloorResult(floor, IMPOSSIBLE, row, note, mode)
     slowest = min(best, key=lambda row: _number(row.value))
     met = _number(slowest.value) >= floor.value

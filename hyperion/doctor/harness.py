@@ -1,7 +1,8 @@
 """Self-test of the measurements: make known measurement mistakes on purpose, and show which check detects each of them.
 
-Such a mistake is called a planted fault. Most planted faults are defined in `hyperion.measure.planted_faults`. The faults in this
-file need a model or a row. Models and rows are in packages that `hyperion.measure` must not import.
+Such a mistake is called a planted fault. The same measurement without the mistake is called the clean twin, and must pass the
+check. Most planted faults are defined in `hyperion.measure.planted_faults`. The faults in this file need a model or the function
+`sample_frame`. Both are in packages that `hyperion.measure` must not import.
 """
 
 from collections.abc import Sequence
@@ -24,7 +25,7 @@ def self_test() -> list[FaultResult]:
 
 
 def self_test_table(results: Sequence[FaultResult]) -> Table:
-    """Return a table with one line per fault. Missed faults and refused correct measurements are red."""
+    """Return a table with one line per fault. A missed fault is red, and so is a clean twin that a check rejected."""
     table = Table(
         "planted fault", "wrong result without the check", "caught", "check and its message", "clean twin", pad_edge=False
     )
@@ -35,7 +36,7 @@ def self_test_table(results: Sequence[FaultResult]) -> Table:
 
 
 def self_test_conclusion(results: Sequence[FaultResult]) -> str:
-    """Return one line with the number of detected faults and the number of correct measurements that passed."""
+    """Return one line of text with the number of detected faults and the number of clean twins that passed."""
     wrong = [r.name for r in results if not r.passed]
     caught, passing = sum(r.caught for r in results), sum(r.twin_passes for r in results)
     text = f"{caught} of {len(results)} planted faults caught, {passing} of {len(results)} clean twins pass"
@@ -51,7 +52,7 @@ def _plain(text: str) -> str:
 class _StandIn(VisionTransformer):
     """A model of 212,328 parameters with the name of ViT-B/16.
 
-    A published benchmark timed such a small model when the import of the real model failed.
+    A published benchmark timed such a small model by mistake, because the import of the real model had failed.
     """
 
     @property

@@ -1,7 +1,7 @@
-"""Measure one device and return verified rows.
+"""Measure one device, and return the results as rows (`hyperion.results.Row`).
 
-There are functions for matrix products and memory streams with their energy, for launches, for copies between host and device,
-and for all-reduces. A memory stream reads or writes large arrays once.
+The outputs of all measured operations are checked. There are functions for matrix products and memory streams with their energy,
+for launches, for copies between host and device, and for all-reduces. A memory stream reads or writes large arrays once.
 """
 
 from collections.abc import Iterable
@@ -36,7 +36,7 @@ _ENERGY_METRICS = {"gemm_tflops": "energy_j_per_tflop", "bandwidth_gb_s": "energ
 
 
 def gemm_rows(device: Device, dtype: str, size: int, *, cold: bool, time_limit_s: float) -> list[Row]:
-    """Measure the rate and the energy of a square matrix product (M = N = K = `size`).
+    """Measure a square matrix product (M = N = K = `size`), and return a row with its rate and a row with its energy.
 
     If the device cannot compute the product, the function returns one row that has the reason instead of a value.
 
@@ -70,7 +70,7 @@ def gemm_rows(device: Device, dtype: str, size: int, *, cold: bool, time_limit_s
 
 
 def stream_rows(device: Device, operation: str, dtype: str, elements: int, *, time_limit_s: float) -> list[Row]:
-    """Measure the bandwidth and the energy of a memory stream. The caches are flushed before each sample.
+    """Measure a memory stream with cold caches, and return a row with its bandwidth and a row with its energy.
 
     If the arrays do not fit into memory, the function returns one row that has the reason instead of a value.
     """

@@ -1,9 +1,9 @@
 """Check the computations of this machine: compare training steps in every precision with float64 results that are stored in git.
 
-The stored float64 results are called the pack. They come from two small trainings with fixed weights and data. The weights and
-data must be the same on every platform and with every version of NumPy and torch. They are therefore computed with exact
-arithmetic from the raw 64-bit output of NumPy's PCG64, which NEP 19 keeps stable. The output of NumPy's distributions and of
-torch's generators may change. The numbers are rounded to float32, so that float32 and float64 computations start from the same
+The stored float64 results are called the pack. They come from two short training runs with fixed initial weights and data. The
+weights and data must be the same on every platform and with every version of NumPy and torch. They are therefore computed with
+exact arithmetic from the raw 64-bit output of NumPy's PCG64, which NEP 19 keeps stable. The output of NumPy's distributions and
+of torch's generators may change. The numbers are rounded to float32, so that float32 and float64 computations start from the same
 numbers.
 
     python -m hyperion.doctor.numerics            recompute the pack and compare it with the pack in git
@@ -70,17 +70,17 @@ _TOLERANCES = {
 # are not flushed and operands are not converted.
 # Source: AMD, MIOpen documentation, "MI200 MFMA behavior specifics".
 _FLUSHING = ("gfx90a",)
-_FLUSHED = 2
+_FLUSHED = 2  # factor by which the tolerances of bf16 are larger on these architectures
 _MOST_SKIPPED = 16  # largest number of steps that fp16 may skip until its loss scale is small enough
 
 
 @dataclass(frozen=True)
 class Case:
-    """One of the two small trainings.
+    """One of the two short training runs.
 
     Attributes:
-        name: name of the training.
-        shell: function that returns the model with arbitrary weights.
+        name: name of the training run.
+        shell: function that returns the model. Its weights are arbitrary, because `model` replaces them.
         batch: function that returns the batch of a step (from 0) on the CPU. Floating-point inputs are float32.
         learning_rate: learning rate of every step.
         optimizer: function that returns the library's optimizer for a model and a learning rate.
@@ -131,9 +131,9 @@ def _raw(name: str, count: int) -> np.ndarray:
 def _weights(name: str, shape: tuple[int, ...]) -> np.ndarray:
     """Return the fixed weights of a parameter.
 
-    Matrices and convolution kernels have a variance of 1/fan-in, and embeddings have a variance of 0.1. Gains are near 1 and
-    biases near 0. Biases of the norms before a ReLU are near 2, so that few inputs of the ReLU are near zero. Near zero, a
-    rounding error in any precision can change the gradient by the whole contribution of a unit.
+    Matrices and convolution kernels have a variance of 1/fan-in, and embeddings have a variance of 0.1. The weights of norms are
+    near 1, and biases are near 0. Biases of the norms before a ReLU are near 2, so that few inputs of the ReLU are near zero.
+    Near zero, a rounding error in any precision can change the gradient by the whole contribution of a unit.
     """
     numbers = uniform(name, shape)
     if len(shape) == 1:
@@ -170,10 +170,10 @@ CASES = (
 
 @dataclass(frozen=True)
 class NumericsFinding:
-    """The error of one quantity of one training in one precision.
+    """The error of one quantity of one training run in one precision.
 
     Attributes:
-        case: name of the training.
+        case: name of the training run.
         dtype: name of the precision.
         quantity: 'logits', 'gradients' or 'losses'. 'all' if nothing was computed.
         worst: name of the tensor or step with the largest error.
@@ -204,7 +204,7 @@ class NumericsReport:
 
     Attributes:
         device: name of the device.
-        findings: one result per training, precision and quantity.
+        findings: one result per training run, precision and quantity.
         note: remark on the precision of the device, or "".
     """
 
@@ -234,14 +234,14 @@ class NumericsReport:
 def check_numerics(
     device: Device | None = None, dtypes: Iterable[str] = TRAINING_DTYPES, on_line: Callable[[str], object] = lambda line: None
 ) -> NumericsReport:
-    """Run both trainings in each precision that the device supports, and compare the results with the pack.
+    """Do both training runs in each precision that the device supports, and compare the results with the pack.
 
     On a CPU, this takes a few seconds per precision.
 
     Args:
         device: the device to check. The default is the first device of this machine.
         dtypes: names from TRAINING_DTYPES.
-        on_line: called with a line of text before each training.
+        on_line: function that is called with a line of text before each training run.
     """
     device, pack, findings = device or detect(), read_pack(), []
     for dtype in dtypes:
@@ -319,9 +319,11 @@ def _finding(case: Case, dtype: str, quantity: str, errors: dict[str, float], to
 
 
 def _first_step(case: Case, engine: TorchEngine) -> tuple[np.ndarray, dict[str, tuple[np.ndarray, float]]]:
-    """Return the logits (float64) and, for each parameter, sampled elements and the norm of its gradient.
+    """Compute the forward and backward pass of the first step. The weights are not updated.
 
-    The weights are not updated.
+    Returns:
+        The logits in float64, and a dict that maps the name of a parameter to sampled elements of its gradient and the norm of
+        its gradient.
     """
     inputs, targets = batch = _on_device(case, engine, 0)
     engine.model.train()
@@ -341,7 +343,7 @@ def _first_step(case: Case, engine: TorchEngine) -> tuple[np.ndarray, dict[str, 
 
 
 def _losses(case: Case, engine: TorchEngine) -> list[float]:
-    """Return the losses of STEPS steps. A step that fp16 skipped because of a too large loss scale is repeated."""
+    """Return the losses of STEPS steps. A step in fp16 is repeated if it was skipped because its loss scale was too large."""
     losses, skipped = [], 0
     while len(losses) < STEPS:
         outcome = engine.train_step(_on_device(case, engine, len(losses)))

@@ -1,4 +1,7 @@
-"""Devices: detection, data sheets, telemetry, the fingerprint of the machine, and the values that a healthy device reaches."""
+"""Devices: detection, data sheets, telemetry, the fingerprint of the machine, and floors.
+
+A floor is the smallest value that a healthy device must reach.
+"""
 
 from hyperion.hardware.device import DTYPES, PATHS, Device, HardwareError, canonical_dtype, fp8_format, gemm_path
 from hyperion.hardware.facts import (

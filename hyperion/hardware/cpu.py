@@ -100,10 +100,10 @@ def usable_cpus() -> set[int]:
 
 
 class OtherLoad:
-    """Measures the share of the usable CPUs that others take: other processes, and other virtual machines on the same host.
+    """Measures the share of the usable CPUs that other processes, and other virtual machines on the same host, take.
 
-    The time of this process, and of the processes that it started, does not count. In a container with a CPU quota, the share
-    cannot be measured: the quota does not say which CPUs are used.
+    The CPU time of this process and of the processes that it started is not part of the share. In a container with a CPU quota,
+    the share cannot be measured, because the quota does not say which CPUs the container uses.
 
     Args:
         root: folder that contains /proc.
@@ -115,11 +115,11 @@ class OtherLoad:
         self._start = self._read()
 
     def share(self) -> float | None:
-        """Return the share since this object was created, from 0 to 1.
+        """Return the share since this object was created, from 0 to 1. Return None if the share is unknown.
 
-        Returns:
-            None if the system does not state it, or if less than 0.2 s have passed: the system counts in steps of 10 ms. Also
-            None if a process that this process started has ended, and its time was lost.
+        The share is unknown in three cases. The system does not report the times of the CPUs. Less than 0.2 s have passed, which
+        is too short because the system counts in steps of 10 ms. Or a process that this process started has ended, and the system
+        no longer reports its CPU time.
         """
         now, busy_s, own_s = self._read()
         before, busy_before_s, own_before_s = self._start
@@ -131,7 +131,10 @@ class OtherLoad:
         return min(max(others_s / ((now - before) * len(self._usable)), 0.0), 1.0)
 
     def _read(self) -> tuple[float, float | None, float | None]:
-        """Return (time, seconds that the usable CPUs were busy or were taken by the host, seconds of this process)."""
+        """Return (current time, busy seconds of the usable CPUs, CPU seconds of this process and its descendants).
+
+        The busy seconds include the time in which the host of a virtual machine used the CPUs. Unknown values are None.
+        """
         quota = _cgroup_quota(self._root)
         if quota is not None and quota < len(self._usable):
             return time.monotonic(), None, None
@@ -227,7 +230,8 @@ def _cpuinfo(root: Path) -> dict[str, str]:
 def _nominal_clock(root: Path, info: dict[str, str]) -> float | None:
     """Return the base clock in MHz, or None if it is unknown.
 
-    It is read from cpufreq, else from the model name. Else it is the clock of the time-stamp counter, bogomips / 2.
+    The base clock is read from cpufreq. If cpufreq does not report it, it is read from the model name. If the model name does not
+    contain it, the clock of the time-stamp counter is returned, which is bogomips / 2.
     """
     base = _khz(root / "sys/devices/system/cpu/cpu0/cpufreq/base_frequency")
     if base:
@@ -250,7 +254,7 @@ def _physical_cores(root: Path, usable: set[int]) -> int:
 
 
 def _cgroup_quota(root: Path) -> float | None:
-    """Return the CPU quota of this cgroup as a number of CPUs, or None without a quota. cgroup v2 is read first, then v1."""
+    """Return the CPU quota of this cgroup (version 2 or 1) as a number of CPUs, or None if there is no quota."""
     text = system_text(root / "sys/fs/cgroup/cpu.max")
     if text:
         quota, period = text.split()

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from hyperion.errors import HyperionError
 
+# Names of the peak rates in data sheets. A name says the number format and, if there are two, the kind of arithmetic unit.
 PATHS = ("fp64_vector", "fp64_matrix", "fp32_vector", "fp32_matrix", "tf32", "fp16", "bf16", "fp8", "int8")
 FP8_OCP = ("fp8_e4m3fn", "fp8_e5m2")
 FP8_FNUZ = ("fp8_e4m3fnuz", "fp8_e5m2fnuz")
@@ -56,9 +57,9 @@ class Device:
         max_clock_mhz: maximum clock that the driver reports, or None.
         nominal_clock_mhz: base clock of a CPU, or None.
         uuid, pci_address: identification of a GPU, or None.
-        isa: relevant instruction sets of a CPU.
+        isa: the instruction sets of a CPU that are in `cpu.RELEVANT_FLAGS`. Empty for a GPU.
         vendor: vendor of the device.
-        family: CPU family, or None.
+        family: family number of a CPU, or None.
     """
 
     kind: str
@@ -93,7 +94,7 @@ class Device:
                 )
 
     def supports(self, dtype_name: str) -> tuple[bool, str]:
-        """Return whether this device supports matrix products of this data type, and an explanation.
+        """Return (whether this device supports matrix products of this data type, explanation).
 
         Args:
             dtype_name: name of the data type. 'fp8' means any fp8 format.

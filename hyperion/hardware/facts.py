@@ -28,7 +28,8 @@ VISIBLE_DEVICE_VARIABLES = (
     "GPU_DEVICE_ORDINAL",
     "CUDA_DEVICE_ORDER",
 )
-# Variables that select the visible devices. The first one that is set is used: without its own variable, ROCm uses CUDA's.
+# Environment variables that select the visible devices. The first variable that is set is used. If HIP_VISIBLE_DEVICES is not
+# set, ROCm uses CUDA_VISIBLE_DEVICES.
 _VARIABLES = {"cuda": ("CUDA_VISIBLE_DEVICES",), "rocm": ("HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES")}
 PACKAGES = (
     "torchvision",
@@ -50,8 +51,9 @@ PACKAGES = (
     "deepspeed",
 )
 _PREFIXES = ("NCCL_", "RCCL_", "TORCH_NCCL_")
-# Variables of other libraries that disable the same in-switch reductions.
+# Variables of other libraries. Like NCCL_NVLS_ENABLE=0, they disable reductions in the NVLink switch.
 _OTHER_SETTINGS = ("TORCH_SYMM_MEM_DISABLE_MULTICAST", "NVSHMEM_DISABLE_NVLS")
+# Variables of NCCL whose values contain an address or the name of a host.
 _HOST_SETTINGS = ("NCCL_COMM_ID", "NCCL_HOSTID")
 # Values that contain only these characters are switches, numbers, sizes, or names of algorithms, links and adapters. Paths
 # contain other characters.
@@ -81,7 +83,20 @@ class GpuFacts:
 class MachineFacts:
     """Facts about a machine: software versions, visible GPUs, CPU and operating system.
 
-    They contain no paths, user names or host names.
+    The facts contain no paths, user names or host names.
+
+    Args:
+        python, torch, cuda, hip: versions. `cuda` or `hip` is None if torch was built without it.
+        cpu: facts about the CPU.
+        gpus: the visible GPUs, in the order of PyTorch.
+        gpu_error: message of torch if it sees a GPU but cannot open it, else None.
+        driver: name and version of the GPU driver, or None.
+        collectives: name and version of the library for collectives (NCCL or RCCL), or None.
+        collective_settings: environment variables that configure this library, see `collective_settings`.
+        packages: dict from the name of a Python package to its version.
+        os, kernel, machine: operating system, version of its kernel, and architecture, such as "x86_64".
+        host_hash: hash of the host name.
+        visible_devices: environment variables that select the visible GPUs.
     """
 
     python: str
@@ -179,9 +194,9 @@ def detect_cpu(facts: MachineFacts | None = None) -> Device:
 
 
 def one_at_a_time(device: Device, count: int, environment: Mapping[str, str]) -> list[dict[str, str]]:
-    """Return environment variables for each accelerator that can be used independently of the others.
+    """Return a list with one dict of environment variables for each accelerator that can be used independently of the others.
 
-    Each entry of the list makes only one accelerator visible. For a CPU the list is empty. The two dies of an MI250X module share
+    The variables in a dict make only one accelerator visible. For a CPU the list is empty. The two dies of an MI250X module share
     the power of the module, so work on one die slows down the other die. Therefore the list contains only one die of each module.
 
     Args:
@@ -233,7 +248,7 @@ def fingerprint(facts: MachineFacts | None = None) -> dict:
 
 
 def facts_of(content: dict, place: str = "fingerprint") -> MachineFacts:
-    """Return the facts in a fingerprint of this machine or of another machine. UUIDs stay hashed.
+    """Return the facts in a fingerprint. The fingerprint may come from another machine. The UUIDs of GPUs stay hashed.
 
     Args:
         content: the JSON values that `fingerprint` returned.
@@ -275,7 +290,7 @@ def git_state(root: Path | None = None, within: str = "hyperion") -> dict[str, s
     root = root or package_folder().parent
     if (root / ".git").exists():
         commit = _git(root, "rev-parse", "HEAD")
-        if commit and _git(root, "ls-files", "--", within):  # a copy of the files can lie in another repository
+        if commit and _git(root, "ls-files", "--", within):  # otherwise the files are an untracked copy inside another repository
             changes = _git(root, "status", "--porcelain", "--", within)
             return {"commit": commit, "modified": None if changes is None else bool(changes)}
     try:
@@ -307,7 +322,12 @@ def _detect_gpu(facts: MachineFacts, gpu: GpuFacts, index: int) -> Device:
 
 
 def _module(place: int, name: str) -> int:
-    """Return the number of the module of a die. If the die is not named by a number, its place in the list is used."""
+    """Return the number of the MI250X module to which a die belongs. Module n contains the dies 2n and 2n + 1.
+
+    Args:
+        place: index of the die in the list of visible dies. It is used if `name` is not a number.
+        name: number or UUID of the die.
+    """
     return (int(name) if name.isdecimal() else place) // 2
 
 
@@ -388,7 +408,7 @@ def _os_name() -> str:
 
 
 def collective_settings(variables: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment variables that configure collectives, by name.
+    """Return the environment variables that configure collectives, as a dict from name to value.
 
     A value that may contain a path, a host name or an address is replaced by its hash, because the result may be published.
     Different values have different hashes.

@@ -1,8 +1,9 @@
 """Floors: the smallest values that a healthy device must reach.
 
-Most floors come from the acceptance tests of vendors. For other quantities we choose a sanity bound ourselves, as a share of the
-value in the data sheet. The numbers are in floors.toml, which is validated when it is loaded. Each vendor's floor cites its
-source. If the source has a misprint, the citation explains how we read it. Our own bounds are labelled "sanity bound, ours".
+Most floors come from the acceptance tests of vendors. For quantities without such a floor we choose a bound ourselves, as a share
+of the value in the data sheet. Our own bounds are labelled "sanity bound, ours". The numbers are in floors.toml, which is
+validated when it is loaded. Each floor of a vendor cites its source. If the source has a misprint, the field `conditions`
+explains how we read it.
 """
 
 import functools
@@ -25,7 +26,7 @@ OURS = "sanity bound, ours"
 
 @dataclass(frozen=True)
 class FloorEntry:
-    """A [[floor]] table of floors.toml with a vendor's number. The header of the file explains the fields."""
+    """A floor that a vendor publishes, as a [[floor]] table of floors.toml. The header of the file explains the fields."""
 
     devices: Annotated[list[Text], Field(min_length=1)]
     arch: Text
@@ -48,7 +49,7 @@ class FloorEntry:
 
 @dataclass(frozen=True)
 class SanityEntry:
-    """A [[sanity]] table of floors.toml: the share of a data sheet value that, in our judgement, a healthy device reaches."""
+    """Our own bound, as a [[sanity]] table of floors.toml. It is a share of a value in the data sheet."""
 
     quantity: Text
     dtype: Text
@@ -87,7 +88,8 @@ class Floor:
     """One floor of one device.
 
     Args:
-        quantity, dtype, size: what to measure; the header of floors.toml explains the words.
+        quantity, dtype, size: the operation to measure, its number format and its size. The header of floors.toml explains the
+            values.
         value, unit: the smallest value that a healthy device must reach.
         conditions: the conditions under which the source measures the value.
         source: the vendor's document, or "sanity bound, ours: <share> of <data sheet value>".
@@ -117,7 +119,7 @@ class Floor:
 
 
 def floors_for(device: Device, devices: int = 1) -> tuple[list[Floor], str]:
-    """Return the floors of a device and a reason.
+    """Return the floors of a device, or the reason why no floor is known.
 
     Args:
         device: the device.

@@ -39,7 +39,8 @@ class Peak:
     Args:
         path: name of the peak, one of `device.PATHS`.
         published_tflops: the value that the vendor publishes.
-        derived_tflops: units x operations per clock x clock. The clock is that of the published value, or a CPU's nominal clock.
+        derived_tflops: units x operations per clock x clock. For a GPU, the clock is the one to which the published value refers.
+            For a CPU, it is the nominal clock.
         limit_tflops: units x operations per clock x maximum clock.
         formula: the factors of `limit_tflops` as text.
         source, date: the vendor's document and its date.
@@ -153,10 +154,10 @@ class PeakEntry:
     def __post_init__(self):
         if self.ops is None:
             others = (self.limit_ops, self.clock_mhz, self.published, self.source, self.note)
-            require(self.reason, "a cell without ops needs a reason")
-            require(all(value is None for value in others), "a cell with a reason must have no other field")
+            require(self.reason, "a peak without ops needs a reason")
+            require(all(value is None for value in others), "a peak with a reason must have no other field")
             return
-        require(not self.reason, "a cell with ops may have a note, not a reason")
+        require(not self.reason, "a peak with ops may have a note, but not a reason")
         require(self.note or (self.clock_mhz and self.published), "without clock_mhz or published a note must say why")
         require(self.limit_ops is None or self.limit_ops >= self.ops, "limit_ops must not be below ops")
 
@@ -263,7 +264,10 @@ class SpecificationFile:
 
 @dataclass(frozen=True)
 class CpuRule:
-    """Operations per cycle of a core that has all these flags. The rule applies to one CPU family of a vendor, or to any CPU."""
+    """Operations per cycle of a CPU core whose CPU has all instruction-set flags in `flags`.
+
+    With `vendor` and `family`, the rule applies only to CPUs of this family. Otherwise it applies to all CPUs.
+    """
 
     flags: Annotated[list[Text], Field(min_length=1)]
     source: Text
@@ -373,7 +377,7 @@ def load_file(path: Path, form: type[Form]) -> Form:
         return read_form(form, tomllib.loads(path.read_text(encoding="utf-8")), path.name)
     except tomllib.TOMLDecodeError as error:
         raise SpecificationError(
-            f"{path.name} is not valid TOML: {error}", where=path.name, next_step="correct the file at that line"
+            f"{path.name} is not valid TOML: {error}", where=path.name, next_step="correct the line that this message names"
         ) from error
     except FieldError as error:
         remedy = f"correct the field; the header of {path.name} explains every field"
@@ -389,7 +393,7 @@ def _same_name(name: str, entry: DeviceEntry) -> bool:
 
 
 def _difference(device: Device, entry: DeviceEntry) -> str | None:
-    """Return how the device differs from the entry of its name, or None if it does not."""
+    """Return a text that says how the device differs from the data sheet entry with its name, or None if it does not differ."""
     if device.kind != entry.kind or device.arch != entry.arch:
         return f"architecture {device.arch}, expected {entry.arch}"
     if device.compute_units not in (entry.enumerated_units or [entry.compute_units]):
@@ -499,11 +503,11 @@ class Ceilings:
 
     @property
     def ridge_flop_per_byte(self) -> float | None:
-        """Arithmetic intensity in FLOP per byte above which an operation is compute-bound. None without a bandwidth."""
+        """Arithmetic intensity in FLOP per byte above which an operation is compute-bound. None if the bandwidth is unknown."""
         return self.tflops * 1e3 / self.bandwidth_gb_s if self.bandwidth_gb_s else None
 
     def least_time_s(self, flops: float, traffic_bytes: float) -> float:
-        """Return the larger of arithmetic time and memory time in seconds. Without a bandwidth, return the arithmetic time."""
+        """Return the larger of arithmetic time and memory time in seconds, or the arithmetic time if the bandwidth is unknown."""
         arithmetic = flops / (self.tflops * 1e12)
         traffic = traffic_bytes / (self.bandwidth_gb_s * 1e9) if self.bandwidth_gb_s else 0.0
         return max(arithmetic, traffic)

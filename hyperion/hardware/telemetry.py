@@ -44,14 +44,15 @@ class Telemetry:
         clock_mhz, memory_clock_mhz: clocks of the device and of its memory.
         power_w: power.
         temperature_c: temperature in degrees Celsius.
-        throttle: 'none', or the slow-down reasons joined by '+'. On a CPU, 'busy' if others used the cores.
+        throttle: 'none', or the reasons why the device slowed down, joined by '+'. On a CPU, the reason is 'busy' if other
+            processes used more than a tenth of the cores.
         power_scope: 'device', or 'module' if the power is the sum of both dies of an MI250X.
         unreadable: for each quantity that is None, the reason.
         samples: number of readings.
-        energy_j: in a single reading, the value of the device's energy counter. In medians, the energy between the first and the
-            last reading. None without a counter.
-        window_s: time from the first to the last reading. 0 in a single reading.
-        interval_s: time between two readings. 0 in a single reading.
+        energy_j: energy in joules. In a single reading, it is the value of the device's energy counter. In medians, it is the
+            increase of the counter from the first to the last reading. None if the device has no counter.
+        window_s: time from the first to the last reading in seconds. 0 in a single reading.
+        interval_s: time between two readings in seconds. 0 in a single reading.
     """
 
     clock_mhz: float | None = None
@@ -104,7 +105,7 @@ class Sampler:
         self._stop = threading.Event()
         self._error: Exception | None = None
         self._thread = threading.Thread(target=self._run, name="telemetry", daemon=True)
-        # The ranks of a job share the cores, so a rank cannot tell the other ranks from other users.
+        # The ranks of a job share the cores. A rank cannot distinguish the load of other ranks from the load of other users.
         alone = os.environ.get("WORLD_SIZE", "1") in ("", "1")
         self._measures_load = device.kind == "cpu" and alone
         self._others: float | None = None
@@ -134,9 +135,10 @@ class Sampler:
 
     @property
     def telemetry(self) -> Telemetry:
-        """Medians of all readings that were taken so far, with all throttling reasons.
+        """Medians of all readings that were taken so far. `throttle` contains the reasons of all readings.
 
-        On a CPU, the reason after the block is "busy" if others took more than a tenth of the cores.
+        On a CPU, `throttle` is known only after the end of the block. It is "busy" if other processes used more than a tenth of
+        the cores.
         """
         readings = list(self._readings)
         moments_s = self._moments_s[: len(readings)]
@@ -154,7 +156,13 @@ def unreadable(reason: str, samples: int = 1) -> Telemetry:
 
 
 def from_raw(raw: dict[str, float | str | None], reason: str, power_scope: str = "device") -> Telemetry:
-    """Return a reading with the values that a library returned. Zeros and missing values become None with `reason`."""
+    """Return a reading with the values that a library returned.
+
+    Args:
+        raw: dict from the name of a quantity to its value. A value that is missing or 0 becomes None in the reading.
+        reason: text that is stored in `unreadable` for each quantity that is None.
+        power_scope: part of the hardware whose power was read.
+    """
     values: dict[str, Any] = {name: raw.get(name) or None for name in QUANTITIES}
     missing = {name: reason for name, value in values.items() if value is None}
     scope = power_scope if values["power_w"] else None
@@ -165,7 +173,7 @@ def from_raw(raw: dict[str, float | str | None], reason: str, power_scope: str =
 def median_of(readings: list[Telemetry]) -> Telemetry:
     """Return the medians of several readings.
 
-    If no reading contains a quantity, its median is None. `unreadable` then states the reason that the readings give.
+    If no reading contains a quantity, its median is None, and its reason is copied from the readings.
     """
     if not readings:
         return unreadable("no reading was taken", samples=0)
@@ -188,7 +196,7 @@ def median_of(readings: list[Telemetry]) -> Telemetry:
 
 
 def _counted_between(first: float | None, last: float | None) -> float | None:
-    """Return the increase of a counter between two readings. Return None without a counter, or if the counter was reset."""
+    """Return the increase of a counter between two readings. Return None if there is no counter, or if the counter was reset."""
     return last - first if first is not None and last is not None and last > first else None
 
 
@@ -273,7 +281,10 @@ def interpret_amd(raw: dict[str, float | str | None], position: str) -> Telemetr
 
 
 def gcd_position(device: Device, root: Path = Path("/")) -> str:
-    """Return 'first' or 'second' for a die of an MI250(X) module, by its PCI address, and 'device' for any other GPU."""
+    """Return 'first' or 'second' for a die (GCD) of an MI250(X) module, and 'device' for any other GPU.
+
+    The two dies of a module have neighbouring PCI addresses. The first die has the lower address.
+    """
     if device.arch != "gfx90a" or "MI250" not in device.name:
         return "device"
     dies = sorted(
@@ -371,7 +382,8 @@ def interpret_amdsmi(metrics: dict) -> dict[str, float | str | None]:
 def cpu_reader(device: Device, root: Path = Path("/")) -> Reader:
     """Return the reader for the clock of the CPU.
 
-    It uses cpufreq, or else /proc/cpuinfo. In virtual machines it does not use /proc/cpuinfo, where the clock is a constant.
+    It uses cpufreq. Without cpufreq, it uses /proc/cpuinfo, but not in a virtual machine, where /proc/cpuinfo contains a
+    constant.
     """
     files = [root / f"sys/devices/system/cpu/cpu{cpu}/cpufreq/scaling_cur_freq" for cpu in usable_cpus()]
     files = [file for file in files if file.is_file()][:8]  # a few files are enough for the median; reading hundreds takes long

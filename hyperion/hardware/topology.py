@@ -15,7 +15,8 @@ from hyperion.hardware.cpu import system_text
 from hyperion.hardware.device import Device
 from hyperion.hardware.telemetry import _nvml_handle
 
-# NVML's levels of the nearest common ancestor of two GPUs: the name in nvidia-smi, and the meaning.
+# The keys are NVML's levels of the nearest common ancestor of two GPUs. The values are the name of the level in nvidia-smi, and
+# its meaning.
 _ANCESTORS = {
     0: ("PSB", "same board"),
     10: ("PIX", "one PCIe switch"),
@@ -34,7 +35,7 @@ class Topology:
     """The links between the devices of a machine.
 
     Args:
-        links: short name of each link, by (index of the sending device, index of the receiving device).
+        links: dict from (index of the sending device, index of the receiving device) to the short name of the link.
         meanings: meaning of each short name.
         numa_nodes: NUMA node of each device. None if the node is unknown.
         source: the library or the files that the links were read from.
@@ -70,7 +71,7 @@ def topology_lines(
         devices: GPUs in torch's order, or one CPU.
         root: folder that contains /sys.
         nvml: the pynvml module. None imports the module if it is installed.
-        can_access: returns True if GPU i can directly read the memory of GPU j. None uses torch.
+        can_access: function (i, j) that returns True if GPU i can directly read the memory of GPU j. None uses torch.
     """
     if devices[0].kind == "cpu":
         return cpu_lines(root)
@@ -86,7 +87,11 @@ def topology_of(
 
 
 def cpu_lines(root: Path = Path("/")) -> list[str]:
-    """Return one line about the sockets and one about each NUMA node: its CPUs, its memory, and its distances to other nodes."""
+    """Return lines of text about the CPU sockets and the NUMA nodes.
+
+    The first line contains the number of sockets. Each other line contains the CPUs and the memory of one NUMA node, and its
+    distances to the other nodes.
+    """
     cpus = sorted((root / "sys/devices/system/cpu").glob("cpu[0-9]*/topology/physical_package_id"))
     sockets = {file.read_text().strip() for file in cpus}
     lines = [f"{len(sockets)} socket{'s' * (len(sockets) != 1)}" if sockets else "sockets: unknown"]
@@ -194,7 +199,7 @@ def _properties(file: Path) -> dict[str, int]:
 
 
 def _peers(devices: Sequence[Device], root: Path, can_access: Callable[[int, int], bool] | None) -> Topology:
-    """Return which pairs of GPUs torch can copy between directly. Without a library that lists links, nothing else is known."""
+    """Return a topology that only says which pairs of GPUs can copy directly. It is used if no library lists the links."""
     if can_access is None:
         import torch
 

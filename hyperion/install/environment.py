@@ -88,7 +88,7 @@ def write_stamp(folder: Path, content: dict) -> None:
 
 
 def site_entries(folder: Path) -> list[str]:
-    """Return the names in site-packages. They show later if a package was deleted."""
+    """Return the names in site-packages. A later call compares them, to find out whether a package was deleted."""
     return sorted(entry.name for site in folder.glob("lib/python*/site-packages") for entry in site.iterdir())
 
 
@@ -110,7 +110,7 @@ def create(folder: Path, stamp: dict, choice: Choice) -> None:
         raise HyperionError(
             "this folder has an environment that `make setup` did not make",
             where=folder,
-            next_step="use this environment with PYTHON=.venv/bin/python, or move it to another place",
+            next_step="use this environment with PYTHON=.venv/bin/python, or move the folder .venv to another place",
         )
     if folder.exists():
         print(f"hyperion: {_reason(folder, stamp, choice)}; making .venv again", flush=True)

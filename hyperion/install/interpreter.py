@@ -45,7 +45,7 @@ class Interpreter:
         python: interpreter of the environment.
         version: version of Python.
         base: folder of the Python installation from which the environment was made.
-        torch: installed build of torch, or None.
+        torch: installed build of torch; None if torch is not installed.
         torchvision: whether torchvision is installed.
         packages: version of each installed package, by normalized name.
     """

@@ -95,7 +95,7 @@ def _kfd_access(path: Path) -> str:
 
 
 def _rocm_version(root: Path) -> tuple[int, int] | None:
-    """Return the major and minor version of the newest ROCm in /opt, or None."""
+    """Return the major and the minor version of the newest ROCm in /opt; None if there is no ROCm in /opt."""
     texts = [_read(path) for path in root.glob("opt/rocm*/.info/version")]
     versions = [match for match in (re.match(r"(\d+)\.(\d+)", text) for text in texts) if match]
     return max(((int(match[1]), int(match[2])) for match in versions), default=None)

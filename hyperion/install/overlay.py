@@ -1,4 +1,6 @@
-"""Use an existing environment, which PYTHON= names. The environment is never changed; missing packages go to an overlay.
+"""Use an existing environment, which PYTHON= names.
+
+The environment is never changed. Missing packages are installed into an overlay.
 
 An overlay is the folder .overlay/<hash of the interpreter and its packages>/. Its packages are imported through PYTHONPATH. While
 pip chooses the missing packages, the versions of all installed packages are fixed. Therefore torch, torchvision, numpy and the

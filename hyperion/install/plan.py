@@ -80,7 +80,7 @@ def choose(machine: DetectedAccelerator, override: str = "") -> Choice:
 
     Args:
         machine: the accelerator of this machine.
-        override: value of TORCH=, or "".
+        override: value of TORCH=; "" if TORCH= is not given.
 
     Raises:
         HyperionError: TORCH= does not name a build, or the machine has no usable GPU for the build.

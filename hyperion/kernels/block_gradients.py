@@ -1,8 +1,9 @@
-"""Operations of a Transformer block whose backward passes read each gradient once.
+"""Operations of a Transformer block whose backward passes read each gradient only once.
 
-The gradient of a bias is the sum of a gradient over its rows. A compiler reads the gradient a second time for this sum, because a
-kernel that reduces along rows does not also reduce along columns. For large tensors, in the MLP and before attention, this second
-pass takes about one percent of a step. In this module, the Triton kernel that writes the gradient also sums its columns:
+The gradient of the bias of a layer is the sum of the gradient of the layer's output over all tokens (the rows of a matrix). Code
+from torch.compile reads the gradient of the output a second time to compute this sum, because its kernels do not reduce along
+rows and along columns at the same time. For the large tensors in the MLP and before attention, the second read takes about one
+percent of a training step. In this module, the Triton kernel that writes a gradient also sums the columns of this gradient:
 
 - The GELU projection, and the joint projection to query, key and value: the kernel sums the gradient of the bias.
 - The norm: the kernel sums the gradients of the norm's weight and bias, and adds the gradient of the residual stream in the same
@@ -27,7 +28,7 @@ from hyperion.kernels.token_loss import HAS_TRITON
 
 
 def applies_to(x: Tensor, dtype: torch.dtype = torch.bfloat16) -> bool:
-    """Return True if the functions of this module replace the layers with input x.
+    """Return True if a block with input x must use the functions of this module instead of its layers.
 
     This is the case in compiled code on a GPU with Triton, if x has the given dtype.
     """
@@ -48,8 +49,9 @@ def gelu(x: Tensor) -> Tensor:
 def layer_norm(x_BTD: Tensor, norm: nn.LayerNorm) -> Tensor:
     """Return LayerNorm(x) in the dtype of x, computed in float32, with weights rounded to the dtype of x.
 
-    Under autocast on a GPU, the layer norm of PyTorch reads and writes float32. Its input is converted to a float32 copy, which
-    is saved and needs twice the memory. The query, key and value layers each convert its output again, and save the result.
+    Under autocast on a GPU, the layer norm of PyTorch reads and writes float32. The input of the norm is converted to a float32
+    copy. Autograd saves this copy, which needs twice the memory. Each of the query, key and value layers converts the output of
+    the norm back to the dtype of autocast, and saves the result.
     """
     weight_D, bias_D = norm.weight.to(x_BTD.dtype), norm.bias.to(x_BTD.dtype)
     # In compiled code the casts of autocast are fused with reads and writes, so they take no extra time.
@@ -62,9 +64,9 @@ def layer_norm(x_BTD: Tensor, norm: nn.LayerNorm) -> Tensor:
 def add_positions(x_BTD: Tensor, positions_TD: Tensor) -> Tensor:
     """Return x + positions in the dtype of the residual stream.
 
-    Under autocast to bfloat16 this dtype is bfloat16. Otherwise it is the dtype of the sum. Without this function, the sum with
-    a float32 tensor would make the whole residual stream float32, and every read would need twice the bytes. The range of
-    float16 is too small for the residual stream.
+    Under autocast to bfloat16 this dtype is bfloat16. Otherwise it is the dtype of the sum. If PyTorch added the float32
+    positions to x, the whole residual stream would become float32, and every read would need twice the bytes. Under autocast to
+    float16 the residual stream stays in float32, because the range of float16 is too small for it.
     """
     to_bf16 = _autocasts_to_bf16(x_BTD.device.type)
     if to_bf16 and applies_to(x_BTD, torch.float32):

@@ -1,8 +1,9 @@
 """Triton kernels of `block_gradients` for AMD and NVIDIA GPUs, wrapped as custom operators for torch.compile.
 
-Each program processes a strip of rows. It writes the gradient of each row, and accumulates the column sums of the strip in
-float32. At the end it writes these sums. The sums of all strips are then added in a fixed order, so the result is deterministic.
-With few warps, a thread holds the same columns of several rows, and adds them without exchanging data with other threads.
+Each program of a kernel processes one strip. A strip is a group of `STRIP` consecutive rows. The program writes the gradient of
+each row, and sums each column over the rows of the strip in float32. At the end, the program stores these column sums. The column
+sums of all strips are then added in a fixed order, so the result is deterministic. The number of warps is small. A thread then
+holds the same columns of several rows, and adds these rows without exchanging data with other threads.
 
 Shape suffixes: M rows (tokens), D and E columns, S strips; B sequences of T positions.
 """
@@ -20,7 +21,13 @@ STRIP = 64  # number of rows of a strip
 
 @dataclass(frozen=True)
 class Tile:
-    """Tile of one program: rows and columns per iteration, number of warps, and pipeline stages of the loads."""
+    """The settings of a kernel.
+
+    Args:
+        rows, columns: numbers of rows and columns that a program processes per iteration.
+        warps: number of warps of a program.
+        stages: number of pipeline stages of the loads.
+    """
 
     rows: int
     columns: int
@@ -54,7 +61,10 @@ def gelu_strip(
     BLOCK: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """Backward pass of y = GELU(x) in the tanh form: write the gradient of x, and its column sums over the strip."""
+    """Backward pass of y = GELU(x) in the tanh form, for one strip of rows.
+
+    Write the gradient of x. Also sum each column of this gradient over the rows of the strip, and store the sums.
+    """
     strip, column = tl.program_id(1), tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)[None, :]
     inside = column < columns
     total = tl.zeros([BLOCK], tl.float32)
@@ -74,7 +84,12 @@ def gelu_strip(
 
 @triton_op("hyperion::gelu_gradient", mutates_args={})
 def gelu_gradient(grad_y_ME: Tensor, x_ME: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the gradient of x_ME for y = GELU(x), and its column sums [E] in float32."""
+    """Return the gradient of x_ME for y = GELU(x), and the sums of the columns of this gradient, of shape [E] in float32.
+
+    Args:
+        grad_y_ME: gradient of y.
+        x_ME: input of GELU.
+    """
     (M, E), grad_x_ME = x_ME.shape, torch.empty_like(x_ME, memory_format=torch.contiguous_format)
     grid = triton.cdiv(E, GELU.columns), triton.cdiv(M, STRIP)
     sums_SE = torch.empty(grid[1], E, dtype=torch.float32, device=x_ME.device)
@@ -108,9 +123,9 @@ def joined_strip(
     BLOCK: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """Concatenate three matrices along their columns. Also sum each column over the rows of one strip, and store the sums.
+    """Concatenate three matrices along their columns, for one strip of rows.
 
-    A strip is a group of STRIP consecutive rows.
+    Also sum each column over the rows of the strip, and store the sums.
     """
     part, strip = tl.program_id(2), tl.program_id(1)
     source = first_part if part == 0 else (second_part if part == 1 else third_part)
@@ -169,9 +184,10 @@ def norm_strip(
     BLOCK: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """Backward pass of (x, LayerNorm(x)): write the gradient of x, and the sums over the strip for weight and bias gradients.
+    """Backward pass of the two outputs x and LayerNorm(x), for one strip of rows.
 
-    With SUMS = 4 also write the column sums of the gradient of x and of the gradient from the residual stream.
+    Write the gradient of x. Also store sums over the rows of the strip, which are parts of the gradients of the norm's weight and
+    bias. If SUMS is 4, also store the column sums of the gradient of x, and of the gradient from the residual stream.
     """
     strip, column = tl.program_id(0), tl.arange(0, BLOCK)[None, :]
     inside = column < columns
@@ -261,7 +277,7 @@ def norm_gradient(
 def position_sum(
     values, sums, sequences, rows, columns: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr
 ):
-    """Write the sum over all sequences for one tile of positions and columns."""
+    """Sum `values` of shape [sequences, positions, columns] over the sequences, for one tile of positions and columns."""
     row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)[:, None]
     column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)[None, :]
     mask, total = (row < rows) & (column < columns), tl.zeros([ROWS, BLOCK], tl.float32)

@@ -1,12 +1,15 @@
-"""Negative log-likelihood of each token, computed from the input of the head without a float32 copy of the logits.
+"""Negative log-likelihood of each token, computed without a float32 copy of the logits.
+
+The functions take the input and the weight of the head, which is the linear layer that computes the logits.
 
 The logits are by far the largest tensor of a language model. The cross-entropy of PyTorch converts them to float32. The copy is
 twice as large as bfloat16 logits, and its gradient has the same size as the copy. On a GPU, a Triton kernel computes sums in
-float32 and overwrites the logits with softmax - one-hot. The backward pass needs no other values of this size.
+float32. It then overwrites the logits with S = softmax(logits) - one_hot(targets). The backward pass needs no other tensor of
+this size.
 
-Let S_MV be softmax - one-hot, and g_M the gradient of the loss of each token. The gradient of the input is g·(S·W), and the
-gradient of the weight is Sᵀ·(g·x). In this form S is never multiplied by g. On a CPU or without Triton, PyTorch's function is
-used.
+Let g_M be the gradient of the loss of each token, x the input of the head, and W its weight. The gradient of x is g·(S·W), and
+the gradient of W is Sᵀ·(g·x). With these formulas, the large tensor S does not have to be multiplied by g. On a CPU or without
+Triton, the cross-entropy of PyTorch is used.
 
 Shape suffixes: M tokens, D width, V classes, P classes after padding (P >= V), so that rows are aligned.
 """
@@ -21,7 +24,8 @@ from hyperion.data.packing import IGNORE_INDEX
 
 # Matrix units are fast only if rows start at multiples of 128 bytes. Rows of 50257 columns do not.
 _ALIGNMENT = 64
-# Logits of 16 MiB in float32: twice as fast as 200 MiB on a server's CPU, because they are read from its cache.
+# Number of float32 logits in 16 MiB. On the CPU of a server, logits of this size are in the cache, and the loss is computed twice
+# as fast as with logits of 200 MiB.
 _CPU_LOGITS = (16 << 20) // 4
 # The GPU builds of PyTorch contain Triton.
 HAS_TRITON = importlib.util.find_spec("triton") is not None
@@ -50,7 +54,7 @@ def token_loss(x_MD: Tensor, weight_VD: Tensor, targets_M: Tensor) -> Tensor:
     if not (x_MD.is_cuda and HAS_TRITON):
         if torch.is_grad_enabled() or x_MD.is_cuda:
             return _reference_loss(x_MD, weight_VD, targets_M)
-        # Without gradients nothing is kept, so the logits of a few rows at a time can stay in the cache of a CPU.
+        # Without gradients no logits are saved. So compute the logits of a few rows at a time, which fit in the cache of a CPU.
         rows = max(1, _CPU_LOGITS // len(weight_VD))
         chunks = zip(x_MD.split(rows), targets_M.split(rows), strict=True)
         return torch.cat([_reference_loss(x, weight_VD, targets) for x, targets in chunks])

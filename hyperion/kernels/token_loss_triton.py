@@ -33,7 +33,7 @@ def nll_and_slope(
     BLOCK: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """Write the negative log-likelihood. If `slope` > 0, also overwrite the logits with slope · (softmax - one-hot)."""
+    """Write the negative log-likelihood of one token. If `slope` > 0, overwrite its logits with slope · (softmax - one-hot)."""
     LOG2_E: tl.constexpr = 1.4426950408889634  # GPUs have a hardware unit for powers of 2, but not for exp
     row = tl.program_id(0).to(tl.int64)
     start = logits + row * columns
@@ -92,9 +92,10 @@ def head_loss(
 
 
 def _slope(dtype: torch.dtype) -> float:
-    """Return the factor by which S is multiplied.
+    """Return the factor by which S is multiplied before it is stored in this dtype.
 
-    With 50,000 classes, values of softmax are subnormal in float16, and some matrix units replace subnormal numbers by zero.
+    In float16 the factor is 1024. With 50,000 classes, many values of softmax would otherwise be subnormal in float16, and some
+    matrix units replace subnormal numbers by zero.
     """
     return 1024.0 if dtype == torch.float16 else 1.0
 

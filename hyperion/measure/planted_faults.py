@@ -1,7 +1,7 @@
-"""Test the checks: plant known measurement errors into real measurements, and require that a check detects each error.
+"""Test the checks of measurements: add known errors to real measurements, and require that a check detects each error.
 
-Each fault has a clean twin. The twin is the same measurement without the fault, and it must pass the check. Without the twin, a
-check that rejects every measurement would seem to work.
+An error that is added on purpose is called a planted fault. Each fault has a clean twin, which is the same measurement without
+the fault. The clean twin must pass the check. Otherwise a check that rejects every measurement would seem to work.
 """
 
 import time
@@ -31,7 +31,7 @@ Believe = Callable[[str], None]
 
 @dataclass(frozen=True)
 class PlantedFault:
-    """One kind of measurement error.
+    """One kind of measurement error, and the check that must detect it.
 
     Args:
         name: name of the error.
@@ -39,8 +39,8 @@ class PlantedFault:
         refusal: text that the message of this check contains. If the message does not contain it, another check raised the
             exception, and the error does not count as detected.
         plant: function (device, broken, believe) -> None that runs the measurement. If `broken` is True, the measurement has
-            the fault. The function calls `believe` with the wrong result that a reader would have seen. It raises the
-            exception of the check.
+            the fault. The function calls `believe` with the wrong result that a reader would have seen. If a check rejects the
+            measurement, the function raises the exception of this check.
     """
 
     name: str
@@ -51,7 +51,7 @@ class PlantedFault:
 
 @dataclass(frozen=True)
 class FaultResult:
-    """The result of a planted fault.
+    """The result of running a measurement with a planted fault and without it.
 
     Args:
         name: name of the error.
@@ -97,7 +97,11 @@ def _run(device: Device, fault: PlantedFault) -> FaultResult:
 
 
 def _measure(device: Device, fault: PlantedFault, *, broken: bool) -> tuple[str, Exception | None]:
-    """Run the measurement. Return the result that a reader would have seen, and the exception (None if there was none)."""
+    """Run the measurement with or without the fault.
+
+    Returns:
+        The result that a reader would have seen, and the exception of the check, or None if no exception was raised.
+    """
     read: list[str] = []
     try:
         fault.plant(device, broken, read.append)
@@ -139,7 +143,7 @@ def _no_synchronisation_of_a_block(device: Device, broken: bool, believe: Believ
 
 
 def _no_warm_up(device: Device, broken: bool, believe: Believe) -> None:
-    """The first calls are up to four times slower. If broken, the time limit ends the warm-up too early."""
+    """Time a function whose first calls are up to four times as slow. If broken, the time limit ends the warm-up too early."""
     clock = Scripted(lambda call: _WORK_S * (1 + 3 * np.exp(-call / 50)))
     timing = time_function(lambda: None, device, cold=False, minimum_samples=30, time_limit_s=0.1 if broken else 5.0, clock=clock)
     believe(f"{timing.samples_s.mean() * 1e3:.2f} ms on average, but {_WORK_S * 1e3:.2f} ms after a complete warm-up")
@@ -157,7 +161,7 @@ def _clock_drift(device: Device, broken: bool, believe: Believe) -> None:
 
 
 def _no_flush(clock: Callable[[Device], Clock]) -> Callable[[Device, bool, Believe], None]:
-    """Return the fault: a copy is timed as with cold caches, but if broken, the clock does not flush the cache."""
+    """Return the function `plant` of a fault: a copy is timed with cold caches. If broken, the clock does not flush the cache."""
 
     def plant(device: Device, broken: bool, believe: Believe) -> None:
         source = torch.randn(1 << 16, device=device.torch_device)
@@ -173,7 +177,7 @@ def _no_flush(clock: Callable[[Device], Clock]) -> Callable[[Device, bool, Belie
 
 
 def _skipped_work(device: Device, broken: bool, believe: Believe) -> None:
-    """If broken, three of four calls reuse an earlier result."""
+    """Time a function. If broken, three of four calls do no work, as if they returned an earlier result."""
     calls = iter(range(1 << 40))
 
     def work() -> None:
@@ -200,7 +204,7 @@ class _RoundedProduct(Gemm):
 
 
 def _product(kind: type[Gemm]) -> Callable[[Device, bool, Believe], None]:
-    """Return the fault: a matrix product is measured. If broken, it is an instance of `kind`, which computes wrongly."""
+    """Return the function `plant` of a fault: a matrix product is measured. If broken, its class is `kind`, which is wrong."""
 
     def plant(device: Device, broken: bool, believe: Believe) -> None:
         product = (kind if broken else Gemm)(128, 128, 128, "fp32", device)
@@ -258,7 +262,9 @@ def mi250x(compute_units: int, memory_bytes: float, clock_mhz: float) -> Device:
 
 
 def _wrong_device(wrong: tuple[int, float, float], said: str) -> Callable[[Device, bool, Believe], None]:
-    """Return the fault: the peak of one die of an MI250X is looked up. If broken, the device has the properties `wrong`.
+    """Return the function `plant` of a fault: the data sheet of one die of an MI250X is looked up.
+
+    If broken, the device has the properties `wrong`, which do not agree with the data sheet.
 
     Args:
         wrong: (compute units, bytes of memory, clock in MHz).
@@ -332,7 +338,7 @@ def _row(device: Device, dtype: str, rate: Estimate, verification: Verification)
 
 
 class Scripted:
-    """A clock whose samples follow a script, with the noise of an idle machine.
+    """A clock that measures nothing. Its samples follow a script, with random noise as on an idle machine.
 
     Args:
         script: function from the number of a call (from 1) to its seconds.
@@ -402,7 +408,7 @@ class Queue:
 
 
 class BlockClock(WallClock):
-    """The host's clock, which times a block of calls on an asynchronous device.
+    """A clock of the host that times blocks of calls on the simulated device `queue`.
 
     Args:
         waits: whether the clock synchronises at the end of a block. It always synchronises at the start.
@@ -424,7 +430,7 @@ class BlockClock(WallClock):
 
 
 class Unflushed:
-    """The clock of a device, but it does not flush the cache.
+    """A clock like `device_clock`, but without the cache flush before each sample.
 
     Args:
         counted: whether the clock increments the call counter of the flush before each sample, although the flush does not run.

@@ -1,4 +1,4 @@
-"""The structure of a model as data: the names of its stem, blocks and head.
+"""The layout of a model: the names of the submodules of its stem, its blocks and its head.
 
 With these names, the code for sharding and compilation does not depend on the class of the model.
 """

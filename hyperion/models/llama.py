@@ -33,7 +33,7 @@ from hyperion.untrusted import inner_path, open_regular, read_json
 if TYPE_CHECKING:
     from transformers import LlamaConfig, LlamaForCausalLM
 
-WEIGHTS_FOLDER = "llama"  # folder of a mirror or of the cache with weights that the user puts there
+WEIGHTS_FOLDER = "llama"  # name of the folder, in a data mirror or in the cache, into which the user puts weights
 HUB_FOLDER = "hub"  # folder of the cache for models that were downloaded by their id on the Hugging Face Hub
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
@@ -127,6 +127,7 @@ def require_vocabulary(tokenizer_size: int, model: LlamaForCausalLM, where: obje
 
     Args:
         tokenizer_size: the tokenizer's largest id + 1.
+        model: the model that gets the ids.
         where: value for the field `where` of an error, such as the path of the data.
 
     Raises:
@@ -155,8 +156,8 @@ def require_vocabulary(tokenizer_size: int, model: LlamaForCausalLM, where: obje
 class LlamaLM(nn.Module):
     """A LlamaForCausalLM, or a peft model around a LlamaForCausalLM, with the interface of TransformerLM.
 
-    Rows must be padded on the right. With causal attention no token attends to the padding after it. So the model needs no
-    attention mask and can use the fast kernels for causal attention.
+    The sequences of a batch must be padded on the right. With causal attention no token attends to the padding after it.
+    Therefore the model needs no attention mask and can use the fast kernels for causal attention.
     """
 
     def __init__(self, lm: nn.Module):
@@ -245,6 +246,8 @@ def llama_flops_per_token(
     The result equals torch's FlopCounterMode (tested), for LoRA if q, k or v are among the targets.
 
     Args:
+        config: shape of the model.
+        sequence_length: T, the number of tokens in a sequence.
         lora_rank: r; 0 for full training.
         targets: names of the layers with adapters.
     """
@@ -303,10 +306,10 @@ def llama_folder(model_id: str | Path) -> Path | None:
 
 
 def local_llama(data_source: str) -> Path | None:
-    """Return the folder llama/ of the mirror or of the cache; None if there is none.
+    """Return the folder llama/ of the mirror or of the cache; None if neither has this folder.
 
     Args:
-        data_source: the option of the same name. 'auto' looks into the mirror, then into the cache.
+        data_source: requested source of data, such as 'mirror' or 'cache'. 'auto' looks into the mirror, then into the cache.
     """
     places = {"mirror": ("auto", "mirror"), "cache": ("auto", "cache", "download")}
     for place in [place for place, sources in places.items() if data_source in sources]:
@@ -328,7 +331,7 @@ def verify_llama_folder(folder: Path) -> LlamaForCausalLM:
         The model on the meta device.
 
     Raises:
-        HyperionError: a file or tensor is missing or wrong. The error names it.
+        HyperionError: a file or a tensor is missing or wrong. The message names this file or tensor.
     """
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -380,7 +383,7 @@ def _stored_shapes(folder: Path) -> dict[str, list[int]]:
     pickled = next((path.name for pattern in _PICKLES for path in sorted(folder.glob(pattern))), None)
     if pickled is not None:
         raise HyperionError(
-            f"the weights are pickles ({pickled}), which could run code; they were not opened",
+            f"the weights are pickle files ({pickled}). Reading a pickle can run code, so they were not opened",
             where=folder,
             next_step="save the weights as safetensors on a machine where you trust them: model.save_pretrained(folder)",
         )

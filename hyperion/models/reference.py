@@ -20,7 +20,7 @@ from hyperion.errors import HyperionError
 from hyperion.models.layout import Layout, ModelFlops, parameter_count
 
 HEAD_WIDTH = 64  # features of one attention head, in ViT-B/16 and in the encoder
-PATCH = 16  # pixels on a side of a ViT's patch
+PATCH = 16  # height and width of a patch of the ViT in pixels
 _BOTTLENECKS = (3, 4, 6, 3)
 _EXPANSION = 4  # the last convolution of a bottleneck block has 4 · 64 · 2^stage channels, for every width
 
@@ -76,7 +76,7 @@ class _Classifier(_Reference):
 
 @dataclass(frozen=True)
 class ResNet50(_Classifier):
-    """ResNet-50 (He et al. 2015, arXiv 1512.03385). The 3 x 3 convolutions have the stride, as in torchvision.
+    """ResNet-50 (He et al. 2015, arXiv 1512.03385). As in torchvision, the 3 x 3 convolution of a block has the stride.
 
     Args:
         width: number of channels of the 3 x 3 convolutions of the first stage; 64 in the paper.
@@ -240,7 +240,7 @@ class Encoder(_Reference):
 
     @property
     def name(self) -> str:
-        """Name with the width, heads and layers. It omits the length of the sequence, which the model does not fix."""
+        """Name with the width, heads and layers. The sequence length is not included, because the model accepts any length."""
         return f"encoder_d{self.width}_h{self.width // HEAD_WIDTH}_l{self.layers}"
 
     def _make(self) -> nn.Module:

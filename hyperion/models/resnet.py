@@ -50,6 +50,10 @@ class BasicBlock(nn.Module):
 class ResNet18(nn.Module):
     """ResNet-18 for small images (see the module's docstring).
 
+    Args:
+        num_classes: K, the number of classes.
+        width: w, the number of channels of the first stage.
+
     Attributes:
         name: `resnet18` for the width 64 of the paper, else `resnet18_w<width>`, so that a network of another width is never
             reported as ResNet-18.
@@ -69,7 +73,7 @@ class ResNet18(nn.Module):
         self.initialize()
 
     def initialize(self) -> None:
-        """Initialise the convolutions with He's normal initialisation for ReLU, by fan-out.
+        """Initialise the convolutions with kaiming_normal_ (He et al.) for ReLU, with mode "fan_out".
 
         BatchNorm and the classifier keep torch's default initialisation.
         """

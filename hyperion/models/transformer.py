@@ -91,6 +91,7 @@ def named_config(name: str, **changes: float) -> TransformerConfig:
 
     Args:
         changes: fields to replace, such as vocab_size=256.
+        name: a name in NAMED_CONFIGS.
 
     Raises:
         HyperionError: there is no configuration with this name.
@@ -108,6 +109,7 @@ class TransformerLM(nn.Module):
     """Causal language model over token ids (see the module's docstring).
 
     Args:
+        config: shape of the model.
         loss_chunk_tokens: if a batch has more tokens, the training loss is computed in chunks of this size, and the backward
             pass recomputes the logits of each chunk.
     """
@@ -235,7 +237,7 @@ class TransformerBlock(nn.Module):
 
     def forward(self, x_BTD: Tensor) -> Tensor:
         last = self.attention.output, self.mlp.down
-        # With dropout, the gradient of a bias differs from the column sum that the norm's kernel computes.
+        # The backward kernel of the norm computes the gradient of a bias as a sum over tokens. With dropout, this sum is wrong.
         plain = all(type(layer) is nn.Linear for layer in last) and not (self.dropout and self.training)
         detached = plain and block_gradients.applies_to(x_BTD)
         x_BTD, normed_BTD = self.attention_norm.fork(x_BTD)
@@ -297,6 +299,7 @@ class LayerNorm(nn.LayerNorm):
             biases_D: either no arguments, or two biases. The first is the bias of the layer whose output was added to x before
                 the norm. The second is the bias of the layer whose output is added to x after the norm. The backward pass of
                 this norm computes the gradients of both biases.
+            x_BTD: the residual stream before the norm.
         """
         # The two layers use these biases detached, so the gradients of the biases are computed only here.
         if biases_D or block_gradients.applies_to(x_BTD):

@@ -38,6 +38,7 @@ def apply_checkpointing(model: nn.Module, blocks: list[nn.Module], policy: str, 
     """Checkpoint the activations of some blocks of a model. Only `forward` is replaced, so parameters keep their names.
 
     Args:
+        model: the model that contains the blocks.
         blocks: the blocks to checkpoint.
         policy: name of the policy, for error messages.
         selective: if True, save the inputs of blocks and the results of matrix products, convolutions and attention. If
@@ -187,9 +188,10 @@ def _refusal(block: nn.Module, what: str) -> HyperionError:
 
 
 def _gradients(block: nn.Module, forward: Callable, args: tuple, kwargs: dict) -> dict[str, Tensor]:
-    """Return the gradients of the inputs and parameters of a block for random output gradients, and its buffers afterwards.
+    """Run the forward and the backward pass of a block. Return the gradients of its inputs and parameters, and its buffers.
 
-    Every call uses the same random numbers. The buffers of the block are then restored.
+    The gradients of the outputs are random. Every call uses the same random numbers. After the call, the buffers of the block
+    have their previous values.
     """
     buffers = [(buffer, buffer.clone()) for buffer in block.buffers()]
     leaves: dict[str, Tensor] = {}

@@ -59,9 +59,10 @@ def without_exchange(model: nn.Module) -> Iterator[None]:
 
 
 def start_sum(values: Tensor, ranks: int) -> Callable[[], Tensor]:
-    """Start to sum `values` over all ranks, asynchronously to the next operations on the device.
+    """Start to sum `values` over all ranks. The next operations on the device do not wait for the sum.
 
     Args:
+        values: tensor of this rank. All ranks need the same shape and dtype.
         ranks: number of ranks. With 1 the result is `values` itself.
 
     Returns:
@@ -93,6 +94,8 @@ def clip_gradients(model: nn.Module, limit: float, norm: Tensor) -> None:
     which takes milliseconds of host time in every step.
 
     Args:
+        model: model with gradients. Each rank scales its own gradients or shards.
+        limit: largest L2 norm of the gradients after scaling.
         norm: current L2 norm of the gradients over all ranks, as a scalar on the device.
     """
     factor = (limit / (norm + 1e-6)).clamp(max=1.0)

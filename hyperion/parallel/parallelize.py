@@ -98,6 +98,7 @@ def parallelize(model: nn.Module, plan: ParallelPlan, world: World) -> nn.Module
 
     Args:
         model: a model whose blocks are known to `layout_of(model)`. It is modified in place.
+        plan: options of the four steps.
         world: the result of hyperion.processes.world().
 
     Returns:
@@ -143,7 +144,7 @@ def _require_ranks(plan: ParallelPlan, world: World) -> None:
 def _broadcast_from_rank_0(model: nn.Module) -> None:
     """Copy the values of rank 0 to all ranks.
 
-    FSDP2 does not copy values. Without this function it would combine shards of different models.
+    FSDP2 does not copy values. Without this function, FSDP2 would combine shards of different models.
     """
     assert_same_shapes(model)
     for tensor in [*model.parameters(), *model.buffers()]:

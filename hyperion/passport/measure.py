@@ -1,4 +1,8 @@
-"""Measure a passport: the ceilings of this machine within a few minutes, with the most important ceilings first."""
+"""Measure the ceilings of this machine within a few minutes, and return them as a passport.
+
+The ceilings are the measured rates of matrix products, memory, launches, copies and all-reduces. The most important ceilings are
+measured first.
+"""
 
 import itertools
 import json
@@ -32,7 +36,8 @@ _TRANSFER_BYTES = 256 << 20
 _ALL_REDUCE_BYTES = 1 << 30
 _HANG_S = 120.0
 _LARGEST_GEMM, _SMALLEST_GEMM = 8192, 256
-# Duration of one measurement in calls: the warm-up, thirty samples, and cache flushes that take about as long as a call.
+# Approximate duration of one measurement divided by the duration of one call. The measurement consists of the warm-up, of thirty
+# samples, and of cache flushes that take about as long as a call.
 _CALLS = 45
 _PROBES = 3
 _LARGEST_STREAM, _SMALLEST_STREAM = 1 << 30, 8 << 20
@@ -48,7 +53,7 @@ class PlannedMeasurement:
     Args:
         name: name of the measurement in progress lines.
         measure: function that takes a time limit in seconds and returns rows.
-        absent: the row that is stored with a reason if no time is left.
+        absent: row without a value. If no time is left for the measurement, this row is stored with the reason.
     """
 
     name: str
@@ -88,7 +93,7 @@ def write_passport(content: dict, path: Path) -> None:
     """Write a passport to a new file. Folders in `path` that do not exist are created.
 
     Raises:
-        HyperionError: there is a file at `path`. It is left unchanged.
+        HyperionError: there is already a file at `path`. The file is not changed.
     """
     if path.exists():
         raise HyperionError("there is already a file with this name", where=path, next_step="choose another name: --output FILE")
@@ -106,14 +111,17 @@ def passport_name(content: dict) -> str:
 
 
 def new_passport_path(content: dict, folder: Path) -> Path:
-    """Return the path for a new passport in `folder`. If files with the device's name exist, it ends in -2, -3 and so on."""
+    """Return a path in `folder` for a new passport. If the name is used already, -2, -3 and so on is added to the name."""
     first = folder / passport_name(content)
     numbered = (first.with_stem(f"{first.stem}-{number}") for number in itertools.count(2))
     return next(path for path in itertools.chain([first], numbered) if not path.exists())
 
 
 def not_measured(content: dict) -> list[str]:
-    """Return one line for each reason why ceilings of a passport have no value. It names the ceilings."""
+    """Return lines of text about the ceilings of a passport that have no value.
+
+    Each line contains one reason, and the names of all ceilings to which this reason applies.
+    """
     missing: dict[str, dict[str, None]] = {}
     for row in content["ceilings"]:
         if row["value"] is None:
@@ -148,19 +156,21 @@ def passport_of(facts: MachineFacts, device: Device, devices: int, rows: list[Ro
     }
     content = json.loads(json.dumps(content, allow_nan=False))  # tuples become lists, as in a passport that is read from a file
     if place := private_text(content, "passport"):
-        raise HyperionError(f"{place} contains a path of this machine", next_step="report this: a passport must not contain any")
+        raise HyperionError(
+            f"{place} contains a path of this machine", next_step="report this error, because a passport must not contain paths"
+        )
     return content | {"hashes": hashes_of(content)}
 
 
 def shareable_fingerprint(facts: MachineFacts) -> dict:
-    """Return the fingerprint without visible-device variables that contain anything other than numbers, such as UUIDs."""
+    """Return the fingerprint without environment variables that select GPUs by UUID instead of by number."""
     content = fingerprint(facts)
     plain = {name: value for name, value in content["visible_devices"].items() if value.replace(",", "").isdigit()}
     return content | {"visible_devices": plain}
 
 
 def _planned(device: Device, floors: list[Floor]) -> list[PlannedMeasurement]:
-    """Return the measurements, the most important ones first."""
+    """Return the planned measurements of a passport. The most important ones come first."""
     formats = sorted(FORMATS, key=lambda name: name != "fp32")
     streams = [(operation, dtype) for dtype in _STREAM_DTYPES for operation in STREAMS]
     # All-reduces use all devices. They are measured separately, by `_all_reduces`.
@@ -237,7 +247,10 @@ def _all_reduces(floors: list[Floor], devices: int, device: Device, on_line: Cal
 
 
 def all_reduces_on_rank(sizes: list[int]) -> dict:
-    """Measure all-reduces; called on each rank. A sample is the time of the slowest rank, so all ranks return the same rows."""
+    """Measure all-reduces of these sizes in bytes. Every rank must call this function.
+
+    A sample is the time of the slowest rank, so all ranks return the same rows.
+    """
     here = world()
     with roll_call(_HANG_S) as roll:
         rows = [all_reduce_row(here, roll, "fp32", size, time_limit_s=2.0) for size in sizes]
@@ -247,9 +260,10 @@ def all_reduces_on_rank(sizes: list[int]) -> dict:
 
 
 def gemm_size(device: Device, dtype: str, limit_s: float) -> int:
-    """Return the size M = N = K of a matrix product: the largest power of two from 256 to 8192 that satisfies two limits.
+    """Return the size M = N = K of the matrix product to measure, a power of two from 256 to 8192.
 
-    The samples take at most `limit_s` seconds, and the matrices occupy at most an eighth of the memory.
+    It is the largest size for which the samples take at most `limit_s` seconds, and the matrices occupy at most an eighth of the
+    memory.
     """
     size = _SMALLEST_GEMM
     while size < _LARGEST_GEMM:
@@ -263,9 +277,10 @@ def gemm_size(device: Device, dtype: str, limit_s: float) -> int:
 
 
 def stream_bytes(device: Device, operation: str, dtype: str, limit_s: float) -> int:
-    """Return the size of one array in bytes.
+    """Return the size in bytes of each array that a memory stream reads or writes.
 
-    The array is larger than the caches, unless the samples would then take longer than `limit_s` seconds.
+    The array is larger than the caches. If the samples of such an array would take longer than `limit_s` seconds, the array is
+    smaller.
     """
     cache = device.last_level_cache_bytes or 0
     array_bytes = max(_CACHE_MULTIPLE * cache // 2, _LARGEST_STREAM if device.kind != "cpu" else 64 << 20)

@@ -1,7 +1,5 @@
 """The format of a passport, and the verification of passports.
 
-The verification covers hashes, units, intervals, checks, limits from the data sheet, and floors.
-
 A passport is one JSON file with the fingerprint, the measured ceilings and the floors of a machine:
 
     {"schema": 1, "hyperion": "0.1.0", "created": "2026-11-21", "device": …, "devices": 4,
@@ -41,6 +39,7 @@ _PARAMS = dict.fromkeys(("m", "n", "k", "elements", "bytes", "ranks", "calls", "
 _PARAMS |= dict.fromkeys(("cache", "backend", "power_scope"), str) | {"pinned": bool, "counter_difference": float}
 _LARGEST_BYTES = 16 * 2**20  # far more than needed: thousands of values take about one MiB
 _ROUNDING = 1 + 1e-9
+_REMEDY = "do not use this passport; measure the machine again: hyperion passport"
 # Matches file paths. The lookbehind excludes paths in web addresses.
 _PATH = re.compile(r"(?<![\w.:/~-])(/(home|root|Users|tmp|mnt|scratch|lustre|gpfs|work|var|opt|data|nfs|usr)/|~/|[A-Z]:\\)")
 
@@ -53,7 +52,11 @@ class PassportError(HyperionError):
 
 @dataclass(frozen=True)
 class FloorVerdict:
-    """The outcome of one floor: the fields of `hyperion.hardware.Floor`, the outcome, the measured value and a note."""
+    """The result of comparing the machine with one floor.
+
+    The fields up to `ranks` are the fields of `hyperion.hardware.Floor`. The other fields are the outcome, the measured value and
+    a note, see `hyperion.doctor.FloorResult`.
+    """
 
     quantity: str
     dtype: str
@@ -71,7 +74,7 @@ class FloorVerdict:
 
 @dataclass(frozen=True)
 class FloorSection:
-    """The verdicts on all floors. If no floor is known for the device, `unknown` contains the reason."""
+    """The results for all floors. If no floor is known for the device, `verdicts` is empty and `unknown` contains the reason."""
 
     unknown: str
     verdicts: tuple[FloorVerdict, ...]
@@ -124,11 +127,11 @@ def verify_passport(path: Path) -> int:
     except PassportError as error:
         raise PassportError(error.what, where=path, next_step=error.next_step) from None
     except HyperionError as error:
-        raise PassportError(error.what.replace("passport.", ""), where=path, next_step="measure it again") from error
+        raise PassportError(error.what.replace("passport.", ""), where=path, next_step=_REMEDY) from error
 
 
 def hashes_of(content: dict) -> dict[str, str]:
-    """Return the sha256 of each section by name, and under "whole" the sha256 of everything except the hashes."""
+    """Return the sha256 of each section, by name of the section. The entry "whole" covers everything except the hashes."""
     whole = {name: value for name, value in content.items() if name != "hashes"}
     return {name: _hash(content[name]) for name in SECTIONS} | {"whole": _hash(whole)}
 
@@ -172,9 +175,11 @@ def _verify(content: dict) -> int:
 
 def _read(path: Path) -> dict:
     try:
-        return read_json(path, PassportError, "measure it again: hyperion passport", _LARGEST_BYTES)
+        return read_json(path, PassportError, _REMEDY, _LARGEST_BYTES)
     except OSError as error:
-        raise PassportError(f"cannot be read: {error.strerror}", where=path, next_step="name a passport file") from error
+        raise PassportError(
+            f"cannot be read: {error.strerror}", where=path, next_step="pass the path of a passport file"
+        ) from error
 
 
 def _verify_hashes(content: dict) -> None:
@@ -182,11 +187,15 @@ def _verify_hashes(content: dict) -> None:
     _require(stated.keys() == computed.keys(), "hashes", f"must contain exactly the fields {', '.join(computed)}")
     for name, digest in computed.items():
         what = "a field outside the sections" if name == "whole" else "this section"
-        _require(stated[name] == digest, f"hashes.{name}", f"does not match the content: {what} was changed after it was written")
+        _require(
+            stated[name] == digest,
+            f"hashes.{name}",
+            f"does not match the content: {what} was changed after the passport was written",
+        )
 
 
 def _row(entry: dict, place: str, device: Device) -> Row:
-    """Return the row, after checking the rules of its metric, its interval, and its limit in the data sheet of this version."""
+    """Return the row. First check its fields, its unit, its interval, and its limit against the data sheet of this version."""
     unknown = sorted(entry.keys() - set(COLUMNS))
     _require(not unknown, f"{place}.{unknown[0] if unknown else ''}", "is an unknown field")
     missing = sorted(set(COLUMNS) - entry.keys())
@@ -209,7 +218,11 @@ def _row(entry: dict, place: str, device: Device) -> Row:
         bound = known * _ROUNDING
         stated = row.limit is not None and row.limit <= bound
         _require(stated, f"{place}.limit", f"is {row.limit}, but the data sheet has {known:.6g}")
-        _require(row.value <= bound, f"{place}.value", f"is {row.value:.6g} {row.unit}, beyond the data sheet's {known:.6g}")
+        _require(
+            row.value <= bound,
+            f"{place}.value",
+            f"is {row.value:.6g} {row.unit}, but the limit from the data sheet is {known:.6g}",
+        )
     return row
 
 
@@ -241,7 +254,7 @@ def _known_limit(row: Row, place: str, device: Device) -> float | None:
 
 
 def _verify_floors(section: FloorSection, rows: list[Row], device: Device, devices: int) -> None:
-    """Check that the verdicts follow from the rows, and that floors with a vendor as their source have the vendor's values."""
+    """Check that the verdicts follow from the rows, and that a floor with a known source has the value of this source."""
     expected, unknown = floors_for(device, devices)
     _require(
         bool(section.unknown) != bool(section.verdicts), "floors", "must have either verdicts or a reason why no floor is known"
@@ -277,7 +290,7 @@ def _require(holds, field: str, reason: str) -> None:
 
 
 def _refusal(field: str, reason: str) -> PassportError:
-    return PassportError(f"{field}: {reason}", next_step="measure it again: hyperion passport")
+    return PassportError(f"{field}: {reason}", next_step=_REMEDY)
 
 
 def _hash(value) -> str:

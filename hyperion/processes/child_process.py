@@ -73,6 +73,10 @@ def start(
     """Start `python -m module arguments`. The process writes stdout and stderr to one stream, and its stdin is empty.
 
     Args:
+        python: path of the Python interpreter.
+        module: name of the module to run.
+        arguments: command-line arguments of the module.
+        environment: all environment variables of the process.
         stdout: where the output goes: a file; subprocess.PIPE, so that the caller reads it from `.stdout` of the result; or
             None for the stdout of this process.
         new_session: make the process the leader of a new session and process group.

@@ -94,9 +94,9 @@ def world() -> World:
 def process_group(timeout_s: float = 600.0, backend: str | None = None) -> Iterator[World]:
     """Context manager that initializes torch.distributed on the device of this rank, and destroys the group on exit.
 
-    Under torchrun every rank must enter it. A process without torchrun's variables gets a group of one rank, because DDP and
-    FSDP2 need a group; no port is opened for it. A process can use the context manager several times, one after the other.
-    After an exception the group is aborted, so that this rank does not wait for ranks that may have died.
+    Under torchrun every rank must enter the block. A process without torchrun's variables gets a group of one rank, because DDP
+    and FSDP2 need a group. No port is opened for this group. A process can use the context manager several times, one after the
+    other. After an exception the group is aborted, so that this rank does not wait for ranks that may have died.
 
     Args:
         timeout_s: seconds that a rank waits for the other ranks, at the start and in every collective.
@@ -210,15 +210,15 @@ class StoreBarrier:
         self._timeout_s = timeout_s
 
     def arrive(self, name: str) -> None:
-        """Count this rank as arrived, without waiting."""
+        """Record that this rank has arrived, and return at once."""
         self._store.add(name, 1)
 
     def is_complete(self, name: str, ranks: int) -> bool:
-        """Return True if this many ranks have arrived."""
+        """Return True if at least `ranks` ranks have arrived."""
         return self._store.add(name, 0) >= ranks
 
     def wait(self, name: str, ranks: int) -> None:
-        """Count this rank as arrived, and wait until this many ranks have arrived.
+        """Record that this rank has arrived, and wait until `ranks` ranks have arrived.
 
         Raises:
             HyperionError: some ranks did not arrive before the timeout.
@@ -307,7 +307,7 @@ def _require_no_group() -> None:
         raise GroupError(
             "there is already a process group",
             where=f"rank {dist.get_rank()} of {dist.get_world_size()}",
-            next_step="use the existing group through hyperion.processes.world(), or destroy it first",
+            next_step="use the existing group through hyperion.processes.world(), or destroy the existing group first",
         )
 
 

@@ -185,7 +185,7 @@ def ranks_behind(ranks: list[RankProgress]) -> list[int]:
 def _exit(here: World, ranks: list[RankProgress], hung_s: float, done: threading.Event) -> None:
     """Print the report and end the process. A rank that is behind exits first if it can.
 
-    The main thread may hang, so this thread ends the process without it.
+    The main thread may hang, so this thread ends the process without waiting for the main thread.
     """
     behind = ranks_behind(ranks)
     first = min(behind or range(here.size))

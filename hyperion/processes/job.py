@@ -103,7 +103,7 @@ def entry_of(function: Callable) -> str:
 
 
 def load_entry(entry: str) -> Callable:
-    """Import the function with this name, as `entry_of` returns it."""
+    """Import and return a function. Its name has the form that `entry_of` returns."""
     module, name = entry.split(":")
     return getattr(importlib.import_module(module), name)
 
@@ -116,6 +116,7 @@ def run_job(
     """Run a job in a fresh process, and return the result of its function. The process inherits the environment.
 
     Args:
+        job: the job. Its field `ranks` must be None.
         on_line: called with each line that the worker prints.
         on_progress: called with (done, total, note) for each call of `report_progress` in the worker.
 
@@ -143,7 +144,7 @@ def run_job(
             raise JobError(
                 f"{job.entry} exceeded its timeout of {job.timeout_s:g} s and was ended\n" + "".join(output.last_lines),
                 where=f"worker process {worker.pid}",
-                next_step="see the log above for where it hung, or raise the timeout",
+                next_step="find out from the log above where the worker hung, or raise the timeout",
             )
         if worker.returncode != 0:
             raise _worker_error(answer, worker.returncode) if answer.exists() else _exit_error(job, worker, output.last_lines)

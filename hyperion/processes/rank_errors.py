@@ -50,6 +50,7 @@ class RankExit:
     """How a rank ended.
 
     Args:
+        rank: number of the rank.
         record: result or error that the rank wrote to its file (see worker.py); None if the rank wrote nothing.
         code: exit code, or the negative number of the signal; None if torchrun reported no exit code.
         time: time at which torchrun noticed the exit, in whole seconds since 1970.
@@ -82,7 +83,7 @@ def first_failure(exits: list[RankExit]) -> RankExit | None:
 
 
 def _cause_order(end: RankExit) -> tuple[int, bool, float]:
-    """Return a sort key. It puts more likely causes first, and orders equally likely causes by time."""
+    """Return a sort key with which the most likely root cause comes first. Equally likely causes are ordered by time."""
     if end.error:
         likelihood = 3 if end.error["lost_peer"] else 2 if end.error["exit_code"] == INTERRUPTED else 1
         return likelihood, False, end.error["time"]
@@ -112,6 +113,8 @@ def rank_error(job: Job, end: RankExit, log: str, where: str) -> RankError:
     there was no exception, the message contains the signal or exit code and the end of the log.
 
     Args:
+        job: the job that failed.
+        end: how the failed rank ended.
         log: everything that this rank printed.
         where: value for the field `where` of the error.
     """
@@ -139,9 +142,10 @@ def rank_error(job: Job, end: RankExit, log: str, where: str) -> RankError:
 
 @dataclass(frozen=True)
 class RankStack:
-    """The stack of a rank at the time when it received SIGUSR1.
+    """The stack of a rank at the time when the rank received SIGUSR1.
 
     Args:
+        rank: number of the rank.
         frames: frames of the main thread, innermost first, as "function (file.py:12)"; empty if the rank wrote no stack.
         waiting: True if the rank was waiting for other ranks.
         finished: True if the function of the job had returned on this rank.
@@ -165,6 +169,7 @@ def read_stack(rank: int, stack: str, finished: bool) -> RankStack:
     """Parse the stack that faulthandler wrote on a rank. The last block of the text is the stack of the main thread.
 
     Args:
+        rank: number of the rank.
         stack: text that faulthandler wrote.
         finished: True if the function of the job had returned on this rank.
     """
@@ -204,6 +209,7 @@ def collective_timeout_error(job: Job, error: RankError, stacks: list[RankStack]
     If exactly one rank did not join the collective, the message names this rank.
 
     Args:
+        job: the job that failed.
         error: error of the rank whose collective timed out.
         stacks: stack of every rank at the time of the timeout.
     """

@@ -58,6 +58,7 @@ def run_ranks(
     variables. With several nodes, every node calls `run_ranks` with the same job and gets the results of all ranks.
 
     Args:
+        job: the job. Its field `ranks` must be set.
         on_line: called with each line that rank 0 prints to stdout or stderr.
         on_progress: called with (done, total, note) for each call of `report_progress` on rank 0.
         log_folder: folder for the logs: rank-<n>.log of every rank, and torchrun.log. By default a temporary folder.
@@ -101,6 +102,7 @@ class Torchrun:
     """torchrun as a subprocess in its own session.
 
     Args:
+        job: the job that torchrun starts.
         folder: folder for the files that the processes exchange (see `JobFolder`).
         logs: folder for the log of each rank and the log of torchrun.
         output: handler of the lines that rank 0 prints.
@@ -311,7 +313,7 @@ def _sigterm_error(job: Job) -> RankError:
         f"{job.entry} was stopped by SIGTERM",
         signal="SIGTERM",
         where=f"{job.ranks} ranks",
-        next_step="start it again",
+        next_step="start the job again",
         exit_code=_ENDED_BY_SIGTERM,
     )
 
@@ -332,7 +334,7 @@ def _failure(job: Job, torchrun: Torchrun, where: str) -> RankError:
     return RankError(
         f"torchrun, the parent of the {job.ranks} ranks of {job.entry}, {cause}\n{lines}",
         where=where,
-        next_step="find out what ended torchrun; all ranks were ended with it",
+        next_step="find out what ended torchrun; all ranks ended because torchrun ended",
         signal=signal.Signals(-code).name if code < 0 else "",
     )
 
@@ -341,6 +343,7 @@ def require_launchable(job: Job, devices: int | None = None) -> None:
     """Check the settings of a job before any process is started: ranks, nodes, rendezvous, timeout, GPUs and port.
 
     Args:
+        job: the job to check.
         devices: number of GPUs that PyTorch sees on this node; None counts the GPUs. With 0 the ranks share the CPU.
 
     Raises:
@@ -390,7 +393,7 @@ def _require_free_port(job: Job) -> None:
 
 
 def _is_free(family: int, address: tuple) -> bool:
-    """Return True if the local port is free; remote addresses are not checked."""
+    """Return True if the local port is free. Addresses of other hosts are not checked, and the result is True."""
     with socket.socket(family, socket.SOCK_STREAM) as probe:
         probe.setsockopt(
             socket.SOL_SOCKET, socket.SO_REUSEADDR, 1

@@ -150,7 +150,7 @@ class RequestWorker:
         return JobError(
             f"{self.name} gave no answer within {timeout_s:g} s and was ended\n{self._log_end()}",
             where=self._where,
-            next_step="see the stack above for where it hung",
+            next_step="find out from the stack above where the worker hung",
         )
 
     def _exit_error(self) -> JobError:

@@ -16,7 +16,8 @@ from hyperion.reproduce.notebooks import Notebook
 from hyperion.results import Row
 
 _LOG_INTERVAL_S = 30.0
-# The time left is scaled by how long notebooks took, as if one notebook of this length had already taken its expected time.
+# Expected times are scaled by the ratio of measured to expected times of the finished notebooks. The ratio is computed as if
+# one more notebook with this expected time, in seconds, had taken exactly its expected time.
 _PRIOR_S = 30.0
 _LINES_OF_TRACEBACK = 40
 _STYLES = {
@@ -36,9 +37,9 @@ class Display:
 
     Args:
         console: the console to print to. Bars are drawn if it is a terminal.
-        expected_s: expected seconds of each notebook that is still to run, by stem.
-        total_s: computes the total seconds of several notebooks from the seconds of each one, by stem. The default is the sum.
-            Notebooks that run at the same time take less.
+        expected_s: expected seconds of each notebook that will run. The keys are stems (file names without .ipynb).
+        total_s: function that computes the total seconds of several notebooks from the seconds of each notebook, by stem. The
+            default is the sum. If notebooks run at the same time, the total is less than the sum.
     """
 
     def __init__(
@@ -95,8 +96,8 @@ class Display:
 
         Args:
             stem: stem of the notebook.
-            line: the line.
-            whole: whether all its experiments ran. Then its time shows how long the other notebooks will take.
+            line: the line to print.
+            whole: whether all experiments of the notebook ran. In this case its time is used to estimate the remaining time.
         """
         expected, running = self._expected.pop(stem, 0.0), self._running.pop(stem)
         if whole:
@@ -179,7 +180,7 @@ class TableLine:
         status: done, up to date, unexpected, failed, blocked, skipped, unfinished or interrupted.
         seconds: wall time of the latest execution of the notebook, or None if it never ran.
         rows: the notebook's rows in the run.
-        note: the reason of the status, or "".
+        note: the reason for the status; "" if the status needs no reason.
     """
 
     status: str

@@ -42,7 +42,7 @@ FINISHED, FAILED, UNFINISHED = 0, 1, 3
 # Statuses of notebooks whose rows other notebooks can use.
 _HAVE_ROWS = ("done", "up to date", "unexpected")
 _REMEASURED_NEXT = (
-    "    The next call measures the experiments of this notebook again. Trainings in separate processes are not repeated "
+    "    The next call measures the experiments of this notebook again. Training runs in separate processes are not repeated "
     "unless one of their values was refused, because the same seed gives the same result. If a result is still unexpected then, "
     "the claim or the code is wrong."
 )
@@ -95,6 +95,7 @@ class _StartedNotebook:
         inputs: hashes of everything that the result depends on.
         why_again: the reason why the notebook runs again; "" if it has not run before in this run.
         replays: whether the notebook reads the rows of a reference machine instead of measuring.
+        started: start time of the notebook, from `time.monotonic`.
     """
 
     before: Entry

@@ -142,13 +142,13 @@ def execute(
         parameters: values for the cell tagged `parameters`.
         scratch: node-local folder for the kernel's files.
         environment: environment variables of the kernel in addition to the variables of this process.
-        on_cell: called before each cell with the number of finished code cells.
-        on_line: called with each line of output that the driver must show.
+        on_cell: function that is called before each cell with the number of finished code cells.
+        on_line: function that is called with each line of output that the driver must show.
         announced: blocks of output that `on_line` has already received in this call; see `LineFilter`.
         interruption: stops the execution from another thread.
         limits: time limits. They end the notebook even in the middle of a cell.
-        lacks_rows: returns True after the value of an unexpected row was refused. From then on, a cell that raises an exception
-            is recorded as a cell that cannot be evaluated, and the notebook continues.
+        lacks_rows: function that returns True after the value of an unexpected row was refused. From then on, a cell that
+            raises an exception is recorded as a cell that cannot be evaluated, and the notebook continues.
 
     Raises:
         BudgetSpent: the deadline of `limits` has passed.

@@ -73,9 +73,10 @@ class Freshness:
         return hashed_inputs(notebook, parameters, upstream)
 
     def reference(self, notebook: Notebook) -> "tuple[Reference | None, str]":
-        """Return the reference to replay and "", or None and the reason why no reference can be replayed.
+        """Return a pair (reference to replay, reason). If a reference can be replayed, the reason is "".
 
-        If the profile is not `replay`, return None and "".
+        If no reference can be replayed, the pair is None and the reason for this. If the profile is not `replay`, the pair is
+        None and "".
         """
         if self._machine.profile != REPLAY:
             return None, ""
@@ -115,8 +116,8 @@ def hashed_inputs(notebook: Notebook, parameters: Mapping, upstream: Mapping[str
 
     Args:
         notebook: the notebook.
-        parameters: parameters of the notebook, by the names that a reader sees when one changes. The values are JSON-serializable
-            and contain no paths.
+        parameters: parameters of the notebook. The keys are the names that the user sees if a parameter changes. The values are
+            JSON-serializable and contain no paths.
         upstream: for every chapter that the notebook needs, the digest of its rows, or None if there are no rows.
     """
     inputs = {

@@ -23,7 +23,7 @@ from hyperion.results import Run
 _CACHES = (".pytest_cache", ".ruff_cache", ".hypothesis", "build", "dist", "hyperion.egg-info")
 # Files of Hyperion that no manifest lists: the manifest itself, locks, and temporary files that a killed process left.
 _UNLISTED = re.compile(r"MANIFEST(\.pending)?|\.(lock|driver\.lock|writer\.lock)(\.exclusive)?|(.+/)?\.[^/]+\.[0-9a-f]+\.tmp")
-_WORKSPACES = ("checkpoints", "adapters", "logs")  # folders in which trainings write many files that no manifest lists
+_WORKSPACES = ("checkpoints", "adapters", "logs")  # folders in which training runs write many files that no manifest lists
 _CHECKPOINT = re.compile(r"step-\d{8,}")
 _IN_WORKSPACES = (".json", ".safetensors", ".npz", ".parquet", ".log", ".lock")  # suffixes of the files in these folders
 _SETTLED_S = 3600.0  # a run that changed less than this many seconds ago may still be in use

@@ -56,7 +56,7 @@ class Lanes:
 
     @property
     def stems(self) -> set[str]:
-        """Stems of the running notebooks."""
+        """Stems (file names without .ipynb) of the running notebooks."""
         return set(self._going)
 
     def pick(self, waiting: Sequence[Notebook], expected_s: Callable[[Notebook], float]) -> Notebook | None:
@@ -159,7 +159,7 @@ def places_of(masks: Sequence[dict[str, str]], cores: set[int] | None = None, sy
 
 
 def _in_order(number: int, sys: Path) -> tuple[int, int, int]:
-    """Return the sort key (package, core in the package, number). If Linux does not tell the package, sort by number alone."""
+    """Return the sort key (package, core in the package, number). If the package is unknown, only the number is compared."""
     topology = sys / f"devices/system/cpu/cpu{number}/topology"
     try:
         package, core = (int((topology / name).read_text()) for name in ("physical_package_id", "core_id"))

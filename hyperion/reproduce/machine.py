@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from hyperion.hardware import Device
 
 _MARK = "hyperion-machine:"
-_REPLAYED_AT_ONCE = 8  # a kernel with torch takes about 1 GB
+_REPLAYED_AT_ONCE = 8  # largest number of replays at the same time; a kernel with torch takes about 1 GB of memory
 
 
 @dataclass(frozen=True)
@@ -24,8 +24,9 @@ class MachineProfile:
 
     Args:
         profile: name of the requested profile. If `auto` was requested, name of the machine's default profile.
-        settings: the settings of the profile that rows depend on, {"sizes": {experiment: sizes}, "synthetic", "allow_synthetic"}.
-        setting: device and versions. A run with another setting is not continued.
+        settings: the part of the profile that rows depend on: a dict with the keys "sizes" (the sizes of each experiment, by
+            name), "synthetic" and "allow_synthetic".
+        setting: device and versions. A run with another device or other versions is not continued.
         information: contents of run.json for a new run.
         masks: one entry for each notebook that may run at the same time. An entry holds the environment variables that hide all
             accelerators except the one of this notebook. For a replay, which measures nothing, the entries are empty.

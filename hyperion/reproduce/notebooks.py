@@ -1,4 +1,7 @@
-"""Read the notebooks of the book with their order, the chapters that each one needs, and the experiments that it runs."""
+"""Read the notebooks of the book: their order, the chapters that each notebook needs, and the experiments that it runs.
+
+The stem of a notebook is its file name without .ipynb.
+"""
 
 import json
 import re
@@ -49,7 +52,7 @@ class Notebook:
 
     @property
     def number(self) -> str:
-        """Number of the chapter, as 2.4 for phase2_development/04_memory.ipynb; "" for a notebook in another folder."""
+        """Number of the chapter, such as 2.4 for phase2_development/04_memory.ipynb; "" for a notebook in another folder."""
         found = re.match(r"phase(\d+)[^/]*/(\d+)_", f"{self.path.parent.name}/{self.path.name}")
         return f"{int(found[1])}.{int(found[2])}" if found else ""
 
@@ -84,7 +87,9 @@ def read_book(root: Path) -> list[Notebook]:
     seen: list[str] = []
     for notebook in book:
         if notebook.stem in seen:
-            raise BookError(f"two notebooks are called {notebook.stem}", where=notebook.path, next_step="rename one of them")
+            raise BookError(
+                f"two notebooks are called {notebook.stem}", where=notebook.path, next_step="rename one of the notebooks"
+            )
         for need in (*notebook.needs, *notebook.optional):
             if need not in seen:
                 remedy = f"in metadata.hyperion, name earlier chapters only: {', '.join(seen) or 'there is none'}"
@@ -106,7 +111,7 @@ def read_notebook(path: Path) -> Notebook:
         cells = tuple((cell["cell_type"], "".join(cell["source"])) for cell in document["cells"])
         metadata = document["metadata"].get("hyperion")
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise BookError(f"not a notebook: {error!r}", where=path, next_step="restore it: git checkout -- <file>") from error
+        raise BookError(f"not a notebook: {error!r}", where=path, next_step="restore the file: git checkout -- <file>") from error
     if not isinstance(metadata, dict):
         raise BookError("notebook lacks metadata.hyperion", where=path, next_step=_REMEDY)
     try:

@@ -58,7 +58,7 @@ class Request:
 
 
 def require_mirror(request: Request) -> None:
-    """Check that the folder named by HYPERION_DATA_MIRROR exists, if the request uses the mirror. Nothing has run yet.
+    """Check that the folder named by HYPERION_DATA_MIRROR exists, if the request uses the mirror. Called before anything runs.
 
     Raises:
         HyperionError: the variable does not name a folder.
@@ -86,7 +86,7 @@ class Entry:
         inputs: hashes of everything that the result depends on, from `freshness.hashed_inputs`.
         seconds: wall time of this execution.
         rows: number of the notebook's rows in the run.
-        note: one line about a failure, or "".
+        note: one line about a failure; "" if the notebook did not fail.
         remeasure: whether the next execution must measure all experiments again, because a result was unexpected.
         unexpected: one sentence for each unexpected result.
         whole_s: wall time of the latest execution that measured all experiments. It may be an earlier execution.
@@ -108,7 +108,7 @@ class LedgerContent:
 
     Args:
         setting: the setting that all notebooks of the run share.
-        notebooks: entry of each notebook, by stem.
+        notebooks: entry of each notebook. The keys are stems (file names without .ipynb).
         exported: digest of the rows and of the code from which tables and pictures were last exported.
     """
 

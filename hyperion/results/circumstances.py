@@ -1,6 +1,7 @@
-"""Circumstances of two sets of runs: device, versions, settings and data. List every difference between the two sets.
+"""List the differences between the circumstances of two sets of runs: device, versions, settings and data.
 
-This module also refuses a launch that is given twice.
+This module also raises an error if the same launch is given twice. A launch is one process that measures one version of the
+code, and is stored as a run.
 """
 
 import hashlib
@@ -46,7 +47,7 @@ class Circumstance:
 
     Args:
         name: name of the circumstance.
-        a, b: its values in the runs of set A and in the runs of set B, as texts.
+        a, b: values of the circumstance in the runs of set A and in the runs of set B, as texts.
     """
 
     name: str
@@ -164,7 +165,10 @@ def _flat(content: dict, prefix: str = "") -> Iterator[tuple[str, object]]:
 
 
 def _of_one_side(name: str, sides: list[dict[str, set[str]]]) -> bool:
-    """Return True if the circumstance belongs to an experiment that one set lacks. Its values are listed as missing anyway."""
+    """Return True if the circumstance belongs to an experiment that only one set has.
+
+    The comparison lists the values of this experiment as missing, so the circumstance does not need to be listed too.
+    """
     experiment = name.partition(": ")[0] + ": "
     return _of_experiment(name) and not all(any(other.startswith(experiment) for other in side) for side in sides)
 

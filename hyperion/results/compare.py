@@ -1,4 +1,7 @@
-"""Compare two sets of launches, A and B: which values became worse, whether chance explains it, and which values are missing."""
+"""Compare two sets of launches, A and B: which values became worse, whether this can be chance, and which values are missing.
+
+A launch is one process that measures one version of the code. Its results are stored as a run. A and B are often two versions.
+"""
 
 from collections import defaultdict
 from dataclasses import dataclass, replace
@@ -155,10 +158,10 @@ def sensitivity(compared: list[Comparison]) -> str:
 
 
 def _require_turns(runs_a: list[Run], runs_b: list[Run]) -> None:
-    """Refuse launches of different calls of `hyperion relaunch`, and a set that mixes launches of both versions.
+    """Raise an error if launches belong to different calls of `hyperion relaunch`, or if a set mixes both versions.
 
     All launches of one call are measured within a short time. Their spread does not include changes of the machine between two
-    calls. The test would confirm such a change of the machine as a change of the code.
+    calls. Therefore the test would report a change of the machine as a change of the code.
     """
     sides = [[run.information().get("relaunch", {}) for run in side] for side in (runs_a, runs_b)]
     calls = {launched.get("call") for side in sides for launched in side}
@@ -167,7 +170,7 @@ def _require_turns(runs_a: list[Run], runs_b: list[Run]) -> None:
         raise HyperionError(
             "launches of different calls of `hyperion relaunch` did not take turns with each other",
             where=where,
-            next_step="measure both versions in one call, so that they take turns: hyperion relaunch WORK A B",
+            next_step="measure both versions in one call, in which their launches take turns: hyperion relaunch WORK A B",
         )
     if any(len({launched.get("side") for launched in side}) > 1 for side in sides):
         raise HyperionError(
@@ -235,7 +238,7 @@ def _by_ratio(keys: dict[tuple, float], table: np.ndarray, launches_a: int, conf
         keys: for each row key, 1 if a higher value is better and -1 if a lower value is better.
         table: values; shape (launches, keys), the launches of A first.
         launches_a: number of launches of A.
-        confirming: True if these runs can confirm a change.
+        confirming: True if these runs can confirm a change (see `why_indicative`).
     """
     if not keys:
         return []

@@ -1,4 +1,4 @@
-"""Verify a run: its files are unchanged, its rows are valid, its counts agree, and its rows agree with their samples."""
+"""Verify a run: files are unchanged, rows are valid, counts agree, and values of rows agree with the stored samples."""
 
 import json
 from collections import Counter
@@ -17,8 +17,8 @@ from hyperion.untrusted import parse_json
 _NEXT = "restore the run from where it was copied, or measure the experiment again"
 _SAME = 1e-9  # relative tolerance for the order of floating-point operations; samples are stored exactly
 _PHASES = ("forward", "backward", "optimizer")
-# Metrics that are an amount of work divided by the median time. If the row does not state the work, it is computed from the
-# value.
+# Metrics that are an amount of work divided by the median time. If the row does not state the amount of work, the amount is
+# computed from the value of the row.
 _RATES = (
     "gemm_tflops",
     "bandwidth_gb_s",
@@ -126,7 +126,10 @@ def _recomputed(row: Row, groups: dict[tuple, np.ndarray], where: str) -> str:
 
 
 def _function_of(row: Row) -> Callable[[float], float] | None:
-    """Return the metric as a monotone function of the median time, up to a factor; None for other metrics."""
+    """Return a monotone function that computes the metric from the median time, except for a constant factor.
+
+    Return None if the metric is not a function of the median time.
+    """
     if row.metric in _TIMES or row.metric.removesuffix("_time_s") in _PHASES:
         return lambda time_s: time_s
     return (lambda time_s: 1 / time_s) if row.metric in _RATES else None

@@ -45,6 +45,8 @@ def unexpected(log: Path, notebook: str, *kinds: str) -> list[str]:
 
     Args:
         kinds: UNEXPECTED_ROW, UNEXPECTED_CLAIM or both. Without this argument both kinds are returned.
+        log: path of the log.
+        notebook: stem of the notebook (file name without .ipynb).
     """
     wanted = kinds or (UNEXPECTED_ROW, UNEXPECTED_CLAIM)
     return list(dict.fromkeys(sentence for sentence, what in _noted(log, notebook) if what in wanted))

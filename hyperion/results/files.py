@@ -264,7 +264,7 @@ def read_samples(content: bytes, where: object) -> pd.DataFrame:
 
 
 def _pending(folder: Path) -> dict[str, str]:
-    """Return the list of renames of an unfinished commit as {temporary name: name}, or {}."""
+    """Return the renames of an unfinished commit as {temporary name: name}; {} if there is no unfinished commit."""
     path = inner_path(folder, PENDING, StoreError, _DISTRUST)
     if not os.path.lexists(path):
         return {}

@@ -23,7 +23,7 @@ class Metric:
     """The definition of a metric: what it means, and which columns its rows must fill.
 
     Args:
-        name: the common term for the quantity, in lower case. It contains the unit if the unit is not obvious.
+        name: the common term for the quantity, in lower case. The name contains the unit if the unit is not obvious.
         unit: the unit of `value`, `limit`, `predicted` and the confidence interval.
         direction: "higher" or "lower" if a higher or a lower value is better, else "none". A limit is the best possible value: a
             maximum for "higher", a minimum for "lower".
@@ -86,17 +86,21 @@ _METRICS = (
     Metric("images_per_s", "images/s", "higher", "images that the loader delivers, over training time", True),
     Metric("tokenizer_tokens_per_s", "tokens/s", "higher", "tokens written to a file over the median time", True, True, True),
     Metric("loader_samples_per_s", "samples/s", "higher", "samples of a batch over the median time to load it", True, True, True),
-    Metric("samples_per_s", "samples/s", "higher", "samples of a batch over the time of one step", True),
-    Metric("batch_efficiency", "fraction", "higher", "samples/s at one batch size over samples/s at the best one", True, True),
+    Metric("samples_per_s", "samples/s", "higher", "samples of a batch, divided by the time of one step", True),
+    Metric(
+        "batch_efficiency", "fraction", "higher", "samples/s at this batch size, divided by samples/s at the best one", True, True
+    ),
     Metric("forward_time_s", "s", "lower", "forward pass of one step, loss included, median", False, True),
     Metric("backward_time_s", "s", "lower", "backward pass of one step, median", False, True),
     Metric("optimizer_time_s", "s", "lower", "optimizer update of one step, with clearing of gradients, median", False, True),
     Metric("inference_time_s", "s", "lower", "forward pass of one batch without gradients, median", True, True),
     Metric("compile_time_s", "s", "lower", "time of the first calls of a compiled function, until no call compiles any more"),
-    Metric("graph_breaks", "items", "lower", "places in the code where the compiler falls back to Python"),
+    Metric("graph_breaks", "items", "lower", "number of places in the code where the compiler falls back to Python"),
     Metric("break_even_calls", "calls", "lower", "calls after which the time saved exceeds the compilation time"),
     Metric("algbw_gb_s", "GB/s", "higher", "bytes of a collective over its median time", False, True, True),
-    Metric("busbw_gb_s", "GB/s", "higher", "bytes that each link carries in a collective over its time", True, True, True),
+    Metric(
+        "busbw_gb_s", "GB/s", "higher", "bytes that each link carries, divided by the time of the collective", True, True, True
+    ),
     Metric("collective_time_s", "s", "lower", "time of one collective on the slowest rank, median", False, True, True),
     Metric("latency_s", "s", "lower", "time of an empty message: intercept of a line fitted over the sizes", False, True),
     Metric("asymptotic_busbw_gb_s", "GB/s", "higher", "limit of the bus bandwidth for large messages, from a fit", False, True),
@@ -106,17 +110,29 @@ _METRICS = (
         "recommended_bytes", "B", "lower", "message size with 90 % of the fitted bus bandwidth of large messages", False, True
     ),
     Metric(
-        "overlap_share", "fraction", "higher", "time saved by running two tasks at once, over the shorter task", False, True, True
+        "overlap_share",
+        "fraction",
+        "higher",
+        "time saved by running two tasks at once, divided by the time of the shorter task",
+        False,
+        True,
+        True,
     ),
-    Metric("scaling_efficiency", "fraction", "higher", "speed per device over the speed of one device alone", True, True),
+    Metric("scaling_efficiency", "fraction", "higher", "speed per device, divided by the speed of a single device", True, True),
     Metric(
-        "alone_difference", "fraction", "lower", "step time minus that of the same step alone, over the step time", False, True
+        "alone_difference",
+        "fraction",
+        "lower",
+        "step time minus the time of the same step on one rank without communication, divided by the step time",
+        False,
+        True,
     ),
     Metric(
         "communication_share",
         "fraction",
         "lower",
-        "time of a step that the same step alone does not need, over its time; below zero it is a difference and no share",
+        "time that a step needs in addition to the same step without communication, divided by the time of the step; "
+        "a value below zero is a difference and not a share",
         False,
         True,
     ),
@@ -225,7 +241,7 @@ def require_one_definition(metrics: Iterable[Metric], where: object) -> dict[str
             raise HyperionError(
                 f"{owner} {metric.name!r} has two definitions: {_differences(known, metric)}",
                 where=where,
-                next_step="give one of them another name",
+                next_step="give one of the two metrics another name",
             )
     return by_name
 

@@ -29,7 +29,7 @@ Value = TypeVar("Value")
 
 
 def idle_rows(rows: "list[Row]") -> "list[Row]":
-    """Return the rows that were measured while nobody else used the cores, or all rows if there are none."""
+    """Return the rows that were measured while no other process used the CPU cores. If there are none, return all rows."""
     return [row for row in rows if not row.busy] or rows
 
 
@@ -58,7 +58,7 @@ class Row:
         experiment, variant: the experiment and its variant that the value comes from.
         metric: name of a built-in or registered metric.
         value: the value in the unit of the metric. None if there is no value; then `value_reason` must state the reason.
-        dtype: number format of the arithmetic, or "".
+        dtype: number format of the arithmetic; "" if the value does not depend on one.
         params: shapes, batch size, world size, epoch and other values that distinguish this row from other rows (JSON values).
         rank: the rank that measured the value. None for a value of the whole run.
         value_reason: why there is no value, for example because the device does not support the operation. "" if there is one.
@@ -69,7 +69,7 @@ class Row:
         limit_source: source of the limit, or the reason why there is no limit.
         check: name of the check, which says what was verified.
         check_error, check_tolerance: error that the check found, and the largest error that it allows.
-        data_source: mirror, cache, download, synthetic, or "" if no data set is used.
+        data_source: source of the data: mirror, cache, download or synthetic; "" if no data set is used.
         clock_mhz, power_w, throttle: state of the device while the samples were taken. None if it cannot be read.
         own_metric: definition of the metric in the run that the row was read from. None for a metric that is built in or
             registered in this process. It is not a column and not part of the identity of a row.
@@ -125,12 +125,12 @@ class Row:
 
     @property
     def busy(self) -> bool:
-        """True if other processes used the cores while the row was measured on a CPU. Its times are then too long."""
+        """True if other processes used the cores while the row was measured on a CPU. The measured times are then too long."""
         return "busy" in (self.throttle or "").split("+")
 
     @property
     def hot(self) -> bool:
-        """True if the caches were warm. A value with warm caches is shown, but it is not used as a ceiling."""
+        """True if the caches were warm. Such a value is shown, but it is not used as a measured ceiling of the device."""
         return self.params.get("cache") == "hot"
 
     @property
@@ -213,21 +213,21 @@ class Row:
         if self.value is None:
             self._demand(bool(self.value_reason), "value is null without a reason", "give value_reason")
             return
-        self._demand(not self.value_reason, "has both a value and a reason for having none", "remove one of them")
+        self._demand(not self.value_reason, "has both a value and a reason why there is no value", "remove one of them")
         if metric.needs_limit:
-            self._demand(bool(self.limit_source), "states neither a limit nor why it has none", "fill limit_source")
+            self._demand(bool(self.limit_source), "has neither a limit nor the reason why there is no limit", "fill limit_source")
         if metric.needs_interval:
             known = None not in (self.n, self.ci_low, self.ci_high)
             self._demand(known, "lacks n or the 95 % confidence interval", "measure at least 30 samples")
         if self.ci_low is not None and self.ci_high is not None:
             inside = self.ci_low <= self.value <= self.ci_high
-            self._demand(inside, "lies outside its own interval", "recompute it")
+            self._demand(inside, "lies outside its own interval", "recompute the confidence interval")
         self._demand((self.ci_low is None) == (self.ci_high is None), "has an interval with one end", "store both ends")
         if metric.needs_check:
             self._demand(bool(self.check), "lacks its check", "verify the output and name the check")
         if self.check:
             known = None not in (self.check_error, self.check_tolerance)
-            self._demand(known, f"check {self.check!r} lacks its error or tolerance", "record both")
+            self._demand(known, f"check {self.check!r} lacks its error or tolerance", "record the error and the tolerance")
 
     def _failure(self) -> str:
         """Return the reason why the measured value must be refused, as the end of a sentence, or "" for a valid value."""
@@ -303,7 +303,7 @@ OwnMetrics = Mapping[str, Iterable[Metric]]
 
 
 def own_metrics(rows: Iterable[Row]) -> dict[str, list[Metric]]:
-    """Return the definitions of those metrics of the rows that the library does not define.
+    """Return the definitions of the metrics that the rows use and that are not built into the library.
 
     Returns:
         A dictionary that maps "notebook/experiment" to the metrics of this experiment.
@@ -386,7 +386,7 @@ def _parsed(text: str, where: str, validated: bool, metrics: frozenset[tuple[str
     places: dict[tuple, int] = {}
     for number, row in enumerate(rows, 1):
         if (first := places.setdefault(row.key, number)) != number:
-            raise RowError(f"rows {first} and {number} have the same key", where=where, next_step="run it again")
+            raise RowError(f"rows {first} and {number} have the same key", where=where, next_step="run the experiment again")
     return tuple(rows)
 
 
@@ -405,7 +405,8 @@ def _parse(cells: list[str], where: str, validated: bool, own: dict[tuple[str, s
     except ValueError as error:
         raise RowError(f"unreadable cell: {error}", where=where, next_step="run the experiment again") from error
     if unit != row.unit:
-        raise RowError(f"unit {unit!r} where {row.metric} has {row.unit!r}", where=where, next_step="run it again")
+        fault = f"the unit is {unit!r}, but the unit of {row.metric} is {row.unit!r}"
+        raise RowError(fault, where=where, next_step="run the experiment again")
     return row
 
 

@@ -1,6 +1,7 @@
 """Statistics: medians with bootstrap confidence intervals, A/B ratios, and a randomization test for sets of launches.
 
-The module also computes the power of that test.
+A launch is one process that measures one version of the code. A set of launches measures the same version several times. The
+module also computes the power of the randomization test.
 """
 
 import functools
@@ -19,6 +20,7 @@ WANTED_POWER = 0.8
 _POWER_DIVISIONS = 400
 _LARGEST = 0.99
 _STEP = math.log(1.1)
+_NORMAL_HALF_WIDTH = 1.96  # standard deviations in half of a 95 % interval of a normal distribution
 _CELLS = 4_000_000  # largest number of elements in each of the few arrays that a test holds in memory at once
 
 
@@ -125,8 +127,31 @@ def proportion_estimate(successes: int, n: int) -> Estimate:
     return Estimate(share, min(interval.low, share), max(interval.high, share), n)
 
 
+def launches_estimate(values: Sequence[float], intervals: Sequence[tuple[float | None, float | None]], seed: int = 0) -> Estimate:
+    """Return the median over launches, with a 95 % interval that contains the variation between and within launches.
+
+    The bootstrap is nested. It resamples the launches. Then it adds a normally distributed error to the value of each chosen
+    launch. The standard deviation of this error is computed from the interval within the launch. If there is only one launch,
+    the result has the interval within this launch.
+
+    Args:
+        values: the value of each launch.
+        intervals: the 95 % interval within each launch; (None, None) if a launch has no interval. No error is added to the
+            value of such a launch.
+        seed: seed of the resampling.
+
+    Source: Davison and Hinkley, Bootstrap Methods and their Application, 1997, section 3.8.
+    """
+    launches = _finite(values)
+    halves = [0.0 if low is None or high is None else (high - low) / 2 for low, high in intervals]
+    deviations = np.array(halves) / _NORMAL_HALF_WIDTH
+    picks = _resampled(len(launches), seed)
+    errors = np.random.default_rng(seed + 1).standard_normal(picks.shape) * deviations[picks]
+    return _estimate(float(np.median(launches)), np.median(launches[picks] + errors, axis=1), len(launches))
+
+
 def mean_estimate(samples) -> Estimate:
-    """Return the mean of independent repetitions, such as trainings with several seeds, with Student's 95 % interval.
+    """Return the mean of independent repetitions, such as training runs with several seeds, with Student's 95 % interval.
 
     Raises:
         ValueError: there are fewer than two samples, so that their spread is unknown.
@@ -226,7 +251,8 @@ def fenced(values: np.ndarray, launches_a: int) -> np.ndarray:
     """Return the values with outliers clipped to two bounds, so that one stalled launch does not hide a change.
 
     The bounds are the same for both sets. They are computed from the central range of all launches, which leaves out about a
-    tenth of the launches at each end. It leaves out fewer launches if the smaller set could otherwise lie completely outside.
+    tenth of the launches at each end. Fewer launches are left out if all launches of the smaller set could otherwise be
+    outside.
     The distance of each bound from the central range is the width of that range. For ten launches per set with normal values,
     the bounds are about four standard deviations from the middle.
 

@@ -61,15 +61,16 @@ class Prediction:
 
     Args:
         notebook, experiment, variant, dtype, params, metric: the columns of the predicted row.
-        guess: the reader's guess, or None.
-        estimate: the library's estimate, or None.
-        basis: the ceilings and shapes from which the estimate was computed, or the reason why there is no estimate.
+        guess: the reader's guess; None if the reader has not guessed.
+        estimate: the library's estimate; None if the library cannot predict the value.
+        basis: the measured ceilings and the shapes from which the estimate was computed, or the reason why there is no
+            estimate.
         input_hash: hash of the inputs of the experiment. Each configuration of an experiment has its own predictions.
         upstream_hash: digest of the earlier rows from which the estimate was computed.
         each_rank: if True, this is a prediction for the row of each single rank. If False, it is a prediction for the row of all
             ranks together.
-        ceiling: the limit that the value cannot exceed, or None. A ceiling is not an estimate.
-        low, high: 80 % interval of the estimate, or None.
+        ceiling: the limit that the value cannot exceed; None if no limit is known. A ceiling is not an estimate.
+        low, high: ends of the 80 % interval of the estimate; None if the library states no interval.
         made_at: UTC time at which the prediction was made, before the first sample. "" in runs of earlier versions.
         digest: hash of all other fields except the guess, which is the reader's. "" in runs of earlier versions.
     """
@@ -105,6 +106,9 @@ class Prediction:
     def sealed(self) -> "Prediction":
         """Return the prediction with its digest."""
         fields = {name: value for name, value in asdict(self).items() if name not in ("guess", "digest")}
+        for name in ("estimate", "ceiling", "low", "high"):
+            # The store reads all numbers back as float: 0 and 0.0 are the same prediction.
+            fields[name] = None if fields[name] is None else float(fields[name])
         text = json.dumps(fields, sort_keys=True, allow_nan=False)
         return replace(self, digest=hashlib.sha256(text.encode()).hexdigest()[:16])
 
@@ -191,9 +195,9 @@ class _Finished:
 
 
 class Run:
-    """One folder of results.
+    """A run: one folder of results.
 
-    Its methods verify each file that they read, and they write atomically. Several processes may use the same folder.
+    The methods verify each file that they read, and they write atomically. Several processes may use the same folder.
 
     Args:
         folder: the folder. `Run.create` and `Run.open` also create or check it.
@@ -313,7 +317,7 @@ class Run:
             rows: the rows.
             samples: the raw samples and curves.
             input_hash: hash of everything that the result depends on. `finished` returns it.
-            source: the data source that the experiment used, or "".
+            source: the data source that the experiment used; "" if it used no data set.
             data: identity of the data sets that the experiment used, as `data_identity` returns it.
             provenance: conditions of the measurement: profile, seed, sizes, versions and source, as JSON values.
             environment: full description of the machine and the software. Each environment is stored once, and
@@ -350,7 +354,10 @@ class Run:
         note_experiment(notebook, experiment, MEASURED)
 
     def confirm(self, notebook: str, experiment: str, rows: Iterable[Row]) -> None:
-        """Keep a stored experiment and report to the driver that it was kept. Only the predictions in its rows may change."""
+        """Report to the driver that the stored rows of an experiment are used again, and store their predictions.
+
+        Only the predictions in the rows may differ from the stored rows.
+        """
         rows = _checked(notebook, experiment, rows)
         with locked(self.folder, WRITER_LOCK, create=True):
             if rows != self.rows(notebook, experiment):
@@ -358,7 +365,7 @@ class Run:
         note_experiment(notebook, experiment, KEPT)
 
     def finished(self, notebook: str, experiment: str) -> dict | None:
-        """Return {input_hash, rows, source, data, provenance} of a stored experiment, or None if it is not finished.
+        """Return {input_hash, rows, source, data, provenance} of an experiment; None if the experiment is not finished.
 
         The provenance states the profile, the seed and the environment of the experiment. They may differ from those in run.json.
         """
@@ -573,7 +580,9 @@ def find_run(name: str) -> Path:
             return place.resolve()
     known = sorted(p.parent.name for root in (results_folder(), reference_folder()) for p in root.glob("*/run.json"))
     raise HyperionError(
-        f"no run {name!r}", where=" or ".join(map(str, places)), next_step=f"name one of: {', '.join(known) or 'no run yet'}"
+        f"no run {name!r}",
+        where=" or ".join(map(str, places)),
+        next_step=f"use one of these runs: {', '.join(known) or 'there is none yet'}",
     )
 
 
@@ -594,7 +603,9 @@ def _checked(notebook: str, experiment: str, rows: Iterable[Row]) -> list[Row]:
         if (row.notebook, row.experiment) != (notebook, experiment):
             raise RowError(f"row belongs to {row.notebook}/{row.experiment}", where=f"{notebook}/{experiment}")
     if len({row.key for row in rows}) != len(rows):
-        raise RowError("two rows with the same key", where=f"{notebook}/{experiment}", next_step="give them different params")
+        raise RowError(
+            "two rows with the same key", where=f"{notebook}/{experiment}", next_step="give the two rows different params"
+        )
     return rows
 
 

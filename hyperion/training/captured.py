@@ -26,7 +26,7 @@ def compile_options(device: Device) -> dict[str, Any] | None:
     """Return the torch.compile options for whole training steps.
 
     On an NVIDIA GPU the compiler combines small independent kernels into one kernel. Examples are casts of weights to 16 bits
-    and the batch counters of norms. In a graph each kernel takes a microsecond in addition to its work. On an AMD GPU kernels
+    and the batch counters of norms. In a graph each kernel has an overhead of about one microsecond. On an AMD GPU kernels
     are not combined, because PyTorch 2.9 could store wrong scalars from a combined kernel (pytorch/pytorch issue 168937).
     """
     return {"combo_kernels": True} if device.kind == "cuda" else None

@@ -62,6 +62,7 @@ class StopFlag:
         """Yield the batches, and raise Interrupted when a stop is requested. Use it for work that can be repeated.
 
         Args:
+            batches: the batches to yield.
             must_stop: function that is called before each batch and returns True to stop. Use it if all ranks must stop
                 before the same batch. By default `requested` is read.
         """
@@ -80,6 +81,9 @@ class Pulse:
     every step. On one accelerator they are read every SYNC_STEPS steps. On several accelerators they are read more often if
     SYNC_STEPS steps of the slowest rank would take longer than SYNC_S seconds. As a result, all ranks receive a request to
     stop within about SYNC_S seconds, or after one step if a step takes longer.
+
+    Args:
+        device: the device that trains.
 
     Attributes:
         steps: number of steps between two reads.
@@ -121,6 +125,7 @@ class EpochMeter:
     Steps are measured between start() and pause(). Both can be called several times in an epoch.
 
     Args:
+        device: the device that trains.
         warmed_up: True if this process has already trained. In this case the first steps are also timed.
     """
 

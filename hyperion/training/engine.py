@@ -96,7 +96,7 @@ class Engine(Protocol):
         ...
 
     def evaluate(self, batches: Iterable) -> dict[str, float]:
-        """Return metrics of held-out data by name, including 'loss'. The training state does not change."""
+        """Return a dict of the metrics on held-out data, including 'loss'. The training state does not change."""
         ...
 
     def save(self, folder: Path) -> None:
@@ -118,6 +118,7 @@ class TorchEngine(ABC):
         optimizer: optimizer of the parameters of the model. Its learning rate is set from the schedule in every step.
         schedule: function that returns the learning rate of a step. Steps are counted from 1.
         precision: number format of matrix products and convolutions.
+        device: the device of the model.
         clip_norm: limit of the L2 norm of the gradients. Larger gradients are scaled down to this norm. math.inf disables
             clipping.
         world: the ranks that share each batch; by default all ranks of the process group of this process.
@@ -128,6 +129,7 @@ class TorchEngine(ABC):
             numbers, and batch norms compute statistics for each part separately.
 
     Attributes:
+        item: 'token' or 'image', the unit in which the engine counts items.
         scaler: the loss scaler of fp16. Its state is part of the state of the engine.
         uncaptured: the reason why steps are not replayed from a graph; "" if they are replayed.
         unchecked: True until `check_batch` has checked the first batch.
@@ -358,6 +360,7 @@ class ImageEngine(TorchEngine):
     device of the engine. The engine converts weights to the channels-last format, with which convolutions are fastest.
 
     Args:
+        model: module that maps images to logits [B, K]. All other arguments of TorchEngine follow.
         label_smoothing: probability, from 0 to below 1, that is distributed evenly over all classes in the training targets
             (as in torch.nn.CrossEntropyLoss).
     """
@@ -477,7 +480,7 @@ def _micro_batches(
         raise HyperionError(
             f"a batch of {examples} examples cannot be split into {count} parts",
             where="gradient accumulation",
-            next_step="use a larger batch or fewer micro-batches; drop the last batch of an epoch if it is smaller",
+            next_step="use a larger batch or fewer micro-batches; drop the last batch of an epoch if it has fewer examples",
         )
     parts = list(zip(*(tensor.tensor_split(count) for tensor in batch), strict=True))
     for part in parts[:-1]:

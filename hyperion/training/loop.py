@@ -97,10 +97,10 @@ class EpochRecord:
         evaluation: metrics on the held-out split after the epoch, the same on all ranks; None if there was no evaluation.
         waited_s: part of `time_s` in which the loop waited for the loader, in seconds. On an accelerator the host waits, and
             the device may compute during this time.
-        rank: number of the rank to which loss, items and times belong. If the run was resumed on another number of ranks
-            during the epoch, the record of a rank contains only the steps after that. None for the record of all ranks
-            together: its losses are those of the whole batches, its items are the sum, and its times and memory are the
-            largest values of any rank.
+        rank: number of the rank to which the loss, the items and the times belong. If the run was resumed on another number of
+            ranks during the epoch, the record contains only the steps after the resume. None if the record is for all ranks
+            together. In this case the loss is that of the whole batches, the items are the sum over the ranks, and the times
+            and the memory are the largest values of any rank.
     """
 
     epoch: int
@@ -211,8 +211,9 @@ def train(
 ) -> History:
     """Train according to the plan. If `folder` contains a checkpoint, resume from it.
 
-    With several ranks, all ranks must call this function with the same arguments, but the engine and the loader of each rank
-    process the part of this rank of each batch. Only rank 0 calls `report` and `on_epoch`. Each rank has its own random numbers.
+    With several ranks, all ranks must call this function. The engine and the loader of a rank process the part of each batch
+    that belongs to this rank. All other arguments must be the same on all ranks. Only rank 0 calls `report` and `on_epoch`.
+    Each rank has its own random numbers.
 
     If a run is resumed on the same number of ranks, its results are bitwise equal to those of a run without interruption. If it
     is resumed on another number of ranks, the loader continues at the same position, but random generators get new seeds. Losses
@@ -335,7 +336,7 @@ class _Run:
         return self.history
 
     def train_epoch(self) -> None:
-        """Train on the rest of the epoch. If the run was interrupted after the last step of the epoch, there is no rest."""
+        """Train on the remaining batches of the epoch. None remain if the run was interrupted after the epoch's last step."""
         left = min(len(self.batches) - self.steps_in_epoch, self.total_steps - self.step)
         if left == 0:
             return

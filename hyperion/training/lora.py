@@ -1,10 +1,10 @@
 """LoRA: add a trainable low-rank update to each frozen target layer (Hu et al. 2021, arXiv 2106.09685), and save the updates.
 
-The updates of all target layers together are called an adapter. An adapter has megabytes where the model has gigabytes. It is
-saved in the file format of the peft library, in a checkpoint folder. Like other checkpoints, the folder is written completely
-or not at all, and its manifest contains hashes. The files are adapter_model.safetensors, adapter_config.json, and base.json
-with the hash of the frozen weights. Without this hash, an adapter could be loaded into another base model of the same shape
-without an error. The outputs would then be meaningless.
+The updates of all target layers together are called an adapter. The size of an adapter is megabytes, while the size of a model
+is gigabytes. An adapter is saved in the file format of the peft library, in a checkpoint folder. Like other checkpoints, the
+folder is written completely or not at all, and its manifest contains hashes. The files are adapter_model.safetensors,
+adapter_config.json, and base.json with the hash of the frozen weights. Without this hash, an adapter could be loaded into
+another base model of the same shape without an error. The outputs would then be meaningless.
 """
 
 import copy
@@ -156,7 +156,8 @@ def load_adapter(model: nn.Module, path: Path, base_sha256: str | None = None) -
 
     Args:
         model: the result of add_lora, or a module that contains it.
-        path: a folder that save_adapter or peft wrote. A folder of save_adapter has a manifest, with which it is verified.
+        path: a folder that save_adapter or peft wrote. If save_adapter wrote the folder, the files are verified with its
+            manifest.
         base_sha256: `frozen_sha256` of the model. If given, the adapter must have been trained on weights with this hash. A
             folder without base.json is not checked.
 

@@ -258,6 +258,7 @@ def language_activations(config: TransformerConfig, batch: int, length: int, six
     to float16. The loss is that of PyTorch. The Triton kernel of `token_loss` would save 16-bit logits instead.
 
     Args:
+        config: shape of the model.
         batch, length: B and T.
         sixteen_bit: if True, under autocast to bfloat16.
     """
@@ -331,7 +332,7 @@ class _PretendCuda(TorchFunctionMode):
 
 @contextlib.contextmanager
 def _cuda_autocast(engine: TorchEngine) -> Iterator[None]:
-    """Copy the autocast options that the engine sets for the CPU to CUDA, for the duration of the block.
+    """Context manager that copies the autocast options, which the engine sets for the CPU, to CUDA.
 
     Fake tensors are on the CPU. Some code of the models asks for the autocast options of CUDA and must get the same answer.
     """

@@ -64,10 +64,10 @@ def sgd_nesterov(model: nn.Module, learning_rate: float, weight_decay: float = 5
 
 
 def decay_groups(model: nn.Module, weight_decay: float) -> list[dict]:
-    """Return two parameter groups: parameters with at least two dimensions with weight decay, and others without.
+    """Return two parameter groups. The first group has weight decay, the second group has none.
 
-    The first group contains matrices, embeddings and convolution kernels. The second group contains biases and parameters of
-    norms.
+    The first group contains the parameters with at least two dimensions: matrices, embeddings and convolution kernels. The
+    second group contains biases and parameters of norms.
 
     Raises:
         HyperionError: the weight decay is negative or not finite, or no parameter requires a gradient.
@@ -185,6 +185,7 @@ class LossScaler:
     Source: Micikevicius et al., Mixed Precision Training, 2018.
 
     Args:
+        device: the device that trains.
         enabled: if False, no scale is used, no step is skipped, and there is no state.
     """
 
@@ -214,6 +215,7 @@ class LossScaler:
         """Update the weights unless a gradient overflowed, then adapt the scale.
 
         Args:
+            optimizer: optimizer that updates the weights.
             gradient_norm: L2 norm of the gradients after `unscale`, as a scalar.
 
         Returns:
@@ -268,6 +270,7 @@ def choose_precision(device: Device, requested: str = "auto") -> Precision:
     """Return the precision for training on this device.
 
     Args:
+        device: device on which the model is trained.
         requested: 'auto', 'fp32', 'tf32', 'bf16', 'fp16' or 'fp8'. 'auto' selects bf16 on a GPU with matrix units for bf16,
             else fp32.
 

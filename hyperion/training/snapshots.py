@@ -75,6 +75,7 @@ def write_run(folder: Path, step: int, keep: int, engine: Engine, shared: dict, 
         folder: folder that contains the checkpoints of the run.
         step: number of optimizer steps done.
         keep: number of checkpoints to keep, including the new one.
+        engine: engine whose state is saved.
         shared: state that is the same on all ranks. Rank 0 writes it.
         own: state of this rank.
 
@@ -127,7 +128,7 @@ def _read_shared(folder: Path, step: int, item: str) -> dict[str, Any]:
         _require_fields(record, _RECORD, "a record of the history", place)
     for what, valid in (
         (f"step {shared['step']}, but the manifest has step {step}", shared["step"] == step),
-        (f"a history of {history['item']!r}, but the engine counts {item!r}", history["item"] == item),
+        (f"a history that counts {history['item']!r}, but the engine counts {item!r}", history["item"] == item),
         (f"{losses.numel()} losses of {step} steps", losses.dtype == torch.float64 and losses.shape == (step,)),
         ("a loss that is not finite", bool(losses.isfinite().all())),
         (f"resumed_at {resumed_at!r}", all(type(at) is int and 0 <= at <= step for at in resumed_at)),

@@ -271,7 +271,7 @@ def times(factor):
 
 
 RULED = {
-    "unit": ({"unit": lambda cell: "ms"}, "unit 'ms' where step_time_s has 's'"),
+    "unit": ({"unit": lambda cell: "ms"}, "the unit is 'ms', but the unit of step_time_s is 's'"),
     "interval": ({"ci_low": times(2.0)}, "lies outside its own interval"),
     "interval out of order": ({"ci_low": times(1.5), "ci_high": times(0.5)}, "lies outside its own interval"),
     "limit": ({"limit": lambda cell: "1.0"}, "beyond its limit"),
@@ -322,7 +322,7 @@ LENIENT = {"name": "step_time_s", "unit": "s", "direction": "none", "meaning": "
         ("metrics.json", lambda d: d.update({ENTRY: d.pop(ENTRY_SCORED)}), "unknown metric 'own_score'"),
         ("metrics.json", lambda d: d.update({ENTRY: d[ENTRY_SCORED]}), f"defines own_score for '{ENTRY}', which has no row"),
         ("metrics.json", lambda d: d[ENTRY_SCORED].append(d[ENTRY_SCORED][0]), "defines a metric twice"),
-        ("metrics.json", lambda d: d[ENTRY_SCORED][0].update(unit="s"), "unit 'points' where own_score has 's'"),
+        ("metrics.json", lambda d: d[ENTRY_SCORED][0].update(unit="s"), "the unit is 'points', but the unit of own_score is 's'"),
         ("metrics.json", lambda d: d[ENTRY_SCORED][0].update(direction="lower"), "lies beyond its limit"),
         (
             "metrics.json",

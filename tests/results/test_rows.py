@@ -89,7 +89,7 @@ def test_a_carriage_return_survives_and_lines_end_in_newline(row):
         ({"params": {1: "a key that JSON would turn into a string"}}, "params that are not a JSON"),
         ({"value": None}, "null without a reason"),
         ({"value_reason": "unsupported"}, "both a value and a reason"),
-        ({"limit": None, "limit_source": ""}, "neither a limit nor why"),
+        ({"limit": None, "limit_source": ""}, "neither a limit nor the reason why"),
         ({"n": None}, "lacks n or the 95 % confidence interval"),
         ({"ci_low": None}, "lacks n or the 95 % confidence interval"),
         ({"ci_high": 99.5, "ci_low": 99.0}, "outside its own interval"),
@@ -143,7 +143,7 @@ def test_fraction_of_limit_is_null_without_a_limit(row):
     [
         (lambda text: text.replace("notebook,", "note,", 1), "header is not that of schema"),
         (lambda text: text.rsplit(",", 1)[0] + "\n", "cells instead of"),
-        (lambda text: text.replace("TFLOPS", "GFLOPS"), "unit 'GFLOPS' where gemm_tflops has 'TFLOPS'"),
+        (lambda text: text.replace("TFLOPS", "GFLOPS"), "the unit is 'GFLOPS', but the unit of gemm_tflops is 'TFLOPS'"),
         (lambda text: text.replace("191.5", "fast"), "unreadable cell"),
         (lambda text: text.replace('"{""k', '"[{""k').replace('64}"', '64}]"'), "params is not a JSON object"),
         (lambda text: text.replace("100.0,", "300.0,", 1), "outside its own interval"),
@@ -172,7 +172,7 @@ def changed(text, old, new):
         (lambda text: changed(text, '""k"": 64', '""k"": ' + "[" * 5000 + "]" * 5000), "nested too deeply"),
         (lambda text: changed(text, '""k"": 64', '""k"": ' + "9" * 400), "beyond the range of a float"),
         (lambda text: text + '"' + "x" * 200_000, "invalid CSV after row 1"),
-        (lambda text: changed(text, ",TFLOPS,", ",GFLOPS,"), "unit 'GFLOPS'"),
+        (lambda text: changed(text, ",TFLOPS,", ",GFLOPS,"), "the unit is 'GFLOPS'"),
     ],
 )
 def test_a_csv_that_we_never_write_is_refused(row, change, fault):
@@ -206,7 +206,7 @@ def test_a_row_that_fails_is_kept_without_its_value_and_with_its_numbers(row, ch
 
 
 def test_a_row_that_is_malformed_is_an_error_even_where_its_check_failed(row):
-    with pytest.raises(RowError, match="neither a limit nor why"):
+    with pytest.raises(RowError, match="neither a limit nor the reason why"):
         row(check_error=0.02, limit=None, limit_source="").without_failed_value()
     with pytest.raises(RowError, match="lacks n or"):
         row(check_error=0.02, n=None).without_failed_value()

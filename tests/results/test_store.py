@@ -1,6 +1,7 @@
 """The run folder: its name, finding it, and transactions that survive kills and company."""
 
 import dataclasses
+import itertools
 import json
 import os
 import random
@@ -12,6 +13,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pandas as pd
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from hyperion.errors import HyperionError
 from hyperion.results import Prediction, RowError, Run, StoreError, find_run, new_run_folder, set_latest
@@ -128,6 +131,21 @@ def test_a_prediction_has_a_time_and_a_hash_which_an_edit_breaks(new_run):
         run.write({"predictions.json": json.dumps([edited]).encode()})
         with pytest.raises(StoreError, match="does not match its digest: it was edited"):
             run.predictions()
+
+
+_RUN_NUMBERS = itertools.count()
+_NUMBERS = st.none() | st.integers(-(2**53), 2**53) | st.floats(allow_nan=False, allow_infinity=False)
+_PARAMS = st.dictionaries(st.text(), st.none() | st.booleans() | _NUMBERS | st.text() | st.lists(st.integers(0, 9)))
+
+
+@given(estimate=_NUMBERS, ceiling=_NUMBERS, low=_NUMBERS, high=_NUMBERS, params=_PARAMS)
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+def test_whatever_is_predicted_can_be_read_back(new_run, estimate, ceiling, low, high, params):
+    run = new_run(f"run-{next(_RUN_NUMBERS)}")
+    numbers = {"estimate": estimate, "ceiling": ceiling, "low": low, "high": high}
+    run.predict([prediction(made_at="2026-01-01T00:00:00.000+00:00", params=params, **numbers)])
+    (stored,) = run.predictions()
+    assert {name: getattr(stored, name) for name in numbers} == numbers and stored.params == params
 
 
 def test_predictions_after_the_first_sample_are_refused(new_run, samples):

@@ -1,8 +1,9 @@
-"""CIFAR-10 from a mirror, the cache or its official address, verified before use. Nothing in its files is executed.
+"""Load CIFAR-10 from a mirror, the cache or its official address. Files are verified before use, and never executed.
 
-The official layouts are Python and binary, each as a folder or an archive. A binary record is one label byte and 3072 pixel
-bytes (red, green and blue planes, row by row). A Python batch is a pickled dictionary. Our interpreter of pickles calls nothing
-and accepts only the three globals that such a file needs.
+CIFAR-10 is published in two layouts, Python and binary. Each layout exists as a folder and as an archive. A record of the
+binary layout is one label byte and 3072 pixel bytes (the red, green and blue planes, row by row). A file of the Python layout
+is a pickled dictionary. The pickle reader of this module calls no function, and accepts only the three globals that such a file
+needs.
 
 Source: Krizhevsky, Learning Multiple Layers of Features from Tiny Images, 2009;
 https://www.cs.toronto.edu/~kriz/cifar.html
@@ -35,20 +36,22 @@ TEST_BATCH = "test_batch"
 PYTHON_FOLDER, PYTHON_ARCHIVE = "cifar-10-batches-py", "cifar-10-python.tar.gz"
 BINARY_FOLDER, BINARY_ARCHIVE = "cifar-10-batches-bin", "cifar-10-binary.tar.gz"
 LAYOUTS = (PYTHON_FOLDER, PYTHON_ARCHIVE, BINARY_FOLDER, BINARY_ARCHIVE)
-BATCH_BYTES = 1 << 26  # limit for one batch; the official ones have 31 MB
-UNPACKED_BYTES = 1 << 28  # limit for an unpacked archive; the official ones have 186 MB
-CODES = 200_000  # limit for the opcodes of a pickle; an official one has about 40,000, two for each label and name
+BATCH_BYTES = 1 << 26  # largest accepted size of one batch file; the official files have 31 MB
+UNPACKED_BYTES = 1 << 28  # largest accepted size of an unpacked archive; the official archives have 186 MB
+# Largest accepted number of opcodes in a pickle. An official pickle has about 40,000: two for each label and each file name.
+CODES = 200_000
 REMEDY = "copy the file again from its source, or remove it and run `make fetch`"
 URL = "https://www.cs.toronto.edu/~kriz/cifar-10-python.tar.gz"
-FOLDER = "cifar-10"  # in the cache; a mirror has the official names at its top level
+FOLDER = "cifar-10"  # folder in the cache; in a mirror, the files are at the top level under their official names
 COUNTS = {"train": 50_000, "test": 10_000}
 TRAIN_MEANS = (0.4914, 0.4822, 0.4465)
 MEAN_TOLERANCE_OFFICIAL = 1e-4  # the published means have four digits
 MEAN_TOLERANCE_OTHER = 5e-3  # lossy compression at 37 dB shifts a mean by up to 3e-3
-# Hash of all labels in the official order, train then test, one byte each. Re-encoded pixels have no published checksum, but
-# their labels must match: permuted labels have correct counts, and training on them is useless.
+# Hash of all labels in the official order, first train, then test, one byte per label. If the pixels were encoded again, no
+# published checksum applies, but the labels must still match. Permuted labels would have correct counts, but a model could not
+# learn from them.
 LABELS_SHA256 = "3edb456524d5918aefded81f5aef7c32efab2a788211df998a4eb0c8957baa1f"
-# Stated by the data set's web page (archives) and by torchvision (files of the Python layout).
+# The md5 of the archives are from the web page of the data set. The md5 of the files in the Python layout are from torchvision.
 OFFICIAL_MD5 = {
     PYTHON_ARCHIVE: "c58f30108f718f92721af3b95e74349a",
     BINARY_ARCHIVE: "c32a1d4ab5d03f1284b67883e8d87530",
@@ -73,13 +76,13 @@ def load_cifar10(
 
     Args:
         source: 'auto', 'mirror', 'cache', 'download' or 'synthetic'.
-        allow_synthetic: let 'auto' fall back to the synthetic set.
+        allow_synthetic: if True, 'auto' uses the synthetic set if no other source has CIFAR-10.
         synthetic_counts, seed: number of images per split and seed of the synthetic set; not used for CIFAR-10.
         url: address of cifar-10-python.tar.gz; the file must have the official md5.
 
     Raises:
-        DataError: files are missing, truncated, miscounted, unsafe, or have other pixels or labels; train and test images
-            overlap; or no source has the data.
+        DataError: a file is missing, truncated or unsafe; the number of records, the pixels or the labels are not those of
+            CIFAR-10; the train split contains images of the test split; or no source has the data.
     """
     suppliers = {**published(url).suppliers(), "synthetic": lambda: synthetic_images(synthetic_counts, seed)}
     return take("cifar-10", source, suppliers, allow_synthetic)
@@ -88,7 +91,7 @@ def load_cifar10(
 def published(url: str = URL) -> PublishedSet[ImageSet]:
     """Return the official CIFAR-10, downloaded from `url` if necessary.
 
-    The mirror has the official names at its top level.
+    In a mirror, the files are at the top level under their official names.
     """
 
     def fetch(target: Path) -> None:
@@ -100,10 +103,11 @@ def published(url: str = URL) -> PublishedSet[ImageSet]:
 
 
 def checksums(layout: Path, note: str = "") -> Checksums:
-    """Compare the files of a layout with the published md5. For the unpacked binary layout none are published.
+    """Compare the md5 of a layout's files with the published md5. None are published for the unpacked binary layout.
 
     Args:
-        note: what was checked on pixels that are not official.
+        layout: official folder or archive, as `find_layout` returns it.
+        note: text that says what was checked instead, for files that do not have the published md5.
     """
     return compare_checksums({file: OFFICIAL_MD5.get(file.name, "") for file in layout_files(layout)}, "md5", note)
 
@@ -140,7 +144,7 @@ def _read(root: Path, source: str, label: str) -> ImageSet:
 def _require_balance(split: str, labels: np.ndarray, layout: Path) -> None:
     expected = COUNTS[split] // len(CLASSES)
     counts = np.bincount(labels, minlength=len(CLASSES))
-    remedy = "the files are incomplete or another data set: copy the official archive"
+    remedy = "the files are incomplete or belong to another data set: copy the official archive"
     if len(labels) != COUNTS[split]:
         raise DataError(f"{split} split has {len(labels)} images, expected {COUNTS[split]}", where=layout, next_step=remedy)
     for name, count in zip(CLASSES, counts, strict=True):
@@ -151,7 +155,7 @@ def _require_balance(split: str, labels: np.ndarray, layout: Path) -> None:
 
 
 def _require_labels(train: np.ndarray, test: np.ndarray, layout: Path) -> None:
-    """Check that the labels have the official order; permuted labels would pass all other checks."""
+    """Check that the labels have the official order. Permuted labels would pass all other checks."""
     found = hashlib.sha256(np.concatenate([train, test]).astype(np.uint8).tobytes()).hexdigest()  # all are 0 to 9
     if found != LABELS_SHA256:
         raise DataError(
@@ -178,7 +182,7 @@ def _require_means(images: np.ndarray, layout: Path) -> float:
 
 @dataclass(frozen=True)
 class SplitArrays:
-    """Images uint8 [N, 3, 32, 32] and labels int64 [N] of both splits, in the order of the files."""
+    """Images, uint8 [N, 3, 32, 32], and labels, int64 [N], of both splits, in the order of the files."""
 
     train_images: np.ndarray
     train_labels: np.ndarray
@@ -187,7 +191,7 @@ class SplitArrays:
 
 
 def find_layout(root: Path) -> Path | None:
-    """Return the first official folder or archive of CIFAR-10 in `root`, or None."""
+    """Return the first official folder or archive of CIFAR-10 in `root`; None if there is none."""
     return next((root / name for name in LAYOUTS if (root / name).exists()), None)
 
 
@@ -205,7 +209,7 @@ def read_layout(path: Path) -> SplitArrays:
     """Read any of the four official layouts.
 
     Raises:
-        DataError: a batch is missing, truncated, of another shape, or a pickle with more than arrays.
+        DataError: a batch file is missing or truncated, has another shape, or is a pickle that contains more than arrays.
     """
     binary = path.name in (BINARY_FOLDER, BINARY_ARCHIVE)
     read = read_binary_batch if binary else read_python_batch
@@ -229,7 +233,7 @@ def read_binary_batch(content: bytes, where: object) -> tuple[np.ndarray, np.nda
     if rest or not records:
         raise DataError(
             f"{len(content)} bytes are {records} records of {RECORD_BYTES} bytes and {rest} extra bytes: "
-            "truncated, or not CIFAR-10's binary layout",
+            "the file is truncated, or it is not a file of CIFAR-10's binary layout",
             where=where,
             next_step=REMEDY,
         )
@@ -241,7 +245,8 @@ def read_python_batch(content: bytes, where: object) -> tuple[np.ndarray, np.nda
     """Return images uint8 [N, 3, 32, 32] and labels int64 [N] of one pickled batch, without executing the pickle.
 
     Raises:
-        DataError: it is not a pickle, needs a global that arrays do not need, or has other content.
+        DataError: the content is not a pickle, the pickle refers to a global that arrays do not need, or it does not contain
+            the images and labels of CIFAR-10.
     """
     batch = _unpickled(content, where)
     batch = {_text(key): value for key, value in batch.items()} if type(batch) is dict else {}
@@ -262,7 +267,7 @@ def read_python_batch(content: bytes, where: object) -> tuple[np.ndarray, np.nda
 
 @dataclass
 class _Pickled:
-    """An object of another module as the pickle describes it: the call that creates it, and its state. It is never called."""
+    """Description of an object in a pickle: the call that would create the object, and its state. The call is never made."""
 
     name: str
     arguments: tuple = ()
@@ -276,11 +281,11 @@ _CONSTANTS = {"NONE": None, "NEWTRUE": True, "NEWFALSE": False}
 
 
 def _unpickled(content: bytes, where: object) -> object:
-    """Return the object of a pickle of dictionaries, lists, tuples, strings, numbers and NumPy arrays.
+    """Parse a pickle that contains only dictionaries, lists, tuples, strings, numbers and NumPy arrays, and return its object.
 
     Python's unpickler is unsafe: it calls any function that the file names, and allocates arrays and tables of any size that
-    the file declares. This one accepts only the opcodes that a CIFAR-10 batch needs, and its memory is a small multiple of the
-    file size.
+    the file declares. This function accepts only the opcodes that a CIFAR-10 batch file needs, and uses at most a small
+    multiple of the file size as memory.
 
     Raises:
         DataError: the pickle has another opcode or global, or is broken.
@@ -386,7 +391,7 @@ def _list(item: object) -> list:
 
 
 def _filled(table: object, items: list) -> dict:
-    """Add alternating keys and values to a dictionary; keys must be strings or bytes, without duplicates."""
+    """Add alternating keys and values to a dictionary. Keys must be strings or bytes, and each key must occur only once."""
     if type(table) is not dict:
         raise TypeError(f"keys for {type(table).__name__}")
     for key, value in zip(items[::2], items[1::2], strict=True):
@@ -401,9 +406,10 @@ def _text(key: bytes | str) -> str:
 
 
 def _array(pickled: _Pickled, where: object) -> np.ndarray:
-    """Return the uint8 array [N, 3072] of a pickled array.
+    """Convert the description of a pickled array to a uint8 array [N, 3072].
 
-    Its state is (version, shape, dtype, Fortran order, content), and the dtype is created from a code such as "u1".
+    The state of the pickled array is (version, shape, dtype, Fortran order, content). The dtype is described by a code such as
+    "u1".
     """
     try:
         _, shape, dtype, fortran, content = pickled.state
@@ -434,7 +440,7 @@ def _from_folder(folder: Path, wanted: list[str]) -> Iterator[tuple[str, bytes]]
 
 
 def _from_archive(archive: Path, wanted: list[str]) -> Iterator[tuple[str, bytes]]:
-    """Yield the wanted batches of an archive. It is unpacked once, as a stream, and nothing is written to disk."""
+    """Yield the wanted batch files of an archive. The archive is read once, as a stream, and nothing is written to disk."""
     folder = PYTHON_FOLDER if archive.name == PYTHON_ARCHIVE else BINARY_FOLDER
     names = {f"{folder}/{name}": name for name in wanted}
     seen: set[str] = set()
@@ -460,7 +466,7 @@ def _from_archive(archive: Path, wanted: list[str]) -> Iterator[tuple[str, bytes
 
 
 class _Bounded(io.RawIOBase):
-    """Limits the bytes that can be read from a stream, because a small archive can unpack to any size."""
+    """Stream that raises an error after `limit_bytes` bytes, because a small archive can unpack to any size."""
 
     def __init__(self, stream: gzip.GzipFile, limit_bytes: int):
         self._stream, self._left = stream, limit_bytes

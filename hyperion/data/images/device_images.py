@@ -1,5 +1,6 @@
-"""Batches of images built on the training device: it holds the whole set as bytes, and the host sends only a table of random
-numbers once per epoch.
+"""Build batches of images on the training device.
+
+The device holds the whole image set as uint8. Once per epoch, the host copies a table of random numbers to the device.
 """
 
 from collections.abc import Sequence
@@ -15,37 +16,42 @@ from hyperion.data.store.folders import DataError
 
 CROP_PADDING = 4
 BORDERS = ("black", "reflect")
-# Rows of an epoch's table, with one column per example: its index in the set, the first row and column of the crop, the step
-# from one column to the next (-1 mirrors the image), and the first row and column of the hole.
+# Rows of the table of random numbers of an epoch. The table has one column per example. Its rows are: the index of the image in
+# the set, the first pixel row and the first pixel column of the crop, the step from one pixel column to the next (-1 mirrors
+# the image), and the first pixel row and the first pixel column of the hole.
 _PLACE, _TOP, _LEFT, _STEP, _HOLE_TOP, _HOLE_LEFT = range(6)
 
 
 class ImageBatches(ResumableBatches):
-    """Batches of normalised images [batch, 3, 32, 32] in channels-last layout, and labels int64 [batch].
+    """Batches of normalised images [batch, 3, 32, 32] in channels-last layout, and labels, int64 [batch].
 
-    All random numbers of an epoch are drawn on the host and depend on seed and epoch only. So every machine, device and number
-    of ranks gets the same images, and resuming needs no generator state. The augmentations are a few operations on whole
-    batches (`cut_out`), none of which waits for the device.
+    All random numbers of an epoch are drawn on the host and depend only on the seed and the epoch. Therefore every machine,
+    device and number of ranks gets the same images, and a run can resume without the state of a generator. The augmentations
+    are a few operations on whole batches (see `cut_out`). None of these operations waits for the device.
 
     Args:
-        images: uint8 [N, 3, 32, 32], stored on the device, with a border if they are shifted.
-        labels: integers [N].
-        batch_size: images in a global batch.
-        normalisation: mean and standard deviation of each channel of the TRAIN images, full scale = 1.
-        augment: 'crop' (shift by up to 4 pixels), 'flip' (left to right; each image in every other epoch, half of the images
-            in the first; Jordan 2024, arXiv 2404.00498). Use those in ImageSet.augmentations, because in some sets a flip
-            changes the class.
-        border: pixels that a shift brings in: 'black', or the image mirrored at its edge ('reflect').
-        hole: side in pixels of a square that is set to the mean (Cutout, DeVries & Taylor 2017), 0 for none. Its centre is
-            drawn from the whole image, so part of it may lie outside.
-        shuffle: use a new order in every epoch; otherwise the order of the files (evaluation).
-        drop_last: leave out the last, incomplete batch of an epoch.
-        dtype: type of the images; they are computed in float32 and then rounded.
-        rank, ranks: this process's part of each batch. For evaluation use whole batches on every rank.
+        images: uint8 [N, 3, 32, 32]. They are stored on the device. With the augmentation 'crop' they are stored with a border.
+        labels: integer classes [N].
+        batch_size: number of images in a global batch.
+        normalisation: means and standard deviations of the channels of the TRAIN images, with pixels scaled to 0 .. 1.
+        seed: seed of the orders and of the augmentations.
+        augment: names of the augmentations. 'crop' shifts each image by up to 4 pixels. 'flip' mirrors half of the images left
+            to right in even epochs, and the other half in odd epochs (Jordan 2024, arXiv 2404.00498). Use only the names in
+            ImageSet.augmentations, because in some image sets a flip changes the class.
+        border: content of the pixels that a shift moves into the image: 'black', or 'reflect' for the image mirrored at its
+            edge.
+        hole: height and width in pixels of a square that is set to the mean (Cutout, DeVries & Taylor 2017); 0 for no square.
+            The centre of the square is drawn from the whole image, so a part of the square may be outside of the image.
+        shuffle: whether every epoch has a new order. If False, every epoch has the order of the files, as an evaluation needs.
+        drop_last: whether to leave out the last batch of an epoch if it is incomplete.
+        device: device that stores the image set and builds the batches.
+        dtype: dtype of the images. They are computed in float32 and then converted to this dtype.
+        rank, ranks: rank of this process, and number of ranks that share each batch. For an evaluation in which every rank
+            needs whole batches, keep the defaults.
 
     Raises:
-        DataError: images, labels or normalisation have a wrong form, an augmentation or border is unknown, the images do not
-            fill one batch, or the ranks do not divide the batch.
+        DataError: the images, the labels or the normalisation have a wrong shape or dtype, an augmentation or a border is
+            unknown, the images do not fill one batch, or the ranks do not divide the batch.
     """
 
     def __init__(
@@ -91,7 +97,7 @@ class ImageBatches(ResumableBatches):
     def _batch(self, epoch: int, position: int) -> tuple[Tensor, Tensor]:
         table = self._table(epoch)
         if position == self.batches_per_epoch // 2:
-            self._table(epoch + 1)  # prepared while the device is busy, so that it does not wait at the start of the next epoch
+            self._table(epoch + 1)  # copied while the device is busy, so that the next epoch starts without waiting
         first = position * self.batch_size
         part = self._part(min(self.batch_size, self.records - first))
         chosen = table[:, first + part.start : first + part.stop]
@@ -102,14 +108,14 @@ class ImageBatches(ResumableBatches):
         return images_BYXC.to(self.dtype).permute(0, 3, 1, 2), self._labels[chosen[_PLACE]]
 
     def _table(self, epoch: int) -> Tensor:
-        """Return the epoch's random numbers int64 [6, records] on the device, one column per example, in order."""
+        """Return the table of an epoch on the device: int64 [6, records], with one column per example in the epoch's order."""
         if epoch not in self._tables:
             self._tables = {known: table for known, table in self._tables.items() if known == epoch - 1}
             self._tables[epoch] = on_device(self._draw(epoch), self._labels.device)
         return self._tables[epoch]
 
     def _draw(self, epoch: int) -> np.ndarray:
-        """Draw the table. Every rank draws the numbers of all ranks, so they do not depend on the number of ranks."""
+        """Draw the table of an epoch. Every rank draws the whole table, so it does not depend on the number of ranks."""
         table = np.zeros((6, self.records), dtype=np.int64)
         table[_PLACE], table[_STEP] = self._order(epoch), 1
         generator = np.random.default_rng((self.seed, epoch, 1))
@@ -126,21 +132,23 @@ class ImageBatches(ResumableBatches):
 
 
 def require_form(images: np.ndarray, labels: np.ndarray) -> None:
-    """Check images and labels, so that normalised images are not scaled twice and channels are not taken for rows.
+    """Check the shapes and dtypes of images and labels.
+
+    Without this check, images that are already normalised could be normalised again, and channels could be read as pixel rows.
 
     Raises:
         DataError: images are not uint8 [N, 3, Y, Y], or labels are not integers [N] from 0.
     """
     form = f"images are {images.dtype} {list(images.shape)}, expected uint8 [N, 3, Y, Y], 0 to 255, not normalised"
     if np.issubdtype(images.dtype, np.floating):
-        raise DataError(form, where="images", next_step="pass the bytes; ImageBatches scales and normalises them")
+        raise DataError(form, where="images", next_step="pass the uint8 pixels; ImageBatches scales and normalises them")
     if images.dtype != np.uint8 or images.ndim != 4 or images.shape[1] != 3 or images.shape[2] != images.shape[3]:
         raise DataError(form, where="images", next_step="pass channels first: images.transpose(0, 3, 1, 2) of [N, Y, Y, 3]")
     if labels.shape != (len(images),) or not np.issubdtype(labels.dtype, np.integer) or (labels < 0).any():
         raise DataError(
             f"labels are {labels.dtype} {list(labels.shape)} for {len(images)} images",
             where="labels",
-            next_step="pass one integer class from 0 per image; for one-hot labels, labels.argmax(1)",
+            next_step="pass one integer class per image, counted from 0; if labels are one-hot, pass labels.argmax(1)",
         )
 
 
@@ -150,12 +158,12 @@ def _require_normalisation(*normalisation: Sequence[float]) -> None:
         raise DataError(
             f"the normalisation has means {mean.tolist()} and deviations {deviation.tolist()}",
             where="ImageBatches",
-            next_step="pass three of each with full scale = 1: channel_statistics of the train images",
+            next_step="pass three means and three deviations of pixels scaled to 0 .. 1: channel_statistics(train_images)",
         )
 
 
 def bordered(pixels_NYXC: Tensor, border: str) -> Tensor:
-    """Return the images with CROP_PADDING more pixels on each side, black or mirrored at the edge."""
+    """Return the images with a border of CROP_PADDING pixels on each side. The border is black or the mirrored image."""
     if border == "black":
         return F.pad(pixels_NYXC, (0, 0) + 4 * (CROP_PADDING,))
     side = pixels_NYXC.shape[1]
@@ -165,15 +173,15 @@ def bordered(pixels_NYXC: Tensor, border: str) -> Tensor:
 
 
 def cut_out(pixels_NYXC: Tensor, chosen: Tensor, steps: Tensor) -> Tensor:
-    """Shift and mirror every image of a batch with a single gather, which can be captured in a CUDA graph.
+    """Shift and mirror the images of a batch with a single gather operation. The operation can be captured in a CUDA graph.
 
     Args:
-        pixels_NYXC: all images, with their border.
-        chosen: int64 [6, B], columns of an epoch's table.
-        steps: 0, 1, … side of an image - 1.
+        pixels_NYXC: all images of the set, with their border, uint8.
+        chosen: int64 [6, B], the columns of the epoch's table for the images of the batch.
+        steps: the integers from 0 to the height of an image - 1.
 
     Returns:
-        uint8 [B, side, side, 3].
+        The images of the batch without border, uint8 [B, Y, X, 3].
     """
     rows_BY = chosen[_TOP][:, None] + steps
     columns_BX = torch.addcmul(chosen[_LEFT][:, None], chosen[_STEP][:, None], steps)
@@ -181,7 +189,7 @@ def cut_out(pixels_NYXC: Tensor, chosen: Tensor, steps: Tensor) -> Tensor:
 
 
 def holes(chosen: Tensor, steps: Tensor, side: int) -> Tensor:
-    """Return the mask of each image's hole, bool [B, Y, X]."""
+    """Return a mask that is True inside the hole of each image, bool [B, Y, X]."""
     rows_BY, columns_BX = (steps - chosen[first][:, None] for first in (_HOLE_TOP, _HOLE_LEFT))
     inside_BY, inside_BX = ((at >= 0) & (at < side) for at in (rows_BY, columns_BX))
     return inside_BY[:, :, None] & inside_BX[:, None, :]

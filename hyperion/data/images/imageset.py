@@ -1,8 +1,9 @@
-"""Labelled images in two splits, the checks of every image set, and a synthetic set with known best accuracy.
+"""Image sets with a train and a test split, checks of image sets, and a synthetic set whose best possible accuracy is known.
 
-In the synthetic set, a class is the orientation of a grating, k * 18 degrees, clearly visible for every phase, colour, contrast
-and noise. Then the labels of exactly round(flip_rate * N) images of each split are changed to another class, and nothing in the
-pixels shows which. The best possible model names the orientation and reaches the accuracy 1 - round(flip_rate * N) / N.
+An image of the synthetic set shows a grating (parallel stripes). Its class k is the orientation of the stripes, k * 18 degrees.
+The orientation is clearly visible for every phase, colour, contrast and noise. In each split, the labels of exactly
+round(flip_rate * N) of the N images are then changed to another class. The pixels do not show which labels were changed.
+Therefore the best possible model predicts the orientation, and its accuracy is 1 - round(flip_rate * N) / N.
 """
 
 import hashlib
@@ -27,9 +28,9 @@ class ImageSet:
         detail: description of the source, without paths of the machine.
         train_images, test_images: uint8 [N, 3, 32, 32].
         train_labels, test_labels: int64 [N].
-        classes: class names by label.
-        augmentations: random changes that keep the label: 'crop' (shifts), 'flip' (left to right).
-        bayes_accuracy: best possible accuracy on the test split, None if unknown.
+        classes: names of the classes. Label k belongs to classes[k].
+        augmentations: names of the augmentations that do not change the class: 'crop' (shifts), 'flip' (mirrors left to right).
+        bayes_accuracy: best possible accuracy on the test split; None if it is unknown.
         checksums: result of the comparison with the published checksums; None for a synthetic set.
     """
 
@@ -60,12 +61,15 @@ class ImageSet:
         return {split: np.bincount(labels, minlength=len(self.classes)).tolist() for split, labels in splits.items()}
 
     def normalisation(self) -> tuple[tuple[float, ...], tuple[float, ...]]:
-        """Return mean and standard deviation of each channel of the train images, full scale = 1."""
+        """Return the means and standard deviations of the channels of the train images, with pixels scaled to 0 .. 1."""
         return channel_statistics(self.train_images)
 
 
 def channel_statistics(images: np.ndarray) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Return mean and standard deviation of each channel of uint8 [N, 3, H, W], full scale = 1, computed in float64."""
+    """Return the means and standard deviations of the channels of uint8 images [N, 3, H, W].
+
+    The pixels are scaled to 0 .. 1, and the statistics are computed in float64.
+    """
     means, deviations, levels = [], [], np.arange(256) / 255
     for channel in range(images.shape[1]):
         counts = np.zeros(256, dtype=np.int64)
@@ -78,10 +82,10 @@ def channel_statistics(images: np.ndarray) -> tuple[tuple[float, ...], tuple[flo
 
 
 def check_split(images: np.ndarray, labels: np.ndarray, class_count: int, where: object) -> None:
-    """Check that images are uint8 [N, 3, 32, 32] and labels are one class per image.
+    """Check that images are uint8 [N, 3, 32, 32] and that labels contain one class per image.
 
     Raises:
-        DataError: they are not; the first bad record is named.
+        DataError: images or labels do not have this form. The message names the first bad record.
     """
     check_images(images, where)
     check_labels(labels, len(images), class_count, where)
@@ -91,7 +95,7 @@ def check_images(images: np.ndarray, where: object) -> None:
     """Check that images are uint8 [N, 3, 32, 32].
 
     Raises:
-        DataError: they are not; an image with NaN or infinity is named.
+        DataError: images have another dtype or shape. If an image contains NaN or infinity, the message names this image.
     """
     if np.issubdtype(images.dtype, np.floating):
         bad = np.flatnonzero(~np.isfinite(images).reshape(len(images), -1).all(axis=1))
@@ -104,10 +108,10 @@ def check_images(images: np.ndarray, where: object) -> None:
 
 
 def check_labels(labels: np.ndarray, image_count: int, class_count: int, where: object) -> None:
-    """Check that labels are one class per image.
+    """Check that labels contain one class per image.
 
     Raises:
-        DataError: they are not; the first bad record is named.
+        DataError: labels do not have this form. The message names the first bad record.
     """
     if labels.shape != (image_count,) or not np.issubdtype(labels.dtype, np.integer):
         raise DataError(
@@ -124,16 +128,17 @@ def check_labels(labels: np.ndarray, image_count: int, class_count: int, where: 
 
 CLASS_COUNT = 10
 PERIOD_PIXELS = (5.0, 8.0)
-NOISE_LEVELS = 12.0  # standard deviation, of 255
+NOISE_LEVELS = 12.0  # standard deviation of the noise; pixel values are from 0 to 255
 CHUNK = 2048
 
 
 def synthetic_images(counts: dict[str, int], seed: int = 0, flip_rate: float = 0.1) -> ImageSet:
-    """Generate the synthetic image set; see the module's docstring.
+    """Generate the synthetic image set (see the module's docstring).
 
     Args:
         counts: number of images in 'train' and 'test'.
-        flip_rate: share of changed labels.
+        seed: seed of the images and of the changed labels.
+        flip_rate: fraction of the labels that are changed to another class.
     """
     arrays, best = [], {}
     for index, split in enumerate(("train", "test")):
@@ -144,7 +149,7 @@ def synthetic_images(counts: dict[str, int], seed: int = 0, flip_rate: float = 0
         arrays += [_gratings(classes, generator), labels]
     names = tuple(f"{18 * k} degrees" for k in range(CLASS_COUNT))
     detail = f"made-up gratings, seed {seed}, {counts['train']} + {counts['test']} images, {flip_rate:.0%} of labels changed"
-    # A flip from left to right turns 18 degrees into 162, another class, so only shifts keep the label.
+    # Mirroring left to right turns 18 degrees into 162 degrees, which is another class. Therefore only shifts are allowed.
     train_images, train_labels, test_images, test_labels = arrays
     return ImageSet(
         "synthetic-gratings",
@@ -161,14 +166,14 @@ def synthetic_images(counts: dict[str, int], seed: int = 0, flip_rate: float = 0
 
 
 def _with_flips(classes: np.ndarray, flips: int, generator: np.random.Generator) -> np.ndarray:
-    """Return labels int64, of which exactly `flips` differ from `classes`, evenly over classes and over wrong labels.
+    """Return labels, int64, of which exactly `flips` differ from `classes`.
 
-    The label of the i-th changed image of each class increases by 1 + i mod 9. For each i this permutes the classes, so the
-    labels are as balanced as the classes.
+    The changes are spread evenly over the classes and over the wrong labels. The label of the i-th changed image of each class
+    increases by 1 + i mod 9. For each i this is a permutation of the classes, so the labels are as balanced as the classes.
     """
     labels = classes.astype(np.int64)
     order = generator.permutation(len(classes))
-    position = np.empty(len(classes), dtype=np.int64)  # of each image within its class, in random order
+    position = np.empty(len(classes), dtype=np.int64)  # position of each image among the images of its class, in random order
     for label in range(CLASS_COUNT):
         members = order[classes[order] == label]
         position[members] = np.arange(len(members))

@@ -1,1 +1,1 @@
-"""Fetch, identify, verify and prepare data sets."""
+"""Download, identify, verify and prepare data sets."""

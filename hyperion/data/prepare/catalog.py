@@ -1,4 +1,7 @@
-"""The data sets by name: stage all of them (`hyperion fetch`), and identify their files without loading them."""
+"""Copy or download all data sets into the cache (`hyperion fetch`), and identify their files without loading them.
+
+A data set is "staged" if its raw files are in the cache.
+"""
 
 import hashlib
 from collections.abc import Callable, Iterable
@@ -12,12 +15,13 @@ from hyperion.data.store.sources import Checksums, PublishedSet, Sourced, mirror
 from hyperion.data.text import instructions, tokenizer, wikitext2
 
 _UNFINISHED = ".part"
-# Sources that read from each place. A download is stored in the cache, so both count as the same place.
+# For each place, the requested sources for which data may be read from this place. A download is stored in the cache, so the
+# source 'download' reads from the cache.
 _TAKEN_FROM = {"mirror": ("auto", "mirror"), "cache": ("auto", "cache", "download")}
 
 
 class FetchReport(NamedTuple):
-    """Result of staging one data set: `status` is 'ok' or 'failed', `detail` says where it came from or what failed."""
+    """Result of staging one data set. `status` is 'ok' or 'failed'. `detail` is the origin of the data or the error."""
 
     name: str
     status: str
@@ -25,10 +29,10 @@ class FetchReport(NamedTuple):
 
 
 def fetch_all(cifar10_url: str = cifar10.URL, instructions_url: str = instructions.URL) -> list[FetchReport]:
-    """Stage all data and the tokenizer in the cache; afterwards the source 'cache' provides them without a network.
+    """Stage all data sets and the tokenizer in the cache. Afterwards the source 'cache' provides them without a network.
 
-    Sets that are in the cache are verified. The others are copied from the mirror if it has them, and else downloaded. A
-    failure does not stop the others.
+    A data set that is already in the cache is verified. Any other data set is copied from the mirror, or downloaded if the
+    mirror does not have it. If one data set fails, the function continues with the next data set.
     """
     return [
         _report("wikitext-2", wikitext2.WIKITEXT2.stage),
@@ -46,25 +50,26 @@ def _report(name: str, action: Callable[[], str]) -> FetchReport:
 
 
 def staged_sets() -> list[tuple[Path, Callable[[], Sourced]]]:
-    """Return the folder of each set in the cache, with the function that reads and checks it."""
+    """Return the cache folder of each data set, and the function that reads and checks the data set."""
     sets: list[PublishedSet[Any]] = [wikitext2.WIKITEXT2, tokenizer.GPT2, cifar10.published(), instructions.published()]
     places = [(cache_root() / published.folder, published.cached) for published in sets]
     return [(folder, read) for folder, read in places if folder.is_dir()]
 
 
 def data_identity(names: Iterable[str], wanted: str) -> dict[str, dict | None]:
-    """Return which files each set is taken from: by name, the keys 'place', 'sha256' and 'official'; None if there are none.
+    """Return the identity of the files from which each data set is read.
 
-    'official' is None where the publisher states no checksums. Synthetic data have no files; their sizes and seed identify
-    them.
+    The result maps the name of a data set to a dict with the keys 'place' ('mirror' or 'cache'), 'sha256' and 'official', or to
+    None if the data set has no files. 'official' is None if the publisher states no checksums. Synthetic data have no files;
+    they are identified by their sizes and their seed.
 
     Args:
-        names: of 'wikitext-2', 'gpt2' (the tokenizer), 'cifar-10', 'instructions' and 'llama' (real weights that the user put
-            there); these are also the names of their folders in the cache.
-        wanted: the requested source, 'auto' included.
+        names: names of data sets: 'wikitext-2', 'gpt2' (the tokenizer), 'cifar-10', 'instructions' or 'llama' (pretrained
+            weights that the user has put there). The folders in the cache have the same names.
+        wanted: the requested source, such as 'auto'.
 
     Raises:
-        DataError: `wanted` includes the mirror, and HYPERION_DATA_MIRROR names no folder.
+        DataError: `wanted` is 'auto' or 'mirror', and HYPERION_DATA_MIRROR names no folder.
     """
     places = [place for place in ("mirror", "cache") if wanted in _TAKEN_FROM[place]]
     return {name: next(filter(None, (_identity(name, place) for place in places)), None) for name in names}
@@ -92,7 +97,7 @@ _CHECKSUMS: dict[str, Callable[[Path], Checksums]] = {
 
 
 def _files_of(name: str, root: Path, place: str) -> Path | None:
-    """Return the folder or archive of a set, or None."""
+    """Return the folder or archive of a data set; None if there is none."""
     if name == cifar10.FOLDER:
         # A mirror has the official folder or archive at its top level.
         return find_layout(root if place == "mirror" else root / cifar10.FOLDER)
@@ -103,12 +108,12 @@ def _files_of(name: str, root: Path, place: str) -> Path | None:
 
 
 def _hash_of(path: Path) -> str:
-    """Hash names and contents, without half-staged and quarantined files."""
+    """Return the hash of the names and contents of all files, except unfinished and quarantined files."""
     digest = hashlib.sha256()
     for file in [path] if path.is_file() else sorted(path.rglob("*")):
         parts = file.relative_to(path.parent).parts
         if not file.is_file() or any(p.startswith(".") or p.endswith(_UNFINISHED) or p == QUARANTINE for p in parts):
             continue
-        # The contents, not the sizes: CIFAR-10's binary batches have the same size whatever they contain.
+        # Hash the contents and not the sizes, because all binary batch files of CIFAR-10 have the same size.
         digest.update(f"{'/'.join(parts)}\0{content_hash(file, 'sha256')}\n".encode())
     return digest.hexdigest()[:16]

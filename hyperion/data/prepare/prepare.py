@@ -1,4 +1,7 @@
-"""Prepare text and images: check each step by its counts, and store the result in a folder named by the hash of its inputs."""
+"""Prepare text and images for training. The name of the folder of prepared data contains the hash of their inputs.
+
+Each step of the preparation is checked by its counts.
+"""
 
 import hashlib
 import json
@@ -26,13 +29,13 @@ class PreparedText:
     """A tokenized corpus on disk.
 
     Attributes:
-        folder: its folder.
+        folder: folder with the files.
         tokens: token ids by the name of the split. The arrays are uint16 or uint32 [tokens] and memory mapped.
         samples: start in the stream and number of tokens of each non-blank line, by the name of the split. The arrays are int64
             [samples, 2] and memory mapped.
         steps: counts of each preparation step, by the name of the split and the name of the step; see `prepare_text`.
-        manifest: hashes, source and settings.
-        reused: True if an earlier call prepared it.
+        manifest: hashes of the files, source of the data, and settings.
+        reused: True if an earlier call had already prepared these data.
     """
 
     folder: Path
@@ -48,11 +51,11 @@ class PreparedImages:
     """An image set on disk.
 
     Attributes:
-        folder: its folder.
-        arrays: 'train_images', 'train_labels', 'test_images', 'test_labels', memory mapped.
-        steps: split to step to counts, see `prepare_images`.
-        manifest: hashes, source and settings.
-        reused: True if an earlier call prepared it.
+        folder: folder with the files.
+        arrays: memory-mapped arrays with the names 'train_images', 'train_labels', 'test_images' and 'test_labels'.
+        steps: counts of each preparation step, by the name of the split and the name of the step; see `prepare_images`.
+        manifest: hashes of the files, source of the data, and settings.
+        reused: True if an earlier call had already prepared these data.
     """
 
     folder: Path
@@ -67,18 +70,29 @@ def prepare_text(
 ) -> PreparedText:
     """Tokenize a corpus, check that decoding reproduces the text, and store the token streams in data/processed/.
 
-    Steps of a split: 'read' (lines, words_with_eos), 'filter' (non_empty), 'tokenize' (tokens, tokens_per_word,
-    round_trip: decoding reproduces the text), 'pack' (windows, left_over), 'pad' (samples, tokens, padding,
-    padding_share, truncated: one non-empty line per row). Packing and padding are only counted, at `sequence_length`; stored
-    are the streams, the positions of their lines, and the tokenizer. The text is read once, a few chunks at a time, so a
-    corpus of files (`corpus_of_files`) may exceed memory.
+    Each split has five steps, with these counts:
+
+    - 'read': lines, words_with_eos.
+    - 'filter': non_empty, the number of lines that are not empty.
+    - 'tokenize': tokens, tokens_per_word, and round_trip, which is True because decoding reproduces the text.
+    - 'pack': windows, left_over. These are the counts if the stream is cut into windows of `sequence_length` inputs.
+    - 'pad': samples, tokens, padding, padding_share, truncated. These are the counts if each line that is not empty is padded
+      or truncated to `sequence_length` positions.
+
+    The packed and padded rows are only counted and not stored. The folder contains the token streams, the positions of their
+    lines, and the tokenizer. The text is read once, a few chunks at a time, so a corpus of files (`corpus_of_files`) may be
+    larger than the memory.
 
     Args:
-        workers: number of tokenizing processes; None chooses it by the length of the text. The files do not depend on it.
+        corpus: text to tokenize.
+        tokenizer: tokenizer of the text.
+        sequence_length: number of input tokens in a window, and number of positions in a padded row.
+        workers: number of processes that tokenize. None chooses the number by the length of the text. The files do not depend
+            on this number.
 
     Raises:
-        DataError: decoding does not reproduce the text, long lines occur in several splits, stored data are damaged, or the
-            disk is full.
+        DataError: decoding does not reproduce the text, long lines of one split also occur in another split, stored data are
+            damaged, or the disk is full.
     """
     folder = _folder(
         f"{corpus.name}-{tokenizer.name}",
@@ -97,11 +111,17 @@ def prepare_text(
 def prepare_images(images: ImageSet) -> PreparedImages:
     """Check every record of an image set and store the set in data/processed/.
 
-    Steps of a split: 'read' (images), 'verify' (corrupt: always 0, because a corrupt record is an error), 'classes' (images
-    per class), 'channels' (mean and standard deviation, full scale = 1), 'augment' (augmentations that keep the label).
+    Each split has five steps, with these counts:
+
+    - 'read': number of images.
+    - 'verify': number of corrupt records. It is always 0, because a corrupt record is an error.
+    - 'classes': number of images of each class.
+    - 'channels': means and standard deviations of the channels, with pixels scaled to 0 .. 1.
+    - 'augment': names of the augmentations that do not change the class.
 
     Raises:
-        DataError: a record is bad, stored data are damaged, train and test images overlap, or the disk is full.
+        DataError: a record is corrupt, stored data are damaged, images of the test split also occur in the train split, or the
+            disk is full.
     """
     folder = _folder(images.name, {"images": images.sha256})
     reused = folder.is_dir()
@@ -112,7 +132,7 @@ def prepare_images(images: ImageSet) -> PreparedImages:
 
 
 def write_text(folder: Path, corpus: TextCorpus, tokenizer: Tokenizer, sequence_length: int, workers: int) -> None:
-    """Write the new folder of a tokenized corpus; see `prepare_text`."""
+    """Write the folder of a tokenized corpus, which must not exist yet (see `prepare_text`)."""
     with staged(folder) as work, tokenizer.encoding(workers) as encoding:
         steps = {split: write_split(work, split, corpus.splits[split], tokenizer, encoding, sequence_length) for split in SPLITS}
         (work / TOKENIZER_FILE).write_text(tokenizer.definition(), encoding="utf-8")
@@ -131,7 +151,7 @@ def write_text(folder: Path, corpus: TextCorpus, tokenizer: Tokenizer, sequence_
 
 
 def _text_overlap(work: Path, name: str) -> dict[str, dict]:
-    """Return the overlap of the splits, JSON-able; raise DataError if it is too large."""
+    """Return the overlap of the splits as JSON values. Raise DataError if the overlap is too large."""
     tokens = {split: open_array(work / f"{split}.npy") for split in SPLITS}
     samples = {split: open_array(work / f"{split}{SAMPLES}.npy") for split in SPLITS}
     found = token_overlap(tokens, samples)
@@ -140,7 +160,7 @@ def _text_overlap(work: Path, name: str) -> dict[str, dict]:
 
 
 def write_images(folder: Path, images: ImageSet) -> None:
-    """Write the new folder of an image set; see `prepare_images`."""
+    """Write the folder of an image set, which must not exist yet (see `prepare_images`)."""
     overlap = image_overlap(images.train_images, images.test_images)
     require_little_overlap(overlap, "images", images.name)
     facts = {
@@ -166,10 +186,10 @@ def write_images(folder: Path, images: ImageSet) -> None:
 
 
 def open_prepared(folder: Path) -> tuple[dict[str, np.ndarray], DataManifest]:
-    """Return arrays and manifest of a prepared folder, after checking hashes, token ids, labels and pixels.
+    """Check the hashes, token ids, labels and pixels of a prepared folder, and return its arrays and its manifest.
 
     Raises:
-        DataError: a file or a record is wrong; the first one is named.
+        DataError: a file or a record is wrong. The message names the first one.
     """
     arrays, manifest = open_shards(folder)
     kind = manifest.facts.get("kind")
@@ -189,7 +209,7 @@ def _folder(name: str, parts: dict) -> Path:
 
 
 def write_split(work: Path, split: str, lines: Iterable[str], tokenizer: Tokenizer, encoding: EncoderPool, length: int) -> dict:
-    """Write the token stream of a split and the positions of its lines, chunk by chunk; return the counts of each step."""
+    """Write the token stream of a split and the positions of its lines, chunk by chunk. Return the counts of each step."""
     read = words = 0
     padded, opening = Padding(), []
     with (
@@ -228,7 +248,7 @@ def write_split(work: Path, split: str, lines: Iterable[str], tokenizer: Tokeniz
 
 
 def _opening_tokens(sizes: np.ndarray) -> int:
-    """Return the number of tokens in the shortest run of first lines with at least OPENING_TOKENS tokens."""
+    """Return the number of tokens in the first lines of a split. As few lines are used as contain OPENING_TOKENS tokens."""
     ends = np.cumsum(sizes)
     return int(ends[min(np.searchsorted(ends, OPENING_TOKENS), len(ends) - 1)])
 

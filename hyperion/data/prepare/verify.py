@@ -1,7 +1,7 @@
 """Verify data folders: find every damaged file and record, and move damaged folders to quarantine.
 
-The content of prepared arrays is checked too: ids within the vocabulary, text that the tokenizer reproduces, valid images and
-labels, and the counts recorded when the data were prepared.
+The content of prepared arrays is checked too. Token ids must be within the vocabulary and decode to the recorded text. Images
+and labels must be valid. All counts must be those that were recorded when the data were prepared.
 """
 
 import json
@@ -37,12 +37,14 @@ from hyperion.errors import refused_write
 from hyperion.untrusted import open_regular, printable, read_bounded
 
 REASON_FILE = "REASON.json"
-PREPARE_AGAIN = "run `make reproduce ONLY=01_dataset_preparation`, which prepares it again from its source"
-OUTDATED = "another version of Hyperion wrote it and this version cannot read it: remove it with `hyperion clean --data`"
-STAGE_AGAIN = "stage it again with `make fetch`, or name a folder that has it with HYPERION_DATA_MIRROR"
+PREPARE_AGAIN = "run `make reproduce ONLY=01_dataset_preparation`, which prepares the data again from their source"
+OUTDATED = (
+    "another version of Hyperion wrote this folder, and this version cannot read it: remove it with `hyperion clean --data`"
+)
+STAGE_AGAIN = "download the data again with `make fetch`, or set HYPERION_DATA_MIRROR to a folder that contains them"
 _SHOWN_RUNS = 3
 FORMAT = 3  # version of the layout; part of the folder names and the manifests, so that a new layout gets new folders
-SAMPLES = "_samples"  # suffix of the array with the start and length of each line of a split
+SAMPLES = "_samples"  # suffix of the name of the array with the start and the length of each line of a split
 TOKENIZER_FILE = "tokenizer.json"
 ARRAYS_OF = {
     "text": tuple(f"{split}{kind}" for split in SPLITS for kind in ("", SAMPLES)),
@@ -55,10 +57,11 @@ class FolderVerdict(NamedTuple):
     """Result of the verification of one folder.
 
     Attributes:
-        findings: its faults; empty if the folder is unchanged.
-        moved_to: the new place of a damaged folder, None if it was not moved.
-        next_step: what the user should do, "" if nothing.
-        origin: source of the data, and whether they are official; "" if it could not be read.
+        folder: the folder that was verified.
+        findings: faults of the folder; empty if the folder is unchanged.
+        moved_to: new path of a damaged folder; None if the folder was not moved.
+        next_step: what the user should do; "" if there is nothing to do.
+        origin: source of the data, and whether they are the publisher's files; "" if the source could not be read.
     """
 
     folder: Path
@@ -70,11 +73,11 @@ class FolderVerdict(NamedTuple):
 
 @dataclass(frozen=True)
 class DataFinding:
-    """One fault.
+    """One fault of a data folder.
 
     Attributes:
-        file: the file, relative to the folder.
-        fault: what is wrong, with the numbers of damaged records.
+        file: path of the damaged file, relative to the folder.
+        fault: description of the fault. It contains the indices of the damaged records if they are known.
     """
 
     file: str
@@ -85,7 +88,8 @@ def verify(folder: Path | None = None) -> list[FolderVerdict]:
     """Verify prepared and staged data, and move damaged folders to quarantine.
 
     Args:
-        folder: a prepared folder, or a folder of prepared folders; None for data/processed/ and data/raw/.
+        folder: a folder of prepared data, or a folder that contains such folders. None verifies everything in data/processed/
+            and data/raw/.
 
     Raises:
         DataError: the folder does not exist, or contains nothing that can be verified.
@@ -99,7 +103,7 @@ def verify(folder: Path | None = None) -> list[FolderVerdict]:
         raise DataError(
             f"nothing to verify in {folder}: " + ("it holds no prepared data" if folder.is_dir() else "there is no such folder"),
             where=folder,
-            next_step=f"give a folder in {processed_root()}, or no folder to verify all of them",
+            next_step=f"give a folder in {processed_root()}, or give no folder to verify all data",
         )
     return [_staged_verdict(place) for place in chosen] or [_verdict(product) for product in products]
 
@@ -107,23 +111,25 @@ def verify(folder: Path | None = None) -> list[FolderVerdict]:
 def is_prepared(folder: Path) -> bool:
     """Return True if a folder contains, or once contained, data prepared by Hyperion.
 
-    Decided by its manifest or by the checksums of one of its arrays. Other folders are never touched.
+    Such a folder has a manifest, or checksums of at least one array. Other folders are never changed.
     """
     names = (name for of_kind in ARRAYS_OF.values() for name in of_kind)
     return _is_described(_manifest_of(folder)) or any((folder / CHECKSUMS / f"{name}.npy").is_file() for name in names)
 
 
 def examine(folder: Path) -> list[DataFinding]:
-    """Return every fault of a prepared folder; an empty list if it is unchanged.
+    """Return every fault of a prepared folder; an empty list if the folder is unchanged.
 
-    First, each file is compared with the manifest: missing, truncated, changed (with the records whose checksum differs),
-    swapped with another file, or unlisted. Then the contents of undamaged files are checked: ids within the vocabulary, text
-    that the stored tokenizer reproduces, finite images, valid labels, and the counts recorded when the data were prepared.
+    First, each file is compared with the manifest. A file can be missing, truncated, changed, swapped with another file, or not
+    listed in the manifest. For a changed file the fault names the records whose checksums differ. Then the contents of the
+    undamaged files are checked. Token ids must be within the vocabulary and decode to the recorded text with the stored
+    tokenizer. Images must be finite, labels must be valid, and all counts must be those that were recorded when the data were
+    prepared.
     """
     try:
         manifest = read_manifest(folder)
         if manifest is None:
-            return [DataFinding(FILE_NAME, "it is missing, so the expected content of the files is unknown")]
+            return [DataFinding(FILE_NAME, "the manifest is missing, so the expected content of the files is unknown")]
     except DataError as fault:
         return [DataFinding(FILE_NAME, fault.what)]
     kind = manifest.facts.get("kind")
@@ -146,10 +152,10 @@ def examine(folder: Path) -> list[DataFinding]:
 
 
 def quarantine(folder: Path, findings: list[DataFinding]) -> Path:
-    """Move a damaged folder to `quarantine/` next to it and write the reasons into a file; nothing is deleted.
+    """Move a damaged folder to the folder `quarantine/` next to it, and write the faults to a file. Nothing is deleted.
 
     Returns:
-        The folder's new place.
+        The new path of the folder.
 
     Raises:
         DataError: the folder cannot be moved.
@@ -159,7 +165,7 @@ def quarantine(folder: Path, findings: list[DataFinding]) -> Path:
         kept.parent.mkdir(exist_ok=True)
         os.rename(folder, kept)
         reasons = {"was": folder.name, "findings": [asdict(finding) for finding in findings]}
-        # Of a symbolic link only the link was moved: its target belongs to somebody else and must not be written to.
+        # If the folder is a symbolic link, only the link was moved. Its target may belong to another user and is not changed.
         report = kept.with_name(f"{kept.name}.{REASON_FILE}") if kept.is_symlink() else kept / REASON_FILE
         report.write_text(json.dumps(reasons, indent=1) + "\n", encoding="utf-8")
     except OSError as error:
@@ -176,7 +182,7 @@ def quarantine(folder: Path, findings: list[DataFinding]) -> Path:
 
 
 def _file_findings(folder: Path, manifest: DataManifest) -> Iterator[DataFinding]:
-    """Yield the files that are missing, changed or unlisted."""
+    """Yield a finding for each file that is missing, changed or not listed in the manifest."""
     hashes = {entry["sha256"]: name for name, entry in manifest.files.items() if is_array(name)}
     for name, expected in manifest.files.items():
         path = folder / name
@@ -195,8 +201,9 @@ def _file_findings(folder: Path, manifest: DataManifest) -> Iterator[DataFinding
                 yield DataFinding(name, f"{fault.what}; {_changed_rows(folder, name)}")
     for path in sorted(folder.rglob("*")):
         name = path.relative_to(folder).as_posix()
-        # A link to a folder counts as an unlisted file, because its target was not checked.
-        known = name in manifest.files or name in (FILE_NAME, MARK)
+        # A link to a folder is reported as an unlisted file, because its target was not checked.
+        # A file browser or a network file system may add hidden files, such as .DS_Store. Hyperion never reads them.
+        known = name in manifest.files or name in (FILE_NAME, MARK) or (path.name.startswith(".") and not path.is_symlink())
         if (path.is_symlink() or not path.is_dir()) and not known:
             yield DataFinding(printable(name), "the manifest does not list this file")
 
@@ -211,9 +218,9 @@ def _missing_rows(path: Path, whole_bytes: int) -> str:
             header = file.tell()
         row = dtype.itemsize * math.prod(shape[1:])
     except (ValueError, OSError, TypeError, SyntaxError, OverflowError):
-        return "its header is lost too"
+        return "the header of the file is lost too"
     if not shape or not row or header + row * shape[0] != whole_bytes:
-        return "its header was changed too"
+        return "the header of the file was changed too"
     whole = max(0, path.stat().st_size - header) // row
     return f"records {whole} to {shape[0] - 1} are missing"
 
@@ -221,7 +228,7 @@ def _missing_rows(path: Path, whole_bytes: int) -> str:
 def _changed_rows(folder: Path, name: str) -> str:
     """Describe which records of a file were changed."""
     if not is_array(name):
-        return "it has no records"
+        return "the file has no records"
     try:
         runs = damaged_rows(folder, Path(name).stem)
     except DataError as fault:
@@ -251,7 +258,7 @@ def _verdict(folder: Path) -> FolderVerdict:
 
 
 def _manifest_of(folder: Path) -> DataManifest | None:
-    """Return the manifest of a folder, None if it is missing or unreadable."""
+    """Return the manifest of a folder; None if the manifest is missing or unreadable."""
     try:
         return read_manifest(folder)
     except DataError:
@@ -264,7 +271,7 @@ def _is_described(manifest: DataManifest | None) -> bool:
 
 
 def _staged_verdict(place: tuple[Path, Callable[[], Sourced]]) -> FolderVerdict:
-    """Verify a staged set with its own loader, which checks counts, checksums, hashes and overlap."""
+    """Verify a staged data set with its own loader, which checks counts, checksums, hashes and the overlap of splits."""
     folder, read = place
     try:
         origin = read().detail
@@ -280,9 +287,12 @@ def content_faults(
     """Yield one error for each fault in the content of prepared arrays.
 
     Args:
-        arrays: by name; missing ones are not checked.
-        thorough: also compare with the counts and statistics recorded when the data were prepared. This detects an undamaged
-            file of another split or tokenizer, even if the manifest was rewritten to match it.
+        folder: folder of prepared data.
+        arrays: the arrays by name. Arrays that are not given are not checked.
+        manifest: manifest of the folder.
+        thorough: if True, also compare the arrays with the counts and statistics that were recorded when the data were
+            prepared. This detects an undamaged file of another split or tokenizer, even if the manifest was rewritten to match
+            this file.
     """
     facts = manifest.facts
     checks = _text_checks if facts["kind"] == "text" else _image_checks
@@ -293,7 +303,7 @@ def content_faults(
             except DataError as fault:
                 yield fault
     except (KeyError, TypeError, ValueError, AttributeError, IndexError, OverflowError) as error:
-        fault = f"its facts do not fit its kind of data: {printable(repr(error))[:200]}"
+        fault = f"the entry 'facts' of the manifest does not fit this kind of data: {printable(repr(error))[:200]}"
         yield DataError(fault, where=folder / FILE_NAME, next_step=_REMEDY)
 
 
@@ -337,7 +347,7 @@ def _image_checks(folder: Path, arrays: dict[str, np.ndarray], facts: dict, thor
 
 
 def _decoder(path: Path) -> tokenizers.Tokenizer | None:
-    """Return the stored tokenizer, None if it is damaged; its hash reports the damage."""
+    """Return the stored tokenizer; None if it is damaged. The check of its hash reports the damage."""
     try:
         return tokenizers.Tokenizer.from_buffer(read_bounded(path, DataError, _REMEDY))
     except Exception:  # tokenizers raises plain Exception
@@ -365,7 +375,7 @@ def _check_image_overlap(folder: Path, arrays: dict[str, np.ndarray], expected: 
 
 
 def _check_overlap(folder: Path, found: dict[str, SplitOverlap], expected: dict, what: str) -> None:
-    """Check that the splits overlap little, and as much as when the data were prepared."""
+    """Check that the overlap of the splits is small, and that it is the same as when the data were prepared."""
     require_little_overlap(found, what, folder / FILE_NAME)
     for split, overlap in found.items():
         fault = (
@@ -376,7 +386,10 @@ def _check_overlap(folder: Path, found: dict[str, SplitOverlap], expected: dict,
 
 
 def _check_count(path: Path, what: str, found: int, expected: int) -> None:
-    fault = f"{path.name} has {found} {what}, but had {expected} when it was prepared: another split's file, or truncated"
+    fault = (
+        f"{path.name} has {found} {what}, but had {expected} when it was prepared: "
+        "it is the file of another split, or it was truncated"
+    )
     _require(found == expected, fault, path)
 
 
@@ -385,7 +398,7 @@ def _check_opening(path: Path, tokens: np.ndarray, decoder: tokenizers.Tokenizer
     found = decoder.decode(np.asarray(tokens[:count]).tolist(), skip_special_tokens=False)
     fault = (
         f"tokens 0 to {count - 1} of {path.name} decode to {found[:40]!r}, but the split begins with {text[:40]!r}: "
-        "tokens of another vocabulary, or another split's file"
+        "the tokens belong to another vocabulary, or it is the file of another split"
     )
     _require(found == text, fault, path)
 
@@ -402,7 +415,10 @@ def _check_channels(path: Path, images: np.ndarray, expected: list[float]) -> No
         return  # check_images reports it
     means, _ = channel_statistics(images)
     found, wanted = (", ".join(f"{mean:.4f}" for mean in values) for values in (means, expected))
-    fault = f"{path.name} has channel means {found}, but had {wanted} when it was prepared: another split's file, or other pixels"
+    fault = (
+        f"{path.name} has the channel means {found}, but had {wanted} when it was prepared: "
+        "it is the file of another split, or its pixels were changed"
+    )
     _require(np.allclose(means, expected, rtol=0, atol=1e-9), fault, path)
 
 
@@ -414,7 +430,7 @@ def _check_classes(path: Path, labels: np.ndarray, expected: dict[str, int]) -> 
     for name, count in zip(names, found, strict=True):
         fault = (
             f"{path.name} has {count} labels of class {name!r}, but had {expected[name]} when it was prepared: "
-            "another split's file, or edited"
+            "it is the file of another split, or its labels were edited"
         )
         _require(count == expected[name], fault, path)
 

@@ -1,1 +1,1 @@
-"""Files of data sets: sources, staging, manifests, shards."""
+"""Files of data sets: sources of data, folders with manifests, arrays on disk, and the overlap of splits."""

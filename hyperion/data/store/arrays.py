@@ -1,4 +1,4 @@
-"""Arrays on disk: written piece by piece with a checksum per block of rows, verified when opened, read by memory map."""
+"""Arrays on disk. They are written piece by piece with a checksum per block of rows, and are memory mapped to read them."""
 
 import zlib
 from collections.abc import Callable
@@ -10,20 +10,21 @@ from numpy.typing import DTypeLike
 from hyperion.data.store.folders import DataError, DataManifest, read_manifest, staged, write_manifest
 from hyperion.untrusted import open_regular
 
-FOLDER = "checksums"  # next to the arrays; one file of CRC-32 values per array
+FOLDER = "checksums"  # folder next to the arrays, with one file of CRC-32 values per array
 BLOCK_BYTES = 2048
 
 
 def rows_of_a_block(dtype: DTypeLike, row_shape: tuple[int, ...]) -> int:
-    """Return the number of rows that share a checksum: 1 for CIFAR-10 images, 1,024 for tokens of 16 bits."""
+    """Return the number of rows that share a checksum. It is 1 for CIFAR-10 images and 1,024 for tokens of 16 bits."""
     return max(1, BLOCK_BYTES // (np.dtype(dtype).itemsize * int(np.prod(row_shape, dtype=np.int64))))
 
 
 def narrowed(values: np.ndarray, dtype: DTypeLike, where: object) -> np.ndarray:
-    """Return `values` as a new array of type `dtype`, with every value unchanged.
+    """Return the same values in a new array of the type `dtype`.
 
     Raises:
-        DataError: `dtype` cannot represent a value (too large, negative, fractional, NaN); the first one is named.
+        DataError: `dtype` cannot represent a value, because the value is too large, negative, fractional or NaN. The message
+            names the first such value.
     """
     values, dtype = np.asarray(values), np.dtype(dtype)
     if np.can_cast(values.dtype, dtype, casting="safe"):
@@ -36,7 +37,7 @@ def narrowed(values: np.ndarray, dtype: DTypeLike, where: object) -> np.ndarray:
         raise DataError(
             f"value {changed[0]} is {values.reshape(-1)[changed[0]]}, which {dtype} cannot represent ({len(changed)} values)",
             where=where,
-            next_step="check their origin: ids must be below the vocabulary size, labels below the number of classes",
+            next_step="check the source of the values: ids must be below the vocabulary size, labels below the number of classes",
         )
     return cast
 
@@ -45,7 +46,7 @@ def open_array(path: Path) -> np.ndarray:
     """Return a read-only memory map of the array in a .npy file.
 
     Raises:
-        DataError: it is not a regular file, or not an array of plain numbers with at least one dimension.
+        DataError: the path is not a regular file, or the file does not contain an array of numbers with at least one dimension.
     """
     again = "prepare the data again"
     try:
@@ -61,17 +62,22 @@ def open_array(path: Path) -> np.ndarray:
 
 
 class ArrayWriter:
-    """Write rows, a few at a time, to the new file `<folder>/<name>.npy`, and their checksums to `<folder>/checksums/<name>.npy`.
+    """Writer of one array. Rows are appended to a new file, `<folder>/<name>.npy`.
+
+    The checksums of the rows are written to `<folder>/checksums/<name>.npy`.
 
     Args:
-        row_shape: shape of one row; () for a plain sequence of numbers.
+        folder: folder for the two files.
+        name: name of the array.
+        dtype: dtype of the array in the file.
+        row_shape: shape of one row; () if each row is one number.
     """
 
     def __init__(self, folder: Path, name: str, dtype: DTypeLike, row_shape: tuple[int, ...] = ()):
         self.rows, self.dtype, self._row_shape = 0, np.dtype(dtype), tuple(row_shape)
         self._checksums, self._sums = folder / FOLDER / f"{name}.npy", bytearray()
         self._block = rows_of_a_block(self.dtype, self._row_shape) * self.dtype.itemsize * int(np.prod(row_shape, dtype=int))
-        self._left = b""  # rows of the last block, while it is incomplete
+        self._left = b""  # bytes of the rows of the last block, as long as this block is incomplete
         self._file = open(folder / f"{name}.npy", "xb")  # noqa: SIM115 - closed by `close`
         self._write_header()
 
@@ -79,7 +85,7 @@ class ArrayWriter:
         """Append rows [n, *row_shape].
 
         Raises:
-            DataError: the file's type cannot represent a value.
+            DataError: the dtype of the file cannot represent a value.
         """
         content = narrowed(rows, self.dtype, self._file.name)
         self._file.write(content.data)
@@ -101,7 +107,7 @@ class ArrayWriter:
         np.save(self._checksums, np.frombuffer(self._sums, np.uint32))
 
     def _write_header(self) -> None:
-        # NumPy reserves space for a larger first dimension, so the final header fits over the first one.
+        # NumPy reserves space in the header for a larger first dimension. Therefore the final header can replace the first one.
         described = np.lib.format.dtype_to_descr(self.dtype)
         header = {"descr": described, "fortran_order": False, "shape": (self.rows, *self._row_shape)}
         np.lib.format.write_array_header_1_0(self._file, header)
@@ -117,7 +123,7 @@ class ArrayWriter:
 
 
 def damaged_rows(folder: Path, name: str) -> list[tuple[int, int]]:
-    """Return the ranges (first, last) of rows of `<name>.npy` whose checksum differs; a range covers whole blocks.
+    """Return the ranges (first, last) of rows of `<name>.npy` whose checksums differ. A range consists of whole blocks.
 
     Raises:
         DataError: the array or its checksums are missing or unreadable.
@@ -142,17 +148,18 @@ def _checksums(content: memoryview, block: int) -> np.ndarray:
 
 
 ROWS_AT_ONCE = 4096
-ROWS_READ_AT_ONCE = 1 << 18  # a stream may be longer than memory
+ROWS_READ_AT_ONCE = 1 << 18  # limited, because a token stream may be larger than the memory
 
 
 def token_dtype(vocab_size: int, where: object = "vocabulary") -> np.dtype:
     """Return uint16 if it can represent every token id, else uint32.
 
     Args:
-        vocab_size: largest id + 1, which exceeds the number of entries if some ids are unused.
+        vocab_size: largest id + 1. This is more than the number of entries of the vocabulary if some ids are unused.
+        where: value for the field `where` of an error.
 
     Raises:
-        DataError: an id needs more than 31 bits; loaders store ids as int32.
+        DataError: an id needs more than 31 bits. Loaders store ids as int32.
     """
     if not 1 <= vocab_size <= 1 << 31:
         fault = f"a vocabulary of {vocab_size} ids, expected 1 to {1 << 31}"
@@ -161,11 +168,12 @@ def token_dtype(vocab_size: int, where: object = "vocabulary") -> np.dtype:
 
 
 def write_shards(folder: Path, arrays: dict[str, np.ndarray], *, name: str, source: str, detail: str, facts: dict) -> None:
-    """Store each array as `<key>.npy` in the new folder `folder`, with checksums and a manifest. The folder appears complete
-    or not at all.
+    """Store each array as `<key>.npy` in a new folder, with checksums and a manifest.
+
+    The folder is written completely or not at all.
 
     Raises:
-        DataError: the disk is full or not writable; partial files are removed.
+        DataError: the disk is full, or the folder is not writable. Incomplete files are removed.
     """
     with staged(folder) as work:
         for key, array in arrays.items():
@@ -177,32 +185,35 @@ def write_shards(folder: Path, arrays: dict[str, np.ndarray], *, name: str, sour
 
 
 def open_shards(folder: Path) -> tuple[dict[str, np.ndarray], DataManifest]:
-    """Return memory maps of a folder's arrays by name, and the manifest, after checking every file against the manifest.
+    """Compare every file of a folder with the manifest. Return memory maps of the arrays by name, and the manifest.
 
     Raises:
-        DataError: a file is missing, truncated, edited, or not an array of plain numbers.
+        DataError: a file is missing, was truncated or edited, or does not contain an array of numbers.
     """
     manifest = read_manifest(folder)
     if manifest is None:
-        raise DataError("no manifest, so this is not a folder of prepared data", where=folder, next_step="prepare the data again")
+        fault = "the folder has no manifest, so it is not a folder of prepared data"
+        raise DataError(fault, where=folder, next_step="prepare the data again")
     manifest.verify(folder)
     return {Path(name).stem: open_array(folder / name) for name in manifest.files if is_array(name)}, manifest
 
 
 def is_array(name: str) -> bool:
-    """Return True if a file of a manifest is an array, not a checksum file or a tokenizer."""
+    """Return True if a file name of a manifest is that of an array, and not of a checksum file or a tokenizer."""
     return name.endswith(".npy") and "/" not in name
 
 
 def check_tokens(tokens: np.ndarray, vocab_size: int, where: object) -> None:
-    """Check that a token stream fits a vocabulary.
+    """Check that all ids of a token stream are in a vocabulary.
 
     Args:
+        tokens: the token stream.
         vocab_size: largest id + 1.
+        where: value for the field `where` of an error.
 
     Raises:
-        DataError: the stream is not integers [tokens], or an id is outside the vocabulary, so the tokens belong to another
-            tokenizer; the first such id is named.
+        DataError: the stream is not an integer array [tokens], or an id is outside of the vocabulary, so that the tokens belong
+            to another tokenizer. The message names the first such id.
     """
     if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
         fault = f"tokens are {tokens.dtype} {list(tokens.shape)}, expected integers [tokens]"
@@ -217,10 +228,13 @@ def check_tokens(tokens: np.ndarray, vocab_size: int, where: object) -> None:
 
 
 def first_bad(rows: np.ndarray, is_bad: Callable[[np.ndarray], np.ndarray]) -> tuple[int | None, int]:
-    """Return the index of the first bad row (None if there is none) and the number of bad rows. The array may exceed memory.
+    """Return the index of the first bad row, and the number of bad rows. The index is None if no row is bad.
+
+    The array may be larger than the memory.
 
     Args:
-        is_bad: function of n rows that returns bool [n].
+        rows: array to search, with the rows along the first dimension.
+        is_bad: function that takes n rows and returns bool [n], True for each bad row.
     """
     first, count = None, 0
     for start in range(0, len(rows), ROWS_READ_AT_ONCE):

@@ -1,4 +1,7 @@
-"""Data folders: written completely or not at all, even if several processes write one at once, with a manifest of their files."""
+"""Data folders with a manifest of their files.
+
+A folder is written completely or not at all, even if several processes write the same folder at the same time.
+"""
 
 import contextlib
 import errno
@@ -21,12 +24,13 @@ from hyperion.forms import FieldError, read_form
 from hyperion.paths import data_folder
 from hyperion.untrusted import inner_path, open_regular, printable, read_json
 
-# `staged` writes this file into every folder: size and modification time of each file, by relative path. Without it,
-# `hyperion clean` could not distinguish Hyperion's files from the user's. The dot excludes it from a data set's identity.
+# `staged` writes this file, the mark, into every folder. It contains the size and the modification time of each file, by
+# relative path. Without the mark, `hyperion clean` could not distinguish Hyperion's files from the user's files. The dot in the
+# name excludes the mark from the hash of a data set.
 MARK = ".hyperion.json"
-# Working folders of `staged`: ".<name>.<process>.<random>.part".
+# Names of the working folders of `staged`: ".<name>.<process number>.<random digits>.part".
 WORKING = re.compile(r"\..+\.\d+\.[0-9a-f]{8}\.part")
-QUARANTINE = "quarantine"  # folder of the data that failed a check, for the user to inspect
+QUARANTINE = "quarantine"  # name of the folder for data that failed a check, so that the user can inspect them
 
 
 FILE_NAME = "manifest.json"
@@ -34,11 +38,17 @@ SCHEMA_VERSION = 1
 
 
 class DataError(HyperionError):
-    """The data are wrong (truncated, miscounted, unsafe), or the request is invalid. Never skipped."""
+    """Raised if data are wrong, for example truncated, incomplete or unsafe, or if a request for data is invalid.
+
+    With `data_source=auto`, this error is not ignored, and no other source is tried.
+    """
 
 
 class DataUnavailable(DataError):
-    """This source does not have the data. With `data_source=auto` the next source is tried, and the reason is printed."""
+    """Raised if a source does not have the data.
+
+    With `data_source=auto`, the reason is printed and the next source is tried.
+    """
 
 
 def cache_root() -> Path:
@@ -53,11 +63,11 @@ def processed_root() -> Path:
 
 @contextlib.contextmanager
 def staged(target: Path) -> Iterator[Path]:
-    """Yield an empty working folder that becomes `target` when the block ends without an error.
+    """Context manager that yields an empty working folder. If the block succeeds, the folder is renamed to `target`.
 
-    The working folder is next to `target`. It is flushed to disk and then renamed. If another process has created `target`
-    in the meantime, this copy is discarded; callers verify what they load in any case. After an error, a full disk included,
-    the working folder is removed.
+    The working folder is next to `target`, and is flushed to the disk before it is renamed. If another process has created
+    `target` in the meantime, the working folder is removed and `target` is not changed. This is safe, because callers verify
+    all data that they load. The working folder is also removed after an error, such as a full disk.
 
     Raises:
         DataError: the disk is full or the folder is not writable.
@@ -78,7 +88,7 @@ def staged(target: Path) -> Iterator[Path]:
 
 
 def _marked(path: Path) -> list[int]:
-    """Return size in bytes and modification time in ns; an edit changes at least one of them."""
+    """Return the size in bytes and the modification time in ns. An edit of the file changes at least one of them."""
     facts = path.lstat()
     return [facts.st_size, facts.st_mtime_ns]
 
@@ -86,11 +96,12 @@ def _marked(path: Path) -> list[int]:
 def strangers(folder: Path, names_alone: bool = False) -> list[Path]:
     """Return the files of a folder that `staged` did not write.
 
-    This is the folder itself if it has no mark, else each file, link or special file that the mark does not list or that was
-    changed later. Links are not followed.
+    If the folder has no mark (see MARK), the folder itself is returned. Otherwise each file, link or special file is returned
+    that the mark does not list, or that was changed after it was written. Links are not followed.
 
     Args:
-        names_alone: compare names only, so that changed files count as Hyperion's.
+        folder: the folder to search.
+        names_alone: if True, only names are compared, so that files of Hyperion that were changed are not returned.
 
     Raises:
         DataError: the mark cannot be read.
@@ -98,10 +109,10 @@ def strangers(folder: Path, names_alone: bool = False) -> list[Path]:
     mark = folder / MARK
     if folder.is_symlink() or not mark.is_file() or mark.is_symlink():
         return [folder]
-    remedy = f"look into {folder}, and remove it yourself if it holds nothing of yours"
+    remedy = f"look into {folder}, and remove this folder yourself if it contains none of your files"
     content = read_json(mark, DataError, remedy)
     if not isinstance(content, dict) or not isinstance(content.get("files"), dict):
-        raise DataError("not a mark that Hyperion wrote", where=mark, next_step=remedy)
+        raise DataError(f"{mark.name} is not a list of files that Hyperion wrote", where=mark, next_step=remedy)
     found = []
     for place, folders, files in os.walk(folder):
         for path in [Path(place, name) for name in sorted(files + folders)]:
@@ -116,21 +127,25 @@ def strangers(folder: Path, names_alone: bool = False) -> list[Path]:
 
 
 def sha256_of(path: Path) -> str:
-    """Return the hex sha256 of a regular file.
+    """Return the sha256 of a regular file as hexadecimal digits.
 
     Raises:
-        DataError: it is a named pipe, a device, a socket or a folder.
+        DataError: the path is a named pipe, a device, a socket or a folder.
     """
     return _digest_of(path, "sha256")
 
 
 def content_hash(path: Path, algorithm: str) -> str:
-    """Return the hex hash of a regular file by any algorithm of hashlib (some publishers state md5 or sha1).
+    """Return the hash of a regular file as hexadecimal digits.
 
-    The hash is cached in the process until the file's size or modification time changes.
+    The process caches the hash until the size or the modification time of the file changes.
+
+    Args:
+        path: path of the file.
+        algorithm: name of an algorithm of hashlib, because some publishers state md5 or sha1 and not sha256.
 
     Raises:
-        DataError: it is a named pipe, a device, a socket or a folder.
+        DataError: the path is a named pipe, a device, a socket or a folder.
     """
     facts = path.stat()
     return _known_hash(path, algorithm, facts.st_size, facts.st_mtime_ns)
@@ -165,7 +180,7 @@ def _flush(path: Path) -> None:
 
 
 def explained(error: OSError, target: Path) -> DataError:
-    """Return the DataError for a failed write to the data folder."""
+    """Convert the error of a failed write to the data folder into a DataError."""
     return refused_write(
         error,
         DataError,
@@ -178,12 +193,13 @@ def explained(error: OSError, target: Path) -> DataError:
 
 @dataclass(frozen=True)
 class DataManifest:
-    """Content of a data folder.
+    """Manifest of a data folder: the origin of the data, and the size and hash of each file.
 
     Attributes:
-        name, source, detail: as in the corpus or image set, without paths of the machine.
-        files: file name to {'sha256': hex, 'bytes': size}.
-        facts: counts and settings of the step that wrote the folder, JSON-able.
+        name, source, detail: the same as in the corpus or the image set. They contain no paths of the machine.
+        files: {'sha256': hexadecimal digits, 'bytes': size} of each file, by file name.
+        facts: counts and settings of the step that wrote the folder, as JSON values.
+        schema_version: version of the form of the manifest.
     """
 
     name: str
@@ -194,19 +210,19 @@ class DataManifest:
     schema_version: int = SCHEMA_VERSION
 
     def verify(self, folder: Path) -> None:
-        """Check size and hash of every file.
+        """Check the size and the hash of every file.
 
         Raises:
-            DataError: a file is missing, truncated or edited; the first one is named.
+            DataError: a file is missing, truncated or edited. The message names the first such file.
         """
         for name in self.files:
             self.verify_file(folder, name)
 
     def verify_file(self, folder: Path, name: str) -> None:
-        """Check size and hash of one file.
+        """Check the size and the hash of one file.
 
         Raises:
-            DataError: the file is missing, truncated or edited, or its name leads out of the folder.
+            DataError: the file is missing, truncated or edited, or its name is a path outside of the folder.
         """
         remedy = f"remove {folder} and stage or prepare it again"
         expected, path = self.files[name], inner_path(folder, name, DataError, remedy)
@@ -221,7 +237,13 @@ class DataManifest:
 
 
 def write_manifest(folder: Path, *, name: str, source: str, detail: str, facts: dict | None = None) -> DataManifest:
-    """Hash every file of `folder` (a working folder of `staged`) and write the manifest into it."""
+    """Hash every file of a folder, write the manifest into this folder, and return the manifest.
+
+    Args:
+        folder: working folder that `staged` yielded.
+        name, source, detail: see `DataManifest`.
+        facts: see `DataManifest`. None means no facts.
+    """
     files = {
         path.relative_to(folder).as_posix(): {"sha256": sha256_of(path), "bytes": path.stat().st_size}
         for path in sorted(folder.rglob("*"))
@@ -233,10 +255,10 @@ def write_manifest(folder: Path, *, name: str, source: str, detail: str, facts: 
 
 
 def read_manifest(folder: Path) -> DataManifest | None:
-    """Return the manifest of `folder`, or None if it has none (files that a user put there).
+    """Return the manifest of `folder`; None if the folder has no manifest, because a user put the files there.
 
     Raises:
-        DataError: the manifest is unreadable, has fields of wrong types, names a file outside the folder, or has another
+        DataError: the manifest is unreadable, has a field of a wrong type, names a file outside of the folder, or has another
             schema version.
     """
     path = folder / FILE_NAME
@@ -267,7 +289,7 @@ def read_manifest(folder: Path) -> DataManifest | None:
 
 
 class _UnreadableManifest(DataError):
-    """The manifest is not a JSON document."""
+    """Raised if the manifest is not a JSON document of the expected form."""
 
     def __init__(self, what: str, *, where: object = None, next_step: str | None = None):
         super().__init__(f"unreadable manifest: {what}", where=where, next_step=next_step)

@@ -1,8 +1,8 @@
-"""Find records that occur in more than one split: a test on records seen in training measures nothing.
+"""Find records that occur in more than one split. A model must not be tested on records that it was trained on.
 
-Records are compared exactly: images byte by byte, lines by their words or token ids. Changed copies (compressed again, cropped,
-edited) are not detected. CIFAR-10 has such near duplicates for 3.3 % of its test images: Barz and Denzler, Do We Train on Test
-Data?, J. Imaging 2020.
+Records are compared exactly: images byte by byte, and lines by their words or token ids. Copies that were changed (compressed
+again, cropped or edited) are not detected. In CIFAR-10, 3.3 % of the test images have such near duplicates: Barz and Denzler,
+Do We Train on Test Data?, J. Imaging 2020.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -13,14 +13,16 @@ import numpy as np
 
 from hyperion.data.store.folders import DataError
 
-# Headings and short sentences repeat in correct splits too. Of WikiText-2's lines of at least 10 words, 7 in valid and test also
-# occur in another split, all of them headings; of those of at least 12 words (train 16,281, valid 1,736, test 1,963), none.
+# Only long lines are compared, because headings and short sentences occur in several splits of a correct corpus too. In
+# WikiText-2, 7 lines of at least 10 words in valid and test also occur in another split, and all of them are headings. No line
+# of at least 12 words does (train has 16,281 such lines, valid 1,736 and test 1,963).
 LONG_LINE_WORDS = 12
-# Used where only token ids are known; a synthetic line has 16. In GPT-2's tokens, 66 of WikiText-2's lines of at least 12 tokens
-# occur in another split, and none of those of at least 16 (train 16,363, valid 1,746, test 1,995).
+# This limit is used if only token ids are known. A synthetic line has 16 tokens. With the tokenizer of GPT-2, 66 lines of
+# WikiText-2 with at least 12 tokens also occur in another split, but no line with at least 16 tokens does (train has 16,363
+# such lines, valid 1,746 and test 1,995).
 LONG_LINE_TOKENS = 16
-# Largest allowed share of a split's records. WikiText-2 and CIFAR-10 have 0. A few repeated records do not change a score, and a
-# user's own corpus may repeat a notice.
+# Largest accepted share of repeated records in a split. It is 0 in WikiText-2 and CIFAR-10. A few repeated records do not
+# change a score, and the user's own corpus may repeat, for example, a copyright notice.
 TOLERANCE = 1e-3
 _ROWS_AT_ONCE = 1 << 16
 
@@ -30,9 +32,9 @@ class SplitOverlap:
     """Number of records of a split that also occur in another split.
 
     Attributes:
-        records: number of compared records: all images, or the long lines.
-        repeated: number of these that another split contains too.
-        first: number of the first repeated record, in the caller's numbering; None if there is none.
+        records: number of records that were compared: all images, or all long lines.
+        repeated: number of the compared records that another split also contains.
+        first: number of the first repeated record, as the caller numbers records; None if no record is repeated.
     """
 
     records: int
@@ -41,45 +43,51 @@ class SplitOverlap:
 
     @property
     def share(self) -> float:
-        """Repeated records divided by compared records, 0 if there are none."""
+        """Number of repeated records divided by the number of compared records; 0 if no records were compared."""
         return self.repeated / self.records if self.records else 0.0
 
     def as_dict(self) -> dict:
-        """Return the fields, JSON-able, for a manifest."""
+        """Return the fields as JSON values, for a manifest."""
         return asdict(self)
 
 
 def line_overlap(splits: Mapping[str, Iterable[str]]) -> dict[str, SplitOverlap]:
-    """Compare the lines of at least LONG_LINE_WORDS words of every split but 'train' with those of all other splits.
+    """Find long lines that also occur in another split, for every split except 'train'.
 
-    White space and case do not count. Lines are numbered from 1.
+    A long line has at least LONG_LINE_WORDS words. White space and the case of letters are ignored. Lines are numbered from
+    1.
     """
     return _overlap({split: _long_lines(lines) for split, lines in splits.items()})
 
 
 def token_overlap(tokens: Mapping[str, np.ndarray], samples: Mapping[str, np.ndarray]) -> dict[str, SplitOverlap]:
-    """Compare the lines of at least LONG_LINE_TOKENS tokens. Memory grows with the splits other than 'train' only.
+    """Find lines of at least LONG_LINE_TOKENS tokens that also occur in another split, for every split except 'train'.
+
+    The needed memory depends on the sizes of the other splits and not on the size of 'train'.
 
     Args:
-        tokens: split to token ids [tokens].
-        samples: split to int64 [samples, 2]: start of each line in the stream, and its number of tokens.
+        tokens: token ids [tokens] by the name of the split.
+        samples: int64 [samples, 2] by the name of the split. For each line, its start in the token stream and its number of
+            tokens.
     """
     return _overlap({split: _long_samples(tokens[split], samples[split]) for split in tokens})
 
 
 def image_overlap(train: np.ndarray, test: np.ndarray) -> dict[str, SplitOverlap]:
-    """Compare the images [N, ...] of the test split with those of the train split, byte by byte."""
+    """Find images of the test split that also occur in the train split. Images [N, ...] are compared byte by byte."""
     return _overlap({"train": _numbered(train), "test": _numbered(test)})
 
 
 def require_little_overlap(found: Mapping[str, SplitOverlap], what: str, where: object) -> None:
-    """Check that at most TOLERANCE of each split occurs in another split.
+    """Check that at most the share TOLERANCE of each split's records occurs in another split.
 
     Args:
-        what: name of the records, such as "images".
+        found: the overlap of each split, by the name of the split.
+        what: name of the records for the error message, such as "images".
+        where: value for the field `where` of the error.
 
     Raises:
-        DataError: names the split, the share and the first record.
+        DataError: the share is larger. The message names the split, the share and the first repeated record.
     """
     for split, overlap in found.items():
         if overlap.share > TOLERANCE:

@@ -1,6 +1,7 @@
-"""Sources of data: mirror, cache, download, synthetic, tried in this order, and announced.
+"""Sources of data: mirror, cache, download and synthetic data. They are tried in this order, and the used source is printed.
 
-Downloads cannot hang: the host is probed first, a stall has a time limit, and the checksum is compared at the end.
+The mirror is a folder of the user, and the cache is a folder of Hyperion. A download cannot hang, because the host is tested
+first and a stalled download has a time limit. At the end of a download its checksum is compared.
 """
 
 import errno
@@ -31,8 +32,10 @@ FETCH_HINT = (
 PROBE_LIMIT_S = 3.0
 STALL_LIMIT_S = 10.0
 DOWNLOAD_LIMIT_S = 1800.0
-DOWNLOAD_LIMIT_BYTES = 1 << 30  # CIFAR-10, the largest of the downloads, has 170 MB
-COPY_LIMIT_BYTES = 1 << 28  # of a file of the mirror; an unpacked CIFAR-10 batch has 31 MB, its archive 170 MB
+DOWNLOAD_LIMIT_BYTES = 1 << 30  # the largest download, CIFAR-10, has 170 MB
+COPY_LIMIT_BYTES = (
+    1 << 28
+)  # largest file copied from the mirror; an unpacked batch file of CIFAR-10 has 31 MB, the archive 170 MB
 PROBE_MEMORY_S = 60.0
 CHUNK_BYTES = 1 << 20
 OFFLINE_SWITCHES = ("HYPERION_OFFLINE", "HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE")
@@ -43,15 +46,17 @@ _silent_until: dict[str, tuple[float, str]] = {}
 
 @dataclass(frozen=True)
 class Checksums:
-    """Number of files of a set that have the checksum stated by their publisher.
+    """Number of files of a data set that have the checksum that their publisher states.
 
-    A set is official if all files have it. Otherwise nothing proves that the content is the publisher's, for example that each
-    label belongs to its image; the set's `detail` says what was checked instead.
+    A data set is official if all of its files have the published checksum. Otherwise nothing proves that the files are the
+    publisher's, for example that each label belongs to its image. The `detail` of the data set then says what was checked
+    instead.
 
     Attributes:
-        matching, files: number of files with the published checksum, and of all files.
+        matching: number of files with the published checksum.
+        files: number of all files.
         algorithm: algorithm of the published checksums.
-        note: what was checked on a set that is not official; may be "".
+        note: text that says what was checked if the data set is not official; may be "".
     """
 
     matching: int
@@ -71,13 +76,13 @@ class Checksums:
 
 
 def compare_checksums(expected: Mapping[Path, str], algorithm: str, note: str = "") -> Checksums:
-    """Compare files with the hex checksums stated by their publisher; a missing file does not match."""
+    """Compare files with the checksums (hexadecimal digits) that their publisher states. A missing file does not match."""
     matching = sum(path.is_file() and content_hash(path, algorithm) == digest for path, digest in expected.items())
     return Checksums(matching, len(expected), algorithm, note)
 
 
 class Sourced(Protocol):
-    """A data set with its name and source; `checksums` is None if it has no publisher."""
+    """A data set with its name and source. `checksums` is None if the data set has no publisher."""
 
     # Properties, because the attributes of frozen dataclasses are read-only.
     @property
@@ -98,7 +103,8 @@ def mirror_root() -> Path:
 
     Raises:
         DataUnavailable: the variable is not set.
-        DataError: it does not name a folder. A mirror that the user asked for is never skipped.
+        DataError: the variable does not name a folder. In this case no other source is tried, because the user has requested a
+            mirror.
     """
     named = os.environ.get("HYPERION_DATA_MIRROR")
     if not named:
@@ -124,17 +130,18 @@ def require_known_source(wanted: str) -> None:
 
 
 def take(name: str, wanted: str, suppliers: Mapping[str, Callable[[], T]], allow_synthetic: bool = True) -> T:
-    """Load `name` from the wanted source, for 'auto' from the first source that has it, and print which one it was.
+    """Load a data set from a source, and print which source was used. 'auto' uses the first source that has the data set.
 
     Args:
         name: name of the data set, for messages.
         wanted: one of SOURCES.
-        suppliers: by source, the function that loads `name` from it. It raises DataUnavailable if the source has no such
-            data, and DataError if the data are wrong.
-        allow_synthetic: let 'auto' fall back to synthetic data. The source 'synthetic' is always allowed.
+        suppliers: for each source, a function that loads the data set from this source. The function raises DataUnavailable if
+            the source does not have the data set, and DataError if the data are wrong.
+        allow_synthetic: if True, 'auto' uses synthetic data if no other source has the data set. The source 'synthetic' is
+            always allowed.
 
     Raises:
-        DataError: the source is unknown, the data are wrong, or no source has them and synthetic data are not allowed.
+        DataError: the source is unknown, the data are wrong, or no source has the data set and synthetic data are not allowed.
     """
     require_known_source(wanted)
     if wanted != "auto":
@@ -144,7 +151,7 @@ def take(name: str, wanted: str, suppliers: Mapping[str, Callable[[], T]], allow
     refused: dict[str, str] = {}
     for source in (source for source in ORDER if source in suppliers):
         if source == "synthetic" and not allow_synthetic:
-            refused[source] = "not allowed in this profile unless asked for by name"
+            refused[source] = "not allowed in this profile unless data_source=synthetic is given"
             continue
         try:
             result = suppliers[source]()
@@ -168,16 +175,18 @@ def _announce(name: str, result: Sourced, refused: Mapping[str, str]) -> None:
 
 @dataclass(frozen=True)
 class PublishedSet(Generic[T]):
-    """A published data set: in the mirror, in its folder of the cache, or downloaded into that folder.
+    """A published data set. It can be read from the mirror or from the cache, or be downloaded into the cache.
 
     Attributes:
-        folder: its folder in the cache.
-        read: reads and checks the set in a folder, given the name of the source and how messages call the place. It raises
-            DataUnavailable if the folder lacks the set, and DataError if the data are wrong.
-        files: the data files of a set that `read` has accepted.
-        fetch: downloads the set into its new folder in the cache, which appears complete or not at all (see `folders.staged`).
-        at_top: the mirror has the files at its top level, not in `folder`.
-        manifest: write a manifest when the files are copied from the mirror.
+        folder: name of the data set's folder in the cache.
+        read: function (folder, source, label) that reads and checks the data set. `label` is the name of the place for error
+            messages. The function raises DataUnavailable if the folder does not have the data set, and DataError if the data
+            are wrong.
+        files: function that returns the data files in a folder. `read` must have accepted the folder before.
+        fetch: function that downloads the data set into a new folder in the cache, completely or not at all (see
+            `folders.staged`).
+        at_top: True if the mirror has the files at its top level, and not in `folder`.
+        manifest: whether to write a manifest when the files are copied from the mirror.
     """
 
     folder: str
@@ -188,15 +197,15 @@ class PublishedSet(Generic[T]):
     manifest: bool = True
 
     def mirrored(self) -> T:
-        """Load the set from the mirror."""
+        """Load the data set from the mirror."""
         return self.read(self._in_mirror(), "mirror", "the mirror")
 
     def cached(self) -> T:
-        """Load the set from the cache."""
+        """Load the data set from the cache."""
         return self.read(cache_root() / self.folder, "cache", "the cache")
 
     def downloaded(self) -> T:
-        """Load the set after a download. If the cache has it already, it is not downloaded again, and its source is the cache."""
+        """Download the data set and load it. If the cache already has the data set, load it from the cache."""
         target = cache_root() / self.folder
         if target.is_dir():
             return self.cached()
@@ -204,17 +213,17 @@ class PublishedSet(Generic[T]):
         return self.read(target, "download", "the cache")
 
     def suppliers(self) -> dict[str, Callable[[], T]]:
-        """Return the functions that load the set, by source, for `take`."""
+        """Return a function that loads the data set, for each source. `take` needs these functions."""
         return {"mirror": self.mirrored, "cache": self.cached, "download": self.downloaded}
 
     def stage(self) -> str:
-        """Stage the set in the cache, from the mirror if it has it, else from its publisher.
+        """Copy the data set from the mirror into the cache. If the mirror does not have it, download it into the cache.
 
         Returns:
-            'present' if the cache already has it, else its origin.
+            'present' if the cache already had the data set, else text that describes its origin.
 
         Raises:
-            DataError: no source has the data, or they are wrong; the cache is unchanged.
+            DataError: no source has the data set, or the data are wrong. The cache is unchanged.
         """
         target = cache_root() / self.folder
         if target.is_dir():
@@ -240,19 +249,19 @@ class PublishedSet(Generic[T]):
 
 
 def hub_endpoint() -> str:
-    """Return the address of the Hugging Face hub, or of its replacement in HF_ENDPOINT."""
+    """Return the address of the Hugging Face hub: the value of HF_ENDPOINT if this environment variable is set."""
     return os.environ.get("HF_ENDPOINT") or "https://huggingface.co"
 
 
 def require_network(url: str) -> None:
-    """Check that the host of `url` answers within PROBE_LIMIT_S, name resolution and TLS included.
+    """Check that the host of `url` answers within PROBE_LIMIT_S seconds. This time includes name resolution and TLS.
 
-    The probe runs in a thread, because neither a hanging name resolution nor a host that accepts and sends nothing can be
-    interrupted. A failure is remembered, so that several data sets wait only once: by this process for PROBE_MEMORY_S, and by
-    all processes of a `make reproduce` until it ends.
+    The request runs in a thread, because a name resolution that hangs, or a host that accepts a connection and sends nothing,
+    cannot be interrupted. A failure is remembered, so that the wait is not repeated for each data set. This process remembers
+    the failure for PROBE_MEMORY_S seconds. All processes of one `make reproduce` remember it until the end of this call.
 
     Raises:
-        DataUnavailable: downloads are switched off, or the host refuses or does not answer.
+        DataUnavailable: an environment variable disables downloads, or the host refuses the connection or does not answer.
     """
     for switch in OFFLINE_SWITCHES:
         if os.environ.get(switch, "").strip().lower() in ("1", "true", "yes", "on"):
@@ -275,12 +284,14 @@ def download(url: str, path: Path, md5: str | None = None, sha256: str | None = 
     """Download `url` to the new file `path`. A file with a wrong checksum is moved to the quarantine folder.
 
     Args:
-        path: a file in a working folder that readers do not see yet (see `folders.staged`).
-        md5, sha256: checksums stated by the publisher.
+        url: address of the file.
+        path: a file in a working folder of `folders.staged`, which no other process reads yet.
+        md5, sha256: checksums that the publisher states.
 
     Raises:
-        DataUnavailable: no network, a stall of STALL_LIMIT_S, more than DOWNLOAD_LIMIT_S or DOWNLOAD_LIMIT_BYTES in total,
-            fewer bytes than announced, or a wrong checksum.
+        DataUnavailable: there is no network, the host sends nothing for STALL_LIMIT_S seconds, the download takes longer than
+            DOWNLOAD_LIMIT_S seconds or has more than DOWNLOAD_LIMIT_BYTES, fewer bytes are received than announced, or the
+            checksum is wrong.
     """
     require_network(url)
     digests = {"md5": (hashlib.md5(usedforsecurity=False), md5), "sha256": (hashlib.sha256(), sha256)}
@@ -292,7 +303,7 @@ def download(url: str, path: Path, md5: str | None = None, sha256: str | None = 
     except NETWORK_FAULTS as error:
         if _is_local(error):
             raise
-        if isinstance(getattr(error, "reason", error), TimeoutError):  # it answered the probe but sends no data
+        if isinstance(getattr(error, "reason", error), TimeoutError):  # the host answered the first request, but sends no data
             _remember(_host(url), str(error))
         raise DataUnavailable(f"download failed: {error}", where=url, next_step="try again, or set a mirror") from error
     if announced is not None and received != announced:
@@ -303,7 +314,7 @@ def download(url: str, path: Path, md5: str | None = None, sha256: str | None = 
             raise DataUnavailable(
                 f"{path.name} has {name} {digest.hexdigest()}, expected {expected}; moved to {QUARANTINE}/{kept.name}",
                 where=url,
-                next_step="look at the file in quarantine (often it is a proxy's login page), then try again",
+                next_step="look at the file in quarantine, which is often the login page of a proxy, then try again",
             )
 
 
@@ -313,7 +324,7 @@ def _host(url: str) -> str:
 
 
 def _remembered(host: str) -> str:
-    """Return the fault of a host that was probed recently, "" if none is known."""
+    """Return the fault of a host that was tested recently; "" if no fault is known."""
     until, fault = _silent_until.get(host, (0.0, ""))
     if time.monotonic() < until:
         return fault
@@ -361,7 +372,7 @@ def _copy(answer: http.client.HTTPResponse, file: BinaryIO, digests: list, name:
 
 
 def _is_local(error: Exception) -> bool:
-    """Return True for an error of the local disk: a failed open has a file name, a full disk its own errno."""
+    """Return True for an error of the local disk. The error of a failed open has a file name, that of a full disk an errno."""
     if not isinstance(error, OSError) or isinstance(error, urllib.error.URLError):
         return False
     return error.filename is not None or error.errno in (errno.ENOSPC, errno.EDQUOT)

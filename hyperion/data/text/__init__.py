@@ -1,1 +1,1 @@
-"""Text: corpora, tokenizers, encoding, n-gram models."""
+"""Text data: corpora, tokenizers, fast encoding, and n-gram models."""

@@ -1,14 +1,16 @@
-"""A text corpus in three splits: read strictly from its files, or synthetic with exactly known entropy.
+"""Text corpora with three splits. A corpus is read strictly from files, or is synthetic with an exactly known entropy.
 
-Synthetic text lets us know the lowest possible loss of a model. A line is " w1 w2 ... w15 \\n": LINE_WORDS words and the
-newline, LINE_UNITS units. Words are drawn from a Zipf distribution q over 256 pronounceable words. In every line but the
-first of a split, a word ECHOES the word directly above it, LINE_UNITS units back, with probability p, and is drawn from q
-otherwise. Each column is then a Markov chain with stationary distribution q, and the columns are independent, so:
+For synthetic text, the lowest possible loss of a model is known. A line is " w1 w2 ... w15 \\n". It has LINE_UNITS units:
+LINE_WORDS words and the newline. In the first line of a split, each word is drawn from a Zipf distribution q over 256
+pronounceable words. In every other line, a word ECHOES the word at the same position of the line above with probability p, and
+is drawn from q otherwise. The word in the line above is LINE_UNITS units back. Each position of the line is then a Markov chain
+with the stationary distribution q, and the positions are independent. Therefore:
 
     entropy rate per word      sum_x q(x) H(p d_x + (1 - p) q); the newline adds nothing, because all lines have equal length
-    n-grams up to 16 units     H(q) per word, plus a little because the position in the line is unknown
+    n-grams up to 16 units     H(q) per word, plus a small term, because the model does not know the position in the line
 
-A model that does not look back LINE_UNITS units learns only word frequencies. All entropies are in nats.
+H is the entropy, and d_x is the distribution in which the word x has probability 1. A model that does not see the unit that is
+LINE_UNITS units back learns only the frequencies of words. All entropies are in nats.
 """
 
 import hashlib
@@ -24,22 +26,24 @@ from hyperion.data.store.sources import Checksums
 from hyperion.untrusted import open_regular
 
 SPLITS = ("train", "valid", "test")
-LINE_BYTES = 1 << 26  # limit, because a file without newlines would exhaust the memory
+LINE_BYTES = 1 << 26  # largest accepted length of a line, because a file without newlines would exhaust the memory
 LINE_WORDS = 15
 LINE_UNITS = LINE_WORDS + 1
 SYLLABLES = ("ba", "de", "fi", "go", "ku", "la", "me", "ni", "po", "ru", "sa", "te", "vi", "zo", "ja", "he")
 VOCABULARY = len(SYLLABLES) ** 2
-# Each split has as many units as WikiText-2 has words with <eos>: 2,088,628, 217,646 and 245,569.
+# With these numbers of lines, each split has about as many units as the split of WikiText-2 has words and <eos> tokens:
+# 2,088,628, 217,646 and 245,569.
 LINES_LIKE_WIKITEXT2 = {"train": 130_539, "valid": 13_602, "test": 15_348}
 
 
 @dataclass(frozen=True)
 class EchoLanguage:
-    """The source of the text, and its true model.
+    """Generator of the synthetic text. It is also the true model of this text, with exact probabilities and entropies.
 
     Attributes:
-        echo_probability: p, the probability that a word repeats the one above it.
-        zipf_exponent: q(rank r) is proportional to r ** -zipf_exponent.
+        echo_probability: p, the probability that a word repeats the word at the same position of the line above.
+        zipf_exponent: exponent of the word distribution. q of the word with rank r is proportional to r ** -zipf_exponent.
+        words: the 256 words, from the most to the least frequent one.
     """
 
     echo_probability: float = 0.7
@@ -47,18 +51,18 @@ class EchoLanguage:
     words: tuple[str, ...] = field(init=False, repr=False)
 
     def __post_init__(self):
-        # 89 is odd, so the map visits all 256 pairs of syllables; neighbours in rank share no spelling.
+        # 89 is odd, so each of the 256 pairs of syllables occurs once. Words with neighbouring ranks have different syllables.
         codes = [(rank * 89 + 7) % VOCABULARY for rank in range(VOCABULARY)]
         object.__setattr__(self, "words", tuple(SYLLABLES[code // 16] + SYLLABLES[code % 16] for code in codes))
 
     @cached_property
     def probabilities(self) -> np.ndarray:
-        """q by rank, float64 [256]."""
+        """Probabilities q of the words, float64 [256], from the most to the least frequent word."""
         weights = np.arange(1, VOCABULARY + 1, dtype=np.float64) ** -self.zipf_exponent
         return weights / weights.sum()
 
     def sample(self, lines: int, seed: int | Sequence[int]) -> list[str]:
-        """Return `lines` lines of text, the same for the same seed."""
+        """Return `lines` lines of text. The same seed gives the same text."""
         generator = np.random.default_rng(seed)
         shape = (lines, LINE_WORDS)
         edges = np.cumsum(self.probabilities)[:-1]
@@ -71,10 +75,10 @@ class EchoLanguage:
         return ["".join(row) + " \n" for row in table[ranks]]
 
     def ranks(self, lines: Sequence[str]) -> np.ndarray:
-        """Return the word ranks int64 [lines, 15] of text in this language.
+        """Return the ranks of the words of a text in this language, int64 [lines, 15].
 
         Raises:
-            DataError: a line is not in the language; its number is given.
+            DataError: a line is not in the language. The error names the number of the line.
         """
         rank_of = {word: rank for rank, word in enumerate(self.words)}
         table = np.empty((len(lines), LINE_WORDS), dtype=np.int64)
@@ -90,7 +94,7 @@ class EchoLanguage:
         return table
 
     def true_negative_log_likelihood(self, lines: Sequence[str]) -> float:
-        """Return -ln P(lines) in nats under the true model, the lowest expected value of any model."""
+        """Return -ln P(lines) in nats under the true model. No other model has a lower expected value."""
         ranks, q, p = self.ranks(lines), self.probabilities, self.echo_probability
         fresh = q[ranks]
         total = -np.log(fresh[:1]).sum()
@@ -98,7 +102,7 @@ class EchoLanguage:
         return float(total - np.log(p * echoed + (1 - p) * fresh[1:]).sum())
 
     def entropy_rate_nats_per_word(self) -> float:
-        """Return the entropy of a word given all previous text (after the first line), the lower bound of the loss."""
+        """Return the entropy of a word given all previous text. It is the lower bound of the loss after the first line."""
         q, p = self.probabilities, self.echo_probability
         repeated = p + (1 - p) * q  # probability of the word above
         others = (1 - p) * q  # probability of any other word
@@ -107,19 +111,22 @@ class EchoLanguage:
         return float(q @ given)
 
     def entropy_rate_nats_per_unit(self) -> float:
-        """Return the entropy rate per unit: a line has 15 words and a newline of entropy 0."""
+        """Return the entropy rate per unit. A line has 15 words, and a newline whose entropy is 0."""
         return self.entropy_rate_nats_per_word() * LINE_WORDS / LINE_UNITS
 
     def unigram_entropy_nats_per_word(self) -> float:
-        """Return H(q)."""
+        """Return H(q), the entropy of a word if no previous text is known."""
         q = self.probabilities
         return float(-(q * np.log(q)).sum())
 
     def ngram_entropy_nats_per_unit(self, order: int) -> float:
-        """Return the entropy of a unit given the previous order - 1 units, for orders 1 (unigram) to 16.
+        """Return the entropy of a unit given the previous order - 1 units.
 
-        If the k = order - 1 previous units contain a newline (k of 16 positions), the position is known. In the other 16 - k
-        positions, the next unit is the newline with probability 1 / (16 - k).
+        Let k = order - 1. At k of the 16 positions in a line, the previous k units contain a newline, so the position of the
+        next unit is known. At the other 16 - k positions, the next unit is the newline with probability 1 / (16 - k).
+
+        Args:
+            order: order of the n-gram, from 1 (unigram) to 16.
         """
         if not 1 <= order <= LINE_UNITS:
             raise ValueError(f"order {order} is not in 1 .. {LINE_UNITS}")
@@ -133,7 +140,7 @@ class EchoLanguage:
 
 @dataclass(frozen=True)
 class LineFile:
-    """Lines of a UTF-8 text file, each with its newline, read lazily; only '\\n' ends a line."""
+    """Lines of a UTF-8 text file, which are read when they are needed. Only '\\n' ends a line, and it is part of the line."""
 
     path: Path
 
@@ -141,8 +148,9 @@ class LineFile:
         """Yield the lines.
 
         Raises:
-            DataError: the file is missing or not a regular file, is not UTF-8 (line and byte offset are named), contains a
-                carriage return or a line of more than LINE_BYTES, or does not end with a newline (truncated).
+            DataError: the file is missing, is not a regular file, is not UTF-8, contains a carriage return or a line of more
+                than LINE_BYTES bytes, or does not end with a newline (it is truncated). The error names the line and, if the
+                file is not UTF-8, the byte offset.
         """
         again = "copy the file again from its source, as UTF-8 text with Unix line endings"
         name, offset, number, content = self.path.name, 0, 0, b""
@@ -177,11 +185,12 @@ class TextCorpus:
     """Lines of text in three splits, with their source.
 
     Attributes:
-        name: 'wikitext-2' or 'synthetic-echo'; a synthetic corpus never has the name of the real one.
+        name: 'wikitext-2', 'synthetic-echo', or the name that the caller of `corpus_of_files` chose.
         source: 'mirror', 'cache', 'download', 'synthetic' or 'files'.
         detail: description of the source, without paths of the machine.
-        splits: 'train', 'valid', 'test' to lines, each with its newline: a list, or a LineFile, which reads its file each time.
-        language: the true model of a synthetic corpus (entropy rate, exact likelihoods), None for a real one.
+        splits: the lines of the splits 'train', 'valid' and 'test'. Each line contains its newline. The lines are a list, or a
+            LineFile, which reads its file again in every iteration.
+        language: generator and true model of a synthetic corpus; None for a real corpus.
         checksums: result of the comparison with the published checksums; None for synthetic text and the user's own files.
     """
 
@@ -209,40 +218,51 @@ class TextCorpus:
 
 
 def count_words_with_eos(lines: Iterable[str]) -> int:
-    """Count words separated by white space plus one <eos> per line, the divisor of WikiText's word perplexity."""
+    """Count the words, plus one <eos> per line. Words are separated by white space.
+
+    The word perplexity of WikiText divides by this number.
+    """
     return sum(len(line.split()) + 1 for line in lines)
 
 
 def count_non_empty(lines: Iterable[str]) -> int:
-    """Count the lines with more than white space."""
+    """Count the lines that contain more than white space."""
     return sum(1 for line in lines if line.strip())
 
 
 def read_lines(path: Path) -> list[str]:
-    """Return all lines of a text file; see `LineFile`."""
+    """Return all lines of a text file (see `LineFile`)."""
     return list(LineFile(path))
 
 
 def corpus_of_files(name: str, files: dict[str, Path]) -> TextCorpus:
-    """Return a corpus of the user's own text files, which may exceed memory.
+    """Return a corpus of the user's own text files. The files may be larger than the memory.
 
     Args:
-        files: 'train', 'valid' and 'test' to UTF-8 text files.
+        name: name of the corpus.
+        files: paths of the UTF-8 text files of the splits 'train', 'valid' and 'test', by the name of the split.
     """
     detail = ", ".join(f"{split}: {path.name}" for split, path in files.items())
     return TextCorpus(name, "files", detail, {split: LineFile(files[split]) for split in SPLITS})
 
 
 def require_counts(name: str, found: Sequence[int], expected: Sequence[int], units: Sequence[str], where: object) -> None:
-    """Check counts against their expected values, pairwise.
+    """Check that counts are equal to the expected counts.
+
+    Args:
+        name: name of the file, for the error message.
+        found: the counts.
+        expected: the expected counts, in the same order.
+        units: what each count counts, such as "lines".
+        where: value for the field `where` of the error.
 
     Raises:
-        DataError: a count differs; the first one is named with its expected value.
+        DataError: a count differs. The message has the first such count and its expected value.
     """
     for have, want, unit in zip(found, expected, units, strict=True):
         if have != want:
             raise DataError(
                 f"{name} has {have} {unit}, expected {want}",
                 where=where,
-                next_step="the file is incomplete or another variant: remove it and run `make fetch`",
+                next_step="the file is incomplete, or belongs to another variant of the data set: remove it and run `make fetch`",
             )

@@ -1,11 +1,12 @@
-"""Encode text of any length to token ids, fast, in this process or in several worker processes.
+"""Encode text of any length to token ids, in this process or in several worker processes.
 
-Each distinct word is encoded once and then looked up. GPT-2's rule always cuts text before a space that follows a visible
-character, and BPE never merges across such a cut. So the ids of a word with its leading space do not depend on the words
-around it. WikiText-2's train split has 2.1 million words but only 33 thousand distinct ones, and a dictionary is faster than
-BPE. Lines with other white space between words are encoded whole.
+Each distinct word is encoded once. Its ids are stored in a dictionary, because a lookup is faster than BPE. This is correct,
+because GPT-2 splits text before every space that follows a visible character, and BPE never merges tokens across such a split.
+Therefore the ids of a word with its leading space do not depend on the words around it. The train split of WikiText-2 has 2.1
+million words, but only 33 thousand distinct words. A line in which words are separated by other white space than single spaces
+is encoded as a whole.
 
-Source of the rule: Radford et al. 2019, gpt-2/src/encoder.py.
+Source of GPT-2's rule: Radford et al. 2019, gpt-2/src/encoder.py.
 """
 
 import contextlib
@@ -28,11 +29,11 @@ from hyperion.data.store.folders import DataError
 from hyperion.processes.child_process import child_environment
 
 CHUNK_CHARACTERS = 1 << 16
-WAITING_CHUNKS = 2  # queued in addition to those being encoded: no worker waits, and memory stays bounded
-WORTH_A_WORKER = 1 << 25  # characters; one encoder needs seconds for them, a worker needs most of a second to start
-REMEMBERED_BYTES = 1 << 24  # approximate limit on the memory of the dictionary, whatever the length of the text
-_PIECE_BYTES = 160  # approximate memory of a dictionary entry besides its characters
-_MARK = "\0"  # prefix of the key of a piece that does not follow a space; a line that contains it is encoded whole
+WAITING_CHUNKS = 2  # chunks in the queue, in addition to the chunks that workers encode now
+WORTH_A_WORKER = 1 << 25  # characters per worker; encoding them takes seconds, starting a worker takes almost a second
+REMEMBERED_BYTES = 1 << 24  # approximate limit of the memory of the dictionary, for text of any length
+_PIECE_BYTES = 160  # approximate memory of a dictionary entry in bytes, without its characters
+_MARK = "\0"  # prefix of the key of a piece without a leading space; a line that contains this character is encoded as a whole
 
 
 @dataclass(frozen=True)
@@ -42,9 +43,9 @@ class Encoded:
     Attributes:
         ids: uint32 [tokens], the ids of all lines, concatenated.
         sizes: int64 [lines], number of tokens of each line.
-        blank: bool [lines], True for a line of white space only.
-        words_with_eos: number of words separated by white space, plus one per line.
-        lost: the first text that decoding does not reproduce; "" if decoding reproduces everything.
+        blank: bool [lines], True for a line that contains only white space.
+        words_with_eos: number of words, which are separated by white space, plus one <eos> per line.
+        lost: the first piece of text that decoding does not reproduce; "" if decoding reproduces all text.
     """
 
     ids: np.ndarray = field(repr=False)
@@ -55,10 +56,10 @@ class Encoded:
 
 
 class LineEncoder:
-    """Encode lines exactly as their tokenizer does, and check that decoding reproduces them.
+    """Encoder of lines. The ids are those of the tokenizer, and decoding is checked to reproduce the lines.
 
-    A byte-level tokenizer decodes piece by piece, so a text is reproduced if each of its pieces is. A piece is checked when it
-    first occurs.
+    A line is encoded in pieces, which are its words or the whole line. A byte-level tokenizer decodes a text piece by piece, so
+    decoding reproduces the text if it reproduces each piece. A piece is checked when it occurs for the first time.
     """
 
     def __init__(self, bpe: tokenizers.Tokenizer):
@@ -68,7 +69,7 @@ class LineEncoder:
         self._forget()
 
     def encode(self, lines: Sequence[str]) -> Encoded:
-        """Return the token ids of the lines, each encoded by itself, without special tokens."""
+        """Return the token ids of the lines, without special tokens. The ids of a line do not depend on other lines."""
         if self._bytes > REMEMBERED_BYTES:
             self._forget()
         split = [line.split() for line in lines]
@@ -85,7 +86,7 @@ class LineEncoder:
         return Encoded(ids, sizes, blank, sum(map(len, split)) + len(lines), self._lost)
 
     def _pieces(self, line: str, plain: list[str]) -> list[str]:
-        """Return the keys of a line: its words, or the whole line. The key of a piece without a leading space has a mark."""
+        """Return the dictionary keys of the pieces of a line. The key of a piece without a leading space starts with _MARK."""
         words = _words(line, plain) if self._by_words else None
         if words is None:
             return [_MARK + line] if line else []
@@ -95,7 +96,7 @@ class LineEncoder:
         return words[1:]
 
     def _learn(self) -> None:
-        """Encode the pieces that occurred for the first time."""
+        """Encode the pieces that have occurred for the first time."""
         new = list(self._place)[len(self._starts) :]
         if not new:
             return
@@ -114,27 +115,28 @@ class LineEncoder:
     def _forget(self) -> None:
         self._place, self._bytes = _Places(), 0
         self._starts, self._lengths = np.empty(0, np.int64), np.empty(0, np.int64)
-        self._ids = np.empty(0, np.uint32)  # of all known pieces, concatenated
+        self._ids = np.empty(0, np.uint32)  # ids of all known pieces, concatenated
 
 
 class EncoderPool:
-    """Encode text in worker processes; a context manager that ends them. The ids do not depend on the number of workers.
+    """Context manager with worker processes that encode text. The ids do not depend on the number of workers.
 
     Args:
-        workers: number of processes; 1 encodes in this process.
+        bpe: the tokenizer.
+        workers: number of worker processes. With 1, this process encodes the text itself.
     """
 
     def __init__(self, bpe: tokenizers.Tokenizer, workers: int = 1):
         self._bpe, self._workers = bpe, workers
 
     def encode(self, lines: Iterable[str]) -> Iterator[Encoded]:
-        """Encode lines chunk by chunk, in order. Memory holds a few chunks, whatever the length of the text.
+        """Yield the encoded lines chunk by chunk, in order. Only a few chunks are in memory at the same time.
 
         Args:
-            lines: read once, as needed.
+            lines: the lines. They are iterated once, and only as far as needed for the next chunk.
 
         Raises:
-            DataError: a worker ended.
+            DataError: a worker process ended.
         """
         chunks = in_chunks(lines, CHUNK_CHARACTERS)
         if self._workers == 1:
@@ -169,16 +171,16 @@ class EncoderPool:
 
 
 class _Worker:
-    """A process that runs `serve`, with requests and answers on its pipes; it ends when they close."""
+    """A process that runs `serve`. Requests and answers are sent through pipes. The process ends when the pipes are closed."""
 
     def __init__(self, bpe: tokenizers.Tokenizer):
-        # Not forked: this process may have threads and a device in use.
+        # The worker is not forked, because this process may have threads and may use a device.
         self._process = subprocess.Popen(
             [sys.executable, "-c", f"from {serve.__module__} import {serve.__name__}; {serve.__name__}()"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env=child_environment() | {"TOKENIZERS_PARALLELISM": "false"},
-            start_new_session=True,  # so that Ctrl-C reaches the parent only
+            start_new_session=True,  # so that only the parent receives Ctrl-C
         )
         self._requests = cast(BinaryIO, self._process.stdin)
         self._answers = cast(BinaryIO, self._process.stdout)
@@ -190,13 +192,13 @@ class _Worker:
                 self._send(self._definition)
                 self._definition = None
             self._send(lines)
-            return pickle.load(self._answers)  # safe: the sender is this process's own child
+            return pickle.load(self._answers)  # safe, because the sender is a child of this process
         except (OSError, EOFError, pickle.UnpicklingError) as error:
             self._process.kill()
             raise DataError(
                 f"a tokenizing worker ended with exit code {self._process.wait()}",
                 where=f"the worker process {self._process.pid}",
-                next_step="read its error message above; if memory is short, use fewer workers (workers=1 starts none)",
+                next_step="read the worker's error message above; if memory runs out, use fewer workers (workers=1 starts none)",
             ) from error
 
     def _send(self, content: object) -> None:
@@ -207,7 +209,7 @@ class _Worker:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._process.kill()  # it has no state to save
+        self._process.kill()  # the worker has no state to save
         with contextlib.suppress(BrokenPipeError):  # close() flushes what the worker has not read
             self._requests.close()
         self._answers.close()
@@ -215,12 +217,13 @@ class _Worker:
 
 
 def serve() -> None:
-    """Encode in a worker process: read a tokenizer and then chunks of lines from stdin, write an Encoded each to stdout.
+    """Main function of a worker process.
 
-    Returns when stdin ends, which it also does when the parent process ends.
+    Read a tokenizer from stdin, then chunks of lines. Write an Encoded for each chunk to stdout. The function returns when
+    stdin is closed. stdin is also closed when the parent process ends.
     """
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
-    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # printed text must not mix with the answers
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # text that is printed must not be mixed with the answers
     requests = sys.stdin.buffer
     encoder = LineEncoder(tokenizers.Tokenizer.from_str(pickle.load(requests)))
     # These errors mean that the parent ended, so there is nothing left to do.
@@ -231,12 +234,12 @@ def serve() -> None:
 
 
 def workers_for(characters: int) -> int:
-    """Return the number of workers that a text of this length deserves, at most one per core."""
+    """Return the number of workers for a text of this length: one per WORTH_A_WORKER characters, at most one per core."""
     return max(1, min(len(os.sched_getaffinity(0)), characters // WORTH_A_WORKER))
 
 
 def in_chunks(lines: Iterable[str], characters: int) -> Iterator[list[str]]:
-    """Yield runs of whole lines of about `characters` characters, at least one line each."""
+    """Yield chunks of consecutive lines. A chunk has about `characters` characters and at least one line."""
     chunk, size = [], 0
     for line in lines:
         chunk.append(line)
@@ -249,7 +252,7 @@ def in_chunks(lines: Iterable[str], characters: int) -> Iterator[list[str]]:
 
 
 class _Places(dict[str, int]):
-    """Numbers its keys in the order in which they are first looked up."""
+    """Dict that gives each key a number, in the order in which the keys are first looked up."""
 
     def __missing__(self, key: str) -> int:
         self[key] = place = len(self)
@@ -257,11 +260,13 @@ class _Places(dict[str, int]):
 
 
 def _words(line: str, plain: list[str]) -> list[str] | None:
-    """Return the text before each space, with "" first if the line begins with a space; None if the line must stay whole.
+    """Split a line at its spaces. Return None if the line must be encoded as a whole.
+
+    If the line begins with a space, the first entry is "".
 
     Args:
-        plain: the line split at white space of any kind. If it equals the split at spaces, the words are separated by single
-            spaces only.
+        plain: the line, split at white space of any kind. If both splits have the same words, words are separated only by
+            single spaces.
     """
     words = line.split(" ")
     body = words if words[0] else words[1:]
@@ -272,7 +277,7 @@ def _words(line: str, plain: list[str]) -> list[str] | None:
 
 
 def _cuts_at_spaces(bpe: tokenizers.Tokenizer) -> bool:
-    """Return True if a tokenizer uses GPT-2's rule and no special token reaches beyond a word."""
+    """Return True if the tokenizer splits text at spaces as GPT-2 does, and no special token contains or removes spaces."""
     rule = bpe.pre_tokenizer
     if bpe.normalizer is not None or not isinstance(rule, tokenizers.pre_tokenizers.ByteLevel):
         return False

@@ -1,16 +1,16 @@
-"""Instruction rows for fine-tuning: an instruction, an optional input, and the completion to learn; and their token ids.
+"""Instruction rows for fine-tuning, and their token ids. A row has an instruction, an optional input, and a completion.
 
-The real ones are the 1,100 rows of Sebastian Raschka's "Build a Large Language Model (From Scratch)", chapter 7
-(github.com/rasbt/LLMs-from-scratch, Apache License 2.0). The synthetic ones are generated, and each completion follows from its
-prompt, so that a perfect model reaches a loss of 0.
+The real rows are the 1,100 rows of Sebastian Raschka's "Build a Large Language Model (From Scratch)", chapter 7
+(github.com/rasbt/LLMs-from-scratch, Apache License 2.0). The synthetic rows are generated. Each synthetic completion follows
+from its prompt, so that a perfect model reaches a loss of 0.
 
-Only completions carry a loss; prompt and padding are context. A row is prompt, completion and the end of text, in this order,
-and `targets` are shifted by one token against `inputs`:
+The loss is computed only for completions. A row consists of the prompt, the completion and the end of text, in this order.
+`targets` are shifted by one token relative to `inputs`:
 
     inputs      p1      p2      p3   c1   c2   (padding)
     targets     IGNORE  IGNORE  c1   c2   end  IGNORE
 
-Padding is on the right, where causal attention hides it from every real token, so no attention mask is needed.
+Padding is on the right. With causal attention no real token attends to the padding after it, so no attention mask is needed.
 """
 
 import hashlib
@@ -33,13 +33,13 @@ FOLDER, FILE = "instructions", "instructions.json"
 COUNT = 1100
 URL = "https://raw.githubusercontent.com/rasbt/LLMs-from-scratch/main/ch07/01_main-chapter-code/instruction-data.json"
 SHA256 = "7e09a9af353722ca15c18bc580f093f9c39d3178335a75177319cb1e1d163944"
-HELD_OUT_EVERY = 10  # one of ten prompts is held out
+HELD_OUT_EVERY = 10  # every tenth prompt is held out
 KEYS = ("instruction", "input", "output")
 
 
 @dataclass(frozen=True)
 class Instruction:
-    """One row; `input` is "" if the instruction needs none."""
+    """One row. `input` is "" if the instruction needs no input. `output` is the completion."""
 
     instruction: str
     input: str
@@ -47,7 +47,7 @@ class Instruction:
 
     @property
     def prompt(self) -> str:
-        """The text given to the model: the template with instruction and input, up to the heading of the response."""
+        """The text that the model gets: the instruction, the input and the heading of the response, in a fixed template."""
         given = f"### Input:\n{self.input}\n\n" if self.input else ""
         return f"### Instruction:\n{self.instruction}\n\n{given}### Response:\n"
 
@@ -61,7 +61,7 @@ class InstructionSet:
         source: 'mirror', 'cache', 'download' or 'synthetic'.
         detail: description of the source, without paths of the machine.
         train, held_out: the rows.
-        least_loss_nats: loss per completion token of a perfect model, None if unknown.
+        least_loss_nats: loss of a perfect model in nats per completion token; None if it is unknown.
         checksums: result of the comparison with the published checksum; None for synthetic rows.
     """
 
@@ -80,7 +80,7 @@ class InstructionSet:
         return hashlib.sha256(json.dumps(rows).encode()).hexdigest()
 
     def as_corpus(self) -> TextCorpus:
-        """Return the train rows as a corpus, to train a tokenizer on."""
+        """Return the train rows as a corpus, on which a tokenizer can be trained."""
         lines = [row.prompt + row.output + "\n" for row in self.train]
         return TextCorpus(self.name, self.source, self.detail, {"train": lines, "valid": [], "test": []})
 
@@ -90,19 +90,20 @@ def load_instructions(source: str = "auto", *, allow_synthetic: bool = True, see
 
     Args:
         source: 'auto', 'mirror', 'cache', 'download' or 'synthetic'.
-        allow_synthetic: let 'auto' fall back to synthetic rows.
+        allow_synthetic: if True, 'auto' uses synthetic rows if no other source has the data.
         seed: seed of the synthetic rows.
-        url: address for a download.
+        url: address from which the file is downloaded.
 
     Raises:
-        DataError: the file is unreadable, a record is invalid (its number is given), or no source has the data.
+        DataError: the file is unreadable, a record is invalid, or no source has the data. For an invalid record, the error
+            names its number.
     """
     suppliers = {**published(url).suppliers(), "synthetic": lambda: synthetic_instructions(seed=seed)}
     return take(FOLDER, source, suppliers, allow_synthetic)
 
 
 def published(url: str = URL) -> PublishedSet[InstructionSet]:
-    """Return the published rows, downloaded from `url` if necessary. The mirror has the file at its top level."""
+    """Return the published rows, downloaded from `url` if necessary. In a mirror, the file is at the top level."""
 
     def fetch(target: Path) -> None:
         with staged(target) as work:
@@ -113,7 +114,7 @@ def published(url: str = URL) -> PublishedSet[InstructionSet]:
 
 
 def synthetic_instructions(train: int = 990, held_out: int = 110, seed: int = 0) -> InstructionSet:
-    """Generate tasks on synthetic words, without repeated prompts; by default as many rows as the real set."""
+    """Generate tasks on synthetic words. No prompt is repeated. By default there are as many rows as in the real set."""
     generator, words = np.random.default_rng(seed), EchoLanguage().words
     rows: dict[str, Instruction] = {}
     while len(rows) < train + held_out:
@@ -166,8 +167,8 @@ def _records(path: Path) -> list[Instruction]:
     """Return the rows of a JSON list of objects with the three keys.
 
     Raises:
-        DataError: not a regular file, not UTF-8, not JSON, not a list, or a record (its number is given) with a missing or
-            unknown key or an empty instruction or output.
+        DataError: the path is not a regular file, the content is not UTF-8 or not a JSON list, or a record has a missing key,
+            an unknown key, or an empty instruction or output. For a record, the error names its number.
     """
     try:
         records = read_json(path, DataError, _AGAIN)
@@ -191,15 +192,15 @@ def _records(path: Path) -> list[Instruction]:
 
 
 def _is_torn(text: str) -> bool:
-    """Return True if a text contains half of a surrogate pair, which JSON can represent and UTF-8 cannot."""
+    """Return True if a text contains half of a surrogate pair. JSON can represent such a text, but UTF-8 cannot."""
     return any("\ud800" <= character <= "\udfff" for character in text)
 
 
 def split_by_prompt(rows: Sequence[Instruction]) -> tuple[tuple[Instruction, ...], tuple[Instruction, ...]]:
-    """Return (train, held out). Every tenth prompt is held out, with all its rows.
+    """Return a pair (train rows, held-out rows). All rows of every tenth prompt are held out.
 
-    A prompt may occur twice with different completions. Both rows go to the same split; otherwise the model would be tested on a
-    prompt that it was trained on.
+    A prompt may occur twice with different completions. Both rows are in the same split. Otherwise the model would be tested on
+    a prompt that it was trained on.
     """
     numbers: dict[str, int] = {}
     for row in rows:
@@ -208,7 +209,7 @@ def split_by_prompt(rows: Sequence[Instruction]) -> tuple[tuple[Instruction, ...
     return (tuple(row for row in rows if row.prompt not in held_out), tuple(row for row in rows if row.prompt in held_out))
 
 
-LEAST_PROMPT_SHARE = 4  # a row that is too long keeps at least 1/4 of its length for the end of the prompt
+LEAST_PROMPT_SHARE = 4  # in a row that is too long, at least 1/4 of the positions are kept for the end of the prompt
 
 
 @dataclass(frozen=True)
@@ -216,11 +217,11 @@ class Completions:
     """Tokenized rows of equal length.
 
     Attributes:
-        inputs: int32 [rows, length], padded on the right with the end of text.
-        targets: int32 [rows, length], the next token if it belongs to the completion, else IGNORE_INDEX.
-        sizes: int64 [rows], number of real tokens in each row of inputs; the rest is padding.
+        inputs: token ids, int32 [rows, length]. The padding on the right consists of end-of-text tokens.
+        targets: token ids, int32 [rows, length]: the next token if this token belongs to the completion, else IGNORE_INDEX.
+        sizes: int64 [rows], number of real tokens in each row of inputs. All later positions are padding.
         prompts_cut: number of rows whose prompt was truncated at its start.
-        completions_cut: number of rows whose completion was truncated at its end, which includes the end of text.
+        completions_cut: number of rows whose completion was truncated at its end. These rows have no end of text.
     """
 
     inputs: np.ndarray
@@ -231,36 +232,39 @@ class Completions:
 
     @property
     def tokens(self) -> int:
-        """Number of input tokens: prompts and completions without padding."""
+        """Number of input tokens in prompts and completions, without padding."""
         return int(self.sizes.sum())
 
     @property
     def scored(self) -> np.ndarray:
-        """True where a target carries a loss, bool [rows, length]."""
+        """Mask bool [rows, length] that is True where a target is part of the loss."""
         return self.targets != IGNORE_INDEX
 
     @property
     def completion_tokens(self) -> int:
-        """Number of tokens that carry a loss."""
+        """Number of targets that are part of the loss."""
         return int(self.scored.sum())
 
 
 def tokenize_completions(rows: Sequence[Instruction], tokenizer: Tokenizer, length: int) -> Completions:
-    """Tokenize rows, with prompt and completion tokenized separately, so that no token belongs to both.
+    """Tokenize rows. The prompt and the completion are tokenized separately, so that no token belongs to both.
 
-    A row longer than length + 1 tokens first loses the start of its prompt (its end has the heading of the response) and then,
-    if that is not enough, the end of its completion. No row is dropped or loses its whole completion. Both truncations are
-    counted.
+    If a row has more than length + 1 tokens, the start of its prompt is removed first, because the end of the prompt contains
+    the heading of the response. If the row is still too long, the end of its completion is removed. No row is left out, and at
+    least one token of each completion remains. The result contains the numbers of both truncations.
 
     Args:
-        tokenizer: its beginning-of-text token, if it has one, starts each prompt.
+        rows: the rows.
+        tokenizer: the tokenizer. If it has a beginning-of-text token, each prompt starts with this token.
         length: number of positions of a row.
 
     Raises:
         DataError: there are no rows, or the length is below 1.
     """
     if not rows or length < 1:
-        raise DataError(f"{len(rows)} rows at {length} tokens", next_step="give at least one row and a length of 1 or more")
+        raise DataError(
+            f"{len(rows)} rows with a length of {length}", next_step="give at least one row and a length of 1 or more"
+        )
     prompts = tokenizer.encode([row.prompt for row in rows])
     completions = tokenizer.encode([row.output for row in rows])
     inputs = np.full((len(rows), length), tokenizer.eos_id, dtype=np.int32)
@@ -280,10 +284,15 @@ def tokenize_completions(rows: Sequence[Instruction], tokenizer: Tokenizer, leng
 
 
 def fit(prompt: list[int], completion: list[int], limit: int, beginning: int = 0) -> tuple[list[int], list[int]]:
-    """Truncate prompt and completion to `limit` tokens in total; at least one token of each remains.
+    """Truncate a prompt and a completion, so that together they have at most `limit` tokens.
+
+    At least one token of each remains.
 
     Args:
-        beginning: number of tokens at the start of the prompt that are never removed (the beginning of text).
+        prompt: token ids of the prompt.
+        completion: token ids of the completion.
+        limit: largest number of tokens of both together.
+        beginning: number of tokens at the start of the prompt that are never removed, such as the beginning-of-text token.
     """
     most = limit - min(len(prompt), max(1, limit // LEAST_PROMPT_SHARE))
     completion = completion[:most]

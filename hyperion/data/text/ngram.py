@@ -1,8 +1,13 @@
-"""Counting baselines that a language model must beat: unigram and interpolated bigram models.
+"""N-gram models as baselines: a neural language model must have a lower loss than a unigram and an interpolated bigram model.
 
-Bigram: P(w | v) = a(v) c(v, w) / c(v) + b(v) c(w) / N + (1 - a(v) - b(v)) / V. The weights a and b depend on the count c(v),
-with one pair per bucket of counts. They are fitted by expectation-maximisation on the last HELD_OUT of the train tokens, with
-counts from the rest; the final counts use all train tokens.
+The bigram model gives the token w after the token v the probability
+
+    P(w | v) = a(v) c(v, w) / c(v) + b(v) c(w) / N + (1 - a(v) - b(v)) / V
+
+where c are counts in the train tokens, N is the number of train tokens, and V is the size of the vocabulary. The weights a and
+b depend on the count c(v): tokens with similar counts form a bucket, and all tokens of a bucket have the same weights. The
+weights are fitted with expectation-maximisation on the last part (the fraction HELD_OUT) of the train tokens, with counts from
+the other train tokens. The final model uses the counts of all train tokens.
 
 Source: Jelinek and Mercer, 1980.
 """
@@ -18,13 +23,13 @@ BUCKET_EDGES = np.array([1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 4096, 1638
 
 @dataclass(frozen=True)
 class Baseline:
-    """Score of a counting model.
+    """Negative log-likelihood of a text under an n-gram model.
 
     Attributes:
         name: 'unigram' or 'interpolated bigram'.
-        total_nll_nats: -ln P of all evaluated tokens.
+        total_nll_nats: -ln P in nats, summed over all evaluated tokens.
         tokens: number of evaluated tokens.
-        standard_error_nats: standard error of the mean per token, with the tokens taken as independent.
+        standard_error_nats: standard error of the mean per token in nats, computed as if tokens were independent.
     """
 
     name: str
@@ -34,10 +39,11 @@ class Baseline:
 
 
 def unigram_baseline(train: np.ndarray, evaluation: np.ndarray, vocab_size: int) -> Baseline:
-    """Score a unigram model: train frequencies, mixed with the uniform distribution so that no probability is zero.
+    """Evaluate a unigram model. Train frequencies are mixed with the uniform distribution, so that no probability is zero.
 
     Args:
-        train, evaluation: token ids [tokens].
+        train, evaluation: token ids [tokens] of the train text and of the text to evaluate.
+        vocab_size: V, the size of the vocabulary.
     """
     counted, held_out = _split(train)
     weights = _fit(_unigram_terms(counted, held_out, vocab_size), np.zeros(len(held_out), dtype=np.int64), 1)
@@ -46,11 +52,13 @@ def unigram_baseline(train: np.ndarray, evaluation: np.ndarray, vocab_size: int)
 
 
 def bigram_baseline(train: np.ndarray, evaluation: np.ndarray, vocab_size: int, prefix_id: int) -> Baseline:
-    """Score the interpolated bigram model of the module's docstring.
+    """Evaluate the interpolated bigram model (see the module's docstring).
 
     Args:
-        train, evaluation: token ids [tokens].
-        prefix_id: the token before the first evaluated one (the end of text), so that the first one is scored too.
+        train, evaluation: token ids [tokens] of the train text and of the text to evaluate.
+        vocab_size: V, the size of the vocabulary.
+        prefix_id: token id that stands before the first evaluated token, usually the end of text. Therefore the first token is
+            evaluated too.
     """
     counted, held_out = _split(train)
     terms, buckets = _bigram_terms(counted, held_out, vocab_size, int(counted[-1]))
@@ -71,13 +79,13 @@ def _split(train: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _unigram_terms(train: np.ndarray, tokens: np.ndarray, vocab_size: int) -> np.ndarray:
-    """Return [tokens, 2]: relative frequency and 1 / V."""
+    """Return the unigram probability and the uniform probability 1 / V of each token, [tokens, 2]."""
     frequency = np.bincount(train, minlength=vocab_size) / len(train)
     return np.stack([frequency[tokens], np.full(len(tokens), 1 / vocab_size)], axis=1)
 
 
 def _bigram_terms(train: np.ndarray, tokens: np.ndarray, vocab_size: int, prefix_id: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return [tokens, 3]: bigram, unigram and uniform probability; and the bucket of the predecessor's count."""
+    """Return two arrays: the bigram, unigram and uniform probability of each token, [tokens, 3], and the bucket of c(v)."""
     train, tokens = np.asarray(train, dtype=np.int64), np.asarray(tokens, dtype=np.int64)
     pairs, pair_counts = np.unique(train[:-1] * vocab_size + train[1:], return_counts=True)
     before_counts = np.bincount(train[:-1], minlength=vocab_size)
@@ -87,13 +95,15 @@ def _bigram_terms(train: np.ndarray, tokens: np.ndarray, vocab_size: int, prefix
     count = np.where(pairs[place] == keys, pair_counts[place], 0)
     seen = before_counts[before]
     lower = _unigram_terms(train, tokens, vocab_size)
-    bigram = np.where(seen > 0, count / np.maximum(seen, 1), lower[:, 0])  # the unigram after an unseen token
+    bigram = np.where(
+        seen > 0, count / np.maximum(seen, 1), lower[:, 0]
+    )  # use the unigram probability after a token that does not occur in train
     terms = np.column_stack([bigram, lower])
     return terms, np.searchsorted(BUCKET_EDGES, seen, side="right")
 
 
 def _fit(terms: np.ndarray, buckets: np.ndarray, bucket_count: int) -> np.ndarray:
-    """Fit mixture weights [buckets, terms] by expectation-maximisation, one set per bucket of counts."""
+    """Fit mixture weights [buckets, terms] with expectation-maximisation. Each bucket has its own weights."""
     width = terms.shape[1]
     weights = np.full((bucket_count, width), 1 / width)
     sizes = np.bincount(buckets, minlength=bucket_count)

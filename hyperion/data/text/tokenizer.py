@@ -1,8 +1,9 @@
-"""Tokenizers: GPT-2's from a mirror, the cache or the hub; a byte-level BPE trained on the corpus; or the one of a model folder.
+"""Tokenizers: the tokenizer of GPT-2, a tokenizer that is trained on the corpus, or the tokenizer in the folder of a model.
 
-GPT-2's and the trained one are byte-level: they can encode every text, and decode(encode(text)) == text.
+GPT-2's tokenizer is read from a mirror, the cache or the Hugging Face hub. GPT-2's tokenizer and trained tokenizers use a
+byte-level BPE: they can encode every text, and decode(encode(text)) == text.
 
-Source of GPT-2's: Radford et al. 2019; hub model openai-community/gpt2.
+Source of GPT-2's tokenizer: Radford et al. 2019; model openai-community/gpt2 of the hub.
 """
 
 import hashlib
@@ -29,7 +30,7 @@ GPT2_SHA256 = {
     "vocab.json": "196139668be63f3b5d6574427317ae82f612a97c5d1cdaf36ed2256dbf636783",
     "merges.txt": "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5",
 }
-SYNTHETIC_VOCABULARY = 640  # 256 bytes, the end of text, and merges enough to make each of the 256 synthetic words one token
+SYNTHETIC_VOCABULARY = 640  # 256 bytes, the end of text, and enough merges for each of the 256 synthetic words to be one token
 TRAINED_VOCABULARY = 8192
 
 
@@ -39,13 +40,15 @@ class Tokenizer:
 
     Attributes:
         name: 'gpt2' or 'bpe-<size>-<corpus>'.
-        source: 'mirror', 'cache', 'download' (GPT-2's), or 'trained' on the corpus.
+        source: 'mirror', 'cache' or 'download' for GPT-2's tokenizer, 'trained' for a tokenizer trained on the corpus, or the
+            `source` that was given to `read_tokenizer`.
         detail: description of the source.
-        vocab_size: largest token id + 1, the end of text included; exceeds the number of entries if some ids are unused.
+        vocab_size: largest token id + 1. The end of text is included. This is more than the number of entries if some ids are
+            unused.
         sha256: hash of the tokenizer's complete definition.
-        eos_id: id of <|endoftext|>, also used as prefix and padding.
-        bos_id: id of the beginning of text, None if the tokenizer has none (GPT-2).
-        checksums: result of the comparison with the published checksums; None for a trained tokenizer and one of a model folder.
+        eos_id: id of the end of text, such as <|endoftext|>. This id is also used as prefix and as padding.
+        bos_id: id of the beginning of text; None if the tokenizer has no such token (GPT-2).
+        checksums: result of the comparison with the published checksums; None for other tokenizers than GPT-2's.
     """
 
     name: str
@@ -59,44 +62,49 @@ class Tokenizer:
     checksums: Checksums | None = None
 
     def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """Return the token ids of each text, int32 [tokens]; encoded in parallel unless TOKENIZERS_PARALLELISM=false."""
+        """Return the token ids of each text, int32 [tokens].
+
+        Texts are encoded in parallel unless the environment variable TOKENIZERS_PARALLELISM is "false".
+        """
         encodings = self._bpe.encode_batch_fast(list(texts), add_special_tokens=False)
         return [np.array(encoding.ids, dtype=np.int32) for encoding in encodings]
 
     def encoding(self, workers: int = 1) -> EncoderPool:
-        """Return an encoder for text of any length, with `workers` processes, to be used in a `with` statement."""
+        """Return a context manager that encodes text of any length with `workers` processes."""
         return EncoderPool(self._bpe, workers)
 
     def encode_split(self, lines: Sequence[str]) -> np.ndarray:
-        """Return the token ids of a split, int32 [tokens]: its lines with their newlines, without special tokens."""
+        """Return the token ids of the lines of a split, int32 [tokens]. Newlines are encoded, special tokens are not added."""
         return np.concatenate([np.empty(0, np.int32), *self.encode(lines)])
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
-        """Return the text of token ids, exactly as it was encoded."""
+        """Return the text of token ids. With a byte-level tokenizer it is exactly the text that was encoded."""
         return self._bpe.decode(np.asarray(ids).tolist(), skip_special_tokens=False)
 
     def library_tokenizer(self) -> tokenizers.Tokenizer:
-        """Return a copy as an object of the tokenizers library."""
+        """Return a copy of this tokenizer as an object of the tokenizers library."""
         return tokenizers.Tokenizer.from_str(self.definition())
 
     def definition(self) -> str:
-        """Return the complete definition as JSON of the tokenizers library."""
+        """Return the complete definition in the JSON format of the tokenizers library."""
         return self._bpe.to_str()
 
 
 def load_tokenizer(source: str = "auto", corpus: TextCorpus | None = None, vocab_size: int | None = None) -> Tokenizer:
-    """Load GPT-2's tokenizer, or train a BPE on the corpus's train split.
+    """Load GPT-2's tokenizer, or train a BPE tokenizer on the train split of the corpus.
 
-    'auto' loads GPT-2's from the mirror, the cache or the hub, and trains one if none of them has it. For a synthetic corpus
-    'auto' always trains, because English merges would split the synthetic words.
+    'auto' loads GPT-2's tokenizer from the mirror, the cache or the hub. If none of them has it, 'auto' trains a tokenizer. For
+    a synthetic corpus 'auto' always trains a tokenizer, because the merges of an English tokenizer would split the synthetic
+    words.
 
     Args:
         source: 'auto', 'mirror', 'cache', 'download', or 'synthetic' for a trained tokenizer.
         corpus: the text to train on; required if a tokenizer may be trained.
-        vocab_size: largest size of a trained tokenizer; None means 640 for a synthetic corpus and 8192 for a real one.
+        vocab_size: largest number of entries of a trained tokenizer. None means 640 for a synthetic corpus and 8192 for a real
+            corpus.
 
     Raises:
-        DataError: the files are wrong, no source has them, or there is no corpus to train on.
+        DataError: the files are wrong, no source has them, or a tokenizer must be trained and no corpus is given.
     """
     if source == "auto" and corpus is not None and corpus.source == "synthetic":
         source = "synthetic"
@@ -107,10 +115,12 @@ def load_tokenizer(source: str = "auto", corpus: TextCorpus | None = None, vocab
 
 
 def train_tokenizer(corpus: TextCorpus | None, vocab_size: int | None = None) -> Tokenizer:
-    """Train a byte-level BPE on the corpus's train split; the same corpus and size give the same tokenizer.
+    """Train a byte-level BPE tokenizer on the train split of the corpus.
+
+    The same corpus and the same size give the same tokenizer.
 
     Raises:
-        DataError: there is no corpus.
+        DataError: the corpus is None.
     """
     if corpus is None:
         raise DataError("no corpus to train a tokenizer on", next_step="call load_tokenizer(source, corpus=load_wikitext2())")
@@ -137,12 +147,15 @@ def checksums(folder: Path) -> Checksums:
 
 
 def id_count(bpe: tokenizers.Tokenizer) -> int:
-    """Return the largest id + 1, the number of rows of an embedding. It exceeds the number of entries if some ids are unused."""
+    """Return the largest id + 1, which is the number of rows that an embedding needs.
+
+    This is more than the number of entries if some ids are unused.
+    """
     return max(bpe.get_vocab(with_added_tokens=True).values()) + 1
 
 
 def _end_of_text(bpe: tokenizers.Tokenizer) -> int:
-    """Return the id of END_OF_TEXT, which both kinds of byte-level tokenizer have as a special token."""
+    """Return the id of the special token END_OF_TEXT. GPT-2's tokenizer and trained tokenizers have this token."""
     return cast(int, bpe.token_to_id(END_OF_TEXT))
 
 
@@ -192,10 +205,10 @@ def _content(path: Path, remedy: str) -> bytes:
 
 
 def _parsed(contents: dict[str, bytes], folder: Path, remedy: str) -> tuple[dict[str, int], list[tuple[str, str]]]:
-    """Return vocabulary and merges from GPT-2's two files.
+    """Return the vocabulary and the merges in GPT-2's two files.
 
     Raises:
-        DataError: the vocabulary is not an object with distinct ids below 2**31, or a line of the merges is not a pair.
+        DataError: the vocabulary is not a JSON object with distinct ids below 2**31, or a line of the merges is not a pair.
     """
     path = folder / "vocab.json"
     vocabulary = parse_json(contents[path.name], DataError, remedy, where=path)
@@ -231,17 +244,18 @@ def _fetch(target: Path) -> None:
 GPT2 = PublishedSet(FOLDER, _gpt2, lambda folder: [folder / name for name in GPT2_SHA256], _fetch, manifest=False)
 
 FILE = "tokenizer.json"
-TOKENIZER_BYTES = 1 << 28  # limit; the largest vocabularies in use need about 35 MB
+TOKENIZER_BYTES = 1 << 28  # largest accepted size of tokenizer.json; the largest vocabularies in use need about 35 MB
 _CONFIGS = ("tokenizer_config.json", "special_tokens_map.json")
 
 
 def read_tokenizer(folder: Path, source: str = "folder") -> Tokenizer:
     """Load the tokenizer.json that transformers saves next to a model's weights.
 
-    Decoding need not reproduce every text exactly: Llama's tokenizer adds a space.
+    Decoding may not reproduce every text exactly. For example, Llama's tokenizer adds a space.
 
     Args:
-        source: where the folder comes from.
+        folder: the folder of the model.
+        source: value for the attribute `source` of the tokenizer.
 
     Raises:
         DataError: tokenizer.json is missing, unreadable or has ids of more than 31 bits, or the end-of-text token is unknown.
@@ -249,7 +263,7 @@ def read_tokenizer(folder: Path, source: str = "folder") -> Tokenizer:
     path, again = Path(folder) / FILE, "copy the folder again"
     if not path.exists():
         convert = f"AutoTokenizer.from_pretrained({str(folder)!r}).save_pretrained({str(folder)!r})"
-        raise DataError(f"the model has no {FILE}", where=path, next_step=f"create it with transformers: {convert}")
+        raise DataError(f"the model has no {FILE}", where=path, next_step=f"create {FILE} with transformers: {convert}")
     try:
         content = read_bounded(path, DataError, again, TOKENIZER_BYTES)
         bpe = tokenizers.Tokenizer.from_buffer(content)
@@ -273,20 +287,20 @@ def read_tokenizer(folder: Path, source: str = "folder") -> Tokenizer:
 
 
 def _special(folder: Path, name: str, bpe: tokenizers.Tokenizer) -> int | None:
-    """Return the id of the special token `name` from the first configuration file that sets it, None if none does."""
+    """Return the id of a special token. The first configuration file with an entry `name` is used; None if no file has it."""
     for config in _CONFIGS:
         path = folder / config
         if not path.exists():
             continue
-        document = read_json(path, DataError, "copy it again")
+        document = read_json(path, DataError, f"copy {config} again")
         if not isinstance(document, dict):
-            raise DataError(f"{config} is not a JSON object", where=path, next_step="copy it again")
+            raise DataError(f"{config} is not a JSON object", where=path, next_step=f"copy {config} again")
         token = document.get(name)
         token = token.get("content") if isinstance(token, dict) else token
         if token is None:
             continue
         if not isinstance(token, str):
             fault = f"{name} in {config} is {type(token).__name__}, expected a string"
-            raise DataError(fault, where=path, next_step="copy it again")
+            raise DataError(fault, where=path, next_step=f"copy {config} again")
         return bpe.token_to_id(token.encode(errors="replace").decode())
     return None

@@ -1,4 +1,4 @@
-"""WikiText-2 (word level, with <unk>) from a mirror, the cache or the Hugging Face hub, with verified counts.
+"""Load WikiText-2 (word level, with <unk>) from a mirror, the cache or the Hugging Face hub, and verify its counts.
 
 Source: Merity et al., Pointer Sentinel Mixture Models, arXiv:1609.07843; hub data set Salesforce/wikitext,
 wikitext-2-v1.
@@ -21,9 +21,9 @@ from hyperion.data.text.corpus import (
 )
 
 FOLDER = "wikitext-2"
-UNITS = ("lines", "non-empty lines", "words with one <eos> a line")
+UNITS = ("lines", "non-empty lines", "words with one <eos> per line")
 COUNTS = {"train": (36718, 23767, 2088628), "valid": (3760, 2461, 217646), "test": (4358, 2891, 245569)}
-# Hashes of the files in wikitext-2-v1.zip, as stated by the loaders of MXNet and GluonNLP.
+# Hashes of the files in wikitext-2-v1.zip, as the loaders of MXNet and GluonNLP state them.
 SHA1 = {
     "train": "863f29c46ef9d167fff4940ec821195882fe29d1",
     "valid": "0418625c8b4da6e4b5c7a0b9e78d4ae8f7ee5422",
@@ -35,8 +35,8 @@ HUB_FILES = {
     "test": "test-00000-of-00001.parquet",
 }
 HUB_FOLDER = "datasets/Salesforce/wikitext/resolve/main/wikitext-2-v1"
-TABLE_BYTES = 1 << 26  # limit for a split's text; the train split has 10.8 MB
-EMPTY_LINE = " \n"  # an empty line in the original files; "" in the hub's table
+TABLE_BYTES = 1 << 26  # largest accepted size of the text of a split; the train split has 10.8 MB
+EMPTY_LINE = " \n"  # an empty line in the original files; the table of the hub has "" instead
 
 
 def load_wikitext2(
@@ -46,12 +46,12 @@ def load_wikitext2(
 
     Args:
         source: 'auto', 'mirror', 'cache', 'download' or 'synthetic'.
-        allow_synthetic: let 'auto' fall back to the synthetic corpus.
+        allow_synthetic: if True, 'auto' uses the synthetic corpus if no other source has WikiText-2.
         synthetic_lines, seed: number of lines per split and seed of the synthetic corpus; not used for WikiText-2.
 
     Raises:
-        DataError: a file is missing, not UTF-8 (with line and offset), or has wrong counts; splits share lines; no source has
-            the data.
+        DataError: a file is missing, is not UTF-8 or has wrong counts; long lines of one split also occur in another split; or
+            no source has the data. If a file is not UTF-8, the error names the line and the byte offset.
     """
     suppliers = {**WIKITEXT2.suppliers(), "synthetic": lambda: synthetic_corpus(synthetic_lines, seed)}
     return take("wikitext-2", source, suppliers, allow_synthetic)
@@ -81,7 +81,7 @@ def _file(split: str) -> str:
 def _read(folder: Path, source: str, label: str) -> TextCorpus:
     if not folder.is_dir():
         raise DataUnavailable(
-            f"{label} has no {FOLDER}/", where=folder, next_step="put wiki.{train,valid,test}.tokens there or `make fetch`"
+            f"{label} has no {FOLDER}/", where=folder, next_step="put wiki.{train,valid,test}.tokens there, or run `make fetch`"
         )
     manifest = read_manifest(folder)
     if manifest is not None:
@@ -91,7 +91,7 @@ def _read(folder: Path, source: str, label: str) -> TextCorpus:
         path = folder / _file(split)
         if path.is_file() and path.stat().st_size > TABLE_BYTES:
             fault = f"{path.name} has {path.stat().st_size} bytes, expected at most {TABLE_BYTES}"
-            raise DataError(fault, where=path, next_step="this is not WikiText-2: copy it again")
+            raise DataError(fault, where=path, next_step="this file is not from WikiText-2: copy the original file again")
         splits[split] = lines = read_lines(path)
         found = (len(lines), count_non_empty(lines), count_words_with_eos(lines))
         require_counts(path.name, found, COUNTS[split], UNITS, path)
@@ -120,7 +120,10 @@ WIKITEXT2 = PublishedSet(FOLDER, _read, lambda folder: [folder / _file(split) fo
 
 
 def _lines_of_table(path: Path, expected: int) -> list[str]:
-    """Return the lines of a Parquet table of `expected` rows. Its declared size is checked first, against decompression bombs."""
+    """Return the lines of a Parquet table with `expected` rows.
+
+    The size that the file declares is checked before the file is decompressed, because a small file can decompress to any size.
+    """
     import pyarrow
     import pyarrow.compute as compute
     import pyarrow.parquet

@@ -1,4 +1,7 @@
-"""The results of `measure.time` and `measure.compare`, which can be printed, drawn as a figure, and stored as rows."""
+"""The results of `measure.time` and `measure.compare`.
+
+A result can be printed, drawn as a figure, and converted to a row (`hyperion.results.Row`).
+"""
 
 import functools
 import html
@@ -27,7 +30,7 @@ _BINARY = ((1024 * GIB, "Ti"), (GIB, "Gi"), (MIB, "Mi"), (KIB, "Ki"), (1, ""))
 
 
 class Answer:
-    """Base class of the answers. A notebook displays the text of an answer. Subclasses create rows."""
+    """Base class of the results of `time`, `compare`, `memory`, `flops` and `explain`. A notebook displays a result as text."""
 
     def __repr__(self) -> str:
         return str(self)
@@ -36,7 +39,15 @@ class Answer:
         return f"<pre>{html.escape(str(self))}</pre>"
 
     def _row(self, place: dict, metric: str, value: float, about: dict, **columns) -> Row:
-        """Return a validated row. The caller's columns replace those of the answer; the caller's params are added."""
+        """Return a validated row.
+
+        Args:
+            place: columns that the caller of the public method gave. They replace the columns with the same names in `columns`.
+                Its entry "params" is added to `about`.
+            metric, value: metric of the row, and its value.
+            about: params of the row.
+            columns: other columns of the row.
+        """
         given = dict(place)
         row = Row(metric=metric, value=value, params=about | (given.pop("params", None) or {}), **(columns | given))
         row.validate()
@@ -103,7 +114,7 @@ class TimeAnswer(Answer):
         )
 
     def plot(self) -> "Figure":
-        """Plot the raw samples in the order taken, with the median and its interval."""
+        """Plot the raw samples in the order in which they were taken, with the median and its interval."""
         from hyperion.measure.api.display import draw_samples
 
         return draw_samples({self.label: self.timing}, self.device.name, self.verdict)
@@ -140,7 +151,8 @@ class ComparisonAnswer(Answer):
         ratio = ratio_estimate(a, b)
         if len(a) >= LEAST_FOR_THE_BOOTSTRAP:
             return ratio
-        # If each interval contains its median with a probability of 97.5 %, both do so together with at least 95 %.
+        # Each interval contains its median with a probability of 97.5 %. So both intervals together contain both medians with a
+        # probability of at least 95 %.
         (low_a, high_a), (low_b, high_b) = (_order_interval(samples, (1 + CONFIDENCE) / 2) for samples in (a, b))
         return Estimate(ratio.value, min(ratio.ci_low, low_b / high_a), max(ratio.ci_high, high_b / low_a), ratio.n)
 
@@ -161,13 +173,13 @@ class ComparisonAnswer(Answer):
 
     @property
     def verdict(self) -> str:
-        """Text that names the faster function if the 95 % interval of the ratio does not contain 1."""
+        """Text that names the faster function, or says that there is no difference if the 95 % interval of `ratio` contains 1."""
         (a, b), ratio = self.labels, self.ratio
         if ratio.ci_low > 1:
             return f"{a} is {_times(ratio)} faster than {b}"
         if ratio.ci_high < 1:
             return f"{b} is {_times(ratio.map(lambda speed: 1 / speed))} faster than {a}"
-        return f"no difference shown: {a} over {b} is {_times(ratio)}"
+        return f"no difference shown: the speed of {a} is {_times(ratio)} that of {b}"
 
     @property
     def outputs(self) -> str:
@@ -194,7 +206,9 @@ class ComparisonAnswer(Answer):
         return f"{self.verdict}\n{times}\n{notes}"
 
     def row(self, *, notebook: str, experiment: str, variant: str, **columns) -> Row:
-        """Return a row of the metric `speedup`: speed of A / speed of B. The check of the row is the error of the outputs.
+        """Return a row of the metric `speedup`, which is the speed of A divided by the speed of B.
+
+        The columns check, check_error and check_tolerance contain the comparison of the outputs.
 
         Raises:
             RowError: the outputs differ.
@@ -228,7 +242,7 @@ class ComparisonAnswer(Answer):
         )
 
     def plot(self) -> "Figure":
-        """Plot the raw samples of both functions in the order taken, with their medians and intervals."""
+        """Plot the raw samples of both functions in the order in which they were taken, with their medians and intervals."""
         from hyperion.measure.api.display import draw_samples
 
         return draw_samples(dict(zip(self.labels, self.timings, strict=True)), self.device.name, self.verdict)

@@ -1,4 +1,4 @@
-"""Count the memory and the FLOPs of one call where PyTorch dispatches its operators.
+"""Count the memory and the FLOPs of one call with dispatch modes, which see each operator that PyTorch dispatches.
 
 A compiled function runs without compilation while it is counted, because PyTorch does not dispatch fused operators.
 """
@@ -51,7 +51,7 @@ class MemoryAnswer(Answer):
 
     @property
     def added_bytes(self) -> int:
-        """Peak minus the memory in use before the call, in bytes.
+        """Number of bytes at the peak minus number of bytes before the call.
 
         On a GPU, both values are those of the allocator. On a CPU, they are the counted sizes of tensors.
         """
@@ -61,7 +61,7 @@ class MemoryAnswer(Answer):
 
     @property
     def verdict(self) -> str:
-        """Text that names the operator at the peak."""
+        """Text that names the operator after which the total size of live tensors was largest."""
         return f"peak after {self.peak_operator}" if self.peak_operator else "no operator created a tensor on this device"
 
     def __str__(self) -> str:
@@ -69,7 +69,9 @@ class MemoryAnswer(Answer):
         counted = f"(counted by dispatch, n=1), {self.device.name}; {self.verdict}"
         if self.allocator_peak_bytes is None:
             return f"{self.label}: {tensors} {counted}\nbuffers inside libraries are not counted on a CPU"
-        allocated = f"{bytes_text(self.allocator_peak_bytes)} at the peak, {bytes_text(self.added_bytes)} above the start"
+        allocated = (
+            f"{bytes_text(self.allocator_peak_bytes)} at the peak, {bytes_text(self.added_bytes)} more than before the call"
+        )
         return f"{self.label}: {allocated} (device allocator, n=1)\n{tensors} {counted}"
 
     def row(self, *, notebook: str, experiment: str, variant: str, **columns) -> Row:
@@ -80,7 +82,10 @@ class MemoryAnswer(Answer):
         return self.rows(notebook=notebook, experiment=experiment, variant=variant, **columns)[0]
 
     def rows(self, *, notebook: str, experiment: str, variant: str, **columns) -> list[Row]:
-        """Return a row of `tensor_memory_gib`. On a GPU, return a row of `peak_memory_gib` (peak of the allocator) before it."""
+        """Return a row of the metric `tensor_memory_gib`, which is `peak_bytes` in GiB.
+
+        On a GPU, also return a row of the metric `peak_memory_gib`, which is the peak of the allocator. It is the first row.
+        """
         place = {"notebook": notebook, "experiment": experiment, "variant": variant, **columns}
         reason = "" if columns.get("limit") is not None else "no limit: what the function must hold is not known"
         peaks = {"peak_memory_gib": self.allocator_peak_bytes, "tensor_memory_gib": self.peak_bytes}
@@ -120,8 +125,8 @@ class FlopsAnswer(Answer):
 
     Args:
         label: name of the function.
-        by_operator: FLOPs by name of the operator ("aten.mm"), in descending order.
-        by_module: FLOPs by module path. The FLOPs of a module include those of its submodules.
+        by_operator: dict from the name of an operator ("aten.mm") to its FLOPs, in descending order.
+        by_module: dict from the path of a module to its FLOPs. They include the FLOPs of its submodules.
         uncounted: operators without a formula. Custom operators come first; the others are sorted by number of elements.
     """
 
@@ -132,7 +137,7 @@ class FlopsAnswer(Answer):
 
     @property
     def total(self) -> int:
-        """FLOPs of all operators."""
+        """Number of FLOPs of all operators together. Operators without a formula count as 0."""
         return sum(self.by_operator.values())
 
     @property
@@ -205,7 +210,7 @@ def count_flops(function: Callable[[], object]) -> tuple[dict[str, int], dict[st
     """Count the FLOPs of one call.
 
     Returns:
-        FLOPs by operator in descending order, FLOPs by module path, and the operators without a formula.
+        The three fields `by_operator`, `by_module` and `uncounted` of `FlopsAnswer`.
     """
     counter = FlopCounterMode(display=False, custom_mapping=_more_formulas())
     rest = _OperatorsWithoutFormula(counter)
@@ -244,7 +249,10 @@ def _more_formulas() -> dict:
 
 
 class _OperatorsWithoutFormula(TorchDispatchMode):
-    """Records operators without a FLOP formula in a dict: name -> (calls, elements of inputs and outputs, pointwise)."""
+    """Records the operators without a FLOP formula.
+
+    `counts` maps the name of an operator to (number of calls, number of elements of inputs and outputs, whether it is pointwise).
+    """
 
     def __init__(self, counter: FlopCounterMode):
         super().__init__()
@@ -275,7 +283,7 @@ def watch_memory(function: Callable[[], object], device: Device) -> "PeakCounter
 
 
 class _ExistingTensors(TorchDispatchMode):
-    """Records storages that operators use but did not create."""
+    """Records the storages that existed before the call and that an operator of the call uses."""
 
     def __init__(self, device: Device):
         super().__init__()
@@ -312,7 +320,13 @@ class _ExistingTensors(TorchDispatchMode):
 
 
 class PeakCounter(TensorMemory):
-    """Records the total size of live tensors before the first operator and after each operator, and the operator at the peak."""
+    """Counts the bytes of live tensors before the first operator and after each operator.
+
+    Attributes:
+        before_bytes: total size of `alive`.
+        history_bytes: total size of live tensors after each operator.
+        peak_operator: name of the operator after which the total size was largest.
+    """
 
     def __init__(self, device: Device, alive: list[torch.Tensor]):
         super().__init__(device, alive)

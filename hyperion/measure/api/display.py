@@ -55,7 +55,13 @@ class AnswerFigure(Figure):
 
 
 def draw_samples(timings: dict[str, Timing], machine: str, verdict: str) -> Figure:
-    """Draw the raw samples in the order taken, with the median and its 95 % interval. Each function has its own colour."""
+    """Draw the raw samples in the order in which they were taken, with the median and its 95 % interval.
+
+    Args:
+        timings: dict from the label of a function to its timing. Each function has its own colour.
+        machine: name of the device for the title.
+        verdict: text below the figure.
+    """
     estimates = {label: timing.estimate for label, timing in timings.items()}
     factor, unit = time_scale(min(estimate.value for estimate in estimates.values()))
     with mpl.rc_context(_STYLE):

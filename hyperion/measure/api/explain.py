@@ -60,12 +60,12 @@ class Explanation(Answer):
 
     Args:
         parts: parts for waiting, for moving data and for computing, and the unexplained rest.
-        timing: the unprofiled step in seconds. On a GPU each sample is the mean of `steps` steps in a row, because the host
-            runs ahead of the device.
-        profiled_step_s: seconds of a step under the profiler. The difference to `timing` is the cost of the profiler.
+        timing: times of an unprofiled step in seconds. On a GPU each sample is the mean of `steps` steps in a row, because the
+            host runs ahead of the device.
+        profiled_step_s: time of a step under the profiler in seconds. The difference from `timing` is the cost of the profiler.
         steps: number of profiled steps.
         flops: FLOPs of one step. None if `explain` was called without ceilings.
-        notes: warnings.
+        notes: warnings about the times and the ceilings.
     """
 
     label: str
@@ -139,7 +139,7 @@ class Explanation(Answer):
 
         parts = [(part.name, part.seconds, part.share) for part in self.parts]
         notes = "\n".join([self.profiler_cost, *self.notes])
-        return draw_waterfall(f"{self.label}: where a step goes", parts, self.device.name, notes)
+        return draw_waterfall(f"{self.label}: where the time of a step goes", parts, self.device.name, notes)
 
 
 def explain(
@@ -163,9 +163,9 @@ def explain(
     3. communication
     4. copies to or from the host
 
-    While the device is idle, the time counts as data wait or as launch gap. This depends on what the host does at this time. On
-    a CPU the parts are data wait, operators by kind, and launch gaps (time of the step outside of operators). The rest is
-    unexplained. The kind of a kernel is derived from the kernel's name.
+    While the device is idle, the time counts as data wait if the host is getting a batch, and as launch gap if the host is
+    running the step. On a CPU the parts are the data wait, one part for each kind of operator, and the launch gaps, which are the
+    time of the step outside of operators. All other time is unexplained. The kind of a kernel is derived from the kernel's name.
 
     The step runs some hundred times:
 
@@ -180,7 +180,9 @@ def explain(
         step: function that does one step. It takes the batch as its argument if `data` is given, and no argument otherwise. It
             does not have to synchronise.
         data: source of batches: a callable, or an iterable such as a DataLoader. The iterable is restarted when it ends.
-        device: as in `time`.
+        device: device of the step. It has the same form as the argument `device` of `time`.
+        label: name of the step in the output.
+        profiled_steps: number of steps in each profiled window, and on a GPU in each sample.
         ceilings: the rate that matrix products (GEMMs) could reach. With ceilings, GEMM is split into the time that is needed
             at this rate and the rest. This needs one additional call without compilation to count the FLOPs.
         minimum_samples: smallest number of unprofiled samples. The time limit can end sampling earlier, but not before 3
@@ -232,7 +234,13 @@ def _time_steps(one: Callable[[], object], device: Device, in_a_row: int, sampli
 
 
 def _named(kinds: dict[str, int], ideal_ns: float | None) -> dict[str, int]:
-    """Return the nanoseconds of each part in display order. If there is a ceiling, GEMM is split into two parts."""
+    """Return the nanoseconds of each part in display order.
+
+    Args:
+        kinds: nanoseconds of each kind of event, from `partition`.
+        ideal_ns: nanoseconds that the matrix products would need at the ceiling. The part "GEMM" is then split into two parts.
+            None if there are no ceilings.
+    """
     named = {kind: kinds[kind] for kind in (DATA, GAPS, COMMUNICATION, COPIES, MEMORY)}
     if ideal_ns is None:
         named[GEMM] = kinds[GEMM]

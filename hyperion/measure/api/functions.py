@@ -1,4 +1,4 @@
-"""Measure a function of your own: its time, its speed against another one, its memory, and its FLOPs.
+"""Measure a function of your own: its time, its speed relative to another function, its memory, and its FLOPs.
 
     from hyperion import measure
 
@@ -146,8 +146,9 @@ def compare(
     after the timing is skipped if calls depend on earlier calls. Two outputs agree if both conditions hold:
 
     - The relative Frobenius error is within `OUTPUT_TOLERANCE` of the less precise dtype.
-    - The error of each element is within `element_tolerance`. The assumed length of a sum is the number of elements of the
-      largest tensor that the functions can reach.
+    - The error of each element is within `element_tolerance`. This tolerance depends on the length of the longest sum in the
+      computation. The length is not known, so it is assumed to be the number of elements of the largest tensor that the
+      functions use.
 
     NaN and infinity agree only with the same value at the same index. Integers and booleans must be equal.
 
@@ -235,7 +236,7 @@ class _Examined:
 def _examine(
     functions: list[Function], labels: tuple[str, ...], settings: _Settings, tolerance: float | None = None
 ) -> _Examined:
-    """Call the functions, time them, call them again, and check the outputs."""
+    """Call each function twice, time the functions, call them again, and check the outputs of the calls."""
     device, here = settings.device, settings.here
     if here.size > 1:
         _meet(here)
@@ -410,7 +411,7 @@ def _meet(here: World) -> None:
     """Wait until every rank has called the timing function. If only some ranks ran the timing, its collectives would hang.
 
     Raises:
-        HyperionError: some ranks did not call within a minute.
+        HyperionError: some ranks did not call the timing function within a minute.
     """
     global _meetings
     default_store = dist.distributed_c10d._get_default_store()
@@ -424,13 +425,13 @@ def _meet(here: World) -> None:
         raise HyperionError(
             f"rank {', '.join(missing)} did not call this timing function within {_RENDEZVOUS_S:g} s",
             where=f"rank {here.rank} of {here.size}",
-            next_step="call it on every rank, or pass alone=True to time on this rank only",
+            next_step="call the timing function on every rank, or pass alone=True to time on this rank only",
         ) from error
     _meetings += 1
 
 
 def _slowest(here: World, seconds: float) -> float:
-    """Return the largest value over all ranks."""
+    """Return the maximum of `seconds` over all ranks."""
     if here.size == 1:
         return seconds
     agreed = torch.tensor([seconds], dtype=torch.float64, device=here.device.torch_device)
@@ -449,7 +450,7 @@ def _agreed(here: World, work: Callable[[], Result]) -> Result:
         raise
     if failed := int(_slowest(here, 0.0)):
         raise HyperionError(
-            f"the function or its output failed on rank {failed - 1}",
+            f"the call of the function, or the check of its output, failed on rank {failed - 1}",
             where=f"rank {here.rank} of {here.size}",
             next_step=f"see the error of rank {failed - 1}",
         )
@@ -538,7 +539,12 @@ def _described(kind: str, index: int) -> Device:
 
 
 def checked_callable(function: object, question: str, arguments: tuple = ()) -> Function:
-    """Return the function if it can be called with these arguments and does its work when it is called.
+    """Return the function, after checking that it can be called and does its work when it is called.
+
+    Args:
+        function: the function to measure.
+        question: name of the measuring function, such as "time", for error messages.
+        arguments: names of the positional arguments that the function must accept.
 
     Raises:
         HyperionError: the function is not callable, only creates a coroutine or a generator, or takes other arguments.
@@ -570,7 +576,7 @@ def checked_callable(function: object, question: str, arguments: tuple = ()) -> 
 
 
 def _label(label: str | None) -> str | None:
-    """Return the label.
+    """Return the label unchanged if it is valid.
 
     Raises:
         HyperionError: the label is blank or not a string.

@@ -168,7 +168,9 @@ def difference(a: Snapshot, b: Snapshot, *, reduction: int, tolerance: float | N
 
 def _mismatch(what: str) -> OutputMismatchError:
     return OutputMismatchError(
-        what, where="the outputs of the functions", next_step="return the same structure from both, or None from both"
+        what,
+        where="the outputs of the functions",
+        next_step="return the same structure from both functions, or return None from both functions",
     )
 
 
@@ -265,7 +267,7 @@ class Returned(list):
         self.structure = structure
 
     def tensors(self) -> list[torch.Tensor]:
-        """Return the tensors that have their own readable memory."""
+        """Return the tensors of the output whose memory can be read."""
         return [leaf for _, leaf in self if isinstance(leaf, torch.Tensor) and _plain(leaf)]
 
     def snapshot(self) -> Snapshot:
@@ -381,8 +383,8 @@ def require_written(function: Callable[[], object], device: Device, label: str) 
         A copy of the first output, and a warning. The warning is "" if there is none.
 
     Raises:
-        HarnessError: the second call returned only inputs or memory of the first call, and wrote to none of it. Or a part of
-            the output comes from a cache.
+        HarnessError: the second call returned only inputs or memory of the first call, and did not write to them. Or the second
+            call returned a part of the output from a cache.
     """
     inputs = {_storage(given): name for name, given in captured_tensors(function).items() if _plain(given)}
     returned = call_from_seed(function, device)
@@ -425,10 +427,11 @@ def _not_written(inputs: dict, label: str, tensor: torch.Tensor) -> HarnessError
 
 
 def _may_write_unseen(function: Callable[[], object], device: Device, tensors: list[torch.Tensor]) -> str:
-    """Return why PyTorch may have missed a write to one of these tensors, or "".
+    """Return the reason why PyTorch may have missed a write to one of these tensors, or "" if there is no such reason.
 
-    The function is called once more. Tensors that a PyTorch operator writes to in this call are not suspect. Version counters
-    alone would not show this, because they miss writes in inference mode and writes through `.data`.
+    The function may be called once more. On a CPU, if a PyTorch operator writes to a tensor in this call, the tensor is removed
+    from the list `tensors`. Version counters do not show all of these writes. They miss writes in inference mode and through
+    `.data`.
     """
     if any(not tensor.untyped_storage().resizable() for tensor in tensors if tensor.device.type == "cpu"):
         return "its memory is shared with NumPy or another library"
@@ -497,7 +500,11 @@ def state_of(function: object) -> "dict[str, tuple[int, torch.Tensor | None]]":
 
 
 def state_changed(before: dict, after: dict) -> tuple[bool, bool]:
-    """Return (whether a tensor in both states was written to, whether one of its values changed)."""
+    """Compare two results of `state_of`. Only tensors that are in both results are compared.
+
+    Returns:
+        (whether PyTorch counted a write to a tensor, whether an element of a tensor changed).
+    """
     pairs = [(before[name], after[name]) for name in before if name in after]
     written = any(old != new for (old, _), (new, _) in pairs)
     values = any(

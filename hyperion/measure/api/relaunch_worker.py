@@ -1,4 +1,4 @@
-"""Program that `relaunch` starts once for each launch. It loads the functions, then times one function per request.
+"""Program that `relaunch` starts once for each launch. It loads the functions, and then times one function for each request.
 
 Run as `python -P -m hyperion.measure.api.relaunch_worker`. The option `-P` keeps the working folder off the import path, so
 that the folder of the version to measure comes first on this path.

@@ -5,8 +5,8 @@ A process is called a launch, and the two versions are called side A and side B.
 If launches ran one after the other, their medians would differ by some percent, because the load of a shared machine changes.
 Therefore all launches start first and then wait. The measurement consists of rounds. In each round the parent lets every launch
 take samples for a short time (a turn). The order of the launches in a round is random. All launches then run under the same
-conditions. The scatter between launches still contains the differences between processes, such as memory addresses, hash seeds
-and choices that are made at start-up.
+conditions. Their times still differ a little, because processes differ in memory addresses, in hash seeds, and in choices that
+are made at start-up.
 
 A round takes a fraction of a second, and the speed of the machine changes between rounds. This change is the same for all
 launches of a round, so each time is divided by it (`normalise_rounds`). The time of a launch is the median of its turns.
@@ -34,15 +34,16 @@ from hyperion.processes.request_worker import RequestWorker
 
 SIDES = ("A", "B")
 LAUNCHES, SECONDS = 5, 0.6
-# Time of a sample, and sampling time of a turn (slice). With shorter slices, the machine changes less within a round. But each
-# turn starts with one sample that is dropped, so a sample must be much shorter than a slice.
+# Seconds of one sample, and seconds of all samples in a turn (a slice). With shorter slices, a round is shorter, and the speed of
+# the machine changes less within a round. But each turn starts with one sample that is dropped, so a slice must be much longer
+# than a sample.
 _SAMPLE_S, _SLICE_S = 5e-4, 5e-3
 _TURN_OVERHEAD_S = 2e-3  # time in each turn to send the request, wake up the launch, and read the telemetry
 _TIMEOUT_S = 600.0  # limit for the import, for the preparation, and for each turn
 _WORKER = ("-P", "-m", "hyperion.measure.api.relaunch_worker")
 
 Report = Callable[[int, int, str], object]
-LaunchId = tuple[str, int]  # side and number
+LaunchId = tuple[str, int]  # side ("A" or "B") and number of the launch
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,7 @@ class TurnPlan:
     Args:
         rounds: number of rounds. Each launch has one turn per round.
         slice_s: seconds of sampling per function in a turn.
-        calls: number of calls per sample, by name of the function. All launches use the same number.
+        calls: dict from the name of a function to its number of calls per sample. All launches use the same numbers.
         expected_s: approximate duration of all turns together in seconds.
     """
 
@@ -67,11 +68,13 @@ class Launched:
     """The result of one launch.
 
     Args:
-        side: "A" or "B".
+        side: the measured version of the code, "A" or "B".
         number: number of the launch, from 1.
-        answers: the time of each function. It has one sample per round, which is the median of the samples in the turn.
+        answers: dict from the name of a function to its time. The time has one sample per round, which is the median of the
+            samples of this launch's turn in the round.
         samples: all samples of all turns. The columns are variant, round, index, calls and time_s (seconds per call).
-        files: sha256 of the module files that were imported from the side's folder, by path below the folder.
+        files: dict from the path of a module file to the sha256 of the file. It contains the files that the launch imported from
+            the folder of its version. The paths are relative to this folder.
     """
 
     side: str
@@ -82,19 +85,19 @@ class Launched:
 
     @property
     def source(self) -> str:
-        """Digest of the files that were imported from the side's folder. It is "" if there are no such files."""
+        """Digest of `files`. It is "" if the launch imported no file from the folder of its version."""
         return hashlib.sha256(repr(sorted(self.files.items())).encode()).hexdigest()[:16] if self.files else ""
 
 
 @dataclass(frozen=True)
 class Relaunched:
-    """The results of all launches, and the schedule of the turns. The launches of side A come first."""
+    """The results of all launches, and the schedule of the turns. The launches of version A come first."""
 
     launches: tuple[Launched, ...]
     plan: TurnPlan
 
     def of(self, side: str) -> list[Launched]:
-        """Return the launches of one side."""
+        """Return the launches of one version, "A" or "B"."""
         return [launched for launched in self.launches if launched.side == side]
 
 
@@ -109,24 +112,24 @@ def relaunch(
 ) -> Relaunched:
     """Time the functions of a file with two versions of the code that they import.
 
-    Each version (side A and side B) is measured in several fresh processes, the launches. All launches exist at the same time,
-    so a GPU needs enough memory for all of them.
+    Each version (side A and side B) is measured in several fresh processes, which are called launches. All launches exist at the
+    same time, so a GPU needs enough memory for all of them.
 
     Args:
         work: path of a Python file with a function `work()`. This function returns a dict of the functions to time, by name.
-            The functions take no arguments. The file can import from a side's folder and from installed packages, but not from
-            its own folder.
-        folder_a, folder_b: folders of the two versions, for example two checkouts. The folder of a side comes first on the
-            import path of its launches. Pass the same folder twice to measure the noise.
-        launches: number of launches per side.
+            The functions take no arguments. The file can import installed packages and the modules of the version that is
+            measured, but no modules from the folder that contains the file.
+        folder_a, folder_b: folders of the two versions, for example two checkouts. In a launch, the folder of its version
+            comes first on the import path. Pass the same folder twice to measure the noise.
+        launches: number of launches of each version.
         seconds: total seconds of sampling per function and launch. Slow functions take longer, because there are at least 30
             rounds.
         report: called with (done, total, activity) to show progress.
 
     Raises:
-        HyperionError: a path is missing, the file has no function `work` that returns functions, a side imported nothing from
-            its folder although the folders differ, or a file changed between the launches of a side.
-        JobError: a launch raised an exception, died or timed out. The message contains the side, the number of the launch and
+        HyperionError: a path does not exist, or the file has no function `work` that returns functions. Or the folders differ,
+            and the launches of a version imported nothing from its folder. Or a file changed between the launches of a version.
+        JobError: a launch raised an exception, died or timed out. The message contains "A" or "B", the number of the launch and
             the traceback.
     """
     work = _file(Path(work))
@@ -151,8 +154,8 @@ def plan_turns(call_s: dict[str, float], launches: int, seconds: float) -> TurnP
     """Plan the turns. A slice is long enough for two calls of the slowest function. There are at least 30 rounds.
 
     Args:
-        call_s: seconds per call, by name of the function.
-        launches: number of launches of both sides together.
+        call_s: dict from the name of a function to the seconds of one call.
+        launches: total number of launches of both versions.
     """
     rounds = max(MINIMUM_SAMPLES, int(seconds / max(_SLICE_S, 2 * max(call_s.values()))))
     slice_s, calls = seconds / rounds, {name: calls_that_fill(_SAMPLE_S, one) for name, one in call_s.items()}
@@ -165,9 +168,10 @@ def normalise_rounds(times: np.ndarray) -> np.ndarray:
     """Remove the changes of speed that all launches of a round have in common. The median speed of the rounds remains.
 
     Each time is first divided by the median time of its launch. The factor of a round is the median of these ratios over all
-    launches. The median of the times themselves would be a bad factor. It would lie between the slowest launch of one side and
-    the fastest launch of the other side, and would follow the noise of these two launches. This would shrink the difference
-    between the sides. For example, with a scatter of 2 % per turn, a difference of 3 % would shrink by a third of a percent.
+    launches. The median of the times themselves would be a bad factor. It would lie between the slowest launch of the faster
+    version and the fastest launch of the slower version, and would follow the noise of these two launches. This would shrink the
+    difference between the versions. For example, with a scatter of 2 % per turn, a difference of 3 % would shrink by a third of a
+    percent.
 
     Args:
         times: seconds, shape (launches, rounds).
@@ -182,7 +186,12 @@ def normalise_rounds(times: np.ndarray) -> np.ndarray:
 
 
 class _Team:
-    """The running launches of both sides, and their answers to `prepare`. The keys are (side, number)."""
+    """The running launches of both versions.
+
+    Attributes:
+        partners: dict from (side, number of the launch) to the connection with its process.
+        prepared: dict from (side, number of the launch) to the answer of the launch to the request `prepare`.
+    """
 
     def __init__(self, work: Path, folders: dict[str, Path], stack: contextlib.ExitStack):
         self.work, self.folders, self.stack = work, folders, stack
@@ -190,7 +199,7 @@ class _Team:
         self.prepared: dict[LaunchId, dict] = {}
 
     def start(self, number: int) -> None:
-        """Start one launch of each side. The new launches import their modules while earlier launches prepare."""
+        """Start one launch of each version. The new launches import their modules while earlier launches prepare."""
         for side in self._pair(number):
             name = f"launch {number} of {side} ({self.folders[side].name})"
             partner = RequestWorker(name, _WORKER, environment_of(self.folders[side]))
@@ -198,7 +207,7 @@ class _Team:
             partner.send("ready")
 
     def prepare(self, number: int) -> None:
-        """Let one launch of each side load its functions and warm them up."""
+        """Let one launch of each version load its functions and warm them up."""
         for side in SIDES:
             self.partners[side, number].receive(_TIMEOUT_S)
         for side in self._pair(number):
@@ -207,24 +216,24 @@ class _Team:
             self.require_same_files(side, number)
 
     def require_same_files(self, side: str, number: int) -> None:
-        """Raise if a file was edited between the launches of a side. The side would then contain two versions of the code."""
+        """Raise an error if a file was edited between the launches of a side. These launches would then time different code."""
         first = self.prepared[side, 1]["files"]
         for file, digest in self.prepared[side, number]["files"].items():
             if first.get(file, digest) != digest:
                 raise HyperionError(
-                    f"a file changed before launch {number} of {side} imported it",
+                    f"this file was changed before launch {number} of {side} imported it",
                     where=self.folders[side] / file,
-                    next_step="run again, and do not edit the folders until all launches have started",
+                    next_step="repeat the measurement, and do not edit the folders until all launches have started",
                 )
 
     @staticmethod
     def _pair(number: int) -> tuple[str, ...]:
-        """Return the two sides in the order in which they start. The order alternates, in case it affects the times."""
+        """Return "A" and "B" in the order in which their launches start. The order alternates, in case it affects the times."""
         return SIDES if number % 2 else SIDES[::-1]
 
     @property
     def files(self) -> dict[str, dict[str, str]]:
-        """Digests of the files that the first launch of each side imported from its folder."""
+        """`Launched.files` of the first launch of each side."""
         return {side: self.prepared[side, 1]["files"] for side in SIDES}
 
     @property
@@ -241,19 +250,23 @@ class _Team:
                     f"work() returned different functions: {', '.join(functions_here)} in launch {who[1]} of side {who[0]}, "
                     f"and {', '.join(times[0])} in another launch",
                     where=self.work,
-                    next_step="return the same names on both sides",
+                    next_step="let work() return functions with the same names in all launches",
                 )
         return {name: min(one[name]["call_s"] for one in times) for name in times[0]}
 
 
 def environment_of(folder: Path) -> dict[str, str]:
-    """Return the environment of a launch. It is this process's environment with the side's folder first on the import path."""
+    """Return the environment variables of a launch. They put `folder` first on the import path."""
     inherited = child_environment()
     return inherited | {"PYTHONPATH": f"{folder}{os.pathsep}{inherited['PYTHONPATH']}"}
 
 
 def _take_turns(team: _Team, plan: TurnPlan, report: Report) -> dict[str, dict[LaunchId, list[dict]]]:
-    """Run all turns, one launch at a time, and return the answers by function and launch."""
+    """Run all turns, one launch at a time.
+
+    Returns:
+        dict from the name of a function to a dict from the launch to its answers, one per turn.
+    """
     random, order = np.random.default_rng(0), sorted(team.partners)
     turns = {name: {who: [] for who in order} for name in plan.calls}
     for turn in range(plan.rounds):
@@ -326,7 +339,7 @@ def _folder(folder: Path) -> Path:
 
 
 def _require_use(work: Path, folders: dict[str, Path], files: dict[str, dict[str, str]]) -> None:
-    """Raise if a side imported nothing from its folder. It would then not time the version in this folder."""
+    """Raise an error if the launches of a side imported nothing from its folder. They would then time code from another place."""
     if folders["A"] == folders["B"]:
         return
     for side, folder in folders.items():

@@ -1,1 +1,1 @@
-"""Timing: clocks, warm-up, statistics, checks of the measurement itself."""
+"""Timing of functions: clocks, warm-up, sampling, and checks of the timings and of the outputs."""

@@ -25,7 +25,10 @@ class Clock(Protocol):
     def sample(self, functions: list[Callable], flush: Callable | None, count: int) -> list[list[float]]:
         """Call each function `count` times, in turn, and return for each function the seconds of its calls.
 
-        `flush` runs before each call if it is not None. Its time is not included.
+        Args:
+            functions: functions without arguments.
+            flush: function that runs before each call. Its time is not included. None means that nothing runs before a call.
+            count: number of calls of each function.
         """
         ...
 
@@ -44,7 +47,7 @@ class Clock(Protocol):
 # Number of cycles that the GPU spins per sample. In this time, the host enqueues the sample: the flush, two events and the call.
 # The host needs about 30 microseconds for this.
 _HEAD_START_CYCLES = 80_000
-# A batch with at least this many calls consists of short calls. For such calls, the host enqueues a sample while the GPU spins.
+# In a batch with at least this many calls, the calls are short, and the host can enqueue the whole batch while the GPU spins.
 _CALLS_OF_A_FULL_QUEUE = 30
 
 
@@ -183,7 +186,7 @@ class RanksClock:
     collective. Therefore all ranks use the same values: for each sample and for the elapsed time, the maximum over all ranks.
 
     Args:
-        here: this rank. The process group must be initialised.
+        here: description of this rank. The process group must be initialised.
         prepare: function that restores the data that the timed call overwrites. It runs before each timed call, and its time is
             not included.
         step: function that is called with a description before each collective that the clock itself starts.
@@ -213,7 +216,7 @@ class RanksClock:
         """Return None. Ranks do not synchronise between calls in a row, so the time would contain the skew between ranks."""
 
     def _meet(self) -> None:
-        """Prepare the call and run a small all-reduce, so that all ranks start the timed call at nearly the same time."""
+        """Call `prepare`, and run a small all-reduce, so that all ranks start the timed call at nearly the same time."""
         self._prepare()
         self._step("meeting before a timed call")
         dist.all_reduce(self._token)

@@ -27,7 +27,7 @@ from hyperion.measure.clock.clocks import Clock, WallClock, device_clock
 from hyperion.results import Estimate, median_estimate
 
 MINIMUM_SAMPLES = 30
-# With fewer samples, the scatter of the times is unknown.
+# With fewer samples, nothing is known about how much the times vary.
 LEAST_SAMPLES = 3
 RELATIVE_INTERVAL = 0.01
 _WARM_WINDOW_S = 0.03
@@ -38,10 +38,11 @@ _WARM_SHARE, _WINDOW_SHARE = 0.25, 0.05
 # A series of samples drifts if it changes by more than this share over its length, and if chance does not explain the change.
 DRIFT_TOLERANCE = 0.05
 _DRIFT_Z = 3.29  # two-sided p = 0.001
-# Calls in a row may take this factor times the sampled time, plus this number of seconds. There are two reasons.
-# The host needs some microseconds for a launch, and other processes on the machine must not make a correct clock fail.
+# Calls in a row may take the first value times the sampled time, plus the second value in seconds. The host needs some
+# microseconds for a launch. And other processes on the machine may slow down the calls, although the clock is correct.
 _COVER_FACTOR, _COVER_SLACK_S = 3.0, 2e-4
-# One long interruption can make the mean of ten calls many times their median. So many tries are needed on a busy machine.
+# Number of tries, and seconds and largest number of calls of each try. One long interruption can make the mean of ten calls many
+# times as large as their median. So a busy machine needs many tries.
 _COVER_TRIES, _COVER_BLOCK_S, _COVER_CALLS = 30, 0.02, 10
 _COVER_TRIES_IN_HASTE = 5
 
@@ -103,7 +104,7 @@ class Timing:
 
     @property
     def unsteady(self) -> str:
-        """Text that says why the device was not in a steady state. "" if it was.
+        """Text that says why the device was not in a steady state. "" if the device was in a steady state.
 
         There are two possible reasons: the samples drift, or the warm-up reached its time limit.
         """
@@ -481,8 +482,8 @@ def require_whole_work(
         over: function that returns whether the time budget is used up.
 
     Raises:
-        HarnessError: calls in a row took more than three times as long in each of thirty blocks. After the time budget is used
-            up, five blocks are enough.
+        HarnessError: in each of thirty blocks, calls in a row took more than three times as long as the clock says. After the
+            time budget is used up, five blocks are enough.
     """
     calls = max(1, min(_COVER_CALLS, int(_COVER_BLOCK_S / max(sample_s, 1e-9))))
     seen: list[float] = []
@@ -529,7 +530,7 @@ def require_flushed(samples: int, flushes: int, read_all: bool = True) -> None:
 
 
 def require_cache_label(label: str | None, cold: bool) -> None:
-    """Check that the parameter `cache` of a row agrees with how its samples were taken.
+    """Check that the parameter `cache` of a row (`hyperion.results.Row`) agrees with the state of the caches during sampling.
 
     Args:
         label: value of the parameter, "cold" or "hot". None if the row has no parameter `cache`.
@@ -541,5 +542,5 @@ def require_cache_label(label: str | None, cold: bool) -> None:
     taken = "cold" if cold else "hot"
     if label in ("cold", "hot") and label != taken:
         raise HarnessError(
-            f"samples with {taken} caches are labelled {label}", where="sample_frame", next_step=f"label them {taken}"
+            f"samples with {taken} caches are labelled {label}", where="sample_frame", next_step=f"label the samples {taken}"
         )

@@ -131,7 +131,7 @@ def matmul_precision(number_format: NumberFormat) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Verification:
-    """The result of a check.
+    """The result of checking an output.
 
     Args:
         name: name of the check.
@@ -202,7 +202,7 @@ def verify_elementwise(output: torch.Tensor, operation, inputs: tuple[torch.Tens
         inputs: inputs of the operation.
         tolerance: largest allowed relative Frobenius error, and largest allowed error of an element relative to its size. The
             smallest subnormal number is first subtracted from the error of each element, because tiny results are rounded to a
-            multiple of this number. A tolerance of 0 requires equality.
+            multiple of this number. With a tolerance of 0, all elements must be equal.
     """
     step = torch.finfo(output.dtype).tiny * torch.finfo(output.dtype).eps if tolerance else 0.0
     squares = scale = worst = 0.0
@@ -225,7 +225,7 @@ def _worst_element(difference: torch.Tensor, size: torch.Tensor) -> float:
 
 
 def poison(output: torch.Tensor) -> None:
-    """Fill an output with a value that the measured operations never write: NaN, or the smallest integer of the dtype."""
+    """Fill an output with NaN, or with the smallest integer of the dtype. The measured operations never write these values."""
     output.fill_(float("nan") if output.is_floating_point() else torch.iinfo(output.dtype).min)
 
 

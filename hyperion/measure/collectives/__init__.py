@@ -1,1 +1,1 @@
-"""Collectives: buffers, exact verification, fits, overlap."""
+"""Collectives: their times, the verification of their outputs, latency and bandwidth, and overlap with a computation."""

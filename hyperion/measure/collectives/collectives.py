@@ -219,7 +219,7 @@ def collective_bytes(wanted: int, dtype: str, ranks: int) -> int:
 
 
 def memory_needed(size_bytes: int) -> int:
-    """Return the largest memory in bytes that a collective of S bytes needs on a rank, for input, output and verification."""
+    """Return how many bytes of memory a collective of S bytes needs on a rank at most, for input, output and verification."""
     return 2 * size_bytes + min(_CHECKING_BYTES, _CHECKING_FACTOR * size_bytes)
 
 
@@ -232,7 +232,7 @@ def measure_collective(
         collective: the collective.
         size_bytes: S in bytes. It is rounded up by `collective_bytes`.
         dtype: a key of `DTYPES`.
-        here: this rank.
+        here: description of this rank.
         roll: object that receives the name of every collective before the collective starts. Hang reports contain these names.
         time_limit_s: see `time_function`.
 
@@ -375,7 +375,8 @@ def kernels_of_collectives(cells: Sequence[tuple[Collective, str, int]], here: W
     Call this function after all timing, because the profiler can slow down later work.
 
     Args:
-        cells: the collectives to run, as (collective, dtype, bytes).
+        cells: the collectives to run, each as (collective, name of the dtype, S in bytes).
+        here: description of this rank.
         roll: object that receives the name of every collective before the collective starts.
 
     Returns:
@@ -434,15 +435,15 @@ def algorithm_of(kernel: str, *, switch_may_add: bool) -> str:
 class CollectiveOverlap:
     """The times of an all-reduce, of a computation, and of both overlapped.
 
-    The three were sampled in turn. Each sample is the time of the slowest rank.
+    The three calls were timed in turn. Each sample is the time of the slowest rank.
 
     Args:
         bytes: S of the all-reduce in bytes.
         dtype: dtype of the all-reduce.
         ranks: number of ranks.
-        compute: timing of the computation alone.
-        collective: timing of the all-reduce alone.
-        both: timing of the overlapped call.
+        compute: timing of the computation without the all-reduce.
+        collective: timing of the all-reduce without the computation.
+        both: timing of the call that overlaps the all-reduce with the computation.
         verification: check of the output after the last overlapped call.
     """
 
@@ -465,7 +466,7 @@ class CollectiveOverlap:
 
     @property
     def exposed_share(self) -> Estimate:
-        """Share of the collective that a training step waits for: (both - compute) / collective."""
+        """Share of the time of the all-reduce that the computation does not hide: (both - compute) / collective."""
         return self._estimate(lambda compute, collective, both: (both - compute) / collective)
 
     def _estimate(self, function: Callable[[float, float, float], float]) -> Estimate:
@@ -478,8 +479,8 @@ class CollectiveOverlap:
         )
         share = self.share
         return (
-            f"all_reduce of {self.bytes:,} bytes, {self.dtype}, {self.ranks} ranks: {collective} alone; computing: {compute} "
-            f"alone, {both} together; overlapped {share.value:.0%} of the shorter one "
+            f"all_reduce of {self.bytes:,} bytes, {self.dtype}, {self.ranks} ranks: {collective} alone; computation: {compute} "
+            f"alone; both overlapped: {both}; the overlap hides {share.value:.0%} of the shorter one "
             f"(95 % CI {share.ci_low:.0%} to {share.ci_high:.0%})"
         )
 
@@ -502,7 +503,7 @@ def measure_overlap(
     Args:
         size_bytes: S of the all-reduce in bytes. It is rounded up by `collective_bytes`.
         dtype: dtype of the all-reduce, a key of `collectives.DTYPES`.
-        here: this rank.
+        here: description of this rank.
         roll: object that receives the name of every collective before the collective starts. Hang reports contain these names.
         compute: function that runs a computation on this rank's device. None means matrix products that take about as long as
             the all-reduce.

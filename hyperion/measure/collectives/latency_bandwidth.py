@@ -87,8 +87,8 @@ def half_rate_size(sizes: Sequence[float], rates: Sequence[float]) -> float | No
 def share_of_best(size: float, sizes: Sequence[float], rates: Sequence[float]) -> float:
     """Return the measured rate at a size as a share of the highest measured rate. No fit is used.
 
-    Between two sizes, the rate is interpolated over the logarithm of the size. Beyond the sizes, the rate of the nearest one is
-    taken.
+    Between two measured sizes, the rate is interpolated over the logarithm of the size. For a size that is smaller or larger than
+    all measured sizes, the rate of the nearest measured size is used.
 
     Args:
         size: message size.
@@ -144,11 +144,12 @@ def recommended_bucket(
     share / (1 - share) x latency x bandwidth.
 
     Args:
-        fit: fit of the times over the gigabytes that cross a link, which are bus factor x S.
+        fit: result of `fit_latency_bandwidth` for this collective. Its message sizes must be the gigabytes that cross a link,
+            which are bus factor x S / 1e9.
         collective: name of the collective.
         bus_factor: bus factor of the collective for the number of ranks of the fit.
-        measured_bytes: the sizes S of the fit. If the result is larger than all of them, it is an extrapolation, and its
-            `reason` contains a warning.
+        measured_bytes: the measured message sizes S in bytes. If the result is larger than all measured sizes, it is an
+            extrapolation, and its `reason` contains a warning.
         share: share of the bandwidth, between 0 and 1, exclusive.
 
     Raises:

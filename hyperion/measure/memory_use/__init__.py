@@ -1,1 +1,1 @@
-"""Memory that tensors and processes use: peak, caps and the largest allocation, tensors of a step and their history."""
+"""Memory use: peak memory, memory limits, the largest possible allocation, and the lifetimes of the tensors of a step."""

@@ -30,11 +30,11 @@ _ASKED_BYTES = 32 * MIB
 
 
 class NoMemoryCap(HyperionError):
-    """Raised when the system allows allocations beyond a memory cap."""
+    """Raised when an allocation succeeds although it exceeds the limit that `memory_cap` has set."""
 
 
 def allocator_refusal(error: Exception, device: Device) -> str | None:
-    """Return the first line of the message if the error is an out-of-memory error. Return None otherwise.
+    """Return the first line of the message of an out-of-memory error. Return None if the error is another error.
 
     On a CPU, PyTorch has no exception class for out-of-memory errors, so the message of the allocator is compared. oneDNN
     allocates its own memory. If this fails, its error message only says that it "could not create a primitive". For such an
@@ -144,13 +144,14 @@ class LargestAllocation:
     """The largest single allocation that succeeds.
 
     Args:
-        granted_bytes: size of the allocation. It is a multiple of `step_bytes`, and an allocation of one step more fails.
+        granted_bytes: size of the allocation. It is a multiple of `step_bytes`. An allocation that is larger by `step_bytes`
+            fails.
         step_bytes: resolution of the search.
         free_bytes: free memory of the device before the search.
         memory_bytes: total memory of the device. For a CPU, the memory of the machine.
         cap_bytes: limit of the memory of this process during the search. None if there was no limit. On a CPU there is always a
             limit, because a system that overcommits memory accepts every allocation and fails only when the memory is used.
-        refusal: first line of the error message of the allocator.
+        refusal: first line of the error message of the last allocation that failed.
         attempts: number of allocations that were tried.
         verification: check that 4,096 bytes could be written and read back. They are spread from the first to the last byte of
             the allocation.

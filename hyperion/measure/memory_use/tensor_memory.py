@@ -69,7 +69,7 @@ class TensorMemory(TorchDispatchMode):
         self._storages.clear()
 
     def reset_peak(self) -> None:
-        """Set `peak_bytes` to `now_bytes`."""
+        """Start a new peak: set `peak_bytes` to `now_bytes`."""
         self.peak_bytes = self.now_bytes
 
     def _count(self, tensor: Tensor) -> None:
@@ -118,7 +118,8 @@ class SavedForBackward:
         key = storage_key(tensor)
         if key not in self._known:
             self._kept[key] = weakref.ref(tensor.untyped_storage())
-        return tensor.detach()  # without its graph: an output saved by its own node would keep itself alive
+        # Detach the tensor, because an output that its own autograd node saves would otherwise keep itself alive.
+        return tensor.detach()
 
 
 def storage_key(tensor: Tensor) -> int:
@@ -132,7 +133,7 @@ def bytes_of(tensors: Iterable[Tensor]) -> int:
 
 
 def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, list[Tensor]]:
-    """Return the tensors that exist between training steps, by kind.
+    """Return the tensors that exist between training steps, as a dict from kind to tensors.
 
     The kinds are "parameters", "buffers", "gradients" and "optimizer state".
     """
@@ -273,7 +274,7 @@ class MemoryHistory:
 
     @property
     def parts(self) -> dict[str, int]:
-        """Peak in bytes of each kind of memory. The peaks of different kinds can be at different events."""
+        """Dict from the kind of memory to its peak in bytes. The peaks of different kinds can be at different events."""
         return {kind: max(self.levels(kind)) for kind in self.kinds()}
 
     @property
@@ -301,7 +302,7 @@ class MemoryHistory:
         return next((name for name, end in zip(PHASES, self.phase_ends, strict=True) if event < end), PHASES[-1])
 
     def at(self, event: int) -> dict[str, int]:
-        """Return the live bytes after an event, by kind of memory."""
+        """Return the live bytes after an event, as a dict from the kind of memory to bytes."""
         return {kind: self.levels(kind)[event] for kind in self.kinds()}
 
 
@@ -310,7 +311,7 @@ class MemoryTimeline(TorchDispatchMode):
 
     Args:
         model: the model that is trained. The gradients of its parameters get the kind `GRADIENTS`.
-        standing: tensors that exist before the step, by kind.
+        standing: dict from a kind of memory to the tensors of this kind that exist before the step.
         block_bytes: block size of the allocator. Sizes are rounded up to a multiple of it.
         inside: function (operator, arguments) that returns the workspace of the operator's kernel in bytes. None means that no
             operator has a workspace.
@@ -413,7 +414,8 @@ class MemoryTimeline(TorchDispatchMode):
 
     def _mark_saved(self, tensor: Tensor) -> Tensor:
         self._mark(tensor, ACTIVATIONS)
-        return tensor.detach()  # without its graph: an output saved by its own node would keep itself alive
+        # Detach the tensor, because an output that its own autograd node saves would otherwise keep itself alive.
+        return tensor.detach()
 
     def _mark_gradient(self, parameter: Tensor) -> None:
         if parameter.grad is not None:

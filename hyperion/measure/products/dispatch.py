@@ -1,4 +1,4 @@
-"""Record the operators that a function dispatches, run a step without computing it, and find the matrix products of operators.
+"""Record the operators that a function dispatches, run a function without computing values, and find matrix products.
 
 PyTorch dispatches the operators of forward and backward passes one by one on every device. Each operator is recorded with the
 shapes of its tensors, but without the tensors. `products_of` returns the matrix products (GEMMs) that an operator computes, in
@@ -46,7 +46,8 @@ _MOVE_NOTHING = {
 }
 
 
-# Operators that multiply by weights. A causal mask cannot skip a part of these products.
+# Operators that multiply by weights. For attention, a causal mask makes it possible to skip a part of the product. For these
+# operators it does not.
 _WEIGHTED = ("mm", "addmm", "convolution")
 
 
@@ -58,7 +59,7 @@ class TensorShape:
         stride: stride of each dimension in elements.
         dtype: Hyperion's name of the dtype, such as "bf16". If Hyperion has no name for it, PyTorch's name, such as "int64".
         itemsize: bytes per element.
-        device: device type: "cpu", "cuda".
+        device: type of the device, such as "cpu" or "cuda".
     """
 
     shape: tuple[int, ...]
@@ -83,7 +84,7 @@ class Call:
     Args:
         name: name of the operator without its overload, such as "addmm". For PyTorch's own operators, the name has no
             namespace.
-        arguments: arguments by name. Each tensor is replaced by its `TensorShape`.
+        arguments: dict from the name of an argument to its value. Each tensor is replaced by its `TensorShape`.
         inputs: tensors that the operator reads.
         outputs: tensors that the operator returns or overwrites.
         moves: whether the operator reads or writes memory. It is False for a view.
@@ -325,7 +326,7 @@ def _convolution_backward(call: Call) -> Iterator[Product]:
 
 
 def _unfolded(call: Call, image: TensorShape, output: TensorShape) -> tuple[tuple[int, int, int], ...]:
-    """Return three sizes (M, N, K): of the convolution, of the gradient of the image, and of the gradient of the kernel.
+    """Return three sizes (M, N, K), for the convolution, for the gradient of the image, and for the gradient of the kernel.
 
     A transposed convolution computes the image gradient of another convolution. Therefore its first two sizes are swapped.
     """
@@ -397,7 +398,8 @@ class Census:
 
     Args:
         operations: number of operations that read or write memory. Views are not counted.
-        flops: FLOPs of matrix products, convolutions and attention, by dtype. A multiply-add counts as 2.
+        flops: dict from a dtype ("bf16") to the FLOPs of matrix products, convolutions and attention in this dtype. A
+            multiply-add counts as 2.
         weight_flops: the part of `flops` that belongs to products with weights and to convolutions. A causal mask cannot skip
             these FLOPs.
         product_bytes: bytes that matrix products, convolutions and attention read and write.

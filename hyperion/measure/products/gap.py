@@ -4,8 +4,8 @@ The result is a list of factors. Their product is the measured rate divided by t
 clock, tiles, memory and launch. Each factor is the rate with this limit divided by the rate without it. The last factor is
 "unexplained". It is the part of the gap that the known limits do not explain.
 
-If the last factor is above 1, the matrix product was faster than the known limits allow. Then one of the other factors is too
-low. For example, the clock was read at another time, or the device can exceed the peak.
+If the last factor is above 1, the matrix product was faster than the other factors allow. Then one of these factors is too low.
+For example, the clock was read at another time, or the device can exceed the peak.
 """
 
 from collections.abc import Callable, Iterator
@@ -29,7 +29,8 @@ class Tiling:
         tile: rows and columns of a tile.
         tiles: total number of tiles, over all parts of K and all products of the batch.
         waves: number of waves. In a wave, each compute unit computes one tile. In the last wave, some units may be idle.
-        share: FLOPs of the matrix product divided by the FLOPs that all units could do in these waves, 0 to 1.
+        share: FLOPs of the matrix product divided by the FLOPs that all units could do in these waves. The value is between 0
+            and 1.
 
     Source: NVIDIA, Matrix Multiplication Background User's Guide, sections on tile and wave quantization.
     """
@@ -68,7 +69,7 @@ def best_tiling(m: int, n: int, units: int, batch: int = 1, tolerance: float = 0
 
 
 UNEXPLAINED = "unexplained"
-_LARGER_TILE = 0.03  # libraries accept about this loss of share to use larger tiles
+_LARGER_TILE = 0.03  # libraries use a larger tile if it lowers `Tiling.share` by at most about this value
 
 
 @dataclass(frozen=True)

@@ -4,8 +4,9 @@ In this module, "product" always means a matrix product.
 
 The speed of a product depends on the values of its operands. If the bits of the values repeat, fewer transistors switch, the
 device draws less power, and it throttles less. Source: Bhalachandra et al., Understanding the Impact of Input Entropy on FPU,
-CPU, and GPU Power, 2022. AMD tests its devices with two kinds of data. The required rates for one shape (ROCm Validation Suite,
-rvs/conf/MI3*/gst_single.conf) differ by a factor of 1.05 to 1.46 between the two kinds.
+CPU, and GPU Power, 2022. For example, AMD tests its devices with two kinds of data, and requires a different rate for each kind.
+For the same shape, the two required rates differ by a factor of 1.05 to 1.46. Source: ROCm Validation Suite,
+rvs/conf/MI3*/gst_single.conf.
 """
 
 from collections.abc import Callable
@@ -33,13 +34,14 @@ DISTRIBUTIONS: dict[str, Callable[..., torch.Tensor]] = {
     "uniform": lambda shape, generator, **options: torch.rand(shape, generator=generator, **options).mul_(2).sub_(1),
     "normal": lambda shape, generator, **options: torch.randn(shape, generator=generator, **options),
 }
+# Distributions whose elements all have the same value.
 SAME_EVERYWHERE = ("zeros", "constant")
 # Name of the data if the caller passes the operands.
 ACTIVATIONS = "activations"
 
 
 class RefusedProduct(HyperionError):
-    """Raised when the library does not support a product; the message contains its reason."""
+    """Raised when the BLAS library does not support a product. The message contains the error message of the library."""
 
 
 @dataclass(frozen=True)
@@ -121,7 +123,8 @@ class Gemm:
         """Return a product that reads given operands and writes into a given output. Nothing is allocated or copied.
 
         Args:
-            b: right operand, column-major.
+            a: left operand A[M,K].
+            b: right operand B[K,N], column-major.
             c_MN: output tensor.
             chosen: number format of the operands.
             data: name of the data in result rows.
@@ -214,7 +217,7 @@ class Gemm:
             raise RefusedProduct(
                 f"{self.backend} refused a product of {shape} in {self.format.name}: {words}",
                 where=self.device.name,
-                next_step="Choose other sizes (8-bit formats need multiples of 16 on a GPU), or another format.",
+                next_step="Choose other sizes or another format. On a GPU, 8-bit formats need sizes that are multiples of 16.",
             ) from error
 
     def _verified(self) -> Verification:
@@ -234,7 +237,7 @@ class Gemm:
 def blas_backend(device: Device, number_format: NumberFormat) -> str:
     """Return the name of the BLAS library that multiplies matrices of this format on this device.
 
-    PyTorch does not always report the library. The result then names the possible libraries, or the preferred one.
+    If PyTorch does not report the library, the result names the library that PyTorch prefers, or all possible libraries.
     """
     if device.kind == "cpu":
         if number_format.bytes <= 2 and torch.backends.mkldnn.is_available():
@@ -323,7 +326,7 @@ def verify_data(data: str, *operands: torch.Tensor) -> Verification:
 
 
 def require_passed(verification: Verification) -> None:
-    """Raise an error if a verification of the operands failed. The measured rate would then belong to other data.
+    """Check that a verification of the operands passed. If it failed, the operands are not the data that the label names.
 
     Raises:
         HarnessError: the verification failed. The message contains the name, the error and the tolerance of the verification.

@@ -26,31 +26,35 @@ from hyperion.measure.products.gemm import Gemm, Operand, made_up
 from hyperion.results import Estimate
 
 FINALISTS = 6
-# A shape is not a finalist if the logarithm of its rate lies further below that of the best shape.
+# The best shape may be at most 1.05 times as fast as a finalist. The value is the logarithm of this factor.
 _WITHIN = math.log(1.05)
+# Share of the time limit for ranking the shapes. The rest is for timing the finalists.
 _SHARE_OF_RANKING = 0.6
 # Smallest number of calls of a finalist, for its warm-up and its samples.
 _CALLS_OF_A_FINALIST = MINIMUM_SAMPLES + 12
 _TIMING_LIMIT_S = 5.0
 Shape = tuple[int, int, int]
 
+# Number of shapes whose neighbours are sampled next.
 _LEADERS = 12
+# Largest number of samples of a block, and its largest expected duration in seconds. After each block, the time is checked.
 _SAMPLES_IN_TURN = 32
 _BLOCK_S = 0.25
-# Number of consecutive samples for which one value of the drift is estimated. With fewer samples, the effect of the drift could
-# not be separated from the effect of the shapes.
+# Number of consecutive samples that share one estimated value of the drift. With fewer samples, the drift could not be
+# distinguished from the differences between shapes.
 _MOMENT = 16
 _FIT_ROUNDS = 10
 _CLIMBS = 8
 # Refinements, as (number of leaders, samples of each leader). With fewer leaders, their rates differ less, so they need more
 # samples.
 _REFINEMENTS = ((64, 4), (24, 8), (12, 16))
+# Share of the ranking's time for sampling all shapes. The rest is for sampling the leaders again.
 _SHARE_OF_SEARCH = 0.7
 
 
 @dataclass(frozen=True)
 class Finalist:
-    """One of the best shapes of a search. It was timed with cold caches, in turn with the other finalists.
+    """One of the shapes with the highest rates of a search. The finalists are timed in turn with cold caches.
 
     Args:
         shape: (M, N, K).
@@ -110,7 +114,7 @@ class GemmSearch:
         if not right:
             errors = ", ".join(f"{finalist.shape}: {finalist.verification.error:.3g}" for finalist in self.finalists)
             raise HyperionError(
-                f"No leading {self.dtype} product passes its check ({errors}).",
+                f"No finalist in {self.dtype} passes the check of its output (errors: {errors}).",
                 where=self.backend,
                 next_step="Run hyperion doctor. Either the library computes wrong results, or the tolerance is too small.",
             )
@@ -162,7 +166,7 @@ def search_gemm(
 
     `ShapeRanking` first ranks the shapes with few samples and cold caches. The shapes are sampled in turn, so that a drift of the
     clock frequency affects all of them alike. The best shapes are then timed in turn with at least 30 samples each, and their
-    outputs are verified. A product is skipped if it is too slow to be timed within the limit.
+    outputs are verified. A product that is too slow to be timed within the limit is skipped.
 
     Args:
         dtype: a key of `FORMATS`, or 'fp8' for the fp8 format of the device.
@@ -172,8 +176,8 @@ def search_gemm(
         seed: seed of the operands and of the order of the samples.
         data: distribution of the operands, a key of `DISTRIBUTIONS`.
         exhaustive: if True, sample every shape without a time limit. `time_limit_s` then applies only to the finalists.
-        also: shapes that are finalists in any case, such as the fastest shape of an earlier measurement. So they are timed in
-            turn with the others, at the same clock frequency. Their sizes must not exceed `largest`.
+        also: shapes that become finalists even if their rates are low, for example the fastest shape of an earlier measurement.
+            They are timed in turn with the other finalists, at the same clock frequency. Their sizes must not exceed `largest`.
 
     Raises:
         HyperionError: the device does not support the format, the grid is empty, or a shape of `also` is too large.
@@ -289,7 +293,7 @@ class ShapeRanking:
         return {self.shapes[place] for place in set(self._places)}
 
     def run(self) -> None:
-        """Run the first pass, sample shapes near the leaders, sample the rest of the grid, and sample the leaders again."""
+        """Sample a part of the grid, then the shapes near the leaders, then all other shapes, then the leaders again."""
         search_until = self.started + _SHARE_OF_SEARCH * (self.deadline - self.started)
         # The smallest shape gives a first rate. The times of all other shapes are estimated from it.
         self._visit(self.shapes[:1], 2, search_until)
@@ -334,7 +338,16 @@ class ShapeRanking:
         return [shape for shape in dict.fromkeys(shapes) if shape not in seen]
 
     def _visit(self, shapes: list[Shape], rounds: int, until: float) -> bool:
-        """Sample each shape once per round, in a new random order each round. Return False if the time ran out."""
+        """Sample each shape once per round, in a new random order in each round.
+
+        Args:
+            shapes: the shapes to sample.
+            rounds: number of rounds.
+            until: time at which sampling ends, on the clock of `now`.
+
+        Returns:
+            False if the sampling ended because of `until`, else True.
+        """
         for round_ in range(rounds):
             # Start with small products, because the rate and therefore the times of large products are still unknown.
             first = round_ == 0 and not self.seen.issuperset(shapes)
@@ -373,15 +386,18 @@ class ShapeRanking:
 
 
 def shape_effects(places: np.ndarray, values: np.ndarray, moment: int) -> dict[int, float]:
-    """Fit value = effect of the shape + drift by median polish, and return the effects of the shapes.
+    """Separate the rates of the shapes from the drift of the clock frequency, and return the rates.
+
+    A value is modelled as the sum of the effect of its shape and the drift. The model is fitted by median polish. The effect of a
+    shape is the logarithm of its rate without drift.
 
     Args:
         places: for each sample, the number of its shape, in the order in which the samples were taken.
         values: logarithms of the sampled rates. A change of the clock frequency then adds the same value for all shapes.
-        moment: number of consecutive samples for which one value of the drift is estimated. The median of the drift is 0.
+        moment: number of consecutive samples that share one value of the drift. The median of the drift is 0.
 
     Returns:
-        The effects of the shapes, by number of the shape.
+        Dict from the number of a shape to the effect of the shape.
 
     Source: Tukey, Exploratory Data Analysis, 1977, chapter 11 (median polish).
     """
@@ -452,7 +468,7 @@ def search_shapes(
 
 
 class _Products:
-    """Creates the product of a shape when it is first needed, and samples products in turn with cold caches."""
+    """The products of all shapes of a search. A product is created when it is first needed."""
 
     def __init__(self, product: Callable[[Shape], Gemm], clock: Clock, flush: Callable[[], object]):
         self.product, self.clock, self.flush = product, clock, flush
@@ -472,7 +488,7 @@ class _Products:
         return self.made[shape]
 
     def sample(self, shapes: list[Shape]) -> list[float]:
-        """Return the seconds of one call of each shape."""
+        """Call the product of each shape once, in turn and with cold caches, and return the seconds of each call."""
         for shape in shapes:
             self.made_once(shape)
         started = self.clock.now()

@@ -1,8 +1,8 @@
 """Capture the matrix products (GEMMs) of a model, and measure the mean rate that a device reaches on them.
 
-This mean rate is called TAF. It is the harmonic mean of the rates of the single products, weighted by their FLOPs. All FLOPs
-divided by this mean give the total time of the products. TAF is lower than the peak of the device, and lower than the best rate
-of any matrix product (MAF). In this module, "product" always means a matrix product.
+The mean rate is the sum of the FLOPs of all products divided by the sum of their times. So it is the harmonic mean of the rates
+of the single products, weighted by their FLOPs. It is called TAF. TAF is lower than the peak of the device, and lower than the
+highest rate of any matrix product (MAF). In this module, "product" always means a matrix product.
 
 Source of the terms: AMD, Measuring max-achievable FLOPS, ROCm blogs, 2025 and 2026.
 """
@@ -37,7 +37,8 @@ class CapturedGemms:
 
     Args:
         counts: for each product, how often it is computed. The order is that of the first occurrence.
-        others: number of calls of all other operators that read or write memory, by name of the operator.
+        others: dict from the name of an operator to its number of calls. It contains all other operators that read or write
+            memory.
     """
 
     counts: dict[Product, int]
@@ -50,7 +51,7 @@ class CapturedGemms:
 
     @property
     def without_formula(self) -> dict[str, int]:
-        """The operators of `others` whose names say that they multiply matrices. Their FLOPs are missing in `flops`."""
+        """The entries of `others` whose names say that the operator multiplies matrices. Their FLOPs are missing in `flops`."""
         return {name: count for name, count in self.others.items() if _MULTIPLIES.search(name)}
 
     def by_flops(self) -> list[tuple[Product, int]]:
@@ -190,7 +191,7 @@ def measure_products(captured: CapturedGemms, device: Device, time_limit_s: floa
     products.
 
     Args:
-        time_limit_s: seconds after which no further product is started.
+        time_limit_s: limit in seconds. After this time, no further product is timed.
 
     Returns:
         For each product, its timing, or the reason why it was not timed.

@@ -1,1 +1,1 @@
-"""Training steps: launches, operators, compilation, traces, predictions."""
+"""Training steps: the host time of launches and operators, compilation, profiler traces, and the prediction of step times."""

@@ -39,10 +39,10 @@ class Compilation:
             calls without compilation.
         first_calls_s: seconds of each of the first calls. They end with three calls in a row that compile nothing.
         graphs: number of graphs for the first shapes. 0 if the compiler captured no graph, so that all code ran in Python.
-        break_reasons: number of graph breaks by reason.
+        break_reasons: dict from the reason of a graph break to the number of graph breaks with this reason.
         recompiles: the reason of each recompilation.
-        kernel_calls: number of calls in the generated code by kind: "fused", "template" (autotuned matrix products) and
-            "library".
+        kernel_calls: dict from the kind of a call in the generated code to the number of calls. The kinds are "fused",
+            "template" (autotuned matrix products) and "library".
         cuda_graphs: "not asked for", "replayed", or the reason why CUDA graphs were skipped.
     """
 
@@ -62,7 +62,7 @@ class Compilation:
 
 
 def missing_compiler(device: Device) -> str:
-    """Return a text about the compiler that Inductor needs for this device and does not find. Return "" if nothing is missing."""
+    """Return an error message if Inductor does not find the compiler that it needs for this device. Otherwise return ""."""
     if device.kind == "cpu":
         from torch._inductor.cpp_builder import get_cpp_compiler
         from torch._inductor.exc import InvalidCxxCompiler
@@ -182,9 +182,12 @@ def measure_first_calls(function: Callable, device: Device) -> float:
 
 
 def count_graph_breaks(function: Callable, arguments: tuple) -> tuple[int, dict[str, int]]:
-    """Call a function once with torch.compile, and return the number of its graph breaks and their number by reason.
+    """Call a function once with torch.compile, and count its graph breaks.
 
     The captured graphs run in eager mode, so no compiler is needed.
+
+    Returns:
+        The number of graph breaks, and a dict from the reason of a graph break to the number of graph breaks with this reason.
     """
     from torch._dynamo.utils import counters
 
@@ -203,7 +206,7 @@ def _forget() -> None:
 
 
 def _first_calls(compiled: Callable, arguments: tuple, device: Device) -> list[float]:
-    """Call the function until three calls in a row compile nothing, and return the seconds of each call."""
+    """Call the function until nothing was compiled in three calls in a row, and return the seconds of each call."""
     seconds: list[float] = []
     settled = 0
     while settled < _SETTLED_CALLS:
@@ -250,7 +253,7 @@ def _recompiles() -> list[str]:
 
 
 def _break_reasons() -> dict[str, int]:
-    """Return the number of graph breaks by reason. Only the first line of a reason is returned.
+    """Return a dict from the first line of the reason of a graph break to the number of graph breaks with this reason.
 
     PyTorch records the reasons in two counters. The version of PyTorch and the reason decide which counter is used.
     """
@@ -264,7 +267,7 @@ def _break_reasons() -> dict[str, int]:
 
 
 def _kernel_calls(folder: Path) -> dict[str, int]:
-    """Return the number of calls by kind, in all wrapper files in the cache folder of Inductor."""
+    """Count the calls in all wrapper files in the cache folder of Inductor. See `Compilation.kernel_calls`."""
     calls: Counter = Counter(fused=0, template=0, library=0)
     for path in folder.rglob("*.py"):
         source = path.read_text()

@@ -58,8 +58,8 @@ class TinyTiming:
 
     Args:
         parts: number of parts of the network. A part is a transformer layer, or a convolution with batch norm and activation.
-        plain: number of operators for which `is_convolution` is False.
-        convolutions: number of operators for which `is_convolution` is True.
+        plain: number of operators that are neither convolutions nor batch norms.
+        convolutions: number of operators that are convolutions or batch norms.
         timing: seconds of the whole step on the host's clock, for several steps in a row.
     """
 
@@ -74,8 +74,8 @@ class OperatorCost:
     """The host cost of operators, from four training steps that were timed in turn.
 
     Args:
-        layers: timings of two steps, with few and with many transformer layers.
-        convolving: timings of two steps, with few and with many convolutions.
+        layers: timing of a step with few transformer layers, and timing of a step with many transformer layers.
+        convolving: timing of a step with few convolutions, and timing of a step with many convolutions.
         verification: check that the loss decreased in all four networks.
     """
 
@@ -85,19 +85,22 @@ class OperatorCost:
 
     @property
     def operators(self) -> int:
-        """Difference between the numbers of operators of the two steps with transformer layers."""
+        """Difference in the number of operators between the steps with many and with few transformer layers."""
         few, many = self.layers
         return many.plain - few.plain
 
     @property
     def other_operators(self) -> int:
-        """Difference between the numbers of all other operators of the two steps with convolutions."""
+        """Difference in the number of other operators between the steps with many and with few convolutions.
+
+        The other operators are neither convolutions nor batch norms.
+        """
         few, many = self.convolving
         return many.plain - few.plain
 
     @property
     def convolutions(self) -> int:
-        """Difference between the numbers of convolutions and batch norms of the two steps with convolutions."""
+        """Difference in the number of convolutions and batch norms between the steps with many and with few convolutions."""
         few, many = self.convolving
         return many.convolutions - few.convolutions
 
@@ -343,7 +346,7 @@ def worthwhile_size(cost: LaunchCost, copies: Sequence[CachePoint]) -> Worthwhil
     """Return the size at which a copy takes as long as its launch.
 
     On a GPU, this is the size at which the device time of a copy (measured in a graph) equals the host time of an eager launch.
-    The speed of a loop of larger copies is limited by the device. The speed of a loop of smaller copies is limited by the host.
+    If a loop launches larger copies, the device limits its speed. If a loop launches smaller copies, the host limits its speed.
     On a CPU, the time of a call contains both the launch and the copy. So this is the size at which a call takes twice the launch
     time.
 
@@ -375,7 +378,7 @@ def worthwhile_size(cost: LaunchCost, copies: Sequence[CachePoint]) -> Worthwhil
 
 
 def _crossing(target: float, times: np.ndarray, sizes: Sequence[int]) -> float:
-    """Return the largest size at which the times cross the target.
+    """Return the largest size at which the time of a copy equals `target`. It is interpolated between the measured sizes.
 
     Return the first size if all times are above the target, and the last size if the last time is at or below the target.
     """

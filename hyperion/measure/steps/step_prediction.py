@@ -6,7 +6,8 @@ In this module, "product" means a matrix product (GEMM), a convolution or an att
   expected for its size (`ProductRates`), and its bytes divided by the bandwidth. Every other operator takes its bytes divided by
   the bandwidth, plus a latency. Each input is read once, and each output is written once.
 - Host time. Each operator takes a fixed time, and each step takes another fixed time.
-- Total time. A GPU works in parallel to the host, so the total is the larger of the two times. On a CPU, the total is their sum.
+- Total time. A GPU and the host work at the same time, so the total is the larger of device time and host time. On a CPU, the
+  total is the sum of device time and host time.
 
 In compiled code, the operators between two products are fused into one kernel. This kernel reads the result of one product and
 writes an operand of the next product. So the fused kernels together move as many bytes as the products, and there is one fused
@@ -99,7 +100,7 @@ _OPTIMIZER = ("_fused_adam", "_fused_adagrad", "_fused_sgd", "_foreach_")
 
 @dataclass(frozen=True)
 class MemoryStream:
-    """The model time = latency + bytes / bandwidth, for operators whose time is the time to read and write memory.
+    """The model of the time of operators that only read and write memory: time = latency + bytes / bandwidth.
 
     Args:
         bandwidth_gb_s: bandwidth in 10⁹ bytes/s.
@@ -136,14 +137,14 @@ class MemoryStream:
 
 @dataclass(frozen=True)
 class StepCeilings:
-    """The measured rates and times of a machine, from which a step is predicted.
+    """The measured rates and times of a machine. `predict_step` computes the time of a step from them.
 
     Args:
-        products: rates of matrix products by the dtype of the recorded operators. If float32 products use TF32 units, the entry
-            "fp32" contains the rates of tf32.
+        products: dict from a dtype of the recorded operators to the rates of matrix products in this dtype. If float32 products
+            use TF32 units, the entry "fp32" contains the rates of tf32.
         memory: latency and bandwidth of operators that only read and write memory.
         operator_time_s: host seconds per operator, see `measure_operator_cost`.
-        overlapped: whether the device works in parallel to the host. False on a CPU.
+        overlapped: whether the device and the host work at the same time. False on a CPU.
         convolution_time_s: host seconds per convolution or batch norm. None means `operator_time_s`.
         step_overhead_s: fixed host seconds of a step. 0 if it was not measured.
     """
@@ -189,7 +190,7 @@ class StepPrediction:
         optimizer_s: time to read and write memory in the operators of the optimizer.
         latency_s: sum of the latencies of all operators that are not products. 0 on a CPU, where they are part of `host_s`.
         host_s: host time of the step.
-        overlapped: whether the device works in parallel to the host.
+        overlapped: whether the device and the host work at the same time.
         operators: number of operators that read or write memory.
         basis: text that says how the total is computed.
     """
@@ -257,7 +258,9 @@ def predict_step(
     calls = [call for call in (dispatched(step) if callable(step) else step) if call.moves]
     if not calls:
         raise HyperionError(
-            "no operator of the step moves memory", where="predict_step", next_step="pass a function that does a complete step"
+            "the step runs no operator that reads or writes memory",
+            where="predict_step",
+            next_step="pass a function that does a complete step",
         )
     bandwidth = ceilings.memory.bandwidth_gb_s * 1e9
     products = [product for call in calls for product in products_of(call) or ()]

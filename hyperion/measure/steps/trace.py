@@ -34,7 +34,7 @@ Phase = Callable[[str], AbstractContextManager]
 
 @dataclass(frozen=True)
 class Event:
-    """A kernel, an operator or a region in a trace.
+    """A kernel, an operator or a named region in a trace of the profiler.
 
     Args:
         name: name of the kernel, operator or region.
@@ -51,7 +51,7 @@ class Event:
 
 
 def partition(events: Iterable[Event], start_ns: int, end_ns: int, order: Sequence[str]) -> dict[str, int]:
-    """Split a time window by kind of event, and return the nanoseconds of each kind.
+    """Split the time of a window by kind of event, and return a dict from each kind to its nanoseconds.
 
     If events of several kinds are active at the same time, this time counts for the kind that comes first in `order`. The time
     without any active event counts as "unexplained". The returned values add up to the length of the window.
@@ -226,7 +226,7 @@ def run_step(step: Callable, data: Callable[[], object] | None, region: Callable
     """Get a batch and run one step. Both have their own named region in the trace.
 
     Args:
-        region: function from a name to the context of the region. The default records nothing.
+        region: function that takes the name of a region and returns a context manager. The default records nothing.
     """
     batch = ()
     if data is not None:
@@ -311,8 +311,8 @@ class StepTiming:
 
     Args:
         whole: timing of the whole step.
-        phases: timings of the phases by name, in the order of the step. Sample i of a phase and sample i of `whole` come from the
-            same step.
+        phases: dict from the name of a phase to its timing, in the order of the step. Sample i of a phase and sample i of `whole`
+            come from the same step.
         verification: check that the phases add up to the step. The error is the median over the steps of
             |sum of the phases / whole - 1|.
     """
@@ -352,7 +352,7 @@ def time_step(
 
 
 class _Stamps:
-    """The clock of a device that also records the start and the end of each phase, for each sampled step.
+    """The clock of a device, which also records the start and the end of each phase of each sampled step.
 
     On a GPU, the recorded events are read only after the last step, because reading an event would synchronise.
     """

@@ -1,4 +1,4 @@
-"""Measure bandwidth: of STREAM operations in one memory, of copies between host and device, and of copies between GPUs.
+"""Measure the bandwidth of STREAM operations in one memory, of copies between host and device, and of copies between GPUs.
 
 The STREAM operations are copy, scale, add, triad and dot. Their bytes are counted as STREAM defines them: each input is read
 once, and the output is written once. Before a write, a CPU cache may read the old data from memory. This read is not counted.
@@ -23,8 +23,8 @@ from hyperion.measure.clock.verify import FORMATS, Verification, poison_bits, ve
 from hyperion.results import Estimate
 
 SCALAR = 0.4
-# A power of two, so that scaling is exact. The terms of the dot product then have a variance of 1/16. The largest fp16 number,
-# 65504, is more than eleven standard deviations of a sum of 500 million such terms.
+# Factor on one input of the dot product. It is a power of two, so that scaling is exact. The terms of the dot product then have a
+# variance of 1/16. The largest fp16 number, 65504, is more than eleven standard deviations of a sum of 500 million such terms.
 _DOT_SCALE = 0.25
 DIRECTIONS = ("host to device", "device to host")
 ONE_MEMORY = "no accelerator: host and device are one memory"
@@ -111,8 +111,7 @@ def measure_bandwidth(
         dtype: "fp64", "fp32", "fp16" or "bf16".
         seed: seed of the inputs.
         time_limit_s: see `time_function`.
-        minimum_samples: smallest number of samples, at least 3. A larger number is useful if the power must be read for a
-            longer time.
+        minimum_samples: smallest number of samples, at least 3. With a larger number, the power can be read for a longer time.
     """
     chosen, number_format = (OPERATIONS | REDUCTIONS)[operation], FORMATS[dtype]
     generator = torch.Generator(device.torch_device).manual_seed(seed)
@@ -156,7 +155,7 @@ class CopyMeasurement:
 
     @property
     def bandwidth_gb_s(self) -> Estimate:
-        """GB/s with its 95 % interval."""
+        """Bandwidth in GB/s (10⁹ bytes per second), with its 95 % confidence interval."""
         return self.timing.estimate.map(lambda seconds: self.bytes / seconds / 1e9)
 
 

@@ -1,7 +1,7 @@
 """Measure the bandwidth of the caches and of the memory.
 
-A sweep reads or copies working sets of increasing size repeatedly. The smallest ones fit in the innermost cache. The largest ones
-fit only in memory.
+A sweep reads or copies working sets of increasing size. A working set is the memory that a call reads and writes. The smallest
+working sets fit in the innermost cache. The largest working sets fit only in memory.
 
 The launch of a call takes longer than the read of a small working set. On a GPU, many calls are therefore captured in a CUDA or
 HIP graph. On a CPU, one call reads its working set many times: it sums the rows of a matrix, and all rows share the same memory.
@@ -104,7 +104,7 @@ class CachePoint:
 
     @property
     def bandwidth_gb_s(self) -> Estimate:
-        """GB/s with its 95 % interval."""
+        """Bandwidth in GB/s (10⁹ bytes per second), with its 95 % confidence interval."""
         return self.timing.estimate.map(lambda seconds: self.bytes / seconds / 1e9)
 
     @property
@@ -209,8 +209,9 @@ def measure_cache_sweep(
 class _Work:
     """The tensors of one working set, and the call that accesses these tensors.
 
-    On a CPU, every core reads the whole working set. So the working set must fit in the core's own caches. A working set of more
-    than `shared_up_to` bytes fits in no cache, so each core reads only a part of it. In a copy, each core always copies a part.
+    On a CPU, the operation "read" lets every core read the whole working set, so the working set must fit in the caches of each
+    core. A working set of more than `shared_up_to` bytes fits in no cache. Then each core reads only a part of the working set.
+    The operation "copy" always lets each core copy a part of the working set.
     """
 
     def __init__(self, operation: str, size: int, dtype: str, device: Device, seed: int, shared_up_to: int):
@@ -221,7 +222,7 @@ class _Work:
         threads = torch.get_num_threads() if device.kind == "cpu" else 1
         self.passes, self.sharers = 1, min(threads, -(-self.elements // _ELEMENTS_A_THREAD))
         if device.kind == "cpu" and operation == "read" and self.working_set_bytes <= shared_up_to:
-            # A multiple of the number of threads, because PyTorch distributes the rows over the threads.
+            # PyTorch distributes the rows over the threads. So the number of rows is a multiple of the number of threads.
             self.passes = threads * max(1, _BYTES_A_CALL // (threads * self.working_set_bytes))
             self.sharers = 1
         options = {"device": device.torch_device, "dtype": self.format.storage}
@@ -260,6 +261,8 @@ def _size(count: int) -> str:
 class RepeatedCalls:
     """Calls a function many times in a row and times the calls. On a GPU, the calls are captured in a graph if possible.
 
+    On a GPU, a call that takes at least 0.2 ms is not captured. Such calls are timed one by one on the device's clock.
+
     The constructor already calls the function. To check that the timed calls write their output, fill the output with invalid
     values after the construction and before `time`.
 
@@ -268,11 +271,9 @@ class RepeatedCalls:
             allocate memory and does not synchronise.
         calls: number of calls per sample. 0 means the number of calls that take 2 ms together, but at most 1000.
 
-    A call of at least 0.2 ms on a GPU is not captured, and timed by itself on the device's clock.
-
     Attributes:
         calls: number of calls per sample.
-        long: whether calls are timed by themselves because they are long.
+        long: whether a call is so long that calls are timed one by one.
         graph: the captured graph. None on a CPU, or if the capture failed.
         not_captured: reason why there is no graph. "" if there is a graph.
     """

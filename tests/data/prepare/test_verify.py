@@ -103,7 +103,7 @@ FAULTS = {
         "test.npy",
         "token 0 has the id",
     ),
-    "wrong vocabulary, in range": ("text", other_vocabulary, "valid.npy", "tokens of another vocabulary"),
+    "wrong vocabulary, in range": ("text", other_vocabulary, "valid.npy", "the tokens belong to another vocabulary"),
     "tokenizer of another text": ("text", lambda f: (f / "tokenizer.json").write_text("{}"), "tokenizer.json", "edited"),
     "NaN image": ("images", lambda f: edit(f / "test_images.npy", with_nan), "test_images.npy", "image 7 holds NaN"),
     "wrong label range": (
@@ -122,13 +122,13 @@ FAULTS = {
         "text",
         lambda f: (swap(f / "valid.npy", f / "test.npy"), renewed(f)),
         "valid.npy",
-        "another split's file",
+        "the file of another split",
     ),
     "swapped images, manifest renewed": (
         "images",
         lambda f: (swap(f / "train_images.npy", f / "test_images.npy"), renewed(f)),
         "test_images.npy",
-        "another split's file",
+        "the file of another split",
     ),
     "lines that reach beyond the text": (
         "text",
@@ -167,6 +167,13 @@ def test_each_corruption_is_found_named_and_moved_aside(fault, copies, monkeypat
     assert command(monkeypatch) == 0, "what is left is sound, and the quarantine is not examined again"
 
 
+def test_hidden_files_of_a_file_browser_damage_nothing(copies, monkeypatch):
+    (copies["images"] / ".DS_Store").write_bytes(b"\0")
+    assert command(monkeypatch) == 0 and copies["images"].exists()
+    (copies["images"] / ".hidden").symlink_to("/etc")
+    assert command(monkeypatch) == 1
+
+
 def test_all_faults_of_a_folder_are_told_at_once(copies, monkeypatch, capsys):
     folder = copies["images"]
     flip_bit(folder / "train_images.npy", HEADER)
@@ -188,7 +195,7 @@ def test_a_product_of_another_version_is_not_called_damaged(copies, monkeypatch,
     manifest = copies["images"] / "manifest.json"
     manifest.write_text(manifest.read_text().replace('"format": 3', '"format": 2'))
     assert command(monkeypatch) == 0 and copies["images"].is_dir()
-    assert "another version of Hyperion wrote it" in capsys.readouterr().out
+    assert "another version of Hyperion wrote this folder" in capsys.readouterr().out
 
 
 def test_a_prepared_set_that_was_damaged_is_made_again(monkeypatch, capsys):

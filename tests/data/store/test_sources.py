@@ -49,7 +49,7 @@ def test_auto_ends_at_synthetic_where_that_is_allowed(capsys):
     suppliers = dict.fromkeys(("mirror", "cache", "download"), _lacks("nothing")) | {"synthetic": _has("synthetic")}
     assert take("words", "auto", suppliers).source == "synthetic"
     assert "source = SYNTHETIC" in capsys.readouterr().out
-    with pytest.raises(DataError, match="not allowed in this profile unless asked for by name") as caught:
+    with pytest.raises(DataError, match="not allowed in this profile unless data_source=synthetic is given") as caught:
         take("words", "auto", suppliers, allow_synthetic=False)
     assert "make fetch" in str(caught.value)
 

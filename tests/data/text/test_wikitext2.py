@@ -70,7 +70,7 @@ def test_damage_is_named_and_stops_auto(damaged):
     with pytest.raises(DataError, match=r"wiki.test.tokens has 4357 lines, expected 4358"):
         load_wikitext2()
     path.write_bytes(content.replace(b"Robert", b"Rob ert", 1))
-    with pytest.raises(DataError, match="245570 words with one <eos> a line, expected 245569"):
+    with pytest.raises(DataError, match="245570 words with one <eos> per line, expected 245569"):
         load_wikitext2()
     path.write_bytes(content.replace(b"Robert", b"R\xf6bert", 1))
     with pytest.raises(DataError, match="not UTF-8: byte 0xf6 at offset 6"):

@@ -116,7 +116,7 @@ def test_the_same_function_twice_shows_no_difference():
     timings = tuple(replace(timing, samples_s=samples) for timing, samples in zip(answer.timings, drawn, strict=True))
     answer = replace(answer, timings=timings)
     assert answer.ratio.ci_low <= 1 <= answer.ratio.ci_high
-    assert answer.verdict.startswith("no difference shown: A over B is ")
+    assert answer.verdict.startswith("no difference shown: the speed of A is ")
 
 
 def test_outputs_are_compared_in_float64_and_the_error_is_the_row_s_check():

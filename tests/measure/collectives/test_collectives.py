@@ -264,5 +264,5 @@ def test_noise_is_in_the_interval():
 
 def test_it_says_all_three_times():
     told = str(overlap(10e-3, 4e-3, 12e-3))
-    assert "all_reduce of 1,048,576 bytes, bf16, 4 ranks: 4 ms alone; computing: 10 ms alone, 12 ms together" in told
-    assert "overlapped 50% of the shorter one (95 % CI 50% to 50%)" in told
+    assert "all_reduce of 1,048,576 bytes, bf16, 4 ranks: 4 ms alone; computation: 10 ms alone; both overlapped: 12 ms" in told
+    assert "the overlap hides 50% of the shorter one (95 % CI 50% to 50%)" in told

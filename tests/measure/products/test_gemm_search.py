@@ -250,7 +250,7 @@ def test_a_wrong_winner_is_passed_over_and_none_at_all_is_an_error(cpu):
     spoilt = type(found)(**{**vars(found), "finalists": (wrong[0], *found.finalists[1:])})
     if len(found.finalists) > 1:
         assert spoilt.best is found.finalists[1]
-    with pytest.raises(HyperionError, match="No leading fp32 product passes its check"):
+    with pytest.raises(HyperionError, match="No finalist in fp32 passes the check of its output"):
         _ = type(found)(**{**vars(found), "finalists": tuple(wrong)}).best
 
 

@@ -141,7 +141,7 @@ def test_a_product_that_moves_more_than_it_computes_is_bound_by_memory():
 def test_a_dtype_without_rates_and_a_step_without_work_are_refused():
     with pytest.raises(HyperionError, match="no measured rate of fp32"):
         predict_step(TOY, toy_ceilings(products={}))
-    with pytest.raises(HyperionError, match="no operator of the step moves memory"):
+    with pytest.raises(HyperionError, match="the step runs no operator that reads or writes memory"):
         predict_step(lambda: None, toy_ceilings())
 
 
