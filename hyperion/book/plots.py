@@ -80,8 +80,8 @@ def results_folder(experiment: str) -> str:
 def draw(name: str, material: Material, **options) -> bytes | None:
     """Draw a figure and return it as PNG.
 
-    The function returns None if the run has no rows for the figure. It also returns None, and prints a warning, if the figure needs a
-    refused value. A value is refused if it failed its check or exceeded its limit.
+    The function returns None if the run has no rows for the figure. It also returns None, and prints a warning, if the figure
+    needs a refused value. A value is refused if it failed its check or exceeded its limit.
 
     Args:
         name: name of the figure.
