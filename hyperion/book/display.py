@@ -231,7 +231,7 @@ def fill(template: str, **named: Row | float) -> str:
     try:
         return template.format(**values)
     except KeyError as error:
-        remedy = f"pass it: teach(template, {error.args[0]}=pick(result.rows, …))"
+        remedy = f"pass the argument: teach(template, {error.args[0]}=pick(result.rows, …))"
         raise HyperionError(f"the text has a field {error.args[0]!r} without an argument", next_step=remedy) from error
 
 

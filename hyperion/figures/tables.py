@@ -85,7 +85,7 @@ def metric_table(
     """
     chosen = [row for row in rows if row.metric == metric]
     if not chosen:
-        raise HyperionError(f"no row of {metric}", next_step="run the experiment that produces it")
+        raise HyperionError(f"no row of {metric}", next_step=f"run the experiment that measures {metric}")
     unit = chosen[0].unit
     identity = pd.DataFrame([_identity(row) for row in chosen], dtype=object)
     differing = [c for c in identity if len(set(identity[c].map(text_of))) > 1 or len(chosen) == 1 and c == "variant"]
