@@ -20,7 +20,13 @@ _BANNER = (
 
 
 class HasRows(Protocol):
-    """The attributes of a result that `show` needs: rows, data source, and the machine from which the rows are replayed."""
+    """The attributes of a result that `show` needs.
+
+    Attributes:
+        rows: the rows of the result.
+        source: name of the data source, or "" if no data set was used.
+        replayed_from: name of the reference machine that measured the rows, or "" if this machine measured them.
+    """
 
     rows: list[Row]
     source: str
@@ -28,7 +34,7 @@ class HasRows(Protocol):
 
 
 def show(result: HasRows, run: Run, published: bool = False, figures: Iterable[str] | None = None) -> None:
-    """Show a result: its warnings, the figures of its experiment, the answer to the reader's guess, and a table for each metric.
+    """Show a result in a notebook: warnings, figures, the comparison with the reader's guess, and a table for each metric.
 
     Args:
         result: the result.
@@ -68,7 +74,8 @@ def answered_guess(predictions: Sequence[Prediction], rows: Sequence[Row]) -> st
         The sentence. "" if nothing was predicted.
     """
     stored = [p for p in predictions if (p.notebook, p.experiment) == (rows[0].notebook, rows[0].experiment)]
-    # The inputs of an experiment can change. Then there are new predictions, which begin with the one that the reader guesses.
+    # If the inputs of an experiment have changed, the run has older and newer predictions. Only the newest ones count. The first
+    # of them is the prediction that the reader guesses.
     first = next((p for p in stored if p.input_hash == stored[-1].input_hash), None)
     row = next((r for r in rows if first and _identity(r) == _identity(first) and (r.rank is None or first.each_rank)), None)
     if first is None or row is None:
@@ -125,8 +132,8 @@ def show_predictions(predictions: pd.DataFrame) -> None:
     """Show the guess, the ceiling and the library's prediction of each value in a table, then how they were computed.
 
     Args:
-        predictions: the result of `Chapter.predict`, with columns variant, dtype, params, metric, guess, ceiling, estimate, low,
-            high and basis.
+        predictions: the table that `Chapter.predict` returns. It has the columns variant, dtype, params, metric, guess, ceiling,
+            estimate, low, high and basis.
     """
     show_table(prediction_table(predictions), "Predictions, stored before the first measurement")
     for sentence in prediction_basis(predictions):
@@ -146,11 +153,11 @@ def show_published(*names: str) -> None:
 
 
 def teach(template: str, **named: Row | float) -> None:
-    """Show Markdown text whose numbers come from rows.
+    """Show a Markdown text whose numbers come from rows.
 
     Args:
-        template: the text; `fill` describes the fields that it may contain.
-        named: a row or a number for each name in the template. `pick` selects a row.
+        template: the text. It may contain fields in braces, which `fill` describes.
+        named: a row or a number for each name in the template. Use `pick` to select a row.
 
     Raises:
         HyperionError: the text quotes a row that was not passed, or a value that the row does not have.
@@ -177,7 +184,7 @@ def _display(bundle: dict) -> None:
 
 
 def pick(rows: Iterable[Row], metric: str, best: bool = False, **wanted) -> Row:
-    """Return the only measured row of a metric whose columns and parameters have the given values.
+    """Select a row: return the only measured row of a metric whose columns and parameters have the given values.
 
     Args:
         rows: the rows to select from.
@@ -206,29 +213,33 @@ def pick(rows: Iterable[Row], metric: str, best: bool = False, **wanted) -> Row:
 
 
 def fill(template: str, **named: Row | float) -> str:
-    """Return the template with its fields filled from rows, so that the author types no number by hand.
+    """Return the template with its fields replaced by values from rows, so that the author types no number by hand.
 
-    A row that is passed as `best` has these fields: `{best.value}`, `{best.limit}` and `{best.predicted}` with their unit,
-    `{best.share}` (value in percent of the limit), `{best.error}` (signed error of the prediction in percent), `{best.interval}`,
-    `{best.variant}`, `{best.dtype}`, and the name of each parameter. A number is shown with four significant digits.
+    If a row is passed as the argument `best`, the template can contain these fields: `{best.value}`, `{best.limit}` and
+    `{best.predicted}` with their unit, `{best.share}` (value in percent of the limit), `{best.error}` (signed error of the
+    prediction in percent), `{best.interval}`, `{best.variant}`, `{best.dtype}`, and `{best.<name>}` for each parameter. Numbers
+    have four significant digits.
 
     Args:
         template: text with fields in braces, as for `str.format`.
         named: a row or a number for each name in the template.
 
     Raises:
-        HyperionError: a field of the template has no argument, or the row does not have the value.
+        HyperionError: there is no argument for a field of the template, or the row does not have the value of the field.
     """
     values = {name: _Quoted(name, row) if isinstance(row, Row) else number(row) for name, row in named.items()}
     try:
         return template.format(**values)
     except KeyError as error:
-        remedy = f"pass it: teach(template, {error.args[0]}=pick(result.rows, …))"
+        remedy = f"pass the argument: teach(template, {error.args[0]}=pick(result.rows, …))"
         raise HyperionError(f"the text has a field {error.args[0]!r} without an argument", next_step=remedy) from error
 
 
 def verdict(speedup: Row) -> str:
-    """Return the conclusion from the row of a speed-up: "faster than", "slower than", or "as fast, within noise, as"."""
+    """Return the conclusion from the row of a speed-up and its interval.
+
+    It is "faster than", "slower than", or "as fast, within noise, as".
+    """
     if not_none(speedup.ci_low) > 1:
         return "faster than"
     return "slower than" if not_none(speedup.ci_high) < 1 else "as fast, within noise, as"
@@ -274,7 +285,7 @@ class _Quoted:
             return f"{percent(value, signed=field == 'error')} %"
         if field in quotable:
             return quoted_value(value, row.unit)
-        # Readers know sizes such as 8192 by their digits; larger numbers need separators.
+        # Sizes such as 8192 are shown without separators, because readers know them in this form. Larger numbers need separators.
         return f"{value:,}" if isinstance(value, int) and value >= 100_000 else f"{value}"
 
 

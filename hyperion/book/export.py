@@ -28,14 +28,15 @@ README = "README.md"
 
 
 def export_run(run: Run, material: Material | None = None) -> list[str]:
-    """Write the tables and the figures of a run into its folder `benchmarks`, as one transaction.
+    """Write the tables and the figures of a run into its folder `benchmarks`. Either all files are written, or none.
 
     The tables are benchmarks/<subject>/<experiment>.csv and .json, which contain the same rows. If the rows and samples are the
-    same, the files are the same in every byte.
+    same, every byte of the files is the same.
 
     Args:
         run: the run.
-        material: material of the run. Figures that it has already drawn are reused. None reads the run.
+        material: rows, samples and figures of the run that were already read or drawn, so that they are reused. None reads the
+            run.
 
     Returns:
         The paths of the written files, relative to the folder of the run.
@@ -47,7 +48,7 @@ def export_run(run: Run, material: Material | None = None) -> list[str]:
 
 
 def tables(material: Material) -> dict[str, bytes]:
-    """Return the CSV file and the JSON file of every experiment, by path."""
+    """Return the CSV file and the JSON file of every experiment, as {path: content}."""
     contents = {}
     for experiment in dict.fromkeys(name for _, name in material.experiments):
         rows = material.of(experiment)
@@ -58,7 +59,7 @@ def tables(material: Material) -> dict[str, bytes]:
 
 
 def pictures(material: Material) -> dict[str, bytes]:
-    """Return the PNG file of every figure for which the run has rows, by path."""
+    """Return the PNG file of every figure for which the run has rows, as {path: content}."""
     present = {name for _, name in material.experiments} | {ALL}
     drawn = {plot: picture(plot, material) for plot in all_plots() if plot.experiment in present}
     return {picture_path(plot.experiment, plot.name): content for plot, content in drawn.items() if content}
@@ -71,11 +72,12 @@ def rows_to_json(rows: list[Row]) -> str:
 
 
 def reference_readme(run: Run, material: Material | None = None) -> dict[str, bytes]:
-    """Return the README.md of a run and the pictures that it shows, by path relative to the folder of the run.
+    """Return the README.md of a run and the pictures that it shows, as {path relative to the folder of the run: content}.
 
     Args:
         run: the run.
-        material: material of the run. Figures that it has already drawn are reused. None reads the run.
+        material: rows, samples and figures of the run that were already read or drawn, so that they are reused. None reads the
+            run.
     """
     material = material or Material(run)
     parts = sections(material)
@@ -118,9 +120,10 @@ def _page(material: Material, first: DrawnFigure | None, found: list[Section]) -
 
 
 def _began(material: Material, measured_by: pd.DataFrame) -> str:
-    """Return a sentence that names the oldest version, or "" if none of its rows is left.
+    """Return a sentence that names the version of the code with which the run was created.
 
-    run.json has the version with which the run was created. All other versions measured parts again, or added parts.
+    run.json states this version. Other versions have measured parts of the run again, or have added parts. Return "" if the run
+    has no rows of the first version any more.
     """
     source = (material.information.get("environment") or {}).get("source") or {}
     first = (source.get("commit") or "")[:12]

@@ -26,7 +26,7 @@ SUMMARY = "benchmarks/summary.png"
 UNFOLDED_LINES = 12
 _REFERENCE_STEPS = ("model_steps", "batch_scaling")
 _BASELINES, _RATES = ("language_model", "image_classifier"), ("tokens_per_s", "images_per_s")
-# Name of the quality of a baseline and the split on which it is measured, by (experiment, metric).
+# For each baseline, as (experiment, metric): the name of its measure of quality, and the split on which it is measured.
 _REACHED = {
     ("language_model", "perplexity_token"): ("perplexity per token", "valid"),
     ("language_model", "perplexity_word"): ("perplexity per word", "valid"),
@@ -36,7 +36,13 @@ _REACHED = {
 
 @dataclass(frozen=True)
 class DrawnFigure:
-    """A drawn figure: its path relative to the folder of the run, its caption, and its content as PNG."""
+    """A drawn figure.
+
+    Attributes:
+        path: path of the PNG file, relative to the folder of the run.
+        caption: caption of the figure.
+        content: content of the PNG file.
+    """
 
     path: str
     caption: str
@@ -45,7 +51,14 @@ class DrawnFigure:
 
 @dataclass(frozen=True)
 class Section:
-    """The section of one experiment: its pictures and its tables as pairs (caption, table)."""
+    """The section about one experiment on a page.
+
+    Attributes:
+        experiment: name of the experiment.
+        title: title of the section.
+        pictures: figures of the experiment.
+        tables: tables of the experiment, as pairs (caption, table).
+    """
 
     experiment: str
     title: str
@@ -54,7 +67,10 @@ class Section:
 
 
 def banner(material: Material) -> str:
-    """Return the warnings about a run, or "": it was replayed, its data are synthetic, or its images are not official."""
+    """Return the warnings about a run as one text, or "" if there are none.
+
+    A warning says that the run was replayed, that its data are synthetic, or that its images are not the official ones.
+    """
     parts = []
     if material.replayed:
         parts.append(f"Replay: measured on {', '.join(material.replayed)}, not on this machine.")
@@ -80,9 +96,9 @@ def summary(material: Material) -> DrawnFigure | None:
 
 @made_from_rows("the table of what is missing")
 def missing(material: Material) -> pd.DataFrame:
-    """Return a table of missing values and limits with one line for each reason.
+    """Return a table of missing values and missing limits, with one line for each reason.
 
-    Its columns are experiment, what, missing and reason.
+    The columns are experiment, what, missing and reason.
     """
     lines: dict[tuple[str, str, str], dict[str, None]] = {}
     for row in material.rows:
@@ -103,7 +119,10 @@ def missing(material: Material) -> pd.DataFrame:
 
 @made_from_rows("the table of environments")
 def environment(material: Material) -> pd.DataFrame:
-    """Return a table of the device, the versions and the source code of the measurements, with one column per environment."""
+    """Return a table of the environments in which the rows were measured, with one column for each environment.
+
+    An environment consists of the device, the versions of the software, and the version of the source code.
+    """
     columns = {}
     for experiments in _measured_alike(material):
         machine = material.replayed_from(*experiments[0])
@@ -122,7 +141,7 @@ def _shown(value) -> str:
 
 
 def _measured_alike(material: Material) -> list[list[tuple[str, str]]]:
-    """Group the run's experiments by environment, profile and seed."""
+    """Return groups of experiments, as pairs (notebook, experiment). A group has the same environment, profile and seed."""
     groups: dict[tuple, list[tuple[str, str]]] = {}
     for pair in material.experiments:
         provenance = _provenance(material, pair)
@@ -136,7 +155,10 @@ def _provenance(material: Material, pair: tuple[str, str]) -> dict:
 
 
 def _lines(material: Material, experiments: list[tuple[str, str]]) -> dict:
-    """Return the properties of an environment by name. They come from the provenance of the experiment, or else from run.json."""
+    """Return the properties of the environment of some experiments, by name.
+
+    They come from the stored provenance of the first experiment. If it has no provenance, they come from run.json.
+    """
     here = not any(material.replayed_from(*pair) for pair in experiments)
     provenance = material.information if here else {}
     provenance = provenance | (_provenance(material, experiments[0]) if experiments else {})
@@ -178,13 +200,14 @@ def _lines(material: Material, experiments: list[tuple[str, str]]) -> dict:
 def versions(material: Material) -> pd.DataFrame:
     """Return a table of the versions of the code that measured a run, with the experiments of each version.
 
-    The rows of a reference run may come from several versions. Then a difference between two of its chapters may be a difference
+    The rows of a reference run may come from several versions. So a difference between two chapters may be caused by a difference
     between two versions.
     """
     parts: dict[tuple[str, str], list[str]] = {}
     created = (material.information.get("environment") or {}).get("source") or {}
     for pair in material.experiments:
-        # Experiments of commands such as `hyperion compare` have no source of their own. Those of a replay are not from here.
+        # Experiments of commands such as `hyperion compare` do not state a version; they use the version that created the run.
+        # Replayed experiments were measured by another run, so this version does not apply to them.
         source = _provenance(material, pair).get("source") or ({} if material.replayed_from(*pair) else created)
         commit = (source.get("commit") or "")[:12] or "not recorded"
         changed = {True: "yes", False: "no", None: "unknown"}[source.get("modified")]
@@ -199,14 +222,14 @@ def versions(material: Material) -> pd.DataFrame:
 
 
 def picture_path(experiment: str, name: str) -> str:
-    """Return the path of a figure relative to the folder of the run. Only the summary is directly in `benchmarks`."""
+    """Return the path of a figure, relative to the folder of the run. Only the summary is not in a subfolder of `benchmarks`."""
     if experiment == ALL:
         return SUMMARY if name == "summary" else f"benchmarks/{name}/{name}.png"
     return f"benchmarks/{results_folder(experiment)}/{name}.png"
 
 
 def picture(plot: Plot, material: Material) -> bytes | None:
-    """Return a figure as PNG, or None if there is nothing to draw. Each figure of a material is drawn only once."""
+    """Return a figure as PNG, or None if the run has no rows for it. A figure that was already drawn is reused."""
     if plot.name not in material.drawn:
         material.drawn[plot.name] = draw(plot.name, material)
     return material.drawn[plot.name]
@@ -231,10 +254,10 @@ class Headline:
 
     Args:
         label: name of the quantity.
-        value: value with its unit.
-        interval: 95 % interval within one launch, in the unit of the row. "" if there is none.
-        steady: "yes" if the samples were steady. "" if the row was not timed by itself.
-        fraction: value as a share of its limit. None without a limit.
+        value: text of the value with its unit.
+        interval: text of the 95 % interval within one launch, in the unit of the row. "" if there is no interval.
+        steady: "yes" if the samples were steady. "" if the value does not come from a timing.
+        fraction: value divided by its limit. None if there is no limit.
         limit: the limit with its unit, or the reason why there is no limit.
         row: the row that contains the value.
     """
@@ -250,10 +273,10 @@ class Headline:
 
 @made_from_rows("the headlines")
 def headlines(material: Material) -> list[Headline]:
-    """Return the most important values of a run, in the order of the chapters.
+    """Return the most important values of a run (its headlines), in the order of the chapters.
 
-    Examples are the fastest matrix product in each format and the quality of each baseline. A value is left out if its samples
-    were not steady, or if the host and not the device limited the time.
+    Examples are the rate of the fastest matrix product in each format, and the accuracy or the perplexity of each baseline. A
+    value is left out if its samples were not steady, or if the host limited the time instead of the device.
     """
 
     def is_steady(row: Row) -> bool:
@@ -261,7 +284,8 @@ def headlines(material: Material) -> list[Headline]:
 
     cold = [row for row in measured(material.rows) if not row.hot]
     rows = [row for row in cold if is_steady(row)]
-    # The fastest step of a model is not replaced by a slower, steady one: other batches and formats are other questions.
+    # If the fastest step of a model was not steady, it is left out. It is not replaced by a slower, steady step, because a step
+    # with another batch size or format is not comparable.
     found = [
         *_hardware(rows, cold),
         *((label, row) for label, row in _steps(cold) if is_steady(row)),
@@ -299,9 +323,10 @@ def _steps(rows: list[Row]) -> Iterator[tuple[str, Row]]:
 
 
 def _is_host_bound(rate: Row, steps: list[Row]) -> bool:
-    """Return True if a step with at most a quarter of the batch takes more than half of the time.
+    """Return True if the host, and not the device, limits the time of a step.
 
-    The device would need a quarter of the time. The host needs the same time, because it launches the same kernels.
+    This is assumed if another step with at most a quarter of the batch size takes more than half of the time. The device would
+    need at most a quarter of the time for it. The host needs the same time for both steps, because it launches the same kernels.
     """
 
     def kind(row: Row) -> tuple:
@@ -336,9 +361,10 @@ def _baselines(rows: list[Row]) -> Iterator[tuple[str, Row]]:
 
 
 def _precise(rows: list[Row]) -> Iterator[tuple[str, Row]]:
-    """Yield the fastest number format of each training of chapter 2.3, over TF32 and over IEEE fp32.
+    """Yield the speed-ups of the fastest number format of each training of chapter 2.3, over TF32 and over IEEE fp32.
 
-    PyTorch computes convolutions in TF32 by default, so the speed-up over IEEE fp32 alone would be misleading.
+    PyTorch computes convolutions in TF32 by default. So a reader could misunderstand the speed-up over IEEE fp32 if the speed-up
+    over TF32 were missing.
     """
     ratios = [r for r in rows if (r.experiment, r.metric) == ("precision_variants", "speedup")]
     for row in _best(ratios, lambda r: r.variant):
@@ -358,9 +384,10 @@ def _parity(rows: list[Row]) -> Iterator[tuple[str, Row]]:
 
 
 def _scaled(rows: list[Row]) -> Iterator[tuple[str, Row]]:
-    """Yield the efficiency of weak and then of strong scaling of each training, on the largest number of devices.
+    """Yield the scaling efficiencies of each training on the largest number of devices: first weak, then strong scaling.
 
-    Weak scaling alone would be misleading: its communication stays the same while its work grows.
+    Both are needed. In weak scaling, the work grows with the number of devices while the communication stays the same, so its
+    efficiency is usually higher.
     """
     cells = [r for r in rows if r.metric == "scaling_efficiency"]
     most = max((r.params["ranks"] for r in cells), default=0)
@@ -379,7 +406,7 @@ def _best(
     Args:
         rows: the rows.
         kind: function that returns the kind of a row.
-        score: function that returns the score of a row; default: its value.
+        score: function that returns the score of a row. By default, the score is the value of the row.
     """
     kinds = dict.fromkeys(kind(row) for row in rows)
     return [max((row for row in rows if kind(row) == one), key=score) for one in kinds]

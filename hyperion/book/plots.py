@@ -26,7 +26,7 @@ from hyperion.figures.style import (
 )
 from hyperion.results import Prediction, Row
 
-# Font size. Most pages show the summary at half its size, so that these letters are then 10 pixels high.
+# Font size in points. Most pages show the summary at half its size. The letters are then 10 pixels high.
 _LETTERING = 11
 _STEPS_DRAWN = 400
 _ARROWS = {"higher": " ↑", "lower": " ↓", "none": ""}
@@ -51,7 +51,7 @@ def all_plots() -> list[Plot]:
     if twice:
         raise HyperionError(
             f"two figures are called {', '.join(map(repr, sorted(twice)))}",
-            next_step="rename one of them in the figures.py of its subject, a folder of hyperion/experiments",
+            next_step="rename one of the two figures in the figures.py of its subject, a folder of hyperion/experiments",
         )
     return plots
 
@@ -62,7 +62,7 @@ def plots_of(experiment: str) -> list[Plot]:
 
 
 def title_of(experiment: str) -> str:
-    """Return the title of an experiment. If its subject defines no title, return the name of the experiment as words."""
+    """Return the title of an experiment. If its subject defines no title, return the name of the experiment with spaces."""
     subject = subject_of(experiment)
     titles = getattr(subject.figures, "TITLES", {}) if subject else {}
     return titles.get(experiment, experiment.replace("_", " ").capitalize())
@@ -81,15 +81,15 @@ def draw(name: str, material: Material, **options) -> bytes | None:
     """Draw a figure and return it as PNG.
 
     The function returns None if the run has no rows for the figure. It also returns None, and prints a warning, if the figure
-    needs a value that was refused.
+    needs a refused value. A value is refused if it failed its check or exceeded its limit.
 
     Args:
         name: name of the figure.
-        material: material of the run.
+        material: rows and samples of the run.
         options: options of the figure. Figures with `Plot.published` accept `published=True`.
 
     Raises:
-        HyperionError: there is no figure of this name, or the rows do not contain the values that it shows.
+        HyperionError: there is no figure with this name, or the rows do not contain the values that the figure shows.
     """
     plots = all_plots()
     chosen = next((plot for plot in plots if plot.name == name), None)
@@ -102,7 +102,7 @@ def draw(name: str, material: Material, **options) -> bytes | None:
             figure = chosen.draw(material, **options)
             return None if figure is None else png(figure)
 
-    # A refused value must not prevent the creation of the page. The missing figure is announced with a warning.
+    # A refused value must not prevent that the page is created. Only the figure is missing, and a warning says so.
     refused = any(row.is_unexpected and chosen.experiment in (ALL, row.experiment) for row in material.rows)
     try:
         content, why = drawn(), "nothing is left to draw"
@@ -118,7 +118,7 @@ def draw(name: str, material: Material, **options) -> bytes | None:
 def summary(material: Material) -> Figure | None:
     """Draw a figure with up to four panels: matrix products by size, bandwidth by size, roofline, and language model.
 
-    Each curve is labelled with its last value. Dashed lines are limits from data sheets, or losses of n-gram models. The function
+    The label of a curve shows its last value. Dashed lines show limits from data sheets, or losses of n-gram models. The function
     returns None if the run has rows for fewer than two panels.
     """
     squares = [row for row in measured(gemm_rows(material)) if row.params["m"] == row.params["n"] == row.params["k"]]
@@ -254,9 +254,10 @@ def _note_of_images(material: Material) -> list[str]:
 
 
 def predictions(material: Material) -> Figure | None:
-    """Draw the optimism of every prediction over the measured value. An exact prediction has an optimism of 1.
+    """Draw one mark for each prediction: its optimism by the measured value.
 
-    The function returns None if the run has no predictions.
+    The optimism of an exact prediction is 1. It is above 1 if the prediction was too optimistic. The function returns None if the
+    run has no predictions.
     """
     known = scored(material.rows)
     ceilings = [row for row in known if (p := material.prediction(row)) is not None and p.is_ceiling]
@@ -292,7 +293,7 @@ def scored(rows: list[Row]) -> list[Row]:
 def _optimism(row: Row, predicted: float) -> float:
     """Return the optimism of a prediction. It is above 1 if the prediction was too optimistic.
 
-    For a metric without a direction, return predicted / measured.
+    If neither higher nor lower values of the metric are better, return predicted / measured.
     """
     value = not_none(row.value)
     return value / predicted if row.definition.direction == "lower" else predicted / value
@@ -304,7 +305,7 @@ def _label(row: Row) -> str:
 
 
 def _guesses(written: list[Prediction], rows: list[Row]) -> list[tuple[float, float]]:
-    """Return (measured value, optimism) of each of the reader's guesses."""
+    """Return (measured value, optimism) for each guess of the reader."""
 
     def key(entry: Prediction | Row) -> tuple:
         return (entry.experiment, entry.variant, entry.dtype, entry.metric, sorted(entry.params.items()))

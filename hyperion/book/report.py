@@ -33,7 +33,8 @@ def write_report(run: Run, material: Material | None = None) -> Path:
 
     Args:
         run: the run.
-        material: material of the run. Figures that it has already drawn are reused. None reads the run.
+        material: rows, samples and figures of the run that were already read or drawn, so that they are reused. None reads the
+            run.
     """
     run.write({REPORT: report_page(material or Material(run)).encode()})
     return run.folder / REPORT
@@ -112,7 +113,7 @@ def _contents(found: list[Section]) -> str:
 def _section(section: Section) -> str:
     parts = [_figure(picture) for picture in section.pictures]
     for caption, table in section.tables:
-        # In a section with pictures the tables are folded, so that the pictures stay close to each other on the page.
+        # In a section with pictures, the tables are folded. So the pictures stay close to each other on the page.
         opened = "" if section.pictures or len(table) > UNFOLDED_LINES else " open"
         parts.append(f"<details{opened}><summary>{escaped(caption)}</summary>{html(table)}</details>")
     return f'<section id="{escaped(section.experiment)}"><h2>{escaped(section.title)}</h2>{"".join(parts)}</section>'
@@ -174,7 +175,10 @@ _PUBLISHED_MODELS = {"resnet50": "ResNet-50", "encoder": "Transformer encoder"}
 
 
 def reference_machines(material: Material) -> list[Material]:
-    """Return the reference runs on real data. This run and the reference runs that it replays are left out."""
+    """Return the reference runs on real data, for the comparison with this run.
+
+    This run itself and the reference runs that it replays are left out.
+    """
     found = [Material(Run.open(path.parent)) for path in sorted(reference_folder().glob("*/run.json"))]
     own = {material.run.folder.resolve().name, *material.replayed}
     return [m for m in found if "synthetic" not in m.data_sources and m.run.folder.name not in own]
@@ -182,15 +186,15 @@ def reference_machines(material: Material) -> list[Material]:
 
 @made_from_rows("the comparison")
 def comparison_table(material: Material, references: Iterable[Material]) -> pd.DataFrame:
-    """Return a table that compares the headlines of a run with reference machines. It has one line for each headline.
+    """Return a table that compares the most important values of a run (its headlines) with the values of reference machines.
 
-    The columns are the value and its share of the limit in this run, the same two numbers for every reference machine, the ratio
-    of the two values, and the published MI250X value of the same quantity. A cell is empty if the reference machine has no value
-    for the same model, format and data source.
+    The table has one line for each headline. The columns are the value and its share of the limit in this run, the same two
+    numbers for every reference machine, the ratio of the two values, and the published MI250X value of the same quantity. A cell
+    is empty if the reference machine has no value for the same model, format and data source.
 
     Args:
-        material: material of the run.
-        references: material of the reference runs.
+        material: rows of the run.
+        references: rows of the reference runs.
     """
     others = [(m.run.folder.name, {_identity(h): h for h in headlines(m)}) for m in references]
     return pd.DataFrame([_line(headline, others) for headline in headlines(material)])

@@ -1,6 +1,7 @@
 """Chapters of the book. A notebook opens a `Chapter` to predict, run and store experiments.
 
-This package also finds subjects, experiments and profiles.
+A chapter is one notebook. A subject is a folder of experiments. A profile states the sizes of the experiments. This package also
+finds subjects, experiments and profiles by name.
 """
 
 from hyperion.chapter.chapter import Chapter, open_chapter, run_information

@@ -1,4 +1,9 @@
-"""A chapter predicts and runs the experiments of a notebook and stores their rows. It reuses rows that the run already has."""
+"""A chapter predicts and runs the experiments of a notebook, and stores their results as rows in a run folder.
+
+If the run folder already has rows for the same inputs, the chapter uses these rows and does not measure again. In replay, nothing
+is
+measured: the rows come from a reference run, which is a stored run of another machine (the reference machine).
+"""
 
 import functools
 import hashlib
@@ -37,7 +42,7 @@ class Chapter:
 
     @functools.cached_property
     def environment(self) -> dict:
-        """The environment in which the rows are measured. In replay, it is the environment of the reference machine."""
+        """Hardware and software versions with which the rows are measured. In replay, those of the reference machine."""
         return fingerprint() if self.reference is None else self.reference.information()["environment"]
 
     @property
@@ -48,12 +53,12 @@ class Chapter:
     def expect(self, holds: object, otherwise: str) -> None:
         """Check a claim of the notebook.
 
-        If the claim is false, print it as UNEXPECTED and report it to the driver. The notebook continues. Unlike `assert`, this
-        check does not depend on PYTHONOPTIMIZE.
+        If the claim is false, print the sentence `otherwise` as UNEXPECTED and report it to the program that runs the notebook.
+        The notebook continues. Unlike `assert`, this check also works if PYTHONOPTIMIZE is set.
 
         Args:
-            holds: True if the claim is true. It is a bool, or an array or tensor with one bool.
-            otherwise: a sentence that says what is wrong if the claim is false, with the numbers.
+            holds: True if the claim is true. A bool, or an array or tensor with a single bool.
+            otherwise: sentence that says what is wrong if the claim is false. It contains the measured numbers.
 
         Raises:
             HyperionError: `holds` is not a truth value, but for example None, a number, a list or an array of several elements.
@@ -64,8 +69,8 @@ class Chapter:
     def expect_timing(self, holds: object, otherwise: str) -> None:
         """Check a claim about measured times. On a GPU, this is the same as `expect`. On a CPU, a false claim is only a warning.
 
-        Usually no other process uses the GPU. The CPU is shared with other processes, and one second of their work can make such
-        a claim false.
+        Usually no other process uses the GPU. But the CPU is shared with other processes. If they work for one second, a claim
+        about times on the CPU can be false.
         """
         if self.on_accelerator:
             self.expect(holds, otherwise)
@@ -75,11 +80,11 @@ class Chapter:
     def expect_within(self, row: Row, low: float, high: float, what: str) -> None:
         """Check that the 95 % confidence interval of a measured value lies within bounds.
 
-        If the whole interval lies outside the bounds, the result is UNEXPECTED. If the interval contains a bound, it is too wide
-        for a decision, and a warning is printed.
+        If the whole interval lies outside the bounds, the value is reported as UNEXPECTED. If a bound lies inside the interval,
+        the interval is too wide for a decision, and a warning is printed.
 
         Args:
-            row: the row of the value, with its interval.
+            row: row of the value. It must have an interval.
             low, high: bounds in the unit of the row.
             what: name of the quantity. It begins the sentence that is printed.
         """
@@ -93,7 +98,7 @@ class Chapter:
             print(f"WARNING: undecided: {value} may be outside {low:g} to {high:g}. More samples would decide.")
 
     def options(self, experiment: str) -> Any:
-        """Return the options of an experiment, as an instance of its subclass of `Options`. They are made from `sizes`.
+        """Return the options of an experiment, as an instance of its subclass of `Options`. Their values come from `sizes`.
 
         Raises:
             HyperionError: an option is unknown, missing or invalid. The message names the option.
@@ -101,7 +106,10 @@ class Chapter:
         return not_none(experiment_named(experiment).options).parse(self.sizes(experiment), experiment)
 
     def sizes(self, experiment: str) -> dict:
-        """Return the sizes of an experiment in the profile. In replay, return the sizes with which the rows were measured."""
+        """Return the sizes that the profile states for an experiment.
+
+        In replay, return the sizes with which the reference machine measured the rows.
+        """
         if self.reference is not None:
             provenance, _ = measured_under(self.reference, self.notebook, experiment)
             return provenance["sizes"]
@@ -110,13 +118,13 @@ class Chapter:
     def predict(self, experiment: str, guess: float | None = None) -> pd.DataFrame:
         """Store the reader's guess and the library's estimates before the measurement.
 
-        The guess belongs to the first prediction. A stored prediction does not change. Only if the rows from which the estimates
-        were computed have changed, the estimates are computed again. In replay, the estimates come from the reference machine,
-        and the guess comes from this reader.
+        The reader guesses the value of the first prediction. A stored prediction does not change. There is one exception: if the
+        rows from which the estimates were computed have changed, the estimates are computed again. In replay, the estimates come
+        from the reference machine, and the guess comes from the reader of this notebook.
 
         Args:
             experiment: name of the experiment.
-            guess: the reader's guess, in the unit of the first prediction. None without a guess.
+            guess: the reader's guess, in the unit of the first prediction. None if the reader makes no guess.
 
         Returns:
             The predictions as a table with the columns variant, dtype, params, metric, guess, ceiling, estimate, low, high and
@@ -140,14 +148,15 @@ class Chapter:
         return pd.DataFrame([{column: getattr(p, column) for column in columns} for p in shown], columns=columns)
 
     def ceiling(self, row: Row) -> float | None:
-        """Return the ceiling of a row that was stored with its prediction, or None if there is none."""
+        """Return the ceiling that was stored with the prediction of a row. Return None if no ceiling was stored."""
         stored = self.results.predictions(row.notebook, row.experiment)
         return next((p.known_ceiling for p in stored if p.predicts(row)), None)
 
     def run(self, experiment: str) -> Result:
-        """Run an experiment and store its rows. If the run already has rows for the same inputs, return these rows.
+        """Run an experiment, store its rows and samples, and return them.
 
-        In replay nothing is measured. The rows and samples then come from the reference machine.
+        If the run already has rows for the same inputs, return these rows without a measurement. In replay, nothing is measured:
+        the rows and samples come from the reference machine.
         """
         self.predict(experiment)
         if self.reference is not None:
@@ -159,7 +168,7 @@ class Chapter:
         result = self._measure(experiment, digest, data)
         rows = [row.without_failed_value() for row in result.rows]
         result = replace(result, rows=_with_predictions(rows, self._predictions(experiment, digest)))
-        # Data that this experiment downloaded have an identity only after the experiment has run.
+        # The identity of the data is read after the run, because the experiment may have downloaded the data.
         taken = self._data(experiment)
         self.results.record(
             self.notebook,
@@ -184,14 +193,15 @@ class Chapter:
         return result
 
     def _holds(self, experiment: str, digest: str) -> bool:
-        """Return True if the run has this experiment with the same inputs and the same data."""
+        """Return True if the run folder has the rows of this experiment for the same inputs and the same data."""
         kept = self.results.finished(self.notebook, experiment)
         return kept is not None and (kept["input_hash"], kept.get("data")) == (digest, self._data(experiment))
 
     def _asked_anew(self, experiment: str) -> bool:
-        """Return True if a stored experiment must be measured again because one of its values or a claim about it is unexpected.
+        """Return True if a stored experiment must be measured again.
 
-        If only a claim is unexpected, an isolated experiment (a training) is not repeated, because the same seed gives the same
+        This is the case if one of its values was unexpected, or if a claim of the notebook about its values was unexpected. If
+        only a claim was unexpected, an isolated experiment (a training) is not repeated, because the same seed gives the same
         result.
         """
         if experiment in self._measured_here:
@@ -206,7 +216,7 @@ class Chapter:
         return True
 
     def _unexpected(self, sentence: str, what: str) -> None:
-        sentence = " ".join(sentence.split())  # the driver prints each sentence on a single line
+        sentence = " ".join(sentence.split())  # the program that runs the notebook prints each sentence on a single line
         print(f"UNEXPECTED: {sentence}")
         note_unexpected(self.notebook, sentence, what)
 
@@ -227,7 +237,8 @@ class Chapter:
 
     def _measure(self, experiment: str, digest: str, data: dict) -> Result:
         chosen = experiment_named(experiment)
-        # The hash in the name of the folder prevents a resume from checkpoints of another configuration or of other data.
+        # The name of the folder contains a hash of the inputs and the data. So an experiment never resumes from checkpoints of
+        # another configuration or of other data.
         folder = self._workspace(experiment) / _digest([digest, data])
         context = self._context(experiment, chosen.reads, folder)
         with tqdm(desc=experiment, leave=False) as bar:
@@ -258,7 +269,7 @@ class Chapter:
         )
 
     def _input_hash(self, experiment: str) -> str:
-        """Return a hash of all inputs of the experiment except the data files, which `_data` identifies."""
+        """Return a hash of all inputs of the experiment. The data files are not included; `_data` identifies them."""
         chosen = experiment_named(experiment)
         context = self._context(experiment, chosen.reads)
         asked = {"source": self.data_source, "synthetic": context.synthetic, "allowed": context.allow_synthetic}
@@ -294,10 +305,11 @@ class Chapter:
         return [p for p in self.results.predictions(self.notebook, experiment) if p.input_hash == digest]
 
     def _forecasts(self, experiment: str) -> list[Prediction]:
-        """Return the library's estimates, which are computed from ceilings in the run."""
+        """Return the predictions of the library. They are computed from the ceilings in the run."""
         chosen, digest = experiment_named(experiment), self._input_hash(experiment)
         context = self._context(experiment, (*chosen.reads, *chosen.forecast_reads))
-        # Such an estimate does not use the measured values, but the reader must know that it was made late.
+        # The experiment may already have been measured. The estimate does not use the measured values, but the reader must know
+        # that it was made after the measurement.
         late, made_at = LATE if self._holds(experiment, digest) else "", utc_now()
         return [
             Prediction(
@@ -322,11 +334,11 @@ class Chapter:
         ]
 
     def _replayed_forecasts(self, experiment: str) -> tuple[str, list[Prediction]]:
-        """Return the input hash of the replay, and the estimates that the reference run stored before its measurement."""
+        """Return (input hash of the replay, predictions that the reference run stored before its measurement)."""
         measured = finished_in(not_none(self.reference), self.notebook, experiment)["input_hash"]
         digest = f"replay:{not_none(self.reference).folder.name}:{measured}"
         written = not_none(self.reference).predictions(self.notebook, experiment)
-        # The predictions keep the time at which they were made. Those of earlier versions have none.
+        # The predictions keep the time at which they were made. Predictions of earlier versions have no time.
         return digest, [replace(p, guess=None, input_hash=digest) for p in written if p.input_hash == measured]
 
     def _replay(self, experiment: str) -> Result:
@@ -334,7 +346,8 @@ class Chapter:
         machine = reference.folder.name
         kept = finished_in(reference, self.notebook, experiment)
         provenance, environment = measured_under(reference, self.notebook, experiment)
-        # Earlier versions stored ceilings as predictions. Without them, no notebook can show a ceiling as a prediction.
+        # Earlier versions stored ceilings as predictions. They are left out here, so that a notebook never shows a ceiling as a
+        # prediction.
         ceilings = [p for p in reference.predictions(self.notebook, experiment) if p.is_ceiling]
         rows = [
             replace(row, predicted=None) if any(p.predicts(row) for p in ceilings) else row
@@ -378,12 +391,12 @@ def _with_predictions(rows: list[Row], predictions: list[Prediction]) -> list[Ro
 
 
 def _values_of(rows: list[Row]) -> str:
-    """Return a digest of measured rows without their predictions, or "" if there are no rows."""
+    """Return a hash of measured rows without their predictions. Return "" if there are no rows."""
     return _digest(rows_to_csv([replace(row, predicted=None) for row in rows])) if rows else ""
 
 
 def torch_version() -> str:
-    """Return PyTorch's version. The function imports torch itself, because pages of results are made without torch."""
+    """Return the version of PyTorch. torch is imported inside this function, because pages of results are made without torch."""
     import torch
 
     return torch.__version__
@@ -394,7 +407,10 @@ def _digest(content) -> str:
 
 
 def _run_folder(output: str) -> Path:
-    """Return the folder of a run. A notebook may name a run in results/ from any working folder, as NAME or results/NAME."""
+    """Return the folder of a run.
+
+    A run in results/ can be given as NAME or as results/NAME. Both forms work in every working directory.
+    """
     folder = Path(output)
     stored = results_folder() / folder.name
     named = folder.parent.name in ("", "results") and not folder.is_absolute()

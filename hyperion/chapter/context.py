@@ -24,13 +24,13 @@ class Context:
 
     Args:
         notebook, experiment: names of the notebook and the experiment. They are part of every row.
-        sizes: the sizes of the experiment in the profile.
-        seed: seed for inputs, initialisation and shuffling.
-        data_source: the requested data source. `auto` takes the first source that is available.
-        allow_synthetic: if True, `auto` may use synthetic data if no real data are available.
+        sizes: options of the experiment in the profile, by name.
+        seed: seed of the random generators for inputs, initial weights and shuffling.
+        data_source: name of the requested data source. "auto" uses the first source that is available.
+        allow_synthetic: whether "auto" may use synthetic data if no real data are available.
         synthetic: sizes of the synthetic data sets: {"lines": {split: n}, "images": {split: n}}.
-        workspace: folder for checkpoints, so that a killed experiment can resume.
-        upstream: earlier rows of this run that the experiment uses, such as measured ceilings.
+        workspace: folder for checkpoints, from which a killed experiment can resume.
+        upstream: rows of other experiments of this run that this experiment uses, such as measured ceilings.
     """
 
     notebook: str
@@ -55,8 +55,9 @@ class Context:
 
         Args:
             variant, metric: variant of the experiment, and name of the metric.
-            value: the value. If it is an `Estimate`, the row also gets the number of samples and the interval.
-            columns: further columns of the row.
+            value: the value. With an `Estimate`, the row also gets its number of samples and its interval. None for a row without
+                a value.
+            columns: further columns of the row, as for `hyperion.results.Row`.
         """
         if isinstance(value, Estimate):
             columns = {"n": value.n, "ci_low": value.ci_low, "ci_high": value.ci_high} | columns
@@ -75,20 +76,23 @@ class Context:
     def best_upstream(self, metric: str, dtype: str) -> Row | None:
         """Return the upstream row with the largest value of a metric and a dtype, or None if there is none.
 
-        Values that were measured with warm caches are left out. Values that were measured while others used the cores are used
-        only if there are no other values.
+        Rows that were measured with warm caches are left out. Rows that were measured while other processes used the CPU cores
+        are used only if there are no other rows.
         """
         rows = [row for row in self.upstream if (row.metric, row.dtype, row.hot) == (metric, dtype, False)]
         known = [row for row in rows if row.value is not None]
         return max(idle_rows(known), key=lambda row: not_none(row.value), default=None)
 
 
-# In strict mode, "8" and 8.0 are not accepted for the integer 8.
+# In pydantic's strict mode, "8" and 8.0 are not accepted for the integer 8.
 _STRICT = ConfigDict(extra="forbid", frozen=True, strict=True)
 
 
 class Table(BaseModel):
-    """Base class of a table inside options, such as one of several shapes. A subclass documents each field under "Args"."""
+    """Base class of an option that is itself a table of values, such as the shape of a matrix product.
+
+    A subclass documents each field under "Args".
+    """
 
     model_config = _STRICT
 
@@ -99,7 +103,7 @@ class Options(BaseModel):
     A subclass documents each field under "Args". A field has a default only if most profiles use the same value.
 
     Args:
-        timeout_s: if a process that the experiment starts runs longer than this number of seconds, it is killed.
+        timeout_s: time limit in seconds for each process that the experiment starts. A process that runs longer is killed.
     """
 
     model_config = _STRICT
@@ -117,10 +121,10 @@ class Options(BaseModel):
 
     @classmethod
     def parse(cls, sizes: dict, experiment: str) -> Self:
-        """Return the options that a table of a profile states.
+        """Return the options with the values that a profile states.
 
         Args:
-            sizes: the table.
+            sizes: values of the options, by name.
             experiment: name of the experiment for error messages.
 
         Raises:
@@ -142,16 +146,16 @@ class Options(BaseModel):
 
 @dataclass(frozen=True)
 class Forecast:
-    """The ceiling of the value of one row, and an estimate of it, from ceilings and shapes.
+    """A prediction of the value of one row, made before the measurement.
 
     Args:
         variant, metric, dtype, params: columns of the predicted row.
-        estimate: the estimate in the unit of the metric. None if there is no estimate.
-        basis: how the estimate was computed, or the reason why there is no estimate.
+        estimate: the predicted value in the unit of the metric. None if there is no prediction.
+        basis: how the prediction was computed, or the reason why there is no prediction.
         each_rank: if True, the forecast applies to the row of each single rank. If False, it applies to the row of all ranks
             together.
-        ceiling: the limit that the value cannot exceed, or None. A ceiling is not an estimate.
-        low, high: 80 % interval of the estimate, or None. The estimate of a rate has an interval.
+        ceiling: the limit that the value cannot exceed. It is not a prediction. None if there is no limit.
+        low, high: ends of the 80 % interval of the prediction. None if it has no interval. Predictions of rates have an interval.
     """
 
     variant: str
@@ -168,10 +172,10 @@ class Forecast:
 
 @dataclass(frozen=True)
 class Result:
-    """What an experiment measured.
+    """The results of an experiment.
 
     Args:
-        rows: the rows. They are validated when they are stored.
+        rows: one row for each measured value. They are validated when they are stored.
         samples: the raw samples and curves from which the rows were computed.
         source: the data source that the experiment used, or "" if it used no data set.
         replayed_from: the reference machine that measured the rows, or "" if this machine measured them.
@@ -189,8 +193,9 @@ class Experiment:
 
     Args:
         forecast: function that returns the predictions. The reader is asked to guess the first one.
-        run: function that measures and returns a `Result`. It reports progress by calling report(done, total, note).
-        options: class of the options, whose values come from profiles. None for an experiment without options.
+        run: function that measures and returns a `Result`. It shows its progress by calls of report(done, total, note).
+        options: subclass of `Options` for the options of the experiment. Their values come from profiles. None for an experiment
+            without options.
         isolated: if True, the experiment runs in a separate process, so that its peak memory can be measured.
         reads: experiments of the same run whose rows this experiment uses. If those rows change, this experiment runs again.
         forecast_reads: experiments whose rows only the forecast uses. If those rows change, only the forecast is repeated.

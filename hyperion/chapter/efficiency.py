@@ -1,11 +1,12 @@
 """Predict rates: ceilings from data sheets, times the efficiency that a reference machine reached for work of the same size.
 
-A ceiling bounds a rate, and no measurement may exceed it. A prediction is the expected rate, so it may be too high or too low. It
-comes from a curve:
+A ceiling is an upper bound of a rate: no measurement may exceed it. A prediction is the expected rate, so it may be too high or
+too low. The prediction comes from a curve, which gives the time of a call:
 
     time = overhead + a * (seconds of the arithmetic at its ceiling) + b * (seconds of the traffic at its ceiling)
 
-The rate of small work is low because of the overhead. For large work, the rate approaches a constant share of the ceiling.
+The traffic is the number of bytes that the call reads and writes. For small arrays and matrices, the rate is low because of the
+overhead. For large ones, the rate approaches a constant share of the ceiling.
 
 The curves in efficiency.toml are fitted to reference runs (`hyperion.chapter.efficiency_fit`). A curve is used only on devices of
 the same architecture. If a run has its own rows of square products or of memory streams, later predictions of this run use a
@@ -31,17 +32,17 @@ from hyperion.results.rows import idle_rows
 
 CURVES_FILE = Path(__file__).with_name("efficiency.toml")
 PRODUCT, STREAM, REPEATED, PEER_COPY, COLLECTIVE = "product", "stream", "repeated stream", "copy between GPUs", "collective"
-# Rates that a model computes from the measured ceilings of a run. The curves of these kinds have no overhead.
+# Kinds of rates whose ceiling is computed from the measured ceilings of a run. The curves of these kinds have no overhead.
 TRAINING_STEP, REFERENCE_STEP, STEP_PRODUCTS = "training step", "step of a reference model", "products of a step"
-# A curve through a run's own rows. The spread of these curves is measured on a reference run.
+# Kinds of curves that are fitted to the rows of the run itself. The spread of these curves was measured on a reference run.
 OWN_PRODUCT, OWN_STREAM = "own product", "own stream"
-# Three unknowns need three sizes.
+# Smallest number of sizes for such a curve, because a curve has three unknowns.
 _OWN_SIZES = 3
 
 
 @dataclass(frozen=True)
 class Work:
-    """One call, by its times at the ceilings.
+    """The work of one call, such as a matrix product or a copy, with the times that it would take at the ceilings.
 
     Args:
         amount: what the call does, in 10¹² FLOP or 10⁹ bytes. The rate is this amount divided by the time.
@@ -56,12 +57,13 @@ class Work:
 
 @dataclass(frozen=True)
 class Curve:
-    """The time of work of one kind on one architecture.
+    """The curve that predicts the time of one kind of work on one architecture.
 
     Args:
         arch: architecture of the device, such as "sm_90".
-        kind: kind of measurement.
-        name: number format of a product, operation of a stream, or name of a collective. "" if the kind has only one curve.
+        kind: kind of measurement, for example PRODUCT.
+        name: number format of a matrix product, operation of a stream, or name of a collective. "" if the kind has only one
+            curve.
         overhead_s: seconds that do not depend on the size.
         arithmetic: seconds per second of arithmetic at the ceiling.
         traffic: seconds per second of traffic at the ceiling.
@@ -81,16 +83,16 @@ class Curve:
     source: str
 
     def time_s(self, work: Work) -> float:
-        """Return the expected seconds of a call.
+        """Return the expected time of a call in seconds.
 
-        The curve is fitted to products whose traffic is partly hidden behind arithmetic, so its share of the traffic may be less
-        than 1. The traffic itself is not faster than its ceiling.
+        The time is never shorter than the time of the traffic at its ceiling. The curve alone could give a shorter time: it is
+        fitted to matrix products whose traffic partly overlaps with arithmetic, so its factor `traffic` may be less than 1.
         """
         fitted = self.arithmetic * work.arithmetic_s + self.traffic * work.traffic_s
         return self.overhead_s + max(fitted, work.traffic_s)
 
     def rate(self, work: Work) -> float:
-        """Return the expected rate, in the unit of the work's amount per second."""
+        """Return the expected rate of a call: the amount of its work divided by the expected time."""
         return work.amount / self.time_s(work)
 
     def __str__(self) -> str:
@@ -133,7 +135,11 @@ class Expected:
 
 
 def expected_product(context: Context, dtype: str, m: int, n: int, k: int) -> Expected:
-    """Predict the TFLOPS of a matrix product, from the square products of this run if it has any."""
+    """Predict the TFLOPS of a matrix product.
+
+    If this run has measured square matrix products in enough sizes, the prediction comes from them. Otherwise it comes from a
+    reference run.
+    """
     device = context.device
     limit, _ = gemm_limit(device, dtype)
     ceilings, basis = datasheet_ceilings(device, dtype)
@@ -144,8 +150,9 @@ def expected_product(context: Context, dtype: str, m: int, n: int, k: int) -> Ex
 
 
 def expected_stream(context: Context, operation: str, dtype: str, traffic_bytes: int) -> Expected:
-    """Predict the GB/s of a memory stream, from the streams of this run if it has any.
+    """Predict the GB/s of a memory stream.
 
+    If this run has measured streams in enough sizes, the prediction comes from them. Otherwise it comes from a reference run.
     There is no prediction for arrays that may fit into a cache, because the ceiling does not apply to them.
     """
     limit, basis = bandwidth_limit(context.device, traffic_bytes)
@@ -156,10 +163,13 @@ def expected_stream(context: Context, operation: str, dtype: str, traffic_bytes:
 
 
 def expected_repeated_stream(device: Device, operation: str, traffic_bytes: int, limit: float | None, basis: str) -> Expected:
-    """Predict the GB/s of reads or copies of the same bytes again and again.
+    """Predict the GB/s of reads or copies that are repeated over the same bytes.
 
     Args:
-        limit, basis: (limit of the rate in GB/s, its source), or (None, reason why there is none).
+        device: the device.
+        operation: name of the operation, for example "copy".
+        traffic_bytes: number of bytes that one call reads and writes.
+        limit, basis: limit of the rate in GB/s and the source of this limit, or None and the reason why there is no limit.
     """
     if limit is None:
         return Expected(None, None, None, None, basis)
@@ -179,7 +189,10 @@ def expected_peer_copy(device: Device, copied_bytes: int, limit: float | None, b
     """Predict the GB/s of a copy from one GPU to another.
 
     Args:
-        limit, basis: (rate of their link in GB/s, its source), or (None, reason why it is unknown).
+        device: the GPU from which the copy is made.
+        copied_bytes: number of bytes to copy.
+        limit, basis: rate of the link between the GPUs in GB/s and the source of this rate, or None and the reason why the rate
+            is unknown.
     """
     if limit is None:
         return Expected(None, None, None, None, basis)
@@ -187,19 +200,23 @@ def expected_peer_copy(device: Device, copied_bytes: int, limit: float | None, b
 
 
 def expected_share(device: Device, kind: str, ceiling: float, basis: str) -> Expected:
-    """Predict a rate as the share of a ceiling that a reference machine reached.
+    """Predict a rate as its ceiling times the share of the ceiling that a reference machine reached.
 
     Args:
         device: the device.
         kind: TRAINING_STEP or STEP_PRODUCTS.
-        ceiling: the rate that a model computes from the measured ceilings of this run. The model omits some of the time.
+        ceiling: ceiling of the rate, computed from the measured ceilings of this run. The real rate is lower, because this
+            computation leaves out a part of the time.
         basis: how the ceiling was computed.
     """
     return _expected(ceiling, curve_of(device.arch, kind, ""), Work(ceiling, 1.0, 0.0), basis)
 
 
 def with_interval(device: Device, kind: str, forecast: Forecast) -> Forecast:
-    """Return a forecast with the interval of its kind, if there is a curve for this device. The estimate does not change."""
+    """Add an interval to a forecast, and return the result. The estimate does not change.
+
+    The interval comes from the curve of this kind for the device. If there is no such curve, return the forecast unchanged.
+    """
     curve = curve_of(device.arch, kind, "")
     if forecast.estimate is None or curve is None:
         return forecast
@@ -208,14 +225,19 @@ def with_interval(device: Device, kind: str, forecast: Forecast) -> Forecast:
 
 
 def only_ceiling(forecast: Forecast, why: str) -> Forecast:
-    """Return a forecast without its estimate. `why` says why there is none."""
+    """Remove the estimate of a forecast, so that only its ceiling remains, and return the result.
+
+    Args:
+        forecast: the forecast.
+        why: reason why there is no estimate, for the basis of the result.
+    """
     if forecast.ceiling is None:
         return forecast
     return replace(forecast, estimate=None, low=None, high=None, basis=f"{why}; ceiling: {forecast.basis.split('ceiling: ')[-1]}")
 
 
 def product_work(device: Device, ceilings: Ceilings, dtype: str, m: int, n: int, k: int) -> Work:
-    """Return a matrix product as work. Without a known memory bandwidth, its traffic takes no time."""
+    """Return the work of a matrix product. If the memory bandwidth is unknown, the time of its traffic is 0."""
     flops = 2 * m * n * k
     bandwidth = ceilings.bandwidth_gb_s
     traffic_s = product_bytes(device, dtype, m, n, k) / (bandwidth * 1e9) if bandwidth else 0.0
@@ -223,7 +245,7 @@ def product_work(device: Device, ceilings: Ceilings, dtype: str, m: int, n: int,
 
 
 def moved(traffic_bytes: float, ceiling_gb_s: float) -> Work:
-    """Return a transfer of bytes as work."""
+    """Return the work of a transfer of bytes."""
     return Work(traffic_bytes / 1e9, 0.0, traffic_bytes / (ceiling_gb_s * 1e9))
 
 
@@ -233,7 +255,10 @@ def stream_name(operation: str, dtype: str) -> str:
 
 
 def own_product_curve(rows: Iterable[Row], device: Device, dtype: str) -> Curve | None:
-    """Return a curve through the square products of a run in one number format. Return None if it has fewer than three sizes."""
+    """Return a curve that is fitted to the square matrix products of a run in one number format.
+
+    Return None if the rows have fewer than three sizes.
+    """
     name = format_of(dtype, device).name
     ceilings, _ = datasheet_ceilings(device, dtype)
     squares = [row for row in rows if (row.experiment, row.metric, row.dtype) == ("gemm", "gemm_tflops", name)]
@@ -243,10 +268,13 @@ def own_product_curve(rows: Iterable[Row], device: Device, dtype: str) -> Curve 
 
 
 def own_stream_curve(rows: Iterable[Row], operation: str) -> Curve | None:
-    """Return a curve through the streams of a run with one operation. Return None if fewer than three sizes have a limit."""
+    """Return a curve that is fitted to the memory streams of a run with one operation.
+
+    Return None if fewer than three sizes have a limit.
+    """
     streams = [r for r in rows if (r.experiment, r.metric, r.variant) == ("bandwidth", "bandwidth_gb_s", operation)]
     streams = idle_rows([row for row in streams if row.value is not None and row.limit is not None and not row.hot])
-    # The time follows from the rate for any number of bytes, because a stream moves a fixed number of bytes per element.
+    # A stream moves a fixed number of bytes per element, so its time can be computed from its rate.
     points = [stream_point(row) for row in streams]
     return _own_curve(OWN_STREAM, operation, points)
 
@@ -265,9 +293,10 @@ def stream_point(row: Row) -> tuple[Work, float]:
 
 
 def fit_times(points: Sequence[tuple[Work, float]]) -> tuple[float, float, float]:
-    """Return (overhead in seconds, a, b) of the curve through measured times, by least squares of the relative errors.
+    """Return (overhead in seconds, a, b) of the curve that is fitted to measured times by least squares of the relative errors.
 
-    No term is negative. With a single size the overhead is 0, because one time cannot be divided into two parts.
+    The three numbers are not negative. If all points have the same size, the overhead is 0, because it cannot be separated from
+    the rest of the time.
     """
     seconds = np.array([time_s for _, time_s in points])
     one_size = len({work.amount for work, _ in points}) < 2
@@ -289,7 +318,7 @@ def read_curves(path: Path = CURVES_FILE) -> list[Curve]:
     """Return the curves in a file.
 
     Raises:
-        HyperionError: the file is no valid table of curves.
+        HyperionError: the file is not valid TOML, or it does not contain a table of curves.
     """
     try:
         content = tomllib.loads(path.read_text(encoding="utf-8"))
@@ -315,6 +344,7 @@ def _expected(ceiling: float | None, curve: Curve | None, work: Work, basis: str
         basis = basis if ceiling is None else f"ceiling: {basis}"
         return Expected(ceiling, None, None, None, f"no reference run has a curve for it; {basis}")
     rate = curve.rate(work)
-    # On a CPU the clock may exceed the nominal clock, so the nominal rates are no ceilings.
+    # Without a ceiling, the times are those at nominal rates. On a CPU the real clock may be higher than the nominal clock, so
+    # the nominal rates are not ceilings.
     basis = f"{curve}; times at {'nominal rates' if ceiling is None else 'the ceiling'}: {basis}"
     return Expected(ceiling, rate, rate / (1 + curve.spread), rate * (1 + curve.spread), basis)

@@ -48,11 +48,13 @@ from hyperion.results import Prediction, Row, Run
 from hyperion.results.files import write_atomically
 from hyperion.units import MIB
 
-# Smaller messages have other algorithms. Chapter 1.3 predicts the bandwidth of larger messages only.
+# Smallest message in bytes to which a curve is fitted. Collectives use other algorithms for smaller messages, and chapter 1.3
+# predicts only the bandwidth of larger messages.
 _LEAST_MESSAGE = 64 * MIB
-# The interval of a curve contains this share of the rows on which the curve was not fitted, in the reference run.
+# The interval of a curve is so wide that it contains this share of the rows of the reference run that were left out of the fit.
 _COVERED = 0.9
-# Without a second row, nothing shows how far such rates differ.
+# Spread of a curve that is fitted to a single row. One row does not show how much such rates differ, so the value is an
+# assumption.
 _SPREAD_OF_ONE_ROW = 0.25
 _TRAINING = ("image_classifier", "image_training_speed", "language_model", "language_training_speed")
 _STEPS = ("model_steps", "batch_scaling")
@@ -75,13 +77,14 @@ _SHARES = (TRAINING_STEP, STEP_PRODUCTS, REFERENCE_STEP)
 
 @dataclass(frozen=True)
 class Point:
-    """A measured rate with what its prediction depends on.
+    """A measured rate, with everything that its prediction depends on.
 
     Args:
         kind, name: kind of measurement and name of the curve, as in `Curve`.
         work: the work of one call.
-        row: the measured row.
-        group: rows of one group are predicted from a curve that was fitted to the other groups.
+        row: the row of the measured rate.
+        group: any value that names the group of the row. Rows of one group are predicted from a curve that is fitted to the other
+            groups.
     """
 
     kind: str
@@ -104,7 +107,7 @@ class Scored:
         point: the measured rate.
         predicted: the predicted rate.
         spread: the interval is predicted / (1 + spread) to predicted * (1 + spread).
-        how: which curve the prediction comes from.
+        how: text that says from which curve the prediction comes.
     """
 
     point: Point
@@ -125,7 +128,15 @@ class Scored:
 
 @dataclass(frozen=True)
 class Reference:
-    """A run: its name, its commit, its device, its rows, and its predictions with an interval by the key of their row."""
+    """A reference run.
+
+    Attributes:
+        name: name of the run folder.
+        commit: commit of the code that measured the run.
+        device: device of the run.
+        rows: rows of the run.
+        predictions: stored predictions that have an interval, by the key of their row.
+    """
 
     name: str
     commit: str
@@ -145,7 +156,7 @@ class Reference:
 
 
 def points_of(reference: Reference) -> list[Point]:
-    """Return the rates of a run that a curve can predict. Rates without a ceiling are left out."""
+    """Return the measured rates of a run that a curve can predict. Rates without a ceiling are left out."""
     measured = [row for row in reference.rows if row.value is not None and row.value > 0 and not row.busy]
     found = [_point(reference, row) for row in measured]
     return [point for point in found if point is not None]
@@ -155,7 +166,7 @@ def fit_curves(reference: Reference, points: Sequence[Point]) -> list[Curve]:
     """Fit one curve for each kind of measurement and name, and one spread for each kind."""
     source = f"{reference.name} ({reference.device.name}, {reference.commit})"
     curves, later = [], points
-    # The products of `operand_data` run with warm caches, and with data that chapter 1.1 does not use.
+    # The matrix products of `operand_data` are left out. They have warm caches, and data that chapter 1.1 does not use.
     points = [point for point in points if point.row.experiment != "operand_data"]
     for kind, of_kind in _grouped(points, lambda point: point.kind).items():
         spread = _spread([e for _, same in _grouped(of_kind, lambda p: p.name).items() for e in _held_out_errors(kind, same)])
@@ -167,7 +178,7 @@ def fit_curves(reference: Reference, points: Sequence[Point]) -> list[Curve]:
 
 
 def score_stored(reference: Reference) -> list[Scored]:
-    """Compare the intervals that a run stored before its measurements with its rows."""
+    """Compare the predictions that a run stored before its measurements with its rows."""
     scored = []
     for point in points_of(reference):
         stored = reference.predictions.get(point.row.key)
@@ -177,10 +188,13 @@ def score_stored(reference: Reference) -> list[Scored]:
 
 
 def score_unseen(fitted: Sequence[Reference], others: Sequence[Reference], curves: Sequence[Curve] | None = None) -> list[Scored]:
-    """Predict rows that the curves have not seen.
+    """Predict rows to which the curves were not fitted, and compare the predictions with the measured rates.
 
-    Rows of `others` are predicted from the curves. Rows of `fitted` are predicted from curves that were fitted without the rows
-    of their group, and later chapters from the run's own rows of chapter 1.1.
+    Args:
+        fitted: runs to which the stored curves were fitted. Each of their rows is predicted from a curve that is fitted without
+            the group of the row. Rows of later chapters are also predicted from the rows of chapter 1.1 of the same run.
+        others: other runs. Their rows are predicted from the curves.
+        curves: the curves. None uses the stored curves.
     """
     scored: list[Scored] = []
     made = list(curves) if curves is not None else [c for r in fitted for c in fit_curves(r, points_of(r))]
@@ -274,7 +288,10 @@ def _transfer(row: Row) -> Point | None:
 
 
 def _share(row: Row, stored: Prediction | None) -> Point | None:
-    """Return the point of a rate that a model of a step computes. Runs of earlier versions stored this rate as estimate."""
+    """Return the point of a rate whose ceiling was computed from the ceilings of the run, such as the rate of a training step.
+
+    Runs of earlier versions stored this ceiling as the estimate of the prediction.
+    """
     kind = STEP_PRODUCTS if row.metric == "taf_tflops" else ""
     if row.metric in ("images_per_s", "tokens_per_s", "samples_per_s"):
         kind = TRAINING_STEP if row.experiment in _TRAINING else REFERENCE_STEP if row.experiment in _STEPS else ""
@@ -302,7 +319,7 @@ def _held_out_errors(kind: str, points: Sequence[Point]) -> list[float]:
 
 
 def _held_out(kind: str, points: Sequence[Point], spread: float) -> list[Scored]:
-    """Predict each group of points from a curve through the other groups. A single group gives no prediction."""
+    """Predict the points of each group from a curve that is fitted to the other groups. A single group gives no predictions."""
     scored = []
     for group, same in _grouped(points, lambda point: point.group).items():
         others = [point for point in points if point.group != group]
@@ -329,7 +346,7 @@ def _score_held_out(reference: Reference, known: dict[tuple[str, str, str], Curv
 
 
 def _own_curve(reference: Reference, point: Point) -> Curve | None:
-    """Return the curve through rows of chapter 1.1 that the book uses for a row of a later chapter."""
+    """Return the curve that the book uses for a row of a later chapter. It is fitted to rows of chapter 1.1 of the same run."""
     if point.row.experiment in ("best_products", "operand_data"):
         return own_product_curve(reference.rows, reference.device, point.row.dtype)
     if point.row.experiment == "stream_formats":
@@ -385,7 +402,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def score_page(references: Sequence[Reference]) -> str:
-    """Return docs/predictions.md: the errors of predictions of runs, by whether the stored curves were fitted to the run."""
+    """Return the text of docs/predictions.md, which shows the errors of the predictions.
+
+    Runs to which the stored curves were fitted and other runs are shown separately.
+    """
     curves = read_curves()
     sources = {curve.source.split(" ")[0] for curve in curves}
     fitted = [reference for reference in references if reference.name in sources]

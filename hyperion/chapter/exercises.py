@@ -1,7 +1,7 @@
 """Exercises with automatic marking.
 
-The reader writes a check or a timer. The exercise applies it to objects that are correct and to objects that are broken on
-purpose, and reports whether it judges them correctly.
+The reader writes a check or a timer. The exercise applies the reader's function to a correct object, and to objects that are
+broken on purpose. Then it reports for which objects the function gave the right answer.
 """
 
 import numbers
@@ -26,7 +26,7 @@ def mutation_score(check: Callable[[Subject], bool], clean: Subject, mutants: Ma
     Args:
         check: function that returns True for an object that it considers correct. An exception counts as False.
         clean: the correct object. The check must return True for it.
-        mutants: the broken objects by a description of the fault. The check must return False for each of them.
+        mutants: the broken objects, as {description of the fault: object}. The check must return False for each of them.
 
     Returns:
         A table with one line for each object: its description, the answer of the check, and whether the answer was right.
@@ -45,7 +45,7 @@ def solved(score: pd.DataFrame) -> bool:
 
 @dataclass(frozen=True)
 class Question:
-    """A question of an exercise whose answer is a number. The notebook asks it, and does not contain its answer.
+    """A question of an exercise whose answer is a number. The notebook contains the question, but not the answer.
 
     Args:
         expected: the right answer.
@@ -69,9 +69,10 @@ class Question:
 
 
 class ToyDevice:
-    """A simulated device whose calls return before the work is done, as on a GPU. Its first call is slow, as with a compiler.
+    """A simulated asynchronous device: a call returns before its work is done, as on a GPU.
 
-    `launch()` queues 5 ms of work, and `synchronize()` waits until the queue is empty.
+    `launch()` adds 5 ms of work to a queue, and `synchronize()` waits until the queue is empty. The first launch takes longer, as
+    if a kernel were compiled.
     """
 
     work_s = 5e-3
@@ -100,10 +101,11 @@ class ToyDevice:
 
 
 def judge_timer(my_timer: Callable[[ToyDevice], float]) -> pd.DataFrame:
-    """Judge a timer on a simulated device: does it wait for the device, does it warm up, and does it repeat the measurement?
+    """Test the reader's timer on a simulated device. It must wait for the device, warm up, and repeat the measurement.
 
     Args:
-        my_timer: function that takes a ToyDevice and returns the time of one `launch()` after the warm-up, in seconds.
+        my_timer: function that takes a ToyDevice and returns the time of the work of one `launch()` after the warm-up, in
+            seconds.
 
     Returns:
         A table with one line for each fault: whether the timer avoids the fault, and what was observed.
@@ -138,7 +140,7 @@ class _ShiftedLM(_UnmaskedLM):
 
 
 def judge_leak_check(my_check: Callable[[torch.nn.Module], bool]) -> pd.DataFrame:
-    """Judge a check that tests whether a language model can see future tokens.
+    """Test the reader's check, which must find out whether a language model can see future tokens.
 
     Args:
         my_check: function that takes a model and returns True if the logits at position t do not depend on any token after t.

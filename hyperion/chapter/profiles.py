@@ -91,7 +91,7 @@ def default_profile(device_kind: str) -> str:
 
 
 def lineage(name: str) -> list[str]:
-    """Return the names of the ancestors of a profile, the oldest ancestor first, and then its own name."""
+    """Return the names of the profiles from which a profile inherits, the most distant one first, and then its own name."""
     parent = _declared()[name].get("parent")
     return [*(lineage(parent) if parent else ()), name]
 
@@ -142,7 +142,10 @@ def require_valid_sizes(profile: Profile) -> None:
 
 
 def reference_runs() -> list[Run]:
-    """Return the reference runs. Runs on real data come before runs on synthetic data, and runs with more GPUs come first."""
+    """Return the reference runs in order of preference.
+
+    Runs on real data come before runs on synthetic data. Within each of these two groups, runs with more GPUs come first.
+    """
     runs = [Run.open(path.parent) for path in sorted(reference_folder().glob("*/run.json"))]
 
     def place(run: Run) -> tuple:

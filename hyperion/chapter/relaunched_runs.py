@@ -10,8 +10,8 @@ from hyperion.measure import SIDES, Launched, Relaunched
 from hyperion.results import Run
 
 NOTEBOOK = "relaunch"
-# A param of every row. In each round, effects that are common to all launches of both versions are removed from the value and the
-# interval. The raw samples are stored without this correction.
+# A param of every row. A round is one launch of both versions. If a whole round was slower than the other rounds, this effect is
+# removed from the value and the interval. The raw samples are stored without this correction.
 _LEVELLED = {"turns": "levelled by round"}
 
 

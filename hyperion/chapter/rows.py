@@ -14,7 +14,8 @@ from hyperion.results import Estimate, Row, ratio_estimate
 from hyperion.results.rows import idle_rows
 from hyperion.units import MIB
 
-# If a call moves this many times the size of the last-level cache, at most a tenth of its traffic stays in the cache.
+# Smallest traffic of a call, as a multiple of the size of the last-level cache, for which the memory bandwidth is a limit. At
+# most a tenth of this traffic can stay in the cache.
 _CACHE_MULTIPLE = 10
 
 
@@ -72,26 +73,35 @@ def speedup_row(
     verification: Verification | None = None,
     **columns,
 ) -> Row:
-    """Return the row of the speed-up of `timing` over `baseline`. Both must have been timed in turn, so that drift cancels."""
+    """Return the row of the speed-up of `timing` over `baseline`.
+
+    Both must have been timed in turn, so that a drift of the clock cancels.
+    """
     ratio = ratio_estimate(timing.samples_s, baseline.samples_s)
     return timed_row(context, variant, "speedup", ratio, timing, verification, (None, why_no_limit), **columns)
 
 
 def checked(name: str, error: float, tolerance: float) -> dict:
-    """Return the columns of a check: what was compared, the error, and the largest error allowed."""
+    """Return the columns of a check.
+
+    Args:
+        name: name of the check, which says what was compared.
+        error: the error that was found.
+        tolerance: largest allowed error.
+    """
     return {"check": name, "check_error": error, "check_tolerance": tolerance}
 
 
 def check_columns(verification: Verification) -> dict:
-    """Return the columns of a check that store a verification."""
+    """Return the columns of a check, with the values of a verification."""
     return checked(verification.name, verification.error, verification.tolerance)
 
 
 def sample_frame(timing: Timing, variant: str, dtype: str, params: dict) -> pd.DataFrame:
-    """Return a table with one line for each raw sample: its time in seconds, and how it was taken.
+    """Return a table with one line for each raw sample: its time in seconds, and the conditions of the timing.
 
     Raises:
-        HarnessError: `params` states that the caches were "cold" or "hot", but the samples were taken in the other way.
+        HarnessError: `params` states that the caches were "cold" or "hot", but the samples were taken with the other state.
     """
     require_cache_label(params.get("cache"), timing.cold)
     return pd.DataFrame(
@@ -148,7 +158,10 @@ def bandwidth_limit(device: Device, traffic_bytes: int) -> tuple[float | None, s
 
 
 def link_limit(device: Device, collective: Collective, ranks: int) -> tuple[float | None, str]:
-    """Return (GB/s in one direction of all links that a device can use at the same time, source), or (None, reason)."""
+    """Return the limit of the bus bandwidth of a collective: (GB/s, source), or (None, reason why there is no limit).
+
+    It is the rate in one direction of all links that a device can use at the same time.
+    """
     found, reason = lookup(device)
     if found is None:
         return None, reason
@@ -158,7 +171,10 @@ def link_limit(device: Device, collective: Collective, ranks: int) -> tuple[floa
 
 
 def datasheet_ceilings(device: Device, dtype: str) -> tuple[Ceilings | None, str]:
-    """Return (ceilings from the data sheet for predictions, description of them), or (None, reason why there are none)."""
+    """Return (ceilings from the data sheet, description of these ceilings), or (None, reason why there are no ceilings).
+
+    Predictions use these ceilings.
+    """
     found, reason = lookup(device)
     if found is None:
         return None, reason
@@ -216,7 +232,7 @@ def absent_product(context: Context, variant: str, dtype: str, params: dict, rea
 
 
 def wrong_product(dtype: str, verification: Verification) -> str:
-    """Return the reason why the output of a matrix product is not valid for its number format, or "" if it is valid."""
+    """Return the reason why the output of a matrix product is wrong for its number format, or "" if it is correct."""
     if not verification.passed:
         return f"wrong output: relative error {verification.error:.3g} above {verification.tolerance:.3g}"
     if dtype == "tf32" and verification.error < FORMATS["fp32"].gemm_tolerance:
@@ -239,8 +255,8 @@ def maf_row(rows: Iterable[Row], dtype: str) -> Row | None:
 def stream_ceiling(rows: Iterable[Row]) -> Row | None:
     """Return the row of the fastest memory stream with the largest arrays, or None if the rows contain no streams.
 
-    Streams with smaller arrays do not count, because their data may come from a cache. Streams that were measured while others
-    used the cores count only if there are no other streams.
+    Streams with smaller arrays do not count, because their data may come from a cache. Streams that were measured while other
+    processes used the CPU cores count only if there are no other streams.
     """
     streams = [row for row in rows if row.metric == "bandwidth_gb_s" and row.value is not None and not row.hot]
     largest = max((row.params["elements"] for row in streams), default=None)

@@ -87,7 +87,7 @@ class Subject:
             raise HyperionError(
                 f"{self.package}.{name} cannot be imported: {type(error).__name__}: {error}",
                 where=_line_of(error, self.folder / f"{name}.py"),
-                next_step="correct the module, or install what it imports",
+                next_step="correct the module, or install the packages that it imports",
             ) from error
 
 
@@ -111,7 +111,7 @@ def subjects() -> tuple[Subject, ...]:
             raise HyperionError(
                 f"two subjects are called {subject.name!r}",
                 where=f"{other.folder} and {subject.folder}",
-                next_step="rename the folder of one of them",
+                next_step="rename the folder of one of the two subjects",
             )
         for metric in subject.module("metrics").METRICS if "metrics" in subject.modules else ():
             register_metric(metric)
@@ -129,7 +129,7 @@ def subject_of(experiment: str) -> Subject | None:
         raise HyperionError(
             f"two subjects have a module {experiment!r}",
             where=" and ".join(str(owner.folder) for owner in owners),
-            next_step="rename the module of one of them",
+            next_step="rename one of the two modules",
         )
     return owners[0] if owners else None
 
@@ -164,7 +164,7 @@ def experiment_named(name: str) -> Experiment:
 
 
 def _line_of(error: Exception, module: Path) -> str:
-    """Return the file and the line where an import failed. If the module's own code is on the stack, this is its line."""
+    """Return the file and the line where an import failed. If possible, this is a line of the module itself."""
     if isinstance(error, SyntaxError) and error.filename:
         return f"{error.filename}:{error.lineno}"
     lines = [frame for frame in traceback.extract_tb(error.__traceback__) if Path(frame.filename) == module]
@@ -176,7 +176,7 @@ def _is_package(folder: Path) -> bool:
 
 
 def _installed(package: str) -> Subject:
-    """Return the subject of an entry point. This function finds the package without importing it."""
+    """Return the subject that an entry point names. The package is found without importing it."""
     places = sys.path
     for depth, part in enumerate(package.split(".")):
         spec = PathFinder.find_spec(".".join(package.split(".")[: depth + 1]), places) if part else None

@@ -18,7 +18,8 @@ from hyperion.processes import Job, report_progress, run_job, run_ranks
 from hyperion.processes.job import entry_of, load_entry
 from hyperion.results import Row
 
-# A new process spends more time on starting Python and torch than on its work, and it uses a whole core during the start.
+# Cores for each process, and smallest and largest number of processes. Starting Python and torch takes a new process longer than
+# its work, and the start uses a whole core.
 _CORES_EACH, _FEWEST, _MOST = 2, 2, 8
 _CONTEXT, _ROWS = TypeAdapter(Context), TypeAdapter(list[Row])
 
@@ -43,8 +44,8 @@ def run_variant(context: Context, report: Report, function: Callable[..., Result
     Args:
         context: context of the experiment.
         report: function that is called with the progress.
-        function: the function. It must be defined at the top level of a module, so that the worker can import it.
-        params: keyword arguments that can be converted to JSON.
+        function: the function to call. It must be defined at the top level of a module, so that the new process can import it.
+        params: keyword arguments of the function. They must be convertible to JSON.
 
     Raises:
         JobError: the function raised an exception, the process was killed, or it took longer than the experiment's `timeout_s`.
@@ -119,7 +120,7 @@ def run_side_by_side(context: Context, report: Report, function: Callable[..., R
 
     Args:
         context, report, function: as in `run_variant`.
-        variants: keyword arguments of each variant, which can be converted to JSON.
+        variants: keyword arguments of the function for each variant. They must be convertible to JSON.
 
     Returns:
         The results in the order of `variants`.
@@ -152,11 +153,11 @@ def run_side_by_side(context: Context, report: Report, function: Callable[..., R
 
 
 def run_counted(context: Context, report: Report, function: Callable[..., Result], variants: list[dict]) -> list[Result]:
-    """Run variants that count the bytes of their own tensors. The arguments and the result are as in `run_side_by_side`.
+    """Run variants that measure memory by counting the bytes of their tensors.
 
-    On an accelerator each variant runs in its own process, because the statistics of the memory allocator are also read. On a CPU
-    only the tensors of a variant are counted. Other variants do not change this number, so the variants run one after another in
-    this process.
+    On an accelerator, each variant runs in its own process, because it also reads the statistics of the memory allocator. On a
+    CPU, a variant counts only its own tensors. Other variants do not change this count, so all variants run one after another in
+    this process. The arguments and the result are the same as for `run_side_by_side`.
     """
     if context.device.kind != "cpu":
         return run_side_by_side(context, report, function, variants)
@@ -188,18 +189,18 @@ def _samples_file(context: Context, rank: int | None = None) -> Path:
 
 
 def packed(context: Context) -> dict:
-    """Return a context as values that can be converted to JSON, with the definitions of the metrics of its upstream rows."""
+    """Return a context as a dict that can be converted to JSON, with the definitions of the metrics of its upstream rows."""
     upstream = [replace(row, own_metric=row.definition) for row in context.upstream]
     return _CONTEXT.dump_python(replace(context, upstream=upstream), mode="json")
 
 
 def restored(values: dict) -> Context:
-    """Return the context that `packed` converted to values."""
+    """Return the context from the dict that `packed` has made."""
     return _CONTEXT.validate_python(values)
 
 
 def unpacked(answer: dict, samples_file: Path) -> Result:
-    """Return the result from the answer of a worker and from its file of samples. The file is then deleted."""
+    """Return the result of a worker process from its answer and its file of samples. The file is deleted."""
     samples = pd.read_parquet(samples_file)
     samples_file.unlink()
     return Result(_ROWS.validate_python(answer["rows"]), samples, answer["source"])

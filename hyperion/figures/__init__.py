@@ -1,1 +1,1 @@
-"""Style, number formats and tables of all figures. This package does not import torch."""
+"""Functions for figures and tables: style of figures, numbers as text, and tables of rows. This package does not import torch."""

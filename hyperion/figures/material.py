@@ -1,4 +1,6 @@
-"""The material of figures and pages: rows, samples and predictions of a run, and functions that format numbers as text.
+"""The material from which figures and pages are made: the rows, samples and predictions of a run.
+
+The module also has functions that format numbers as text.
 
 This module imports neither torch nor matplotlib, because functions that print to the terminal also use it.
 """
@@ -66,7 +68,7 @@ class Material:
 
     @cached_property
     def finished(self) -> dict[str, dict]:
-        """Entries of the stored experiments by "notebook/experiment", as `Run.experiments` returns them."""
+        """Entries of the stored experiments, by "notebook/experiment". `Run.experiments` describes the entries."""
         return self.run.experiments()
 
     @cached_property
@@ -76,16 +78,20 @@ class Material:
 
     @cached_property
     def image_caveat(self) -> str:
-        """A sentence that limits the accuracies of this run, or "" if CIFAR-10 was official or no accuracy was measured.
+        """A sentence that says why the accuracies of this run cannot be compared with published ones.
 
-        The provenance of an experiment states the checksum of its data, and whether the files are the publisher's.
+        It is "" if the run used the official CIFAR-10, or if it measured no accuracy. The provenance of an experiment states the
+        checksum of its data, and whether the publisher's checksums confirm the files.
         """
         measured_on = {(row.notebook, row.experiment): row.data_source for row in self.rows if row.metric in ACCURACIES}
         caveats = [_image_caveat(self._data_of(*pair), source) for pair, source in sorted(measured_on.items())]
         return next(filter(None, caveats), "")
 
     def _data_of(self, notebook: str, experiment: str) -> dict:
-        """Return the identity of the data sets of an experiment by name. For a replay it is in the reference run."""
+        """Return the identity of each data set of an experiment, by the name of the data set.
+
+        For a replayed experiment, it is read from the reference run.
+        """
         reference, entries = self.replayed_from(notebook, experiment), self.finished
         if reference and (folder := reference_folder() / reference).is_dir():
             entries = Run.open(folder).experiments()
@@ -93,7 +99,7 @@ class Material:
 
     @cached_property
     def drawn(self) -> dict[str, bytes | None]:
-        """Figures that were already drawn, as PNG by name. It is the cache of hyperion.book.outline.picture."""
+        """The figures that were already drawn, as {name: PNG}. `hyperion.book.outline.picture` uses it as a cache."""
         return {}
 
     @property
@@ -121,7 +127,7 @@ class Material:
 
     @cached_property
     def _steadiness(self) -> dict[tuple[str, str, str, str, str], str]:
-        """Steadiness of each timed series, by notebook, experiment, variant, dtype and parameters as JSON."""
+        """Text about the steadiness of each timing, by (notebook, experiment, variant, dtype, parameters as JSON)."""
         found, stored = {}, self.run.hashes()
         for notebook, experiment in self.experiments:
             if samples_name(notebook, experiment) not in stored:
@@ -132,7 +138,7 @@ class Material:
             series = samples.dropna(subset=["params", "unsteady"]).drop_duplicates(["variant", "dtype", "params"])
             for line in series.to_dict("records"):
                 key = (notebook, experiment, line["variant"], line["dtype"], _canonical(json.loads(line["params"])))
-                # The text states both reasons, separated by a semicolon.
+                # If there are two reasons, the text in "unsteady" states both, separated by a semicolon.
                 drifts = line["unsteady"] and (line["warm"] or ";" in line["unsteady"])
                 reasons = [] if line["warm"] else ["warm-up"]
                 reasons += [f"drift {100 * line['drift']:+.1f} %"] if drifts else []
@@ -143,8 +149,8 @@ class Material:
         """Return whether the device was in a steady state while the samples of a row were taken.
 
         Returns:
-            "yes", or "no" with the reason: the times still changed at the end of the warm-up, or they drifted while they were
-            sampled. "" if the row was not timed, or its samples do not state it.
+            "yes", or "no" with the reason. There are two possible reasons: the times still changed at the end of the warm-up, or
+            they drifted during the timing. "" if the row was not timed, or if its samples do not state the steadiness.
         """
         return self._steadiness.get((row.notebook, row.experiment, row.variant, row.dtype, _canonical(row.params)), "")
 
@@ -171,11 +177,13 @@ _NOT_COMPARABLE = "accuracies and times to an accuracy cannot be compared with p
 
 
 def _image_caveat(data: dict, source: str) -> str:
-    """Return what limits accuracies on this copy of CIFAR-10, or "" if its files are official or the images are synthetic.
+    """Return a sentence that says why accuracies on this copy of CIFAR-10 cannot be compared with published ones.
+
+    Return "" if the files of CIFAR-10 are official, or if the images are synthetic.
 
     Args:
-        data: identity of the data sets. That of CIFAR-10 has its place, its checksum, and whether it is official. Runs of earlier
-            versions do not state the last.
+        data: identity of the data sets, by name. The identity of CIFAR-10 states its place, its checksum, and whether the files
+            are official. In runs of earlier versions it does not state whether the files are official.
         source: data source of the rows.
     """
     entry = data.get("cifar-10") or {}
@@ -210,7 +218,7 @@ def select(rows: Iterable[Row], **wanted) -> list[Row]:
 
 
 def measured(rows: Iterable[Row]) -> list[Row]:
-    """Return the rows that have a value. `values` returns their values."""
+    """Return the rows that have a value. Use `values` to get the values of these rows."""
     return [row for row in rows if row.value is not None]
 
 
@@ -223,7 +231,7 @@ def values(rows: Iterable[Row]) -> list[float]:
     return [not_none(row.value) for row in rows]
 
 
-# In `Plot.experiment`: the figure belongs to the whole run and not to one experiment.
+# Value of `Plot.experiment` for a figure that belongs to the whole run and not to one experiment.
 ALL = "all"
 
 
@@ -247,10 +255,10 @@ class Plot:
 
 
 def made_from_rows(what: str) -> Callable[[Callable[Parameters, Made]], Callable[Parameters, Made]]:
-    """Decorate a function that makes a table or a figure, so that unusable rows raise a HyperionError.
+    """Return a decorator for functions that make a table or a figure, so that unusable rows raise a HyperionError.
 
-    Stored rows follow the rules of their metrics, but their parameters are not checked. In a run from another person, a parameter
-    may be missing or may have another type.
+    When rows are stored, their parameters are not checked. So in a run from another person, a parameter may be missing or may
+    have another type.
 
     Args:
         what: name of the table or the figure. It is the subject of the error message.
@@ -292,7 +300,10 @@ def number(value: float | None, digits: int = 4) -> str:
 
 
 def number_within(value: float | None, low: float | None, high: float | None) -> str:
-    """Return `value` as text, rounded to the second significant digit of the width of its interval. Further digits are noise."""
+    """Return `value` as text, rounded as precisely as its interval allows. Further digits would be noise.
+
+    The last digit that is shown is the second significant digit of the width of the interval.
+    """
     decimals = _decimals(value, low, high)
     return number(value) if value is None or decimals is None else f"{value:,.{decimals}f}"
 

@@ -1,4 +1,7 @@
-"""Tables that others published, with their source and their known defects. No number of these tables is stored as our result."""
+"""Tables of measurements that others have published, with their source and their known defects.
+
+No number of these tables is stored as a result of this library.
+"""
 
 import functools
 import tomllib
@@ -49,7 +52,7 @@ def published_baseline() -> pd.DataFrame:
 
 
 def published_tables(*names: str) -> list[tuple[str, pd.DataFrame, str]]:
-    """Return (caption, table with texts as cells, known defects) for each table. Numbers have the digits of the publication.
+    """Return (caption, table, known defects) for each table. The cells are texts with all digits of the publication.
 
     Args:
         names: any of gemm, bandwidth, baseline, batch_scaling, scaling, llama_lora and compilation. Without names, all tables
@@ -101,7 +104,7 @@ def _as_published(value: str | float) -> str:
 
 
 def published_source() -> dict[str, str]:
-    """Return the source of the published tables: title, machine, and where they were found."""
+    """Return the source of the published tables, with the keys title, machine and found_in."""
     return dict(_content()["source"])
 
 

@@ -1,4 +1,8 @@
-"""The style of all figures: colours for colour-blind readers, each with its own marker, and reproducible PNG files."""
+"""The style of all figures.
+
+Colours can be distinguished by colour-blind readers, and each colour has its own marker. The same figure always gives the same
+PNG file.
+"""
 
 import io
 import textwrap
@@ -57,11 +61,12 @@ def look(name: str, position: int = 0) -> dict[str, Any]:
     A number format or a memory operation has the same colour and marker in every figure.
 
     Args:
-        name: name of the series.
-        position: number of the series in the figure. It selects the style of all other names.
+        name: name of the series, for example a number format.
+        position: number of the series in the figure. It selects the style if the name is neither a number format nor a memory
+            operation.
     """
     index = _FIXED.get(name.split("_")[0], position)
-    # After the last colour, the colours are paired with other markers, so that the eighth series does not look like the first.
+    # When all colours are used, they are used again with other markers. So the eighth series does not look like the first.
     return {"color": COLOURS[index % len(COLOURS)], "marker": MARKERS[(index + index // len(COLOURS)) % len(MARKERS)]}
 
 
@@ -77,7 +82,7 @@ def new_figure(
 
     Args:
         title: what the figure shows.
-        machine: the machine on which it was measured. It is a part of the title.
+        machine: name of the machine on which the values were measured. It becomes a part of the title.
         panels: number of panels in each row.
         lines: number of rows.
         width, height: size in inches. A width of 0 selects a default width.
@@ -104,8 +109,8 @@ def absences(rows: Iterable[Row], name: Callable[[Row], str], limit_name: Callab
 
     Args:
         rows: the rows.
-        name: function that returns the name of a row without a value.
-        limit_name: function that returns the name of a row without a limit; default: `name`.
+        name: function that returns the name of a row without a value, for the note.
+        limit_name: function that returns the name of a row without a limit, for the note. None uses `name`.
     """
     missing: dict[str, dict[str, None]] = {}
     for row in rows:
@@ -145,7 +150,15 @@ def limit_line(axes: Axes, value: float, label: str, colour: str, size: float = 
 
 
 def write_at(axes: Axes, text: str, place: tuple[Any, Any], offset: tuple[float, float], **style: Any) -> None:
-    """Write a text into the panel. `offset` moves it by points, and `style` contains options of `Axes.annotate`."""
+    """Write a text into the panel.
+
+    Args:
+        axes: the panel.
+        text: the text.
+        place: (x, y) of the text in the units of the axes.
+        offset: distance of the text from this place, as (x, y) in points.
+        style: options of `Axes.annotate`.
+    """
     axes.annotate(text, place, xytext=offset, textcoords="offset points", **style)
 
 

@@ -1,7 +1,8 @@
 """Convert rows to tables: a table of numbers for computations, a table of texts for readers, and Markdown or HTML for pages.
 
-A table for readers contains one metric, so that its header can contain the unit. Properties in which its rows differ (variant,
-dtype, parameters) become columns. Properties that all its rows share go into the caption.
+A table for readers contains one metric, so that its header can contain the unit. The properties of a row are its variant, its
+dtype and its parameters. If the rows of a table differ in a property, the property is a column. If all rows have the same value,
+the property is in the caption.
 """
 
 import json
@@ -16,7 +17,8 @@ from hyperion.figures.material import ACCURACIES, interval, made_from_rows, numb
 from hyperion.results import Prediction, Row, metric_named
 from hyperion.untrusted import printable
 
-# Of a timing, it is the interval within one launch. Launches differ more: other memory addresses, clocks and neighbours.
+# Header of the column of the interval. For a timing, this interval describes the scatter within one launch of the program. Two
+# launches differ more, because they have other memory addresses, clocks and other work on the machine.
 INTERVAL = "95 % interval"
 PREDICTED_INTERVAL = "80 % interval of the prediction"
 
@@ -67,10 +69,10 @@ def metric_table(
 ) -> pd.DataFrame:
     """Return the rows of one metric as a table of texts.
 
-    The columns are the properties in which the rows differ, the value with its 95 % interval, whether its samples were steady,
-    the limit and the share of the limit, the prediction with its 80 % interval and its error, and the check. Runs of earlier
-    versions stored ceilings as predictions: these have a column of their own. A row without a value shows the reason. Empty
-    columns are left out.
+    The first columns are the properties in which the rows differ. Then there are columns for the value with its 95 % interval,
+    whether its samples were steady, the limit and the share of the limit, the prediction with its 80 % interval and its error,
+    and the check. Runs of earlier versions stored ceilings as predictions; such ceilings have their own column. For a row without
+    a value, the table shows the reason. Empty columns are left out.
 
     Args:
         rows: the rows. Rows of other metrics are ignored.
@@ -83,7 +85,7 @@ def metric_table(
     """
     chosen = [row for row in rows if row.metric == metric]
     if not chosen:
-        raise HyperionError(f"no row of {metric}", next_step="run the experiment that produces it")
+        raise HyperionError(f"no row of {metric}", next_step=f"run the experiment that measures {metric}")
     unit = chosen[0].unit
     identity = pd.DataFrame([_identity(row) for row in chosen], dtype=object)
     differing = [c for c in identity if len(set(identity[c].map(text_of))) > 1 or len(chosen) == 1 and c == "variant"]
@@ -97,7 +99,7 @@ def shared_identity(rows: Iterable[Row]) -> str:
     """Return the dtype and the parameters that all rows share, as text for a caption, such as "cache cold · dtype fp32"."""
     identity = pd.DataFrame([_identity(row) for row in rows], dtype=object)
     shared = [c for c in identity if len(set(identity[c].map(text_of))) == 1 and text_of(identity[c].iloc[0])]
-    # A caption does not show hashes, because they are not readable. They are in rows.csv.
+    # A caption does not show hashes, because readers cannot use them. They are in rows.csv.
     shown = [column for column in shared if column != "variant" and not column.endswith("sha256")]
     return " · ".join(f"{column} {text_of(identity[column].iloc[0])}" for column in shown)
 
@@ -143,7 +145,10 @@ def phase_table(rows: Iterable[Row]) -> pd.DataFrame:
 
 
 def is_floor(row: Row) -> bool:
-    """Return True if the limit of the row is the lowest possible loss or perplexity. A share of such a limit has no meaning."""
+    """Return True if the limit of the row is the lowest possible loss or perplexity.
+
+    The value divided by such a limit has no useful meaning, so tables do not show it.
+    """
     return row.unit in ("nats", "perplexity", "bits")
 
 
@@ -160,7 +165,7 @@ def _markdown_cell(cell) -> str:
 
 
 def markdown_text(value) -> str:
-    """Return a value as Markdown that shows the value on one line. HTML, links and pictures in the value are shown as text."""
+    """Return a value as Markdown text on one line. HTML, links and pictures in the value have no effect and are shown as text."""
     text = escape(" ".join(printable(str(value)).split("\n")), quote=False)
     return text.replace("\\", "&#92;").replace("](", "]&#40;").replace("`", "&#96;")
 
@@ -230,7 +235,7 @@ def _identity(row: Row) -> dict:
 
 
 def identity_of(variant: str, dtype: str, rank: int | None, params: dict) -> dict:
-    """Return the properties that distinguish a row or a prediction from others, by column. M, N and K share one column."""
+    """Return the properties that distinguish a row or a prediction from others, as {column: value}. M, N and K are one column."""
     named = {"variant": variant, "dtype": dtype, "rank": rank}
     params = dict(params)
     if {"m", "n", "k"} <= params.keys():
@@ -242,7 +247,7 @@ def identity_of(variant: str, dtype: str, rank: int | None, params: dict) -> dic
 def _value_columns(row: Row, unit: str, steady: str, interval_header: str, stored: Prediction | None) -> dict[str, str]:
     shown = number_within(row.value, row.ci_low, row.ci_high) if row.value is not None else "none"
     floor = is_floor(row)
-    # A prediction without an estimate has only a ceiling. If this is the limit, it has a column already.
+    # A prediction without an estimate has only a ceiling. If the ceiling is the limit of the row, the table already shows it.
     ceiling = stored is not None and (stored.is_ceiling or stored.estimate is None and stored.ceiling != row.limit)
     return {
         f"{row.metric}{unit}": shown,
@@ -296,9 +301,8 @@ def _right(numeric: bool) -> str:
 def prediction_table(predictions: pd.DataFrame) -> pd.DataFrame:
     """Return a table with one line for each prediction: variant and parameters, the reader's guess, and the library's prediction.
 
-    If there are ceilings, the table shows them in a column of their own. A line with neither guess nor prediction nor ceiling is
-    omitted. The first prediction is always shown, because the reader is asked to
-    guess it.
+    If there are ceilings, they have their own column. A line without guess, prediction and ceiling is left out. The first line is
+    always shown, because the reader guesses its value.
 
     Args:
         predictions: columns variant, dtype, params (dict), metric, guess, ceiling, estimate, low, high, basis.
@@ -329,7 +333,8 @@ def prediction_table(predictions: pd.DataFrame) -> pd.DataFrame:
 def prediction_basis(predictions: pd.DataFrame) -> list[str]:
     """Return sentences that say how the predictions were computed, or why there is no prediction.
 
-    There is one sentence for each explanation. If there are several, each sentence names its number formats or variants.
+    Predictions with the same explanation share one sentence. If there are several explanations, each sentence names the number
+    formats or the variants to which it applies.
     """
     groups: dict[tuple[str, str], dict[str, None]] = {}
     for line in predictions.to_dict("records"):

@@ -1,1 +1,1 @@
-"""Models, data and training recipes that several subjects share."""
+"""Models, data and training recipes that are shared by the experiments of several subjects."""

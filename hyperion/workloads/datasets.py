@@ -16,12 +16,12 @@ from hyperion.data import (
 from hyperion.data.store.overlap import TOLERANCE, SplitOverlap
 from hyperion.results import Row
 
-# Data sets that `text` and `images` load, by the names of `hyperion.data.prepare.catalog`.
+# Names of the data sets that `text` and `images` load, as in `hyperion.data.prepare.catalog`.
 TEXT, IMAGES = ("wikitext-2", "gpt2"), ("cifar-10",)
 
 
 def text(context: Context) -> tuple[TextCorpus, Tokenizer, PreparedText]:
-    """Return WikiText-2 or the synthetic corpus, its tokenizer, and its token streams on disk."""
+    """Return (corpus, tokenizer, token streams on disk). The corpus is WikiText-2 or the synthetic corpus."""
     corpus = load_wikitext2(
         context.data_source,
         allow_synthetic=context.allow_synthetic,
@@ -34,7 +34,7 @@ def text(context: Context) -> tuple[TextCorpus, Tokenizer, PreparedText]:
 
 
 def images(context: Context) -> tuple[ImageSet, PreparedImages]:
-    """Return CIFAR-10 or the synthetic images, and their arrays on disk."""
+    """Return (images, their arrays on disk). The images are CIFAR-10 or the synthetic images."""
     image_set = load_cifar10(
         context.data_source,
         allow_synthetic=context.allow_synthetic,
@@ -45,11 +45,12 @@ def images(context: Context) -> tuple[ImageSet, PreparedImages]:
 
 
 def proof_rows(context: Context, loaded: TextCorpus | ImageSet, prepared: PreparedText | PreparedImages) -> list[Row]:
-    """Return rows about the authenticity of the data and the overlap of their splits.
+    """Return rows that show whether the data are authentic and whether their splits overlap.
 
-    The first row has the share of files that have the publisher's checksum. For synthetic data it has no value, because they have
-    no publisher. The other rows have, for each split, the share of records that another split contains too. Their check fails if
-    the share is above the tolerance of `hyperion.data.store.overlap`.
+    The value of the first row is the share of files whose checksum is the checksum of the publisher. For synthetic data the row
+    has no value, because they have no publisher. There is one more row for each split. Its value is the share of the records of
+    this split that another split also contains. The check of this row fails if the share is above the tolerance of
+    `hyperion.data.store.overlap`.
     """
     checksums = loaded.checksums
     params = {"what": "files with the publisher's checksum"}
@@ -77,6 +78,9 @@ def proof_rows(context: Context, loaded: TextCorpus | ImageSet, prepared: Prepar
 
 
 def vocabulary_row(context: Context) -> Row | None:
-    """Return the row with the size of the vocabulary. It is None if the experiment `text_pipeline` has not run in this run."""
+    """Return the row with the size of the vocabulary, which the experiment `text_pipeline` has measured.
+
+    Return None if this experiment has not run in this run.
+    """
     counted = (r for r in context.upstream if r.experiment == "text_pipeline" and r.params.get("what") == "vocabulary")
     return next(counted, None)

@@ -1,4 +1,8 @@
-"""Fine-tuning of a Llama: data, base model, adapters and their checks, and bytes and FLOPs of a step from shapes."""
+"""Functions for the fine-tuning of a Llama.
+
+They load the data and the base model, add and check LoRA adapters, and compute the bytes and FLOPs of a step from the shapes of
+the model. In this module, an instruction row (or row) is one training example: a prompt and its completion.
+"""
 
 import contextlib
 import io
@@ -51,12 +55,12 @@ from hyperion.training import (
 from hyperion.training.lora import ATTENTION
 from hyperion.training.lora import CONFIG as ADAPTER
 
-# Data sets that fine-tuning loads, by the names of `hyperion.data.prepare.catalog`.
+# Names of the data sets that fine-tuning loads, as in `hyperion.data.prepare.catalog`.
 DATA = ("instructions", "gpt2", "llama")
 RANK, ALPHA = 16, 32  # rank and scale of the LoRA adapters
 LORA, FULL = "LoRA", "full fine-tuning"
-LOADED_TOLERANCE = 1e-5  # tolerance for adapters that were saved and loaded, which copies float32 values
-_TRAINED_BYTES = 16  # per parameter that AdamW trains: weight, gradient and two moments in float32
+LOADED_TOLERANCE = 1e-5  # tolerance for the logits after adapters were saved and loaded; this copies float32 values
+_TRAINED_BYTES = 16  # bytes for each trained parameter: weight, gradient and the two moments of AdamW, all in float32
 _WARMUP_SHARE = 0.1
 _PROBE_ROWS = 4
 
@@ -66,8 +70,9 @@ class FineTuningOptions(Options):
 
     Args:
         model: name of a random configuration, for example "random_llama_1b".
-        real_weights: whether to use the folder llama/ of the mirror or the cache instead of `model`, if it exists.
-        sequence_length: largest number of tokens of a row.
+        real_weights: if True, and if the mirror or the cache has a folder llama/, use the weights in this folder instead of
+            `model`.
+        sequence_length: largest number of tokens in a row.
         batch_size: number of rows in one optimizer step, on all ranks together.
         held_out_rows: number of held-out rows to use. None uses all of them.
         steps: number of optimizer steps.
@@ -87,7 +92,7 @@ class FineTuningOptions(Options):
     steady_time_limit_s: float
 
     def data(self, context: Context, quiet: bool = False) -> "FineTuningData":
-        """Return the tokenized rows, see `fine_tuning_data`."""
+        """Return the tokenized instruction rows, as `fine_tuning_data` loads them."""
         return fine_tuning_data(
             context,
             self.model,
@@ -100,11 +105,15 @@ class FineTuningOptions(Options):
 
 @dataclass(frozen=True)
 class FineTuningData:
-    """Tokenized instruction rows and the name of the model they are for.
+    """Tokenized instruction rows, and the model for which they are tokenized.
 
     Attributes:
-        model: name in rows, which is the name of a random configuration or of a folder.
-        weights: argument of `load_llama`, which is the name of a random configuration or a folder.
+        rows: the instruction rows as text.
+        tokenizer: tokenizer of the model.
+        train: tokenized rows for the training.
+        held_out: tokenized rows for the evaluation.
+        model: name of the model in the rows of results. It is the name of a random configuration or of a folder.
+        weights: first argument of `load_llama`. It is the name of a random configuration or the path of a folder.
     """
 
     rows: InstructionSet
@@ -126,12 +135,14 @@ def fine_tuning_data(
 ) -> FineTuningData:
     """Load the instruction rows of the context's data source and tokenize them for a model.
 
-    A folder or a model of the hub has its own tokenizer, which is used.
+    If the model is a folder or a model of the Hugging Face hub, its own tokenizer is used.
 
     Args:
-        model: a random configuration, a folder, or a model of the hub.
+        context: context of the experiment.
+        model: name of a random configuration, path of a folder, or name of a model of the Hugging Face hub.
         sequence_length: largest number of tokens in a row.
-        real_weights: whether to use the folder llama/ of the mirror or the cache instead of `model`, if it exists.
+        real_weights: if True, and if the mirror or the cache has a folder llama/, use the weights in this folder instead of
+            `model`.
         held_out_rows: number of held-out rows. None uses all of them.
         quiet: if True, do not print the data source.
     """
@@ -164,20 +175,26 @@ def base_model(context: Context, data: FineTuningData, dtype: torch.dtype) -> nn
 
 
 def with_lora(base: nn.Module, seed: int, rank: int = RANK, alpha: float = ALPHA) -> LlamaLM:
-    """Return the base with new adapters on the attention projections, initialised from the seed."""
+    """Return the base model with new LoRA adapters on the attention projections. Their weights are drawn from the seed."""
     seed_everything(seed)
     return LlamaLM(add_lora(base, rank, alpha))
 
 
 def frozen_dtype(precision: Precision) -> torch.dtype:
-    """Return the dtype of a frozen base. It is the dtype of the computation, because frozen weights are never updated."""
+    """Return the dtype in which a frozen base model is stored.
+
+    It is the dtype of the computation. Frozen weights are never updated, so they need no float32 copy.
+    """
     return torch.bfloat16 if precision.dtype == "bf16" else torch.float32
 
 
 def fine_tuning_engine(
     context: Context, options: FineTuningOptions, model: nn.Module, precision: Precision, **engine_options: Any
 ) -> LanguageEngine:
-    """Return an engine with AdamW without weight decay, and a warm-up and a cosine over the steps of the options."""
+    """Return a training engine with AdamW without weight decay.
+
+    The learning rate has a warm-up and then falls along a cosine, over the number of steps in the options.
+    """
     rate, steps = options.learning_rate, options.steps
     schedule = WarmupCosine(rate, math.ceil(_WARMUP_SHARE * steps), steps + 1)
     optimizer = adamw(model, rate, weight_decay=0.0)
@@ -189,10 +206,10 @@ class TokenCounts:
     """Token counts of one batch of instruction rows.
 
     Attributes:
-        positions: positions that the step computes, padding included.
-        tokens: tokens of prompts and completions.
-        completion_tokens: tokens that carry a loss.
-        length: mean number of tokens of a row.
+        positions: number of positions that the step computes, including padding.
+        tokens: number of tokens of prompts and completions.
+        completion_tokens: number of tokens that have a loss.
+        length: mean number of tokens in a row.
     """
 
     positions: int
@@ -202,7 +219,10 @@ class TokenCounts:
 
 
 def count_tokens(batch: tuple[Tensor, Tensor]) -> TokenCounts:
-    """Count the tokens of a batch (inputs, targets). Each row's inputs end one token before its last target."""
+    """Count the tokens of a batch, which is a pair (inputs, targets).
+
+    In each row, the last input that counts is the token before the last target.
+    """
     inputs, targets = (side.cpu() for side in batch)
     scored = targets >= 0  # targets without a loss are IGNORE_INDEX, which is negative
     last = torch.where(scored, torch.arange(targets.shape[1]), 0).max(dim=1).values
@@ -211,35 +231,40 @@ def count_tokens(batch: tuple[Tensor, Tensor]) -> TokenCounts:
 
 
 def shape_of(model: nn.Module) -> LlamaShape:
-    """Return the shape of a Llama of transformers."""
+    """Return the shape of a Llama model of the library transformers."""
     config = model.config
     return LlamaShape(**{field.name: getattr(config, field.name) for field in fields(LlamaShape)})
 
 
 def state_bytes(shape: LlamaShape, method: str, dtype: str) -> int:
-    """Return the bytes of weights, gradients and AdamW's moments. All of them exist at the end of the backward pass.
+    """Return the bytes of the weights, the gradients and the moments of AdamW at the end of the backward pass.
 
-    A frozen base is stored in the dtype of the computation. Trained weights are float32, because with 16 bits the
+    A frozen base model is stored in the dtype of the computation. Trained weights are stored in float32. In a 16-bit format, the
     small updates of fine-tuning would be rounded to zero.
+
+    Args:
+        shape: shape of the model.
+        method: LORA or FULL.
+        dtype: number format of the computation.
     """
     frozen = 0 if method == FULL else llama_parameter_count(shape) * (2 if dtype == "bf16" else 4)
     return frozen + _TRAINED_BYTES * trained_parameters(shape, method)
 
 
 def trained_parameters(shape: LlamaShape, method: str) -> int:
-    """Return the number of parameters that the method trains."""
+    """Return the number of parameters that the method (LORA or FULL) trains."""
     return llama_parameter_count(shape) if method == FULL else llama_lora_parameter_count(shape, RANK, ATTENTION)
 
 
 def step_flops(shape: LlamaShape, method: str, length: int) -> ModelFlops:
-    """Return the FLOPs of one token of a row of `length` tokens."""
+    """Return the FLOPs of a training step per token, for rows of `length` tokens. `method` is LORA or FULL."""
     return llama_flops_per_token(shape, length, RANK, ATTENTION) if method == LORA else llama_flops_per_token(shape, length)
 
 
 def least_flops(shape: LlamaShape, method: str, counts: TokenCounts) -> float:
-    """Return the FLOPs per token that every implementation needs.
+    """Return the FLOPs of a training step per token that every implementation must compute.
 
-    Attention is not counted, and the head is counted only for tokens with a loss.
+    Attention is not counted. The head is counted only for tokens that have a loss.
     """
     whole = step_flops(shape, method, 0).forward_backward
     head = 2 * shape.vocab_size * shape.hidden_size * (2 if method == LORA else 3)
@@ -247,9 +272,10 @@ def least_flops(shape: LlamaShape, method: str, counts: TokenCounts) -> float:
 
 
 def load_base_and_adapter(context: Context, data: FineTuningData, path: Path, dtype: torch.dtype) -> LlamaLM:
-    """Return a new base model with the saved adapters.
+    """Return a new base model with the adapters of a checkpoint.
 
-    The model first gets other adapters. If the checkpoint were not loaded, the logits would therefore differ.
+    Before the checkpoint is loaded, the model gets adapters with other weights. So if loading had no effect, the logits would be
+    different, and a test would find this.
 
     Raises:
         CheckpointError: the adapters were trained on another base.
@@ -262,7 +288,18 @@ def load_base_and_adapter(context: Context, data: FineTuningData, path: Path, dt
 def equality_row(
     context: Context, data: FineTuningData, variant: str, what: str, difference: float, check: str, tolerance: float, **params
 ) -> Row:
-    """Return the row of a relative difference that must not exceed the tolerance."""
+    """Return the row of a relative difference.
+
+    Args:
+        context: context of the experiment.
+        data: the fine-tuning data, which name the model.
+        variant: variant of the row.
+        what: param of the row that says what was compared.
+        difference: value of the row.
+        check: name of the check.
+        tolerance: largest allowed difference. If the difference is larger, the check fails.
+        params: further params of the row.
+    """
     return context.error_row(
         variant,
         "relative_difference",
@@ -277,7 +314,7 @@ def equality_row(
 
 @torch.no_grad()
 def probe_logits(model: nn.Module, data: FineTuningData, device: str) -> Tensor:
-    """Return the float32 logits of the first held-out rows. Converts the model to float32."""
+    """Return the float32 logits of the first held-out rows. The model is converted to float32 and stays in this format."""
     width = int(data.held_out.sizes[:_PROBE_ROWS].max())
     inputs = torch.from_numpy(data.held_out.inputs[:_PROBE_ROWS, :width]).long().to(device)
     return model.float().eval()(inputs)
@@ -289,11 +326,16 @@ def largest_difference(values: Tensor, expected: Tensor) -> float:
 
 
 def require_llama(model: str) -> None:
-    """Check that training can start from a model. The model is not loaded. A model of the hub is checked after its download.
+    """Check that a training can start from a model, without loading the model.
+
+    A model of the Hugging Face hub is not checked here but after its download.
+
+    Args:
+        model: name of a random configuration, path of a folder, or name of a model of the hub.
 
     Raises:
-        HyperionError: the random configuration does not exist, the folder has an adapter instead of a model or is incomplete, or
-            the tokenizer does not fit the model.
+        HyperionError: there is no random configuration with this name. Or the folder is incomplete, it contains an adapter
+            instead of a model, or its tokenizer does not fit the model.
     """
     folder = expanded(model)
     if model.startswith("random_"):
@@ -310,7 +352,9 @@ def _require_no_adapter(folder: Path) -> None:
         adapter = json.loads((folder / ADAPTER).read_text(encoding="utf-8"))
         rank, base = adapter["r"], adapter.get("base_model_name_or_path")
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise HyperionError(f"{ADAPTER} cannot be read: {error!r}", where=folder, next_step="copy it again") from error
+        raise HyperionError(
+            f"{ADAPTER} cannot be read: {error!r}", where=folder, next_step=f"copy {ADAPTER} to this folder again"
+        ) from error
     raise HyperionError(
         f"the folder has an adapter of rank {rank} and not a model; training needs full weights and adds adapters of rank {RANK}",
         where=folder,

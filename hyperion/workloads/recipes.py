@@ -1,4 +1,7 @@
-"""Trainings on one or several ranks. A recipe describes a training, and `set_up` builds the engine and this rank's batches."""
+"""Training runs on one or several ranks.
+
+A recipe describes a training run. `set_up` builds the engine of a recipe and the batches of this rank.
+"""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
@@ -36,31 +39,32 @@ Task = Literal["language", "images", "llama"]
 Strategy = Literal["single", "ddp", "fsdp"]
 TASKS = ("language", "images", "llama")
 CLASSES = 10
-_HELD_OUT = 10  # one of this number of training images is held out
+_HELD_OUT = 10  # one in this number of training images is held out for evaluation
 T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """Description of a training in commands and profiles. It can be stored as JSON and is the same on every rank.
+    """Description of a training run, for commands and profiles. It can be stored as JSON, and it is the same on every rank.
 
     Args:
         task: "language" (WikiText-2), "images" (CIFAR-10) or "llama" (instruction rows).
-        model: name of a Transformer configuration; for images "resnet18"; for llama the name of a random configuration, or a
-            folder or hub name of real weights.
+        model: name of the model. For the task "language" it is a Transformer configuration, and for "images" it is "resnet18".
+            For "llama" it is a random configuration, or a folder or a model of the Hugging Face hub with real weights.
         strategy: "single", "ddp" or "fsdp".
-        precision: "auto", "fp32", "bf16", …: see `choose_precision`.
+        precision: number format, for example "fp32" or "bf16", or "auto". See `choose_precision`.
         batch_size: number of examples in one optimizer step, on all ranks together.
         learning_rate: largest learning rate. It is reached at the end of the warm-up, then it falls to zero along a cosine.
-        weight_decay: weight decay of AdamW or SGD.
+        weight_decay: weight decay of the optimizer.
         steps, epochs: length of the training. Exactly one of the two is given.
         warmup_share: length of the warm-up as a share of all steps.
         sequence_length: number of tokens in one example (language, llama).
         width: number of channels of the first stage (images).
         lora: whether to train adapters on frozen weights instead of all parameters (llama).
         records: number of training examples to use (images). None uses all examples that are not held out.
-        evaluation_batches: number of held-out batches that are scored at the end of an epoch, and of test batches that are
-            scored after the last step (images). None scores all of them, 0 scores none.
+        evaluation_batches: number of held-out batches for the evaluation at the end of an epoch. For images, it is also the
+            number of test batches for the evaluation after the last step. None uses all batches, and 0 switches the evaluation
+            off.
         checkpoint_every: number of steps between two checkpoints. None saves no checkpoints.
     """
 
@@ -90,7 +94,7 @@ class Recipe:
 
     @property
     def name(self) -> str:
-        """Name of model and strategy, for example "gpt2_124m_fsdp"."""
+        """Name of the training run. It consists of the model and the strategy, for example "gpt2_124m_fsdp"."""
         name = self.model.rstrip("/").rpartition("/")[2]
         part = f"_w{self.width}" if self.task == "images" else "_lora" if self.lora else ""
         return f"{name}{part}_{self.strategy}"
@@ -107,11 +111,12 @@ class Training:
     Attributes:
         engine: the model and its optimizer, distributed by the strategy of the recipe.
         batches: this rank's part of every batch.
-        validation: function that returns an iterable of the held-out batches. None if the recipe scores no held-out batches.
-        source: the data source.
-        base_sha256: SHA-256 of the frozen weights that the adapters belong to. Empty without adapters.
-        test: function that returns an iterable of batches of the test split, for one evaluation after the last step. None if the
-            recipe has no test split.
+        validation: function that returns an iterable of the held-out batches. None if the recipe has no evaluation on held-out
+            data.
+        source: name of the data source.
+        base_sha256: SHA-256 of the frozen weights that the adapters belong to. An empty string if the recipe has no adapters.
+        test: function that returns an iterable of the batches of the test split, for one evaluation after the last step. None if
+            the recipe has no test split.
     """
 
     engine: LanguageEngine | ImageEngine
@@ -133,10 +138,13 @@ def set_up(context: Context, recipe: Recipe) -> Training:
 
 
 def rank_zero_first(function: Callable[[], T]) -> T:
-    """Call `function` on rank 0, and then on the other ranks. So only rank 0 prepares files, and the other ranks read them.
+    """Call `function` on rank 0, and then on all other ranks. Return its result.
+
+    Use it for functions that prepare files if they are missing. Then only rank 0 prepares the files, and the other ranks read
+    them.
 
     Raises:
-        CheckpointError: the function failed on a rank. The error is raised on all ranks, so that no rank waits for another.
+        CheckpointError: the function failed on one of the ranks. The error is raised on all ranks, so that no rank waits forever.
     """
     here, first = world(), []
     if here.size == 1:
@@ -259,7 +267,8 @@ def _sharers(recipe: Recipe) -> World:
 
 
 def _plan(recipe: Recipe, precision: Precision) -> ParallelPlan:
-    # Batch norms need float32 parameters, because their statistics are float32. Therefore a ResNet is gathered in float32.
+    # The statistics of batch norms are float32, so batch norms need float32 parameters. Therefore FSDP gathers the parameters of
+    # a ResNet in float32.
     sixteen_bit = recipe.strategy == "fsdp" and recipe.task != "images" and precision.dtype == "bf16"
     return ParallelPlan(strategy=recipe.strategy, param_dtype="bf16" if sixteen_bit else None)
 

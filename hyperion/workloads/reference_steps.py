@@ -1,6 +1,7 @@
 """Training steps of the reference models, rows of a timed step, and forecasts of the time of a step.
 
-A forecast is computed from the ceilings that the run has measured and from the operators that the step dispatches.
+A reference model is a well-known model such as ResNet-50. A forecast is computed from the rates that the run has measured (its
+ceilings) and from the operators that the step dispatches.
 """
 
 import contextlib
@@ -45,16 +46,18 @@ EAGER, COMPILED = "eager", "compiled"
 CONTIGUOUS, CHANNELS_LAST = "contiguous", "channels_last"
 LEAST_MEMORY = "weights, gradients and moments in float32, and the batch"
 NO_CEILINGS = "no estimate: this run has measured no ceilings (01_hardware_exploration)"
-# Seconds that the host needs for one operator of an eager training step, including Python, autograd and dispatch. They are used
-# if the run has measured neither this time nor a launch. The value for GPUs was measured on the host of an H200. The host of
-# another H200 needs 1.5 times as long.
+# Seconds that the host needs for one operator of an eager training step, including Python, autograd and dispatch. These values
+# are used only if the run has measured neither this time nor the time of a launch. The value for GPUs was measured on the host of
+# an H200. The host of another H200 needs 1.5 times as long.
 _OPERATOR_S = {"cpu": 30e-6, "gpu": 19e-6}
-# Number of bare launches that take as long as one operator of an eager step. On a CPU, a launch is only a call of the dispatcher.
+# Host time of one operator of an eager step, divided by the time of one kernel launch. On a CPU, a launch is only a call of
+# PyTorch's dispatcher.
 _LAUNCHES = {"cpu": 20, "gpu": 4}
-# In compiled code, generated Python launches a kernel without autograd and dispatch. This is assumed to take half the time of an
-# operator.
+# Host time of launching one kernel from compiled code, divided by the host time of one operator. Compiled code launches a kernel
+# without autograd and dispatch. The value is an assumption.
 _KERNEL_OPERATORS = 0.5
-# A step dispatches the same operators for every batch size above 1. For batch size 1, PyTorch transposes fewer tensors.
+# A batch size above 1, for which the operators of a step are counted. They are the same for every batch size above 1. For batch
+# size 1, PyTorch transposes fewer tensors.
 _MANY = 32
 _AUTOCAST = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -75,7 +78,7 @@ class StepVariant:
 
     @property
     def params(self) -> dict:
-        """Params that distinguish the rows of this variant from the rows of other variants in the same dtype."""
+        """Params that distinguish the rows of this variant from the rows of other variants with the same dtype."""
         layout = CHANNELS_LAST if self.channels_last else CONTIGUOUS
         return {"layout": layout, "mode": COMPILED if self.compiled else EAGER}
 
@@ -99,12 +102,12 @@ def to_channels_last(module: nn.Module) -> None:
 
 @dataclass(frozen=True)
 class Update:
-    """The usual optimizer for a kind of reference model.
+    """The usual optimizer for one kind of reference model.
 
     Args:
-        make: function that returns the optimizer for a module.
-        traffic_bytes: bytes read and written for each parameter in a step.
-        held_bytes: bytes of weight, gradient and moments of each parameter, in float32.
+        make: function that takes a module and returns the optimizer of its parameters.
+        traffic_bytes: number of bytes that an update reads and writes for each parameter.
+        held_bytes: number of bytes of the weight, the gradient and the moments of each parameter, in float32.
     """
 
     make: Callable[[nn.Module], torch.optim.Optimizer]
@@ -112,14 +115,14 @@ class Update:
     held_bytes: int
 
 
-# The learning rates are so low that the first step needs no warm-up. These models are not trained to the end.
+# The learning rates are low, so that the training needs no warm-up. These models are not trained to the end.
 _SGD = Update(lambda module: sgd_nesterov(module, 1e-3), SGD_BYTES_A_PARAMETER, 3 * 4)
 _ADAMW = Update(lambda module: adamw(module, 1e-4), ADAMW_BYTES_A_PARAMETER, 4 * 4)
 _UPDATES: dict[type, Update] = {ResNet50: _SGD, VisionTransformer: _ADAMW, Encoder: _ADAMW}
 
 
 def update_of(model: ReferenceModel) -> Update:
-    """Return the optimizer of a reference model."""
+    """Return the description of the usual optimizer for a reference model."""
     return _UPDATES[type(model)]
 
 
@@ -133,8 +136,8 @@ class TrainingStep:
     Args:
         name: name of the reference model.
         batch: number of samples in the batch.
-        variant: the variant of the step. If it is only a dtype, the step is eager and uses the memory format that is faster for
-            the model.
+        variant: the variant of the step, or only its dtype. With only a dtype, the step is eager and uses the memory format that
+            is faster for the model.
         device: the device.
         seed: seed of weights, inputs and targets.
 
@@ -179,12 +182,15 @@ class TrainingStep:
             self(lambda name: contextlib.nullcontext())
 
     def products(self) -> contextlib.AbstractContextManager:
-        """Return the context in which a step must run. It turns TF32 off for fp32 and on for tf32."""
+        """Return the context manager in which a step must run. It turns TF32 off if the dtype is fp32, and on if it is tf32."""
         return self._precision.products()
 
 
 def timed(step: TrainingStep, device: Device, time_limit_s: float) -> tuple[StepTiming, Verification]:
-    """Time a step. Return its timing and the verification that the loss fell, because a wrong step may not lower the loss."""
+    """Time a training step. Return its timing, and the verification that the loss has fallen.
+
+    The verification is needed because a step with a fault may not lower the loss.
+    """
     with step.products():
         timing = time_step(step, device, time_limit_s=time_limit_s)
     first, last = float(step.losses[0]), float(step.losses[-1])
@@ -192,7 +198,7 @@ def timed(step: TrainingStep, device: Device, time_limit_s: float) -> tuple[Step
 
 
 def step_params(batch: int) -> dict:
-    """Return the params that all rows of a step with this batch size have."""
+    """Return the params that all rows of a step with this batch size share."""
     return {"batch": batch, "step": "steady"}
 
 
@@ -201,12 +207,17 @@ def step_rows(
 ) -> tuple[list[Row], pd.DataFrame]:
     """Return the rows and the samples of a timed step.
 
-    There are rows for step time, throughput, model FLOPs utilisation (MFU) and each phase. Their limits come from the least time
-    that the work needs.
+    There are rows for the step time, the throughput, the model FLOPs utilisation (MFU) and each phase. Their limits come from the
+    least time that the device needs for the FLOPs and the memory traffic.
 
     Args:
-        learned: verification that the loss fell, for the row of the throughput.
-        params: further params that identify these rows.
+        context: context of the experiment.
+        model: the reference model.
+        batch: batch size.
+        dtype: dtype of the step.
+        timing: timing of the step.
+        learned: verification that the loss has fallen, for the row of the throughput.
+        params: further params of the rows, which distinguish them from other variants.
     """
     name, work, device = model.name, model.flops, context.device
     params = step_params(batch) | params
@@ -228,13 +239,14 @@ def step_rows(
 
 
 def _traffic_floor(device: Device, traffic_bytes: int) -> tuple[float | None, str]:
-    """Return (least seconds of the memory traffic, the source of this limit), or (None, the reason why there is no limit)."""
+    """Return (least seconds of the memory traffic, source of this limit), or (None, reason why there is no limit)."""
     found, reason = lookup(device)
     if found is None:
         return None, f"no limit: {reason}"
     if found.memory_bandwidth_limit_gb_s is None:
         return None, f"no limit: {reason or found.memory_bandwidth_source}"
-    # This traffic need not reach the memory: gradients may be in the cache when the update begins, and new weights when it ends.
+    # A part of this traffic may not reach the memory: the cache may contain gradients when the update begins, and new weights
+    # when the update ends.
     uncached = max(0, traffic_bytes - 2 * (device.last_level_cache_bytes or 0))
     return uncached / (found.memory_bandwidth_limit_gb_s * 1e9), f"beyond the cache: {found.memory_bandwidth_source}"
 
@@ -270,10 +282,10 @@ def forecast_reference_step(context: Context, name: str, batch: int, variant: St
 
 
 def step_ceilings(context: Context, dtype: str) -> tuple[StepCeilings | None, str]:
-    """Return (the ceilings for steps in a dtype, the source of the host's time), or (None, the reason why there are none).
+    """Return (ceilings for steps in a dtype, source of the host time), or (None, reason why there are no ceilings).
 
-    In tf32, matrix products of float32 numbers have the rates of tf32. A step in 16 bits has few float32 matrix products. If the
-    run has no rate for them, the rate of the 16-bit matrix products is used.
+    In a tf32 step, matrix products of float32 numbers have the rates of tf32. A step in a 16-bit format has few float32 matrix
+    products. If the run has measured no rate for them, the rate of the 16-bit matrix products is used.
     """
     units = context.device.compute_units or 1
     measured = {name: _products(context.upstream, dtype if dtype == "tf32" else name) for name in (dtype, "fp32")}
@@ -283,14 +295,14 @@ def step_ceilings(context: Context, dtype: str) -> tuple[StepCeilings | None, st
     rates = {name: ProductRates.fit(points or measured[dtype], units) for name, points in measured.items()}
     operator_s, host = operator_time(context)
     convolution_s = _operator_cost(context, "convolution", "operator_time_s")
-    # Noise can make the measured overhead negative.
+    # The measured overhead is a difference of two times, so noise can make it negative.
     once_s = max(0.0, _operator_cost(context, "once a step", "step_overhead_s") or 0.0)
     overlapped = context.device.kind != "cpu"
     return StepCeilings(rates, _memory(context.upstream, stream), operator_s, overlapped, convolution_s, once_s), host
 
 
 def host_time(context: Context, name: str, batch: int, dtype: str) -> tuple[float, str]:
-    """Return the seconds that the host needs for an eager step of a reference model, and the source of this value.
+    """Return (seconds that the host needs for an eager step of a reference model, source of this value).
 
     Raises:
         ValueError: the run has measured no ceilings.
@@ -300,9 +312,10 @@ def host_time(context: Context, name: str, batch: int, dtype: str) -> tuple[floa
 
 
 def operator_time(context: Context) -> tuple[float, str]:
-    """Return the seconds that the host needs for an operator of an eager step, and the source of this value.
+    """Return (seconds that the host needs for one operator of an eager step, source of this value).
 
-    If the run has not measured this time, it is derived from the measured launches. Without these, it is assumed.
+    If the run has not measured this time, it is computed from the measured time of a launch. If the run has not measured a
+    launch, a constant is used.
     """
     measured = _operator_cost(context, "operator", "operator_time_s")
     if measured is not None:
@@ -315,10 +328,14 @@ def operator_time(context: Context) -> tuple[float, str]:
 
 
 def compiled_host(context: Context, blocks: int) -> tuple[CompiledHost, str]:
-    """Return the host's work for a step whose blocks are compiled, and the source of the time to enter a block.
+    """Return the host times of a step whose blocks are compiled, and the source of the time that entering a block takes.
 
-    The measured time of a block includes the launches of its kernels. They are subtracted, because the launches of a step are
-    counted separately.
+    The measured time of a compiled block includes the launches of its kernels. They are subtracted, because the launches of a
+    step are counted separately.
+
+    Args:
+        context: context of the experiment.
+        blocks: number of compiled blocks of the model.
     """
     kernel_s = _KERNEL_OPERATORS * operator_time(context)[0]
     block = _last_row(context, "operator_cost", "compiled block", "block_time_s")
@@ -334,13 +351,13 @@ def _operator_cost(context: Context, variant: str, metric: str) -> float | None:
 
 
 def _last_row(context: Context, experiment: str, variant: str, metric: str) -> Row | None:
-    """Return the last row of the run that has a value, or None if there is no such row."""
+    """Return the last row with a value of this experiment, variant and metric, or None if the run has no such row."""
     rows = [r for r in context.upstream if (r.experiment, r.variant, r.metric) == (experiment, variant, metric)]
     return next((row for row in reversed(rows) if row.value is not None), None)
 
 
 def _products(rows: Iterable[Row], dtype: str) -> list[tuple[int, int, int, float]]:
-    """Return (M, N, K, TFLOPS) of the run's matrix products with cold caches."""
+    """Return (M, N, K, TFLOPS) of each matrix product that the run has measured with cold caches."""
     return [
         (row.params["m"], row.params["n"], row.params["k"], row.value)
         for row in rows
@@ -349,7 +366,7 @@ def _products(rows: Iterable[Row], dtype: str) -> list[tuple[int, int, int, floa
 
 
 def _memory(rows: Iterable[Row], stream: Row) -> MemoryStream:
-    """Fit latency and bandwidth to the run's memory streams. If all streams have one size, the latency is 0."""
+    """Fit a latency and a bandwidth to the memory streams of the run. If all streams have the same size, the latency is 0."""
     streams = [
         (OPERATIONS[row.variant].arrays * row.params["elements"] * FORMATS[row.dtype].bytes, row.value)
         for row in rows
@@ -366,12 +383,12 @@ def _memory(rows: Iterable[Row], stream: Row) -> MemoryStream:
 def captured_step(name: str, batch: int, dtype: str) -> tuple[Call, ...]:
     """Return the operators that a training step dispatches in forward pass, loss, backward pass and update.
 
-    Nothing is computed. The capture takes some seconds on a slow core. Use fp32 for a step in tf32, because both dispatch the
-    same operators.
+    The operators are recorded with tensors that have shapes but no memory, so nothing is computed. This takes some seconds on a
+    slow CPU core. For a step in tf32, pass fp32: both dispatch the same operators.
 
     Args:
-        name: name of a reference model or of a Transformer configuration such as "gpt2_124m". A Transformer gets sequences of the
-            length of its context.
+        name: name of a reference model, or of a Transformer configuration such as "gpt2_124m". The sequences of a Transformer
+            have the length of its context.
         batch: number of samples. For a Transformer, number of sequences.
         dtype: fp32, bf16 or fp16. bf16 and fp16 use autocast.
 
@@ -422,5 +439,5 @@ def _language_step(name: str, batch: int, dtype: str) -> list[Call]:
 
 
 def _autocast(dtype: str) -> contextlib.AbstractContextManager:
-    # Tensors without values count as tensors of a CPU, even if the step is for another device.
+    # The device type is "cpu" because tensors without memory count as CPU tensors, even if the step is for another device.
     return torch.autocast("cpu", _AUTOCAST[dtype], enabled=dtype != "fp32")

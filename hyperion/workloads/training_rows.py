@@ -1,8 +1,8 @@
-"""Functions that make the rows and curves of trainings.
+"""Functions that make the rows and curves of training runs.
 
-There are rows of epochs, of a timed step after warm-up, of forecasts, and of comparisons of steps. To compare several engines,
-their steps are timed in turn: A B C A B C …. If the engines were timed one after the other, changes of the device's clock and
-temperature would distort the comparison.
+There are rows for epochs, for a timed step after warm-up, and for the comparison of several implementations of a step. There are
+also forecasts of the throughput. To compare several engines, their steps are timed in turn: A B C A B C …. If the engines were
+timed one after the other, changes of the clock and the temperature of the device would distort the comparison.
 """
 
 import gc
@@ -30,13 +30,17 @@ from hyperion.results import Estimate, Row, mean_estimate
 from hyperion.training import EpochRecord, History, TorchEngine
 from hyperion.workloads.workloads import Batch, Workload
 
-# The `limit_source` of rows of a speed-up.
+# The `limit_source` of the rows of a speed-up.
 NO_SPEEDUP_LIMIT = "no limit: how far the slower of the two stays below its own limit is not bounded"
 _NO_LIMIT = "no limit: "
 
 
 def epoch_rows(context: Context, variant: str, dtype: str, engine: TorchEngine, history: History, source: str) -> list[Row]:
-    """Return the rows of each epoch: loss, learning rate, throughput, peak memory, and share of time spent waiting for data."""
+    """Return the rows of all epochs.
+
+    Each epoch has rows for the loss, the learning rate, the throughput, the peak memory, and the share of time spent waiting for
+    data.
+    """
     rows = []
     for record, peak_gib in zip(history.epochs, _peaks(engine, history), strict=True):
         values = {
@@ -71,8 +75,8 @@ def epoch_rows(context: Context, variant: str, dtype: str, engine: TorchEngine, 
 def _peaks(engine: TorchEngine, history: History) -> list[float | None]:
     """Return the peak memory of each epoch in GiB.
 
-    A step that is captured as a graph has its own memory pool. This pool counts as memory of tensors only during the capture.
-    Therefore the peak of a later epoch is at least the peak of each earlier epoch.
+    If a step is captured as a graph, the graph has its own memory pool. The allocator counts this pool as memory of tensors only
+    during the capture. Therefore this function does not let the peak of an epoch be lower than the peak of an earlier epoch.
     """
     peaks = [record.peak_memory_gib for record in history.epochs]
     if engine.uncaptured or None in peaks:
@@ -96,7 +100,11 @@ def seed_statistics(
     """Return two rows: the mean over seeds with Student's confidence interval, and the standard deviation (`<metric>_sd`).
 
     Args:
-        limit: limit of the metric, and the source of this limit.
+        context: context of the experiment.
+        variant: variant of both rows.
+        metric: name of the metric.
+        values: value of the metric for each seed.
+        limit: (limit of the metric, source of this limit), or (None, reason why there is no limit).
         shared: dtype, params and data source of both rows.
         most: largest possible value of the metric. The confidence interval is cut off at 0 and at this value.
     """
@@ -118,7 +126,7 @@ def seed_statistics(
 
 
 def loss_curve(history: History) -> pd.DataFrame:
-    """Return the loss of every optimizer step (kind "step") and each evaluation (kind "evaluation") as samples."""
+    """Return a table of samples: the loss of every optimizer step (kind "step") and all evaluations (kind "evaluation")."""
     steps = pd.DataFrame({"kind": "step", "step": range(1, len(history.losses) + 1), "loss": history.losses})
     epochs = pd.DataFrame(
         [{"kind": "evaluation", "step": r.step, **r.evaluation} for r in history.epochs if r.evaluation is not None]
@@ -142,10 +150,16 @@ def steady_rows(
     The timed steps change the weights of the engine.
 
     Args:
+        context: context of the experiment.
+        variant: variant of the rows.
+        engine: the training engine.
+        batch: a batch on the device.
         items: number of tokens or images in `batch`.
-        flops: FLOPs of one item as they are usually counted for MFU: matrix products and convolutions in forward and backward,
-            with attention over the whole sequence and without recomputation.
-        least_flops: FLOPs of forward and backward of one item that no implementation can avoid. They give the limit.
+        flops: FLOPs for each token or image, as they are usually counted for MFU. They are the FLOPs of matrix products and
+            convolutions in the forward and backward pass, with attention over the whole sequence and without recomputation.
+        least_flops: FLOPs of the forward and backward pass for each token or image that every implementation must compute. The
+            limit of the rows follows from them.
+        source: data source of the rows.
         time_limit_s: seconds of timing.
     """
     device, dtype = engine.device, engine.precision.dtype
@@ -168,11 +182,16 @@ def speed_rows(
     step_check: Verification | None = None,
     rate_check: Verification | None = None,
 ) -> list[Row]:
-    """Return time, throughput and MFU of an optimizer step. Their limit is the time of `least_flops` at the peak rate.
+    """Return the rows of the time, the throughput and the MFU of an optimizer step.
+
+    The limits follow from the time that the device needs for `least_flops` at its peak rate.
 
     Args:
-        item: unit of the throughput. For example, "image" gives `images_per_s`.
-        items, flops, least_flops: see `steady_rows`.
+        context: context of the experiment.
+        variant: variant of the rows.
+        item: what the throughput counts, "token" or "image". For example, "image" gives the metric `images_per_s`.
+        items, flops, least_flops: as for `steady_rows`.
+        timing: timing of the step.
         shared: dtype, params and data source of all three rows.
         step_check: verification of the step, for the row of the time.
         rate_check: verification of the step, for the row of the throughput.
@@ -198,9 +217,9 @@ def speed_rows(
 
 
 def flops_floor(device: Device, dtype: str, flops: float) -> tuple[float | None, str]:
-    """Return the least seconds for these FLOPs at the peak rate of the dtype, and the source of the rate.
+    """Return (least seconds for these FLOPs at the peak rate of the dtype, source of the rate).
 
-    If no peak rate is known, return None and the reason.
+    If no peak rate is known, return (None, reason).
     """
     limit_tflops, limit_source = gemm_limit(device, _gemm_dtype(dtype))
     if limit_tflops is None:
@@ -209,7 +228,7 @@ def flops_floor(device: Device, dtype: str, flops: float) -> tuple[float | None,
 
 
 def _mfu_row(context: Context, variant: str, device: Device, dtype: str, tflops: Estimate, shared: dict, timing: Timing) -> Row:
-    """Return the row of the model FLOPs utilisation (MFU), which is relative to the published peak.
+    """Return the row of the model FLOPs utilisation (MFU): the FLOPs per second divided by the published peak of the device.
 
     If no peak is published, the row has no value.
     """
@@ -241,12 +260,17 @@ def step_forecasts(
 ) -> list[Forecast]:
     """Predict the throughput of a step after warm-up on one device.
 
-    Its ceiling comes from the measured ceilings of this run and the model's shapes. It omits the host, element-wise kernels and
-    communication. The prediction is the share of this ceiling that a reference machine reached.
+    The ceiling of the throughput is computed from the shapes of the model and from the rates that this run has measured. It
+    ignores the time of the host, of element-wise kernels and of communication. The prediction is the ceiling times the share of
+    it that a reference machine reached.
 
     Args:
+        context: context of the experiment.
+        variant: variant of the predicted row.
+        dtype: number format of the step.
+        item: what the throughput counts, "token" or "image".
         items: number of tokens or images in a batch.
-        flops: FLOPs of one item.
+        flops: FLOPs of the step for each token or image.
         traffic: bytes that a step moves outside of matrix products, by cause.
     """
     params = {"batch": items, "step": "steady"}
@@ -275,12 +299,12 @@ class Contender:
     """One implementation of a training step that `compare_steps` times together with others.
 
     Args:
-        name: name of the implementation. The rows of speed-ups state it.
-        dtype: number format of the matrix products. The rows state it.
-        params: further `params` of the rows. `compare_steps` adds the batch size.
+        name: name of the implementation in the rows of speed-ups.
+        dtype: number format of the matrix products. It is the dtype of the rows.
+        params: params of the rows. `compare_steps` adds the batch size.
         build: function that returns the training engine.
-        least_flops: smallest number of FLOPs per item with which the step can be computed. None means the number that the
-            workload states.
+        least_flops: smallest number of FLOPs for each token or image with which the step can be computed. None uses
+            `Workload.least_flops`.
     """
 
     name: str
@@ -299,15 +323,21 @@ def compare_steps(
     time_limit_s: float,
     minimum_samples: int = MINIMUM_SAMPLES,
 ) -> Result:
-    """Time the steps of several contenders in turn. Return their rows and samples.
+    """Time the steps of several implementations in turn. Return their rows and samples.
 
-    There are rows of step time, throughput and MFU of each contender, and of the speed-up of each contender over the first one.
-    All engines are in memory at the same time, so peak memory is not measured. If the engines do not fit into memory, the rows
-    have a reason instead of a value.
+    Each implementation has rows for the step time, the throughput and the MFU, and for its speed-up over the first
+    implementation. The engines of all implementations are in memory at the same time, so the peak memory is not measured. If they
+    do not fit into memory, the rows have a reason instead of a value.
 
     Args:
-        time_limit_s: seconds of timing for all contenders together.
-        minimum_samples: smallest number of samples of each contender; sampling goes on after the time limit until they are there.
+        context: context of the experiment.
+        work: workload of the step.
+        batch: batch on the device, which all implementations use.
+        contenders: the implementations. The first one is the baseline of the speed-ups.
+        source: data source of the rows.
+        time_limit_s: seconds of timing for all implementations together.
+        minimum_samples: smallest number of samples of each implementation. If there are fewer samples at the time limit, the
+            timing continues.
     """
     try:
         with memory_released():
@@ -334,7 +364,7 @@ def compare_steps(
 
 @contextmanager
 def memory_released() -> Iterator[None]:
-    """Context manager that, at its end, collects unreferenced tensors and frees the cached memory of the accelerator."""
+    """Context manager that frees memory at its end: unreferenced tensors, and the cached memory of the accelerator."""
     try:
         yield
     finally:

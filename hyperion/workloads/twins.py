@@ -1,16 +1,19 @@
-"""Twin trainings: measure how much trainings that differ only in rounding diverge, and derive the tolerance of a comparison.
+"""Twins: training runs that differ only in rounding. They give the tolerance for comparing the losses of two training runs.
 
-A training that repeats the same batches is chaotic. If two correct trainings round differently, they diverge, and after some
-hundred steps their losses differ by some percent. No fixed tolerance fits such trainings: it would raise false alarms late in the
-training and miss faults early in the training. Therefore this module measures the scatter of the losses.
+A training that repeats the same batches is chaotic. If two correct training runs round differently, they diverge, and after some
+hundred steps their losses differ by some percent. No fixed tolerance is right for such runs. It would be too small late in the
+training and cause false alarms, and it would be too large early in the training and miss faults. Therefore this module measures
+how much the losses scatter.
 
-A twin is the baseline training with the same weights and batches but with other rounding. Its matrix products round operands and
-results to the grid of a number format that is scaled by a random factor (`OtherRounding`). The number format itself is the grid
-with the factor 1. A variant passes the comparison if its loss lies within the prediction interval of the twins in its format.
+A twin repeats the baseline training with the same initial weights and the same batches, but with other rounding. Its matrix
+products round operands and results to the numbers of a number format, multiplied by a random factor (`OtherRounding`). With the
+factor 1, this is the rounding of the number format itself. A variant is the training that is compared with the baseline, for
+example a training in another number format. It passes the comparison if its loss lies within the prediction interval of the twins
+in its format.
 
-Early steps, before the trainings diverge, have a narrow interval. They show whether the variant computes the same as the
-baseline. Late steps have a wide interval. They show whether the variant learns as well as the baseline. `captured_parity` makes
-this comparison for steps that are replayed as one graph.
+In early steps, before the training runs diverge, the interval is narrow. These steps show whether the variant computes the same
+as the baseline. In late steps, the interval is wide. These steps show whether the variant learns as well as the baseline.
+`captured_parity` makes this comparison for steps that are replayed as one graph.
 """
 
 import math
@@ -30,25 +33,26 @@ from hyperion.chapter.context import Context
 from hyperion.results import Row
 from hyperion.training import TorchEngine, seed_everything
 
-# Rate of false alarms of one check if the losses of twins are normally distributed. It is a tenth of the rate that the book
-# promises, 1 in 10,000, because the real distribution may have heavier tails.
+# Probability that one check fails although nothing is wrong, if the losses of twins are normally distributed. It is a tenth of
+# the probability that the book promises (1 in 10,000), because the real distribution may have heavier tails.
 FALSE_ALARM = 1e-5
 TWINS = 8
-# Trainings that use each token once do not diverge. Their checks have fixed tolerances, which are far above the scatter of twins.
-# The relative scatter was measured on an H200 with the language model of chapter 2.3, with 200 steps and 8 twins per format.
+# Training runs that use each token once do not diverge. Their checks have fixed tolerances, which are much larger than the
+# scatter of twins. The relative scatter was measured on an H200 with the language model of chapter 2.3, with 200 steps and 8
+# twins per format.
 SCATTER_BF16 = "twins of a language model scatter by 1e-4, so a false alarm is rarer than 1 in 1,000,000"
 SCATTER_FP32 = "twins of a language model scatter by 1e-8, so a false alarm is rarer than 1 in 1,000,000"
-# A number format has a bias that scaled grids do not have on average. It rounds a value that all positions share, such as a norm
-# weight near 1 or the logit of an unseen token, in the same direction everywhere. On an H200, if all logits are computed at once,
-# GPT-2's losses in bf16 are 9e-4 above the losses in fp32 in the first 25 steps of every run, while its twins scatter by 3e-5.
-# For this bias, the tolerance allows one unit of roundoff. The format is bf16 for fp8 too, because the results of fp8 matrix
-# products are stored in bf16.
+# Relative difference that is allowed for the bias of each number format: one unit roundoff. A number format has a bias because it
+# rounds a value that all positions share in the same direction everywhere. Examples are a norm weight near 1 and the logit of an
+# unseen token. In twins this bias averages out. On an H200, if all logits are computed at once, the losses of GPT-2 in bf16 are
+# 9e-4 above the losses in fp32 in the first 25 steps of every run, while its twins scatter by 3e-5. fp8 has the value of bf16,
+# because the results of fp8 matrix products are stored in bf16.
 BIAS = {"fp32": 2.0**-24, "tf32": 2.0**-11, "fp16": 2.0**-11, "bf16": 2.0**-8, "fp8": 2.0**-8}
 REPLAYED, ONE_BY_ONE = "replayed as one graph", "one by one"
 STEPS, WINDOWS = 200, 10
-# Tolerance for trainings whose twins do not diverge. It is a hundred times the scatter of the twins.
+# Tolerance for training runs whose twins do not diverge. It is a hundred times the scatter of the twins.
 TOLERANCE = 0.01
-_LOSS_SPACING = 2.0**-23  # spacing of float32, the format of the stored losses
+_LOSS_SPACING = 2.0**-23  # relative spacing of float32 numbers; losses are stored in float32
 _PRODUCTS = frozenset(
     (
         F.linear,
@@ -65,27 +69,28 @@ _PRODUCTS = frozenset(
         torch.addmm,
         torch.einsum,
         F.scaled_dot_product_attention,
-        F.multi_head_attention_forward,  # a torch function mode does not see the matrix products inside this function
+        F.multi_head_attention_forward,  # a TorchFunctionMode is not called for the matrix products inside this function
     )
 )
 
 
 class OtherRounding(TorchFunctionMode):
-    """Context in which matrix products round to a scaled grid of a number format, ``round(x * c) / c`` with a random factor c.
+    """Context manager in which matrix products round each number x to ``round(x * c) / c`` with a random factor c.
 
-    Operands, results and their gradients are rounded. The number format itself is the grid with c = 1. Like the format, a scaled
-    grid makes the same error for equal values, such as a logit that many positions share. Independent random errors would average
-    out, which is not what a number format does.
+    ``round`` rounds to a number format. With c = 1, the result is the rounding of the number format itself. Operands, results and
+    their gradients are rounded. For equal numbers the rounding error is equal, as with a number format. An example is a logit
+    that many positions share. Independent random errors would average out, which the errors of a number format do not do.
 
     Args:
-        dtype: fp32, bf16 or fp8, see `twin_format`.
-        seed: seed of c, which is uniform in [1, 2) on a logarithmic scale. Weights, batches and dropout use other generators.
+        dtype: number format, one of fp32, bf16 and fp8, see `twin_format`.
+        seed: seed of c. The logarithm of c is uniformly distributed, and c lies in [1, 2). Weights, batches and dropout use other
+            random generators.
     """
 
     def __init__(self, dtype: str, seed: int):
         super().__init__()
         self._round = _ROUNDINGS[dtype]
-        self._in_float64 = dtype == "fp32"  # in float32 the multiplication by c would round as coarsely as the format
+        self._in_float64 = dtype == "fp32"  # in float32, the multiplication by c itself would round as coarsely as the format
         self.factor = float(2 ** np.random.default_rng(seed).random())
 
     def __torch_function__(self, function: Callable, types, args=(), kwargs=None):
@@ -98,10 +103,11 @@ class OtherRounding(TorchFunctionMode):
         return _Rounded.apply(value, self) if isinstance(value, Tensor) and value.is_floating_point() else value
 
     def rounded(self, tensor: Tensor, gradient: bool = False) -> Tensor:
-        """Return `tensor` on the scaled grid, in its own dtype.
+        """Return `tensor` with all elements rounded. The dtype of the result is the dtype of `tensor`.
 
         Args:
-            gradient: whether the tensor is a gradient. fp8 uses another format for gradients.
+            tensor: the tensor to round.
+            gradient: whether the tensor is a gradient. fp8 training uses another fp8 format for gradients.
         """
         wide = tensor.double() if self._in_float64 else tensor.float()
         return (self._round(wide * self.factor, gradient) / self.factor).to(tensor.dtype)
@@ -123,7 +129,8 @@ class _Rounded(torch.autograd.Function):
 def _to_fp8(scaled: Tensor, gradient: bool) -> Tensor:
     """Convert to fp8 and back, with the tensor scaled to the format's range as in `hyperion.training.float8`."""
     dtype = torch.float8_e5m2 if gradient else torch.float8_e4m3fn
-    # The scale is a power of two. If it were the largest number itself, it would cancel the random factor of the grid.
+    # The scale is a power of two. If the tensor were scaled to the largest number of the format exactly, the scale would cancel
+    # the random factor c.
     largest = torch.finfo(dtype).max / 2 ** torch.ceil(torch.log2(scaled.abs().amax().clamp(min=1e-30)))
     return (scaled * largest).to(dtype).to(scaled.dtype) / largest
 
@@ -136,13 +143,13 @@ _ROUNDINGS: dict[str, Callable[[Tensor, bool], Tensor]] = {
 
 
 def train_twins(dtype: str, seed: int, train: Callable[[], list[float]]) -> pd.DataFrame:
-    """Repeat the training of the baseline TWINS times with different rounding errors of the size that `dtype` has.
+    """Run the baseline training TWINS times. Each run has other rounding errors, as large as the rounding errors of `dtype`.
 
-    In each repetition, another random factor is drawn. Operands and results of matrix products are multiplied by this factor,
-    rounded to `dtype`, and divided by the factor.
+    A new random factor is drawn for each run. Operands and results of matrix products are multiplied by this factor, rounded to
+    `dtype`, and divided by the factor.
 
     Args:
-        dtype: format of the variants to compare, see `twin_format`.
+        dtype: number format of the twins, as `twin_format` returns it.
         seed: seed of the experiment.
         train: function that trains the baseline and returns the loss of every step. Every call must start from the same weights
             and use the same batches.
@@ -160,24 +167,24 @@ def train_twins(dtype: str, seed: int, train: Callable[[], list[float]]) -> pd.D
 
 
 def twin_format(dtype: str) -> str:
-    """Return the format of the twins for a variant in `dtype`.
+    """Return the number format of the twins for a variant with the number format `dtype`.
 
-    The twins of bf16 are also used for the finer formats TF32 and fp16. Late in a chaotic training, the scatter does not depend
-    on the format. Early in the training, the tolerance of the coarser format is only a little larger.
+    Variants in TF32 and fp16, which round more finely than bf16, also use the twins in bf16. Late in a chaotic training, the
+    scatter does not depend on the format. Early in the training, the tolerance from bf16 is only a little larger.
     """
     return dtype if dtype in ("fp32", "fp8") else "bf16"
 
 
 @dataclass(frozen=True)
 class Agreement:
-    """Difference between the losses of a variant and of the baseline in a window of steps, and the tolerance for it.
+    """Difference between the losses of a variant and of the baseline in a window of steps, with the tolerance of the difference.
 
     Attributes:
-        window: "early" or "late".
+        window: name of the window, "early" or "late".
         first, last: first and last step of the window, counted from 1.
         difference: |mean loss of the variant / mean loss of the baseline - 1|.
         tolerance: largest difference that rounding alone explains. It includes `bias`.
-        bias: the part of the tolerance that allows for a bias of the number format.
+        bias: the part of the tolerance that allows a bias of the number format.
         twins: number of twins from which the tolerance was computed.
     """
 
@@ -191,7 +198,7 @@ class Agreement:
 
     @property
     def check(self) -> str:
-        """Name of the check, for a row."""
+        """Name of the check in the row of this window."""
         beyond = f", and {self.bias:.2g} for a bias of the format" if self.bias else ""
         return (
             f"mean loss of steps {self.first} to {self.last}: no further from the baseline's than {self.twins} twins of it "
@@ -210,10 +217,10 @@ def agreements(losses: np.ndarray, baseline: np.ndarray, twins: pd.DataFrame, bi
     Args:
         losses: loss of every step of the variant.
         baseline: loss of every step of the baseline, from the same initial weights and the same batches.
-        twins: twins of the baseline in one number format, from `train_twins`. They must run the code of the baseline, because the
-            differences of other code would increase the tolerance.
-        bias: relative difference that is allowed in addition to the scatter. Use BIAS of the variant's number format if the
-            baseline has another format.
+        twins: losses of the twins of the baseline in one number format, from `train_twins`. The twins must run the code of the
+            baseline. If they ran other code, its differences would make the tolerance larger.
+        bias: relative difference that is allowed in addition to the scatter of the twins. If the variant and the baseline have
+            different number formats, pass `BIAS[dtype]` with the dtype of the variant.
     """
     curves = [curve["loss"].to_numpy() for _, curve in twins.groupby("twin")]
     return [
@@ -231,12 +238,12 @@ def agreements(losses: np.ndarray, baseline: np.ndarray, twins: pd.DataFrame, bi
 
 
 def difference_rows(row: Row, baseline: str, windows_compared: list[Agreement]) -> list[Row]:
-    """Return one row per window with the difference between the losses of a variant and of the baseline.
+    """Return one row for each window, with the difference between the losses of a variant and of the baseline.
 
     The check of a row fails if the difference exceeds the tolerance.
 
     Args:
-        row: the row of the variant's training loss. The new rows copy all other columns from it.
+        row: the row of the training loss of the variant. The new rows copy its other columns, such as the variant and the dtype.
         baseline: name of the baseline, for the params of the rows.
         windows_compared: the differences, from `agreements`.
     """
@@ -258,8 +265,8 @@ def difference_rows(row: Row, baseline: str, windows_compared: list[Agreement]) 
 def windows(steps: int) -> dict[str, slice]:
     """Return the two windows of a training: "early" and "late".
 
-    The early window is the first eighth of the steps, but at least 4 steps. In it, trainings have not yet diverged. The late
-    window is the last quarter of the steps, but at least 2 steps.
+    The early window is the first eighth of the steps, but at least 4 steps. In these steps, training runs have not diverged yet.
+    The late window is the last quarter of the steps, but at least 2 steps.
     """
     return {"early": slice(0, min(steps, max(4, steps // 8))), "late": slice(steps - min(steps, max(2, steps // 4)), steps)}
 
@@ -267,11 +274,12 @@ def windows(steps: int) -> dict[str, slice]:
 def tolerance(twins: list[float], baseline: float) -> float:
     """Return the largest relative difference from the baseline that rounding alone explains.
 
-    For each of the m twins, let x be the logarithm of its mean loss divided by the mean loss of the baseline. Let ``mean`` and s
-    be the mean and the standard deviation of x. For another training with such rounding, x lies within ``mean ± t s sqrt(1 +
-    1/m)`` with probability 1 - FALSE_ALARM, where t is a quantile of Student's distribution with m - 1 degrees of freedom. So the
-    relative difference from the baseline is at most ``|mean| + t s sqrt(1 + 1/m)``, plus the spacing of float32 losses. A variant
-    that rounds less than its twins, because it has fewer operations or a finer format, has a smaller difference.
+    There are m twins. For each twin, let x be the logarithm of (mean loss of the twin / mean loss of the baseline). Let ``mean``
+    and s be the mean and the standard deviation of x over the twins. For another training run with rounding of the same kind, x
+    lies within ``mean ± t s sqrt(1 + 1/m)`` with probability 1 - FALSE_ALARM. Here t is a quantile of Student's distribution with
+    m - 1 degrees of freedom. So the relative difference from the baseline is at most ``|mean| + t s sqrt(1 + 1/m)``, plus the
+    spacing of float32 numbers, in which losses are stored. If a variant rounds less than its twins, because it has fewer
+    operations or a finer format, its difference is smaller.
 
     Args:
         twins: mean losses of at least 2 twins.
@@ -296,15 +304,18 @@ def captured_parity(
     """Compare the losses of steps that are replayed as one graph with the losses of the same steps without a graph.
 
     Args:
-        begin: function with one argument, which says whether the engine captures its steps. It returns an engine and a function
-            that returns the next batch. Every call must give the same sequence of batches. The random generators are seeded
-            before each call, so that weights and dropout are the same.
-        chaotic: whether trainings of this kind diverge within these steps if they round differently. If True, the tolerance comes
-            from twins of the training. If False, the tolerance is TOLERANCE.
+        context: context of the experiment.
+        variant: variant of the rows.
+        begin: function that starts the training. It has one argument, which says whether the engine captures its steps as a
+            graph. It returns an engine, and a function that returns the next batch. Every call must give the same sequence of
+            batches. The random generators are seeded before each call, so that weights and dropout are the same.
+        source: data source of the rows.
+        chaotic: whether training runs of this kind diverge within these steps if they round differently. If True, the tolerance
+            comes from twins of the training. If False, the tolerance is TOLERANCE.
         params: further params of the rows.
 
     Returns:
-        Rows and loss curves. Both are empty if the device cannot capture steps.
+        (rows, loss curves). Both lists are empty if the device cannot capture steps as a graph.
     """
 
     def train(capture: bool) -> tuple[TorchEngine, list[float]]:
@@ -342,10 +353,18 @@ def captured_parity(
 
 
 def parity_row(context: Context, variant: str, dtype: str, curves: dict[str, np.ndarray], source: str, **params: Any) -> Row:
-    """Return the row of the difference between the losses of two trainings.
+    """Return the row of the difference between the losses of two training runs.
 
-    The steps are divided into WINDOWS windows. The value is the largest relative difference between the mean losses of the two
-    trainings in a window.
+    The steps are divided into WINDOWS windows. In each window, the mean losses of the two training runs are compared. The value
+    of the row is the largest relative difference.
+
+    Args:
+        context: context of the experiment.
+        variant: variant of the row.
+        dtype: number format of the training runs.
+        curves: loss of every step of each of the two training runs, by its name.
+        source: data source of the row.
+        params: further params of the row.
     """
     means = {how: np.array([part.mean() for part in np.array_split(curve, WINDOWS)]) for how, curve in curves.items()}
     difference = float(np.max(np.abs(means[REPLAYED] / means[ONE_BY_ONE] - 1)))

@@ -1,6 +1,7 @@
-"""The training steps of the two baselines: models with their optimizers, estimates of the memory, and batches stored in files.
+"""The training steps of the two baselines, which are a Transformer language model and a ResNet-18.
 
-Batches are stored in files so that several processes can use the same batches.
+This module builds the models with their optimizers, estimates the memory of a step, and stores batches in files. Batches are
+stored in files so that several processes can use the same batches.
 """
 
 import functools
@@ -59,8 +60,8 @@ NO_VOCABULARY = "no estimate: this run has not counted the vocabulary (01_datase
 # and read twice.
 LOGIT_BYTES = 20
 BASIS = "the estimator: this very step on tensors that have shapes and no memory"
-# All values are float32. AdamW reads the weight, the gradient and two moments, and writes the weight and the moments. SGD has
-# only one moment.
+# Bytes that an update reads and writes for each parameter. All values are float32. AdamW reads the weight, the gradient and two
+# moments, and writes the weight and the two moments. SGD has only one moment.
 ADAMW_BYTES_A_PARAMETER = 7 * 4
 SGD_BYTES_A_PARAMETER = 5 * 4
 _FLOAT32 = 4
@@ -87,8 +88,8 @@ class LanguageSizes(StepSizes, frozen=True):
     Args:
         model: name of a Transformer configuration.
         sequence_length: number of tokens in a sequence.
-        vocabulary: number of tokens in the vocabulary. 0 takes the number of the configuration.
-        layers: number of blocks. 0 takes the number of the configuration.
+        vocabulary: number of tokens in the vocabulary. 0 uses the number in the configuration.
+        layers: number of blocks. 0 uses the number in the configuration.
     """
 
     model: str
@@ -109,23 +110,23 @@ class ImageSizes(StepSizes, frozen=True):
 
 @dataclass(frozen=True)
 class Workload:
-    """One baseline with its sizes. Use `workload` to make it.
+    """One baseline with its sizes. Use `workload` to create a workload.
 
     Attributes:
-        name: name of the model, for rows. It contains the vocabulary or the number of blocks if they differ from the
-            configuration.
-        item: unit of the throughput, "token" or "image".
+        name: name of the model in the rows. If the vocabulary or the number of blocks differs from the configuration, the name
+            contains this number.
+        item: what the throughput counts, "token" or "image".
         items: number of tokens or images in one batch.
-        flops: FLOPs of one item as they are usually counted for MFU: matrix products and convolutions in forward and backward,
-            with attention over the whole sequence and without recomputation.
-        least_flops: FLOPs of the forward and backward pass of one item that no implementation can avoid.
-        block_flops: the part of `least_flops` in the forward pass of the repeated blocks. Activation checkpointing computes this
-            part twice.
-        build: function that returns a new module, with weights from torch's random generator.
+        flops: FLOPs for each token or image, as they are usually counted for MFU. They are the FLOPs of matrix products and
+            convolutions in the forward and backward pass, with attention over the whole sequence and without recomputation.
+        least_flops: FLOPs of the forward and backward pass for each token or image that every implementation must compute.
+        block_flops: the part of `least_flops` that belongs to the forward pass of the repeated blocks. If all blocks are
+            checkpointed, this part is computed twice.
+        build: function that returns a new module. Its weights come from torch's default random generator.
         sizes: sizes of the training step.
         parameters: number of parameters.
-        moments: number of values in the optimizer's state for each parameter.
-        step_bytes: bytes that a step in float32 moves outside of matrix products, by cause.
+        moments: number of moments that the optimizer stores for each parameter.
+        step_bytes: bytes that a step in float32 reads and writes outside of matrix products, by cause.
         config: configuration of the Transformer. None for a ResNet-18.
     """
 
@@ -144,18 +145,22 @@ class Workload:
 
     @property
     def kind(self) -> str:
-        """One of KINDS."""
+        """Kind of the model, one of KINDS."""
         return "image" if self.config is None else "language"
 
     def activations(self, sixteen_bit: bool) -> ActivationBytes:
-        """Return the bytes of the activations that a forward pass keeps for the backward pass, computed from shapes."""
+        """Return the bytes of the activations that a forward pass keeps for the backward pass, computed from shapes.
+
+        Args:
+            sixteen_bit: whether the step uses a 16-bit number format.
+        """
         if isinstance(self.sizes, ImageSizes):
             return image_activations(self.sizes.width, self.sizes.batch_size, sixteen_bit)
         return language_activations(not_none(self.config), self.sizes.batch_size, self.sizes.sequence_length, sixteen_bit)
 
     @property
     def standing_bytes(self) -> int:
-        """Number of bytes of the weights and the optimizer's moments, which exist all the time."""
+        """Number of bytes of the weights and the moments of the optimizer. They exist during the whole training."""
         return _FLOAT32 * self.parameters * (1 + self.moments)
 
     @property
@@ -166,19 +171,19 @@ class Workload:
         return 2 * 8 * self.items
 
     def traffic(self, dtype: str) -> dict[str, float]:
-        """Return `step_bytes` for a step in this number format. In 16-bit formats, activations need half of the bytes."""
+        """Return `step_bytes` for a step with this number format. In 16-bit formats, activations have half of the bytes."""
         half = 0.5 if dtype in SIXTEEN_BIT else 1.0
         return {cause: moved * (half if cause == "activations" else 1) for cause, moved in self.step_bytes.items()}
 
     def model(self, device: Device, seed: int) -> nn.Module:
-        """Return a new module on the device, with weights drawn from the seed."""
+        """Return a new module on the device. Its weights are drawn with this seed."""
         seed_everything(seed)
-        with torch.device(device.torch_device):  # a GPU draws the weights of a large model much faster
+        with torch.device(device.torch_device):  # on a GPU, drawing the weights of a large model is much faster
             return self.build()
 
     @property
     def schedule(self) -> WarmupCosine:
-        """Constant learning rate after a short warm-up. It does not decay, because no workload is trained to the end."""
+        """Schedule of the learning rate: a short warm-up, then a constant. No training runs to its end, so there is no decay."""
         warmup = self.sizes.warmup_steps
         return WarmupCosine(self.sizes.learning_rate, warmup, warmup + 1, final_fraction=1.0)
 
@@ -255,7 +260,10 @@ def _image(sizes: ImageSizes) -> Workload:
 
 
 def expected_workload(context: Context, sizes: LanguageSizes | ImageSizes) -> Workload | None:
-    """Return the workload with the vocabulary of the run's text, or None if the run has not counted the vocabulary."""
+    """Return the workload with the vocabulary that this run has counted in its text.
+
+    Return None if the vocabulary is needed and this run has not counted it.
+    """
     if isinstance(sizes, ImageSizes):
         return workload(sizes)
     counted = datasets.vocabulary_row(context)
@@ -263,20 +271,20 @@ def expected_workload(context: Context, sizes: LanguageSizes | ImageSizes) -> Wo
 
 
 def applied(plan: ParallelPlan, device: Device) -> Callable[[nn.Module], nn.Module]:
-    """Return a function that applies the plan to a model on the given device."""
+    """Return a function that takes a model on the given device, applies the parallel plan to it, and returns it."""
     return lambda model: parallelize(model, plan, replace(world(), device=device))
 
 
 def build_step(work: Workload, dtype: str, plan: ParallelPlan, device: Device, seed: int = 0) -> tuple[TorchEngine, Batch]:
-    """Return an engine with the parallel plan applied, and a random batch. Both are on the device."""
+    """Return (engine, random batch) on the device. The parallel plan is applied to the model of the engine."""
     return work.engine(dtype, device, seed, applied(plan, device)), random_batch(work, device, seed)
 
 
 def estimate_step(work: Workload, dtype: str, plan: ParallelPlan, device: Device) -> MemoryEstimate:
     """Return the estimated memory of a training step after warm-up.
 
-    On an accelerator, the device is asked how much memory its libraries need. Estimates are cached, because the
-    policies of a chapter need the same estimates many times.
+    The estimate for an accelerator includes the memory that libraries need on this device. Estimates are cached, because an
+    experiment needs the same estimates several times.
     """
     return _estimate(work.sizes, dtype, plan, device)
 
@@ -288,7 +296,7 @@ def _estimate(sizes: LanguageSizes | ImageSizes, dtype: str, plan: ParallelPlan,
 
 
 def plan_within_budget(work: Workload, dtype: str, device: Device, share: float) -> ParallelPlan:
-    """Return the plan that checkpoints as few blocks as possible and still saves the requested amount of memory.
+    """Return the parallel plan that checkpoints as few blocks as possible and still saves the requested amount of memory.
 
     Args:
         work: the workload.
@@ -312,8 +320,8 @@ class StoredBatches:
     """Batches that are stored in a file, so that several processes can load them.
 
     Attributes:
-        kind: kind of model that the batches are for, one of KINDS.
-        file: file with the inputs and targets of all batches, and the size of the vocabulary.
+        kind: kind of the model for which the batches are, one of KINDS.
+        file: path of a file that contains the inputs and targets of all batches, and the size of the vocabulary.
         source: data source of the batches.
         vocabulary: size of the tokenizer's vocabulary. 0 for images.
     """
@@ -325,14 +333,15 @@ class StoredBatches:
 
     @property
     def params(self) -> dict[str, str]:
-        """The facts that another process needs to load the batches, JSON-serializable."""
+        """Values that another process needs to load the batches. They can be converted to JSON."""
         return {"kind": self.kind, "file": str(self.file), "source": self.source}
 
 
 def common_source(stored: Iterable[StoredBatches]) -> str:
     """Return one data source for several stored batches.
 
-    If some of the batches are synthetic, the result is "synthetic", so that the page shows the banner for synthetic data.
+    If some of the batches are synthetic, the result is "synthetic". Pages with these results then show the warning about
+    synthetic data.
     """
     sources = [batches.source for batches in stored]
     return "synthetic" if "synthetic" in sources else sources[0]
@@ -342,15 +351,15 @@ def common_source(stored: Iterable[StoredBatches]) -> str:
 def stored_batches(
     context: Context, sizes: Mapping[str, LanguageSizes | ImageSizes], count: int
 ) -> Iterator[list[StoredBatches]]:
-    """Context manager that stores `count` batches of each kind in files. The files are deleted at the end.
+    """Context manager that stores `count` batches for each kind of model in files. At its end it deletes the files.
 
     Args:
         context: context of the experiment.
-        sizes: sizes of the training step, by kind of model.
-        count: number of batches of each kind.
+        sizes: sizes of the training step for each kind of model, by the name of the kind.
+        count: number of batches for each kind of model.
 
     Yields:
-        The stored batches of each kind, in the order of `sizes`.
+        The stored batches for each kind of model, in the order of `sizes`.
     """
     stored = [store_batches(context, kind_sizes, count) for kind_sizes in sizes.values()]
     try:
@@ -380,7 +389,10 @@ def store_batches(context: Context, sizes: LanguageSizes | ImageSizes, count: in
 
 
 def load_batches(sizes: LanguageSizes | ImageSizes, file: Path, device: Device) -> tuple[Workload, list[Batch]]:
-    """Load a file of stored batches. Return the workload with the vocabulary of the file, and the batches on the device."""
+    """Load a file of stored batches. Return (workload, batches). The workload has the vocabulary of the file.
+
+    The batches are on the device.
+    """
     with np.load(file) as stored:
         pairs = zip(stored["inputs"], stored["targets"], strict=True)
         batches = [
@@ -392,7 +404,7 @@ def load_batches(sizes: LanguageSizes | ImageSizes, file: Path, device: Device) 
 
 
 def random_batch(work: Workload, device: Device, seed: int) -> Batch:
-    """Return a random batch for measurements that depend only on shapes."""
+    """Return a random batch on the device, for measurements that depend only on the shapes of the batch."""
     generator, count = torch.Generator().manual_seed(seed), work.sizes.batch_size
     if isinstance(work.sizes, LanguageSizes):
         shape, vocabulary = (count, work.sizes.sequence_length), not_none(work.config).vocab_size
