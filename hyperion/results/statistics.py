@@ -215,11 +215,12 @@ def randomization_test(values: np.ndarray, launches_a: int, smallest: float, div
     observed = _correlations(differences[None], lengths, smallest)[0]
     order = np.argsort(observed)
     reached, largest = np.zeros(len(order)), []
+    ordered, ordered_lengths, thresholds = values[:, order], lengths[order], observed[order] * (1 - 1e-9)
     for some in np.array_split(contrasts, math.ceil(contrasts.shape[0] * len(order) / _CELLS)):
         # Each column contains the largest statistic among this value and all less significant values.
-        maxima = np.maximum.accumulate(_correlations(some @ values, lengths, smallest)[:, order], axis=1)
+        maxima = np.maximum.accumulate(_correlations(some @ ordered, ordered_lengths, smallest), axis=1)
         # The factor also counts divisions whose statistic equals the observed one except for rounding.
-        reached += (maxima >= observed[order] * (1 - 1e-9)).sum(axis=0)
+        reached += (maxima >= thresholds).sum(axis=0)
         largest.append(maxima[:, -1])
     p_values = np.empty(len(order))
     p_values[order] = np.maximum.accumulate((reached / len(contrasts))[::-1])[::-1]
@@ -343,8 +344,11 @@ def log_deviations(values: np.ndarray, launches_a: int) -> np.ndarray:
 
 def _correlations(differences: np.ndarray, lengths: np.ndarray, smallest: float) -> np.ndarray:
     """Return the absolute correlation with the membership in B, up to a factor. It is 0 for changes of `smallest` or less."""
-    counts = (np.abs(np.expm1(differences)) > smallest) & (lengths > 0)
-    return np.divide(np.abs(differences), lengths, out=np.zeros_like(differences), where=counts)
+    # |exp(d) - 1| > smallest, without an exponential of each of millions of elements
+    lower = math.log1p(-smallest) if smallest < 1 else -math.inf
+    counts = (differences > math.log1p(smallest)) | (differences < lower)
+    inverse = np.divide(1.0, lengths, out=np.zeros_like(lengths), where=lengths > 0)
+    return np.abs(differences) * inverse * counts
 
 
 def _estimate(value: float, resampled: np.ndarray, n: int) -> Estimate:

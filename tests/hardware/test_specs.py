@@ -177,7 +177,7 @@ def test_cpu_operations_follow_the_instruction_set(flags, vendor, family, path, 
     ("old", "new", "said"),
     [
         ("published = 81.7", "published = 84.7", "fp64_vector: units x ops x clock gives 81.7, not 84.7"),
-        ('tf32 = { reason = "CDNA 2', 'tf32 = { ops = 7, reason = "CDNA 2', "may have a note, not a reason"),
+        ('tf32 = { reason = "CDNA 2', 'tf32 = { ops = 7, reason = "CDNA 2', "may have a note, but not a reason"),
         ("compute_units = 304", "compute_units = -304", ".compute_units must be greater than 0, not -304"),
         ("compute_units = 304", "compute_units = true", ".compute_units must be a valid integer, not True"),
         ("compute_units = 304", "compute_units = inf", ".compute_units must be a valid integer, not inf"),

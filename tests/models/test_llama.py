@@ -200,7 +200,7 @@ def remove_a_shard(folder):
         (drop_a_tensor, "lacks the tensor .* that model.safetensors.index.json lists"),
         (lambda f: edit(f / INDEX, weight_map={}), "no file contains the tensor model.embed_tokens.weight"),
         (lambda f: edit(f / INDEX, weight_map=[]), "has no weight_map"),
-        (only_pickles, r"pickles \(pytorch_model.bin\)"),
+        (only_pickles, r"pickle files \(pytorch_model.bin\)"),
         (lambda f: [path.unlink() for path in f.glob("*safetensors*")], "neither model.safetensors nor"),
         (lambda f: edit(f / INDEX, weight_map={"lm_head.weight": "../elsewhere.safetensors"}), "leaves its folder"),
         (lambda f: edit(f / INDEX, weight_map={"lm_head.weight": 3}), "names no file"),

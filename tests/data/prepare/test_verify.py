@@ -143,7 +143,7 @@ FAULTS = {
         "the manifest does not list this file",
     ),
     "cut manifest": ("text", lambda f: cut(f / "manifest.json", 40), "manifest.json", "unreadable manifest"),
-    "no manifest": ("images", lambda f: (f / "manifest.json").unlink(), "manifest.json", "it is missing"),
+    "no manifest": ("images", lambda f: (f / "manifest.json").unlink(), "manifest.json", "the manifest is missing"),
 }
 
 
