@@ -52,6 +52,7 @@ from hyperion.units import MIB
 # predicts only the bandwidth of larger messages.
 _LEAST_MESSAGE = 64 * MIB
 # The interval of a curve is so wide that it contains this share of the rows of the reference run that were left out of the fit.
+# The share is above 80 %, because another host differs by more than the sizes and models of one run.
 _COVERED = 0.9
 # Spread of a curve that is fitted to a single row. One row does not show how much such rates differ, so the value is an
 # assumption.
@@ -68,7 +69,8 @@ measured rate in 80 % of all cases. See `hyperion/chapter/efficiency.py`.
 
 The reference runs are older than these predictions. The predictions that they stored for matrix products, memory and links are
 ceilings, and their pages show them as ceilings. The tables below compare the present predictions with the rows of these runs.
-The throughput of LoRA and of training on several devices has only a ceiling.
+The throughput of LoRA and of training on several devices has only a ceiling. All GPUs of the reference runs are H200s. So the
+tables show how well the curves predict another host with the same GPU, and say nothing about other GPUs.
 """
 _HELD_OUT = """In the run to which the curves are fitted, each size or model is predicted from the others. The intervals are made
 from these errors, so only the table above tests the intervals."""

@@ -21,9 +21,10 @@ def test_functions_stay_functions_when_every_submodule_is_imported():
         "from hyperion import measure\n"
         "for module in pkgutil.walk_packages(measure.__path__, 'hyperion.measure.'):\n"
         "    importlib.import_module(module.name)\n"
-        f"assert all(isinstance(getattr(measure, name), types.FunctionType) for name in {FUNCTIONS})\n"
+        f"print(*(name for name in {FUNCTIONS} if isinstance(getattr(measure, name), types.FunctionType)))\n"
     )
-    subprocess.run([sys.executable, "-c", code], check=True)
+    child = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert child.stdout.split() == list(FUNCTIONS)
 
 
 def test_every_public_name_exists_once():

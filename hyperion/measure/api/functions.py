@@ -38,15 +38,14 @@ from hyperion.measure.api.outputs import (
     Difference,
     OutputMismatchError,
     Snapshot,
-    WorkLeft,
     call_from_seed,
     captured_tensors,
     difference,
-    require_nothing_left,
     require_written,
     state_changed,
     state_of,
 )
+from hyperion.measure.api.unfinished_work import WorkLeft, require_nothing_left
 from hyperion.measure.clock.clocks import RanksClock
 from hyperion.measure.clock.timing import LEAST_SAMPLES, MINIMUM_SAMPLES, HarnessError, Timing, require_sampling, time_interleaved
 from hyperion.measure.memory_use.tensor_memory import allocated_peak

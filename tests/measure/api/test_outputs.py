@@ -17,17 +17,10 @@ from hyperion import measure
 from hyperion.errors import HyperionError
 from hyperion.hardware import detect_cpu
 from hyperion.measure import HarnessError
-from hyperion.measure.api import functions, outputs
+from hyperion.measure.api import functions, outputs, unfinished_work
 from hyperion.measure.api.answers import _order_interval
-from hyperion.measure.api.outputs import (
-    OutputMismatchError,
-    Returned,
-    WorkLeft,
-    captured_tensors,
-    difference,
-    element_tolerance,
-    require_nothing_left,
-)
+from hyperion.measure.api.outputs import OutputMismatchError, Returned, captured_tensors, difference, element_tolerance
+from hyperion.measure.api.unfinished_work import WorkLeft, require_nothing_left
 from hyperion.processes import Job, run_ranks
 from hyperion.results import RowError
 from tests.measure import timing_ranks
@@ -487,7 +480,7 @@ def test_work_on_other_streams_shows_as_a_device_that_is_busy_after_the_current_
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.cuda, "device", lambda device: torch.no_grad())
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: (told.append("device"), time.sleep(late_s)))
-    monkeypatch.setattr(outputs, "_STREAM_SETTLES_S", 0.01)
+    monkeypatch.setattr(unfinished_work, "_STREAM_SETTLES_S", 0.01)
     assert WorkLeft(Gpu()).after_a_call().endswith(said) and told == ["record", "event", "device"]
     assert bool(WorkLeft(Gpu()).after_a_call()) == bool(said)
 
