@@ -358,6 +358,8 @@ def _baselines(rows: list[Row]) -> Iterator[tuple[str, Row]]:
             # Not so for images: the host limits their plain loop, so the ratio depends on the host.
             compiled = " compiled" if row.params.get("plain_compiled", row.params["compiled"]) else ""
             yield f"{row.variant}, training, batch {row.params['batch']:,} tokens: over a plain{compiled} loop", row
+        elif (row.experiment, row.metric, row.params.get("over")) == ("image_training_speed", "speedup", "plain, captured"):
+            yield f"{row.variant}, training, batch {row.params['batch']:,}: over the same plain loop in a graph", row
 
 
 def _precise(rows: list[Row]) -> Iterator[tuple[str, Row]]:
