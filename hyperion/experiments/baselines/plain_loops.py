@@ -27,7 +27,7 @@ from hyperion.measure import Timing
 from hyperion.models import TransformerConfig, TransformerLM, resnet18
 from hyperion.results import Row
 from hyperion.training import Precision, adamw
-from hyperion.training.captured import CapturedStep
+from hyperion.training.captured import WARM_UP_STEPS, restored
 from hyperion.workloads.training_rows import NO_SPEEDUP_LIMIT, speed_rows
 from hyperion.workloads.workloads import CLASSES, Workload
 
@@ -161,20 +161,34 @@ class CapturedImageLoop:
     """
 
     def __init__(self, loop: PlainImageLoop):
-        self.loop, self._rate = loop, loop.optimizer.param_groups[0]["lr"]
-        self._captured: CapturedStep | None = None
+        self.loop = loop
+        self._graph: torch.cuda.CUDAGraph | None = None
 
     def train_on(self, images: Tensor, labels: Tensor) -> Tensor:
-        """Do one optimizer step and return the loss before it. The first call captures the step."""
-        if self._captured is None:
-            loop = self.loop
-            self._captured = CapturedStep(
-                lambda batch: (loop.train_on(*batch),), (images, labels), loop.model, loop.optimizer, (), loop.device
-            )
-        return self._captured((images, labels), self._rate)[0]
+        """Run one optimizer step. Return the loss before the update. The first call captures the step."""
+        if self._graph is None:
+            self._graph = self._capture(images, labels)
+        self._images.copy_(images)
+        self._labels.copy_(labels)
+        self._graph.replay()
+        return self._loss.clone()  # the next replay overwrites the original
+
+    def _capture(self, images: Tensor, labels: Tensor) -> torch.cuda.CUDAGraph:
+        """Capture the step. Weights, running statistics and random generators keep their values."""
+        self._images, self._labels = images.clone(memory_format=torch.preserve_format), labels.clone()
+        side, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+        with restored(self.loop.model, self.loop.optimizer, ()):
+            side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(side):  # warm-up steps compile code and allocate the state of the optimizer
+                for _ in range(WARM_UP_STEPS):
+                    self.loop.train_on(self._images, self._labels)
+            torch.cuda.current_stream().wait_stream(side)
+        with torch.cuda.graph(graph, stream=side, capture_error_mode="thread_local"):
+            self._loss = self.loop.train_on(self._images, self._labels)
+        return graph
 
     def step(self) -> Tensor:
-        """Do one optimizer step on the next batch and return the loss before it."""
+        """Run one optimizer step on the next batch. Return the loss before the update."""
         return self.train_on(*self.loop.next_batch())
 
 
