@@ -1,4 +1,4 @@
-"""Figures of the baselines: losses, accuracies, throughput and memory, recovery from faults, and the parity ladder."""
+"""Figures of the baselines: losses, accuracies, throughput, memory, recovery from faults, and comparisons of losses."""
 
 import math
 
@@ -234,9 +234,9 @@ def _title(what: str, rows: list[Row]) -> str:
 
 
 def _draw_steps(axes: Axes, material: Material, experiment: str) -> None:
-    """Draw the loss of every step and its running mean.
+    """Draw the loss of every training step and the running mean of these losses.
 
-    The function reads the samples that have the kind "step". It uses their columns step and loss.
+    The losses are in the samples of `experiment` whose column "kind" is "step". The columns "step" and "loss" are drawn.
     """
     samples = material.samples(experiment)
     steps = samples.query("kind == 'step'").sort_values("step")
@@ -334,7 +334,9 @@ def recovery(material: Material) -> Figure | None:
 
 
 def _lost(row: Row) -> str:
-    """Return a text with two numbers: the most steps that a trial of this kind lost, and the number of steps that it may lose."""
+    """Return a text with the largest number of steps that a trial with this kind of fault lost, and the number that is
+    allowed.
+    """
     lost = "failed" if row.value is None else f"lost at most {row.value:.0f}"
     return f"{lost}, allowed {row.params['may_lose']}"
 

@@ -49,7 +49,10 @@ def image_training_speed(material: Material) -> Figure | None:
 
 
 def _draw_alone(axes: Axes, batches: list[int], shares: list[Row]) -> None:
-    """Draw the rate of a hypothetical step whose time is only the time of its matrix products, each timed alone."""
+    """Draw the throughput of a hypothetical training step that computes only its matrix products.
+
+    Each matrix product was timed by itself. The time of the hypothetical step is the sum of these times.
+    """
     for number, (batch, params) in enumerate({row.params["batch"]: row.params for row in shares}.items()):
         place = batches.index(batch)
         rate = batch / sum(seconds for name, seconds in params.items() if name.endswith("_s"))
@@ -84,9 +87,9 @@ def _draw_rates(axes: Axes, batches: list[int], rates: list[Row], ratios: list[R
 
 
 def _draw_losses(axes: Axes, samples: pd.DataFrame, item: str) -> None:
-    """Draw the losses of both loops on the same batches, in nats per token or per image.
+    """Draw the losses of both training loops on the same batches, in nats per token or per image.
 
-    The function reads the samples that have the kind "parity". It uses their columns loop, batch, step and loss.
+    The losses are in the samples whose column "kind" is "parity". The columns "loop", "batch", "step" and "loss" are drawn.
     """
     samples = samples.query("kind == 'parity'")
     batch = max(samples["batch"])

@@ -1,6 +1,6 @@
 """Speed of this library's ResNet-18 training, compared with a plain public training loop on one device.
 
-The steps of both loops are timed in turn.
+The steps of both loops are timed alternately, so that a drift of the clock affects both loops.
 """
 
 import copy
@@ -127,14 +127,14 @@ class _Pair:
 
     Attributes:
         options: options of the experiment.
-        loops: functions that make the rows of both loops.
+        loops: makes the rows that compare both loops.
         engine: training engine of this library's loop.
         batches: loader of this library's loop.
         plain: the plain loop.
-        published: name of the library that the model of the plain loop comes from.
+        published: name of the library that defines the model of the plain loop.
         fresh_plain: function that returns a new plain loop with the initial weights. Its model is not compiled.
         fresh_batches: function that returns a new loader that starts at the first batch.
-        captured: the plain loop with its step in a graph. None where a step cannot be captured.
+        captured: the plain loop whose step runs as a CUDA graph. None if the step cannot be captured on this device.
     """
 
     options: ImageTrainingSpeedOptions
@@ -205,7 +205,7 @@ class _Pair:
         return cls(options, loops, engine, batches, plain, captured, published, fresh_plain, fresh_batches)
 
     def train_on(self, loop: str, images: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        """Run one optimizer step of a loop on a batch. Return the loss before the update."""
+        """Run one optimizer step on a given batch with the loop of the given name. Return the loss before the update."""
         if loop == PLAIN:
             return self.plain.train_on(images.float(), labels)
         if loop == CAPTURED:
@@ -221,7 +221,7 @@ def _parity(pair: _Pair, frames: list[pd.DataFrame]) -> list[Row]:
     """Compare the losses of both loops on the same batches.
 
     Returns:
-        The rows of the comparison, and one row for each loop with the time of its first step.
+        The rows of the comparison, and for each loop one row that holds the time of its first step.
     """
     options, loops, steps = pair.options, pair.loops, pair.options.parity_steps
     losses: dict[str, list[torch.Tensor]] = {OURS: [], PLAIN: []} | ({} if pair.captured is None else {CAPTURED: []})
@@ -252,7 +252,7 @@ def _parity(pair: _Pair, frames: list[pd.DataFrame]) -> list[Row]:
 
 
 def _plain_losses(pair: _Pair, steps: int) -> list[float]:
-    """Run a new, uncompiled plain loop from the initial weights on the same batches. Return the loss of every step."""
+    """Train a new, uncompiled plain loop from the initial weights on the same batches. Return the loss of every step."""
     plain, batches = pair.fresh_plain(), pair.fresh_batches()
     losses = []
     for _ in range(steps):
@@ -262,7 +262,7 @@ def _plain_losses(pair: _Pair, steps: int) -> list[float]:
 
 
 def _speeds(pair: _Pair, frames: list[pd.DataFrame]) -> list[Row]:
-    """Time the steps of all loops in turn, including their loaders, then each matrix product of the step alone."""
+    """Time the steps of all loops alternately, including their loaders. Then time each matrix product of the step by itself."""
     options, loops, device = pair.options, pair.loops, pair.loops.context.device
     steps: dict[str, Callable[[], torch.Tensor]] = {OURS: pair.our_step, PLAIN: pair.plain.step}
     if pair.captured is not None:
@@ -295,13 +295,16 @@ def _speeds(pair: _Pair, frames: list[pd.DataFrame]) -> list[Row]:
 
 
 def _products_row(loops: PairedLoops, name: str, timing: Timing, alone: ProductsAlone | str) -> Row:
-    """Return the row of the time of a step's matrix products, each timed alone, as a share of the step time of a loop.
+    """Return the row that holds the share of the step time that the matrix products of the step need.
+
+    Each matrix product was timed by itself.
 
     Args:
-        loops: functions that make the rows of both loops.
-        name: name of the loop.
+        loops: makes the rows that compare both loops.
+        name: name of the loop whose step time is used.
         timing: timing of the steps of the loop.
-        alone: timings of the matrix products. If they could not be timed, the reason. The row then has this reason and no value.
+        alone: timings of the matrix products, or the reason why they could not be timed. In the second case the row has this
+            reason and no value.
     """
     columns = loops.of(name)
     columns["params"] |= {"what": OF_PRODUCTS}

@@ -75,7 +75,8 @@ class ParityRung:
         resumed: whether the training is interrupted and resumed from a checkpoint.
         tolerance: largest allowed relative difference between a loss of this rung and the loss of the same step of the rung
             before. 0 if the losses must be equal.
-        unit: unit roundoff of the format, from which the difference is predicted. 0 if the change does not affect rounding.
+        unit: unit roundoff of the number format. The difference of the losses is predicted from it. 0 if the change does not
+            affect rounding.
         why: reason for the tolerance.
     """
 
@@ -189,7 +190,7 @@ EXPERIMENT = Experiment(forecast, run, options=ParityLadderOptions, isolated=Tru
 
 
 def _tokens(context: Context, options: ParityLadderOptions) -> tuple[np.ndarray, str]:
-    """Return (first tokens of the corpus, data source). The token ids are renumbered, so that the vocabulary is small."""
+    """Return (token ids of the beginning of the corpus, data source). The ids are renumbered, so that the vocabulary is small."""
     corpus, _, prepared = datasets.text(context)
     first = np.asarray(prepared.tokens["train"][: options.tokens])
     return np.unique(first, return_inverse=True)[1], corpus.source
@@ -242,7 +243,7 @@ def _batches(context: Context, options: ParityLadderOptions, tokens: np.ndarray)
 def _rows(
     context: Context, options: ParityLadderOptions, rung: ParityRung, curves: dict[str, list[float]], reason: str, source: str
 ) -> list[Row]:
-    """Return the rows that compare the losses of a rung with the losses of the rung before it, and of the first rung."""
+    """Return the rows that compare the losses of a rung with those of the rung before it, and with those of the first rung."""
     params = _params(options, rung)
     if reason:
         return [context.absent_row(rung.name, "relative_difference", reason, dtype=rung.dtype, params=params)]

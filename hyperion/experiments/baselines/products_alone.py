@@ -1,8 +1,9 @@
-"""Time the matrix products of a training step, with the sizes that they have in the step, one by one or all together.
+"""Time the matrix products of a training step without the rest of the step, one by one or one after the other.
 
-Convolutions and attention count as matrix products. The fastest matrix product of any shape shows the peak rate of the arithmetic
-units. The matrix products of a step show which rate the units reach at the shapes and memory layouts of this model. Even a step
-that computes nothing else takes the sum of their times. A better training loop cannot reduce this sum.
+The operands have the same sizes as in the step. Convolutions and attention count as matrix products. The fastest matrix product
+of any shape shows the peak rate of the arithmetic units. The matrix products of a step show which rate the units reach at the
+shapes and memory layouts of this model. Even a step that computes nothing else takes the sum of their times. A better training
+loop cannot reduce this sum.
 """
 
 from collections.abc import Callable
@@ -36,8 +37,8 @@ class ProductAlone:
 
     Attributes:
         part: part of the step to which the time of the product is added, for example "attention".
-        name: text with the sizes of the product. It also says whether the product computes the output of the forward pass, the
-            gradient of the input, or the gradient of the weight.
+        name: text with the sizes of the product. The text also says whether the product computes the output of the forward pass,
+            the gradient of the input, or the gradient of the weight.
         count: number of times that a step computes the product.
         make: function that allocates the operands and returns the function to time.
     """
@@ -54,7 +55,7 @@ class ProductsAlone:
 
     Attributes:
         products: the matrix products.
-        timings: timing of each product, in the same order.
+        timings: timing of each product, in the same order as `products`.
     """
 
     products: list[ProductAlone]

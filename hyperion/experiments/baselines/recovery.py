@@ -141,16 +141,16 @@ def _undisturbed(context: Context, task: str) -> dict:
 
 
 def _task(number: int, fault: TrainingFault) -> str:
-    """Return the task of a trial, "language" or "images".
+    """Return which model a trial trains: "language" or "images".
 
-    The tasks alternate. There is one exception: for a NaN in the loader the task is "images", because token ids are integers,
-    which cannot be NaN.
+    The two models alternate. There is one exception: for a NaN in the loader the result is "images", because token ids are
+    integers and cannot be NaN.
     """
     return "images" if (fault.kind, fault.phase) == ("NaN", "loader") else _TASKS[number % 2]
 
 
 def _trial(context: Context, whole: dict, number: int, fault: TrainingFault) -> dict:
-    """Run one trial: train until the fault occurs, resume in a second process, and return the outcome."""
+    """Train until the fault of this trial occurs, resume in a second process, and return the outcome."""
     task = _task(number, fault)
     folder = context.workspace / f"trial-{number:03d}"
     params = {"folder": str(folder), "task": task, "seed": context.seed}
@@ -177,7 +177,10 @@ def _trial(context: Context, whole: dict, number: int, fault: TrainingFault) -> 
 
 
 def _process(params: dict) -> dict:
-    """Run one process and return its result. If the process fails, the entry "ended" has its exit code and its error message."""
+    """Train in a separate process and return its result.
+
+    If the process fails, the entry "ended" of the result holds the exit code and the error message.
+    """
     Path(params["folder"]).mkdir(parents=True, exist_ok=True)
     try:
         return run_job(Job(in_own_process, params, timeout_s=_TIMEOUT_S), on_line=lambda line: None)

@@ -66,7 +66,7 @@ class CompiledModel:
     Attributes:
         module: the model, on its device, in the dtype and memory format of the specification.
         inputs: arguments of one call, on the same device and in the same format.
-        params: params of the rows that describe the model: model, batch, input and weights.
+        params: a dict with the keys "model", "batch", "input" and "weights". The rows of this model store it in their params.
     """
 
     module: nn.Module

@@ -65,7 +65,11 @@ def library_findings(folders: dict[str, Path]) -> pd.DataFrame:
 
 
 def _edit(file: str, change: Callable[[np.ndarray], np.ndarray]) -> Callable[[Path], None]:
-    """Return a function that changes the array in `file` and then writes a new manifest with the new hash."""
+    """Return a function that damages a folder of prepared data.
+
+    The function changes the array in `file` with `change` and then writes a new manifest, which contains the hash of the changed
+    file.
+    """
 
     def inject(folder: Path) -> None:
         np.save(folder / file, change(np.load(folder / file)))

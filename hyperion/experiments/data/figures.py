@@ -146,7 +146,7 @@ def _loader_name(row: Row) -> str:
 
 
 def _source(material: Material, experiment: str) -> str:
-    """Return the name of the data set and its source, for the title of a figure. In this chapter, titles do not name a device."""
+    """Return the name of the data set and where the data come from, for the title of a figure."""
     rows = material.of(experiment, metric="count")
     names = sorted({row.variant for row in rows})
     sources = sorted({row.data_source for row in rows if row.data_source})

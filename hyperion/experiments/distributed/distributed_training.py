@@ -216,7 +216,7 @@ def test_rows(context: Context, recipe: Recipe, training: Training) -> list[Row]
 
 
 def _overlap_rows(context: Context, options: DistributedTrainingOptions, results: list[Result]) -> list[Row]:
-    """Count the examples of the first epoch that two ranks received, and those that no rank received."""
+    """Return rows that count the examples of the first epoch that two ranks received, and those that no rank received."""
     rows = []
     for recipe in options.trainings:
         seen = [result.samples.loc[result.samples["training"] == recipe.name] for result in results]

@@ -109,7 +109,10 @@ def _train(context: Context, options: ParallelParityOptions, report: Report, str
 
 
 def _bytes_row(context: Context, strategy: str, training: Training) -> Row:
-    """Return the row of the share of the parameters that this rank holds. It is 1 with DDP and 1 / ranks with FSDP2."""
+    """Return the row that holds the share of all parameter bytes that are on this rank.
+
+    The share is 1 with DDP and 1 / ranks with FSDP2.
+    """
     here, strategy_ranks = world(), training.engine.ranks
     whole = full_parameter_bytes(training.engine.model)
     share = local_parameter_bytes(training.engine.model) / whole

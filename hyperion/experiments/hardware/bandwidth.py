@@ -1,7 +1,7 @@
 """How fast does this machine read and write memory, and how close is this to the bandwidth in its data sheet?
 
-A stream is a simple operation over large arrays, such as a copy or a sum. The experiment times several streams for several sizes
-of the arrays.
+A stream is a simple operation over large arrays, such as a copy or a sum. The experiment times several streams with arrays of
+several sizes.
 """
 
 import pandas as pd

@@ -125,7 +125,7 @@ def _forecast(context: Context, operation: str, dtype: str, size: int) -> Foreca
 def _limit(device: Device, working_set: int) -> tuple[float | None, str]:
     """Return (limit in GB/s, source of the limit), or (None, reason why there is no limit).
 
-    There is a limit, the bandwidth of device memory, only if the working set is much larger than the caches.
+    The limit is the bandwidth of device memory. It applies only if the working set is much larger than the caches.
     """
     cache = device.last_level_cache_bytes
     if cache is None:

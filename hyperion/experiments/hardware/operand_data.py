@@ -177,7 +177,10 @@ def _squared(matrix: torch.Tensor, size: int) -> torch.Tensor:
 
 
 def _timed_alone(context: Context, options: OperandDataOptions, product: Gemm, call_s: float) -> Timing:
-    """Call one matrix product until the clock is stable, then time it. The timing is long enough for readings of the power."""
+    """Call one matrix product until the clock is stable.
+
+    Then time it, for long enough that the power can be read several times.
+    """
     clock = device_clock(context.device)
     settled = clock.now() + options.settle_s
     while clock.now() < settled:
@@ -198,7 +201,7 @@ def _rate_rows(context: Context, options: OperandDataOptions, products: dict[str
 
 
 def _ratio_rows(context: Context, options: OperandDataOptions, dtype: str, timings: Timings) -> Iterable[Row]:
-    """Yield the rows of the rate of each kind of data, divided by the rate of normally distributed data.
+    """Yield one row for each kind of data. It holds the rate with this data divided by the rate with normally distributed data.
 
     Samples that were timed in turn are compared in pairs, so that a drift of the clock cancels.
     """
@@ -221,9 +224,10 @@ def _ratio_rows(context: Context, options: OperandDataOptions, dtype: str, timin
 def _energy_rows(
     context: Context, options: OperandDataOptions, products: dict[str, Gemm], alone: dict[str, Timing]
 ) -> Iterable[Row]:
-    """Yield the rows of the energy of 10^12 floating-point operations, from the timings alone.
+    """Yield one row for each kind of data. It holds the energy in joules of 10^12 floating-point operations.
 
-    If calls with different data were made in turn, a reading of the power would be a mixture of all kinds of data.
+    Only the timings in `alone` are used, in which all calls have the same data. If calls with different data alternated, the
+    measured power would be a mixture.
     """
     for data, timing in alone.items():
         energy, params = energy_of(timing), options.params(ALONE)

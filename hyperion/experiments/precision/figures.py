@@ -90,7 +90,7 @@ def _batch(row: Row) -> str:
 
 
 def _of(rows: list[Row], metric: str, **params) -> dict[str, Row]:
-    """Return a dict from the dtype to the measured row of a metric."""
+    """Return a dict that maps a dtype to the row of this metric and these params. Rows without a value are left out."""
     return {row.dtype: row for row in measured(rows) if row.metric == metric and params.items() <= row.params.items()}
 
 
@@ -158,7 +158,7 @@ def _draw_differences(axes: Axes, samples: pd.DataFrame, rows: list[Row]) -> Non
 
 
 def _absences(models: dict[str, list[Row]]) -> list[str]:
-    """Return one sentence for each reason why steps were not timed. It names the formats that the reason applies to."""
+    """Return one sentence for each reason why steps were not timed. The sentence names the number formats concerned."""
     reasons: dict[str, dict[str, None]] = {}
     for rows in models.values():
         for row in rows:
@@ -169,12 +169,14 @@ def _absences(models: dict[str, list[Row]]) -> list[str]:
 
 @dataclass(frozen=True)
 class Step:
-    """The rows of one rung whose steps were timed.
+    """The rows of one rung of the training ladder whose steps were timed.
+
+    The training ladder is a list of training steps, called rungs. Each rung adds one optimization to the rung before it.
 
     Attributes:
         time: row of the step time.
-        memory: row of the allocator's peak memory. Without this row, the row of the peak bytes of tensors. None if neither was
-            measured.
+        memory: row of the peak memory of the allocator. If there is no such row, it is the row of the peak bytes of tensors. None
+            if neither was measured.
         speedup: row of the speed-up over the rung before. None for the first rung.
         early: row of the difference between the losses of this rung and of the first rung, over the first steps of the training.
             None for the first rung, and for old runs that compared only the last steps.

@@ -258,10 +258,10 @@ def _why_emulated(device: Device, dtype: str) -> str:
 
 
 def _timed(context: Context, options: PrecisionVariantsOptions, stored: StoredBatches, reasons: dict[str, str]) -> Result:
-    """Time the steps of all formats in turn.
+    """Time the steps of all number formats. The steps of different formats alternate.
 
     Args:
-        reasons: for each format, the reason why it is not timed, or an empty string if it is timed.
+        reasons: a dict that maps each format to the reason why it is not timed, or to an empty string if it is timed.
     """
     work, batches = load_batches(options.sizes(stored.kind), stored.file, context.device)
     contenders = [
@@ -279,7 +279,9 @@ def _timed(context: Context, options: PrecisionVariantsOptions, stored: StoredBa
 
 
 def _difference_rows(result: Result) -> list[Row]:
-    """Compare each format's losses with those of fp32 on the same batches, early and late in the training."""
+    """Return the rows that compare the losses of each format with those of fp32 on the same batches, early and late in the
+    training.
+    """
     rows = []
     for row in result.rows:
         if row.metric != "training_loss" or row.dtype == REFERENCE:

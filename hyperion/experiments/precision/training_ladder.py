@@ -89,7 +89,9 @@ class Parity(BaseModel, extra="forbid", frozen=True, strict=True):
 
 
 class LanguageLadder(LanguageSizes, frozen=True):
-    """Sizes and rungs of the language model.
+    """The language model of the training ladder: its sizes, and the optimizations that are added one after the other.
+
+    Each version of the training step is called a rung. Each rung adds one optimization to the rung before it.
 
     Args:
         rungs: names of the rungs, from the first to the last. They are keys of `_ADDITIONS`.
@@ -101,7 +103,10 @@ class LanguageLadder(LanguageSizes, frozen=True):
 
 
 class ImageLadder(ImageSizes, frozen=True):
-    """Sizes and rungs of the ResNet-18. The arguments are the same as in `LanguageLadder`."""
+    """The ResNet-18 of the training ladder: its sizes, and the optimizations that are added one after the other.
+
+    The arguments are the same as in `LanguageLadder`.
+    """
 
     rungs: tuple[str, ...]
     parity: Parity = Parity()
@@ -113,7 +118,7 @@ class TrainingLadderOptions(Options):
     Args:
         batches: number of different batches. The training repeats them in the same order.
         parity_steps: number of optimizer steps in the comparison of losses.
-        time_limit_s: seconds for timing the steps of one model on all rungs.
+        time_limit_s: seconds for timing the steps of all rungs of one model.
         language: sizes and rungs of the language model. None leaves out this model.
         image: sizes and rungs of the ResNet-18. None leaves out this model.
         tolerance: not used. It exists because older stored runs have this option.
@@ -309,7 +314,7 @@ def measure_twins(context: Context, report: Report, kind: str, file: str, source
 def _parity_losses(
     context: Context, options: TrainingLadderOptions, kind: str, rung: StepRung, work: Workload, batches: list[Batch]
 ) -> list[float]:
-    """Train the smaller model with the smaller batches that `Parity` describes, and return the loss of every step."""
+    """Train with the smaller model and the smaller batches that `Parity` describes. Return the loss of every step."""
     changes = options.ladders[kind].parity.model_dump(exclude_none=True)
     short = workload(work.sizes.model_copy(update=changes))
     parts = [
@@ -351,7 +356,11 @@ def _timed(context: Context, options: TrainingLadderOptions, stored: StoredBatch
 
 
 def _speedup_rows(row: partial[Row], rungs: list[StepRung], timings: list[Timing]) -> list[Row]:
-    """Return the speed-up of each rung over the rung before it, and over the first rung."""
+    """Return the rows that hold the speed-ups of the optimizations.
+
+    A rung is a version of the training step that adds one optimization to the version before it. For each rung there is a row
+    that compares its step time with the version before it, and a row that compares it with the first version.
+    """
     rows = []
     for number, (rung, timing) in enumerate(zip(rungs, timings, strict=True)):
         for other in sorted({max(number - 1, 0), 0} - {number}):
@@ -362,9 +371,9 @@ def _speedup_rows(row: partial[Row], rungs: list[StepRung], timings: list[Timing
 
 
 def _difference_rows(result: Result) -> list[Row]:
-    """Compare each rung's losses with those of the first rung, early and late in the training.
+    """Return the rows that compare the losses of each rung with those of the first rung, early and late in the training.
 
-    The twins of the first rung give the tolerance.
+    The tolerance comes from twins of the first rung: the same training with other rounding (see `hyperion.workloads.twins`).
     """
     rows = []
     for row in result.rows:

@@ -98,7 +98,7 @@ def _dtype(context: Context, options: BatchScalingOptions) -> str:
 
 
 def _forecast_throughput(context: Context, name: str, batch: int, dtype: str) -> Forecast:
-    """Predict samples per second from products and traffic on the device, and the host's time for operators."""
+    """Predict samples per second from the matrix products and memory traffic of a step, and the host's time for its operators."""
     forecast = forecast_on_device(context, name, batch, dtype)
     if forecast.ceiling is None:
         return forecast
@@ -127,7 +127,7 @@ def forecast_on_device(context: Context, name: str, batch: int, dtype: str) -> F
 
 
 def _device_basis(context: Context, dtype: str) -> str:
-    """Return the basis of the predicted throughputs. It is the same text for every batch."""
+    """Return the text that says how the throughputs are predicted. It is the same text for every batch size."""
     product = not_none(not_none(context.best_upstream("gemm_tflops", dtype)).value)
     stream = not_none(not_none(stream_ceiling(context.upstream)).value)
     return (
@@ -163,7 +163,7 @@ def _largest_by_shapes(model: ReferenceModel, dtype: str, cap_gib: float) -> flo
 
 @dataclass(frozen=True)
 class Point:
-    """The memory of steps with one batch size.
+    """Memory of training steps with one batch size.
 
     Attributes:
         batch: batch size.
@@ -179,7 +179,7 @@ class Point:
 
 
 class _Sweep:
-    """Measurement of one model at all batch sizes. It collects rows and samples."""
+    """Measures training steps of one model at all batch sizes. The attributes `rows` and `frames` collect the results."""
 
     def __init__(self, context: Context, model: ReferenceModel):
         self.context, self.model, self.options = context, model, BatchScalingOptions.of(context)
@@ -246,7 +246,7 @@ class _Sweep:
             )
 
     def fill_memory(self, batches: list[int]) -> None:
-        """Predict the largest batch that fits, and test this prediction.
+        """Predict the largest batch size that fits into memory, and test this prediction.
 
         The prediction comes from a line through the memory of two batches that fit: memory grows linearly with the batch size.
         """
@@ -269,7 +269,7 @@ class _Sweep:
         self._test_largest(int(large + (cap_gib - large_gib) / slope))
 
     def _test_largest(self, largest: int) -> None:
-        """Add the row of the predicted largest batch.
+        """Add the row that holds the predicted largest batch size.
 
         The check of this row runs a somewhat smaller batch, which must fit, and a somewhat larger batch, which must not fit.
         """
