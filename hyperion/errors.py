@@ -51,9 +51,9 @@ def require_seed(seed: int) -> int:
     """
     if isinstance(seed, bool) or not isinstance(seed, numbers.Integral) or not 0 <= seed <= LARGEST_SEED:
         raise HyperionError(
-            f"seed is {seed!r}",
+            f"seed is {seed!r}, which is not a whole number from 0 to {LARGEST_SEED}",
             where="the seed of the run",
-            next_step=f"use a whole number from 0 to {LARGEST_SEED}, as --seed 0 or SEED=0",
+            next_step="give another seed, for example --seed 0 or SEED=0",
         )
     return int(seed)
 

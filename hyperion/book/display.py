@@ -253,7 +253,10 @@ def compared_steps(row: Row) -> str:
 
 
 class _Quoted:
-    """A row whose fields a template can quote as texts. A field that the row does not have raises a HyperionError."""
+    """Makes the fields of a row available as texts, for sentences in a notebook such as "The copy reaches {copy.value}".
+
+    Numbers are rounded and get their unit. If a sentence uses a field that the row does not have, a HyperionError is raised.
+    """
 
     def __init__(self, name: str, row: Row):
         self._name, self._row = name, row

@@ -76,7 +76,7 @@ def _header(material: Material, title: str) -> str:
 
 
 def _unexpected(material: Material) -> str:
-    """Return the section about the failed checks of the run, or "" if no check failed.
+    """Return the HTML of the section about the failed checks of the run, or "" if no check failed.
 
     This section comes first on the page, because a failed check puts the other results in doubt.
     """

@@ -200,9 +200,9 @@ class Chapter:
     def _asked_anew(self, experiment: str) -> bool:
         """Return True if a stored experiment must be measured again.
 
-        This is the case if one of its values was unexpected, or if a claim of the notebook about its values was unexpected. If
-        only a claim was unexpected, an isolated experiment (a training) is not repeated, because the same seed gives the same
-        result.
+        This is the case if a check of one of its values failed, or if a check in the notebook that uses its values failed. If
+        only a check in the notebook failed, an isolated experiment (a training) is not repeated, because the same seed gives the
+        same result.
         """
         if experiment in self._measured_here:
             return False
@@ -305,7 +305,10 @@ class Chapter:
         return [p for p in self.results.predictions(self.notebook, experiment) if p.input_hash == digest]
 
     def _forecasts(self, experiment: str) -> list[Prediction]:
-        """Return the predictions of the library. They are computed from the ceilings in the run."""
+        """Return the predictions of the library.
+
+        They are computed from the measured limits in the run, such as the memory bandwidth.
+        """
         chosen, digest = experiment_named(experiment), self._input_hash(experiment)
         context = self._context(experiment, (*chosen.reads, *chosen.forecast_reads))
         # The experiment may already have been measured. The estimate does not use the measured values, but the reader must know

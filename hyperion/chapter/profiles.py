@@ -102,7 +102,7 @@ def _declared() -> dict[str, dict]:
 
 
 def _sizes_of(subject: Subject) -> dict[str, dict[str, dict]]:
-    """Return {profile: {experiment: sizes}} of a subject.
+    """Return the sizes of all experiments of a subject, as {profile: {experiment: sizes}}.
 
     Raises:
         HyperionError: the file sizes.toml cannot be parsed, or it contains a profile or an experiment that does not exist.

@@ -125,7 +125,10 @@ def _table(compared: "list[Comparison]", everything: bool) -> Table:
 
 
 def _table_of_devices(compared: "list[Comparison]", device_a: str, device_b: str) -> Table:
-    """Return a table of the values of two devices. It has no verdicts, because a difference may come from the devices."""
+    """Return a table that compares the values of two devices.
+
+    The table does not say whether the code became slower, because a difference may come from the devices.
+    """
     table = Table(
         "variant", "metric", f"A: {escape(printable(device_a))}", f"B: {escape(printable(device_b))}", "B / A", pad_edge=False
     )

@@ -163,7 +163,7 @@ def verify(python: Path, machine: DetectedAccelerator, choice: Choice) -> None:
     """Check that the installed build of torch fits the machine and can open its GPU.
 
     Raises:
-        HyperionError: torch is missing, another build is installed, or torch opens no GPU.
+        HyperionError: torch is missing, another build is installed, or torch cannot use a GPU.
     """
     build = interpreter.inspect(python).torch
     if build is None:

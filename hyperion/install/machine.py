@@ -44,7 +44,7 @@ class KernelFacts:
 
 @dataclass(frozen=True)
 class DetectedAccelerator:
-    """The accelerator that torch must support on this machine."""
+    """The accelerator of this machine, for which a build of torch is chosen. "cpu" if there is no accelerator."""
 
     kind: str  # rocm | cuda | cpu
     evidence: str

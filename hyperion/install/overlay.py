@@ -1,4 +1,4 @@
-"""Use an existing environment, which PYTHON= names.
+"""Use an existing environment. The user names its Python interpreter with PYTHON=.
 
 The environment is never changed. Missing packages are installed into an overlay.
 

@@ -160,7 +160,7 @@ def rows_digest(run: Run, notebook: str) -> str | None:
 
 @dataclass(frozen=True)
 class Reference:
-    """A machine whose reference run contains every experiment of a notebook.
+    """A machine whose reference run contains every experiment of a notebook, so that the notebook can show its results.
 
     Args:
         machine: name of the machine.

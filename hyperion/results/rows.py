@@ -230,7 +230,7 @@ class Row:
             self._demand(known, f"check {self.check!r} lacks its error or tolerance", "record the error and the tolerance")
 
     def _failure(self) -> str:
-        """Return the reason why the measured value must be refused, as the end of a sentence, or "" for a valid value."""
+        """Return the reason why the measured value is not valid, as the end of a sentence. Return "" if the value is valid."""
         if self.value is None:
             return ""
         if not math.isfinite(self.value):
@@ -325,7 +325,7 @@ def own_metrics_to_json(metrics: OwnMetrics) -> dict[str, list[dict]]:
 
 
 def own_metrics_from_json(document: object, where: object) -> dict[str, list[Metric]]:
-    """Return the definitions that `own_metrics_to_json` wrote, by "notebook/experiment".
+    """Return a dict that maps "notebook/experiment" to the definitions that `own_metrics_to_json` wrote for this experiment.
 
     Args:
         document: the parsed JSON document.

@@ -155,7 +155,7 @@ class _RecordedSource:
 
 @dataclass(frozen=True)
 class _Environment:
-    """The fields of a fingerprint that the report and comparisons read. Other fields are ignored."""
+    """The fields of the stored description of a machine that the report and comparisons read. Other fields are ignored."""
 
     gpus: list[_Gpu] | None = None
     cpu: _Cpu | None = None
@@ -185,7 +185,7 @@ class _Provenance:
 
 @dataclass(frozen=True)
 class _Finished:
-    """An entry of experiments.json."""
+    """An entry of experiments.json, which describes one stored experiment."""
 
     input_hash: str
     rows: int
@@ -507,7 +507,10 @@ class Run:
         return files
 
     def experiments(self) -> dict[str, dict]:
-        """Return the entries of all stored experiments by "notebook/experiment". `finished` describes the fields of an entry.
+        """Return a dict with one entry for each experiment that is stored in this run.
+
+        A key has the form "notebook/experiment". A value is a dict with information about the stored experiment, such as the
+        number of its rows. `finished` describes its fields.
 
         Raises:
             HyperionError: the file is damaged, or an entry does not have the expected fields.
@@ -620,7 +623,10 @@ def predictions_digest(predictions: Iterable[Prediction]) -> str:
 
 
 def _with_prediction(written: list[Prediction], new: Prediction) -> list[Prediction]:
-    """Return the stored predictions with a new prediction added. The first prediction of a configuration has the guess."""
+    """Return the stored predictions and the new prediction.
+
+    If several predictions differ only in their inputs, only the oldest of them holds the reader's guess.
+    """
 
     def configuration(p: Prediction) -> tuple:
         return p.notebook, p.experiment, p.input_hash

@@ -234,10 +234,10 @@ def _time_steps(one: Callable[[], object], device: Device, in_a_row: int, sampli
 
 
 def _named(kinds: dict[str, int], ideal_ns: float | None) -> dict[str, int]:
-    """Return the nanoseconds of each part in display order.
+    """Return a dict that maps the name of a part of the step to its nanoseconds, in display order.
 
     Args:
-        kinds: nanoseconds of each kind of event, from `partition`.
+        kinds: a dict that maps a kind of event to its nanoseconds, as `partition` returns it.
         ideal_ns: nanoseconds that the matrix products would need at the ceiling. The part "GEMM" is then split into two parts.
             None if there are no ceilings.
     """

@@ -183,7 +183,7 @@ def compare(
 
 @dataclass(frozen=True)
 class _Settings:
-    """The validated arguments of `time` and `compare`, with their defaults."""
+    """The validated arguments of `time` and `compare`. Arguments that the caller did not give have their default values."""
 
     device: Device
     cold: bool
@@ -217,12 +217,12 @@ class _Settings:
 
 @dataclass(frozen=True)
 class _Examined:
-    """The timings of the functions and the comparisons of their outputs.
+    """The timings of the measured functions, and the results of the comparisons of their outputs.
 
     Args:
         between: differences between the outputs of A and B, one for each call that can be compared.
-        changes: for each function, the difference between the output of the first call and the output after the timing. None
-            if the two outputs cannot be compared.
+        changes: for each function, the difference between the output of the first call and the output after the timing. None if
+            the two outputs cannot be compared.
         notes: warnings about the outputs.
     """
 
@@ -378,7 +378,7 @@ def _same(first: Snapshot, second: Snapshot, reduction: int, tolerance: float | 
 
 
 def _limit(settings: _Settings, call_s: float, used_s: float, labels: tuple[str, ...]) -> float:
-    """Return the seconds that are available after the first calls.
+    """Return the seconds of timing that are left after the first calls.
 
     Without a limit from the user, this time is long enough for the smallest number of calls.
 

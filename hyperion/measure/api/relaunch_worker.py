@@ -25,7 +25,7 @@ _EXAMPLE = 'def work(): return {"step": lambda: model(x)}'
 
 
 class Launch:
-    """The functions that this process times, and the methods that answer the parent's requests."""
+    """The functions that this process times. The methods answer the requests of the parent process."""
 
     def __init__(self) -> None:
         self.functions: dict[str, Callable[[], object]] = {}

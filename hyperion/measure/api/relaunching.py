@@ -48,12 +48,12 @@ LaunchId = tuple[str, int]  # side ("A" or "B") and number of the launch
 
 @dataclass(frozen=True)
 class TurnPlan:
-    """The schedule of the turns.
+    """The schedule of the turns. In a turn, one launch (a process) takes samples of its functions.
 
     Args:
         rounds: number of rounds. Each launch has one turn per round.
         slice_s: seconds of sampling per function in a turn.
-        calls: dict from the name of a function to its number of calls per sample. All launches use the same numbers.
+        calls: a dict that maps the name of a function to its number of calls per sample. All launches use the same numbers.
         expected_s: approximate duration of all turns together in seconds.
     """
 
@@ -70,11 +70,11 @@ class Launched:
     Args:
         side: the measured version of the code, "A" or "B".
         number: number of the launch, from 1.
-        answers: dict from the name of a function to its time. The time has one sample per round, which is the median of the
-            samples of this launch's turn in the round.
+        answers: a dict that maps the name of a function to its time. The time has one sample per round, which is the median of
+            the samples that this launch took in the round.
         samples: all samples of all turns. The columns are variant, round, index, calls and time_s (seconds per call).
-        files: dict from the path of a module file to the sha256 of the file. It contains the files that the launch imported from
-            the folder of its version. The paths are relative to this folder.
+        files: a dict that maps the path of a module file to the sha256 of the file. It contains the files that the launch
+            imported from the folder of its version. The paths are relative to this folder.
     """
 
     side: str
@@ -189,8 +189,8 @@ class _Team:
     """The running launches of both versions.
 
     Attributes:
-        partners: dict from (side, number of the launch) to the connection with its process.
-        prepared: dict from (side, number of the launch) to the answer of the launch to the request `prepare`.
+        partners: a dict that maps (side, number of the launch) to the connection with its process.
+        prepared: a dict that maps (side, number of the launch) to the answer of the launch to the request `prepare`.
     """
 
     def __init__(self, work: Path, folders: dict[str, Path], stack: contextlib.ExitStack):
@@ -233,12 +233,14 @@ class _Team:
 
     @property
     def files(self) -> dict[str, dict[str, str]]:
-        """`Launched.files` of the first launch of each side."""
+        """A dict that maps a side ("A" or "B") to the attribute `files` of the first launch of this side."""
         return {side: self.prepared[side, 1]["files"] for side in SIDES}
 
     @property
     def call_s(self) -> dict[str, float]:
-        """Seconds per call of each function in the fastest launch. Other work may have slowed down the other launches.
+        """A dict that maps the name of a function to its seconds per call in the fastest launch.
+
+        The fastest launch is used, because other processes may have slowed down the other launches.
 
         Raises:
             HyperionError: not all launches have the same functions.
@@ -265,7 +267,8 @@ def _take_turns(team: _Team, plan: TurnPlan, report: Report) -> dict[str, dict[L
     """Run all turns, one launch at a time.
 
     Returns:
-        dict from the name of a function to a dict from the launch to its answers, one per turn.
+        A dict that maps the name of a function to another dict. The other dict maps a launch to its list of answers, one for each
+        turn.
     """
     random, order = np.random.default_rng(0), sorted(team.partners)
     turns = {name: {who: [] for who in order} for name in plan.calls}

@@ -58,11 +58,11 @@ class _EventClock:
     """The clock of a GPU. It records one event before and one event after each call, and synchronises once per batch.
 
     At the start of a batch, the device spins until the host has filled the queue. So the device does not wait for a launch
-    between the two events of a sample. Some calls take longer on the host than on the device, such as an eager training step.
-    The device then waits for the host during the call. This wait is part of the time of the call, so it is included.
+    between the two events of a sample. Some calls take longer on the host than on the device, such as an eager training step. The
+    device then waits for the host during the call. This wait is part of the time of the call, so it is included.
 
     If a batch consists of few long calls, the host cannot fill the queue in time. Such a batch starts with a call that is not
-    timed. Without this call, the first of two equal training steps was slower.
+    timed. Without this call, the first timed training step was slower than an equal second step.
     """
 
     now = staticmethod(time.monotonic)
@@ -109,7 +109,7 @@ class _HostClock:
     now = staticmethod(time.monotonic)
 
     def seconds(self, start: int, end: int) -> float:
-        """Return the seconds between two stamps."""
+        """Return the seconds between two readings of the clock."""
         return (end - start) / 1e9
 
     def in_a_row(self, function, count: int) -> float:

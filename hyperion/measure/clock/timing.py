@@ -268,10 +268,10 @@ def require_sampling(minimum_samples: int, back_to_back: int = 0, **limits_s: fl
 
 
 class CacheFlush:
-    """Function that flushes the last-level cache by reading a buffer of twice the size of the cache.
+    """Callable that flushes the last-level cache: it reads a buffer that is twice as large as the cache.
 
-    The function does not write to the buffer. The cache would write modified lines back to memory later, while the timed call
-    runs.
+    A call does not write to the buffer. If it did, the cache would have to write the modified cache lines back to memory later.
+    This could happen while the timed call runs, which would make the timed call slower.
 
     Args:
         elements: number of float32 elements to read. None means a buffer of twice the size of the last-level cache, but at least
@@ -302,7 +302,10 @@ class CacheFlush:
 
 
 def _warm_up(clock, function, limit_s: float, window_s: float = _WARM_WINDOW_S, called: bool = False) -> tuple[list[float], bool]:
-    """Run windows of calls until the medians of three windows in a row agree within 2 %, or until the time limit is reached.
+    """Call the function until its times are stable, or until the time limit is reached.
+
+    The calls are divided into windows, each of about `window_s` seconds. The times are stable when the medians of three windows in
+    a row agree within 2 %.
 
     Args:
         called: whether the function was called before. If not, the first call is not part of a window.

@@ -186,7 +186,7 @@ class CollectiveMeasurement:
     Args:
         collective: the collective.
         dtype: dtype of the elements.
-        bytes: S in bytes, rounded up so that all ranks have the same whole number of elements.
+        bytes: message size S in bytes, rounded up so that all ranks have the same whole number of elements.
         ranks: number of ranks.
         timing: seconds of each call on the slowest rank. All ranks have the same values.
         verification: check of the output of this rank after the timed calls.
@@ -438,7 +438,7 @@ class CollectiveOverlap:
     The three calls were timed in turn. Each sample is the time of the slowest rank.
 
     Args:
-        bytes: S of the all-reduce in bytes.
+        bytes: message size of the all-reduce in bytes.
         dtype: dtype of the all-reduce.
         ranks: number of ranks.
         compute: timing of the computation without the all-reduce.
@@ -555,6 +555,6 @@ def _products(device: Device, lasting_s: float, clock: RanksClock, here: World) 
 
 
 def _seconds(function: Callable[[], object], here: World, clock: RanksClock) -> float:
-    """Return the median seconds of a call from few samples. The value is the same on all ranks."""
+    """Return the median time of a call in seconds, from few samples. The value is the same on all ranks."""
     timing = time_function(function, here.device, cold=False, minimum_samples=10, time_limit_s=0.1, clock=clock)
     return timing.estimate.value

@@ -60,7 +60,7 @@ class MemoryCap:
     """A limit of the memory of this process.
 
     Args:
-        gib: GiB that the process may allocate in addition to the memory that it had at the start of the cap.
+        gib: GiB that the process may allocate in addition to the memory that it had when the limit was set.
         peak_gib: the peak in GiB that `PeakMemoryRegion` reports if the process uses all of this memory.
     """
 

@@ -468,7 +468,7 @@ def search_shapes(
 
 
 class _Products:
-    """The products of all shapes of a search. A product is created when it is first needed."""
+    """The matrix products of all shapes of a search. A product is created when it is first needed."""
 
     def __init__(self, product: Callable[[Shape], Gemm], clock: Clock, flush: Callable[[], object]):
         self.product, self.clock, self.flush = product, clock, flush

@@ -394,7 +394,10 @@ def _crossing(target: float, times: np.ndarray, sizes: Sequence[int]) -> float:
 
 
 class _EnqueueClock(WallClock):
-    """A host clock that measures `calls` calls in a row. It waits for the device before the calls, but not after them."""
+    """A host clock that measures how long it takes to enqueue `calls` calls in a row.
+
+    The clock waits for the device before the calls, but not after them.
+    """
 
     def sample(self, functions: list[Callable], flush: Callable | None, count: int) -> list[list[float]]:
         return in_turn(functions, count, self._enqueue)
