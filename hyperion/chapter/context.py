@@ -124,7 +124,7 @@ class Options(BaseModel):
         """Return the options with the values that a profile states.
 
         Args:
-            sizes: values of the options, by name.
+            sizes: a dict that maps the name of an option to its value.
             experiment: name of the experiment for error messages.
 
         Raises:

@@ -137,7 +137,7 @@ class Reference:
         commit: commit of the code that measured the run.
         device: device of the run.
         rows: rows of the run.
-        predictions: stored predictions that have an interval, by the key of their row.
+        predictions: a dict that maps the key of a row to its stored prediction. Predictions without an interval are left out.
     """
 
     name: str

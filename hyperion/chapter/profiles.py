@@ -65,7 +65,7 @@ def profile_names() -> list[str]:
 
 
 def load_profile(name: str) -> Profile:
-    """Return a profile by name.
+    """Return the profile with this name.
 
     Raises:
         HyperionError: there is no such profile, or the file sizes.toml of a subject is invalid. In the first case the message

@@ -14,7 +14,7 @@ from hyperion.measure import SIDES, Launched, Relaunched
 from hyperion.results import Run
 
 NOTEBOOK = "relaunch"
-# A param of every row. In a round, every launch takes samples once. If a whole round was slower than the other rounds, this effect
+# A param of every row. In a round, each launch takes samples once. If a whole round was slower than other rounds, this effect
 # is removed from the value and the interval. The raw samples are stored without this correction.
 _LEVELLED = {"turns": "levelled by round"}
 

@@ -317,7 +317,9 @@ def _begin(new: Path, step: int) -> None:
 def _put_back(folder: Path) -> None:
     """Restore an old checkpoint that should be replaced by a new checkpoint of the same step, if the new one is missing.
 
-    A save renames the old checkpoint before it writes the new one. If the process is killed in between, the new one is missing. If the new checkpoint exists, remove the old one.
+    A save renames the old checkpoint before it writes the new one. If the process is killed in between, the new one is missing.
+
+    If the new checkpoint exists, remove the old one.
     """
     for replaced in _ours(folder, REPLACED):
         target = folder / replaced.name.removeprefix(REPLACED)

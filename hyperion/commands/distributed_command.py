@@ -95,7 +95,7 @@ def train_all(context: Context) -> dict[str, str]:
     If a training run fails on all ranks, the next training run starts.
 
     Returns:
-        The reason of the failure of each failed training run, by the name of the training run.
+        A dict that maps the name of each failed training run to the reason why it failed.
 
     Raises:
         HyperionError: the context has only one training run, and this training run failed.

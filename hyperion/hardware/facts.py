@@ -93,7 +93,7 @@ class MachineFacts:
         driver: name and version of the GPU driver, or None.
         collectives: name and version of the library for collectives (NCCL or RCCL), or None.
         collective_settings: environment variables that configure this library, see `collective_settings`.
-        packages: dict from the name of a Python package to its version.
+        packages: a dict that maps the name of a Python package to its version.
         os, kernel, machine: operating system, version of its kernel, and architecture, such as "x86_64".
         host_hash: hash of the host name.
         visible_devices: environment variables that select the visible GPUs.
@@ -408,7 +408,7 @@ def _os_name() -> str:
 
 
 def collective_settings(variables: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment variables that configure collectives, as a dict from name to value.
+    """Return the environment variables that configure collectives, as a dict that maps names to values.
 
     A value that may contain a path, a host name or an address is replaced by its hash, because the result may be published.
     Different values have different hashes.

@@ -131,7 +131,7 @@ def verify_passport(path: Path) -> int:
 
 
 def hashes_of(content: dict) -> dict[str, str]:
-    """Return the sha256 of each section, by name of the section. The entry "whole" covers everything except the hashes."""
+    """Return a dict that maps the name of a section to its sha256. The entry "whole" covers everything except the hashes."""
     whole = {name: value for name, value in content.items() if name != "hashes"}
     return {name: _hash(content[name]) for name in SECTIONS} | {"whole": _hash(whole)}
 

@@ -172,8 +172,8 @@ def serve_requests(functions: dict[str, Callable[..., dict]]) -> None:
     The output of the functions goes to the log. Their standard input is empty.
 
     Args:
-        functions: the functions that a request can call, by name. Each function takes the parameters of the request and
-            returns a dict that can be written as JSON.
+        functions: a dict that maps names to the functions that a request can call. Each function takes the parameters of the
+            request and returns a dict that can be written as JSON.
     """
     die_with(int(os.environ.pop(_LAUNCHER)))
     requests, answers = os.fdopen(os.dup(0)), os.fdopen(int(os.environ.pop(_ANSWERS)), "w")

@@ -60,7 +60,7 @@ class Freshness:
         return f"without rows of {', '.join(without)}" if without else "changed: its data"
 
     def inputs(self, notebook: Notebook, reference: "Reference | None") -> dict[str, str]:
-        """Return the hashes of everything that the notebook's result depends on, by name."""
+        """Return a dict that maps names to the hashes of everything that the notebook's result depends on."""
         # Only the sizes of the notebook's own experiments count, not all sizes of the profile.
         settings = self._machine.settings
         sizes = {name: settings["sizes"].get(name) for name in notebook.produces}
@@ -112,7 +112,7 @@ class Freshness:
 
 
 def hashed_inputs(notebook: Notebook, parameters: Mapping, upstream: Mapping[str, str | None]) -> dict[str, str]:
-    """Return hashes of everything that a notebook's result depends on, by the name of the input.
+    """Return a dict that maps the name of an input to its hash, for everything that a notebook's result depends on.
 
     Args:
         notebook: the notebook.

@@ -108,7 +108,7 @@ _TEMPLATE = (
 
 
 def notebook_files(notebook: Notebook, document: Any, folder: Path, root: Path) -> dict[str, bytes]:
-    """Return the files of an executed notebook: its copy and its HTML page, by path in the run.
+    """Return the files of an executed notebook, its copy and its HTML page, as a dict that maps a path in the run to the content.
 
     Paths of this machine are replaced in both files.
 

@@ -149,7 +149,7 @@ class Ledger:
         Args:
             stem: stem of the notebook.
             entry: the new entry.
-            files: contents of the executed copy and its page, by path in the run.
+            files: a dict that maps a path in the run to the content of the file: the executed copy and its HTML page.
         """
         self.entries[stem] = entry
         self._write(files)

@@ -224,7 +224,7 @@ def metric_named(name: str) -> Metric:
 
 
 def require_one_definition(metrics: Iterable[Metric], where: object) -> dict[str, Metric]:
-    """Return the metrics by name, after checking that no name has two definitions.
+    """Return a dict that maps the name of a metric to its definition, after checking that no name has two definitions.
 
     Args:
         metrics: the metrics; a repeated definition is allowed.

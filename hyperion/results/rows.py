@@ -355,8 +355,8 @@ def rows_from_csv(
         where: name of the file for error messages.
         validated: if True, check the rules of each row's metric. Use False for rows from a worker, because one failed check must
             not discard the other rows. `Run.record` validates the rows that it stores.
-        metrics: definitions of all metrics that the rows use and that are not built in, by "notebook/experiment", as
-            `own_metrics` returns them. None uses the metrics that this process registered.
+        metrics: a dict that maps "notebook/experiment" to the definitions of the metrics that its rows use and that are not built
+            in, as `own_metrics` returns them. None uses the metrics that this process registered.
 
     Raises:
         RowError: the header is not the expected one, a cell is missing, a number is invalid, a metric is unknown, a unit is

@@ -417,7 +417,7 @@ class Run:
         ]
 
     def hashes(self) -> dict[str, str]:
-        """Return the sha256 of every file in the manifest, by name."""
+        """Return a dict that maps the name of each file in the manifest to its sha256."""
         with locked(self.folder):
             return {name: entry["sha256"] for name, entry in read_manifest(self.folder).entries.items()}
 

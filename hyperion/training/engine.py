@@ -348,7 +348,9 @@ class LanguageEngine(TorchEngine):
         return nll_BT.sum()
 
     def evaluate(self, batches: Iterable[tuple[Tensor, Tensor]]) -> dict[str, float]:
-        """Return the results of evaluate_language by name: 'loss' in nats per token, 'perplexity_token', 'total_nll_nats', …"""
+        """Return the results of evaluate_language as a dict with the keys 'loss' in nats per token, 'perplexity_token',
+        'total_nll_nats', …
+        """
         result = evaluate_language(self.model, batches, self.precision, self.device)
         return {"loss": result.loss, "perplexity_token": result.perplexity_token} | asdict(result)
 
@@ -424,7 +426,7 @@ class ImageEngine(TorchEngine):
         return F.cross_entropy(logits_BK, labels_B, reduction="sum", label_smoothing=self.label_smoothing)
 
     def evaluate(self, batches: Iterable[tuple[Tensor, Tensor]]) -> dict[str, float]:
-        """Return the results of evaluate_images by name: 'loss' in nats per image, 'accuracy', 'standard_error', 'images'."""
+        """Return the results of evaluate_images as a dict: 'loss' in nats per image, 'accuracy', 'standard_error', 'images'."""
         return asdict(evaluate_images(self.model, batches, self.precision, self.device))
 
 

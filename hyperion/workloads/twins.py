@@ -353,7 +353,7 @@ def captured_parity(
 
 
 def parity_row(context: Context, variant: str, dtype: str, curves: dict[str, np.ndarray], source: str, **params: Any) -> Row:
-    """Return the row of the difference between the losses of two training runs.
+    """Return the row that holds the difference between the losses of two training runs.
 
     The steps are divided into WINDOWS windows. In each window, the mean losses of the two training runs are compared. The value
     of the row is the largest relative difference.
@@ -362,7 +362,7 @@ def parity_row(context: Context, variant: str, dtype: str, curves: dict[str, np.
         context: context of the experiment.
         variant: variant of the row.
         dtype: number format of the training runs.
-        curves: loss of every step of each of the two training runs, by its name.
+        curves: a dict that maps the name of each of the two training runs to its losses, one for each step.
         source: data source of the row.
         params: further params of the row.
     """

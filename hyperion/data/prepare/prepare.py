@@ -30,9 +30,9 @@ class PreparedText:
 
     Attributes:
         folder: folder with the files.
-        tokens: token ids by the name of the split. The arrays are uint16 or uint32 [tokens] and memory mapped.
-        samples: start in the stream and number of tokens of each non-blank line, by the name of the split. The arrays are int64
-            [samples, 2] and memory mapped.
+        tokens: a dict that maps the name of a split to its token ids. The arrays are uint16 or uint32 [tokens] and memory mapped.
+        samples: a dict that maps the name of a split to an array with the start in the token stream and the number of tokens of
+            each non-blank line. The arrays are int64 [samples, 2] and memory mapped.
         steps: counts of each preparation step, by the name of the split and the name of the step; see `prepare_text`.
         manifest: hashes of the files, source of the data, and settings.
         reused: True if an earlier call had already prepared these data.

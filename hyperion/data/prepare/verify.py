@@ -288,11 +288,10 @@ def content_faults(
 
     Args:
         folder: folder of prepared data.
-        arrays: the arrays by name. Arrays that are not given are not checked.
+        arrays: a dict that maps names to arrays. Arrays that are not given are not checked.
         manifest: manifest of the folder.
-        thorough: if True, also compare the arrays with the counts and statistics that were recorded when the data were
-            prepared. This detects an undamaged file of another split or tokenizer, even if the manifest was rewritten to match
-            this file.
+        thorough: if True, also compare the arrays with the counts and statistics that were recorded when the data were prepared.
+            This detects an undamaged file of another split or tokenizer, even if the manifest was rewritten to match this file.
     """
     facts = manifest.facts
     checks = _text_checks if facts["kind"] == "text" else _image_checks

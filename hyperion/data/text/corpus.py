@@ -240,7 +240,7 @@ def corpus_of_files(name: str, files: dict[str, Path]) -> TextCorpus:
 
     Args:
         name: name of the corpus.
-        files: paths of the UTF-8 text files of the splits 'train', 'valid' and 'test', by the name of the split.
+        files: a dict that maps the names of the splits 'train', 'valid' and 'test' to the paths of their UTF-8 text files.
     """
     detail = ", ".join(f"{split}: {path.name}" for split, path in files.items())
     return TextCorpus(name, "files", detail, {split: LineFile(files[split]) for split in SPLITS})

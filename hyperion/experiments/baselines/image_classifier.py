@@ -260,7 +260,7 @@ def compile_training(model: nn.Module, backend: str = "inductor", options: dict 
 def seed_rows(
     context: Context, runs: list[TrainedImages], best: tuple[float | None, str], target: float, source: str
 ) -> list[Row]:
-    """Return the rows of the test accuracy and the time to accuracy for every seed.
+    """Return the rows that hold the test accuracy and the time to accuracy for every seed.
 
     The last two rows have the mean and the standard deviation of the test accuracies over the seeds.
 

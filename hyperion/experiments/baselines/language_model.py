@@ -247,7 +247,8 @@ class TrainedLanguage:
 
 
 def seed_rows(context: Context, runs: list[TrainedLanguage], corpus: TextCorpus) -> list[Row]:
-    """Return the rows of all measures of all seeds and splits, then their means and standard deviations over the seeds.
+    """Return rows that hold all measures of all seeds and splits, then rows that hold their means and standard deviations over
+    the seeds.
 
     The measures are perplexity per token, perplexity per word and bits per byte.
     """

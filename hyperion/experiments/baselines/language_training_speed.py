@@ -390,7 +390,9 @@ def _additional_bytes(options: LanguageTrainingSpeedOptions, work: Workload, dty
 
 
 def least_traffic(config: TransformerConfig, tokens: int, dtype: str) -> dict[str, int]:
-    """Return the bytes that a step must move outside of its matrix products, by cause."""
+    """Return a dict that maps a cause, such as the optimizer, to the bytes that a step must move outside of its matrix
+    products.
+    """
     each = FORMATS[dtype].bytes
     passes = _PASSES_OF_A_BLOCK * config.layers + _PASSES_OF_THE_HEAD
     rounded = _FLOAT32 if each < _FLOAT32 else 0
@@ -429,7 +431,7 @@ class StepRoof:
 
     @property
     def parts(self) -> dict[str, float]:
-        """Seconds of each part of the step, by name of the part."""
+        """A dict that maps the name of a part of the step to its seconds."""
         return self.products | {name: self.moving_s(moved) for name, moved in self.traffic.items()}
 
     @property

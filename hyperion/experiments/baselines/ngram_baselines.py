@@ -134,7 +134,7 @@ class Scored:
 def perplexity_rows(
     context: Context, variant: str, dtype: str, params: dict, scored: Scored, floor: TextFloor, data_source: str
 ) -> list[Row]:
-    """Return the rows of perplexity per token, perplexity per word and bits per byte for a whole split.
+    """Return the rows that hold perplexity per token, perplexity per word and bits per byte of a whole split.
 
     The <eos> at the end of each line counts as a word.
     """

@@ -330,7 +330,7 @@ class PairedLoops:
         return {"dtype": self.dtype, "params": self.params | {"loop": loop}, "data_source": self.source}
 
     def parity(self, steps: int, difference: float, how: str, tolerance: float, **params: Any) -> Row:
-        """Return the row of the difference between the losses of two loops that had the same initial weights and batches.
+        """Return the row that holds the difference between the losses of two loops with the same initial weights and batches.
 
         Args:
             steps: number of steps that both loops have run.
@@ -367,13 +367,13 @@ class PairedLoops:
         return [self.context.row(self.work.name, "compile_time_s", time_s, **self.of(loop)) for loop, time_s in seconds.items()]
 
     def speeds(self, timings: dict[str, Timing], how: dict) -> tuple[list[Row], pd.DataFrame]:
-        """Return the rows of the speed of the loops, and the samples of their steps.
+        """Return the rows that hold the speed of the loops, and the samples of their steps.
 
-        The rows have the step time, the throughput and the MFU of each loop, and the speed-up of this library's loop over
-        every other loop.
+        The rows have the step time, the throughput and the MFU of each loop, and the speed-up of this library's loop over every
+        other loop.
 
         Args:
-            timings: timings of the loops, by the name of the loop. The loops must have been timed in turn.
+            timings: a dict that maps the name of a loop to its timing. The steps of the loops must have been timed alternately.
             how: further params of the rows of the speed-ups.
         """
         rows, frames, work = [], [], self.work

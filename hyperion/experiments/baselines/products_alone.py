@@ -63,7 +63,7 @@ class ProductsAlone:
 
     @property
     def seconds(self) -> dict[str, float]:
-        """Seconds of all products of each part of the step, by name of the part."""
+        """A dict that maps the name of a part of the step to the seconds of all its matrix products."""
         seconds = dict[str, float]()
         for product, timing in zip(self.products, self.timings, strict=True):
             seconds[product.part] = seconds.get(product.part, 0.0) + product.count * timing.estimate.value

@@ -86,7 +86,7 @@ def make_model(spec: ModelSpec, device: str, seed: int, weights: Mapping[str, Te
         spec: specification of the model.
         device: name of the device. On "meta", tensors have shapes but no storage.
         seed: seed of the initial weights and of the inputs.
-        weights: tensors that replace the initial weights, by their names in the state dict. None keeps the initial weights.
+        weights: a state dict whose tensors replace the initial weights. None keeps the initial weights.
 
     Raises:
         HyperionError: the model does not exist, or the weights belong to another model.

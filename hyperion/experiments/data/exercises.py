@@ -25,7 +25,7 @@ SOUND = ("sound text", "sound images")
 
 
 def broken_folders(place: Path) -> dict[str, Path]:
-    """Write small folders of prepared data under `place`. Return a dict from the name of the fault to the path of the folder.
+    """Write small folders of prepared data under `place`. Return a dict that maps the name of a fault to the path of its folder.
 
     The first two folders have no fault. Their names are in SOUND. If the name of a fault ends with "manifest renewed", the
     manifest of the folder was written after the fault, so it contains the hashes of the broken files.

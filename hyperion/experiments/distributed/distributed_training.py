@@ -113,10 +113,10 @@ def _train(context: Context, report: Report, recipe: Recipe) -> Result:
 
 
 def epoch_rows(context: Context, recipe: Recipe, training: Training, history: History) -> list[Row]:
-    """Return the rows of every epoch.
+    """Return the rows that hold the results of every epoch.
 
-    Loss, throughput and memory have a row for all ranks together (rank None) and a row for each rank. The held-out loss has a
-    row for all ranks together.
+    Loss, throughput and memory have a row for all ranks together (rank None) and a row for each rank. The held-out loss has a row
+    for all ranks together.
     """
     rows = []
     ranks = Counter(

@@ -130,7 +130,7 @@ def _bytes_row(context: Context, strategy: str, training: Training) -> Row:
 
 
 def replicas_row(context: Context, strategy: str, model: nn.Module, source: str) -> Row:
-    """Return the row of the number of parameter tensors that differ in any bit between ranks.
+    """Return the row that holds the number of parameter tensors that differ in any bit between ranks.
 
     Every rank must hold the whole model, as with DDP. All ranks must call this function.
     """

@@ -79,7 +79,7 @@ def copy_params(working_set: int) -> dict:
 
 
 def point_row(context: Context, variant: str, point: CachePoint, *, limit: float | None = None, limit_source: str) -> Row:
-    """Return the row of the bandwidth of repeated reads or copies over one working set."""
+    """Return the row that holds the bandwidth of repeated reads or copies over one working set."""
     rate = point.bandwidth_gb_s
     params = copy_params(point.working_set_bytes) | {"level": point.level, "timed": _how_timed(point, context.device)}
     return timed_row(

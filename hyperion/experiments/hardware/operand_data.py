@@ -141,7 +141,7 @@ EXPERIMENT = Experiment(forecast, run, options=OperandDataOptions, forecast_read
 
 
 def make_products(context: Context) -> dict[str, Gemm]:
-    """Return a dict from the name of each kind of data to a matrix product with this data.
+    """Return a dict that maps the name of each kind of data to a matrix product with this data.
 
     The verification of a product also checks that its operands contain this kind of data.
     """

@@ -349,7 +349,7 @@ def _memory_forecast(
 
 
 def step_bytes(shape: LlamaShape, method: str, dtype: str, positions: int) -> dict[str, int]:
-    """Return the parts of a step's peak memory in bytes, by name.
+    """Return a dict that maps the name of a part of a step's peak memory to its bytes.
 
     The peak is at the start or at the end of the backward pass. At the start there are logits but no gradients, and at the end
     there are gradients but no logits. Activations of the decoder layers are ignored, because they are small for short rows.

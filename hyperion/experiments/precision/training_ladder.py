@@ -133,7 +133,7 @@ class TrainingLadderOptions(Options):
 
     @property
     def ladders(self) -> dict[str, LanguageLadder | ImageLadder]:
-        """The sizes and rungs by kind of model."""
+        """A dict that maps the kind of a model, "language" or "image", to its options."""
         return {kind: sizes for kind, sizes in (("language", self.language), ("image", self.image)) if sizes is not None}
 
 

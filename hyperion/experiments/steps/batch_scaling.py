@@ -44,7 +44,7 @@ class BatchScalingOptions(Options):
         memory_limit_gib: largest memory of the process in GiB. The experiment stops there, before the memory of the machine is
             full.
         time_limit_s: seconds of timing for each batch size.
-        batches: batch sizes of each reference model, by the name of the model.
+        batches: a dict that maps the name of a reference model to its batch sizes.
     """
 
     precision: str

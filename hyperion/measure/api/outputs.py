@@ -306,7 +306,7 @@ def _copied(leaf: object) -> torch.Tensor | None:
 
 
 def captured_tensors(function: object) -> dict[str, torch.Tensor]:
-    """Return the tensors that a function can reach, by name.
+    """Return a dict that maps names to the tensors that a function can reach.
 
     The search covers the closure, the defaults, the bound object, partial arguments, and the globals that the function's code
     uses. Lists, tuples, dictionaries, modules and other functions that are found there are searched as well.

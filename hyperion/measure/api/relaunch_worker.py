@@ -82,7 +82,7 @@ class Launch:
 
 
 def functions_of(work: Path) -> dict[str, Callable[[], object]]:
-    """Call `work()` in a Python file and return its result: a dict from names to functions without arguments.
+    """Call `work()` in a Python file and return its result: a dict that maps names to functions without arguments.
 
     Raises:
         HyperionError: the file has no function `work`, or `work` returns something else.

@@ -65,7 +65,7 @@ class TurnPlan:
 
 @dataclass(frozen=True)
 class Launched:
-    """The result of one launch.
+    """The result of one launch, which is a process that times one version of the code.
 
     Args:
         side: the measured version of the code, "A" or "B".
@@ -116,11 +116,11 @@ def relaunch(
     same time, so a GPU needs enough memory for all of them.
 
     Args:
-        work: path of a Python file with a function `work()`. This function returns a dict of the functions to time, by name.
+        work: path of a Python file with a function `work()`. This function returns a dict that maps a name to a function to time.
             The functions take no arguments. The file can import installed packages and the modules of the version that is
             measured, but no modules from the folder that contains the file.
-        folder_a, folder_b: folders of the two versions, for example two checkouts. In a launch, the folder of its version
-            comes first on the import path. Pass the same folder twice to measure the noise.
+        folder_a, folder_b: folders of the two versions, for example two checkouts. In a launch, the folder of its version comes
+            first on the import path. Pass the same folder twice to measure the noise.
         launches: number of launches of each version.
         seconds: total seconds of sampling per function and launch. Slow functions take longer, because there are at least 30
             rounds.
@@ -154,7 +154,7 @@ def plan_turns(call_s: dict[str, float], launches: int, seconds: float) -> TurnP
     """Plan the turns. A slice is long enough for two calls of the slowest function. There are at least 30 rounds.
 
     Args:
-        call_s: dict from the name of a function to the seconds of one call.
+        call_s: a dict that maps the name of a function to the seconds of one call.
         launches: total number of launches of both versions.
     """
     rounds = max(MINIMUM_SAMPLES, int(seconds / max(_SLICE_S, 2 * max(call_s.values()))))

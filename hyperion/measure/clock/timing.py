@@ -253,7 +253,7 @@ def require_sampling(minimum_samples: int, back_to_back: int = 0, **limits_s: fl
     Args:
         minimum_samples: smallest number of samples.
         back_to_back: number of calls per sample, or 0.
-        limits_s: time limits in seconds, by name of the argument. None means no limit.
+        limits_s: a dict that maps the name of an argument to a time limit in seconds. None means no limit.
 
     Raises:
         HyperionError: an argument is out of range.
@@ -304,8 +304,8 @@ class CacheFlush:
 def _warm_up(clock, function, limit_s: float, window_s: float = _WARM_WINDOW_S, called: bool = False) -> tuple[list[float], bool]:
     """Call the function until its times are stable, or until the time limit is reached.
 
-    The calls are divided into windows, each of about `window_s` seconds. The times are stable when the medians of three windows in
-    a row agree within 2 %.
+    The calls are divided into windows of about `window_s` seconds. The times are stable when the medians of three windows in a
+    row agree within 2 %.
 
     Args:
         called: whether the function was called before. If not, the first call is not part of a window.

@@ -133,7 +133,7 @@ def bytes_of(tensors: Iterable[Tensor]) -> int:
 
 
 def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, list[Tensor]]:
-    """Return the tensors that exist between training steps, as a dict from kind to tensors.
+    """Return the tensors that exist between training steps, as a dict that maps a kind of memory to its tensors.
 
     The kinds are "parameters", "buffers", "gradients" and "optimizer state".
     """
@@ -311,7 +311,7 @@ class MemoryHistory:
         return next((name for name, end in zip(PHASES, self.phase_ends, strict=True) if event < end), PHASES[-1])
 
     def at(self, event: int) -> dict[str, int]:
-        """Return the live bytes after an event, as a dict from the kind of memory to bytes."""
+        """Return the live bytes after an event, as a dict that maps the kind of memory to bytes."""
         return {kind: self.levels(kind)[event] for kind in self.kinds()}
 
 

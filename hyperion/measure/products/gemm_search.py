@@ -397,7 +397,7 @@ def shape_effects(places: np.ndarray, values: np.ndarray, moment: int) -> dict[i
         moment: number of consecutive samples that share one value of the drift. The median of the drift is 0.
 
     Returns:
-        Dict from the number of a shape to the effect of the shape.
+        A dict that maps the number of a shape to the effect of the shape.
 
     Source: Tukey, Exploratory Data Analysis, 1977, chapter 11 (median polish).
     """

@@ -187,7 +187,8 @@ def count_graph_breaks(function: Callable, arguments: tuple) -> tuple[int, dict[
     The captured graphs run in eager mode, so no compiler is needed.
 
     Returns:
-        The number of graph breaks, and a dict from the reason of a graph break to the number of graph breaks with this reason.
+        The number of graph breaks, and a dict that maps the reason of a graph break to the number of graph breaks with this
+        reason.
     """
     from torch._dynamo.utils import counters
 

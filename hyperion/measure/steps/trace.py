@@ -51,7 +51,7 @@ class Event:
 
 
 def partition(events: Iterable[Event], start_ns: int, end_ns: int, order: Sequence[str]) -> dict[str, int]:
-    """Split the time of a window by kind of event, and return a dict from each kind to its nanoseconds.
+    """Split the time of a window by kind of event. Return a dict that maps each kind to its nanoseconds.
 
     If events of several kinds are active at the same time, this time counts for the kind that comes first in `order`. The time
     without any active event counts as "unexplained". The returned values add up to the length of the window.
