@@ -103,7 +103,7 @@ def require_number(
         below: the value must be smaller than this bound.
 
     Raises:
-        HyperionError: the argument is not a finite number within the bounds. The message has the value and the bounds.
+        HyperionError: the argument is not a finite number within the bounds. The message contains the value and the bounds.
     """
     if isinstance(value, numbers.Integral if whole else numbers.Real) and not isinstance(value, bool) and math.isfinite(value):
         number: Any = value  # numbers.Real declares no comparison with float

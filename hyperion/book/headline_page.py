@@ -134,7 +134,11 @@ def launches_of(runs: Iterable[Run]) -> list[Launches]:
 
 
 def _environment(material: Material, row: Row) -> dict:
-    """Return the stored environment of the experiment that made a row: that of the experiment, or else that of the run."""
+    """Return the stored environment with which a row was measured.
+
+    If the experiment of the row has stored an environment, it is returned. Otherwise the environment of the whole run is
+    returned.
+    """
     provenance = material.finished.get(f"{row.notebook}/{row.experiment}", {}).get("provenance") or {}
     stored = provenance.get("environment") or material.information.get("environment") or {}
     return material.environments.get(stored, {}) if isinstance(stored, str) else stored

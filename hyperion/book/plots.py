@@ -257,7 +257,7 @@ def _note_of_images(material: Material) -> list[str]:
 
 
 def predictions(material: Material) -> Figure | None:
-    """Draw one mark for each prediction: its optimism by the measured value.
+    """Draw one marker for each prediction. The horizontal position is the measured value, the vertical position the optimism.
 
     The optimism of an exact prediction is 1. It is above 1 if the prediction was too optimistic. The function returns None if the
     run has no predictions.

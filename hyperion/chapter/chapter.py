@@ -42,7 +42,10 @@ class Chapter:
 
     @functools.cached_property
     def environment(self) -> dict:
-        """Hardware and software versions with which the rows are measured. In replay, those of the reference machine."""
+        """Hardware and software versions with which the rows are measured.
+
+        In replay, they are the versions of the reference machine.
+        """
         return fingerprint() if self.reference is None else self.reference.information()["environment"]
 
     @property

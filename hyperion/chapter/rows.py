@@ -75,7 +75,7 @@ def speedup_row(
 ) -> Row:
     """Return the row that holds the speed-up of `timing` over `baseline`.
 
-    Both must have been timed in turn, so that a drift of the clock cancels.
+    Their timings must have alternated, so that a drift of the clock cancels.
     """
     ratio = ratio_estimate(timing.samples_s, baseline.samples_s)
     return timed_row(context, variant, "speedup", ratio, timing, verification, (None, why_no_limit), **columns)

@@ -64,7 +64,7 @@ class Subject:
     def results_folder(self) -> str:
         """Name of the folder in `benchmarks/` of a run for the tables and figures of the subject.
 
-        It is `RESULTS_FOLDER` in the module `figures`, or else the name of the subject.
+        It is `RESULTS_FOLDER` in the module `figures`. If this constant does not exist, it is the name of the subject.
         """
         return getattr(self.figures, "RESULTS_FOLDER", self.name)
 

@@ -186,7 +186,7 @@ def read_sharded(folder: Path, state: dict[str, Any]) -> dict[str, Any]:
 class _StoresError:
     """Mixin that stores an error of this rank until all ranks have left DCP. Then `raise_error` raises it inside `agreed`.
 
-    DCP itself would send the error to the other ranks as a pickle, but not every exception can be pickled.
+    Without this class, DCP would send the error to the other ranks as a pickle, but not every exception can be pickled.
     """
 
     error: Exception | None = None

@@ -164,7 +164,7 @@ def _conclusion(counts: dict[str, int], allow_missing: bool) -> str:
 
 
 def print_relaunch(work: Path, folder_a: Path, folder_b: Path, launches: int, seconds: float) -> int:
-    """Time the functions of a file in launches of both versions, store the launches, and print their comparison.
+    """Time the functions of a file in several processes of both versions, store the results, and print their comparison.
 
     Args:
         work: Python file with the functions to time.

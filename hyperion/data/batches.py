@@ -385,7 +385,10 @@ class Prefetched:
         self._threads.shutdown()
 
     def _plan(self, place: tuple[int, int]) -> None:
-        """Fill the queue until it has `ahead` batches. If the queue is empty, it starts with the batch at `place`."""
+        """Start to build batches until the queue contains `ahead` batches.
+
+        If the queue is empty, the first batch is the one at `place`.
+        """
         following = self.batches.place_after(self._pending[-1][0]) if self._pending else place
         while len(self._pending) < self.ahead:
             self._pending.append((following, self._threads.submit(self._make, following)))

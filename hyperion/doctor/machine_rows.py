@@ -90,7 +90,7 @@ def stream_rows(device: Device, operation: str, dtype: str, elements: int, *, ti
 def launch_rows(device: Device, *, time_limit_s: float) -> list[Row]:
     """Measure the time that the host needs to launch the smallest kernel.
 
-    The kernel is launched alone and, if the device supports graphs, as part of a graph.
+    The kernel is launched by a single call and, if the device supports graphs, as part of a graph.
     """
     cost = measure_launch(device, time_limit_s=time_limit_s)
     rows = []

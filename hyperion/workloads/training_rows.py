@@ -1,8 +1,8 @@
 """Functions that make the rows and curves of training runs.
 
 There are rows for epochs, for a timed step after warm-up, and for the comparison of several implementations of a step. There are
-also forecasts of the throughput. To compare several engines, their steps are timed in turn: A B C A B C …. If the engines were
-timed one after the other, changes of the clock and the temperature of the device would distort the comparison.
+also forecasts of the throughput. To compare several engines, their steps are timed alternately: A B C A B C …. If the engines
+were timed one after the other, changes of the clock and the temperature of the device would distort the comparison.
 """
 
 import gc
@@ -323,7 +323,7 @@ def compare_steps(
     time_limit_s: float,
     minimum_samples: int = MINIMUM_SAMPLES,
 ) -> Result:
-    """Time the steps of several implementations in turn. Return their rows and samples.
+    """Time the steps of several implementations alternately. Return their rows and samples.
 
     Each implementation has rows for the step time, the throughput and the MFU, and for its speed-up over the first
     implementation. The engines of all implementations are in memory at the same time, so the peak memory is not measured. If they

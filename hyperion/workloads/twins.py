@@ -127,7 +127,7 @@ class _Rounded(torch.autograd.Function):
 
 
 def _to_fp8(scaled: Tensor, gradient: bool) -> Tensor:
-    """Convert to fp8 and back, with the tensor scaled to the format's range as in `hyperion.training.float8`."""
+    """Convert a scaled tensor to fp8 and back. The scaling is the same as in `hyperion.training.float8`."""
     dtype = torch.float8_e5m2 if gradient else torch.float8_e4m3fn
     # The scale is a power of two. If the tensor were scaled to the largest number of the format exactly, the scale would cancel
     # the random factor c.

@@ -271,7 +271,10 @@ def _is_described(manifest: DataManifest | None) -> bool:
 
 
 def _staged_verdict(place: tuple[Path, Callable[[], Sourced]]) -> FolderVerdict:
-    """Verify a staged data set with its own loader, which checks counts, checksums, hashes and the overlap of splits."""
+    """Verify the raw files of a data set in the cache with the loader of this data set.
+
+    The loader checks counts, checksums, hashes and the overlap of splits.
+    """
     folder, read = place
     try:
         origin = read().detail

@@ -372,7 +372,10 @@ def _copy(answer: http.client.HTTPResponse, file: BinaryIO, digests: list, name:
 
 
 def _is_local(error: Exception) -> bool:
-    """Return True for an error of the local disk. The error of a failed open has a file name, that of a full disk an errno."""
+    """Return True for an error of the local disk.
+
+    If a file cannot be opened, the exception contains a file name. If the disk is full, the exception contains an errno.
+    """
     if not isinstance(error, OSError) or isinstance(error, urllib.error.URLError):
         return False
     return error.filename is not None or error.errno in (errno.ENOSPC, errno.EDQUOT)

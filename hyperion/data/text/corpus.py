@@ -257,7 +257,7 @@ def require_counts(name: str, found: Sequence[int], expected: Sequence[int], uni
         where: value for the field `where` of the error.
 
     Raises:
-        DataError: a count differs. The message has the first such count and its expected value.
+        DataError: a count differs. The message contains the first such count and its expected value.
     """
     for have, want, unit in zip(found, expected, units, strict=True):
         if have != want:

@@ -98,7 +98,7 @@ def _caveats(material: Material) -> list[str]:
 def time_to_accuracy(material: Material) -> Figure | None:
     """Draw the held-out accuracy by training time in seconds, with one line per seed, and the target accuracy.
 
-    The function reads the samples that have the kind "evaluation". It uses their columns accuracy, time_s and seed.
+    The accuracies are in the samples whose column "kind" is "evaluation". The columns "accuracy", "time_s" and "seed" are drawn.
     """
     rows = material.of("image_classifier", metric="time_to_accuracy_s")
     samples = material.samples("image_classifier") if rows else pd.DataFrame()
@@ -197,8 +197,8 @@ def throughput(material: Material) -> Figure | None:
 def leakage(material: Material) -> Figure | None:
     """Draw the loss on independent random tokens by step. The loss of a model that does not see future tokens stays near ln V.
 
-    The function reads the samples that have the kind "step". The horizontal line shows the predicted held-out loss, ln V, where V
-    is the size of the vocabulary.
+    The losses are in the samples whose column "kind" is "step". The horizontal line shows the predicted held-out loss, ln V,
+    where V is the size of the vocabulary.
     """
     rows = measured(material.of("leakage", metric="validation_loss"))
     if not rows:
@@ -305,9 +305,9 @@ def _model_name(row: Row) -> str:
 
 
 def recovery(material: Material) -> Figure | None:
-    """Draw one mark for each trial, at the phase and the kind of its fault.
+    """Draw one marker for each trial, at the phase and the kind of its fault. A trial is a training with one fault.
 
-    The number in the mark says how many steps were lost. The shape of the mark says whether the training run recovered.
+    The number in the marker says how many steps were lost. The shape of the marker says whether the training run recovered.
     """
     rows = material.of("recovery", metric="steps_lost")
     if not rows:
@@ -342,7 +342,9 @@ def _lost(row: Row) -> str:
 
 
 def parity_ladder(material: Material) -> Figure | None:
-    """Draw the parity ladder, in which each rung makes one change to the training of the rung before it.
+    """Draw the parity ladder: a list of trainings, called rungs.
+
+    Each rung makes one change to the training of the rung before it.
 
     The left panel shows the difference between the losses of each rung and of the first rung, by step. The right panel shows the
     difference between the losses of each rung and of the rung before it, with its tolerance.

@@ -262,7 +262,7 @@ def seed_rows(
 ) -> list[Row]:
     """Return the rows that hold the test accuracy and the time to accuracy for every seed.
 
-    The last two rows have the mean and the standard deviation of the test accuracies over the seeds.
+    The last two rows hold the mean and the standard deviation of the test accuracies over the seeds.
 
     Args:
         runs: results of the trainings, one for each seed.

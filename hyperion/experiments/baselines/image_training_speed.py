@@ -95,7 +95,10 @@ def forecast(context: Context) -> list[Forecast]:
 
 
 def run(context: Context, report: Report) -> Result:
-    """For each batch size, compare the losses of both loops on the same batches, then time the steps of both loops in turn."""
+    """For each batch size, compare the losses of both loops on the same batches.
+
+    Then time the steps of both loops alternately.
+    """
     options = ImageTrainingSpeedOptions.of(context)
     image_set, prepared = datasets.images(context)
     torch.backends.cudnn.benchmark = (

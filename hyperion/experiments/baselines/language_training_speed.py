@@ -8,7 +8,8 @@ The time of the matrix products is determined in one of two ways:
 
 - All FLOPs run at the highest rate of any matrix product that the run has measured. Attention counts only the half of its FLOPs
   that a causal mask leaves.
-- The step's own matrix products run one after the other, and are timed in turn with whole steps (see `products_alone`).
+- The step's own matrix products run one after the other. Their calls are timed alternately with whole steps (see
+  `products_alone`).
 
 The other bytes are the bytes that no matrix product reads or writes. The roof assumes that they move at the rate of the fastest
 memory stream. These bytes are counted:
@@ -158,7 +159,7 @@ def _time_forecast(rate: Forecast, items: int) -> Forecast:
 
 
 def run(context: Context, report: Report) -> Result:
-    """Train both loops from the same weights on the same batches, time their steps in turn and compare their losses."""
+    """Train both loops from the same weights on the same batches, time their steps alternately, and compare their losses."""
     options = LanguageTrainingSpeedOptions.of(context)
     corpus, tokenizer, prepared = datasets.text(context)
     work = workload(options.sizes.model_copy(update={"vocabulary": tokenizer.vocab_size}))
@@ -442,8 +443,8 @@ class StepRoof:
     def share_of(self, step: Timing) -> Estimate:
         """Return the time of the roof divided by the measured time of a step, with its interval.
 
-        If the matrix products were timed in turn with the steps, the interval comes from pairs of their samples. Otherwise the
-        interval comes from the samples of the step only.
+        If the timings of the matrix products and of the steps alternated, the interval comes from pairs of their samples.
+        Otherwise the interval comes from the samples of the step only.
         """
         if self.together is None:
             return step.estimate.map(lambda seconds: self.time_s / seconds)
@@ -482,7 +483,7 @@ def own_roof(context: Context, work: Workload, dtype: str, together: Timing) -> 
     """Return the roof that uses the measured time of the step's own matrix products.
 
     Args:
-        together: timing of all matrix products, in turn with the steps that the roof is compared with.
+        together: timing of all matrix products. Their calls alternate with the steps that the roof is compared with.
 
     Returns:
         The roof, or None if this run has measured no stream.

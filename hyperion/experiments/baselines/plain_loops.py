@@ -154,7 +154,7 @@ class CapturedImageLoop:
     """A plain loop for a ResNet-18 whose step is captured as a graph, as PyTorch's documentation of CUDA graphs describes it.
 
     The graph contains the step and not the loader. The host launches the graph once per step, so it does not limit the speed of
-    small batches. Compared with the plain loop, this loop shows what a graph alone gains.
+    small batches. A comparison with the plain loop shows how much time a graph saves without any other change.
 
     Args:
         loop: the plain loop, on a GPU. After the first step of this object, only this object may do steps.
@@ -369,7 +369,7 @@ class PairedLoops:
     def speeds(self, timings: dict[str, Timing], how: dict) -> tuple[list[Row], pd.DataFrame]:
         """Return the rows that hold the speed of the loops, and the samples of their steps.
 
-        The rows have the step time, the throughput and the MFU of each loop, and the speed-up of this library's loop over every
+        The rows hold the step time, the throughput and the MFU of each loop, and the speed-up of this library's loop over every
         other loop.
 
         Args:

@@ -51,7 +51,7 @@ class ProductAlone:
 
 @dataclass(frozen=True)
 class ProductsAlone:
-    """All matrix products of a step with their timings. Each product was timed alone.
+    """All matrix products of a step with their timings. Each product was timed by itself, without the rest of the step.
 
     Attributes:
         products: the matrix products.
@@ -169,7 +169,7 @@ def products_of(work: Workload, compiled: bool) -> list[ProductAlone]:
 
 
 def time_alone(products: list[ProductAlone], precision: Precision, device: Device, time_limit_s: float) -> ProductsAlone:
-    """Time each matrix product alone. The caches are not flushed between calls.
+    """Time each matrix product by itself. The caches are not flushed between calls.
 
     This is close to the state of the caches in a step. Most operands are larger than any cache, and the operands of a small
     product have just been written by the kernel before it.
@@ -192,9 +192,10 @@ def time_alone(products: list[ProductAlone], precision: Precision, device: Devic
 def one_pass(products: list[ProductAlone], precision: Precision, device: Device) -> Call:
     """Return a function that computes all matrix products of a step, layer by layer, and nothing else.
 
-    The function is meant to be timed in turn with whole steps. A device at its power limit lowers its clock. If attention were
-    timed alone, it would run at a higher clock than in the step, because it needs little power. On the other hand, matrix
-    products without other kernels between them may need more power than a step, and may run a little slower than in the step.
+    The calls of this function should be timed alternately with whole steps. A device at its power limit lowers its clock. If
+    attention were timed alone, it would run at a higher clock than in the step, because it needs little power. On the other hand,
+    matrix products without other kernels between them may need more power than a step, and may run a little slower than in the
+    step.
 
     All layers share the same random operands. The function has been called once before it is returned.
 

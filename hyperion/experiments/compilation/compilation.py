@@ -1,7 +1,7 @@
 """How much time does torch.compile save in a call, and how much does the compilation cost?
 
-Each compiler mode of each model is measured in a separate process. In this process, calls of the compiled model are timed in turn
-with calls of the eager model.
+Each compiler mode of each model is measured in a separate process. In this process, the timed calls of the compiled model
+alternate with calls of the eager model.
 """
 
 import gc

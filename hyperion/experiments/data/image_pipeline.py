@@ -44,7 +44,7 @@ def forecast(context: Context) -> list[Forecast]:
 def run(context: Context, report: Report) -> Result:
     """Load and verify the images, and time the loader.
 
-    The rows have the number of images of each class, the mean of each channel, and the rate of the loader. The samples are some
+    The rows hold the number of images of each class, the mean of each channel, and the rate of the loader. The samples are some
     images of every class.
     """
     report(0, 2, "load and verify")

@@ -1,6 +1,6 @@
 """Compare how fast this library's pipeline and `datasets.map` tokenize text and write the tokens to disk.
 
-Both use the same tokenizer. They are timed in turn, so that a change of the machine's speed affects both.
+Both use the same tokenizer. Their timings alternate, so that a change of the machine's speed affects both.
 """
 
 import contextlib
@@ -63,7 +63,7 @@ def forecast(context: Context) -> list[Forecast]:
 
 
 def run(context: Context, report: Report) -> Result:
-    """Tokenize a part of the train split with both pipelines in turn, time them, and compare all tokens."""
+    """Tokenize a part of the train split with both pipelines alternately, time them, and compare all tokens."""
     options = TokenizerSpeedOptions.of(context)
     report(0, 2, "load")
     corpus, tokenizer, _ = datasets.text(context)

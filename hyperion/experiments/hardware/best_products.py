@@ -88,7 +88,7 @@ def forecast(context: Context) -> list[Forecast]:
 
 
 def run(context: Context, report: Report) -> Result:
-    """For each format, search for the fastest shapes, time the finalists in turn, then time the given shapes.
+    """For each format, search for the fastest shapes, time the best of them alternately, then time the given shapes.
 
     The fastest square matrix product of chapter 1.1 is also a finalist. The search heats the device, and this can lower the
     clock. Without this finalist, the search could report a lower rate than chapter 1.1.

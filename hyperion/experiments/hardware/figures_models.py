@@ -60,9 +60,11 @@ def model_products(material: Material) -> Figure | None:
 
 
 def products_roofline(material: Material) -> Figure | None:
-    """Draw the roofline of each model in its own panel: the ceilings of this run, and the model's matrix products as marks.
+    """Draw the roofline of each model in its own panel.
 
-    A mark shows the arithmetic intensity and the rate of a matrix product.
+    A panel shows the measured ceilings of this run, and a marker for each matrix product of the model.
+
+    The position of a marker shows the arithmetic intensity and the rate of a matrix product.
     """
     rows = measured(material.of("model_products", metric="gemm_tflops"))
     slope = _slope_gb_s(material)
@@ -114,7 +116,9 @@ class Kernel:
 
 
 def draw_kernels(axes: Axes, kernels: Sequence[Kernel], tflops: Mapping[str, float], bandwidth_gb_s: float) -> None:
-    """Draw the ceilings and one mark for each matrix product in one panel. Letters name the products with the most FLOPs.
+    """Draw the ceilings of the roofline and one marker for each matrix product in one panel.
+
+    Letters name the products with the most FLOPs.
 
     Args:
         axes: the panel.

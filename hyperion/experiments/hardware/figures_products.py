@@ -49,8 +49,8 @@ def best_products(material: Material) -> Figure | None:
 def operand_data(material: Material) -> Figure | None:
     """Draw the TFLOPS of one matrix product for several kinds of data in its operands.
 
-    The figure has two timings of each kind of data: in turn with the other kinds, and alone. Power and clock are drawn if they
-    could be read.
+    The figure shows two timings of each kind of data: one in which calls with all kinds of data alternate, and one with only this
+    kind of data. Power and clock are drawn if they could be read.
     """
     rows = material.of(_DATA)
     rates = [row for row in rows if row.metric == "gemm_tflops"]

@@ -1,8 +1,8 @@
 """Does the speed of a matrix product depend on the numbers that it multiplies, and if so, why?
 
-The same matrix product is timed with five kinds of data, in two ways. First, calls with different data are timed in turn, so that
-all kinds of data run at the same clock. A difference then comes from the arithmetic. Second, the calls with each kind of data are
-timed alone, after the clock has reached the value that the power of these calls allows. A further difference then comes from the
+The same matrix product is timed with five kinds of data, in two ways. First, calls with different data alternate, so that all
+kinds of data run at the same clock. A difference then comes from the arithmetic. Second, only calls with the same kind of data
+are timed, after the clock has reached the value that the power of these calls allows. A further difference then comes from the
 clock. Caches are warm in both cases, because this experiment is about arithmetic units and not about memory.
 """
 
@@ -57,9 +57,9 @@ class OperandDataOptions(Options):
         dtype: number format of the matrix product.
         size: size of the matrix product, the value of M = N = K.
         model: name of the Transformer configuration whose MLP supplies activations and weights as data.
-        time_limit_s: seconds of timing for all kinds of data in turn.
-        settle_s: seconds of calls before one kind of data is timed alone, so that the clock becomes stable.
-        alone_s: seconds of timing for each kind of data alone.
+        time_limit_s: seconds of timing in which calls with all kinds of data alternate.
+        settle_s: seconds of calls before the timing with only one kind of data, so that the clock becomes stable.
+        alone_s: seconds of timing with only one kind of data, for each kind.
     """
 
     dtype: str
@@ -101,7 +101,7 @@ def forecast(context: Context) -> list[Forecast]:
 
 
 def run(context: Context, report: Report) -> Result:
-    """Time and verify the matrix product with each kind of data, in turn and alone.
+    """Time and verify the matrix product with each kind of data, in both ways.
 
     The rates are compared with the rate for normally distributed data.
     """
@@ -203,7 +203,7 @@ def _rate_rows(context: Context, options: OperandDataOptions, products: dict[str
 def _ratio_rows(context: Context, options: OperandDataOptions, dtype: str, timings: Timings) -> Iterable[Row]:
     """Yield one row for each kind of data. It holds the rate with this data divided by the rate with normally distributed data.
 
-    Samples that were timed in turn are compared in pairs, so that a drift of the clock cancels.
+    If the timings of two kinds of data alternated, their samples are compared in pairs, so that a drift of the clock cancels.
     """
     for timed, series in timings.items():
         estimate = ratio_estimate if timed == IN_TURN else independent_ratio_estimate

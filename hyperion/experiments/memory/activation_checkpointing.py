@@ -130,7 +130,7 @@ def forecast(context: Context) -> list[Forecast]:
 def run(context: Context, report: Report) -> Result:
     """Measure memory, gradients and step time under each policy, and activations for each number of layers.
 
-    The steps of all policies are timed in turn.
+    The timed steps of all policies alternate.
     """
     setup = _Setup.of(context)
     plans = {kind: setup.plans(kind) for kind in KINDS}

@@ -114,7 +114,7 @@ class MemoryEstimateOptions(Options):
 
 
 def forecast(context: Context) -> list[Forecast]:
-    """Predict the peak memory and its parts for every cell, and the largest batch that fits."""
+    """Predict the peak memory and its parts for every measured step, and the largest batch that fits."""
     options = MemoryEstimateOptions.of(context)
     question, device = options.question, context.device
     lines = [line for cell in options.cells for line in _cell_forecasts(device, cell)]

@@ -177,7 +177,7 @@ class Step:
         time: row of the step time.
         memory: row of the peak memory of the allocator. If there is no such row, it is the row of the peak bytes of tensors. None
             if neither was measured.
-        speedup: row of the speed-up over the rung before. None for the first rung.
+        speedup: row of the speed-up over the rung before it. None for the first rung.
         early: row of the difference between the losses of this rung and of the first rung, over the first steps of the training.
             None for the first rung, and for old runs that compared only the last steps.
         late: row of the same difference over the last steps. None for the first rung.
@@ -192,7 +192,10 @@ class Step:
 
 
 def ladders(rows: Iterable[Row]) -> dict[str, list[Step]]:
-    """Return the timed rungs of each model, from the first rung to the last."""
+    """Return the timed rungs of the training ladder for each model, from the first rung to the last.
+
+    A rung is a version of the training step. Each rung adds one optimization to the rung before it.
+    """
     by_model: dict[str, list[Step]] = {}
     rows = measured(rows)
     for time in (row for row in rows if row.metric == "step_time_s"):
@@ -207,9 +210,9 @@ def ladders(rows: Iterable[Row]) -> dict[str, list[Step]]:
 
 
 def ladder_table(rows: Iterable[Row]) -> pd.DataFrame:
-    """Return a table with one line for each rung of each model, with 95 % intervals.
+    """Return a table with one line for each rung (version of the training step) of each model, with 95 % intervals.
 
-    Time and memory are compared with the rung before. The loss is compared with the first rung.
+    Time and memory of a rung are compared with the rung before it. Its loss is compared with the first rung.
     """
     return pd.DataFrame(
         [
@@ -256,7 +259,10 @@ def _change_of_loss(row: Row | None) -> str:
 
 
 def training_ladder(material: Material) -> Figure | None:
-    """Draw three panels for each model: time, memory, and the difference between the losses of each rung and of the first."""
+    """Draw three panels for each model: time, memory, and the difference of the losses from those of the first rung.
+
+    A rung is a version of the training step. Each rung adds one optimization to the rung before it.
+    """
     models = ladders(material.of(_LADDER))
     if not models:
         return None

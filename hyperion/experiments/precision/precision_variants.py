@@ -1,6 +1,7 @@
 """Train the language model and the ResNet-18 in fp32, TF32, bf16, and in fp16 with a loss scale, and compare the formats.
 
-Memory and losses of each format are measured in a separate process. The steps of all formats are timed in turn in one process.
+Memory and losses of each format are measured in a separate process. The steps of all formats are timed alternately in one
+process.
 """
 
 from collections.abc import Iterable
@@ -93,7 +94,7 @@ def forecast(context: Context) -> list[Forecast]:
 
 
 def run(context: Context, report: Report) -> Result:
-    """Train each format in a separate process on the same batches, then time the steps of all formats in turn."""
+    """Train in each format in a separate process on the same batches. Then time the steps of all formats alternately."""
     options = PrecisionVariantsOptions.of(context)
     with stored_batches(context, {kind: options.sizes(kind) for kind in KINDS}, options.batches) as stored:
         return _compared(context, options, report, stored)

@@ -1,8 +1,8 @@
 """The training ladder: start with a training step in plain fp32, and add one more optimization on each rung.
 
 A rung is one version of the training step. It contains all optimizations of the rungs before it and one more. Memory and losses
-of each rung are measured in a separate process. The steps of all rungs are timed in turn in one process. If they were timed one
-after the other, changes of clock and temperature would distort the comparison.
+of each rung are measured in a separate process. The steps of all rungs are timed alternately in one process. If they were timed
+one after the other, changes of clock and temperature would distort the comparison.
 """
 
 from dataclasses import dataclass, replace
@@ -118,9 +118,9 @@ class TrainingLadderOptions(Options):
     Args:
         batches: number of different batches. The training repeats them in the same order.
         parity_steps: number of optimizer steps in the comparison of losses.
-        time_limit_s: seconds for timing the steps of all rungs of one model.
-        language: sizes and rungs of the language model. None leaves out this model.
-        image: sizes and rungs of the ResNet-18. None leaves out this model.
+        time_limit_s: seconds for timing all versions of the training step (rungs) of one model.
+        language: sizes of the language model, and the names of the optimizations that are added. None leaves out this model.
+        image: sizes of the ResNet-18, and the names of the optimizations that are added. None leaves out this model.
         tolerance: not used. It exists because older stored runs have this option.
     """
 
@@ -138,9 +138,9 @@ class TrainingLadderOptions(Options):
 
 
 def forecast(context: Context) -> list[Forecast]:
-    """Predict the speed-up of the 16-bit rung over the first rung. The reader guesses this value.
+    """Predict the speed-up of the 16-bit step over the plain fp32 step. The reader guesses this value.
 
-    Also predict the throughput of each rung that changes the number format.
+    Also predict the throughput of each version of the step that changes the number format.
     """
     lines: list[Forecast] = []
     for sizes in TrainingLadderOptions.of(context).ladders.values():
@@ -158,7 +158,10 @@ def forecast(context: Context) -> list[Forecast]:
 
 
 def run(context: Context, report: Report) -> Result:
-    """Measure memory and losses of each rung in a separate process, then time the steps of all rungs of a model in turn."""
+    """Measure memory and losses of each rung in a separate process. Then time the steps of all rungs of a model alternately.
+
+    A rung is a version of the training step. Each rung adds one optimization to the rung before it.
+    """
     options = TrainingLadderOptions.of(context)
     with stored_batches(context, options.ladders, options.batches) as stored:
         cells, twins = [], []
@@ -188,7 +191,7 @@ EXPERIMENT = Experiment(
 
 @dataclass(frozen=True)
 class StepRung:
-    """One rung of the ladder: a way to do a training step.
+    """One rung of the ladder: a version of the training step, which adds one optimization to the version before it.
 
     Attributes:
         name: name of the rung, which says what it adds to the rung before it.
@@ -213,7 +216,10 @@ class StepRung:
     absent: str = ""
 
     def engine(self, work: Workload, device: Device, seed: int) -> TorchEngine:
-        """Return a new engine that trains as this rung says. With the same seed, all rungs have the same initial weights."""
+        """Return a new training engine with the optimizations of this rung.
+
+        With the same seed, all rungs have the same initial weights.
+        """
         plan = ParallelPlan(checkpointing=self.checkpointing, compile_blocks=self.compiled)
 
         def wrap(model: nn.Module) -> nn.Module:
@@ -252,7 +258,10 @@ class AllLogits(nn.Module):
 
 
 def build_ladder(device: Device, names: tuple[str, ...]) -> list[StepRung]:
-    """Return the rungs with these names in the given order, including the rungs that cannot run on the device."""
+    """Return the rungs (versions of the training step) with these names, in the given order.
+
+    Rungs that cannot run on the device are included.
+    """
     rungs, below = [], StepRung(BASELINE)
     for name in names:
         rung = replace(below, name=name, **_ADDITIONS[name])
@@ -271,7 +280,10 @@ def _why_absent(device: Device, name: str) -> str:
 
 
 def measure_alone(context: Context, report: Report, kind: str, file: str, source: str, number: int) -> Result:
-    """Measure the peak memory of one rung's steps, then the losses of many steps of the smaller model (see `Parity`)."""
+    """Measure the peak memory of the training steps of one rung.
+
+    Then measure the losses of many steps of the smaller model (see `Parity`).
+    """
     options, device = TrainingLadderOptions.of(context), context.device
     sizes = options.ladders[kind]
     rung = build_ladder(device, sizes.rungs)[number]

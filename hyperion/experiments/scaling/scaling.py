@@ -136,7 +136,7 @@ def forecast(context: Context) -> list[Forecast]:
 
 
 def run(context: Context, report: Report) -> Result:
-    """Run the training on each number of devices. If a launch fails, its rows have a reason instead of a value."""
+    """Run the training on each number of devices. If the ranks fail, the rows have a reason instead of a value."""
     options = ScalingOptions.of(context)
     samples, missing = [], {}
     for ranks in options.counts:
@@ -350,7 +350,7 @@ def step_times(own: pd.DataFrame, mode: str, ranks: int, kind: str = "step") -> 
         own: samples of one training.
         mode: "weak" or "strong".
         ranks: number of ranks.
-        kind: "step" for steps of all ranks together, or "alone" for steps of single ranks without communication.
+        kind: "step" for steps of all ranks together, or "alone" for steps of each rank without communication.
     """
     chosen = own.query("ranks == @ranks and mode == @mode and kind == @kind")
     return np.asarray(chosen.groupby("index")["time_s"].max())

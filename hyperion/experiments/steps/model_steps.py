@@ -1,8 +1,8 @@
 """How long does a training step of a well-known model take, how long do its phases take, and how close are they to the limits?
 
 Each step is measured in several variants, which differ in number format, memory format of images, and eager or compiled mode.
-Variants are timed one after the other and not in turn, so there are no rows of speed-ups. A compiled step also has rows of its
-compilation time and of the difference between its losses and those of eager steps.
+Variants are timed one after the other. Their steps do not alternate, so the experiment computes no speed-ups. A compiled step
+also has rows of its compilation time and of the difference between its losses and those of eager steps.
 """
 
 import gc

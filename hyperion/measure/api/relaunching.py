@@ -97,7 +97,7 @@ class Relaunched:
     plan: TurnPlan
 
     def of(self, side: str) -> list[Launched]:
-        """Return the launches of one version, "A" or "B"."""
+        """Return the results of all launches (processes) of one version, "A" or "B"."""
         return [launched for launched in self.launches if launched.side == side]
 
 
@@ -186,7 +186,7 @@ def normalise_rounds(times: np.ndarray) -> np.ndarray:
 
 
 class _Team:
-    """The running launches of both versions.
+    """The running launches of both versions. A launch is a process that times one version of the code.
 
     Attributes:
         partners: a dict that maps (side, number of the launch) to the connection with its process.
@@ -207,7 +207,7 @@ class _Team:
             partner.send("ready")
 
     def prepare(self, number: int) -> None:
-        """Let one launch of each version load its functions and warm them up."""
+        """Make one launch of each version load its functions and warm them up."""
         for side in SIDES:
             self.partners[side, number].receive(_TIMEOUT_S)
         for side in self._pair(number):

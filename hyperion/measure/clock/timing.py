@@ -164,7 +164,7 @@ def time_interleaved(
     budget_s: float | None = None,
     clock: Clock | None = None,
 ) -> list[Timing]:
-    """Time functions in turn (A B A B …), so that a drift of clock frequency or temperature affects all of them alike.
+    """Time functions alternately (A B A B …), so that a drift of clock frequency or temperature affects all of them alike.
 
     Sampling stops when the 95 % confidence interval of each median is within 1 % of the median, or when the time limit is
     reached. It does not stop before there are `minimum_samples` samples of each function.

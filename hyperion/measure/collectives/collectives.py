@@ -435,7 +435,7 @@ def algorithm_of(kernel: str, *, switch_may_add: bool) -> str:
 class CollectiveOverlap:
     """The times of an all-reduce, of a computation, and of both overlapped.
 
-    The three calls were timed in turn. Each sample is the time of the slowest rank.
+    The timings of the three calls alternated. Each sample is the time of the slowest rank.
 
     Args:
         bytes: message size of the all-reduce in bytes.

@@ -207,7 +207,7 @@ def allocated_peak(device: Device, call: Callable[[], object], standing_bytes: i
     of the process. The CPU allocator does not count memory, but it reports every allocation and every release to the profiler.
 
     Args:
-        standing_bytes: only for a CPU, the size of the existing tensors to include in bytes.
+        standing_bytes: only for a CPU: size in bytes of the tensors that already exist and are to be included.
     """
     if device.kind != "cpu":
         torch.cuda.synchronize(device.torch_device)

@@ -54,7 +54,7 @@ _SHARE_OF_SEARCH = 0.7
 
 @dataclass(frozen=True)
 class Finalist:
-    """One of the shapes with the highest rates of a search. The finalists are timed in turn with cold caches.
+    """One of the shapes with the highest rates of a search. The finalists are timed alternately, with cold caches.
 
     Args:
         shape: (M, N, K).
@@ -488,7 +488,7 @@ class _Products:
         return self.made[shape]
 
     def sample(self, shapes: list[Shape]) -> list[float]:
-        """Call the product of each shape once, in turn and with cold caches, and return the seconds of each call."""
+        """Call the product of each shape once with cold caches, one shape after the other. Return the seconds of each call."""
         for shape in shapes:
             self.made_once(shape)
         started = self.clock.now()

@@ -71,7 +71,7 @@ class TinyTiming:
 
 @dataclass(frozen=True)
 class OperatorCost:
-    """The host cost of operators, from four training steps that were timed in turn.
+    """The host cost of operators, computed from four training steps that were timed alternately.
 
     Args:
         layers: timing of a step with few transformer layers, and timing of a step with many transformer layers.
@@ -131,7 +131,7 @@ class OperatorCost:
 
 @dataclass(frozen=True)
 class BlockCost:
-    """The host cost of a compiled block, from two training steps that were timed in turn.
+    """The host cost of a compiled block, computed from two training steps that were timed alternately.
 
     One step has few blocks, and the other step has many blocks. Each block is a small transformer layer.
 
