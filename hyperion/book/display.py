@@ -184,7 +184,7 @@ def _display(bundle: dict) -> None:
 
 
 def pick(rows: Iterable[Row], metric: str, best: bool = False, **wanted) -> Row:
-    """Select a row: return the only measured row of a metric whose columns and parameters have the given values.
+    """Return the one measured row of a metric whose columns and parameters have the given values.
 
     Args:
         rows: the rows to select from.
@@ -236,7 +236,7 @@ def fill(template: str, **named: Row | float) -> str:
 
 
 def verdict(speedup: Row) -> str:
-    """Return the conclusion from the row of a speed-up and its interval.
+    """Return a text that says whether the row of a speed-up shows a difference, given its interval.
 
     It is "faster than", "slower than", or "as fast, within noise, as".
     """

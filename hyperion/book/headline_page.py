@@ -60,7 +60,10 @@ class Launches:
 
     @property
     def within(self) -> float | None:
-        """Median over the launches of half the interval within one launch, as a fraction of the value. None without intervals."""
+        """Half the width of the interval that one launch states, divided by its value. It is the median over all launches.
+
+        None if the launches state no intervals.
+        """
         rows = [h.row for h in self.headlines if h.row.value and h.row.ci_low is not None and h.row.ci_high is not None]
         halves = [(not_none(r.ci_high) - not_none(r.ci_low)) / 2 / abs(not_none(r.value)) for r in rows]
         return float(np.median(halves)) if halves else None

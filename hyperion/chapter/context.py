@@ -74,7 +74,9 @@ class Context:
         return self.row(variant, metric, error, **columns)
 
     def best_upstream(self, metric: str, dtype: str) -> Row | None:
-        """Return the upstream row with the largest value of a metric and a dtype, or None if there is none.
+        """Return the row with the largest value of a metric and a dtype, among the rows of other experiments in `upstream`.
+
+        Return None if there is no such row.
 
         Rows that were measured with warm caches are left out. Rows that were measured while other processes used the CPU cores
         are used only if there are no other rows.

@@ -191,7 +191,7 @@ def finished_in(reference: Run, notebook: str, experiment: str) -> dict:
 
 
 def measured_under(reference: Run, notebook: str, experiment: str) -> tuple[dict, dict]:
-    """Return the provenance and the environment of an experiment of a reference run.
+    """Return the stored settings (provenance) and the stored environment of an experiment of a reference run.
 
     If the experiment has no provenance, both are taken from run.json.
     """

@@ -112,7 +112,7 @@ class Material:
         return sorted({row.data_source for row in self.rows} - {""})
 
     def of(self, experiment: str, **wanted) -> list[Row]:
-        """Return the rows of an experiment in all notebooks.
+        """Return all rows of an experiment, from all notebooks.
 
         Args:
             experiment: name of the experiment.

@@ -278,7 +278,7 @@ def _check(row: Row) -> str:
 
 
 def text_of(value) -> str:
-    """Return a parameter as the text of a cell."""
+    """Return a parameter as the text of a table cell."""
     if value is None or value != value:
         return ""
     if isinstance(value, bool):

@@ -89,7 +89,7 @@ class MachineFacts:
         python, torch, cuda, hip: versions. `cuda` or `hip` is None if torch was built without it.
         cpu: facts about the CPU.
         gpus: the visible GPUs, in the order of PyTorch.
-        gpu_error: message of torch if it sees a GPU but cannot open it, else None.
+        gpu_error: error message of torch if it finds a GPU but cannot use it, else None.
         driver: name and version of the GPU driver, or None.
         collectives: name and version of the library for collectives (NCCL or RCCL), or None.
         collective_settings: environment variables that configure this library, see `collective_settings`.

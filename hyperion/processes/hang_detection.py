@@ -128,7 +128,8 @@ def _watch(counter: RollCall, here: World, store: Store, timeout_s: float, done:
 def _follow(counter: RollCall, here: World, store: Store, timeout_s: float, done: threading.Event) -> None:
     """Write the progress of this rank to the store, and read the progress of all ranks.
 
-    The function returns when `done` is set or when no rank makes progress.
+    The function returns when `done` is set. If no rank makes progress for `timeout_s` seconds, it prints the report of the hang
+    and ends the process.
     """
     last_steps, since = None, time.monotonic()
     while True:

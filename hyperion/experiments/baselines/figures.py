@@ -223,7 +223,7 @@ def leakage(material: Material) -> Figure | None:
 
 
 def epoch_rows(material: Material, experiment: str) -> list[Row]:
-    """Return the measured rows of an experiment that belong to an epoch, in the order of the epochs."""
+    """Return the rows of an experiment that hold a value of one epoch, in the order of the epochs."""
     rows = [row for row in measured(material.of(experiment)) if "epoch" in row.params]
     return sorted(rows, key=lambda row: row.params["epoch"])
 

@@ -427,7 +427,7 @@ class StepRoof:
     together: Timing | None = None
 
     def moving_s(self, moved_bytes: float) -> float:
-        """Return the seconds that the fastest stream needs for this number of bytes."""
+        """Return the seconds that the fastest memory stream of this run needs for this number of bytes."""
         return moved_bytes / (self.bandwidth_gb_s * 1e9)
 
     @property
@@ -468,7 +468,7 @@ class StepRoof:
 def step_roof(context: Context, work: Workload, dtype: str) -> StepRoof | None:
     """Return the roof in which all matrix products run at the highest measured rate.
 
-    Returns None if this run has not measured both a matrix product and a stream.
+    Returns None if this run has measured no matrix product or no memory stream.
     """
     gemm, stream = context.best_upstream("gemm_tflops", dtype), stream_ceiling(context.upstream)
     if gemm is None or stream is None:
@@ -486,7 +486,7 @@ def own_roof(context: Context, work: Workload, dtype: str, together: Timing) -> 
         together: timing of all matrix products. Their calls alternate with the steps that the roof is compared with.
 
     Returns:
-        The roof, or None if this run has measured no stream.
+        The roof, or None if this run has measured no memory stream.
     """
     stream = stream_ceiling(context.upstream)
     if stream is None:

@@ -88,7 +88,10 @@ def forecast(context: Context) -> list[Forecast]:
 
 
 def run(context: Context, report: Report) -> Result:
-    """Run one training of each task without a fault, then all trials. There are as many parallel trials as CPU cores."""
+    """Train each model once without a fault, then run all trials. There are as many parallel trials as CPU cores.
+
+    A trial is a training with one fault.
+    """
     shutil.rmtree(context.workspace, ignore_errors=True)
     faults = draw(context.seed, RecoveryOptions.of(context).trials)
     print(f"{len(faults)} faults drawn with seed {context.seed}")
@@ -245,8 +248,8 @@ def run_once(
 
     Returns:
         A dict. Its entry "ended" is "finished", or the error that ended the run. If the run has finished, there are three more
-        entries. "hashes" has the hashes of the final state. "resumed_at" is the step from which the run was resumed. "moments" is
-        the number of moments in each phase.
+        entries. "hashes" holds the hashes of the final state. "resumed_at" is the step from which the run was resumed. "moments"
+        is the number of moments in each phase.
     """
     torch.set_num_threads(1)
     seed_everything(seed)

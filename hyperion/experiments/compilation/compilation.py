@@ -74,7 +74,10 @@ class CompilationOptions(Options):
 
 
 def forecast(context: Context) -> list[Forecast]:
-    """Predict the speed-up of each model in its last mode, which the reader guesses, then the time of a call in each mode."""
+    """Predict the speed-up of each model in its last mode, then the time of a call in each mode.
+
+    The reader guesses the speed-up.
+    """
     forecasts = [_model_forecasts(context, spec) for spec in CompilationOptions.of(context).models]
     return [speedup for speedup, _ in forecasts] + [time for _, times in forecasts for time in times]
 
@@ -117,7 +120,7 @@ def _fused_bytes(census: Census, weight_bytes: int) -> int:
 def run(context: Context, report: Report) -> Result:
     """Measure every mode of every model in a separate process.
 
-    For a mode that the profile leaves out, return a row without a value, with the reason.
+    If the profile leaves out a mode, the row of this mode holds the reason instead of a value.
     """
     options = CompilationOptions.of(context)
     cells = [(spec, mode) for spec in options.models for mode in MODES]

@@ -15,8 +15,8 @@ _SIDE = 32
 def token_histogram(material: Material) -> Figure | None:
     """Draw two panels: the counts of the most frequent tokens, and the count of every token by its rank, with Zipf's law.
 
-    The function reads the samples of `text_pipeline` that have the kind "token". It uses their columns split, token_id, text and
-    count.
+    The counts are in the samples of `text_pipeline` whose column "kind" is "token". The columns "split", "token_id", "text" and
+    "count" are used.
     """
     samples = material.samples("text_pipeline")
     if samples.empty:
@@ -47,8 +47,8 @@ def token_histogram(material: Material) -> Figure | None:
 def image_grid(material: Material) -> Figure | None:
     """Draw some images of every class, one class per column.
 
-    The function reads the samples of `image_pipeline` that have the kind "image". It uses their columns label, class and pixels.
-    The column pixels holds a flat list of 3 x 32 x 32 levels from 0 to 255.
+    The images are in the samples of `image_pipeline` whose column "kind" is "image". The columns "label", "class" and "pixels"
+    are used. The column "pixels" holds each image as a flat list of 3 x 32 x 32 levels from 0 to 255.
     """
     samples = material.samples("image_pipeline")
     if samples.empty:

@@ -164,7 +164,7 @@ def link_meanings(rows: Iterable[Row]) -> str:
 def kernels_chosen(rows: Iterable[Row]) -> pd.DataFrame:
     """Return a table of the backend, algorithm and kernel for each collective and message size.
 
-    If an algorithm is unknown, the table has the reason instead.
+    If an algorithm is unknown, the table contains the reason instead.
     """
     lines = [
         {

@@ -115,7 +115,8 @@ def _forecast_throughput(context: Context, name: str, batch: int, dtype: str) ->
 def forecast_on_device(context: Context, name: str, batch: int, dtype: str) -> Forecast:
     """Predict samples per second from the ceilings of chapter 1.1.
 
-    The time is that of the matrix products plus that of the traffic of optimizer and activations.
+    The time of a step is the sum of two times: the time of the matrix products, and the time of the memory traffic of optimizer
+    and activations.
     """
     model = reference_model(name)
     traffic: dict[str, float] = {

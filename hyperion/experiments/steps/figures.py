@@ -176,7 +176,7 @@ def _name_variants(axes: Axes, names: list[str]) -> None:
 
 
 def _phases(rows: Iterable[Row]) -> list[Row]:
-    """Return the rows of the phases in the order in which a step runs them."""
+    """Return the rows that belong to a phase of the step (such as "forward"), in the order in which a step runs the phases."""
     rows = list(rows)
     return [row for name in PHASES for row in select(rows, metric=f"{name}_time_s")]
 

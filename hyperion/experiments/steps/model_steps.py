@@ -185,7 +185,7 @@ class _Bench:
         self._losses: dict[tuple[str, StepVariant], np.ndarray] = {}
 
     def measure(self, cell: StepCell) -> None:
-        """Add the rows of one variant, or one row with the reason why there are none."""
+        """Measure one variant and add its rows. If it cannot be measured, add one row that holds the reason."""
         if cell.variant.compiled and (missing := missing_compiler(self.device)):
             self.rows.append(_absent(self.context, self.options, cell, f"unavailable: {missing}"))
             return

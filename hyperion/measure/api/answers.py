@@ -77,7 +77,8 @@ class TimeAnswer(Answer):
         """Median seconds of a call with its 95 % bootstrap interval.
 
         With fewer than 30 samples, the interval is extended to the interval from order statistics if this one is wider. Order
-        statistics give a valid interval for any distribution.
+        statistics are values at fixed positions of the sorted samples. The interval between two of them is valid for any
+        distribution of the samples.
         """
         estimate, samples = self.timing.estimate, self.timing.samples_s
         if len(samples) >= LEAST_FOR_THE_BOOTSTRAP:
@@ -144,8 +145,8 @@ class ComparisonAnswer(Answer):
     def ratio(self) -> Estimate:
         """Speed of A divided by speed of B. A value above 1 means that A is faster.
 
-        With fewer than 30 samples, the interval is extended to the interval from the order statistics of both medians if this
-        one is wider.
+        With fewer than 30 samples, the interval is extended to the interval that follows from the order statistics of both
+        functions, if this interval is wider.
         """
         a, b = (timing.samples_s for timing in self.timings)
         ratio = ratio_estimate(a, b)

@@ -118,7 +118,9 @@ class Explanation(Answer):
         )
 
     def rows(self, *, notebook: str, experiment: str, variant: str, **columns) -> list[Row]:
-        """Return a row of `step_time_s`, and a row of `share` for each part. params["what"] is the name of the part."""
+        """Return a row of the metric `step_time_s`, and a row of the metric `share` for each part. params["what"] is the name of
+        the part.
+        """
         place = {"notebook": notebook, "experiment": experiment, "variant": variant, **columns}
         time = self.estimate
         step = self._row(

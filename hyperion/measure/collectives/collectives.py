@@ -95,7 +95,7 @@ def root_of(ranks: int) -> int:
 
 
 def _around_the_ring(output: torch.Tensor, given: torch.Tensor) -> None:
-    """Send to the next rank and receive from the previous one at the same time."""
+    """Send to the next rank and receive from the previous rank at the same time."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     messages = [dist.P2POp(dist.isend, given, (rank + 1) % ranks), dist.P2POp(dist.irecv, output, (rank - 1) % ranks)]
     for work in dist.batch_isend_irecv(messages):
