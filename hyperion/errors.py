@@ -112,7 +112,9 @@ def require_number(
     bounds = {"from": at_least, "above": above, "to": at_most, "below": below}
     within = " ".join(f"{word} {bound:g}" for word, bound in bounds.items() if math.isfinite(bound))
     raise HyperionError(
-        f"{name} is {value!r:.80}", where=where, next_step=f"give a {'whole' if whole else 'finite'} number {within}".rstrip()
+        f"{name} is {value!r:.80}, which is not a {'whole' if whole else 'finite'} number{within and ' ' + within}",
+        where=where,
+        next_step=f"give a {'whole' if whole else 'finite'} number {within}".rstrip(),
     )
 
 

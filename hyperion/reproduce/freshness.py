@@ -98,8 +98,9 @@ class Freshness:
     def expected_s(self, notebook: Notebook) -> float:
         """Return the expected duration of a notebook in seconds.
 
-        The duration is that of the latest complete execution in this run. Without one, it is that of an earlier run with the same
-        setting. Without such a run, it is the expected time in the metadata of the notebook.
+        The function returns the duration of the latest complete execution in this run. If there is none, it returns the duration
+        in an earlier run with the same setting. If there is no such run either, it returns the expected time from the metadata of
+        the notebook.
         """
         entry = self._ledger.entries.get(notebook.stem)
         if entry is not None and entry.whole_s is not None:

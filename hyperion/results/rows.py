@@ -198,11 +198,17 @@ class Row:
         for column in _FLOATS:
             number = getattr(self, column)
             finite = number is None or abs(number) <= sys.float_info.max
-            self._demand(finite, f"{column} is {number!r:.40}", "store null and the reason why there is no number")
+            self._demand(
+                finite,
+                f"{column} is {number!r:.40}, which is not a finite number",
+                "store null and the reason why there is no number",
+            )
         for column in _INTEGERS:
             number = getattr(self, column)
             known = number is None or 0 <= number < _MOST_COUNTED
-            self._demand(known, f"{column} is {number!r:.40}", "store a count, or null if there is no count")
+            self._demand(
+                known, f"{column} is {number!r:.40}, which is not a count", "store a count, or null if there is no count"
+            )
         for column in ("clock_mhz", "power_w"):
             reading = getattr(self, column)
             text = f"{column} is {reading:g}" if reading is not None else ""

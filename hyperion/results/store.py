@@ -365,14 +365,16 @@ class Run:
         note_experiment(notebook, experiment, KEPT)
 
     def finished(self, notebook: str, experiment: str) -> dict | None:
-        """Return {input_hash, rows, source, data, provenance} of an experiment; None if the experiment is not finished.
+        """Return a dict with the keys "input_hash", "rows", "source", "data" and "provenance" about a finished experiment.
+
+        Return None if the experiment is not finished.
 
         The provenance states the profile, the seed and the environment of the experiment. They may differ from those in run.json.
         """
         return self.experiments().get(f"{notebook}/{experiment}")
 
     def environments(self) -> dict[str, dict]:
-        """Return the environments in which the experiments of this run were measured, by digest.
+        """Return a dict that maps a digest to an environment in which experiments of this run were measured.
 
         The provenance of an experiment contains the digest of its environment.
 

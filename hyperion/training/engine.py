@@ -505,7 +505,9 @@ def _check_arguments(schedule: Any, clip_norm: float, micro_batches: int, where:
             f"the schedule returns the learning rate {rate!r} for step 1", "return a finite number that is not negative"
         )
     if isinstance(clip_norm, bool) or not isinstance(clip_norm, int | float) or not clip_norm > 0:
-        raise refusal(f"clip_norm is {clip_norm!r}", "pass a number above 0, or math.inf to disable clipping")
+        raise refusal(
+            f"clip_norm is {clip_norm!r}, which is not a number above 0", "pass a number above 0, or math.inf to disable clipping"
+        )
     require_number("micro_batches", micro_batches, where, whole=True, at_least=1)
 
 

@@ -238,7 +238,9 @@ def agreements(losses: np.ndarray, baseline: np.ndarray, twins: pd.DataFrame, bi
 
 
 def difference_rows(row: Row, baseline: str, windows_compared: list[Agreement]) -> list[Row]:
-    """Return one row for each window, with the difference between the losses of a variant and of the baseline.
+    """Return one row for each window, which holds the difference between the losses of a variant and of the baseline.
+
+    A window is a number of consecutive steps.
 
     The check of a row fails if the difference exceeds the tolerance.
 

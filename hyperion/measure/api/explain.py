@@ -201,7 +201,9 @@ def explain(
     checked_callable(step, "explain", () if feed is None else ("the batch",))
     if not isinstance(profiled_steps, int) or profiled_steps < 1:
         raise HyperionError(
-            f"profiled_steps is {profiled_steps!r}", where="explain", next_step="pass a whole number of at least 1"
+            f"profiled_steps is {profiled_steps!r}, which is not a whole number of at least 1",
+            where="explain",
+            next_step="pass a whole number of at least 1",
         )
     require_sampling(minimum_samples, time_limit_s=time_limit_s)
     device = device_of(device)

@@ -168,7 +168,9 @@ def compare(
     labels = _two_labels(labels) or _two_names(*functions)
     if tolerance is not None and not (isinstance(tolerance, int | float) and 0 <= tolerance < float("inf")):
         raise HyperionError(
-            f"tolerance is {tolerance!r}", where="tolerance=", next_step="pass a relative error of at least 0, such as 1e-3"
+            f"tolerance is {tolerance!r}, which is not a number of at least 0",
+            where="tolerance=",
+            next_step="pass a relative error of at least 0, such as 1e-3",
         )
     with noting("compare", " or ".join(labels)):
         examined = _examine(functions, labels, settings, tolerance)
@@ -202,7 +204,9 @@ class _Settings:
             ("alone", alone, (True, False)),
         ):
             if not any(value is one for one in allowed):
-                raise HyperionError(f"{name} is {value!r}", where=where, next_step=f"pass one of {allowed}")
+                raise HyperionError(
+                    f"{name} is {value!r}, which is not a possible value", where=where, next_step=f"pass one of {allowed}"
+                )
         minimum_samples = (_QUICK_SAMPLES if quick else MINIMUM_SAMPLES) if minimum_samples is None else minimum_samples
         require_sampling(minimum_samples, back_to_back, time_limit_s=time_limit_s)
         cold = not (quick or back_to_back) if cold is None else cold
@@ -581,7 +585,9 @@ def _label(label: str | None) -> str | None:
         HyperionError: the label is blank or not a string.
     """
     if label is not None and not (isinstance(label, str) and label.strip()):
-        raise HyperionError(f"label is {label!r}", where="label=", next_step="pass a name, or None for the function's name")
+        raise HyperionError(
+            f"label is {label!r}, which is not a name", where="label=", next_step="pass a name, or None for the function's name"
+        )
     return label
 
 

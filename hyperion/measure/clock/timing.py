@@ -260,11 +260,19 @@ def require_sampling(minimum_samples: int, back_to_back: int = 0, **limits_s: fl
     """
     for name, value, least in (("minimum_samples", minimum_samples, LEAST_SAMPLES), ("back_to_back", back_to_back, 0)):
         if not isinstance(value, int | np.integer) or isinstance(value, bool) or value < least:
-            raise HyperionError(f"{name} is {value!r}", where=f"{name}=", next_step=f"pass a whole number of at least {least}")
+            raise HyperionError(
+                f"{name} is {value!r}, which is not a whole number of at least {least}",
+                where=f"{name}=",
+                next_step=f"pass a whole number of at least {least}",
+            )
     for name, value in limits_s.items():
         number = isinstance(value, int | float | np.number) and not isinstance(value, bool)
         if value is not None and not (number and math.isfinite(value) and value > 0):
-            raise HyperionError(f"{name} is {value!r}", where=f"{name}=", next_step="pass a finite number of seconds above 0")
+            raise HyperionError(
+                f"{name} is {value!r}, which is not a finite number above 0",
+                where=f"{name}=",
+                next_step="pass a finite number of seconds above 0",
+            )
 
 
 class CacheFlush:

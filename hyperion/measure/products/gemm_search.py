@@ -162,11 +162,11 @@ def search_gemm(
     exhaustive: bool = False,
     also: Sequence[Shape] = (),
 ) -> GemmSearch:
-    """Find the fastest product among all M, N and K that are multiples of `step` up to `largest` (by default 512 shapes).
+    """Find the fastest matrix product among all M, N and K that are multiples of `step` up to `largest` (by default 512 shapes).
 
-    `ShapeRanking` first ranks the shapes with few samples and cold caches. The shapes are sampled in turn, so that a drift of the
-    clock frequency affects all of them alike. The best shapes are then timed in turn with at least 30 samples each, and their
-    outputs are verified. A product that is too slow to be timed within the limit is skipped.
+    `ShapeRanking` first ranks the shapes with few samples and cold caches. The shapes are sampled alternately, so that a drift of
+    the clock frequency affects all of them alike. The best shapes are then timed alternately with at least 30 samples each, and
+    their outputs are verified. A product that is too slow to be timed within the limit is skipped.
 
     Args:
         dtype: a key of `FORMATS`, or 'fp8' for the fp8 format of the device.
@@ -221,7 +221,7 @@ def search_gemm(
 def time_shapes(
     shapes: list[Shape], dtype: str, device: Device, *, time_limit_s: float = _TIMING_LIMIT_S, seed: int = 0, data: str = "normal"
 ) -> list[Finalist]:
-    """Time products of given shapes in turn with cold caches, and verify their outputs.
+    """Time matrix products of given shapes alternately, with cold caches, and verify their outputs.
 
     For example, this compares the best shapes of two searches.
 
