@@ -60,7 +60,10 @@ class ResumableBatches(ABC):
         return self.batch_at(*self.advance())
 
     def left_in_epoch(self) -> int:
-        """Return the number of remaining batches of the current epoch, or of the next epoch if the current one is complete."""
+        """Return the number of remaining batches of the current epoch.
+
+        If the current epoch is complete, the next epoch counts.
+        """
         return self.batches_per_epoch - self.position % self.batches_per_epoch
 
     def advance(self) -> tuple[int, int]:

@@ -120,7 +120,7 @@ class MachineFacts:
 def collect_facts() -> MachineFacts:
     """Return the facts about this machine. This function imports torch. Facts that cannot be read are None.
 
-    If torch sees a GPU but cannot open it, `gpu_error` contains torch's message.
+    If torch finds a GPU but cannot use it, `gpu_error` contains torch's error message.
     """
     import torch
 
@@ -194,7 +194,7 @@ def detect_cpu(facts: MachineFacts | None = None) -> Device:
 
 
 def one_at_a_time(device: Device, count: int, environment: Mapping[str, str]) -> list[dict[str, str]]:
-    """Return a list with one dict of environment variables for each accelerator that can be used independently of the others.
+    """Return one dict of environment variables for each accelerator that can be used independently of other accelerators.
 
     The variables in a dict make only one accelerator visible. For a CPU the list is empty. The two dies of an MI250X module share
     the power of the module, so work on one die slows down the other die. Therefore the list contains only one die of each module.

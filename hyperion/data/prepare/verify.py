@@ -85,11 +85,11 @@ class DataFinding:
 
 
 def verify(folder: Path | None = None) -> list[FolderVerdict]:
-    """Verify prepared and staged data, and move damaged folders to quarantine.
+    """Verify prepared data and the raw data in the cache, and move damaged folders to quarantine.
 
     Args:
-        folder: a folder of prepared data, or a folder that contains such folders. None verifies everything in data/processed/
-            and data/raw/.
+        folder: a folder of prepared data, or a folder that contains such folders. None verifies everything in data/processed/ and
+            data/raw/.
 
     Raises:
         DataError: the folder does not exist, or contains nothing that can be verified.

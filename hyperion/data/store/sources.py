@@ -213,7 +213,10 @@ class PublishedSet(Generic[T]):
         return self.read(target, "download", "the cache")
 
     def suppliers(self) -> dict[str, Callable[[], T]]:
-        """Return a function that loads the data set, for each source. `take` needs these functions."""
+        """Return a dict that maps the name of a source to a function that loads the data set from it.
+
+        `take` needs these functions.
+        """
         return {"mirror": self.mirrored, "cache": self.cached, "download": self.downloaded}
 
     def stage(self) -> str:
