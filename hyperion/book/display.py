@@ -173,7 +173,10 @@ def show_sentence(text: str) -> None:
 
 
 def _display(bundle: dict) -> None:
-    """Display an object in a notebook, given its representations by MIME type. Outside a notebook, print its plain text."""
+    """Display an object in a notebook. Outside a notebook, print its plain text.
+
+    `bundle` maps a MIME type, such as "text/html", to the representation of the object in this type.
+    """
     from IPython import get_ipython
     from IPython.display import display
 

@@ -218,7 +218,7 @@ def _identity(headline: Headline) -> tuple:
 
 
 def _published_value(headline: Headline) -> str:
-    """Return the published value of the same quantity, or "" if no value is published."""
+    """Return the published value of the quantity that the headline shows, or "" if no value is published."""
     row = headline.row
     value = None
     if row.metric == "gemm_tflops":

@@ -175,7 +175,7 @@ def reference_run(machine: str, notebook: str) -> Run:
 
 
 def finished_in(reference: Run, notebook: str, experiment: str) -> dict:
-    """Return the entry of a finished experiment of a reference run, as `Run.finished` returns it.
+    """Return the stored information about a finished experiment of a reference run, as `Run.finished` returns it.
 
     Raises:
         HyperionError: the reference run does not contain the experiment.

@@ -444,7 +444,7 @@ def _named(folder: Path, prefix: str) -> list[Path]:
 
 
 def _is_checkpoint(path: Path) -> bool:
-    """Return True if the path is a folder, not a link to a folder, and its manifest has the step of its name."""
+    """Return True if the path is a folder (not a link), and the step in its manifest is the step in its name."""
     try:
         _require_folder(path)
         _manifest(path)

@@ -122,7 +122,7 @@ class ResumableBatches(ABC):
         return whole[self._part(len(whole))]
 
     def _whole_batch(self, epoch: int, position: int) -> np.ndarray:
-        """Return the examples of one batch, of all ranks."""
+        """Return the examples of one batch, for all ranks together."""
         return self._ordered(epoch)[position * self.batch_size : (position + 1) * self.batch_size]
 
     def _ordered(self, epoch: int) -> np.ndarray:

@@ -282,7 +282,7 @@ def _not_writable(folder: Path) -> str | None:
 
 
 def _existing(path: Path) -> Path:
-    """Return the path, or its nearest existing parent."""
+    """Return the path if it exists. Otherwise return its nearest parent folder that exists."""
     return next(place for place in (path.absolute(), *path.absolute().parents) if place.exists())
 
 

@@ -362,7 +362,10 @@ def memory_unit(gib: list[float]) -> tuple[float, str]:
 
 
 def _decimals(value: float | None, low: float | None, high: float | None) -> int | None:
-    """Return the number of decimals for a value and its interval. Return None without an interval or for a tiny value."""
+    """Return the number of decimals with which a value is shown, given its interval.
+
+    None if there is no interval or the value is tiny.
+    """
     if value is None or low is None or high is None or high <= low or abs(value) < 1e-4:
         return None
     # Show at least three and at most six significant digits, even if the interval is very wide or very narrow.

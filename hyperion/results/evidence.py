@@ -71,7 +71,7 @@ def verify_run(run: Run) -> list[str]:
 
 
 def _sample_groups(samples: pd.DataFrame, experiment: str) -> dict[tuple, np.ndarray]:
-    """Return the sampled times in seconds, grouped by (variant, dtype, params as JSON, phase)."""
+    """Return a dict that maps (variant, dtype, params as JSON, phase) to the sampled times in seconds."""
     if not {"variant", "dtype", "params", "time_s"} <= set(samples.columns):
         return {}
     timed = samples.loc[samples["params"].notna() & samples["time_s"].notna()]

@@ -625,9 +625,10 @@ def predictions_digest(predictions: Iterable[Prediction]) -> str:
 
 
 def _with_prediction(written: list[Prediction], new: Prediction) -> list[Prediction]:
-    """Return the stored predictions and the new prediction.
+    """Return the stored predictions with the new prediction added.
 
-    If several predictions differ only in their inputs, only the oldest of them holds the reader's guess.
+    Older predictions for the same inputs of the experiment that were computed from other rows are removed. The guess that the
+    reader made first is kept.
     """
 
     def configuration(p: Prediction) -> tuple:

@@ -327,7 +327,7 @@ def _host(url: str) -> str:
 
 
 def _remembered(host: str) -> str:
-    """Return the fault of a host that was tested recently; "" if no fault is known."""
+    """Return the reason why a host did not answer when it was tested recently; "" if no such reason is known."""
     until, fault = _silent_until.get(host, (0.0, ""))
     if time.monotonic() < until:
         return fault

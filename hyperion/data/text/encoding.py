@@ -96,7 +96,7 @@ class LineEncoder:
         return words[1:]
 
     def _learn(self) -> None:
-        """Encode the pieces that have occurred for the first time."""
+        """Encode the pieces of text that have occurred for the first time, and store their token ids."""
         new = list(self._place)[len(self._starts) :]
         if not new:
             return

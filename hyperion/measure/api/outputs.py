@@ -463,7 +463,10 @@ class _OperatorsOn(TorchDispatchMode):
 
 
 def _device_works(function: Callable[[], object], device: Device) -> bool | None:
-    """Return True if a call starts kernels or copies on the GPU. Return None if the profiler records no event at all."""
+    """Return True if a call starts kernels or copies on the GPU, else False.
+
+    Return None if the profiler records no event at all.
+    """
     place = torch.device(device.torch_device)
     with torch.cuda.device(place), torch.random.fork_rng([place]):
         marker = torch.zeros(1, device=place)

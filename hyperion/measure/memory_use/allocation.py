@@ -212,7 +212,7 @@ def largest_allocation(device: Device, *, step_bytes: int = STEP_BYTES, cap_gib:
 
 
 class _Search:
-    """The search for the largest allocation on one device. All allocations are multiples of `step_bytes`."""
+    """Searches for the largest possible allocation on one device. The size of every allocation is a multiple of `step_bytes`."""
 
     def __init__(self, device: Device, step_bytes: int):
         self.device, self.step_bytes = device, step_bytes
