@@ -1,4 +1,4 @@
-"""All figures of the book by name: the figures of the subjects, and two figures about a whole run (summary and predictions)."""
+"""All figures of the book: the figures of the subjects, and two figures about a whole run (summary and predictions)."""
 
 import math
 

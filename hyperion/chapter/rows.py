@@ -1,4 +1,6 @@
-"""Functions that create rows from timings, rows of matrix products, and functions that find ceilings in the rows of a run."""
+"""Functions that create rows from timings and from matrix products, and functions that find measured ceilings in the rows of a
+run.
+"""
 
 import json
 from collections.abc import Iterable

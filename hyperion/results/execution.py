@@ -1,4 +1,4 @@
-"""The log in which the kernel that executes a notebook reports to the driver (`hyperion reproduce`).
+"""The log file through which the kernel of a notebook reports to the driver, the process of `hyperion reproduce`.
 
 The driver sets the path of the log in an environment variable. The kernel appends one line for each experiment and one line for
 each unexpected result. The line of an experiment says whether its rows were measured now or were already stored in the run.

@@ -1,10 +1,12 @@
-"""Text corpora with three splits. A corpus is read strictly from files, or is synthetic with an exactly known entropy.
+"""Text corpora with three splits.
 
-For synthetic text, the lowest possible loss of a model is known. A line is " w1 w2 ... w15 \\n". It has LINE_UNITS units:
+A corpus is read from files that are fully checked, or it is synthetic text whose entropy is known exactly.
+
+For synthetic text, the lowest possible loss of a model is known. A line is " w1 w2 ... w15 \n". It has LINE_UNITS units:
 LINE_WORDS words and the newline. In the first line of a split, each word is drawn from a Zipf distribution q over 256
-pronounceable words. In every other line, a word ECHOES the word at the same position of the line above with probability p, and
-is drawn from q otherwise. The word in the line above is LINE_UNITS units back. Each position of the line is then a Markov chain
-with the stationary distribution q, and the positions are independent. Therefore:
+pronounceable words. In every other line, a word ECHOES the word at the same position of the line above with probability p, and is
+drawn from q otherwise. The word in the line above is LINE_UNITS units back. Each position of the line is then a Markov chain with
+the stationary distribution q, and the positions are independent. Therefore:
 
     entropy rate per word      sum_x q(x) H(p d_x + (1 - p) q); the newline adds nothing, because all lines have equal length
     n-grams up to 16 units     H(q) per word, plus a small term, because the model does not know the position in the line

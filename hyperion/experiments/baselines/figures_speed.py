@@ -1,4 +1,4 @@
-"""Figures of training speed: this library's training loops compared with plain public ones."""
+"""Figures of training speed: this library's training loops compared with plain public training loops."""
 
 import pandas as pd
 from matplotlib.axes import Axes

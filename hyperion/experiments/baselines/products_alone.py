@@ -1,4 +1,4 @@
-"""Time the matrix products of a training step without the rest of the step, one by one or one after the other.
+"""Time the matrix products of a training step without the rest of the step: each by itself, or all of them one after the other.
 
 The operands have the same sizes as in the step. Convolutions and attention count as matrix products. The fastest matrix product
 of any shape shows the peak rate of the arithmetic units. The matrix products of a step show which rate the units reach at the

@@ -1,4 +1,4 @@
-"""The models of the experiment `compilation`, each with a batch of inputs.
+"""The models that the experiment `compilation` compiles, each with a batch of inputs.
 
 A model has the same dtype and the same memory format in all compiler modes.
 """

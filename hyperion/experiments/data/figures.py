@@ -1,4 +1,4 @@
-"""Figures of the data chapter: token counts, sample images, and the speed of tokenizing and loading."""
+"""Figures of the data chapter: token counts, sample images, the speed of tokenization, and the speed of the loaders."""
 
 import numpy as np
 from matplotlib.figure import Figure

@@ -1,4 +1,6 @@
-"""Compare the text loaders: their speed, the share of positions with a loss, and how long a training step waits for a loader."""
+"""Compare text loaders: their speed, the share of positions that have a target, and how long a training step waits for a
+batch.
+"""
 
 from collections.abc import Callable
 from contextlib import ExitStack
