@@ -386,3 +386,21 @@ def test_what_makes_no_sense_is_refused(options, message):
 def test_a_plan_travels_as_json():
     plan = ParallelPlan("fsdp", "bf16", "budget", 3, True, False)
     assert ParallelPlan(**json.loads(json.dumps(asdict(plan)))) == plan
+
+
+@pytest.mark.process
+def test_equal_ranks_pass(answers):
+    assert [answer["agreement"]["clean"] for answer in answers] == ["", ""]
+
+
+@pytest.mark.process
+def test_a_value_changed_on_one_rank_is_named_on_all(answers):
+    for answer in answers:
+        told = answer["agreement"]["values"]
+        assert "parameter blocks.1.mlp.up.weight of rank 1 differs from that of rank 0; 2 of 52 parameters differ" in told
+
+
+@pytest.mark.process
+def test_models_of_other_shapes_are_told_apart_before_anything_hangs(answers):
+    expected = "parameter names, shapes or dtypes of rank 1 differ from those of rank 0"
+    assert all(expected in answer["agreement"]["shapes"] for answer in answers)
