@@ -33,7 +33,7 @@ reproduce: ## run every notebook, keep rows and reports in results/, go on where
 test: ## run the tests of the library
 	@$(pytest) $(parallel) -m "not book"
 
-test-fast: ## run the tests that take at most five seconds and start no processes
+test-fast: ## run the tests that take about a second at most and start no processes
 	@$(pytest) $(parallel) -m "not slow and not process and not book"
 
 test-book: ## run the tests of the book: the commands of the README, all notebooks in the smoke profile, and the driver

@@ -335,6 +335,7 @@ def test_the_comparison_of_checkpointed_blocks_changes_nothing_and_is_made_once(
     assert (first, len(calls) - first) == (4, 2)  # compared: three and the step's own; then forward pass and recomputation
 
 
+@pytest.mark.slow
 def test_a_checkpointed_llama_fills_no_cache_twice():
     model, tokens = small.tiny_llama(), torch.arange(12).view(2, 6)
     expected = model(input_ids=tokens, labels=tokens).loss
@@ -345,6 +346,7 @@ def test_a_checkpointed_llama_fills_no_cache_twice():
     torch.testing.assert_close(loss, expected)
 
 
+@pytest.mark.slow
 def test_compiled_blocks_share_one_graph_and_keep_their_names(monkeypatch):
     from torch._dynamo.utils import counters
 
