@@ -257,6 +257,15 @@ def free_port(first: int = FIRST_PORT) -> int:
     raise HyperionError("no free port", where=f"127.0.0.1:{first}-{first + 99}", next_step="name another port with --port")
 
 
+# JupyterLab asks for news, for its own updates and for extensions by default. A compute node has no network, and after
+# `make fetch` nothing opens a connection.
+_OFFLINE = (
+    "--LabApp.news_url=None",
+    "--LabApp.check_for_updates_class=jupyterlab.handlers.announcements.NeverCheckForUpdate",
+    "--LabApp.extension_manager=readonly",
+)
+
+
 def lab_command(root: Path, port: int) -> list[str]:
     """Return the command that starts JupyterLab in the checkout, on the loopback address only.
 
@@ -268,7 +277,7 @@ def lab_command(root: Path, port: int) -> list[str]:
     """
     if find_spec("jupyterlab") is None:
         raise HyperionError("JupyterLab is not installed", where=sys.executable, next_step="pip install -e '.[lab]'")
-    options = ["--no-browser", "--ip=127.0.0.1", f"--port={port}", "--ServerApp.port_retries=0"]
+    options = ["--no-browser", "--ip=127.0.0.1", f"--port={port}", "--ServerApp.port_retries=0", *_OFFLINE]
     if os.geteuid() == 0:  # common in containers; without this option the server refuses to start for root
         options.append("--allow-root")
     return [sys.executable, "-s", "-m", "jupyterlab", *options, f"--ServerApp.root_dir={root}"]

@@ -41,6 +41,7 @@ def own_data(tmp_path_factory):
         yield
 
 
+@pytest.mark.slow
 def test_both_do_the_same_work_and_take_turns(one_thread, tmp_path):
     result = perform(toy_context("image_training_speed", SIZES, tmp_path), tmp_path)
     by_metric = {metric: [row for row in result.rows if row.metric == metric] for metric in ("images_per_s", "speedup")}
@@ -62,6 +63,7 @@ def test_both_do_the_same_work_and_take_turns(one_thread, tmp_path):
     assert result.samples.query("kind == 'parity'").groupby("loop").size().to_dict() == {OURS: 4, PLAIN: 4, UNCOMPILED: 4}
 
 
+@pytest.mark.slow
 def test_products_that_find_no_memory_leave_a_reason(one_thread, tmp_path, monkeypatch):
     def full(*ignored):
         raise torch.OutOfMemoryError("no room for the operands")
@@ -74,6 +76,7 @@ def test_products_that_find_no_memory_leave_a_reason(one_thread, tmp_path, monke
     assert len(timed) == 3 and all(row.value for row in timed)
 
 
+@pytest.mark.slow
 def test_other_work_is_noticed(one_thread, tmp_path):
     context = toy_context("image_training_speed", SIZES, tmp_path)
     pair = _Pair.build(context, ImageTrainingSpeedOptions.of(context), *datasets.images(context), batch=8)
