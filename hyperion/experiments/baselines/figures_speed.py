@@ -82,7 +82,7 @@ def _draw_rates(axes: Axes, batches: list[int], rates: list[Row], ratios: list[R
     axes.yaxis.set_major_formatter(lambda value, _: items(value))
     axes.margins(y=0.3)
     axes.grid(axis="x", visible=False)
-    axes.set(ylabel="images/s", ylim=(0, None), title="Both loops timed in turn; 95 % interval")
+    axes.set(ylabel="images/s", ylim=(0, None), title="Both loops, timed alternately; 95 % interval")
     axes.legend(loc="upper right" if len(batches) > 2 else "upper center", ncols=2)
 
 
@@ -131,7 +131,7 @@ def _notes(shares: list[Row], compiled: bool) -> list[str]:
         else []
     )
     if any(row.params["what"] == _OWN for row in shares):
-        alone = "each timed alone" if "attention_s" in params else "timed one after the other, in turn with the steps"
+        alone = "each timed alone" if "attention_s" in params else "timed one after the other, alternating with the steps"
         ways.append(f"the step's own products, {alone}")
     return [
         *notes,
@@ -168,7 +168,7 @@ def _draw_steps(axes: Axes, times: dict[str, Row], shares: list[Row], ratio: Row
     axes.set_xticks(range(len(names)), names)
     axes.margins(y=0.5)
     axes.grid(axis="x", visible=False)
-    axes.set(ylabel="ms per step", ylim=(0, None), title="Time of a step, loops timed in turn; 95 % interval")
+    axes.set(ylabel="ms per step", ylim=(0, None), title="Time of a step, loops timed alternately; 95 % interval")
     if shares:
         axes.legend(loc="upper left")
 

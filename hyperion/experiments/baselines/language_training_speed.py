@@ -219,7 +219,7 @@ def _compared(
     for number, (name, build) in enumerate({OURS: _ours, PLAIN: _plain}.items()):
         report(number, 3, f"first steps of the loop {name}")
         started[name] = _start(options, loops, tokens, build)
-    report(2, 3, "steps of both loops in turn")
+    report(2, 3, "steps of both loops, alternately")
     timings, products = _timed(options, loops, started)
     parity, losses = _parity(options, loops, started)
     speeds, samples = loops.speeds(timings, {"replayed": started[OURS].replayed})

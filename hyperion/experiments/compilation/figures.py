@@ -63,7 +63,7 @@ def compilation(material: Material) -> Figure | None:
         _draw_memory(panels[2 * place + 1], rows)
     clock = next((row.params["clock"] for rows in subjects.values() for row in rows if "clock" in row.params), "")
     notes = [
-        f"Time of a call: {clock}, median with 95 % interval. Vertical line and number in brackets: eager calls, timed in turn "
+        f"Time of a call: {clock}, median with 95 % interval. Vertical line and number in brackets: eager calls, alternating "
         "with the compiled ones in the same process, and the speed-up over them."
     ]
     add_notes(figure, notes + _absences(subjects))
@@ -82,7 +82,9 @@ def break_even(material: Material) -> Figure | None:
     for axes, (title, costs) in zip(panels, subjects.items(), strict=True):
         _draw_totals(axes, title, costs)
     panels[0].set_ylabel("total time including compilation,\ndivided by eager time")
-    note = "Compiled with cold caches. Calls of each mode were timed in turn with eager calls. A ring marks the break-even point."
+    note = (
+        "Compiled with cold caches. The timed calls of each mode alternated with eager calls. A ring marks the break-even point."
+    )
     add_notes(figure, [note])
     return figure
 

@@ -106,7 +106,7 @@ def tokenizer_speed(material: Material) -> Figure | None:
         for row in ratios
     ]
     cores = rows[0].params["cores"]
-    add_notes(figure, [f"On {cores} cores, in turn, the same tokens. By processes, {'; '.join(speedups)}."])
+    add_notes(figure, [f"On {cores} cores, timed alternately, the same tokens. By processes, {'; '.join(speedups)}."])
     return figure
 
 

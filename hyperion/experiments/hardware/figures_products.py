@@ -12,7 +12,7 @@ from hyperion.figures.style import COLOURS, INK, MARKERS, MUTED, absences, add_n
 from hyperion.results import Row
 
 _BEST, _DATA = "best_products", "operand_data"
-# Metrics of the ratio of two rates: "speedup" if they were timed in turn, "rate_ratio" if they were timed one after the other.
+# Metrics of the ratio of two rates: "speedup" if their timings alternated, "rate_ratio" if they were timed one after the other.
 _RATIOS = ("speedup", "rate_ratio")
 _BAR = 0.56
 _TURNS = {"alone": COLOURS[0], "in turn": COLOURS[5]}

@@ -38,7 +38,7 @@ IN_TURN, ALONE = "in turn", "alone"
 # vocabulary makes the forward pass shorter.
 _VOCABULARY, _SEQUENCES = 512, 8
 _CALLS_AT_ONCE = 8
-# Metric of the ratio of two rates. Only rates that are timed in turn give a speed-up. If they are timed one after the other,
+# Metric of the ratio of two rates. Only rates that are timed alternately give a speed-up. If they are timed one after the other,
 # their ratio may include a drift of the clock.
 _RATIO = {IN_TURN: "speedup", ALONE: "rate_ratio"}
 _NO_LIMIT = {
@@ -115,7 +115,7 @@ def run(context: Context, report: Report) -> Result:
         report(0, steps, "operands")
         products = make_products(context)
         with matmul_precision(products[USUAL].format):
-            report(0, steps, "all kinds of data in turn")
+            report(0, steps, "all kinds of data, alternately")
             taken = time_interleaved(list(products.values()), context.device, cold=False, time_limit_s=options.time_limit_s)
             timings[IN_TURN] = dict(zip(products, taken, strict=True))
             for done, (data, product) in enumerate(products.items(), 1):

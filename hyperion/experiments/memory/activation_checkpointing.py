@@ -144,7 +144,7 @@ def run(context: Context, report: Report) -> Result:
         report(2 * number, 2 * len(KINDS), f"gradients of the {kind} model")
         with memory_released():
             results.append(Result(_gradient_rows(context, setup.work(kind), plans[kind]), pd.DataFrame()))
-        report(2 * number + 1, 2 * len(KINDS), f"steps of the {kind} model in turn")
+        report(2 * number + 1, 2 * len(KINDS), f"steps of the {kind} model, alternately")
         results.append(_timed(setup, setup.work(kind), plans[kind]))
     for layers in setup.options.depths:
         for policy in (NONE, EVERY_BLOCK):

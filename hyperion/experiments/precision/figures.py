@@ -46,7 +46,7 @@ def precision(material: Material) -> Figure | None:
         _draw_times(panels[2 * place], title, rows)
         _draw_memory(panels[2 * place + 1], rows)
     notes = [
-        "Time: the steps of all formats were timed in turn in one process. The bars are medians with 95 % intervals. Memory: "
+        "Time: the steps of all formats were timed alternately in one process. The bars are medians with 95 % intervals. Memory: "
         "each format ran in its own process. Bars are the bytes of tensors, the hollow marks are predictions from shapes, and "
         "the vertical lines are the peaks of the accelerator's allocator."
     ]

@@ -110,7 +110,7 @@ def _compared(context: Context, options: PrecisionVariantsOptions, report: Repor
         results += run_side_by_side(context, report, twins_of_variant, twins)
     reasons = {dtype: reason or _why_emulated(context.device, dtype) for dtype, reason in reasons.items()}
     for number, batches in enumerate(stored):
-        report(number, len(stored), f"steps of the {batches.kind} model in turn")
+        report(number, len(stored), f"steps of the {batches.kind} model, alternately")
         results.append(_timed(context, options, batches, reasons))
     result = merged(results)
     return replace(result, rows=result.rows + _difference_rows(result), source=common_source(stored))

@@ -174,7 +174,7 @@ def run(context: Context, report: Report) -> Result:
         results = run_counted(context, report, measure_alone, cells)
         results += run_counted(context, report, measure_twins, twins)
         for number, batches in enumerate(stored):
-            report(number, len(stored), f"steps of the {batches.kind} model in turn")
+            report(number, len(stored), f"steps of the {batches.kind} model, alternately")
             results.append(_timed(context, options, batches))
     result = merged(results)
     return replace(result, rows=result.rows + _difference_rows(result), source=common_source(stored))

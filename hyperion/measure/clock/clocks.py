@@ -23,7 +23,7 @@ class Clock(Protocol):
     """The interface of clocks. A clock measures the time of functions, and the elapsed time for time limits."""
 
     def sample(self, functions: list[Callable], flush: Callable | None, count: int) -> list[list[float]]:
-        """Call each function `count` times, in turn, and return for each function the seconds of its calls.
+        """Call each function `count` times, alternately, and return for each function the seconds of its calls.
 
         Args:
             functions: functions without arguments.
@@ -147,7 +147,7 @@ class WallClock:
 
 
 def in_turn(functions: list[Callable], count: int, sample: Callable[[Callable], float]) -> list[list[float]]:
-    """Take `count` samples of each function in turn (A B A B …), and return the samples of each function."""
+    """Take `count` samples of each function alternately (A B A B …), and return the samples of each function."""
     rounds = [[sample(function) for function in functions] for _ in range(count)]
     return [[taken[place] for taken in rounds] for place in range(len(functions))]
 
@@ -203,7 +203,7 @@ class RanksClock:
         return self._agreed_s
 
     def sample(self, functions: list[Callable], flush: Callable | None, count: int) -> list[list[float]]:
-        """Call each function `count` times, in turn. Return for each call the seconds of the slowest rank."""
+        """Call each function `count` times, alternately. Return for each call the seconds of the slowest rank."""
         own = self._clock.sample(functions, self._meet if flush is None else lambda: (flush(), self._meet()), count)
         local = [seconds for series in own for seconds in series] + [time.monotonic() - self._started]
         agreed = torch.tensor(local, dtype=torch.float64, device=self._token.device)

@@ -177,7 +177,7 @@ def search_gemm(
         data: distribution of the operands, a key of `DISTRIBUTIONS`.
         exhaustive: if True, sample every shape without a time limit. `time_limit_s` then applies only to the finalists.
         also: shapes that become finalists even if their rates are low, for example the fastest shape of an earlier measurement.
-            They are timed in turn with the other finalists, at the same clock frequency. Their sizes must not exceed `largest`.
+            Their timings alternate with those of the other finalists. Their sizes must not exceed `largest`.
 
     Raises:
         HyperionError: the device does not support the format, the grid is empty, or a shape of `also` is too large.
@@ -260,7 +260,7 @@ class ShapeRanking:
 
     Args:
         largest, step: arguments of `grid`.
-        sample: function that calls the product of each given shape once, in turn, and returns the seconds of each call.
+        sample: function that calls the product of each given shape once and returns the seconds of each call.
         now: function that returns the current time in seconds.
         deadline: time at which the ranking ends, on the clock of `now`. Infinite for an exhaustive ranking.
         affordable_s: largest expected time of a product in seconds. Slower products are skipped, because there would be no time
