@@ -83,6 +83,7 @@ def test_the_same_weights_and_batches_in_every_variant(result):
     assert (steps == 4).all() and len(steps) == 4
 
 
+@pytest.mark.slow
 def test_shapes_foretell_the_bytes_of_a_step(result, context):
     foretold = {(f.variant, f.dtype): f.estimate for f in EXPERIMENT.forecast(context) if f.metric == "tensor_memory_gib"}
     for dtype in ("fp32", "bf16"):

@@ -218,6 +218,7 @@ def test_a_buffer_that_is_no_longer_written_is_refused_and_left_as_it_was():
     assert torch.equal(out, x * 2)
 
 
+@pytest.mark.slow
 def test_outputs_that_are_inputs_are_refused_by_name_and_left_as_they_were():
     x, held = noise(8, 8), {"weights": [noise(4)]}
     layer, count = torch.nn.Linear(4, 4), torch.arange(3)
@@ -251,6 +252,7 @@ def test_buffers_that_every_call_writes_are_timed_and_hold_their_result():
     )
 
 
+@pytest.mark.slow
 def test_the_state_of_a_training_step_is_left_as_it_was():
     torch.manual_seed(0)
     layer, x = torch.nn.Linear(4, 4), noise(8, 4)
@@ -612,6 +614,7 @@ def test_the_intervals_of_few_samples_hold_the_median_as_often_as_they_say(n):
 # Quick
 
 
+@pytest.mark.slow
 def test_quick_takes_a_fifth_of_a_second_of_sampling_and_says_what_it_gives_up():
     answer = measure.time(lambda: time.sleep(1e-3), device="cpu", quick=True)
     samples = answer.timing.samples_s
