@@ -399,17 +399,36 @@ def test_work_left_to_a_new_thread_is_refused():
         measure.compare(lambda: threading.Thread(target=work).start(), work, **{**SHORT, "time_limit_s": 5.0})
 
 
-def test_work_left_to_a_pool_is_refused_and_a_future_that_is_not_done_too():
-    with ThreadPoolExecutor(1) as pool:
-        pool.submit(int).result()
+@pytest.fixture
+def pool():
+    pool = ThreadPoolExecutor(1)
+    yield pool
+    pool.shutdown(cancel_futures=True)
 
-        def leave():
-            pool.submit(time.sleep, 0.5)
 
-        with pytest.raises(HarnessError, match="is still working after the call returned"):
-            measure.time(leave, **SHORT)
-        with pytest.raises(HarnessError, match="returned a Future whose work is not done"):
-            measure.time(lambda: pool.submit(time.sleep, 0.5), **SHORT)
+def test_work_left_to_a_pool_is_refused_and_a_future_that_is_not_done_too(pool):
+    pool.submit(int).result()
+
+    def leave():
+        pool.submit(time.sleep, 0.5)
+
+    with pytest.raises(HarnessError, match="is still working after the call returned"):
+        measure.time(leave, **SHORT)
+    with pytest.raises(HarnessError, match="returned a Future whose work is not done"):
+        measure.time(lambda: pool.submit(time.sleep, 0.5), **SHORT)
+
+
+def test_work_that_starts_after_the_first_look_is_refused_before_the_timing(monkeypatch, pool):
+    look, looks, submitted = WorkLeft.after_a_call, [], []
+
+    def late(watch):
+        looks.append(look(watch))
+        return "" if len(looks) == 1 else looks[-1]
+
+    monkeypatch.setattr(WorkLeft, "after_a_call", late)
+    with pytest.raises(HarnessError, match="is still working after the call returned"):
+        measure.time(lambda: submitted.append(pool.submit(time.sleep, 0.2)), **SHORT)
+    assert len(submitted) == 2
 
 
 def test_a_thread_that_is_blocked_in_a_read_is_nobody_s_work_and_one_that_computes_is():
