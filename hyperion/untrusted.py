@@ -39,7 +39,7 @@ def inner_path(folder: Path, name: object, error: type[Error], next_step: str, l
 
     Raises:
         error: the name is not a string, is empty or absolute, has a component "", "." or "..", contains a control character, or
-            has a component that is a symbolic link.
+            has a component that is a symbolic link. Or the system refuses the name, for example because it is too long.
     """
     where = Path(folder)
     if not isinstance(name, str):
@@ -50,7 +50,11 @@ def inner_path(folder: Path, name: object, error: type[Error], next_step: str, l
     path = where
     for part in parts:
         path = path / part
-        if path.is_symlink() and not links:
+        try:
+            linked = path.is_symlink()
+        except OSError as problem:  # too long, for example
+            raise error(f"the name {name!r} cannot be used: {problem.strerror}", where=where, next_step=next_step) from problem
+        if linked and not links:
             raise error(f"the name {name!r} passes through a symbolic link", where=path, next_step=next_step)
     return where.joinpath(PurePosixPath(name))
 

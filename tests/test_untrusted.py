@@ -39,6 +39,12 @@ def test_a_name_through_a_link_is_refused(tmp_path):
     assert inner_path(tmp_path / "latest", "a/b.csv", HyperionError, STEP) == tmp_path / "latest" / "a" / "b.csv"
 
 
+@pytest.mark.parametrize("name", ["a" * 256, "\u0100" * 128, "a/" * 2048 + "b"])
+def test_a_name_that_is_too_long_for_the_system_is_refused(tmp_path, name):
+    with pytest.raises(HyperionError, match="cannot be used: File name too long"):
+        inner_path(tmp_path, name, HyperionError, STEP)
+
+
 @given(st.text())
 def test_every_accepted_name_stays_inside(tmp_path_factory, name):
     folder = tmp_path_factory.getbasetemp()
