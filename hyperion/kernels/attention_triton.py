@@ -392,7 +392,7 @@ def attention_query_gradient(
     _store_rows(grad_queries, (grad_q * natural_scale).to(q.dtype), head, first_query, rows, HELD, D, DESCRIPTORS)
 
 
-_DELTA_ROWS = 32
+DELTA_ROWS = 32
 
 
 def _block(tensor_NTD: Tensor, rows: int, tile: Tile) -> Any:
@@ -402,8 +402,8 @@ def _block(tensor_NTD: Tensor, rows: int, tile: Tile) -> Any:
     return TensorDescriptor.from_tensor(tensor_NTD, [1, rows, tensor_NTD.shape[2]])
 
 
-def _launch(tile: Tile, group: int, features: int, causal: bool) -> dict:
-    """Return the compile-time arguments of a kernel."""
+def constants_of(tile: Tile, group: int, features: int, causal: bool) -> dict[str, Any]:
+    """Return the compile-time constants of a kernel."""
     return {
         "GROUP": group,
         "D": features,
@@ -412,7 +412,6 @@ def _launch(tile: Tile, group: int, features: int, causal: bool) -> dict:
         "READ": tile.read,
         "STAGES": tile.stages,
         "DESCRIPTORS": tile.descriptors,
-        "num_warps": tile.warps,
     }
 
 
@@ -435,7 +434,8 @@ def run_forward(
         log_sums_NT,
         scale * LOG2_E,
         rows,
-        **_launch(tile, heads // len(k_NTD), features, causal),
+        **constants_of(tile, heads // len(k_NTD), features, causal),
+        num_warps=tile.warps,
     )
     return output_NTD, log_sums_NT
 
@@ -455,8 +455,8 @@ def run_backward(
     heads, rows, features = q_NTD.shape
     group = heads // len(k_NTD)
     delta_NT = torch.empty_like(log_sums_NT)
-    attention_delta[(triton.cdiv(heads * rows, _DELTA_ROWS),)](
-        output_NTD, grad_NTD, delta_NT, heads * rows, D=features, ROWS=_DELTA_ROWS, num_warps=4
+    attention_delta[(triton.cdiv(heads * rows, DELTA_ROWS),)](
+        output_NTD, grad_NTD, delta_NT, heads * rows, D=features, ROWS=DELTA_ROWS, num_warps=4
     )
     grads = [torch.empty_like(tensor) for tensor in (q_NTD, k_NTD, v_NTD)]
     tile = tiles.keys
@@ -472,7 +472,8 @@ def run_backward(
         scale * LOG2_E,
         scale,
         rows,
-        **_launch(tile, group, features, causal),
+        **constants_of(tile, group, features, causal),
+        num_warps=tile.warps,
     )
     tile = tiles.queries
     attention_query_gradient[triton.cdiv(rows, tile.held), heads](
@@ -486,7 +487,8 @@ def run_backward(
         scale * LOG2_E,
         scale,
         rows,
-        **_launch(tile, group, features, causal),
+        **constants_of(tile, group, features, causal),
+        num_warps=tile.warps,
     )
     return grads[0], grads[1], grads[2]
 
