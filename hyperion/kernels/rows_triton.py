@@ -78,10 +78,11 @@ def layer_norm_gradient(
     program = tl.program_id(0)
     column = tl.arange(0, BLOCK)
     inside = column < columns
+    width = tl.cast(columns, tl.int64)  # the offset of a row may exceed 32 bits
     w = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
     grad_weight, grad_bias = tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.float32)
     for row in tl.range(program, rows, PROGRAMS, num_stages=STAGES):
-        place = row.to(tl.int64) * columns + column
+        place = row * width + column
         mean, inverse = tl.load(means + row), tl.load(inverses + row)
         values = tl.load(x + place, mask=inside, other=0.0).to(tl.float32)
         g = tl.load(grad_y + place, mask=inside, other=0.0).to(tl.float32)

@@ -1,0 +1,31 @@
+"""Find out whether Triton kernels can be compiled, interpreted and run on this machine."""
+
+import importlib.metadata
+import platform
+
+from hyperion.hardware import Device
+from hyperion.kernels.token_loss import HAS_TRITON
+
+# The release with which the tests run on a CPU.
+TESTED = "3.7.1"
+
+
+def why_no_triton() -> str:
+    """Return why Triton cannot be used at all on this machine, with the next step. Return "" if it can be imported."""
+    if HAS_TRITON:
+        return ""
+    if (platform.system(), platform.machine()) != ("Linux", "x86_64"):
+        return f"unavailable: Triton has no package for {platform.system()} on {platform.machine()}; use a Linux machine"
+    return f"unavailable: Triton is not installed; next step: pip install --no-deps triton=={TESTED}"
+
+
+def why_no_kernels(device: Device) -> str:
+    """Return why Triton kernels cannot run on this device, with the next step. Return "" if they can run."""
+    if device.kind != "cpu":
+        return why_no_triton()
+    return "unavailable: Triton kernels run on a GPU; next step: run this chapter on a machine with a GPU"
+
+
+def triton_version() -> str:
+    """Return the version of Triton. Call this function only if Triton is installed."""
+    return importlib.metadata.version("triton")
