@@ -43,10 +43,10 @@ def pieces(kind, D, tile, tensors, causal=True):
     if kind == "keys":
         gk, gv = e(k), e(v)
         arguments = lambda: (A._block(q, tile.read, tile), A._block(k, tile.held, tile), A._block(v, tile.held, tile), A._block(g, tile.read, tile), lse, delta, A._block(gk, tile.held, tile), A._block(gv, tile.held, tile), scale * A.LOG2_E, scale, rows)
-        return lambda: A.attention_key_gradient[-(-rows // tile.held), len(k)](*arguments(), **A._launch(tile, group, D, causal))
+        return lambda: A.attention_key_gradient[-(-rows // tile.held), len(k)](*arguments(), **A.constants_of(tile, group, D, causal), num_warps=tile.warps)
     gq = e(q)
     arguments = lambda: (A._block(q, tile.held, tile), A._block(k, tile.read, tile), A._block(v, tile.read, tile), A._block(g, tile.held, tile), lse, delta, A._block(gq, tile.held, tile), scale * A.LOG2_E, scale, rows)
-    return lambda: A.attention_query_gradient[-(-rows // tile.held), len(q)](*arguments(), **A._launch(tile, group, D, causal))
+    return lambda: A.attention_query_gradient[-(-rows // tile.held), len(q)](*arguments(), **A.constants_of(tile, group, D, causal), num_warps=tile.warps)
 
 
 def warm(job):

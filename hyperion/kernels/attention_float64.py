@@ -54,10 +54,10 @@ def exact_attention(q_GTD: Tensor, k_TD: Tensor, v_TD: Tensor, grad_GTD: Tensor,
 def attention_tolerance(dtype: torch.dtype, backward: bool) -> float:
     """Return the largest allowed relative Frobenius error of attention against float64, for the same rounded inputs.
 
-    In 16 bits, it is three times the error of rounding to the dtype, times the root of the number of independent roundings: two in
-    the forward pass (probabilities, output), and four in the backward pass (output, probabilities, gradients of the scores,
-    result). In float32, sums over the positions dominate, and the tolerance is the one of a matrix product.
+    In 16 bits, it is three times the root mean square of rounding to the dtype, times the root of the number of independent
+    roundings: two in the forward pass (probabilities, output), and four in the backward pass (output, probabilities, gradients of
+    the scores, result). In float32, sums over the positions dominate, and the tolerance is the one of a matrix product.
     """
     if dtype not in (torch.bfloat16, torch.float16):
         return 1e-5 if dtype == torch.float32 else 1e-13
-    return 3 * math.sqrt(4 if backward else 2) * torch.finfo(dtype).eps / 2
+    return 3 * math.sqrt((4 if backward else 2) / 3) * torch.finfo(dtype).eps / 2

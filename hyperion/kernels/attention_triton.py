@@ -244,7 +244,7 @@ def _add_key_gradients(
     DESCRIPTORS: tl.constexpr,
     MASKED: tl.constexpr,
 ):
-    """Add the gradients from the queries `first` to `last` - 1 of one head. All matrices of scores are transposed: [HELD, READ]."""
+    """Add the gradients from the queries `first` to `last` - 1 of one head. Matrices of scores are transposed: [HELD, READ]."""
     key = first_key + tl.arange(0, HELD)[:, None]
     log_sums += head.to(tl.int64) * rows
     delta += head.to(tl.int64) * rows
@@ -415,9 +415,7 @@ def constants_of(tile: Tile, group: int, features: int, causal: bool) -> dict[st
     }
 
 
-def run_forward(
-    q_NTD: Tensor, k_NTD: Tensor, v_NTD: Tensor, scale: float, causal: bool, tiles: Tiles
-) -> tuple[Tensor, Tensor]:
+def run_forward(q_NTD: Tensor, k_NTD: Tensor, v_NTD: Tensor, scale: float, causal: bool, tiles: Tiles) -> tuple[Tensor, Tensor]:
     """Return the output, and log2 of the sum of exponentials of each query in float32.
 
     Args:

@@ -23,7 +23,7 @@ TOLERANCE = 1e-5  # of float32 results with sums of at most a few hundred terms
 
 @dataclass(frozen=True)
 class Comparison:
-    """A result of a kernel compared with float64: the name of the kernel, the case, the compared tensor, and its relative error."""
+    """A result of a kernel compared with float64: names of the kernel, the case and the tensor, and the relative error."""
 
     kernel: str
     case: str
@@ -48,9 +48,7 @@ def _rows() -> Iterator[Comparison]:
     yield Comparison("vector_add", "5001 elements", "sum", relative_error(rows_triton.run_add(x, y), x.double() + y.double()))
     x = 30 * torch.randn(5, 100)
     x[2, 3] = 1e4
-    yield Comparison(
-        "softmax", "rows of 100", "output", relative_error(rows_triton.run_softmax(x), torch.softmax(x.double(), 1))
-    )
+    yield Comparison("softmax", "rows of 100", "output", relative_error(rows_triton.run_softmax(x), torch.softmax(x.double(), 1)))
     M, D = 7, 100
     x, grad = torch.randn(M, D) + 3, torch.randn(M, D)
     weight, bias = torch.randn(D), torch.randn(D)

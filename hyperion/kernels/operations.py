@@ -76,7 +76,7 @@ def matmul(a_MK: Tensor, b_KN: Tensor) -> Tensor:
         return a_MK @ b_KN
     from hyperion.kernels.matmul_triton import run_matmul, tiles_for
 
-    return run_matmul(a_MK.contiguous(), b_KN.contiguous(), tiles_for(*_architecture(a_MK.device)))[0]
+    return run_matmul(a_MK.contiguous(), b_KN.contiguous(), tiles_for(*architecture_of(a_MK.device)))[0]
 
 
 def attention(q_BHTD: Tensor, k_BKTD: Tensor, v_BKTD: Tensor, causal: bool = True) -> Tensor:
@@ -98,7 +98,7 @@ def attention(q_BHTD: Tensor, k_BKTD: Tensor, v_BKTD: Tensor, causal: bool = Tru
 
     _require(D in HEAD_DIMS, f"the heads have {D} features", f"use heads of {' or '.join(map(str, HEAD_DIMS))} features")
     _require(q_BHTD.dtype in _DTYPES[1:], told, "pass float16 or bfloat16; the tiles do not fit into registers in float32")
-    return Attention.apply(q_BHTD, k_BKTD, v_BKTD, causal, tiles_for(*_architecture(q_BHTD.device), D))
+    return Attention.apply(q_BHTD, k_BKTD, v_BKTD, causal, tiles_for(*architecture_of(q_BHTD.device), D))
 
 
 def attention_reference(q_BHTD: Tensor, k_BKTD: Tensor, v_BKTD: Tensor, causal: bool = True) -> Tensor:
@@ -138,7 +138,7 @@ class _LayerNorm(torch.autograd.Function):
         return of_x, of_weight.to(weight_D.dtype), of_bias.to(weight_D.dtype), None
 
 
-def _architecture(device: torch.device) -> tuple[str, int | str]:
+def architecture_of(device: torch.device) -> tuple[str, int | str]:
     """Return ("cuda", compute capability) or ("hip", name of the architecture) of a GPU."""
     properties = torch.cuda.get_device_properties(device)
     if torch.version.hip:

@@ -18,15 +18,11 @@ def shipped_builds(architecture: Architecture) -> list[Build]:
     rows = [build for width in WIDTHS for build in row_builds(width)]
     add = {"x": "*bf16", "y": "*bf16", "total": "*bf16", "elements": "i32"}
     add_build = Build("vector_add", rows_triton.vector_add, add, {"BLOCK": rows_triton.ADD_BLOCK}, rows_triton.ADD_WARPS)
-    products = [
-        matmul_build(tile, architecture) for tile in matmul_triton.tiles_for(architecture.backend, architecture.target)
-    ]
+    products = [matmul_build(tile, architecture) for tile in matmul_triton.tiles_for(architecture.backend, architecture.target)]
     attention = [
         build
         for features in attention_triton.HEAD_DIMS
-        for build in attention_builds(
-            features, attention_triton.tiles_for(architecture.backend, architecture.target, features)
-        )
+        for build in attention_builds(features, attention_triton.tiles_for(architecture.backend, architecture.target, features))
     ]
     return [add_build, *rows, *products, *attention]
 
