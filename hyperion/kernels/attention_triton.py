@@ -222,49 +222,6 @@ def attention_delta(output, gradient, delta, rows, D: tl.constexpr, ROWS: tl.con
 
 
 @triton.jit
-def _add_key_gradients(
-    grad_k,
-    grad_v,
-    k,
-    v,
-    queries,
-    grad_output,
-    log_sums,
-    delta,
-    head,
-    first_key,
-    first,
-    last,
-    rows,
-    scale,
-    HELD: tl.constexpr,
-    READ: tl.constexpr,
-    D: tl.constexpr,
-    STAGES: tl.constexpr,
-    DESCRIPTORS: tl.constexpr,
-    MASKED: tl.constexpr,
-):
-    """Add the gradients from the queries `first` to `last` - 1 of one head. Matrices of scores are transposed: [HELD, READ]."""
-    key = first_key + tl.arange(0, HELD)[:, None]
-    log_sums += head.to(tl.int64) * rows
-    delta += head.to(tl.int64) * rows
-    for start in tl.range(first, last, READ, num_stages=STAGES):
-        query = start + tl.arange(0, READ)
-        q = _load_rows(queries, head, start, rows, READ, D, DESCRIPTORS)
-        # Beyond the last query, the probability must be zero: 2 to the power of minus infinity.
-        log_sum = tl.load(log_sums + query, mask=query < rows, other=float("inf"))
-        p = tl.exp2(tl.dot(k, q.T, input_precision="ieee") * scale - log_sum[None, :])
-        if MASKED:
-            p = tl.where(key <= query[None, :], p, 0.0)
-        g = _load_rows(grad_output, head, start, rows, READ, D, DESCRIPTORS)
-        grad_v = tl.dot(p.to(g.dtype), g, grad_v, input_precision="ieee")
-        row_delta = tl.load(delta + query, mask=query < rows, other=0.0)
-        grad_scores = p * (tl.dot(v, g.T, input_precision="ieee") - row_delta[None, :])
-        grad_k = tl.dot(grad_scores.to(q.dtype), q, grad_k, input_precision="ieee")
-    return grad_k, grad_v
-
-
-@triton.jit
 def attention_key_gradient(
     queries,
     keys,
@@ -285,26 +242,32 @@ def attention_key_gradient(
     STAGES: tl.constexpr,
     DESCRIPTORS: tl.constexpr,
 ):
-    """Write the gradients of one block of keys and values, summed over the heads of queries that use them."""
+    """Write the gradients of one block of keys and values, summed over the heads of queries that use them.
+
+    All matrices of scores are transposed: [HELD, READ]. Every block is masked, although only those on the diagonal need it. A
+    second loop for the other blocks needs more registers than a thread has.
+    """
     first_key, key_head = tl.program_id(0) * HELD, tl.program_id(1)
+    key = first_key + tl.arange(0, HELD)[:, None]
     k = _load_rows(keys, key_head, first_key, rows, HELD, D, DESCRIPTORS)
     v = _load_rows(values, key_head, first_key, rows, HELD, D, DESCRIPTORS)
     grad_k, grad_v = tl.zeros([HELD, D], tl.float32), tl.zeros([HELD, D], tl.float32)
     for member in range(GROUP):
         head = key_head * GROUP + member
-        unmasked = 0
-        # fmt: off
-        if CAUSAL:
-            unmasked = first_key + HELD
-            grad_k, grad_v = _add_key_gradients(
-                grad_k, grad_v, k, v, queries, grad_output, log_sums, delta, head, first_key,
-                first_key, tl.minimum(unmasked, rows), rows, scale, HELD, READ, D, STAGES, DESCRIPTORS, True,
-            )
-        grad_k, grad_v = _add_key_gradients(
-            grad_k, grad_v, k, v, queries, grad_output, log_sums, delta, head, first_key,
-            unmasked, rows, rows, scale, HELD, READ, D, STAGES, DESCRIPTORS, False,
-        )
-        # fmt: on
+        first_row = head.to(tl.int64) * rows
+        for start in tl.range(first_key if CAUSAL else 0, rows, READ, num_stages=STAGES):
+            query = start + tl.arange(0, READ)
+            q = _load_rows(queries, head, start, rows, READ, D, DESCRIPTORS)
+            # Beyond the last query, the probability must be zero: 2 to the power of minus infinity.
+            log_sum = tl.load(log_sums + first_row + query, mask=query < rows, other=float("inf"))
+            p = tl.exp2(tl.dot(k, q.T, input_precision="ieee") * scale - log_sum[None, :])
+            if CAUSAL:
+                p = tl.where(key <= query[None, :], p, 0.0)
+            g = _load_rows(grad_output, head, start, rows, READ, D, DESCRIPTORS)
+            grad_v = tl.dot(p.to(g.dtype), g, grad_v, input_precision="ieee")
+            row_delta = tl.load(delta + first_row + query, mask=query < rows, other=0.0)
+            grad_scores = p * (tl.dot(v, g.T, input_precision="ieee") - row_delta[None, :])
+            grad_k = tl.dot(grad_scores.to(q.dtype), q, grad_k, input_precision="ieee")
     grad_k = (grad_k * natural_scale).to(k.dtype)
     _store_rows(grad_keys, grad_k, key_head, first_key, rows, HELD, D, DESCRIPTORS)
     _store_rows(grad_values, grad_v.to(v.dtype), key_head, first_key, rows, HELD, D, DESCRIPTORS)
