@@ -47,7 +47,7 @@ def row_builds(width: int) -> list[Build]:
 
 def matmul_build(tile: matmul_triton.MatmulTile, architecture: Architecture) -> Build:
     """Return the build of the matrix product with a tile."""
-    name = f"matmul {tile.rows}x{tile.columns}x{tile.depth}, {tile.warps} warps, {tile.stages} stages"
+    name = f"matmul {tile.rows}x{tile.columns}x{tile.depth}, {tile.stages} stages, bands of {tile.group}"
     constants: dict[str, Any] = tile.constants | {"STAGES": tile.stages}
     sizes, options = dict.fromkeys(("M", "N", "K"), "i32"), {"num_stages": tile.stages}
     if matmul_triton.tiles_for(architecture.backend, architecture.target) != matmul_triton.HOPPER:

@@ -113,5 +113,5 @@ def _search_row(context: Context, a_MK: torch.Tensor, b_KN: torch.Tensor, dtype:
     _, chosen = run_matmul(a_MK, b_KN, tiles_for(*operations.architecture_of(a_MK.device)))
     torch.cuda.synchronize(a_MK.device)
     seconds = time.perf_counter() - started
-    settings = {"tile": f"{chosen.rows}x{chosen.columns}x{chosen.depth}", "warps": chosen.warps, "stages": chosen.stages}
+    settings = {"tile": f"{chosen.rows}x{chosen.columns}x{chosen.depth}", "stages": chosen.stages, "band": chosen.group}
     return context.row(TRITON, "compile_time_s", seconds, dtype=dtype, params=params | settings)
