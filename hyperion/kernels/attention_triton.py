@@ -65,8 +65,8 @@ class Tiles:
         return Tiles(*(replace(tile, descriptors=False) for tile in (self.forward, self.keys, self.queries)))
 
 
-# The fastest of four to eight tiles for each kernel, measured on an H200 with 4096 and 16384 positions. Small tiles win, because two
-# programs run on a multiprocessor at the same time, and one computes exponentials while the other multiplies matrices.
+# The fastest of four to eight tiles for each kernel, measured on an H200 with 4096 and 16384 positions. Small tiles win, because
+# two programs run on a multiprocessor at once, and one computes exponentials while the other multiplies matrices.
 HOPPER = {
     64: Tiles(Tile(64, 64, 4, 3), Tile(64, 64, 4, 2), Tile(64, 64, 4, 2)),
     128: Tiles(Tile(64, 64, 4, 3), Tile(64, 64, 4, 2), Tile(128, 64, 8, 3)),

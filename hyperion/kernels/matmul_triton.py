@@ -49,7 +49,7 @@ class MatmulTile:
         return {"BLOCK_M": self.rows, "BLOCK_N": self.columns, "BLOCK_K": self.depth, "GROUP": self.group}
 
 
-# The fastest of six tiles, measured on an H200 with M = N = K = 4096 and 8192. The fastest width of the bands depends on the size.
+# The fastest of six tiles, measured on an H200 with M = N = K = 4096 and 8192. The best width of a band depends on the size.
 HOPPER = (MatmulTile(128, 256, 64, 8, 3), MatmulTile(128, 256, 64, 8, 3, 16), MatmulTile(256, 128, 64, 8, 4))
 # These tiles compile without spills for their architectures. They were not timed.
 CDNA = (MatmulTile(128, 128, 32, 8, 2), MatmulTile(128, 128, 64, 8, 2), MatmulTile(256, 128, 32, 8, 2))

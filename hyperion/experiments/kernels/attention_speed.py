@@ -214,7 +214,12 @@ def _contender(
     ran, kernel = what_ran(lambda: attend(name, q, k, v, causal), context.device)
     leaves = [tensor.detach().requires_grad_() for tensor in (q, k, v)]
     output = attend(name, *leaves, causal)
-    gradients = torch.autograd.grad(output, leaves, grad, retain_graph=True)
+    try:
+        gradients = torch.autograd.grad(output, leaves, grad, retain_graph=True)
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError as error:  # some backends accept the forward pass and refuse the backward pass
+        raise RefusedError(f"in the backward pass: {str(error).splitlines()[0]}") from error
     calls = {
         "forward": lambda: attend(name, q, k, v, causal),
         "backward": lambda: torch.autograd.grad(output, leaves, grad, retain_graph=True),
