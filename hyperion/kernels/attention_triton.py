@@ -29,6 +29,8 @@ import triton.language as tl  # pyright: ignore[reportMissingImports]
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor  # pyright: ignore[reportMissingImports]
 
+from hyperion.kernels.typed_triton import jit
+
 LOG2_E = 1.4426950408889634
 
 
@@ -97,7 +99,7 @@ def tiles_for(backend: str, architecture: int | str, features: int) -> Tiles:
     return HOPPER[features] if architecture == 90 else SMALL[features]
 
 
-@triton.jit
+@jit
 def _load_rows(source, head, first, rows, ROWS: tl.constexpr, D: tl.constexpr, DESCRIPTORS: tl.constexpr):
     """Return a block [ROWS, D] of one head. Rows from `rows` on are zero."""
     if DESCRIPTORS:
@@ -109,7 +111,7 @@ def _load_rows(source, head, first, rows, ROWS: tl.constexpr, D: tl.constexpr, D
     return block
 
 
-@triton.jit
+@jit
 def _store_rows(target, values, head, first, rows, ROWS: tl.constexpr, D: tl.constexpr, DESCRIPTORS: tl.constexpr):
     """Store a block [ROWS, D] of one head. Rows from `rows` on are not stored."""
     if DESCRIPTORS:
@@ -120,7 +122,7 @@ def _store_rows(target, values, head, first, rows, ROWS: tl.constexpr, D: tl.con
         tl.store(target + offsets, values, mask=row[:, None] < rows)
 
 
-@triton.jit
+@jit
 def _attend(
     total,
     weight,
@@ -165,7 +167,7 @@ def _attend(
     return total, weight, largest
 
 
-@triton.jit
+@jit
 def attention_forward(
     queries,
     keys,
@@ -213,7 +215,7 @@ def attention_forward(
     _store_rows(output, result, head, first_query, rows, HELD, D, DESCRIPTORS)
 
 
-@triton.jit
+@jit
 def attention_delta(output, gradient, delta, rows, D: tl.constexpr, ROWS: tl.constexpr):
     """Write the sum of output times gradient of each row. The rows of all heads are numbered together."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
@@ -223,7 +225,7 @@ def attention_delta(output, gradient, delta, rows, D: tl.constexpr, ROWS: tl.con
     tl.store(delta + row, tl.sum(o * g, 1), mask=row < rows)
 
 
-@triton.jit
+@jit
 def attention_key_gradient(
     queries,
     keys,
@@ -275,7 +277,7 @@ def attention_key_gradient(
     _store_rows(grad_values, grad_v.to(v.dtype), key_head, first_key, rows, HELD, D, DESCRIPTORS)
 
 
-@triton.jit
+@jit
 def _add_query_gradients(
     grad_q,
     q,
@@ -310,7 +312,7 @@ def _add_query_gradients(
     return grad_q
 
 
-@triton.jit
+@jit
 def attention_query_gradient(
     queries,
     keys,
@@ -472,5 +474,6 @@ class Attention(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (grad_BHTD,) = grads
         grad_NTD = grad_BHTD.contiguous().flatten(0, 1)
-        of_q, of_k, of_v = run_backward(grad_NTD, *ctx.saved_tensors, ctx.scale, ctx.causal, ctx.tiles)
+        q_NTD, k_NTD, v_NTD, output_NTD, log_sums_NT = ctx.saved_tensors
+        of_q, of_k, of_v = run_backward(grad_NTD, q_NTD, k_NTD, v_NTD, output_NTD, log_sums_NT, ctx.scale, ctx.causal, ctx.tiles)
         return of_q.view(grad_BHTD.shape), of_k.view(ctx.key_shape), of_v.view(ctx.key_shape), None, None

@@ -145,7 +145,7 @@ def _amd(compiled: Any, build: Build, architecture: Architecture) -> Resources:
 
 
 def _nvidia(compiled: Any, build: Build, architecture: Architecture) -> Resources:
-    program = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    program = Path(triton.__path__[0]) / "backends/nvidia/bin/cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(compiled.asm["cubin"])
         file.flush()

@@ -21,6 +21,8 @@ import triton.language as tl  # pyright: ignore[reportMissingImports]
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor  # pyright: ignore[reportMissingImports]
 
+from hyperion.kernels.typed_triton import autotune, jit
+
 # If K is a multiple of this number, it is a multiple of every BLOCK_K, and the loop over K needs no mask.
 _EVEN = 128
 
@@ -50,13 +52,17 @@ class MatmulTile:
 
 
 # The fastest of six tiles, measured on an H200 with M = N = K = 4096 and 8192. The best width of a band depends on the size.
-HOPPER = (MatmulTile(128, 256, 64, 8, 3), MatmulTile(128, 256, 64, 8, 3, 16), MatmulTile(256, 128, 64, 8, 4))
+HOPPER: tuple[MatmulTile, ...] = (
+    MatmulTile(128, 256, 64, 8, 3),
+    MatmulTile(128, 256, 64, 8, 3, 16),
+    MatmulTile(256, 128, 64, 8, 4),
+)
 # These tiles compile without spills for their architectures. They were not timed.
-CDNA = (MatmulTile(128, 128, 32, 8, 2), MatmulTile(128, 128, 64, 8, 2), MatmulTile(256, 128, 32, 8, 2))
-SMALL = (MatmulTile(128, 128, 32, 8, 3), MatmulTile(128, 64, 64, 4, 3), MatmulTile(64, 64, 32, 4, 3))
+CDNA: tuple[MatmulTile, ...] = (MatmulTile(128, 128, 32, 8, 2), MatmulTile(128, 128, 64, 8, 2), MatmulTile(256, 128, 32, 8, 2))
+SMALL: tuple[MatmulTile, ...] = (MatmulTile(128, 128, 32, 8, 3), MatmulTile(128, 64, 64, 4, 3), MatmulTile(64, 64, 32, 4, 3))
 
 
-@triton.jit
+@jit
 def _block_of(number, M, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUP: tl.constexpr):
     """Return the row and the column of a block of the output. Blocks are numbered band by band, GROUP rows of blocks in each."""
     across = tl.cdiv(N, BLOCK_N)
@@ -66,7 +72,7 @@ def _block_of(number, M, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUP:
     return band + inside % height, inside // height
 
 
-@triton.jit
+@jit
 def matmul_blocks(
     a,
     b,
@@ -101,7 +107,7 @@ def matmul_blocks(
     tl.store(c + row * N + column, total.to(c.dtype.element_ty), mask=(row < M) & (column < N))
 
 
-@triton.jit
+@jit
 def matmul_persistent(
     a,
     b,
@@ -151,9 +157,9 @@ def _configurations(tiles: tuple[MatmulTile, ...], hook: Any = None) -> list:
 
 
 _KEY = ["M", "N", "K"]
-_searched_persistent = triton.autotune(_configurations(HOPPER, _set_blocks), key=_KEY)(matmul_persistent)
-_searched_blocks = {
-    tiles: triton.autotune(_configurations(tiles), key=_KEY)(matmul_blocks) for tiles in dict.fromkeys((CDNA, SMALL))
+_searched_persistent = autotune(_configurations(HOPPER, _set_blocks), key=_KEY)(matmul_persistent)
+_searched_blocks: dict[tuple[MatmulTile, ...], Any] = {
+    tiles: autotune(_configurations(tiles), key=_KEY)(matmul_blocks) for tiles in dict.fromkeys((CDNA, SMALL))
 }
 
 
@@ -181,8 +187,8 @@ def run_matmul(a_MK: Tensor, b_KN: Tensor, tiles: tuple[MatmulTile, ...]) -> tup
         search = _searched_blocks[SMALL if tiles == HOPPER else tiles]
         search[lambda chosen: (_count(M, N, chosen),)](a_MK, b_KN, c_MN, M, N, K, EVEN=K % _EVEN == 0)
     best = search.best_config
-    sizes = (best.kwargs[name] for name in ("BLOCK_M", "BLOCK_N", "BLOCK_K"))
-    return c_MN, MatmulTile(*sizes, best.num_warps, best.kwargs["STAGES"], best.kwargs["GROUP"])
+    rows, columns, depth, stages, group = (best.kwargs[name] for name in ("BLOCK_M", "BLOCK_N", "BLOCK_K", "STAGES", "GROUP"))
+    return c_MN, MatmulTile(rows, columns, depth, best.num_warps, stages, group)
 
 
 def _count(M: int, N: int, chosen: dict[str, int]) -> int:

@@ -11,6 +11,8 @@ import triton  # pyright: ignore[reportMissingImports] - only PyTorch's GPU buil
 import triton.language as tl  # pyright: ignore[reportMissingImports]
 from torch import Tensor
 
+from hyperion.kernels.typed_triton import jit
+
 ADD_BLOCK, ADD_WARPS = 4096, 8
 # The widest row that a program can hold in the registers of its 16 warps.
 WIDEST = 1 << 15
@@ -21,7 +23,7 @@ def row_warps(width: int) -> int:
     return max(4, min(16, triton.next_power_of_2(width) // 512))
 
 
-@triton.jit
+@jit
 def vector_add(x, y, total, elements, BLOCK: tl.constexpr):
     """Write x + y for one block of elements."""
     place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
@@ -29,7 +31,7 @@ def vector_add(x, y, total, elements, BLOCK: tl.constexpr):
     tl.store(total + place, tl.load(x + place, mask=inside) + tl.load(y + place, mask=inside), mask=inside)
 
 
-@triton.jit
+@jit
 def softmax_row(x, y, columns, BLOCK: tl.constexpr):
     """Write the softmax of one row. The maximum is subtracted first, so that no exponential overflows."""
     LOG2: tl.constexpr = 1.4426950408889634  # GPUs have a hardware unit for powers of 2, but not for exp
@@ -41,7 +43,7 @@ def softmax_row(x, y, columns, BLOCK: tl.constexpr):
     tl.store(y + start + column, (powers / tl.sum(powers, 0)).to(y.dtype.element_ty), mask=inside)
 
 
-@triton.jit
+@jit
 def layer_norm_row(x, weight, bias, y, means, inverses, columns, eps, BLOCK: tl.constexpr):
     """Write the layer norm of one row, its mean, and the reciprocal of its standard deviation."""
     row = tl.program_id(0)
@@ -59,7 +61,7 @@ def layer_norm_row(x, weight, bias, y, means, inverses, columns, eps, BLOCK: tl.
     tl.store(inverses + row, inverse)
 
 
-@triton.jit
+@jit
 def layer_norm_gradient(
     x,
     grad_y,

@@ -49,7 +49,8 @@ def matmul_build(tile: matmul_triton.MatmulTile, architecture: Architecture) -> 
     """Return the build of the matrix product with a tile."""
     name = f"matmul {tile.rows}x{tile.columns}x{tile.depth}, {tile.stages} stages, bands of {tile.group}"
     constants: dict[str, Any] = tile.constants | {"STAGES": tile.stages}
-    sizes, options = dict.fromkeys(("M", "N", "K"), "i32"), {"num_stages": tile.stages}
+    sizes: dict[str, str] = {"M": "i32", "N": "i32", "K": "i32"}
+    options = {"num_stages": tile.stages}
     if matmul_triton.tiles_for(architecture.backend, architecture.target) != matmul_triton.HOPPER:
         matrices = dict.fromkeys(("a", "b", "c"), f"*{_DTYPE}")
         constants |= {"EVEN": True}

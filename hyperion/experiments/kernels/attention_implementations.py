@@ -89,11 +89,7 @@ def what_ran(call: Callable[[], object], device: Device) -> tuple[str, str]:
     ran = [name for name, pattern in _OPERATORS.items() if any(re.search(pattern, one) for one in names)]
     if any(one == _KERNEL for one in names):
         ran.append(TRITON)
-    kernels = [
-        event
-        for event in events
-        if event.device_type != torch.autograd.DeviceType.CPU and not getattr(event, "is_user_annotation", False)
-    ]
+    kernels = [event for event in events if event.device_type.name != "CPU" and not getattr(event, "is_user_annotation", False)]
     if kernels:
         return "+".join(ran), max(kernels, key=lambda event: event.self_device_time_total).key
     operators = [one for name in ran if name in _OPERATORS for one in names if re.search(_OPERATORS[name], one)]

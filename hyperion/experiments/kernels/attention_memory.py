@@ -123,7 +123,7 @@ def _peak_bytes(context: Context, options: AttentionMemoryOptions, name: str, le
     leaves = [tensor.requires_grad_() for tensor in (q, k, v)]
 
     def step() -> None:
-        output = attend(name, *leaves)
+        output = attend(name, q, k, v)
         results = (output, *torch.autograd.grad(output, leaves, grad))
         del results
 

@@ -213,7 +213,7 @@ def _contender(
     q, k, v, grad = tensors
     ran, kernel = what_ran(lambda: attend(name, q, k, v, causal), context.device)
     leaves = [tensor.detach().requires_grad_() for tensor in (q, k, v)]
-    output = attend(name, *leaves, causal)
+    output = attend(name, *leaves, causal=causal)
     try:
         gradients = torch.autograd.grad(output, leaves, grad, retain_graph=True)
     except torch.OutOfMemoryError:

@@ -101,7 +101,7 @@ def _measure(context: Context, options: MatmulKernelOptions, shape: ProductShape
     if len(timings) == 2:
         why = "no limit: two implementations of the same product"
         told = {"dtype": dtype, "params": params}
-        rows.append(speedup_row(context, "triton over torch.mm", *timings, why, checks[TRITON], **told))
+        rows.append(speedup_row(context, "triton over torch.mm", timings[0], timings[1], why, checks[TRITON], **told))
     return rows, [sample_frame(timing, name, dtype, params) for name, timing in zip(calls, timings, strict=True)]
 
 
