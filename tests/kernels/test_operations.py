@@ -133,9 +133,9 @@ for number, (module, old, new) in enumerate(cases):
 """
 # Module, text in it, replacement, and the kernels whose results must be wrong. The first three replace nothing.
 PLANTED = {
-    "rows as they are": ("rows_triton", "@triton.jit", "@triton.jit", "equal"),
-    "products as they are": ("matmul_triton", "@triton.jit", "@triton.jit", "equal"),
-    "attention as it is": ("attention_triton", "@triton.jit", "@triton.jit", "equal"),
+    "rows as they are": ("rows_triton", "@jit", "@jit", "equal"),
+    "products as they are": ("matmul_triton", "@jit", "@jit", "equal"),
+    "attention as it is": ("attention_triton", "@jit", "@jit", "equal"),
     "a mask that is off by one": (
         "attention_triton",
         "visible = key <= query if",
