@@ -70,12 +70,14 @@ def run(context: Context, report: Report) -> Result:
     frames: list[pd.DataFrame] = []
     for done, name in enumerate(IMPLEMENTATIONS):
         report(done, len(IMPLEMENTATIONS), name)
+        peaks, reason = [], why_absent(name, context.device)
         try:
-            if reason := why_absent(name, context.device):
-                raise RefusedError(reason)
-            peaks = [_peak_bytes(context, options, name, length) for length in options.lengths]
-        except (RefusedError, torch.OutOfMemoryError) as error:
-            reason = str(error) if isinstance(error, RefusedError) else out_of_memory_reason(error)
+            peaks = [] if reason else [_peak_bytes(context, options, name, length) for length in options.lengths]
+        except RefusedError as error:
+            reason = f"refused: {error}"
+        except torch.OutOfMemoryError as error:
+            reason = out_of_memory_reason(error)
+        if reason:
             absent = context.absent_row(name, "quadratic_share", reason, dtype=options.dtype, params=_params(options))
             rows.append(absent)
             continue
