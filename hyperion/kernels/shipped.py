@@ -3,9 +3,10 @@
 A configuration that runs on a GPU is in this list, with the same tile, types and constants.
 """
 
+from dataclasses import replace
 from typing import Any
 
-from hyperion.kernels import attention_triton, matmul_triton, rows_triton
+from hyperion.kernels import attention_triton, block_gradients_triton, matmul_triton, rows_triton, token_loss_triton
 from hyperion.kernels.builds import Architecture, Build
 
 # Widths of rows in the list: a Transformer's width, a power of two, and a vocabulary's part.
@@ -24,7 +25,7 @@ def shipped_builds(architecture: Architecture) -> list[Build]:
         for features in attention_triton.HEAD_DIMS
         for build in attention_builds(features, attention_triton.tiles_for(architecture.backend, architecture.target, features))
     ]
-    return [add_build, *rows, *products, *attention]
+    return [add_build, *rows, *products, *attention, *training_builds(architecture)]
 
 
 def row_builds(width: int) -> list[Build]:
@@ -43,6 +44,44 @@ def row_builds(width: int) -> list[Build]:
         Build(f"layer norm, {width} columns", rows_triton.layer_norm_row, norm, block, warps),
         Build(f"layer norm backward, {width} columns", rows_triton.layer_norm_gradient, gradient, gradient_constants, warps),
     ]
+
+
+def training_builds(architecture: Architecture) -> list[Build]:
+    """Return the builds of the kernels of a training step, for the width and the vocabulary of GPT-2."""
+    width, hidden = 768, 3072
+    norm = block_gradients_triton.norm_tile(width)
+    norm_build = _strip_build("layer norm and residual backward", block_gradients_triton.norm_strip, norm, width)
+    if architecture.name == "sm_90":
+        norm_build = replace(norm_build, spill_limit=512)  # the fastest of about twenty tiles on an H200
+    return [
+        _strip_build("GELU backward", block_gradients_triton.gelu_strip, block_gradients_triton.GELU, hidden),
+        _strip_build("joined gradients", block_gradients_triton.joined_strip, block_gradients_triton.JOINED, width),
+        norm_build,
+        _strip_build("gradient of the positions", block_gradients_triton.position_sum, block_gradients_triton.POSITIONS, width),
+        Build(
+            "loss of the tokens",
+            token_loss_triton.nll_and_slope,
+            {"logits": "*bf16", "targets": "*i64", "nll": "*fp32", "ignored": "i32"},
+            {
+                "columns": 50304,
+                "classes": 50257,
+                "slope": 1.0,
+                "BLOCK": token_loss_triton.BLOCK,
+                "STAGES": token_loss_triton.STAGES,
+            },
+            token_loss_triton.WARPS,
+        ),
+    ]
+
+
+def _strip_build(name: str, kernel: Any, tile: block_gradients_triton.Tile, columns: int) -> Build:
+    """Return the build of a kernel of `block_gradients_triton`. Its arguments are bfloat16 tensors, except for a few names."""
+    constants = {"columns": columns, "SUMS": 4, "STRIP": block_gradients_triton.STRIP}
+    constants |= {"ROWS": tile.rows, "BLOCK": tile.columns, "STAGES": tile.stages}
+    constants = {one: value for one, value in constants.items() if one in kernel.arg_names}
+    types = dict.fromkeys(("sums", "means", "inverses"), "*fp32") | dict.fromkeys(("rows", "sequences"), "i32")
+    signature = {one: types.get(one, f"*{_DTYPE}") for one in kernel.arg_names if one not in constants}
+    return Build(f"{name}, {columns} columns", kernel, signature, constants, tile.warps)
 
 
 def matmul_build(tile: matmul_triton.MatmulTile, architecture: Architecture) -> Build:

@@ -58,7 +58,7 @@ def _rows(context: Context, architecture, build) -> list[Row]:
     found = compile_build(build, architecture)
     limit = architecture.shared_bytes
     checks = {
-        "register_spills": checked("no spills", found.spills, 0),
+        "register_spills": checked("largest allowed number", found.spills, build.spill_limit),
         "shared_memory_bytes": checked(f"share of {limit} bytes", found.shared_bytes / limit, 1.0),
         # A kernel that multiplies matrices must do this on matrix units.
         "matrix_instructions": checked("missing matrix instructions", int(build.matrix and not found.matrix_instructions), 0),

@@ -105,8 +105,8 @@ def _bars(axes: Axes, rows: list[Row], group: Callable[[Row], str], label: str) 
     axes.set_yticks(range(len(groups)), groups)
     axes.invert_yaxis()
     axes.grid(axis="y", visible=False)
-    axes.set(xlabel=label, xlim=(0, axes.get_xlim()[1] * 1.15))
-    axes.legend(fontsize=8.5)
+    axes.set(xlabel=label, xlim=(0, axes.get_xlim()[1] * 1.4))
+    axes.legend(loc="upper right", fontsize=8.5)
 
 
 PLOTS = (

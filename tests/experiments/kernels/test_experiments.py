@@ -161,7 +161,7 @@ def test_without_triton_the_rows_have_the_reason(tmp_path, monkeypatch):
 
 def test_a_kernel_that_spills_is_no_row(tmp_path):
     context = toy_context("compiled_kernels", {"architectures": ["sm_90"]}, tmp_path)
-    check = {"check": "no spills", "check_error": 8, "check_tolerance": 0}
+    check = {"check": "largest allowed number", "check_error": 8, "check_tolerance": 0}
     with pytest.raises(RowError, match="failed its check"):
         context.row("sm_90", "register_spills", 8, dtype="bf16", params={"kernel": "k"}, **check).validate()
 
