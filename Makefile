@@ -7,12 +7,14 @@
 #   DATA_SOURCE  auto | mirror | cache | download | synthetic
 #   PYTHON       use this environment (a container's, a cluster module's) instead of .venv: PYTHON=/path/to/python
 #   TORCH        build to install instead of the detected one: cpu | cuda | rocm
+#   WORKERS      number of processes that run tests (3)
 export PROFILE ONLY TIME_BUDGET CELL_TIMEOUT NOTEBOOK_TIMEOUT RUN DATA_SOURCE SEED REPLAY_OF PYTHON TORCH
 
 enter = sh hyperion/install/enter.sh
 pytest = $(enter) --extra test run pytest
-# Three processes, because many tests wait for processes that they start.
-parallel = --numprocesses 3 --dist loadfile --no-loadscope-reorder
+# Three workers by default, because many tests wait for processes that they start.
+WORKERS ?= 3
+parallel = --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
 .PHONY: help reproduce test test-fast test-book setup fetch lab report lint clean
@@ -31,7 +33,7 @@ reproduce: ## run every notebook, keep rows and reports in results/, go on where
 test: ## run the tests of the library
 	@$(pytest) $(parallel) -m "not book"
 
-test-fast: ## run the tests that take at most five seconds and start no processes
+test-fast: ## run the tests that take about a second at most and start no processes
 	@$(pytest) $(parallel) -m "not slow and not process and not book"
 
 test-book: ## run the tests of the book: the commands of the README, all notebooks in the smoke profile, and the driver

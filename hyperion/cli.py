@@ -257,6 +257,15 @@ def free_port(first: int = FIRST_PORT) -> int:
     raise HyperionError("no free port", where=f"127.0.0.1:{first}-{first + 99}", next_step="name another port with --port")
 
 
+# JupyterLab asks for news, for its own updates and for extensions by default. A compute node has no network, and after
+# `make fetch` nothing opens a connection.
+_OFFLINE = (
+    "--LabApp.news_url=None",
+    "--LabApp.check_for_updates_class=jupyterlab.handlers.announcements.NeverCheckForUpdate",
+    "--LabApp.extension_manager=readonly",
+)
+
+
 def lab_command(root: Path, port: int) -> list[str]:
     """Return the command that starts JupyterLab in the checkout, on the loopback address only.
 
@@ -268,7 +277,7 @@ def lab_command(root: Path, port: int) -> list[str]:
     """
     if find_spec("jupyterlab") is None:
         raise HyperionError("JupyterLab is not installed", where=sys.executable, next_step="pip install -e '.[lab]'")
-    options = ["--no-browser", "--ip=127.0.0.1", f"--port={port}", "--ServerApp.port_retries=0"]
+    options = ["--no-browser", "--ip=127.0.0.1", f"--port={port}", "--ServerApp.port_retries=0", *_OFFLINE]
     if os.geteuid() == 0:  # common in containers; without this option the server refuses to start for root
         options.append("--allow-root")
     return [sys.executable, "-s", "-m", "jupyterlab", *options, f"--ServerApp.root_dir={root}"]
@@ -304,7 +313,10 @@ def copy_notebooks(root: Path) -> list[str]:
 
 
 def _copied(record: Path) -> dict[str, str]:
-    """Return the hashes of the originals at the time of their copies. Without a readable record, every copy may be changed."""
+    """Return a dict that maps the name of a copied file to the hash of its original at the time of the copy.
+
+    If the record of the copies cannot be read, return an empty dict. Then every copy counts as possibly changed by the user.
+    """
     try:
         copied = json.loads(record.read_bytes())
     except (OSError, ValueError):
@@ -396,7 +408,10 @@ def _print_checks() -> int:
 
 
 def _print_floors(run: str | None) -> int:
-    """Print the floors and the measured values of this machine or of a run. Return 1 if a floor is not met, else 0."""
+    """Print the floors and the measured values of this machine or of a run. Return 1 if a floor is not met, else 0.
+
+    A floor is the smallest value that a healthy machine must reach.
+    """
     from hyperion.doctor import check_floors, floor_table
 
     report = check_floors(run)
@@ -407,7 +422,12 @@ def _print_floors(run: str | None) -> int:
 
 
 def _print_harness() -> int:
-    """Print which planted faults were detected. Return 1 if a fault was not detected or a correct measurement was refused."""
+    """Print which planted faults were detected.
+
+    Return 1 if a fault was not detected or a correct measurement was refused, else 0.
+
+    A planted fault is a measurement mistake that is made on purpose.
+    """
     from hyperion.doctor.harness import self_test, self_test_conclusion, self_test_table
 
     results = self_test()
@@ -417,7 +437,10 @@ def _print_harness() -> int:
 
 
 def _print_comparison_trials() -> int:
-    """Print the comparisons of real launches. Return 1 if a planted 10 % was missed or there were too many false alarms."""
+    """Compare two versions of a program several times, as `hyperion compare` does, and print the results.
+
+    Return 1 if a slowdown of 10 %, made on purpose, was missed or if there were too many false alarms, else 0.
+    """
     from hyperion.doctor.comparison import conclusion, is_reliable, try_comparison
 
     trials, folder = try_comparison(on_line=say)

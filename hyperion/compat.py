@@ -90,8 +90,8 @@ class _TorchvisionFinder:
 def watch_torchvision() -> None:
     """Prepare every later import of torchvision in this process, including imports by transformers and peft.
 
-    The function takes no time until torchvision is imported, and does not import torch. It is called by `import hyperion`, so it
-    also works in notebook kernels, ranks and test processes.
+    This function itself imports neither torchvision nor torch. It is called by `import hyperion`, so it also works in notebook
+    kernels, ranks and test processes.
     """
     if not any(isinstance(finder, _TorchvisionFinder) for finder in sys.meta_path):
         sys.meta_path.insert(0, _TorchvisionFinder())

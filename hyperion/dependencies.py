@@ -124,7 +124,7 @@ def _defining_modules(module: str, name: str) -> list[str]:
 
 @functools.cache
 def _is_face(source: str) -> bool:
-    """Return True if a source contains only a docstring, imports and `__all__`.
+    """Return True if a source only makes public names available: it contains nothing but a docstring, imports and `__all__`.
 
     Imports at the first use of a name are allowed too: a function `__getattr__`, and imports under `if TYPE_CHECKING`.
     """
@@ -162,7 +162,7 @@ def _package_folder(name: str) -> Path | None:
 
 
 def _place(path: Path) -> str:
-    """Return the path of a file relative to the folder of its topmost package."""
+    """Return the path of a file relative to the folder that contains its topmost package."""
     if path.is_relative_to(_PACKAGE):
         return str(path.relative_to(_PACKAGE))
     top = path.parent

@@ -51,9 +51,9 @@ def require_seed(seed: int) -> int:
     """
     if isinstance(seed, bool) or not isinstance(seed, numbers.Integral) or not 0 <= seed <= LARGEST_SEED:
         raise HyperionError(
-            f"seed is {seed!r}",
+            f"seed is {seed!r}, which is not a whole number from 0 to {LARGEST_SEED}",
             where="the seed of the run",
-            next_step=f"use a whole number from 0 to {LARGEST_SEED}, as --seed 0 or SEED=0",
+            next_step="give another seed, for example --seed 0 or SEED=0",
         )
     return int(seed)
 
@@ -103,7 +103,7 @@ def require_number(
         below: the value must be smaller than this bound.
 
     Raises:
-        HyperionError: the argument is not a finite number within the bounds. The message has the value and the bounds.
+        HyperionError: the argument is not a finite number within the bounds. The message contains the value and the bounds.
     """
     if isinstance(value, numbers.Integral if whole else numbers.Real) and not isinstance(value, bool) and math.isfinite(value):
         number: Any = value  # numbers.Real declares no comparison with float
@@ -112,7 +112,9 @@ def require_number(
     bounds = {"from": at_least, "above": above, "to": at_most, "below": below}
     within = " ".join(f"{word} {bound:g}" for word, bound in bounds.items() if math.isfinite(bound))
     raise HyperionError(
-        f"{name} is {value!r:.80}", where=where, next_step=f"give a {'whole' if whole else 'finite'} number {within}".rstrip()
+        f"{name} is {value!r:.80}, which is not a {'whole' if whole else 'finite'} number{within and ' ' + within}",
+        where=where,
+        next_step=f"give a {'whole' if whole else 'finite'} number {within}".rstrip(),
     )
 
 

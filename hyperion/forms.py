@@ -68,7 +68,7 @@ def _adapter(form: Any, extra: bool) -> "TypeAdapter":
 
 
 def _place(location: Sequence[int | str], document: Any) -> str:
-    """Return the place of an error, such as `specs.toml.device[3: 'AMD Instinct MI210'].memory.bus_bits`."""
+    """Return the position of an error in a document, such as `specs.toml.device[3: 'AMD Instinct MI210'].memory.bus_bits`."""
     place = ""
     for part in location:
         if isinstance(document, dict):

@@ -16,6 +16,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 # Files that take longer than half a minute: a worker is not to begin them last.
 _LONGEST = (
     "test_readme.py",
+    "test_readme_variants.py",
     "test_readme_commands.py",
     "test_driver.py",
     "test_own_subject.py",

@@ -24,6 +24,11 @@ def needs_the_book(command: str) -> bool:
     return command.startswith(("make reproduce", "make report")) or command.endswith((" latest", "data verify"))
 
 
+def reproduces() -> list[str]:
+    """The variants of `make reproduce`. Those that name a profile start a run of their own, the others go on with the book's."""
+    return [command for command in commands() if command.startswith("make reproduce") and command != "make reproduce"]
+
+
 def folders(folder: Path) -> dict[str, str]:
     """The environment with results and data in a folder of their own, and this interpreter as the one that is there."""
     return os.environ | {

@@ -62,6 +62,7 @@ def test_spoiled_files_are_refused(place, monkeypatch, capsys, how):
     assert drive(path, monkeypatch, capsys) != harmless
 
 
+@pytest.mark.slow
 @determined(60)
 @given(st.sampled_from(PLACES), st.sampled_from(JUNK), st.booleans())
 def test_junk_anywhere_is_refused_by_a_hash_or_a_rule(place, monkeypatch, capsys, where, junk, rehashed):

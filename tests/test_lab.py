@@ -20,6 +20,7 @@ def test_the_server_listens_on_loopback_only_and_the_token_is_not_in_its_argumen
     pytest.importorskip("jupyterlab")
     command = cli.lab_command(tmp_path, 9001)
     assert command[0] == sys.executable and "--ip=127.0.0.1" in command and f"--ServerApp.root_dir={tmp_path}" in command
+    assert {"--LabApp.news_url=None", "--LabApp.extension_manager=readonly"} <= set(command), "nothing opens a connection"
     assert not any("token" in argument for argument in command)
 
 

@@ -218,6 +218,7 @@ def test_what_names_a_machine_is_hashed_or_left_out():
     assert kept["visible_devices"] == {"CUDA_VISIBLE_DEVICES": "0,1"}
 
 
+@pytest.mark.slow
 def test_this_machine_gets_a_passport_in_seconds(tmp_path):
     content = measure_passport(4.0, on_line=lambda line: None)
     write_passport(content, tmp_path / "new" / passport_name(content))
@@ -234,6 +235,7 @@ def test_this_machine_gets_a_passport_in_seconds(tmp_path):
     assert content["floors"]["unknown"].startswith("no floor is known for")
 
 
+@pytest.mark.slow
 def test_a_passport_never_replaces_another_one(tmp_path):
     content = GOOD | {"device": "AMD Instinct MI250X"}
     for number in ("", "-2", "-3"):

@@ -1,4 +1,4 @@
-"""The README's commands for the whole book are run as printed."""
+"""The README's commands for the whole book are run as printed. test_readme_variants has those that start other runs."""
 
 import os
 from pathlib import Path
@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from hyperion.results import Run
-from tests.readme import commands, folders, needs_the_book, run
+from tests.readme import commands, folders, needs_the_book, reproduces, run
 
 pytestmark = pytest.mark.book
 
@@ -47,14 +47,11 @@ def test_a_second_call_has_nothing_to_do(reproduced, place):
 
 @pytest.mark.parametrize("command", [c for c in commands() if needs_the_book(c) and not c.startswith("make reproduce")])
 def test_what_is_done_with_a_run(command, reproduced, place):
-    """Before the variants of `make reproduce`: they start runs of their own, which would be the latest."""
     done = run(command, place)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
 
 
-@pytest.mark.parametrize("command", [c for c in commands() if c.startswith("make reproduce") and c != "make reproduce"])
+@pytest.mark.parametrize("command", [c for c in reproduces() if "PROFILE=" not in c])
 def test_variants_of_make_reproduce(command, reproduced, place):
     done = run(command, place)
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-3000:]
-    if "replay" in command:
-        assert "BANNER: replay" in done.stdout and "done" in done.stdout

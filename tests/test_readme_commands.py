@@ -117,6 +117,7 @@ def test_headline_tables_are_those_of_the_runs():
         assert table.strip() == headline_markdown(Run.open(ROOT / folder)).strip()
 
 
+@pytest.mark.slow
 def test_headlines_of_the_readme_are_those_of_the_runs():
     lines = re.findall(
         r"^\| (.+?) \| (.+?) \| (.*?) ?\| (.*?) ?\| \[(\S+)\]\(results/reference/\5/README.md\) \|$", README, re.MULTILINE

@@ -93,6 +93,7 @@ def test_json_that_is_not_ours_is_refused(text):
     assert caught.value.where == "here"
 
 
+@pytest.mark.slow
 @given(st.recursive(st.none() | st.booleans() | st.integers() | st.text(), lambda x: st.lists(x) | st.dictionaries(st.text(), x)))
 def test_json_of_ours_is_read(tmp_path_factory, document):
     path = tmp_path_factory.getbasetemp() / "document.json"

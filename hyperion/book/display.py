@@ -173,7 +173,10 @@ def show_sentence(text: str) -> None:
 
 
 def _display(bundle: dict) -> None:
-    """Display an object in a notebook, given its representations by MIME type. Outside a notebook, print its plain text."""
+    """Display an object in a notebook. Outside a notebook, print its plain text.
+
+    `bundle` maps a MIME type, such as "text/html", to the representation of the object in this type.
+    """
     from IPython import get_ipython
     from IPython.display import display
 
@@ -184,7 +187,7 @@ def _display(bundle: dict) -> None:
 
 
 def pick(rows: Iterable[Row], metric: str, best: bool = False, **wanted) -> Row:
-    """Select a row: return the only measured row of a metric whose columns and parameters have the given values.
+    """Return the one measured row of a metric whose columns and parameters have the given values.
 
     Args:
         rows: the rows to select from.
@@ -236,7 +239,7 @@ def fill(template: str, **named: Row | float) -> str:
 
 
 def verdict(speedup: Row) -> str:
-    """Return the conclusion from the row of a speed-up and its interval.
+    """Return a text that says whether the row of a speed-up shows a difference, given its interval.
 
     It is "faster than", "slower than", or "as fast, within noise, as".
     """
@@ -253,7 +256,10 @@ def compared_steps(row: Row) -> str:
 
 
 class _Quoted:
-    """A row whose fields a template can quote as texts. A field that the row does not have raises a HyperionError."""
+    """Makes the fields of a row available as texts, for sentences in a notebook such as "The copy reaches {copy.value}".
+
+    Numbers are rounded and get their unit. If a sentence uses a field that the row does not have, a HyperionError is raised.
+    """
 
     def __init__(self, name: str, row: Row):
         self._name, self._row = name, row

@@ -60,7 +60,10 @@ class Launches:
 
     @property
     def within(self) -> float | None:
-        """Median over the launches of half the interval within one launch, as a fraction of the value. None without intervals."""
+        """Half the width of the interval that one launch states, divided by its value. It is the median over all launches.
+
+        None if the launches state no intervals.
+        """
         rows = [h.row for h in self.headlines if h.row.value and h.row.ci_low is not None and h.row.ci_high is not None]
         halves = [(not_none(r.ci_high) - not_none(r.ci_low)) / 2 / abs(not_none(r.value)) for r in rows]
         return float(np.median(halves)) if halves else None
@@ -134,7 +137,11 @@ def launches_of(runs: Iterable[Run]) -> list[Launches]:
 
 
 def _environment(material: Material, row: Row) -> dict:
-    """Return the stored environment of the experiment that made a row: that of the experiment, or else that of the run."""
+    """Return the stored environment with which a row was measured.
+
+    If the experiment of the row has stored an environment, it is returned. Otherwise the environment of the whole run is
+    returned.
+    """
     provenance = material.finished.get(f"{row.notebook}/{row.experiment}", {}).get("provenance") or {}
     stored = provenance.get("environment") or material.information.get("environment") or {}
     return material.environments.get(stored, {}) if isinstance(stored, str) else stored

@@ -141,7 +141,10 @@ def _shown(value) -> str:
 
 
 def _measured_alike(material: Material) -> list[list[tuple[str, str]]]:
-    """Return groups of experiments, as pairs (notebook, experiment). A group has the same environment, profile and seed."""
+    """Return groups of experiments. All experiments of a group were measured with the same environment, profile and seed.
+
+    Each experiment is given as a pair (notebook, experiment).
+    """
     groups: dict[tuple, list[tuple[str, str]]] = {}
     for pair in material.experiments:
         provenance = _provenance(material, pair)
@@ -155,9 +158,10 @@ def _provenance(material: Material, pair: tuple[str, str]) -> dict:
 
 
 def _lines(material: Material, experiments: list[tuple[str, str]]) -> dict:
-    """Return the properties of the environment of some experiments, by name.
+    """Return a dict that maps the name of a property of the environment, such as the device, to its value for these experiments.
 
-    They come from the stored provenance of the first experiment. If it has no provenance, they come from run.json.
+    The values come from the settings and versions that the first experiment has stored (its provenance). If it has stored none,
+    the values come from run.json.
     """
     here = not any(material.replayed_from(*pair) for pair in experiments)
     provenance = material.information if here else {}
@@ -299,10 +303,10 @@ def headlines(material: Material) -> list[Headline]:
 
 
 def _hardware(rows: list[Row], cold: list[Row]) -> Iterator[tuple[str, Row]]:
-    """Yield the fastest matrix product of each dtype and the copy of the largest arrays.
+    """Yield (label, row) for the fastest matrix product of each dtype and for the copy of the largest arrays.
 
     Args:
-        rows: the steady rows.
+        rows: the rows whose samples were steady.
         cold: all rows with cold caches. They define which arrays are the largest.
     """
     products = [r for r in rows if r.metric == "gemm_tflops" and "plain_loop_calls" not in r.params]
@@ -314,7 +318,7 @@ def _hardware(rows: list[Row], cold: list[Row]) -> Iterator[tuple[str, Row]]:
 
 
 def _steps(rows: list[Row]) -> Iterator[tuple[str, Row]]:
-    """Yield the fastest step of each reference model of chapter 1.2, over all formats and batch sizes."""
+    """Yield (label, row) for the fastest step of each reference model of chapter 1.2, over all formats and batch sizes."""
     steps = [r for r in rows if r.experiment in _REFERENCE_STEPS]
     chosen = [r for r in steps if r.metric == "samples_per_s"]
     for row in (r for r in _best(chosen, lambda r: r.variant) if not _is_host_bound(r, steps)):
@@ -343,7 +347,10 @@ def _links(rows: list[Row]) -> Iterator[tuple[str, Row]]:
 
 
 def _baselines(rows: list[Row]) -> Iterator[tuple[str, Row]]:
-    """Yield the quality of each baseline and the rate of its steps. If several seeds were trained, the quality is their mean."""
+    """Yield (label, row) for the quality of each baseline model and for the speed of its training steps.
+
+    The quality is the perplexity or the accuracy. If several seeds were trained, it is the mean over the seeds.
+    """
     averaged = {(row.variant, row.metric) for row in rows if "seeds" in row.params}
     for row in rows:
         what, split = _REACHED.get((row.experiment, row.metric), ("", ""))
@@ -358,10 +365,14 @@ def _baselines(rows: list[Row]) -> Iterator[tuple[str, Row]]:
             # Not so for images: the host limits their plain loop, so the ratio depends on the host.
             compiled = " compiled" if row.params.get("plain_compiled", row.params["compiled"]) else ""
             yield f"{row.variant}, training, batch {row.params['batch']:,} tokens: over a plain{compiled} loop", row
+        elif (row.experiment, row.metric, row.params.get("over")) == ("image_training_speed", "speedup", "plain, captured"):
+            yield f"{row.variant}, training, batch {row.params['batch']:,}: over the same plain loop in a graph", row
 
 
 def _precise(rows: list[Row]) -> Iterator[tuple[str, Row]]:
-    """Yield the speed-ups of the fastest number format of each training of chapter 2.3, over TF32 and over IEEE fp32.
+    """Yield (label, row) for the speed-ups of the fastest number format of each training of chapter 2.3.
+
+    The speed-ups are over TF32 and over IEEE fp32.
 
     PyTorch computes convolutions in TF32 by default. So a reader could misunderstand the speed-up over IEEE fp32 if the speed-up
     over TF32 were missing.
@@ -384,7 +395,7 @@ def _parity(rows: list[Row]) -> Iterator[tuple[str, Row]]:
 
 
 def _scaled(rows: list[Row]) -> Iterator[tuple[str, Row]]:
-    """Yield the scaling efficiencies of each training on the largest number of devices: first weak, then strong scaling.
+    """Yield (label, row) for the efficiencies of each training on the largest number of devices: first weak, then strong scaling.
 
     Both are needed. In weak scaling, the work grows with the number of devices while the communication stays the same, so its
     efficiency is usually higher.
@@ -401,7 +412,7 @@ def _scaled(rows: list[Row]) -> Iterator[tuple[str, Row]]:
 def _best(
     rows: list[Row], kind: Callable[[Row], Hashable], score: Callable[[Row], float] = lambda row: not_none(row.value)
 ) -> list[Row]:
-    """Return the row with the highest score of each kind, in the order in which the kinds occur.
+    """Return one row for each kind: the row with the highest score of this kind. The kinds are in the order in which they occur.
 
     Args:
         rows: the rows.

@@ -1,4 +1,4 @@
-"""All figures of the book by name: the figures of the subjects, and two figures about a whole run (summary and predictions)."""
+"""All figures of the book: the figures of the subjects, and two figures about a whole run (summary and predictions)."""
 
 import math
 
@@ -242,7 +242,10 @@ def _shares(rows: list[Row]) -> str:
 
 
 def _note_of_images(material: Material) -> list[str]:
-    """Return a sentence about the image classifier, which has no panel. Return an empty list if the run has no such results."""
+    """Return a list with one sentence about the image classifier, which has no panel.
+
+    It is empty if the run has no such results.
+    """
     rows = measured(material.of("image_classifier"))
     tested = next((r for r in rows if r.metric == "accuracy" and r.params.get("split") == "test"), None)
     steady = next((r for r in rows if r.metric == "images_per_s" and r.params.get("step") == "steady"), None)
@@ -254,7 +257,7 @@ def _note_of_images(material: Material) -> list[str]:
 
 
 def predictions(material: Material) -> Figure | None:
-    """Draw one mark for each prediction: its optimism by the measured value.
+    """Draw one marker for each prediction. The horizontal position is the measured value, the vertical position the optimism.
 
     The optimism of an exact prediction is 1. It is above 1 if the prediction was too optimistic. The function returns None if the
     run has no predictions.
@@ -291,9 +294,9 @@ def scored(rows: list[Row]) -> list[Row]:
 
 
 def _optimism(row: Row, predicted: float) -> float:
-    """Return the optimism of a prediction. It is above 1 if the prediction was too optimistic.
+    """Return a ratio of predicted and measured value that is above 1 if the prediction was too optimistic.
 
-    If neither higher nor lower values of the metric are better, return predicted / measured.
+    The ratio is measured / predicted if lower values of the metric are better, and predicted / measured otherwise.
     """
     value = not_none(row.value)
     return value / predicted if row.definition.direction == "lower" else predicted / value

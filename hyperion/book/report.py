@@ -76,7 +76,7 @@ def _header(material: Material, title: str) -> str:
 
 
 def _unexpected(material: Material) -> str:
-    """Return the section about the failed checks of the run, or "" if no check failed.
+    """Return the HTML of the section about the failed checks of the run, or "" if no check failed.
 
     This section comes first on the page, because a failed check puts the other results in doubt.
     """
@@ -218,7 +218,7 @@ def _identity(headline: Headline) -> tuple:
 
 
 def _published_value(headline: Headline) -> str:
-    """Return the published value of the same quantity, or "" if no value is published."""
+    """Return the published value of the quantity that the headline shows, or "" if no value is published."""
     row = headline.row
     value = None
     if row.metric == "gemm_tflops":

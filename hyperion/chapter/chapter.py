@@ -42,7 +42,10 @@ class Chapter:
 
     @functools.cached_property
     def environment(self) -> dict:
-        """Hardware and software versions with which the rows are measured. In replay, those of the reference machine."""
+        """Hardware and software versions with which the rows are measured.
+
+        In replay, they are the versions of the reference machine.
+        """
         return fingerprint() if self.reference is None else self.reference.information()["environment"]
 
     @property
@@ -200,9 +203,9 @@ class Chapter:
     def _asked_anew(self, experiment: str) -> bool:
         """Return True if a stored experiment must be measured again.
 
-        This is the case if one of its values was unexpected, or if a claim of the notebook about its values was unexpected. If
-        only a claim was unexpected, an isolated experiment (a training) is not repeated, because the same seed gives the same
-        result.
+        This is the case if a check of one of its values failed, or if a check in the notebook that uses its values failed. If
+        only a check in the notebook failed, an isolated experiment (a training) is not repeated, because the same seed gives the
+        same result.
         """
         if experiment in self._measured_here:
             return False
@@ -305,7 +308,10 @@ class Chapter:
         return [p for p in self.results.predictions(self.notebook, experiment) if p.input_hash == digest]
 
     def _forecasts(self, experiment: str) -> list[Prediction]:
-        """Return the predictions of the library. They are computed from the ceilings in the run."""
+        """Return the predictions of the library.
+
+        They are computed from the measured limits in the run, such as the memory bandwidth.
+        """
         chosen, digest = experiment_named(experiment), self._input_hash(experiment)
         context = self._context(experiment, (*chosen.reads, *chosen.forecast_reads))
         # The experiment may already have been measured. The estimate does not use the measured values, but the reader must know

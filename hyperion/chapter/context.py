@@ -24,7 +24,7 @@ class Context:
 
     Args:
         notebook, experiment: names of the notebook and the experiment. They are part of every row.
-        sizes: options of the experiment in the profile, by name.
+        sizes: a dict that maps the name of an option of the experiment to its value in the profile.
         seed: seed of the random generators for inputs, initial weights and shuffling.
         data_source: name of the requested data source. "auto" uses the first source that is available.
         allow_synthetic: whether "auto" may use synthetic data if no real data are available.
@@ -74,7 +74,9 @@ class Context:
         return self.row(variant, metric, error, **columns)
 
     def best_upstream(self, metric: str, dtype: str) -> Row | None:
-        """Return the upstream row with the largest value of a metric and a dtype, or None if there is none.
+        """Return the row with the largest value of a metric and a dtype, among the rows of other experiments in `upstream`.
+
+        Return None if there is no such row.
 
         Rows that were measured with warm caches are left out. Rows that were measured while other processes used the CPU cores
         are used only if there are no other rows.
@@ -124,7 +126,7 @@ class Options(BaseModel):
         """Return the options with the values that a profile states.
 
         Args:
-            sizes: values of the options, by name.
+            sizes: a dict that maps the name of an option to its value.
             experiment: name of the experiment for error messages.
 
         Raises:
@@ -152,8 +154,7 @@ class Forecast:
         variant, metric, dtype, params: columns of the predicted row.
         estimate: the predicted value in the unit of the metric. None if there is no prediction.
         basis: how the prediction was computed, or the reason why there is no prediction.
-        each_rank: if True, the forecast applies to the row of each single rank. If False, it applies to the row of all ranks
-            together.
+        each_rank: if True, the prediction is about the rows of single ranks. If False, it is about the row of all ranks together.
         ceiling: the limit that the value cannot exceed. It is not a prediction. None if there is no limit.
         low, high: ends of the 80 % interval of the prediction. None if it has no interval. Predictions of rates have an interval.
     """
@@ -192,13 +193,14 @@ class Experiment:
     """One experiment: the functions that predict it and run it, and what they depend on.
 
     Args:
-        forecast: function that returns the predictions. The reader is asked to guess the first one.
+        forecast: function that returns the predictions. The reader is asked to guess the value of the first prediction.
         run: function that measures and returns a `Result`. It shows its progress by calls of report(done, total, note).
         options: subclass of `Options` for the options of the experiment. Their values come from profiles. None for an experiment
             without options.
         isolated: if True, the experiment runs in a separate process, so that its peak memory can be measured.
         reads: experiments of the same run whose rows this experiment uses. If those rows change, this experiment runs again.
-        forecast_reads: experiments whose rows only the forecast uses. If those rows change, only the forecast is repeated.
+        forecast_reads: experiments whose rows only the function `forecast` uses. If those rows change, only `forecast` runs
+            again.
         data: names of the data sets that the experiment loads, as in `hyperion.data.prepare.catalog`.
     """
 

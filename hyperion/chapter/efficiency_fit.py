@@ -137,7 +137,7 @@ class Reference:
         commit: commit of the code that measured the run.
         device: device of the run.
         rows: rows of the run.
-        predictions: stored predictions that have an interval, by the key of their row.
+        predictions: a dict that maps the key of a row to its stored prediction. Predictions without an interval are left out.
     """
 
     name: str
@@ -290,7 +290,9 @@ def _transfer(row: Row) -> Point | None:
 
 
 def _share(row: Row, stored: Prediction | None) -> Point | None:
-    """Return the point of a rate whose ceiling was computed from the ceilings of the run, such as the rate of a training step.
+    """Return the `Point` of a row whose ceiling was computed from other rates of the run, such as the rate of a training step.
+
+    Return None if the row has no ceiling.
 
     Runs of earlier versions stored this ceiling as the estimate of the prediction.
     """
@@ -304,7 +306,10 @@ def _share(row: Row, stored: Prediction | None) -> Point | None:
 
 
 def _predicted_in_book(point: Point) -> bool:
-    """Return True if the book predicts this row. Finalists of a search have no prediction."""
+    """Return True if an experiment predicts this row.
+
+    The finalists of the search for the fastest matrix product have no prediction.
+    """
     return point.row.variant != "finalist" and (point.row.predicted is not None)
 
 
@@ -348,7 +353,10 @@ def _score_held_out(reference: Reference, known: dict[tuple[str, str, str], Curv
 
 
 def _own_curve(reference: Reference, point: Point) -> Curve | None:
-    """Return the curve that the book uses for a row of a later chapter. It is fitted to rows of chapter 1.1 of the same run."""
+    """Return the curve with which a row of a later chapter is predicted.
+
+    The curve is fitted to rows of chapter 1.1 of the same run. Return None if the row is not predicted with such a curve.
+    """
     if point.row.experiment in ("best_products", "operand_data"):
         return own_product_curve(reference.rows, reference.device, point.row.dtype)
     if point.row.experiment == "stream_formats":

@@ -65,7 +65,7 @@ def profile_names() -> list[str]:
 
 
 def load_profile(name: str) -> Profile:
-    """Return a profile by name.
+    """Return the profile with this name.
 
     Raises:
         HyperionError: there is no such profile, or the file sizes.toml of a subject is invalid. In the first case the message
@@ -102,7 +102,7 @@ def _declared() -> dict[str, dict]:
 
 
 def _sizes_of(subject: Subject) -> dict[str, dict[str, dict]]:
-    """Return {profile: {experiment: sizes}} of a subject.
+    """Return the sizes of all experiments of a subject, as {profile: {experiment: sizes}}.
 
     Raises:
         HyperionError: the file sizes.toml cannot be parsed, or it contains a profile or an experiment that does not exist.
@@ -175,7 +175,7 @@ def reference_run(machine: str, notebook: str) -> Run:
 
 
 def finished_in(reference: Run, notebook: str, experiment: str) -> dict:
-    """Return the entry of a finished experiment of a reference run, as `Run.finished` returns it.
+    """Return the stored information about a finished experiment of a reference run, as `Run.finished` returns it.
 
     Raises:
         HyperionError: the reference run does not contain the experiment.
@@ -191,7 +191,7 @@ def finished_in(reference: Run, notebook: str, experiment: str) -> dict:
 
 
 def measured_under(reference: Run, notebook: str, experiment: str) -> tuple[dict, dict]:
-    """Return the provenance and the environment of an experiment of a reference run.
+    """Return the stored settings (provenance) and the stored environment of an experiment of a reference run.
 
     If the experiment has no provenance, both are taken from run.json.
     """

@@ -1,4 +1,6 @@
-"""Functions that create rows from timings, rows of matrix products, and functions that find ceilings in the rows of a run."""
+"""Functions that create rows from timings and from matrix products, and functions that find measured ceilings in the rows of a
+run.
+"""
 
 import json
 from collections.abc import Iterable
@@ -49,7 +51,7 @@ def timed_row(
     limit: tuple[float | None, str] = (None, ""),
     **columns,
 ) -> Row:
-    """Return the row of a value that was computed from a timing, with its interval, limit, check and the state of the device.
+    """Return the row that holds a value that was computed from a timing, with its interval, limit, check and the device's state.
 
     Args:
         context: context of the experiment.
@@ -73,9 +75,9 @@ def speedup_row(
     verification: Verification | None = None,
     **columns,
 ) -> Row:
-    """Return the row of the speed-up of `timing` over `baseline`.
+    """Return the row that holds the speed-up of `timing` over `baseline`.
 
-    Both must have been timed in turn, so that a drift of the clock cancels.
+    Their timings must have alternated, so that a drift of the clock cancels.
     """
     ratio = ratio_estimate(timing.samples_s, baseline.samples_s)
     return timed_row(context, variant, "speedup", ratio, timing, verification, (None, why_no_limit), **columns)
@@ -204,7 +206,7 @@ def rate_row(
     verification: Verification,
     backend: str,
 ) -> Row:
-    """Return the row of the rate of a matrix product in TFLOPS. Its limit is the peak of the number format."""
+    """Return the row that holds the rate of a matrix product in TFLOPS. Its limit is the peak of the number format."""
     limit, source = gemm_limit(context.device, dtype)
     bound = limit, f"{source}; by {backend}"
     return timed_row(context, variant, "gemm_tflops", rate, timing, verification, bound, dtype=dtype, params=params)
@@ -220,14 +222,17 @@ def product_row(
     verification: Verification,
     backend: str,
 ) -> Row:
-    """Return the row of the rate of a matrix product. If its output is wrong, return a row without a value, with the reason."""
+    """Return the row that holds the rate of a matrix product.
+
+    If the output of the product is wrong, the row has no value but a reason.
+    """
     if wrong := wrong_product(dtype, verification):
         return absent_product(context, variant, dtype, params, wrong)
     return rate_row(context, variant, dtype, params, rate, timing, verification, backend)
 
 
 def absent_product(context: Context, variant: str, dtype: str, params: dict, reason: str) -> Row:
-    """Return the row of a matrix product that has no rate, with the reason."""
+    """Return the row of a matrix product whose rate could not be measured. The row holds the reason."""
     return context.absent_row(variant, "gemm_tflops", reason, dtype=dtype, params=params)
 
 
@@ -241,7 +246,9 @@ def wrong_product(dtype: str, verification: Verification) -> str:
 
 
 def maf_row(rows: Iterable[Row], dtype: str) -> Row | None:
-    """Return the row of the maximum achievable FLOPS (MAF) of a dtype, or None if the run has no matrix product in this dtype.
+    """Return the row that holds the maximum achievable FLOPS (MAF) of a dtype.
+
+    Return None if the run has no matrix product in this dtype.
 
     This is the fastest matrix product that the search over shapes found. Without a search, it is the fastest square product.
     """
@@ -253,7 +260,7 @@ def maf_row(rows: Iterable[Row], dtype: str) -> Row | None:
 
 
 def stream_ceiling(rows: Iterable[Row]) -> Row | None:
-    """Return the row of the fastest memory stream with the largest arrays, or None if the rows contain no streams.
+    """Return the row of the fastest memory stream with the largest arrays. None if the rows contain no streams.
 
     Streams with smaller arrays do not count, because their data may come from a cache. Streams that were measured while other
     processes used the CPU cores count only if there are no other streams.

@@ -64,7 +64,7 @@ class Subject:
     def results_folder(self) -> str:
         """Name of the folder in `benchmarks/` of a run for the tables and figures of the subject.
 
-        It is `RESULTS_FOLDER` in the module `figures`, or else the name of the subject.
+        It is `RESULTS_FOLDER` in the module `figures`. If this constant does not exist, it is the name of the subject.
         """
         return getattr(self.figures, "RESULTS_FOLDER", self.name)
 
@@ -176,7 +176,7 @@ def _is_package(folder: Path) -> bool:
 
 
 def _installed(package: str) -> Subject:
-    """Return the subject that an entry point names. The package is found without importing it."""
+    """Return the subject whose package an entry point names. The package is located without importing it."""
     places = sys.path
     for depth, part in enumerate(package.split(".")):
         spec = PathFinder.find_spec(".".join(package.split(".")[: depth + 1]), places) if part else None
@@ -202,7 +202,7 @@ def _at_path(folder: Path) -> Subject:
     spec = PathFinder.find_spec(folder.name, sys.path)
     if spec is None or Path(spec.origin or "").parent != folder:
         raise HyperionError(
-            f"the subject {folder.name!r} has the name of a module that Python finds first",
+            f"the folder of the subject {folder.name!r} cannot be imported: Python imports another module of this name",
             where=folder,
             next_step="rename the subject's folder",
         )

@@ -189,7 +189,7 @@ def _samples_file(context: Context, rank: int | None = None) -> Path:
 
 
 def packed(context: Context) -> dict:
-    """Return a context as a dict that can be converted to JSON, with the definitions of the metrics of its upstream rows."""
+    """Return a context as a dict that can be converted to JSON, with the definitions of the metrics of the rows in `upstream`."""
     upstream = [replace(row, own_metric=row.definition) for row in context.upstream]
     return _CONTEXT.dump_python(replace(context, upstream=upstream), mode="json")
 

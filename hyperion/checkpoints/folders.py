@@ -315,9 +315,11 @@ def _begin(new: Path, step: int) -> None:
 
 
 def _put_back(folder: Path) -> None:
-    """Restore a checkpoint that was renamed to be replaced by a new checkpoint of the same step, if the new one is missing.
+    """Restore an old checkpoint that should be replaced by a new checkpoint of the same step, if the new one is missing.
 
-    This happens if a process was killed while it saved the new checkpoint. If the new checkpoint exists, remove the old one.
+    A save renames the old checkpoint before it writes the new one. If the process is killed in between, the new one is missing.
+
+    If the new checkpoint exists, remove the old one.
     """
     for replaced in _ours(folder, REPLACED):
         target = folder / replaced.name.removeprefix(REPLACED)
@@ -442,7 +444,7 @@ def _named(folder: Path, prefix: str) -> list[Path]:
 
 
 def _is_checkpoint(path: Path) -> bool:
-    """Return True if the path is a folder, not a link to a folder, and its manifest has the step of its name."""
+    """Return True if the path is a folder (not a link), and the step in its manifest is the step in its name."""
     try:
         _require_folder(path)
         _manifest(path)
@@ -460,7 +462,10 @@ def _require_folder(path: Path) -> None:
 
 
 def _digests(path: Path, names: list[str]) -> dict[str, str]:
-    """Return the sha256 of files by name. Several threads hash files, because one CPU core hashes slower than disks read."""
+    """Return a dict that maps the name of a file to its sha256.
+
+    Several threads hash files, because one CPU core hashes slower than disks read.
+    """
     with ThreadPoolExecutor(HASHING_THREADS) as threads:
         return dict(zip(names, threads.map(lambda name: sha256_of(path / name, EARLIER), names), strict=True))
 

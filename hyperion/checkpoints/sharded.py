@@ -186,7 +186,7 @@ def read_sharded(folder: Path, state: dict[str, Any]) -> dict[str, Any]:
 class _StoresError:
     """Mixin that stores an error of this rank until all ranks have left DCP. Then `raise_error` raises it inside `agreed`.
 
-    DCP itself would send the error to the other ranks as a pickle, but not every exception can be pickled.
+    Without this class, DCP would send the error to the other ranks as a pickle, but not every exception can be pickled.
     """
 
     error: Exception | None = None
@@ -272,15 +272,17 @@ def _stored_state(folder: Path, tensors: dict[str, Tensor]) -> dict[str, Any]:
 
 
 def stored_tensors(folder: Path, others: tuple[str, ...] = (STATE,)) -> dict[str, TensorStorageMetadata]:
-    """Return the shape and dtype of each tensor in a folder that write_sharded wrote. Only the headers of files are read.
+    """Return a dict that maps the name of each tensor in a folder, which write_sharded wrote, to its shape and dtype.
+
+    Only the headers of files are read.
 
     Args:
         folder: folder that `write_sharded` wrote.
         others: names of the files in the folder that contain no tensors.
 
     Raises:
-        CheckpointError: the folder contains an unknown file, a file is damaged, or the shards of a tensor overlap, leave a
-            gap, or have different dtypes.
+        CheckpointError: the folder contains an unknown file, a file is damaged, or the shards of a tensor overlap, leave a gap,
+            or have different dtypes.
     """
     with reading(folder, "holds no shards"):
         files = sorted(folder.iterdir())

@@ -70,7 +70,7 @@ def read_state(folder: Path) -> dict[str, Any]:
 
 
 def read_tensors(path: Path) -> dict[str, torch.Tensor]:
-    """Return all tensors of a safetensors file by name, on the CPU.
+    """Return a dict that maps names to tensors, with all tensors of a safetensors file. The tensors are on the CPU.
 
     Raises:
         CheckpointError: the file is missing, not a regular file, or damaged.

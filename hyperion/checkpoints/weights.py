@@ -29,10 +29,11 @@ _NAME_A_FILE = "name a file of weights or a checkpoint folder"
 
 
 def full_state(model: nn.Module) -> dict[str, Tensor]:
-    """Return all tensors of the model by name. Rank 0 gets the tensors on its CPU. All other ranks get an empty dict.
+    """Return a dict that maps names to tensors, with all tensors of the model.
 
-    The names do not contain prefixes of wrappers such as DDP. All ranks must call this function, because it contains
-    collectives.
+    Rank 0 gets the tensors on its CPU. All other ranks get an empty dict.
+
+    The names do not contain prefixes of wrappers such as DDP. All ranks must call this function, because it contains collectives.
     """
     average_statistics(model)
     state = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
@@ -92,7 +93,7 @@ class Weights:
     Attributes:
         path: the file or checkpoint folder from which the weights were read.
         sha256: hash of the file. For a checkpoint folder, hash of its manifest, which contains the hash of every file.
-        tensors: the tensors by name, on the CPU.
+        tensors: a dict that maps the name of a tensor to the tensor, on the CPU.
     """
 
     path: Path

@@ -52,8 +52,8 @@ class Check:
     """The collectives, sizes and formats to check.
 
     Args:
-        sizes: message sizes in bytes, counted for each collective as nccl-tests counts them. Sizes that are too large for the
-            memory of a rank are left out, and the output has a line for each of them.
+        sizes: message sizes in bytes. As in nccl-tests, each collective defines which of its buffers has this size. Sizes that
+            are too large for the memory of a rank are left out, and the output has a line for each of them.
         dtypes: names from `DTYPES`.
         timeout_s: seconds without progress after which the missing ranks are reported.
         time_limit_s: time limit for timing one collective in one format and size, in seconds. At least 30 calls are always timed.
@@ -195,7 +195,10 @@ def _cells(check: Check, collectives: Mapping[str, Collective], ranks: int) -> l
 
 
 def _kernels(measured: list[CollectiveMeasurement], here: World, roll: RollCall) -> list[str]:
-    """Return a line of text per collective with the kernel that is launched for its largest size, and the algorithm if known."""
+    """Return one line of text for each collective.
+
+    It names the kernel that is launched for the largest size, and its algorithm if known.
+    """
     if here.device.kind == "cpu":
         return [f"algorithm: unknown, because {here.backend} does not report it"]
     largest = {m.collective: m for m in sorted(measured, key=lambda m: m.bytes)}

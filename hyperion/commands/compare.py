@@ -125,7 +125,10 @@ def _table(compared: "list[Comparison]", everything: bool) -> Table:
 
 
 def _table_of_devices(compared: "list[Comparison]", device_a: str, device_b: str) -> Table:
-    """Return a table of the values of two devices. It has no verdicts, because a difference may come from the devices."""
+    """Return a table that compares the values of two devices.
+
+    The table does not say whether the code became slower, because a difference may come from the devices.
+    """
     table = Table(
         "variant", "metric", f"A: {escape(printable(device_a))}", f"B: {escape(printable(device_b))}", "B / A", pad_edge=False
     )
@@ -161,7 +164,7 @@ def _conclusion(counts: dict[str, int], allow_missing: bool) -> str:
 
 
 def print_relaunch(work: Path, folder_a: Path, folder_b: Path, launches: int, seconds: float) -> int:
-    """Time the functions of a file in launches of both versions, store the launches, and print their comparison.
+    """Time the functions of a file in several processes of both versions, store the results, and print their comparison.
 
     Args:
         work: Python file with the functions to time.

@@ -95,7 +95,7 @@ def train_all(context: Context) -> dict[str, str]:
     If a training run fails on all ranks, the next training run starts.
 
     Returns:
-        The reason of the failure of each failed training run, by the name of the training run.
+        A dict that maps the name of each failed training run to the reason why it failed.
 
     Raises:
         HyperionError: the context has only one training run, and this training run failed.
@@ -200,7 +200,7 @@ def on_rank(context: dict) -> dict:
 
 
 def _joined(request: TrainingRequest, export: Callable[[Run], object]) -> int:
-    """Train on a rank that torchrun started. The other ranks wait until rank 0 has written all results."""
+    """Train in this process, which torchrun started as one rank. The other ranks wait until rank 0 has written all results."""
     code = 0
     with process_group() as here:
         folder = Path(on_rank_0(lambda: str(_opened(request).folder)))
@@ -235,7 +235,7 @@ def _launched(request: TrainingRequest, machine: Machine, export: Callable[[Run]
 
 
 def _scaled(request: TrainingRequest, export: Callable[[Run], object]) -> int:
-    """Run the experiment of chapter 2.8, with one launch for each requested number of devices."""
+    """Run the experiment of chapter 2.8. The ranks are started anew for each requested number of devices."""
     run, seed = _opened(request), request.options.seed or 0
     sizes = load_profile(default_profile(detect().kind)).sizes(SCALING[1]) | {"counts": list(request.counts)}
     if request.options.precision not in (None, "auto"):

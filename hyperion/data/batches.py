@@ -60,7 +60,10 @@ class ResumableBatches(ABC):
         return self.batch_at(*self.advance())
 
     def left_in_epoch(self) -> int:
-        """Return the number of remaining batches of the current epoch, or of the next epoch if the current one is complete."""
+        """Return the number of remaining batches of the current epoch.
+
+        If the current epoch is complete, the next epoch counts.
+        """
         return self.batches_per_epoch - self.position % self.batches_per_epoch
 
     def advance(self) -> tuple[int, int]:
@@ -119,7 +122,7 @@ class ResumableBatches(ABC):
         return whole[self._part(len(whole))]
 
     def _whole_batch(self, epoch: int, position: int) -> np.ndarray:
-        """Return the examples of one batch, of all ranks."""
+        """Return the examples of one batch, for all ranks together."""
         return self._ordered(epoch)[position * self.batch_size : (position + 1) * self.batch_size]
 
     def _ordered(self, epoch: int) -> np.ndarray:
@@ -385,7 +388,10 @@ class Prefetched:
         self._threads.shutdown()
 
     def _plan(self, place: tuple[int, int]) -> None:
-        """Fill the queue until it has `ahead` batches. If the queue is empty, it starts with the batch at `place`."""
+        """Start to build batches until the queue contains `ahead` batches.
+
+        If the queue is empty, the first batch is the one at `place`.
+        """
         following = self.batches.place_after(self._pending[-1][0]) if self._pending else place
         while len(self._pending) < self.ahead:
             self._pending.append((following, self._threads.submit(self._make, following)))

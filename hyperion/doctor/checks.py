@@ -137,11 +137,11 @@ def check_torch_build(
 def check_accelerator(
     build: Build | None = None, names: Callable[[], list[str]] | None = None, masks: Mapping[str, str] = os.environ
 ) -> CheckResult:
-    """Check that a GPU build of torch can open the GPUs.
+    """Check that a GPU build of torch can use the GPUs.
 
     Args:
         build: the build of torch. The default is the build that this process imported.
-        names: function that returns the names of the GPUs that torch opens, or raises torch's RuntimeError.
+        names: function that returns the names of the GPUs that torch can use, or raises torch's RuntimeError.
         masks: environment variables. Only the variables whose names end in _VISIBLE_DEVICES are used.
     """
     build = build or installed_build()
@@ -149,7 +149,7 @@ def check_accelerator(
         return CheckResult("accelerator", "skip", "a CPU build of torch: everything runs on the CPU")
     hidden = {name: value for name, value in masks.items() if name.endswith("_VISIBLE_DEVICES")}
     try:
-        gpus, problem = (names or _device_names)(), "torch opens no GPU"
+        gpus, problem = (names or _device_names)(), "torch cannot use a GPU"
     except RuntimeError as error:
         gpus, problem = [], str(error)
     if gpus:
@@ -157,7 +157,7 @@ def check_accelerator(
     remedy = "update the GPU driver to the version that this build needs; in a container, pass the devices through"
     if hidden:
         remedy = f"unset {', '.join(hidden)}, or set them to a device that exists"
-    return CheckResult("accelerator", "fail", f"{problem}; masks: {hidden or 'none'}", remedy)
+    return CheckResult("accelerator", "fail", f"{problem}; environment variables that hide GPUs: {hidden or 'none'}", remedy)
 
 
 def _device_names() -> list[str]:
@@ -175,7 +175,7 @@ def check_arithmetic(
     float64 product on the CPU.
 
     Args:
-        device: 'cuda' or 'cpu'. The default is the GPU if torch opens one, else the CPU.
+        device: 'cuda' or 'cpu'. The default is the GPU if torch can use one, else the CPU.
         copy: function that copies a tensor to a device.
         multiply: matrix product to test. Its arguments are two float32 matrices of shape (256, 256).
     """
@@ -282,7 +282,7 @@ def _not_writable(folder: Path) -> str | None:
 
 
 def _existing(path: Path) -> Path:
-    """Return the path, or its nearest existing parent."""
+    """Return the path if it exists. Otherwise return its nearest parent folder that exists."""
     return next(place for place in (path.absolute(), *path.absolute().parents) if place.exists())
 
 

@@ -46,7 +46,7 @@ class FloorResult:
 
     Args:
         floor: the floor.
-        outcome: "met", "not met" or "not measured". After a failed measurement, "above its limit" or "wrong output".
+        outcome: "met", "not met" or "not measured". If the measured value cannot be trusted, "above its limit" or "wrong output".
         row: the measured row, or None if nothing was measured. With several devices, the row of the slowest device.
         note: reason why nothing was measured, or a remark on the outcome.
         mode: text that says which devices worked at the same time. "" if only one mode was measured.
@@ -255,14 +255,14 @@ def measure_floor(floor: Floor, device: Device, time_limit_s: float) -> list[Row
 
 @dataclass(frozen=True)
 class _Together:
-    """Ranks that measure at the same time."""
+    """The ranks (one process for each device) that measure at the same time."""
 
     barrier: StoreBarrier
     name: str
     ranks: int
 
     def measure_with_others(self, measure: Callable[[], list[Row]], heat_s: float) -> list[Row]:
-        """Warm up the device, call `measure` at the same time on all ranks, and return its rows.
+        """Warm up the device, call `measure` at the same time on all ranks, and return the rows that it returns.
 
         Afterwards the device stays busy until all ranks have finished.
         """
@@ -322,7 +322,7 @@ def _number(value: float | None) -> float:
 
 
 def _differences(floor: Floor, row: Row) -> str:
-    """Return a note on the size and the format of a row if they differ from the floor's, else ""."""
+    """Return a note on the size and the number format of a row if they differ from those of the floor, else ""."""
     size = row.params.get({"gemm_tflops": "m", "bandwidth_gb_s": "elements"}.get(floor.metric, "bytes"))
     parts = [f"size {size:,}"] if size != floor.size else []
     parts += [row.dtype] if row.dtype != floor.dtype else []
@@ -344,7 +344,7 @@ def _matches(floor: Floor, row: Row) -> bool:
 
 
 def _best(floor: Floor, rows: list[Row]) -> Row:
-    """Return the fastest of one device's rows. Rows in the floor's number format are preferred.
+    """Return the row with the highest rate of one device. Rows in the number format of the floor are preferred.
 
     For a bandwidth, only rows with the largest arrays are used, because smaller arrays may fit into a cache.
     """

@@ -25,7 +25,10 @@ def self_test() -> list[FaultResult]:
 
 
 def self_test_table(results: Sequence[FaultResult]) -> Table:
-    """Return a table with one line per fault. A missed fault is red, and so is a clean twin that a check rejected."""
+    """Return a table with one line per fault.
+
+    A line is red if the fault was not detected, or if a check rejected the clean twin (the same measurement without the fault).
+    """
     table = Table(
         "planted fault", "wrong result without the check", "caught", "check and its message", "clean twin", pad_edge=False
     )
@@ -36,7 +39,7 @@ def self_test_table(results: Sequence[FaultResult]) -> Table:
 
 
 def self_test_conclusion(results: Sequence[FaultResult]) -> str:
-    """Return one line of text with the number of detected faults and the number of clean twins that passed."""
+    """Return one line of text with the number of detected faults and the number of measurements without a fault that passed."""
     wrong = [r.name for r in results if not r.passed]
     caught, passing = sum(r.caught for r in results), sum(r.twin_passes for r in results)
     text = f"{caught} of {len(results)} planted faults caught, {passing} of {len(results)} clean twins pass"

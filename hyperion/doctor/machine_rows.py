@@ -90,7 +90,7 @@ def stream_rows(device: Device, operation: str, dtype: str, elements: int, *, ti
 def launch_rows(device: Device, *, time_limit_s: float) -> list[Row]:
     """Measure the time that the host needs to launch the smallest kernel.
 
-    The kernel is launched alone and, if the device supports graphs, as part of a graph.
+    The kernel is launched by a single call and, if the device supports graphs, as part of a graph.
     """
     cost = measure_launch(device, time_limit_s=time_limit_s)
     rows = []
@@ -149,7 +149,7 @@ def _row(experiment: str, variant: str, metric: str, params: dict, dtype: str = 
 
 
 def _energy_row(row: Row, energy: Energy, joules: Estimate | None) -> Row:
-    """Return the row of the energy of the same work and the same samples as the row of a rate."""
+    """Return the row that holds the energy of the work whose rate is in `row`. Both values come from the same samples."""
     params = row.params | ({"power_scope": energy.scope} if energy.scope else {})
     if energy.counter_difference is not None:
         params["counter_difference"] = round(energy.counter_difference, 4)

@@ -274,7 +274,10 @@ def compare(case: Case, dtype: str, device: Device, pack: dict[str, np.ndarray])
 
 
 def numerics_table(report: NumericsReport) -> Table:
-    """Return a table with one line per quantity. A line has the error, or the reason why the device computed nothing."""
+    """Return a table with one line per quantity.
+
+    A line contains the error of the quantity, or the reason why the device computed nothing.
+    """
     table = Table("model", "precision", "compared with float64", "error", "tolerance", "", "largest error in", pad_edge=False)
     for finding in report.findings:
         if finding.reason:

@@ -68,7 +68,7 @@ class Material:
 
     @cached_property
     def finished(self) -> dict[str, dict]:
-        """Entries of the stored experiments, by "notebook/experiment". `Run.experiments` describes the entries."""
+        """Stored information about each experiment, as `Run.experiments` returns it. The keys are "notebook/experiment"."""
         return self.run.experiments()
 
     @cached_property
@@ -88,9 +88,9 @@ class Material:
         return next(filter(None, caveats), "")
 
     def _data_of(self, notebook: str, experiment: str) -> dict:
-        """Return the identity of each data set of an experiment, by the name of the data set.
+        """Return a dict that maps the name of a data set of an experiment to the identity of this data set, such as its checksum.
 
-        For a replayed experiment, it is read from the reference run.
+        For a replayed experiment, the identity is read from the reference run.
         """
         reference, entries = self.replayed_from(notebook, experiment), self.finished
         if reference and (folder := reference_folder() / reference).is_dir():
@@ -112,7 +112,7 @@ class Material:
         return sorted({row.data_source for row in self.rows} - {""})
 
     def of(self, experiment: str, **wanted) -> list[Row]:
-        """Return the rows of an experiment in all notebooks.
+        """Return all rows of an experiment, from all notebooks.
 
         Args:
             experiment: name of the experiment.
@@ -127,7 +127,10 @@ class Material:
 
     @cached_property
     def _steadiness(self) -> dict[tuple[str, str, str, str, str], str]:
-        """Text about the steadiness of each timing, by (notebook, experiment, variant, dtype, parameters as JSON)."""
+        """A dict that maps a timing to a text, which says whether the samples of this timing were steady.
+
+        The key of a timing is (notebook, experiment, variant, dtype, parameters as JSON).
+        """
         found, stored = {}, self.run.hashes()
         for notebook, experiment in self.experiments:
             if samples_name(notebook, experiment) not in stored:
@@ -182,8 +185,8 @@ def _image_caveat(data: dict, source: str) -> str:
     Return "" if the files of CIFAR-10 are official, or if the images are synthetic.
 
     Args:
-        data: identity of the data sets, by name. The identity of CIFAR-10 states its place, its checksum, and whether the files
-            are official. In runs of earlier versions it does not state whether the files are official.
+        data: a dict that maps the name of a data set to its identity. The identity of CIFAR-10 states its place, its checksum,
+            and whether the files are official. In runs of earlier versions, it does not state whether the files are official.
         source: data source of the rows.
     """
     entry = data.get("cifar-10") or {}
@@ -359,7 +362,10 @@ def memory_unit(gib: list[float]) -> tuple[float, str]:
 
 
 def _decimals(value: float | None, low: float | None, high: float | None) -> int | None:
-    """Return the number of decimals for a value and its interval. Return None without an interval or for a tiny value."""
+    """Return the number of decimals with which a value is shown, given its interval.
+
+    None if there is no interval or the value is tiny.
+    """
     if value is None or low is None or high is None or high <= low or abs(value) < 1e-4:
         return None
     # Show at least three and at most six significant digits, even if the interval is very wide or very narrow.

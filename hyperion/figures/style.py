@@ -141,7 +141,8 @@ def errors_of(rows: Sequence[Row], factor: float = 1.0) -> list[list[float]] | N
 def limit_line(axes: Axes, value: float, label: str, colour: str, size: float = 8) -> None:
     """Draw a dashed horizontal line across the panel, with a label.
 
-    The label is at the left end, because curves that rise with the size reach the limit at the right end.
+    The line shows a limit of the measured values, such as the bandwidth of a data sheet. Its label is at the left end. Most
+    curves rise towards the right, so that they come close to the limit there, and a label at the right end would hide them.
     """
     axes.axhline(value, color=colour, linestyle=(0, (5, 3)), linewidth=1.2, zorder=1.5)
     write_at(

@@ -278,7 +278,7 @@ def _check(row: Row) -> str:
 
 
 def text_of(value) -> str:
-    """Return a parameter as the text of a cell."""
+    """Return a parameter as the text of a table cell."""
     if value is None or value != value:
         return ""
     if isinstance(value, bool):
@@ -347,5 +347,5 @@ def prediction_basis(predictions: pd.DataFrame) -> list[str]:
 
 
 def _known(value) -> float | None:
-    """Return the number, or None for NaN, which pandas uses for missing numbers."""
+    """Return the number, or None if it is NaN, which stands for a missing number in pandas."""
     return None if value is None or value != value else value

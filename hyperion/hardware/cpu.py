@@ -221,7 +221,7 @@ def _khz(path: Path) -> float | None:
 
 
 def _cpuinfo(root: Path) -> dict[str, str]:
-    """Return the first processor's entry of /proc/cpuinfo."""
+    """Return the fields of the first processor in /proc/cpuinfo, as a dict that maps names to values."""
     block = (system_text(root / "proc/cpuinfo") or "").split("\n\n")[0]
     pairs = (line.split(":", 1) for line in block.splitlines() if ":" in line)
     return {key.strip(): value.strip() for key, value in pairs}

@@ -89,11 +89,11 @@ class MachineFacts:
         python, torch, cuda, hip: versions. `cuda` or `hip` is None if torch was built without it.
         cpu: facts about the CPU.
         gpus: the visible GPUs, in the order of PyTorch.
-        gpu_error: message of torch if it sees a GPU but cannot open it, else None.
+        gpu_error: error message of torch if it finds a GPU but cannot use it, else None.
         driver: name and version of the GPU driver, or None.
         collectives: name and version of the library for collectives (NCCL or RCCL), or None.
         collective_settings: environment variables that configure this library, see `collective_settings`.
-        packages: dict from the name of a Python package to its version.
+        packages: a dict that maps the name of a Python package to its version.
         os, kernel, machine: operating system, version of its kernel, and architecture, such as "x86_64".
         host_hash: hash of the host name.
         visible_devices: environment variables that select the visible GPUs.
@@ -120,7 +120,7 @@ class MachineFacts:
 def collect_facts() -> MachineFacts:
     """Return the facts about this machine. This function imports torch. Facts that cannot be read are None.
 
-    If torch sees a GPU but cannot open it, `gpu_error` contains torch's message.
+    If torch finds a GPU but cannot use it, `gpu_error` contains torch's error message.
     """
     import torch
 
@@ -194,7 +194,7 @@ def detect_cpu(facts: MachineFacts | None = None) -> Device:
 
 
 def one_at_a_time(device: Device, count: int, environment: Mapping[str, str]) -> list[dict[str, str]]:
-    """Return a list with one dict of environment variables for each accelerator that can be used independently of the others.
+    """Return one dict of environment variables for each accelerator that can be used independently of other accelerators.
 
     The variables in a dict make only one accelerator visible. For a CPU the list is empty. The two dies of an MI250X module share
     the power of the module, so work on one die slows down the other die. Therefore the list contains only one die of each module.
@@ -408,7 +408,7 @@ def _os_name() -> str:
 
 
 def collective_settings(variables: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment variables that configure collectives, as a dict from name to value.
+    """Return the environment variables that configure collectives, as a dict that maps names to values.
 
     A value that may contain a path, a host name or an address is replaced by its hash, because the result may be published.
     Different values have different hashes.

@@ -26,7 +26,10 @@ OURS = "sanity bound, ours"
 
 @dataclass(frozen=True)
 class FloorEntry:
-    """A floor that a vendor publishes, as a [[floor]] table of floors.toml. The header of the file explains the fields."""
+    """A floor (smallest value of a healthy device) that a vendor publishes, as a [[floor]] table of floors.toml.
+
+    The header of the file explains the fields.
+    """
 
     devices: Annotated[list[Text], Field(min_length=1)]
     arch: Text
@@ -49,7 +52,10 @@ class FloorEntry:
 
 @dataclass(frozen=True)
 class SanityEntry:
-    """Our own bound, as a [[sanity]] table of floors.toml. It is a share of a value in the data sheet."""
+    """A floor (smallest value of a healthy device) that we chose, as a [[sanity]] table of floors.toml.
+
+    It is a share of a value in the data sheet.
+    """
 
     quantity: Text
     dtype: Text
@@ -85,7 +91,7 @@ class FloorFile:
 
 @dataclass(frozen=True)
 class Floor:
-    """One floor of one device.
+    """One floor of one device: the smallest value that a healthy device must reach.
 
     Args:
         quantity, dtype, size: the operation to measure, its number format and its size. The header of floors.toml explains the
@@ -114,7 +120,7 @@ class Floor:
 
     @property
     def ours(self) -> bool:
-        """True for our own sanity bound, False for a vendor's floor."""
+        """True if we chose the floor ourselves, False if a vendor publishes it."""
         return self.source.startswith(OURS)
 
 
@@ -165,7 +171,10 @@ def _published(entry: FloorEntry, file: FloorFile) -> Floor:
 
 
 def _sanity(entry: SanityEntry, device: Device, sheet: Specification, devices: int) -> Floor | None:
-    """Return our own bound as a floor, or None if the data sheet does not contain the value."""
+    """Return the floor that a [[sanity]] table defines for this device.
+
+    Return None if the data sheet does not contain the value of which the floor is a share.
+    """
     ranks = None
     if entry.of == "memory bandwidth":
         whole = sheet.memory_bandwidth_gb_s

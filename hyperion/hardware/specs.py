@@ -75,7 +75,7 @@ class Specification:
 
     Args:
         name: name of the device.
-        peaks: peak rates by the names in `device.PATHS`.
+        peaks: a dict that maps a name in `device.PATHS` to the peak rate.
         memory_bandwidth_gb_s: the published bandwidth of the memory.
         memory_bandwidth_limit_gb_s: the larger of the published bandwidth and bus width x rate.
         memory_bandwidth_source: source of the bandwidth, or the reason why it is unknown.

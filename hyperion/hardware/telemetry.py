@@ -159,7 +159,7 @@ def from_raw(raw: dict[str, float | str | None], reason: str, power_scope: str =
     """Return a reading with the values that a library returned.
 
     Args:
-        raw: dict from the name of a quantity to its value. A value that is missing or 0 becomes None in the reading.
+        raw: a dict that maps the name of a quantity to its value. A value that is missing or 0 becomes None in the reading.
         reason: text that is stored in `unreadable` for each quantity that is None.
         power_scope: part of the hardware whose power was read.
     """

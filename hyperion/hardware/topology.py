@@ -35,7 +35,7 @@ class Topology:
     """The links between the devices of a machine.
 
     Args:
-        links: dict from (index of the sending device, index of the receiving device) to the short name of the link.
+        links: a dict that maps (index of the sending device, index of the receiving device) to the short name of the link.
         meanings: meaning of each short name.
         numa_nodes: NUMA node of each device. None if the node is unknown.
         source: the library or the files that the links were read from.

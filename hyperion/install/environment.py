@@ -160,10 +160,10 @@ def install_packages(root: Path, python: Path, choice: Choice) -> None:
 
 
 def verify(python: Path, machine: DetectedAccelerator, choice: Choice) -> None:
-    """Check that the installed build of torch fits the machine and can open its GPU.
+    """Check that the installed build of torch fits the machine and can use its GPU.
 
     Raises:
-        HyperionError: torch is missing, another build is installed, or torch opens no GPU.
+        HyperionError: torch is missing, another build is installed, or torch cannot use a GPU.
     """
     build = interpreter.inspect(python).torch
     if build is None:

@@ -47,7 +47,7 @@ class Interpreter:
         base: folder of the Python installation from which the environment was made.
         torch: installed build of torch; None if torch is not installed.
         torchvision: whether torchvision is installed.
-        packages: version of each installed package, by normalized name.
+        packages: a dict that maps the normalized name of an installed package to its version.
     """
 
     python: Path
@@ -83,7 +83,7 @@ def inspect(python: Path) -> Interpreter:
 
 
 def check_gpu_opens(python: Path, environment: dict[str, str], build: Build) -> None:
-    """Import torch in an environment and check that it opens a GPU.
+    """Import torch in an environment and check that torch can use a GPU.
 
     Args:
         python: interpreter of the environment.
@@ -91,7 +91,7 @@ def check_gpu_opens(python: Path, environment: dict[str, str], build: Build) -> 
         build: the installed build of torch.
 
     Raises:
-        HyperionError: torch opens no GPU. The error has torch's message, for example that the driver is too old.
+        HyperionError: torch cannot use a GPU. The error contains torch's message, for example that the driver is too old.
     """
     done = _run([str(python), "-c", _OPEN_GPU], environment)
     lines = done.stdout.splitlines()
@@ -100,9 +100,9 @@ def check_gpu_opens(python: Path, environment: dict[str, str], build: Build) -> 
     masks = {name: os.environ[name] for name in os.environ if name.endswith("_VISIBLE_DEVICES")}
     message = done.stderr.strip()[-600:] or "torch.cuda.is_available() is False"
     raise HyperionError(
-        f"{build} is installed but opens no GPU: {message}",
-        where=f"{python}; device masks set: {masks or 'none'}",
-        next_step="update the GPU driver to the version that this build needs, unset the device masks, or run on the CPU with "
+        f"{build} is installed, but torch cannot use a GPU: {message}",
+        where=f"{python}; environment variables that hide GPUs: {masks or 'none'}",
+        next_step="update the GPU driver to the version that this build needs, unset these variables, or run on the CPU with "
         "TORCH=cpu",
     )
 

@@ -44,7 +44,7 @@ class KernelFacts:
 
 @dataclass(frozen=True)
 class DetectedAccelerator:
-    """The accelerator that torch must support on this machine."""
+    """The accelerator of this machine, for which a build of torch is chosen. "cpu" if there is no accelerator."""
 
     kind: str  # rocm | cuda | cpu
     evidence: str
@@ -120,7 +120,8 @@ def _pci_displays(root: Path) -> tuple[tuple[str, str], ...]:
 def decide(facts: KernelFacts) -> DetectedAccelerator:
     """Decide which accelerator to use.
 
-    If the machine has a data-centre GPU that cannot be used, the result has a problem. The CPU is not chosen in this case.
+    If the machine has a data-centre GPU that cannot be used, the CPU is not chosen. The attribute `problem` of the result then
+    says why the GPU cannot be used.
     """
     if facts.system != "Linux":
         return DetectedAccelerator("cpu", f"{facts.system}: GPU builds are set up on Linux only")

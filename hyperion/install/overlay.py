@@ -1,4 +1,4 @@
-"""Use an existing environment, which PYTHON= names.
+"""Use an existing environment. The user names its Python interpreter with PYTHON=.
 
 The environment is never changed. Missing packages are installed into an overlay.
 
@@ -66,7 +66,7 @@ def ensure_overlay(root: Path, python: Path, extras: list[str], machine: Detecte
 
 
 def _checked_build(found: Interpreter, machine: DetectedAccelerator, choice: Choice) -> Build:
-    """Return the installed build of torch if it fits the machine."""
+    """Return the installed build of torch, after checking that it fits the machine."""
     if found.torch is None or not found.torchvision:
         lacks = "torch" if found.torch is None else "torchvision"
         raise HyperionError(

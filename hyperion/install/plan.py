@@ -125,10 +125,12 @@ def _explicit_gpu(machine: DetectedAccelerator, kind: str) -> Choice:
 
 
 def _wheel_for(installed: tuple[int, int] | None) -> tuple[int, int]:
-    """Return the ROCm version of the wheel for the machine's ROCm. If the machine's version is unknown, return the newest one.
+    """Return the ROCm version of the torch wheel that fits the ROCm of this machine.
+
+    If the version on this machine is unknown, return the newest one.
 
     Raises:
-        HyperionError: the machine's ROCm is older than every wheel.
+        HyperionError: the ROCm of this machine is older than that of every wheel.
     """
     if installed is None:
         return max(ROCM_WHEELS)

@@ -175,7 +175,7 @@ class _AddPositions(Function):
 
 
 def _linear_gradients(x_BTD: Tensor, weight_ED: Tensor, grad_y_ME: Tensor, grad_bias_E: Tensor) -> tuple[Tensor, ...]:
-    """Return the gradients of input, weight and bias of a linear layer."""
+    """Return the gradients of the input, the weight and the bias of a linear layer."""
     return (grad_y_ME @ weight_ED).view_as(x_BTD), grad_y_ME.T @ x_BTD.flatten(0, 1), grad_bias_E
 
 

@@ -21,7 +21,7 @@ STRIP = 64  # number of rows of a strip
 
 @dataclass(frozen=True)
 class Tile:
-    """The settings of a kernel.
+    """The launch settings of a Triton kernel.
 
     Args:
         rows, columns: numbers of rows and columns that a program processes per iteration.

@@ -92,7 +92,7 @@ def head_loss(
 
 
 def _slope(dtype: torch.dtype) -> float:
-    """Return the factor by which S is multiplied before it is stored in this dtype.
+    """Return the factor by which S = softmax - one_hot is multiplied before it is stored in this dtype.
 
     In float16 the factor is 1024. With 50,000 classes, many values of softmax would otherwise be subnormal in float16, and some
     matrix units replace subnormal numbers by zero.

@@ -59,7 +59,7 @@ class FaultResult:
         check: name of the check that should detect the error.
         caught: whether this check detected the error.
         message: message of the check, or a description of what happened instead.
-        twin_passes: whether the measurement without the fault passed.
+        twin_passes: whether the same measurement without the fault passed the check.
         twin_message: reason why the measurement without the fault did not pass. "" if it passed.
         seconds: duration of both measurements together.
     """
@@ -143,7 +143,10 @@ def _no_synchronisation_of_a_block(device: Device, broken: bool, believe: Believ
 
 
 def _no_warm_up(device: Device, broken: bool, believe: Believe) -> None:
-    """Time a function whose first calls are up to four times as slow. If broken, the time limit ends the warm-up too early."""
+    """Time a function whose first calls are up to four times as slow as later calls.
+
+    If `broken` is True, the time limit ends the warm-up too early.
+    """
     clock = Scripted(lambda call: _WORK_S * (1 + 3 * np.exp(-call / 50)))
     timing = time_function(lambda: None, device, cold=False, minimum_samples=30, time_limit_s=0.1 if broken else 5.0, clock=clock)
     believe(f"{timing.samples_s.mean() * 1e3:.2f} ms on average, but {_WORK_S * 1e3:.2f} ms after a complete warm-up")
@@ -161,7 +164,10 @@ def _clock_drift(device: Device, broken: bool, believe: Believe) -> None:
 
 
 def _no_flush(clock: Callable[[Device], Clock]) -> Callable[[Device, bool, Believe], None]:
-    """Return the function `plant` of a fault: a copy is timed with cold caches. If broken, the clock does not flush the cache."""
+    """Return a function that can be the argument `plant` of a `PlantedFault`.
+
+    The function times a copy with cold caches. If `broken` is True, the clock does not flush the cache.
+    """
 
     def plant(device: Device, broken: bool, believe: Believe) -> None:
         source = torch.randn(1 << 16, device=device.torch_device)
@@ -177,7 +183,7 @@ def _no_flush(clock: Callable[[Device], Clock]) -> Callable[[Device, bool, Belie
 
 
 def _skipped_work(device: Device, broken: bool, believe: Believe) -> None:
-    """Time a function. If broken, three of four calls do no work, as if they returned an earlier result."""
+    """Time a function. If `broken` is True, three of four calls do no work, as if they returned an earlier result."""
     calls = iter(range(1 << 40))
 
     def work() -> None:
@@ -204,7 +210,10 @@ class _RoundedProduct(Gemm):
 
 
 def _product(kind: type[Gemm]) -> Callable[[Device, bool, Believe], None]:
-    """Return the function `plant` of a fault: a matrix product is measured. If broken, its class is `kind`, which is wrong."""
+    """Return a function that can be the argument `plant` of a `PlantedFault`.
+
+    The function measures a matrix product. If `broken` is True, the product is computed by the class `kind`, which has a fault.
+    """
 
     def plant(device: Device, broken: bool, believe: Believe) -> None:
         product = (kind if broken else Gemm)(128, 128, 128, "fp32", device)
@@ -262,9 +271,11 @@ def mi250x(compute_units: int, memory_bytes: float, clock_mhz: float) -> Device:
 
 
 def _wrong_device(wrong: tuple[int, float, float], said: str) -> Callable[[Device, bool, Believe], None]:
-    """Return the function `plant` of a fault: the data sheet of one die of an MI250X is looked up.
+    """Return a function that can be the argument `plant` of a `PlantedFault`.
 
-    If broken, the device has the properties `wrong`, which do not agree with the data sheet.
+    The function looks up the data sheet of one die of an MI250X.
+
+    If `broken` is True, the device has the properties `wrong`, which do not agree with the data sheet.
 
     Args:
         wrong: (compute units, bytes of memory, clock in MHz).
@@ -301,7 +312,10 @@ def _best_of_one(device: Device, broken: bool, believe: Believe) -> None:
 
 
 def _wrong_rank(device: Device, broken: bool, believe: Believe) -> None:
-    """Simulate an all-reduce of two ranks in one process. If broken, one element of the output of rank 1 is too large by 1."""
+    """Simulate an all-reduce of two ranks in one process.
+
+    If `broken` is True, one element of the output of rank 1 is too large by 1.
+    """
     believe("a bus bandwidth, although rank 1 received a wrong sum")
     sound = COLLECTIVES["all_reduce"]
     ranks = [Buffers(sound, 4096, "bf16", World(rank, 2, rank, "gloo", detect_cpu()), RollCall()) for rank in range(2)]
@@ -313,7 +327,7 @@ def _wrong_rank(device: Device, broken: bool, believe: Believe) -> None:
 
 
 def _row(device: Device, dtype: str, rate: Estimate, verification: Verification) -> Row:
-    """Return a result row with the rate of a matrix product."""
+    """Return the result row that holds the rate of a matrix product."""
     limit = peak(device, gemm_path(dtype, device))
     return Row(
         notebook="harness",

@@ -26,7 +26,10 @@ _EXPANSION = 4  # the last convolution of a bottleneck block has 4 · 64 · 2^st
 
 
 class _Reference(ABC):
-    """Base class of the three configurations. A subclass defines the shapes, the counts and `_make`."""
+    """Base class of the three reference models.
+
+    A subclass defines the shapes, the counts of parameters and FLOPs, and `_make`.
+    """
 
     name: str
     parameter_count: int

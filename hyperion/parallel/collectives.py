@@ -173,7 +173,7 @@ def differing_parameters(model: nn.Module) -> dict[str, list[int]]:
     parameters are not compared, because they exist only once.
 
     Returns:
-        A dict from the name of a parameter to the ranks whose values differ from rank 0. Empty in a single process.
+        A dict that maps the name of a parameter to the ranks whose values differ from rank 0. Empty in a single process.
 
     Raises:
         DesyncError: names, shapes or dtypes of the parameters differ. The error is raised on every rank.

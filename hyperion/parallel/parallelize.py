@@ -68,11 +68,15 @@ class ParallelPlan:
         for name, choices in (("strategy", STRATEGIES), ("param_dtype", PARAM_DTYPES), ("checkpointing", CHECKPOINTING)):
             if (value := getattr(self, name)) not in choices:
                 raise HyperionError(
-                    f"{name} is {value!r}", where="ParallelPlan", next_step=f"choose one of {', '.join(map(repr, choices))}"
+                    f"{name} is {value!r}, which is not a possible value",
+                    where="ParallelPlan",
+                    next_step=f"choose one of {', '.join(map(repr, choices))}",
                 )
         for name in ("compile_blocks", "reshard_after_forward"):
             if not isinstance(value := getattr(self, name), bool):
-                raise HyperionError(f"{name} is {value!r}", where="ParallelPlan", next_step="give True or False")
+                raise HyperionError(
+                    f"{name} is {value!r}, which is neither True nor False", where="ParallelPlan", next_step="give True or False"
+                )
         if self.strategy != "fsdp" and (self.param_dtype is not None or not self.reshard_after_forward):
             raise HyperionError(
                 f"param_dtype and reshard_after_forward belong to strategy 'fsdp', not to {self.strategy!r}",

@@ -48,12 +48,12 @@ _STREAM_DTYPES = ("fp32", "fp64", "fp16", "bf16")
 
 @dataclass(frozen=True)
 class PlannedMeasurement:
-    """One planned measurement of a passport, which gets a share of the remaining time.
+    """A measurement that a passport needs. It gets a share of the time that is left.
 
     Args:
         name: name of the measurement in progress lines.
         measure: function that takes a time limit in seconds and returns rows.
-        absent: row without a value. If no time is left for the measurement, this row is stored with the reason.
+        absent: a row without a value. If no time is left for the measurement, this row is stored together with the reason.
     """
 
     name: str

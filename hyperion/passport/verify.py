@@ -89,7 +89,7 @@ class _SourceState:
 
 @dataclass(frozen=True)
 class _Passport:
-    """The top level of a passport. The entries of `fingerprint` and `ceilings` are verified separately."""
+    """The top-level fields of the JSON file. The entries of `fingerprint` and `ceilings` are verified separately."""
 
     schema: int
     hyperion: str
@@ -131,7 +131,7 @@ def verify_passport(path: Path) -> int:
 
 
 def hashes_of(content: dict) -> dict[str, str]:
-    """Return the sha256 of each section, by name of the section. The entry "whole" covers everything except the hashes."""
+    """Return a dict that maps the name of a section to its sha256. The entry "whole" covers everything except the hashes."""
     whole = {name: value for name, value in content.items() if name != "hashes"}
     return {name: _hash(content[name]) for name in SECTIONS} | {"whole": _hash(whole)}
 
@@ -195,7 +195,10 @@ def _verify_hashes(content: dict) -> None:
 
 
 def _row(entry: dict, place: str, device: Device) -> Row:
-    """Return the row. First check its fields, its unit, its interval, and its limit against the data sheet of this version."""
+    """Check an entry of `ceilings` and return it as a row.
+
+    The fields, the unit and the interval must be valid, and the limit must agree with the data sheet that this version contains.
+    """
     unknown = sorted(entry.keys() - set(COLUMNS))
     _require(not unknown, f"{place}.{unknown[0] if unknown else ''}", "is an unknown field")
     missing = sorted(set(COLUMNS) - entry.keys())
@@ -234,7 +237,7 @@ def _verify_params(row: Row, place: str) -> None:
 
 
 def _known_limit(row: Row, place: str, device: Device) -> float | None:
-    """Return the limit of a row that this version computes from the data sheet, or None if the data sheet gives no limit."""
+    """Compute the limit of a row from the data sheet that this version contains. Return None if the data sheet gives no limit."""
     if row.metric == "gemm_tflops":
         _require(row.dtype in FORMATS, f"{place}.dtype", f"is {row.dtype!r}, an unknown number format")
         return gemm_limit(device, row.dtype)[0]
@@ -254,7 +257,10 @@ def _known_limit(row: Row, place: str, device: Device) -> float | None:
 
 
 def _verify_floors(section: FloorSection, rows: list[Row], device: Device, devices: int) -> None:
-    """Check that the verdicts follow from the rows, and that a floor with a known source has the value of this source."""
+    """Check that the results for the floors agree with the rows.
+
+    Also check that each floor from a known source has the value that this source states.
+    """
     expected, unknown = floors_for(device, devices)
     _require(
         bool(section.unknown) != bool(section.verdicts), "floors", "must have either verdicts or a reason why no floor is known"

@@ -126,7 +126,11 @@ def _watch(counter: RollCall, here: World, store: Store, timeout_s: float, done:
 
 
 def _follow(counter: RollCall, here: World, store: Store, timeout_s: float, done: threading.Event) -> None:
-    """Publish the progress of this rank and read the progress of all ranks, until the block ends or no rank makes progress."""
+    """Write the progress of this rank to the store, and read the progress of all ranks.
+
+    The function returns when `done` is set. If no rank makes progress for `timeout_s` seconds, it prints the report of the hang
+    and ends the process.
+    """
     last_steps, since = None, time.monotonic()
     while True:
         finished = done.is_set()
@@ -183,7 +187,7 @@ def ranks_behind(ranks: list[RankProgress]) -> list[int]:
 
 
 def _exit(here: World, ranks: list[RankProgress], hung_s: float, done: threading.Event) -> None:
-    """Print the report and end the process. A rank that is behind exits first if it can.
+    """Print the report of the hang and end the process. A rank that is behind exits first if it can.
 
     The main thread may hang, so this thread ends the process without waiting for the main thread.
     """

@@ -75,7 +75,7 @@ def _run(command: list[str], files: JobFolder, ranks: "_Ranks") -> None:
 
 
 class _Ranks:
-    """The ranks of this node. Each rank runs in its own session."""
+    """The processes of the ranks on this node. Each process runs in its own session."""
 
     def __init__(self):
         self.processes: list[psutil.Process] = []

@@ -1,7 +1,7 @@
 """Worker processes that serve requests. Each request and each reply is one line of JSON.
 
-Use them when several processes must do their work one after the other. Between two requests a worker waits for input and uses
-no CPU time. A worker ends when the process that started it ends. Its output goes to a log, and an error message contains the
+Use these workers when several processes must do their work one after the other. Between two requests a worker waits for input and
+uses no CPU time. A worker ends when the process that started it ends. Its output goes to a log, and an error message contains the
 end of this log.
 """
 
@@ -125,7 +125,10 @@ class RequestWorker:
         return f"process {self.pid}"
 
     def _read_line(self, deadline: float) -> bytes | None:
-        """Return the next line without its newline; b"" if the worker has ended; None if the deadline has passed."""
+        """Return the next line of the worker's output, without its newline.
+
+        Return b"" if the worker has ended, and None if the deadline has passed.
+        """
         while b"\n" not in self._received:
             left_s = max(0.0, deadline - time.monotonic())
             if select.select([self._answers], [], [], min(left_s, _POLL_S))[0]:
@@ -172,8 +175,8 @@ def serve_requests(functions: dict[str, Callable[..., dict]]) -> None:
     The output of the functions goes to the log. Their standard input is empty.
 
     Args:
-        functions: the functions that a request can call, by name. Each function takes the parameters of the request and
-            returns a dict that can be written as JSON.
+        functions: a dict that maps names to the functions that a request can call. Each function takes the parameters of the
+            request and returns a dict that can be written as JSON.
     """
     die_with(int(os.environ.pop(_LAUNCHER)))
     requests, answers = os.fdopen(os.dup(0)), os.fdopen(int(os.environ.pop(_ANSWERS)), "w")

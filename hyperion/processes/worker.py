@@ -93,10 +93,10 @@ def _dump_stack_on_signals(stack: Path) -> None:
 
 
 def _work(request: dict, files: JobFolder, rank: int) -> tuple[dict | None, HyperionError | None]:
-    """Call the function of the job and return (its result, None).
+    """Call the function of the job. Return (result of the function, None).
 
-    If the function saved its state after SIGTERM, it raises a HyperionError with the exit code `INTERRUPTED`. In this case
-    return (None, the error). In both cases all ranks leave the process group normally.
+    If the function saved its state after SIGTERM, it raises a HyperionError with the exit code `INTERRUPTED`. In this case return
+    (None, the error). In both cases all ranks leave the process group normally.
     """
     from hyperion.processes.group import process_group
 
@@ -166,7 +166,7 @@ def _chain(error: BaseException | None) -> Iterator[BaseException]:
 
 
 def _is_lost_peer(error: BaseException) -> bool:
-    """Return True if the error means that another rank has ended or is late, so that this rank is not the root cause."""
+    """Return True if the error says that another rank has ended or is late. Then this rank is not the root cause."""
     import torch.distributed as dist
 
     if isinstance(error, dist.DistBackendError | dist.DistNetworkError | dist.DistStoreError):

@@ -38,8 +38,8 @@ class Display:
     Args:
         console: the console to print to. Bars are drawn if it is a terminal.
         expected_s: expected seconds of each notebook that will run. The keys are stems (file names without .ipynb).
-        total_s: function that computes the total seconds of several notebooks from the seconds of each notebook, by stem. The
-            default is the sum. If notebooks run at the same time, the total is less than the sum.
+        total_s: function that computes the total seconds of several notebooks from a dict that maps the stem of a notebook to its
+            seconds. The default is the sum. If notebooks run at the same time, the total is less than the sum.
     """
 
     def __init__(

@@ -91,7 +91,7 @@ class _StartedNotebook:
     """A running notebook.
 
     Args:
-        before: the ledger's entry of the previous execution.
+        before: the stored entry about the previous execution of this notebook.
         inputs: hashes of everything that the result depends on.
         why_again: the reason why the notebook runs again; "" if it has not run before in this run.
         replays: whether the notebook reads the rows of a reference machine instead of measuring.
@@ -109,7 +109,7 @@ class _StartedNotebook:
 
 
 class _Call:
-    """Runs the notebooks of one call, stores their results, and prints the summary."""
+    """One call of `make reproduce`: runs the notebooks, stores their results, and prints the summary."""
 
     def __init__(self, request: Request, machine: MachineProfile, root: Path, ledger: Ledger, scratch: Path, console: Console):
         self.request, self.machine, self.root, self.ledger = request, machine, root, ledger
@@ -153,7 +153,7 @@ class _Call:
         return self._close(code)
 
     def _run_all(self, waiting: list[Notebook], display: Display) -> None:
-        """Start each notebook as soon as the notebooks that it needs have ended and a place is free."""
+        """Start each notebook as soon as the notebooks that it needs have ended and a part of the machine is free for it."""
         spent = False
         try:
             while waiting or self.lanes.stems:

@@ -50,7 +50,7 @@ class Outcome:
     """The result of an execution.
 
     Args:
-        document: the executed notebook as an nbformat node. None if the kernel never started.
+        document: the executed notebook as an nbformat node. None if the kernel did not start.
         failure: why the notebook failed. None if it did not fail.
         not_evaluated: one sentence for each cell that could not be evaluated because the value of a row was refused.
     """

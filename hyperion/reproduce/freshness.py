@@ -60,7 +60,7 @@ class Freshness:
         return f"without rows of {', '.join(without)}" if without else "changed: its data"
 
     def inputs(self, notebook: Notebook, reference: "Reference | None") -> dict[str, str]:
-        """Return the hashes of everything that the notebook's result depends on, by name."""
+        """Return a dict that maps names to the hashes of everything that the notebook's result depends on."""
         # Only the sizes of the notebook's own experiments count, not all sizes of the profile.
         settings = self._machine.settings
         sizes = {name: settings["sizes"].get(name) for name in notebook.produces}
@@ -98,8 +98,9 @@ class Freshness:
     def expected_s(self, notebook: Notebook) -> float:
         """Return the expected duration of a notebook in seconds.
 
-        The duration is that of the latest complete execution in this run. Without one, it is that of an earlier run with the same
-        setting. Without such a run, it is the expected time in the metadata of the notebook.
+        The function returns the duration of the latest complete execution in this run. If there is none, it returns the duration
+        in an earlier run with the same setting. If there is no such run either, it returns the expected time from the metadata of
+        the notebook.
         """
         entry = self._ledger.entries.get(notebook.stem)
         if entry is not None and entry.whole_s is not None:
@@ -112,7 +113,7 @@ class Freshness:
 
 
 def hashed_inputs(notebook: Notebook, parameters: Mapping, upstream: Mapping[str, str | None]) -> dict[str, str]:
-    """Return hashes of everything that a notebook's result depends on, by the name of the input.
+    """Return a dict that maps the name of an input to its hash, for everything that a notebook's result depends on.
 
     Args:
         notebook: the notebook.
@@ -160,7 +161,7 @@ def rows_digest(run: Run, notebook: str) -> str | None:
 
 @dataclass(frozen=True)
 class Reference:
-    """A machine whose reference run contains every experiment of a notebook.
+    """A machine whose reference run contains every experiment of a notebook, so that the notebook can show its results.
 
     Args:
         machine: name of the machine.

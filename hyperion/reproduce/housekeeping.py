@@ -107,7 +107,10 @@ def _is_folder(path: Path) -> bool:
 
 
 def _runs(results: Path) -> Iterator[Path]:
-    """Yield the folders of runs and relaunches that are not in use, and the link to the latest run."""
+    """Yield the folders of runs that are not in use, and the link to the latest run.
+
+    Folders that `hyperion relaunch` wrote are included if they are not in use.
+    """
     for path in sorted(results.iterdir()):
         if path.is_symlink():
             if path.name == "latest":
@@ -130,13 +133,19 @@ def _is_run(folder: Path) -> bool:
 
 
 def _launches(folder: Path) -> list[Path]:
-    """Return the runs in a folder of relaunches. It has the folders A and B, one for each of the two compared versions."""
+    """Return the runs in a folder that `hyperion relaunch` wrote.
+
+    The folder contains the folders A and B, one for each of the two compared versions of the code.
+    """
     sides = [folder / side for side in "AB" if _is_folder(folder / side)]
     return sorted(path for side in sides for path in side.iterdir() if _is_folder(path) and _is_run(path))
 
 
 def _foreign_in_run(folder: Path) -> list[Path]:
-    """Return the files of a run, or of a folder of relaunches, that are not in a manifest or differ from their hash there."""
+    """Return the files of a run that are not in its manifest or differ from their hash in the manifest.
+
+    `folder` can also be a folder that `hyperion relaunch` wrote.
+    """
     if launches := _launches(folder):
         others = [path for path in folder.iterdir() if path.name not in ("A", "B") or not _is_folder(path)]
         others += [path for side in {path.parent for path in launches} for path in side.iterdir() if path not in launches]

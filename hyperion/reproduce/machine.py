@@ -24,8 +24,8 @@ class MachineProfile:
 
     Args:
         profile: name of the requested profile. If `auto` was requested, name of the machine's default profile.
-        settings: the part of the profile that rows depend on: a dict with the keys "sizes" (the sizes of each experiment, by
-            name), "synthetic" and "allow_synthetic".
+        settings: the part of the profile that rows depend on: a dict with the keys "sizes" (a dict that maps the name of an
+            experiment to its sizes), "synthetic" and "allow_synthetic".
         setting: device and versions. A run with another device or other versions is not continued.
         information: contents of run.json for a new run.
         masks: one entry for each notebook that may run at the same time. An entry holds the environment variables that hide all

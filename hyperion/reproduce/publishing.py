@@ -108,7 +108,7 @@ _TEMPLATE = (
 
 
 def notebook_files(notebook: Notebook, document: Any, folder: Path, root: Path) -> dict[str, bytes]:
-    """Return the files of an executed notebook: its copy and its HTML page, by path in the run.
+    """Return the files of an executed notebook, its copy and its HTML page, as a dict that maps a path in the run to the content.
 
     Paths of this machine are replaced in both files.
 
@@ -351,12 +351,12 @@ def link_pages(content: bytes, pages: Iterable[str] | None = None) -> bytes:
 
 
 def _link_pictures(page: str, content: bytes, pictures: dict[bytes, str]) -> bytes:
-    """Return a page in which inline pictures that are also files of the run are replaced by relative links.
+    """Return an HTML page with relative links instead of inline pictures, for all pictures that are also files of the run.
 
     Args:
         page: name of the page in the run.
         content: the page.
-        pictures: names of the picture files by their content in base64.
+        pictures: a dict that maps the content of a picture file in base64 to the name of the file.
     """
 
     def link(match: re.Match[bytes]) -> bytes:

@@ -149,7 +149,7 @@ class Ledger:
         Args:
             stem: stem of the notebook.
             entry: the new entry.
-            files: contents of the executed copy and its page, by path in the run.
+            files: a dict that maps a path in the run to the content of the file: the executed copy and its HTML page.
         """
         self.entries[stem] = entry
         self._write(files)
@@ -273,7 +273,10 @@ def _claim_named(folder: Path) -> tuple[Path, FileLock]:
 
 
 def _claim_newest(results: Path, setting: dict) -> tuple[Path, FileLock] | None:
-    """Lock and return the newest run of this setting that no other call uses."""
+    """Lock the newest run with this setting that no other call uses, and return its folder and its lock.
+
+    None if there is no such run.
+    """
     for path in _newest_first(results):
         if peek(path.parent).setting == setting and (lock := _try_lock(path.parent)):
             return path.parent, lock

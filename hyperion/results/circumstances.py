@@ -113,7 +113,7 @@ def _identities(run: Run) -> Iterator[tuple[str, object]]:
 
 
 def _recorded(runs: list[Run]) -> dict[str, set[str]]:
-    """Return the recorded values of all runs of a set, by name of the circumstance."""
+    """Return a dict that maps the name of a circumstance to the set of its values in these runs."""
     recorded = defaultdict(set)
     for run in runs:
         for name, value in _statements(run):

@@ -181,7 +181,7 @@ def _require_turns(runs_a: list[Run], runs_b: list[Run]) -> None:
 
 
 def _values(rows: list[dict[tuple, Row]]) -> dict[tuple, list[float]]:
-    """Return the values of each row key, from the runs that have a value."""
+    """Return a dict that maps the key of a row to the values of this row in all runs that have one."""
     values = defaultdict(list)
     for of_run in rows:
         for key, row in of_run.items():
@@ -191,9 +191,9 @@ def _values(rows: list[dict[tuple, Row]]) -> dict[tuple, list[float]]:
 
 
 def _by_identity(run: Run) -> dict[tuple, Row]:
-    """Return the rows of a run by key.
+    """Return a dict that maps a key to a row of the run. The key says what the row measures.
 
-    The key of a row of a search omits the result of the search, because the fastest shape may differ between runs.
+    The key of a row from the search for the fastest shape does not contain this shape, because it may differ between runs.
     """
     by_key, searches = {}, defaultdict(list)
     for row in run.rows():
@@ -221,7 +221,7 @@ def _missing(key: tuple, *sides: list[dict[tuple, Row]]) -> Comparison:
 
 
 def _incomparable(key: tuple, values: list[float], launches_a: int, forms: list[tuple[str, str]]) -> Comparison:
-    """Return a comparison without a verdict, for a metric that the runs define differently."""
+    """Return a comparison that only states its reason: the runs define this metric differently."""
     stated = ", ".join(f"[{unit}] {'no direction' if better == 'none' else f'{better} is better'}" for unit, better in forms)
     reason = f"the runs define the metric differently: {stated}"
     return _without_verdict(key, reason, tuple(values[:launches_a]), tuple(values[launches_a:]))

@@ -71,7 +71,7 @@ def verify_run(run: Run) -> list[str]:
 
 
 def _sample_groups(samples: pd.DataFrame, experiment: str) -> dict[tuple, np.ndarray]:
-    """Return the sampled times in seconds, grouped by (variant, dtype, params as JSON, phase)."""
+    """Return a dict that maps (variant, dtype, params as JSON, phase) to the sampled times in seconds."""
     if not {"variant", "dtype", "params", "time_s"} <= set(samples.columns):
         return {}
     timed = samples.loc[samples["params"].notna() & samples["time_s"].notna()]
@@ -136,7 +136,10 @@ def _function_of(row: Row) -> Callable[[float], float] | None:
 
 
 def _work(row: Row) -> float | None:
-    """Return the work of one call in the unit of the rate (operations, bytes or items); None if the params do not state it."""
+    """Return the operations, bytes or items of one call, in the unit of the rate.
+
+    None if the params of the row do not state them.
+    """
     params = {name: value for name, value in row.params.items() if type(value) in (int, float) and value > 0}
     if row.metric == "gemm_tflops" and {"m", "n", "k"} <= params.keys() and "kind" not in row.params:
         return 2 * params["m"] * params["n"] * params["k"] * params.get("products", 1) / 1e12

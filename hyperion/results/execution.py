@@ -1,4 +1,4 @@
-"""The log in which the kernel that executes a notebook reports to the driver (`hyperion reproduce`).
+"""The log file through which the kernel of a notebook reports to the driver, the process of `hyperion reproduce`.
 
 The driver sets the path of the log in an environment variable. The kernel appends one line for each experiment and one line for
 each unexpected result. The line of an experiment says whether its rows were measured now or were already stored in the run.
@@ -32,7 +32,10 @@ def note_unexpected(notebook: str, sentence: str, what: str) -> None:
 
 
 def executed(log: Path, notebook: str) -> dict[str, str]:
-    """Return {experiment: MEASURED or KEPT} of a notebook from a log. If both words occur for an experiment, return MEASURED."""
+    """Read a log and return a dict that maps the name of an experiment of a notebook to MEASURED or KEPT.
+
+    If both words occur for an experiment, the value is MEASURED.
+    """
     outcomes: dict[str, str] = {}
     for experiment, what in _noted(log, notebook):
         if what in (MEASURED, KEPT) and outcomes.get(experiment) != MEASURED:
@@ -53,7 +56,10 @@ def unexpected(log: Path, notebook: str, *kinds: str) -> list[str]:
 
 
 def unexpected_in(run: "Run") -> dict[str, list[str]]:
-    """Return {notebook: sentences about unexpected results in its latest execution}. Notebooks without any are left out."""
+    """Return a dict that maps a notebook to the sentences about unexpected results in its latest execution.
+
+    Notebooks without unexpected results are left out.
+    """
     if not (run.folder / LEDGER).is_file():
         return {}
     notebooks = json.loads(run.read(LEDGER))["notebooks"]

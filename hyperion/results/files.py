@@ -125,13 +125,14 @@ def write_atomically(path: Path, content: bytes) -> None:
 def commit(folder: Path, contents: dict[str, bytes]) -> None:
     """Add or replace several files of a folder and its manifest as one transaction.
 
-    A commit has three steps. First it writes the new files and the new manifest under temporary names. Then it writes the list
-    of renames. Last it renames the files, which needs no disk space. If the process is killed after the second step, readers
-    use the list to find the files, and the next writer executes the renames.
+    A commit has three steps. First it writes the new files and the new manifest under temporary names. Then it writes the list of
+    renames. Last it renames the files, which needs no disk space. If the process is killed after the second step, readers use the
+    list to find the files, and the next writer executes the renames.
 
     Args:
         folder: the folder; it is created if it does not exist.
-        contents: content of each file, by path relative to `folder`. A file has at most `LARGEST_FILE_BYTES`.
+        contents: a dict that maps the path of a file, relative to `folder`, to its content. A file has at most
+            `LARGEST_FILE_BYTES`.
 
     Raises:
         StoreError: the folder is not writable, or the disk is full. Or a name points outside the folder, is a link, or is the

@@ -53,7 +53,9 @@ class Metric:
             if not isinstance(text, str) or not form.fullmatch(text):
                 raise self._fault(f"{field} is {text!r:.100}", f"use {allowed}")
         if self.direction not in ("higher", "lower", "none"):
-            raise self._fault(f"direction is {self.direction!r:.100}", "use 'higher', 'lower' or 'none'")
+            raise self._fault(
+                f"direction is {self.direction!r:.100}, which is not a possible value", "use 'higher', 'lower' or 'none'"
+            )
         text = self.meaning
         one_line = isinstance(text, str) and 0 < len(text) <= _LONGEST_MEANING and "\n" not in text and printable(text) == text
         if not one_line:
@@ -243,7 +245,7 @@ def metric_named(name: str) -> Metric:
 
 
 def require_one_definition(metrics: Iterable[Metric], where: object) -> dict[str, Metric]:
-    """Return the metrics by name, after checking that no name has two definitions.
+    """Return a dict that maps the name of a metric to its definition, after checking that no name has two definitions.
 
     Args:
         metrics: the metrics; a repeated definition is allowed.

@@ -198,11 +198,17 @@ class Row:
         for column in _FLOATS:
             number = getattr(self, column)
             finite = number is None or abs(number) <= sys.float_info.max
-            self._demand(finite, f"{column} is {number!r:.40}", "store null and the reason why there is no number")
+            self._demand(
+                finite,
+                f"{column} is {number!r:.40}, which is not a finite number",
+                "store null and the reason why there is no number",
+            )
         for column in _INTEGERS:
             number = getattr(self, column)
             known = number is None or 0 <= number < _MOST_COUNTED
-            self._demand(known, f"{column} is {number!r:.40}", "store a count, or null if there is no count")
+            self._demand(
+                known, f"{column} is {number!r:.40}, which is not a count", "store a count, or null if there is no count"
+            )
         for column in ("clock_mhz", "power_w"):
             reading = getattr(self, column)
             text = f"{column} is {reading:g}" if reading is not None else ""
@@ -230,7 +236,7 @@ class Row:
             self._demand(known, f"check {self.check!r} lacks its error or tolerance", "record the error and the tolerance")
 
     def _failure(self) -> str:
-        """Return the reason why the measured value must be refused, as the end of a sentence, or "" for a valid value."""
+        """Return the reason why the measured value is not valid, as the end of a sentence. Return "" if the value is valid."""
         if self.value is None:
             return ""
         if not math.isfinite(self.value):
@@ -325,7 +331,7 @@ def own_metrics_to_json(metrics: OwnMetrics) -> dict[str, list[dict]]:
 
 
 def own_metrics_from_json(document: object, where: object) -> dict[str, list[Metric]]:
-    """Return the definitions that `own_metrics_to_json` wrote, by "notebook/experiment".
+    """Return a dict that maps "notebook/experiment" to the definitions that `own_metrics_to_json` wrote for this experiment.
 
     Args:
         document: the parsed JSON document.
@@ -355,8 +361,8 @@ def rows_from_csv(
         where: name of the file for error messages.
         validated: if True, check the rules of each row's metric. Use False for rows from a worker, because one failed check must
             not discard the other rows. `Run.record` validates the rows that it stores.
-        metrics: definitions of all metrics that the rows use and that are not built in, by "notebook/experiment", as
-            `own_metrics` returns them. None uses the metrics that this process registered.
+        metrics: a dict that maps "notebook/experiment" to the definitions of the metrics that its rows use and that are not built
+            in, as `own_metrics` returns them. None uses the metrics that this process registered.
 
     Raises:
         RowError: the header is not the expected one, a cell is missing, a number is invalid, a metric is unknown, a unit is

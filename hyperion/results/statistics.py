@@ -343,7 +343,10 @@ def log_deviations(values: np.ndarray, launches_a: int) -> np.ndarray:
 
 
 def _correlations(differences: np.ndarray, lengths: np.ndarray, smallest: float) -> np.ndarray:
-    """Return the absolute correlation with the membership in B, up to a factor. It is 0 for changes of `smallest` or less."""
+    """For each value, return its absolute correlation with the membership in set B, up to a constant factor.
+
+    The result is 0 for values that change by `smallest` or less.
+    """
     # |exp(d) - 1| > smallest, without an exponential of each of millions of elements
     lower = math.log1p(-smallest) if smallest < 1 else -math.inf
     counts = (differences > math.log1p(smallest)) | (differences < lower)

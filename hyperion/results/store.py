@@ -155,7 +155,7 @@ class _RecordedSource:
 
 @dataclass(frozen=True)
 class _Environment:
-    """The fields of a fingerprint that the report and comparisons read. Other fields are ignored."""
+    """The fields of the stored description of a machine that the report and comparisons read. Other fields are ignored."""
 
     gpus: list[_Gpu] | None = None
     cpu: _Cpu | None = None
@@ -185,7 +185,7 @@ class _Provenance:
 
 @dataclass(frozen=True)
 class _Finished:
-    """An entry of experiments.json."""
+    """An entry of experiments.json, which describes one stored experiment."""
 
     input_hash: str
     rows: int
@@ -365,14 +365,16 @@ class Run:
         note_experiment(notebook, experiment, KEPT)
 
     def finished(self, notebook: str, experiment: str) -> dict | None:
-        """Return {input_hash, rows, source, data, provenance} of an experiment; None if the experiment is not finished.
+        """Return a dict with the keys "input_hash", "rows", "source", "data" and "provenance" about a finished experiment.
+
+        Return None if the experiment is not finished.
 
         The provenance states the profile, the seed and the environment of the experiment. They may differ from those in run.json.
         """
         return self.experiments().get(f"{notebook}/{experiment}")
 
     def environments(self) -> dict[str, dict]:
-        """Return the environments in which the experiments of this run were measured, by digest.
+        """Return a dict that maps a digest to an environment in which experiments of this run were measured.
 
         The provenance of an experiment contains the digest of its environment.
 
@@ -417,7 +419,7 @@ class Run:
         ]
 
     def hashes(self) -> dict[str, str]:
-        """Return the sha256 of every file in the manifest, by name."""
+        """Return a dict that maps the name of each file in the manifest to its sha256."""
         with locked(self.folder):
             return {name: entry["sha256"] for name, entry in read_manifest(self.folder).entries.items()}
 
@@ -507,7 +509,10 @@ class Run:
         return files
 
     def experiments(self) -> dict[str, dict]:
-        """Return the entries of all stored experiments by "notebook/experiment". `finished` describes the fields of an entry.
+        """Return a dict with one entry for each experiment that is stored in this run.
+
+        A key has the form "notebook/experiment". A value is a dict with information about the stored experiment, such as the
+        number of its rows. `finished` describes its fields.
 
         Raises:
             HyperionError: the file is damaged, or an entry does not have the expected fields.
@@ -620,7 +625,11 @@ def predictions_digest(predictions: Iterable[Prediction]) -> str:
 
 
 def _with_prediction(written: list[Prediction], new: Prediction) -> list[Prediction]:
-    """Return the stored predictions with a new prediction added. The first prediction of a configuration has the guess."""
+    """Return the stored predictions with the new prediction added.
+
+    Older predictions for the same inputs of the experiment that were computed from other rows are removed. The guess that the
+    reader made first is kept.
+    """
 
     def configuration(p: Prediction) -> tuple:
         return p.notebook, p.experiment, p.input_hash

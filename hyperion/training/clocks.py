@@ -183,7 +183,7 @@ class EpochMeter:
         self.gib = peak.gib if self.gib is None or peak.gib is None else max(self.gib, peak.gib)
 
     def results(self) -> dict[str, Any]:
-        """Return the fields of EpochRecord that this class measures, by name."""
+        """Return a dict that maps names to values, with the fields of EpochRecord that this class measures."""
         timed_items = int(self.timed_items)
         return {
             "items": int(self.items),

@@ -348,7 +348,9 @@ class LanguageEngine(TorchEngine):
         return nll_BT.sum()
 
     def evaluate(self, batches: Iterable[tuple[Tensor, Tensor]]) -> dict[str, float]:
-        """Return the results of evaluate_language by name: 'loss' in nats per token, 'perplexity_token', 'total_nll_nats', …"""
+        """Return the results of evaluate_language as a dict with the keys 'loss' in nats per token, 'perplexity_token',
+        'total_nll_nats', …
+        """
         result = evaluate_language(self.model, batches, self.precision, self.device)
         return {"loss": result.loss, "perplexity_token": result.perplexity_token} | asdict(result)
 
@@ -424,7 +426,7 @@ class ImageEngine(TorchEngine):
         return F.cross_entropy(logits_BK, labels_B, reduction="sum", label_smoothing=self.label_smoothing)
 
     def evaluate(self, batches: Iterable[tuple[Tensor, Tensor]]) -> dict[str, float]:
-        """Return the results of evaluate_images by name: 'loss' in nats per image, 'accuracy', 'standard_error', 'images'."""
+        """Return the results of evaluate_images as a dict: 'loss' in nats per image, 'accuracy', 'standard_error', 'images'."""
         return asdict(evaluate_images(self.model, batches, self.precision, self.device))
 
 
@@ -503,7 +505,9 @@ def _check_arguments(schedule: Any, clip_norm: float, micro_batches: int, where:
             f"the schedule returns the learning rate {rate!r} for step 1", "return a finite number that is not negative"
         )
     if isinstance(clip_norm, bool) or not isinstance(clip_norm, int | float) or not clip_norm > 0:
-        raise refusal(f"clip_norm is {clip_norm!r}", "pass a number above 0, or math.inf to disable clipping")
+        raise refusal(
+            f"clip_norm is {clip_norm!r}, which is not a number above 0", "pass a number above 0, or math.inf to disable clipping"
+        )
     require_number("micro_batches", micro_batches, where, whole=True, at_least=1)
 
 

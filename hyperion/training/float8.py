@@ -148,7 +148,7 @@ def reference_product(x_MK: Tensor, w_NK: Tensor, x_dtype: torch.dtype, w_dtype:
 
 
 def _column_major(x8_RC: Tensor) -> Tensor:
-    """Return the same matrix in column-major order."""
+    """Return the same matrix with a column-major memory layout."""
     return x8_RC.t().contiguous().t()
 
 

@@ -248,7 +248,7 @@ def train(
 
 
 class _Run:
-    """State of one call of `train` on one rank."""
+    """One call of `train` on one rank: its arguments, and the values that change during the training."""
 
     def __init__(
         self,
@@ -515,7 +515,10 @@ class _Run:
             set_rng_state(own["rng"])
 
     def change_ranks(self, before: int) -> None:
-        """Start with a new state for each rank, because stored states belong to another number of ranks. Print a warning."""
+        """Start with a new state on each rank and print a warning.
+
+        The stored states cannot be used, because they belong to another number of ranks.
+        """
         seed_rank(self.seed, self.step, self.rank)
         if self.rank == 0:
             print(

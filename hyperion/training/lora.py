@@ -222,7 +222,7 @@ def _peft_model(model: nn.Module) -> "PeftModel":
 
 
 def _adapters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Return the parameters of the adapters, by their names in the peft model."""
+    """Return a dict that maps a name in the peft model to the adapter's parameter with this name."""
     return {name: p for name, p in _peft_model(model).named_parameters() if _MARK in name}
 
 

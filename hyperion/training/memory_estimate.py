@@ -308,7 +308,7 @@ def image_activations(width: int, batch: int, sixteen_bit: bool, image_size: int
 
 
 class _WithoutMemo(TorchDispatchMode):
-    """Clear the memo of the fake tensor mode after each operator.
+    """Context that clears the memo (a cache of tensors) of the fake tensor mode after each operator.
 
     `Module.to` cannot swap parameters while the memo contains references to them.
     """
@@ -324,7 +324,7 @@ class _WithoutMemo(TorchDispatchMode):
 
 
 class _PretendCuda(TorchFunctionMode):
-    """Make `Tensor.is_cuda` True for all tensors, so that code takes the same branches as on a GPU."""
+    """Context in which `Tensor.is_cuda` is True for all tensors, so that code takes the same branches as on a GPU."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return True if func == _IS_CUDA else func(*args, **kwargs or {})

@@ -123,7 +123,9 @@ class WarmupCosine:
             HyperionError: the step is below 1.
         """
         if step < 1:
-            raise HyperionError(f"step is {step}", where="WarmupCosine", next_step="count steps from 1")
+            raise HyperionError(
+                f"step is {step}, but the first step has the number 1", where="WarmupCosine", next_step="count steps from 1"
+            )
         if step < self.warmup_steps:
             return self.peak * step / self.warmup_steps
         done = min(1.0, (step - self.warmup_steps) / (self.total_steps - self.warmup_steps))
@@ -146,7 +148,9 @@ class Precision:
     def __post_init__(self) -> None:
         if self.dtype not in (*TRAINING_DTYPES, FP8):
             raise HyperionError(
-                f"dtype is {self.dtype!r}", where="Precision", next_step=f"choose one of {', '.join((*TRAINING_DTYPES, FP8))}"
+                f"dtype is {self.dtype!r}, which is not a number format for training",
+                where="Precision",
+                next_step=f"choose one of {', '.join((*TRAINING_DTYPES, FP8))}",
             )
 
     def products(self) -> AbstractContextManager:

@@ -118,7 +118,7 @@ def read_run(path: Path, engine: Engine, total_steps: int) -> tuple[dict, dict |
 
 
 def _read_shared(folder: Path, step: int, item: str) -> dict[str, Any]:
-    """Return the shared state. The types of all values are checked, and the numbers of steps must agree."""
+    """Read the state that all ranks share. The types of all values are checked, and the numbers of steps must agree."""
     shared, place = read_state(folder), folder / STATE
     _require_fields(shared, _SHARED, "the state of the loop", place)
     history = shared["history"]
@@ -142,7 +142,7 @@ def _read_shared(folder: Path, step: int, item: str) -> dict[str, Any]:
 
 
 def _read_own(folder: Path, shared: dict) -> dict[str, Any]:
-    """Return the state of this rank. The types of all values and the states of the random generators are checked."""
+    """Read the state of this rank. The types of all values and the states of the random generators are checked."""
     own, place = read_state(folder), folder / STATE
     _require_fields(own, _OWN, "the state of the rank", place)
     _require_fields(own["meter"], _METER, "the state of the meter", place)

@@ -288,7 +288,7 @@ def load_base_and_adapter(context: Context, data: FineTuningData, path: Path, dt
 def equality_row(
     context: Context, data: FineTuningData, variant: str, what: str, difference: float, check: str, tolerance: float, **params
 ) -> Row:
-    """Return the row of a relative difference.
+    """Return the row that holds a relative difference.
 
     Args:
         context: context of the experiment.

@@ -261,7 +261,7 @@ def _llama(context: Context, recipe: Recipe) -> Training:
 
 
 def _sharers(recipe: Recipe) -> World:
-    """Return the ranks that share a batch: all ranks, or only this rank if the strategy is "single"."""
+    """Return the ranks among which a batch is divided: all ranks, or only this rank if the strategy is "single"."""
     here = world()
     return replace(here, rank=0, size=1) if recipe.strategy == "single" else here
 

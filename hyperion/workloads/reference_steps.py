@@ -102,7 +102,7 @@ def to_channels_last(module: nn.Module) -> None:
 
 @dataclass(frozen=True)
 class Update:
-    """The usual optimizer for one kind of reference model.
+    """The optimizer that is usual for one kind of reference model, with the bytes that it needs.
 
     Args:
         make: function that takes a module and returns the optimizer of its parameters.

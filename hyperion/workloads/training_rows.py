@@ -1,8 +1,8 @@
 """Functions that make the rows and curves of training runs.
 
 There are rows for epochs, for a timed step after warm-up, and for the comparison of several implementations of a step. There are
-also forecasts of the throughput. To compare several engines, their steps are timed in turn: A B C A B C …. If the engines were
-timed one after the other, changes of the clock and the temperature of the device would distort the comparison.
+also forecasts of the throughput. To compare several engines, their steps are timed alternately: A B C A B C …. If the engines
+were timed one after the other, changes of the clock and the temperature of the device would distort the comparison.
 """
 
 import gc
@@ -36,7 +36,7 @@ _NO_LIMIT = "no limit: "
 
 
 def epoch_rows(context: Context, variant: str, dtype: str, engine: TorchEngine, history: History, source: str) -> list[Row]:
-    """Return the rows of all epochs.
+    """Return the rows that hold the results of all epochs.
 
     Each epoch has rows for the loss, the learning rate, the throughput, the peak memory, and the share of time spent waiting for
     data.
@@ -182,7 +182,7 @@ def speed_rows(
     step_check: Verification | None = None,
     rate_check: Verification | None = None,
 ) -> list[Row]:
-    """Return the rows of the time, the throughput and the MFU of an optimizer step.
+    """Return the rows that hold the time, the throughput and the MFU of an optimizer step.
 
     The limits follow from the time that the device needs for `least_flops` at its peak rate.
 
@@ -228,9 +228,9 @@ def flops_floor(device: Device, dtype: str, flops: float) -> tuple[float | None,
 
 
 def _mfu_row(context: Context, variant: str, device: Device, dtype: str, tflops: Estimate, shared: dict, timing: Timing) -> Row:
-    """Return the row of the model FLOPs utilisation (MFU): the FLOPs per second divided by the published peak of the device.
+    """Return the row that holds the model FLOPs utilisation (MFU): the FLOPs per second divided by the peak of the device.
 
-    If no peak is published, the row has no value.
+    The peak is the published one. If no peak is published, the row has no value.
     """
     published = peak(device, gemm_path(_gemm_dtype(dtype), device))
     peak_tflops = published.published_tflops
@@ -271,7 +271,7 @@ def step_forecasts(
         item: what the throughput counts, "token" or "image".
         items: number of tokens or images in a batch.
         flops: FLOPs of the step for each token or image.
-        traffic: bytes that a step moves outside of matrix products, by cause.
+        traffic: a dict that maps a cause, such as the optimizer, to the bytes that a step moves outside of matrix products.
     """
     params = {"batch": items, "step": "steady"}
     gemm, stream = context.best_upstream("gemm_tflops", dtype), stream_ceiling(context.upstream)
@@ -323,7 +323,7 @@ def compare_steps(
     time_limit_s: float,
     minimum_samples: int = MINIMUM_SAMPLES,
 ) -> Result:
-    """Time the steps of several implementations in turn. Return their rows and samples.
+    """Time the steps of several implementations alternately. Return their rows and samples.
 
     Each implementation has rows for the step time, the throughput and the MFU, and for its speed-up over the first
     implementation. The engines of all implementations are in memory at the same time, so the peak memory is not measured. If they

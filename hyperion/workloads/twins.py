@@ -127,7 +127,7 @@ class _Rounded(torch.autograd.Function):
 
 
 def _to_fp8(scaled: Tensor, gradient: bool) -> Tensor:
-    """Convert to fp8 and back, with the tensor scaled to the format's range as in `hyperion.training.float8`."""
+    """Convert a scaled tensor to fp8 and back. The scaling is the same as in `hyperion.training.float8`."""
     dtype = torch.float8_e5m2 if gradient else torch.float8_e4m3fn
     # The scale is a power of two. If the tensor were scaled to the largest number of the format exactly, the scale would cancel
     # the random factor c.
@@ -238,7 +238,9 @@ def agreements(losses: np.ndarray, baseline: np.ndarray, twins: pd.DataFrame, bi
 
 
 def difference_rows(row: Row, baseline: str, windows_compared: list[Agreement]) -> list[Row]:
-    """Return one row for each window, with the difference between the losses of a variant and of the baseline.
+    """Return one row for each window, which holds the difference between the losses of a variant and of the baseline.
+
+    A window is a number of consecutive steps.
 
     The check of a row fails if the difference exceeds the tolerance.
 
@@ -353,7 +355,7 @@ def captured_parity(
 
 
 def parity_row(context: Context, variant: str, dtype: str, curves: dict[str, np.ndarray], source: str, **params: Any) -> Row:
-    """Return the row of the difference between the losses of two training runs.
+    """Return the row that holds the difference between the losses of two training runs.
 
     The steps are divided into WINDOWS windows. In each window, the mean losses of the two training runs are compared. The value
     of the row is the largest relative difference.
@@ -362,7 +364,7 @@ def parity_row(context: Context, variant: str, dtype: str, curves: dict[str, np.
         context: context of the experiment.
         variant: variant of the row.
         dtype: number format of the training runs.
-        curves: loss of every step of each of the two training runs, by its name.
+        curves: a dict that maps the name of each of the two training runs to its losses, one for each step.
         source: data source of the row.
         params: further params of the row.
     """

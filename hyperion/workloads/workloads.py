@@ -126,7 +126,8 @@ class Workload:
         sizes: sizes of the training step.
         parameters: number of parameters.
         moments: number of moments that the optimizer stores for each parameter.
-        step_bytes: bytes that a step in float32 reads and writes outside of matrix products, by cause.
+        step_bytes: a dict that maps a cause, such as the optimizer, to the bytes that a step in float32 reads and writes outside
+            of matrix products.
         config: configuration of the Transformer. None for a ResNet-18.
     """
 
@@ -355,7 +356,7 @@ def stored_batches(
 
     Args:
         context: context of the experiment.
-        sizes: sizes of the training step for each kind of model, by the name of the kind.
+        sizes: a dict that maps the kind of a model to the sizes of its training step.
         count: number of batches for each kind of model.
 
     Yields:

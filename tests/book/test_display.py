@@ -25,6 +25,7 @@ def shown(monkeypatch):
     return bundles
 
 
+@pytest.mark.slow
 def test_show_gives_pictures_then_the_answer_to_the_guess_then_tables(run, material, shown):
     display.show(Result(material.of("gemm")), run)
     kinds = [next(iter(bundle)) for bundle in shown]
@@ -62,6 +63,7 @@ def test_the_guess_is_answered_with_what_was_predicted_and_measured():
     assert answered_guess([predicted()], [each]) == "" != answered_guess([predicted(each_rank=True)], [each])
 
 
+@pytest.mark.slow
 def test_replay_and_synthetic_are_announced_first(run, material, shown):
     display.show(Result(material.of("gemm"), replayed_from="h200"), run)
     assert "REPLAY: measured on h200" in shown[0]["text/plain"]
@@ -116,6 +118,7 @@ def test_fill_writes_values_with_units(material):
     assert fill("{a.value} on {a.split}", a=accuracy) == "91.7 % on test"
 
 
+@pytest.mark.slow
 def test_fill_fails_where_the_row_lacks_what_the_text_says(material, cpu_material):
     row = pick(cpu_material.rows, "gemm_tflops", best=True)
     with pytest.raises(HyperionError, match=r"quotes best.share.*no data sheet entry"):

@@ -38,12 +38,14 @@ def test_without_a_datasheet_no_share_is_spoken_of(cpu_material):
     assert len(titles) == 4 and "%" not in titles[0] + titles[1] and "floor" in texts(figure)
 
 
+@pytest.mark.slow
 def test_its_size_fits_the_first_screen_of_a_page(material):
     content = draw("summary", material)
     picture = Image.open(io.BytesIO(content))
     assert 1100 <= picture.width <= 1300 and 600 <= picture.height <= 800 and len(content) < 200_000
 
 
+@pytest.mark.slow
 def test_a_run_of_one_subject_has_none_and_of_two_has_one_line(run, tmp_path):
     hardware = Run.create(tmp_path / "hardware", run.information())
     for experiment, drawn in (("gemm", False), ("bandwidth", True)):

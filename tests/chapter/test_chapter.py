@@ -34,6 +34,7 @@ def run_folder(tmp_path_factory):
     return folder
 
 
+@pytest.mark.slow
 def test_rows_carry_the_estimate_written_before(run_folder):
     row = Run.open(run_folder).rows(NOTEBOOK, "leakage")[0]
     assert row.predicted == pytest.approx(4.1589, abs=1e-4)
@@ -247,6 +248,7 @@ def test_data_and_rows_that_an_experiment_does_not_read_leave_its_hash_alone(tmp
     assert chapter._input_hash("leakage") == before
 
 
+@pytest.mark.slow
 def test_another_seed_is_another_experiment(run_folder):
     first = Run.open(run_folder).rows(NOTEBOOK, "leakage")
     chapter = open_chapter(NOTEBOOK, profile="smoke", output=str(run_folder), seed=1)
@@ -299,6 +301,7 @@ def test_replay_keeps_this_readers_guess_and_shows_no_estimate_of_another_config
     assert [p.guess for p in Run.open(tmp_path / "replayed").predictions()] == [3.5]
 
 
+@pytest.mark.slow
 def test_a_guess_after_the_measurement_is_told_that_it_came_too_late(run_folder, tmp_path, capsys):
     chapter = open_chapter(NOTEBOOK, profile="smoke", output=str(tmp_path / "run"))
     assert chapter.predict("leakage")["guess"].isna().all()
@@ -309,6 +312,7 @@ def test_a_guess_after_the_measurement_is_told_that_it_came_too_late(run_folder,
     assert "The prediction is stored without a guess and stays; the new guess 4 is ignored" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_what_the_notebooks_check_failed_on_is_measured_anew_once(run_folder, tmp_path, monkeypatch, capsys):
     copy = tmp_path / "copy"
     shutil.copytree(run_folder, copy)

@@ -149,6 +149,7 @@ def test_pipelines_say_what_is_official_and_what_splits_share(text, folder):
             assert (row.value, row.check_error, row.params["records"]) == (0.0, 0.0, count)
 
 
+@pytest.mark.slow
 @pytest.mark.mirror
 def test_rows_of_the_real_text_say_which_files_are_official(mirror, folder, monkeypatch):
     monkeypatch.setenv("HYPERION_DATA_MIRROR", str(mirror))
@@ -166,6 +167,7 @@ def test_rows_of_the_real_text_say_which_files_are_official(mirror, folder, monk
     ]
 
 
+@pytest.mark.slow
 def test_tokenizers_write_the_same_tokens_and_are_compared_in_turn(folder):
     sizes = {"lines": 100, "processes": [1], "cores": 1, "samples": 3, "time_limit_s": 0.01}
     result, context = perform("tokenizer_speed", sizes, folder)
@@ -210,6 +212,7 @@ def test_counting_models_cannot_pass_the_floor_and_the_bigram_sees_nothing_in_it
     assert by_key["unigram", "valid", "perplexity_token"] == pytest.approx(by_key["unigram", "valid", "perplexity_word"])
 
 
+@pytest.mark.slow
 def test_language_model_scores_once_a_seed_above_the_floor_and_resumes_to_the_same(text, folder):
     sizes = {
         "model": "lm_d128_h4_l2",
@@ -279,6 +282,7 @@ def test_recorded_steps_that_train_another_way_are_refused(text, folder):
     assert captured_parity(context, "m", begin, "synthetic") == ([], []) and asked == [True], "a CPU records nothing"
 
 
+@pytest.mark.slow
 def test_a_compiled_classifier_is_evaluated_uncompiled_and_computes_the_same():
     torch.manual_seed(0)
     model, images = resnet18(10, 4), torch.randn(8, 3, 32, 32)
@@ -339,6 +343,7 @@ def test_image_classifier_tests_once_a_seed_and_knows_the_best_possible(folder):
     assert mfu.value is None and "no peak" in mfu.value_reason  # no CPU has a published one
 
 
+@pytest.mark.slow
 def test_the_leakage_check_refuses_a_model_that_sees_the_future(folder, monkeypatch):
     attention = torch.nn.functional.scaled_dot_product_attention
     monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", lambda q, k, v, is_causal: attention(q, k, v))

@@ -201,6 +201,7 @@ def test_a_mistake_in_a_subject_is_named(toy, tmp_path, name, old, new, says):
     assert "Traceback" not in done.stdout + done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("value", ["missing", "site", "site/toy/doubling.py"])
 def test_a_path_that_is_no_subject_is_named(toy, tmp_path, value):
     done = hyperion(tmp_path, {"HYPERION_SUBJECTS": str(tmp_path / value)}, "reproduce", "--only", "01_toy")
@@ -208,6 +209,7 @@ def test_a_path_that_is_no_subject_is_named(toy, tmp_path, value):
     assert "Traceback" not in done.stdout + done.stderr
 
 
+@pytest.mark.slow
 def test_a_subject_cannot_take_the_name_of_one_of_the_librarys(toy, tmp_path):
     clash = toy.rename(toy.parent / "scaling")
     done = hyperion(tmp_path, named(clash), "reproduce", "--only", "01_toy")

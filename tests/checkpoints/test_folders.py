@@ -221,6 +221,7 @@ except CheckpointError as error:
 """
 
 
+@pytest.mark.slow
 def test_a_write_error_leaves_the_checkpoint_before_intact(tmp_path):
     save(tmp_path, 1, STATE)
     child = subprocess.run([sys.executable, "-c", WRITE_TOO_MUCH, tmp_path], capture_output=True, text=True)

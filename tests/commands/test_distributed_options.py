@@ -151,6 +151,7 @@ def weights(tmp_path_factory):
     return folder
 
 
+@pytest.mark.slow
 def test_a_folder_of_weights_is_taken_by_its_absolute_path(weights, monkeypatch):
     monkeypatch.chdir(weights.parent)
     assert request_of("--model llama --model_id small-llama").recipes[0].model == str(weights)

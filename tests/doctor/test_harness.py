@@ -11,6 +11,7 @@ from hyperion.measure.clock import timing
 from hyperion.measure.planted_faults import FaultResult
 
 
+@pytest.mark.slow
 def test_all_faults_are_caught_here_and_the_exit_code_is_0():
     done = CliRunner().invoke(app, ["doctor", "--harness"])
     told = re.sub(r"[\s│┃]+", " ", done.output)

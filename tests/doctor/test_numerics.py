@@ -35,6 +35,7 @@ def fp32(case) -> NumericsReport:
     return NumericsReport(device.name, tuple(compare(case, "fp32", device, read_pack())))
 
 
+@pytest.mark.slow
 def test_float32_and_bf16_on_this_cpu_pass():
     report = check_numerics(detect_cpu(), ["fp32", "tf32"])
     assert report.passed and "all 6 quantities agree with float64" in report.conclusion
@@ -45,6 +46,7 @@ def test_float32_and_bf16_on_this_cpu_pass():
     assert all(0 < finding.error <= finding.tolerance for finding in compare(LANGUAGE, "bf16", detect_cpu(), read_pack()))
 
 
+@pytest.mark.slow
 def test_the_pack_is_what_float64_gives_here_and_small():
     kept, made = read_pack(), make_pack()
     assert kept.keys() == made.keys() and PACK.stat().st_size < 300_000

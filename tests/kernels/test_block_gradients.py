@@ -157,6 +157,7 @@ def stand_ins(monkeypatch):
     return norms
 
 
+@pytest.mark.slow
 def test_the_functions_around_the_kernels_have_the_gradients_of_float64(stand_ins, one_thread):
     made = []
     model, tokens = with_biases(TransformerConfig(vocab_size=50, context=9, width=24, heads=2, layers=2), "cpu")

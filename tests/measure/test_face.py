@@ -4,6 +4,8 @@ import pkgutil
 import subprocess
 import sys
 
+import pytest
+
 from hyperion import measure
 
 FUNCTIONS = ("time", "compare", "memory", "flops", "explain", "relaunch")
@@ -15,6 +17,7 @@ def test_no_folder_or_module_has_the_name_of_a_public_object():
     assert submodules.isdisjoint(measure.__all__)
 
 
+@pytest.mark.slow
 def test_functions_stay_functions_when_every_submodule_is_imported():
     code = (
         "import importlib, pkgutil, types\n"

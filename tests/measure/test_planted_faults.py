@@ -25,6 +25,7 @@ def results():
     return {result.name: result for result in run_self_test(CPU, ALL_FAULTS)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", BY_NAME)
 def test_the_fault_is_caught_and_its_clean_twin_passes(results, name):
     result = results[name]

@@ -69,12 +69,14 @@ def held_out_on_random_tokens(steps=250, V=16, T=12, B=64):
     return nll.mean().item(), nll.std().item() / math.sqrt(nll.numel()), math.log(V)
 
 
+@pytest.mark.slow
 def test_no_leakage_on_independent_tokens():
     loss, standard_error, floor = held_out_on_random_tokens()
     assert loss >= floor - 4 * standard_error
     assert loss < floor + 0.1  # it did learn the uniform distribution, so the check had its chance to fail
 
 
+@pytest.mark.slow
 def test_the_leakage_check_catches_a_missing_mask(monkeypatch):
     without_mask(monkeypatch)
     loss, standard_error, floor = held_out_on_random_tokens()
@@ -239,6 +241,7 @@ def test_dropout_stands_at_the_embedding_and_at_each_branch_and_in_training_alon
     assert all(share == pytest.approx(0.3, abs=0.02) for _, share in drawn.masks)
 
 
+@pytest.mark.slow
 def test_compiled_it_is_the_same_function_with_the_same_gradients():
     """Compiled, query, key and value are one product, and GELU is written with an exponential."""
     torch.manual_seed(0)

@@ -335,6 +335,7 @@ def test_the_comparison_of_checkpointed_blocks_changes_nothing_and_is_made_once(
     assert (first, len(calls) - first) == (4, 2)  # compared: three and the step's own; then forward pass and recomputation
 
 
+@pytest.mark.slow
 def test_a_checkpointed_llama_fills_no_cache_twice():
     model, tokens = small.tiny_llama(), torch.arange(12).view(2, 6)
     expected = model(input_ids=tokens, labels=tokens).loss
@@ -345,6 +346,7 @@ def test_a_checkpointed_llama_fills_no_cache_twice():
     torch.testing.assert_close(loss, expected)
 
 
+@pytest.mark.slow
 def test_compiled_blocks_share_one_graph_and_keep_their_names(monkeypatch):
     from torch._dynamo.utils import counters
 
@@ -386,3 +388,21 @@ def test_what_makes_no_sense_is_refused(options, message):
 def test_a_plan_travels_as_json():
     plan = ParallelPlan("fsdp", "bf16", "budget", 3, True, False)
     assert ParallelPlan(**json.loads(json.dumps(asdict(plan)))) == plan
+
+
+@pytest.mark.process
+def test_equal_ranks_pass(answers):
+    assert [answer["agreement"]["clean"] for answer in answers] == ["", ""]
+
+
+@pytest.mark.process
+def test_a_value_changed_on_one_rank_is_named_on_all(answers):
+    for answer in answers:
+        told = answer["agreement"]["values"]
+        assert "parameter blocks.1.mlp.up.weight of rank 1 differs from that of rank 0; 2 of 52 parameters differ" in told
+
+
+@pytest.mark.process
+def test_models_of_other_shapes_are_told_apart_before_anything_hangs(answers):
+    expected = "parameter names, shapes or dtypes of rank 1 differ from those of rank 0"
+    assert all(expected in answer["agreement"]["shapes"] for answer in answers)

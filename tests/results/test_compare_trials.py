@@ -18,6 +18,8 @@ from hyperion.results import Row, compare, sensitivity
 from hyperion.results.compare import SIGNIFICANCE, SMALLEST_CHANGE
 from hyperion.results.statistics import DIVISIONS, Power, fenced, log_deviations, randomization_test
 
+pytestmark = pytest.mark.slow
+
 METRICS = 300
 # A right rule fails one of the tests of false confirmations by chance once in 10,000 runs, if seeds were not fixed.
 CHANCE_TO_FAIL = 1e-4

@@ -9,6 +9,7 @@ from hyperion.results import Run, verify_run
 RECOMPUTED = {"cpu-2cores": 46, "cpu-2cores-comparison": 0, "h200-study": 100, "h200x2": 868, "h200x4": 370}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("folder", sorted(reference_folder().glob("*/")), ids=lambda folder: folder.name)
 def test_every_committed_reference_is_proven(folder):
     run = Run.open(folder)

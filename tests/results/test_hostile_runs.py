@@ -166,6 +166,7 @@ def test_the_sound_run_passes_every_reader(place, originals, monkeypatch, capsys
     assert "images_per_s" in page and "mirror" in page and SCORE.meaning in page
 
 
+@pytest.mark.slow
 @determined(40)
 @given(st.sampled_from(FILES), st.sampled_from(sorted(SPOILED)))
 def test_spoiled_files_are_refused(place, originals, monkeypatch, capsys, name, how):
@@ -209,6 +210,7 @@ def leaves(value, path=()) -> list[tuple]:
     return [path] + [leaf for key, item in items for leaf in leaves(item, (*path, key))]
 
 
+@pytest.mark.slow
 @determined(30)
 @given(st.sampled_from(DOCUMENTS), st.randoms(use_true_random=False), st.sampled_from(JUNK))
 def test_junk_anywhere_in_a_document_is_refused_in_words_or_kept(place, originals, monkeypatch, capsys, name, random, junk):
@@ -244,6 +246,7 @@ CELLS = (
 )
 
 
+@pytest.mark.slow
 @determined(30)
 @given(st.sampled_from(COLUMNS), st.sampled_from(CELLS))
 def test_junk_in_a_cell_is_refused_in_words_or_kept(place, originals, monkeypatch, capsys, column, cell):
@@ -423,6 +426,7 @@ def test_bytes_flipped_in_samples_are_refused_in_words_or_read(place, position, 
         assert "samples: 2 files are readable and contain 62 samples" in statements
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("params", "fault"),
     [

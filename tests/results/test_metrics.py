@@ -94,6 +94,7 @@ def test_a_malformed_definition_is_refused_with_its_field(change):
         replace(SCORE, **change)
 
 
+@pytest.mark.slow
 def test_a_run_is_read_without_the_package_that_defined_its_metrics(new_run):
     register_metric(SCORE)
     run = record(new_run(), score())

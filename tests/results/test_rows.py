@@ -56,6 +56,7 @@ def rows(draw):
     )
 
 
+@pytest.mark.slow
 @settings(max_examples=200, deadline=None)
 @given(st.lists(rows(), max_size=4, unique_by=lambda row: row.key))
 def test_csv_gives_back_the_same_rows_bit_for_bit(written):

@@ -26,6 +26,7 @@ def test_the_bootstrap_interval_covers_the_median_95_times_in_100():
     assert 0.92 <= coverage(1.0, estimates) <= 0.985
 
 
+@pytest.mark.slow
 def test_the_ratio_interval_covers_the_ratio_and_cancels_shared_drift():
     random = np.random.default_rng(2)
     estimates, widths_unpaired = [], []
@@ -152,6 +153,7 @@ def test_a_ratio_of_independent_series_covers_the_true_one_and_takes_other_lengt
     assert hits >= 88 and found.n == 40
 
 
+@pytest.mark.slow
 def test_a_fit_through_medians_covers_the_true_line():
     random, x = np.random.default_rng(3), np.array([1.0, 2.0, 5.0])
     fits = [

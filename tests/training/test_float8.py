@@ -121,6 +121,7 @@ def test_a_compiler_takes_it_whole_and_the_gradients_are_the_same():
         torch.testing.assert_close(compiled, plain, rtol=2**-7, atol=1e-3)
 
 
+@pytest.mark.slow
 def test_a_compiled_block_makes_all_its_products_in_it():
     block = to_float8(language_model(), OCP).blocks[0]
     counted = []

@@ -81,6 +81,7 @@ class Crashing:
         self.batches.load_state_dict(state)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("crash_after, resumed_at", [(5, 3), (7, 6), (8, 6), (14, 12), (23, 21)])
 def test_a_crashed_run_resumes_bit_for_bit(whole, tmp_path, crash_after, resumed_at):
     plan = TrainingPlan(steps=STEPS, checkpoint_every=3)

@@ -53,12 +53,14 @@ CELLS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("work, dtype, within", CELLS.values(), ids=CELLS)
 def test_the_estimate_is_what_the_cpus_allocator_hands_out(work, dtype, within):
     made = functools.partial(make, work, dtype)
     assert estimate_memory(made, CPU).peak_bytes == pytest.approx(measured(*made(CPU)), rel=within)
 
 
+@pytest.mark.slow
 def test_a_loss_in_chunks_is_foretold_as_it_runs(monkeypatch):
     def in_pieces(device):
         engine, batch = make(language(batch_size=8), "fp32", device)
@@ -133,6 +135,7 @@ def laid_out(plan, device):
     return work.engine("bf16", device, 0, lay_out), random_batch(work, device, 0)
 
 
+@pytest.mark.slow
 def test_policies_are_foretold_as_they_run():
     peaks = []
     for policy in ("none", "selective", "every block"):

@@ -183,6 +183,7 @@ def test_a_gradient_that_overflows_skips_the_step_and_halves_the_scale():
     assert not torch.equal(weights_of(engine), weights)
 
 
+@pytest.mark.slow
 def test_sgd_begins_without_momentum_although_its_first_step_was_skipped():
     torch.set_num_threads(1)
     torch.manual_seed(0)

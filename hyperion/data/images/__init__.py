@@ -1,1 +1,1 @@
-"""Image sets: CIFAR-10, synthetic images, device-resident images."""
+"""Image sets: CIFAR-10 and synthetic images, and a loader that keeps all images on the training device."""

@@ -108,14 +108,17 @@ class ImageBatches(ResumableBatches):
         return images_BYXC.to(self.dtype).permute(0, 3, 1, 2), self._labels[chosen[_PLACE]]
 
     def _table(self, epoch: int) -> Tensor:
-        """Return the table of an epoch on the device: int64 [6, records], with one column per example in the epoch's order."""
+        """Return the random numbers of an epoch as a table on the device.
+
+        The table is int64 [6, records]. It has one column per example, in the order of the epoch.
+        """
         if epoch not in self._tables:
             self._tables = {known: table for known, table in self._tables.items() if known == epoch - 1}
             self._tables[epoch] = on_device(self._draw(epoch), self._labels.device)
         return self._tables[epoch]
 
     def _draw(self, epoch: int) -> np.ndarray:
-        """Draw the table of an epoch. Every rank draws the whole table, so it does not depend on the number of ranks."""
+        """Draw the random numbers of an epoch. Every rank draws all of them, so they do not depend on the number of ranks."""
         table = np.zeros((6, self.records), dtype=np.int64)
         table[_PLACE], table[_STEP] = self._order(epoch), 1
         generator = np.random.default_rng((self.seed, epoch, 1))

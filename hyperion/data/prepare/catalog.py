@@ -21,7 +21,10 @@ _TAKEN_FROM = {"mirror": ("auto", "mirror"), "cache": ("auto", "cache", "downloa
 
 
 class FetchReport(NamedTuple):
-    """Result of staging one data set. `status` is 'ok' or 'failed'. `detail` is the origin of the data or the error."""
+    """Result of copying or downloading one data set into the cache.
+
+    `status` is 'ok' or 'failed'. `detail` is the origin of the data or the error.
+    """
 
     name: str
     status: str
@@ -29,10 +32,12 @@ class FetchReport(NamedTuple):
 
 
 def fetch_all(cifar10_url: str = cifar10.URL, instructions_url: str = instructions.URL) -> list[FetchReport]:
-    """Stage all data sets and the tokenizer in the cache. Afterwards the source 'cache' provides them without a network.
+    """Copy or download all data sets and the tokenizer into the cache.
 
-    A data set that is already in the cache is verified. Any other data set is copied from the mirror, or downloaded if the
-    mirror does not have it. If one data set fails, the function continues with the next data set.
+    Afterwards the source 'cache' provides them without a network.
+
+    A data set that is already in the cache is verified. Any other data set is copied from the mirror, or downloaded if the mirror
+    does not have it. If one data set fails, the function continues with the next data set.
     """
     return [
         _report("wikitext-2", wikitext2.WIKITEXT2.stage),

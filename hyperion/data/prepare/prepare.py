@@ -30,9 +30,9 @@ class PreparedText:
 
     Attributes:
         folder: folder with the files.
-        tokens: token ids by the name of the split. The arrays are uint16 or uint32 [tokens] and memory mapped.
-        samples: start in the stream and number of tokens of each non-blank line, by the name of the split. The arrays are int64
-            [samples, 2] and memory mapped.
+        tokens: a dict that maps the name of a split to its token ids. The arrays are uint16 or uint32 [tokens] and memory mapped.
+        samples: a dict that maps the name of a split to an array with the start in the token stream and the number of tokens of
+            each non-blank line. The arrays are int64 [samples, 2] and memory mapped.
         steps: counts of each preparation step, by the name of the split and the name of the step; see `prepare_text`.
         manifest: hashes of the files, source of the data, and settings.
         reused: True if an earlier call had already prepared these data.
@@ -151,7 +151,10 @@ def write_text(folder: Path, corpus: TextCorpus, tokenizer: Tokenizer, sequence_
 
 
 def _text_overlap(work: Path, name: str) -> dict[str, dict]:
-    """Return the overlap of the splits as JSON values. Raise DataError if the overlap is too large."""
+    """Count the records that occur in two splits, and return these counts as JSON values.
+
+    Raise DataError if there are too many.
+    """
     tokens = {split: open_array(work / f"{split}.npy") for split in SPLITS}
     samples = {split: open_array(work / f"{split}{SAMPLES}.npy") for split in SPLITS}
     found = token_overlap(tokens, samples)
@@ -248,7 +251,10 @@ def write_split(work: Path, split: str, lines: Iterable[str], tokenizer: Tokeniz
 
 
 def _opening_tokens(sizes: np.ndarray) -> int:
-    """Return the number of tokens in the first lines of a split. As few lines are used as contain OPENING_TOKENS tokens."""
+    """Return the number of tokens in the first lines of a split.
+
+    The function uses as many lines as are needed to reach OPENING_TOKENS tokens.
+    """
     ends = np.cumsum(sizes)
     return int(ends[min(np.searchsorted(ends, OPENING_TOKENS), len(ends) - 1)])
 

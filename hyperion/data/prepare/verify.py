@@ -85,11 +85,11 @@ class DataFinding:
 
 
 def verify(folder: Path | None = None) -> list[FolderVerdict]:
-    """Verify prepared and staged data, and move damaged folders to quarantine.
+    """Verify prepared data and the raw data in the cache, and move damaged folders to quarantine.
 
     Args:
-        folder: a folder of prepared data, or a folder that contains such folders. None verifies everything in data/processed/
-            and data/raw/.
+        folder: a folder of prepared data, or a folder that contains such folders. None verifies everything in data/processed/ and
+            data/raw/.
 
     Raises:
         DataError: the folder does not exist, or contains nothing that can be verified.
@@ -271,7 +271,10 @@ def _is_described(manifest: DataManifest | None) -> bool:
 
 
 def _staged_verdict(place: tuple[Path, Callable[[], Sourced]]) -> FolderVerdict:
-    """Verify a staged data set with its own loader, which checks counts, checksums, hashes and the overlap of splits."""
+    """Verify the raw files of a data set in the cache with the loader of this data set.
+
+    The loader checks counts, checksums, hashes and the overlap of splits.
+    """
     folder, read = place
     try:
         origin = read().detail
@@ -288,11 +291,10 @@ def content_faults(
 
     Args:
         folder: folder of prepared data.
-        arrays: the arrays by name. Arrays that are not given are not checked.
+        arrays: a dict that maps names to arrays. Arrays that are not given are not checked.
         manifest: manifest of the folder.
-        thorough: if True, also compare the arrays with the counts and statistics that were recorded when the data were
-            prepared. This detects an undamaged file of another split or tokenizer, even if the manifest was rewritten to match
-            this file.
+        thorough: if True, also compare the arrays with the counts and statistics that were recorded when the data were prepared.
+            This detects an undamaged file of another split or tokenizer, even if the manifest was rewritten to match this file.
     """
     facts = manifest.facts
     checks = _text_checks if facts["kind"] == "text" else _image_checks

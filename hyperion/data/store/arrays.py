@@ -185,7 +185,7 @@ def write_shards(folder: Path, arrays: dict[str, np.ndarray], *, name: str, sour
 
 
 def open_shards(folder: Path) -> tuple[dict[str, np.ndarray], DataManifest]:
-    """Compare every file of a folder with the manifest. Return memory maps of the arrays by name, and the manifest.
+    """Compare every file of a folder with the manifest. Return a dict that maps names to memory-mapped arrays, and the manifest.
 
     Raises:
         DataError: a file is missing, was truncated or edited, or does not contain an array of numbers.

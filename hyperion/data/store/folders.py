@@ -52,7 +52,7 @@ class DataUnavailable(DataError):
 
 
 def cache_root() -> Path:
-    """Return the folder of staged raw data."""
+    """Return the folder of the cache, which contains the raw files of data sets."""
     return data_folder() / "raw"
 
 

@@ -66,9 +66,9 @@ def token_overlap(tokens: Mapping[str, np.ndarray], samples: Mapping[str, np.nda
     The needed memory depends on the sizes of the other splits and not on the size of 'train'.
 
     Args:
-        tokens: token ids [tokens] by the name of the split.
-        samples: int64 [samples, 2] by the name of the split. For each line, its start in the token stream and its number of
-            tokens.
+        tokens: a dict that maps the name of a split to its token ids [tokens].
+        samples: a dict that maps the name of a split to an int64 array [samples, 2]. For each line, it contains its start in the
+            token stream and its number of tokens.
     """
     return _overlap({split: _long_samples(tokens[split], samples[split]) for split in tokens})
 
@@ -82,7 +82,7 @@ def require_little_overlap(found: Mapping[str, SplitOverlap], what: str, where: 
     """Check that at most the share TOLERANCE of each split's records occurs in another split.
 
     Args:
-        found: the overlap of each split, by the name of the split.
+        found: a dict that maps the name of a split to its overlap.
         what: name of the records for the error message, such as "images".
         where: value for the field `where` of the error.
 

@@ -213,7 +213,10 @@ class PublishedSet(Generic[T]):
         return self.read(target, "download", "the cache")
 
     def suppliers(self) -> dict[str, Callable[[], T]]:
-        """Return a function that loads the data set, for each source. `take` needs these functions."""
+        """Return a dict that maps the name of a source to a function that loads the data set from it.
+
+        `take` needs these functions.
+        """
         return {"mirror": self.mirrored, "cache": self.cached, "download": self.downloaded}
 
     def stage(self) -> str:
@@ -324,7 +327,7 @@ def _host(url: str) -> str:
 
 
 def _remembered(host: str) -> str:
-    """Return the fault of a host that was tested recently; "" if no fault is known."""
+    """Return the reason why a host did not answer when it was tested recently; "" if no such reason is known."""
     until, fault = _silent_until.get(host, (0.0, ""))
     if time.monotonic() < until:
         return fault
@@ -372,7 +375,10 @@ def _copy(answer: http.client.HTTPResponse, file: BinaryIO, digests: list, name:
 
 
 def _is_local(error: Exception) -> bool:
-    """Return True for an error of the local disk. The error of a failed open has a file name, that of a full disk an errno."""
+    """Return True for an error of the local disk.
+
+    If a file cannot be opened, the exception contains a file name. If the disk is full, the exception contains an errno.
+    """
     if not isinstance(error, OSError) or isinstance(error, urllib.error.URLError):
         return False
     return error.filename is not None or error.errno in (errno.ENOSPC, errno.EDQUOT)

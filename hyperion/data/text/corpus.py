@@ -1,10 +1,12 @@
-"""Text corpora with three splits. A corpus is read strictly from files, or is synthetic with an exactly known entropy.
+"""Text corpora with three splits.
 
-For synthetic text, the lowest possible loss of a model is known. A line is " w1 w2 ... w15 \\n". It has LINE_UNITS units:
+A corpus is read from files that are fully checked, or it is synthetic text whose entropy is known exactly.
+
+For synthetic text, the lowest possible loss of a model is known. A line is " w1 w2 ... w15 \n". It has LINE_UNITS units:
 LINE_WORDS words and the newline. In the first line of a split, each word is drawn from a Zipf distribution q over 256
-pronounceable words. In every other line, a word ECHOES the word at the same position of the line above with probability p, and
-is drawn from q otherwise. The word in the line above is LINE_UNITS units back. Each position of the line is then a Markov chain
-with the stationary distribution q, and the positions are independent. Therefore:
+pronounceable words. In every other line, a word ECHOES the word at the same position of the line above with probability p, and is
+drawn from q otherwise. The word in the line above is LINE_UNITS units back. Each position of the line is then a Markov chain with
+the stationary distribution q, and the positions are independent. Therefore:
 
     entropy rate per word      sum_x q(x) H(p d_x + (1 - p) q); the newline adds nothing, because all lines have equal length
     n-grams up to 16 units     H(q) per word, plus a small term, because the model does not know the position in the line
@@ -240,7 +242,7 @@ def corpus_of_files(name: str, files: dict[str, Path]) -> TextCorpus:
 
     Args:
         name: name of the corpus.
-        files: paths of the UTF-8 text files of the splits 'train', 'valid' and 'test', by the name of the split.
+        files: a dict that maps the names of the splits 'train', 'valid' and 'test' to the paths of their UTF-8 text files.
     """
     detail = ", ".join(f"{split}: {path.name}" for split, path in files.items())
     return TextCorpus(name, "files", detail, {split: LineFile(files[split]) for split in SPLITS})
@@ -257,7 +259,7 @@ def require_counts(name: str, found: Sequence[int], expected: Sequence[int], uni
         where: value for the field `where` of the error.
 
     Raises:
-        DataError: a count differs. The message has the first such count and its expected value.
+        DataError: a count differs. The message contains the first such count and its expected value.
     """
     for have, want, unit in zip(found, expected, units, strict=True):
         if have != want:

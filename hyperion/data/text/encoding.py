@@ -56,7 +56,7 @@ class Encoded:
 
 
 class LineEncoder:
-    """Encoder of lines. The ids are those of the tokenizer, and decoding is checked to reproduce the lines.
+    """Encodes lines of text to the same token ids as the tokenizer. It checks that decoding reproduces the lines.
 
     A line is encoded in pieces, which are its words or the whole line. A byte-level tokenizer decodes a text piece by piece, so
     decoding reproduces the text if it reproduces each piece. A piece is checked when it occurs for the first time.
@@ -96,7 +96,7 @@ class LineEncoder:
         return words[1:]
 
     def _learn(self) -> None:
-        """Encode the pieces that have occurred for the first time."""
+        """Encode the pieces of text that have occurred for the first time, and store their token ids."""
         new = list(self._place)[len(self._starts) :]
         if not new:
             return
@@ -252,7 +252,7 @@ def in_chunks(lines: Iterable[str], characters: int) -> Iterator[list[str]]:
 
 
 class _Places(dict[str, int]):
-    """Dict that gives each key a number, in the order in which the keys are first looked up."""
+    """A dict that gives each key a number at its first lookup: 0, 1, 2, …"""
 
     def __missing__(self, key: str) -> int:
         self[key] = place = len(self)

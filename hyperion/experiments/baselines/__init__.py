@@ -1,1 +1,1 @@
-"""Baselines: the training of a language model and of an image classifier, the speed of both, and recovery from faults."""
+"""Baselines: train a language model and an image classifier, measure the training speed, and test recovery from faults."""

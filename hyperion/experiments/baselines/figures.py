@@ -1,4 +1,4 @@
-"""Figures of the baselines: losses, accuracies, throughput and memory, recovery from faults, and the parity ladder."""
+"""Figures of the baselines: losses, accuracies, throughput, memory, recovery from faults, and comparisons of losses."""
 
 import math
 
@@ -98,7 +98,7 @@ def _caveats(material: Material) -> list[str]:
 def time_to_accuracy(material: Material) -> Figure | None:
     """Draw the held-out accuracy by training time in seconds, with one line per seed, and the target accuracy.
 
-    The function reads the samples that have the kind "evaluation". It uses their columns accuracy, time_s and seed.
+    The accuracies are in the samples whose column "kind" is "evaluation". The columns "accuracy", "time_s" and "seed" are drawn.
     """
     rows = material.of("image_classifier", metric="time_to_accuracy_s")
     samples = material.samples("image_classifier") if rows else pd.DataFrame()
@@ -197,8 +197,8 @@ def throughput(material: Material) -> Figure | None:
 def leakage(material: Material) -> Figure | None:
     """Draw the loss on independent random tokens by step. The loss of a model that does not see future tokens stays near ln V.
 
-    The function reads the samples that have the kind "step". The horizontal line shows the predicted held-out loss, ln V, where V
-    is the size of the vocabulary.
+    The losses are in the samples whose column "kind" is "step". The horizontal line shows the predicted held-out loss, ln V,
+    where V is the size of the vocabulary.
     """
     rows = measured(material.of("leakage", metric="validation_loss"))
     if not rows:
@@ -223,7 +223,7 @@ def leakage(material: Material) -> Figure | None:
 
 
 def epoch_rows(material: Material, experiment: str) -> list[Row]:
-    """Return the measured rows of an experiment that belong to an epoch, in the order of the epochs."""
+    """Return the rows of an experiment that hold a value of one epoch, in the order of the epochs."""
     rows = [row for row in measured(material.of(experiment)) if "epoch" in row.params]
     return sorted(rows, key=lambda row: row.params["epoch"])
 
@@ -234,9 +234,9 @@ def _title(what: str, rows: list[Row]) -> str:
 
 
 def _draw_steps(axes: Axes, material: Material, experiment: str) -> None:
-    """Draw the loss of every step and its running mean.
+    """Draw the loss of every training step and the running mean of these losses.
 
-    The function reads the samples that have the kind "step". It uses their columns step and loss.
+    The losses are in the samples of `experiment` whose column "kind" is "step". The columns "step" and "loss" are drawn.
     """
     samples = material.samples(experiment)
     steps = samples.query("kind == 'step'").sort_values("step")
@@ -305,9 +305,9 @@ def _model_name(row: Row) -> str:
 
 
 def recovery(material: Material) -> Figure | None:
-    """Draw one mark for each trial, at the phase and the kind of its fault.
+    """Draw one marker for each trial, at the phase and the kind of its fault. A trial is a training with one fault.
 
-    The number in the mark says how many steps were lost. The shape of the mark says whether the training run recovered.
+    The number in the marker says how many steps were lost. The shape of the marker says whether the training run recovered.
     """
     rows = material.of("recovery", metric="steps_lost")
     if not rows:
@@ -334,13 +334,17 @@ def recovery(material: Material) -> Figure | None:
 
 
 def _lost(row: Row) -> str:
-    """Return a text with two numbers: the most steps that a trial of this kind lost, and the number of steps that it may lose."""
+    """Return a text with the largest number of steps that a trial with this kind of fault lost, and the number that is
+    allowed.
+    """
     lost = "failed" if row.value is None else f"lost at most {row.value:.0f}"
     return f"{lost}, allowed {row.params['may_lose']}"
 
 
 def parity_ladder(material: Material) -> Figure | None:
-    """Draw the parity ladder, in which each rung makes one change to the training of the rung before it.
+    """Draw the parity ladder: a list of trainings, called rungs.
+
+    Each rung makes one change to the training of the rung before it.
 
     The left panel shows the difference between the losses of each rung and of the first rung, by step. The right panel shows the
     difference between the losses of each rung and of the rung before it, with its tolerance.

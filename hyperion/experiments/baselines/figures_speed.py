@@ -1,4 +1,4 @@
-"""Figures of training speed: this library's training loops compared with plain public ones."""
+"""Figures of training speed: this library's training loops compared with plain public training loops."""
 
 import pandas as pd
 from matplotlib.axes import Axes
@@ -49,7 +49,10 @@ def image_training_speed(material: Material) -> Figure | None:
 
 
 def _draw_alone(axes: Axes, batches: list[int], shares: list[Row]) -> None:
-    """Draw the rate of a hypothetical step whose time is only the time of its matrix products, each timed alone."""
+    """Draw the throughput of a hypothetical training step that computes only its matrix products.
+
+    Each matrix product was timed by itself. The time of the hypothetical step is the sum of these times.
+    """
     for number, (batch, params) in enumerate({row.params["batch"]: row.params for row in shares}.items()):
         place = batches.index(batch)
         rate = batch / sum(seconds for name, seconds in params.items() if name.endswith("_s"))
@@ -79,14 +82,14 @@ def _draw_rates(axes: Axes, batches: list[int], rates: list[Row], ratios: list[R
     axes.yaxis.set_major_formatter(lambda value, _: items(value))
     axes.margins(y=0.3)
     axes.grid(axis="x", visible=False)
-    axes.set(ylabel="images/s", ylim=(0, None), title="Both loops timed in turn; 95 % interval")
+    axes.set(ylabel="images/s", ylim=(0, None), title="Both loops, timed alternately; 95 % interval")
     axes.legend(loc="upper right" if len(batches) > 2 else "upper center", ncols=2)
 
 
 def _draw_losses(axes: Axes, samples: pd.DataFrame, item: str) -> None:
-    """Draw the losses of both loops on the same batches, in nats per token or per image.
+    """Draw the losses of both training loops on the same batches, in nats per token or per image.
 
-    The function reads the samples that have the kind "parity". It uses their columns loop, batch, step and loss.
+    The losses are in the samples whose column "kind" is "parity". The columns "loop", "batch", "step" and "loss" are drawn.
     """
     samples = samples.query("kind == 'parity'")
     batch = max(samples["batch"])
@@ -128,7 +131,7 @@ def _notes(shares: list[Row], compiled: bool) -> list[str]:
         else []
     )
     if any(row.params["what"] == _OWN for row in shares):
-        alone = "each timed alone" if "attention_s" in params else "timed one after the other, in turn with the steps"
+        alone = "each timed alone" if "attention_s" in params else "timed one after the other, alternating with the steps"
         ways.append(f"the step's own products, {alone}")
     return [
         *notes,
@@ -165,7 +168,7 @@ def _draw_steps(axes: Axes, times: dict[str, Row], shares: list[Row], ratio: Row
     axes.set_xticks(range(len(names)), names)
     axes.margins(y=0.5)
     axes.grid(axis="x", visible=False)
-    axes.set(ylabel="ms per step", ylim=(0, None), title="Time of a step, loops timed in turn; 95 % interval")
+    axes.set(ylabel="ms per step", ylim=(0, None), title="Time of a step, loops timed alternately; 95 % interval")
     if shares:
         axes.legend(loc="upper left")
 

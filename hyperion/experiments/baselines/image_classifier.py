@@ -98,7 +98,7 @@ class ImageClassifierOptions(Options):
 
 @dataclass(frozen=True)
 class _Splits:
-    """Three disjoint sets of images. The held-out images are the last ones of the training split."""
+    """The training, held-out and test images. The held-out images are the last images of the training split."""
 
     train: Images
     held_out: Images
@@ -177,7 +177,7 @@ class TrainedImages:
         dtype: number format of the training.
         steps: number of optimizer steps.
         history: losses, times and evaluations of the epochs.
-        tested: results on the test split, as `evaluate_images` returns them.
+        tested: metrics on the test split, as `evaluate_images` returns them.
     """
 
     seed: int
@@ -190,7 +190,7 @@ class TrainedImages:
 
 @dataclass(frozen=True)
 class _Data:
-    """Options and data that all trainings of a run share."""
+    """The data and the options that all trainings of this experiment share."""
 
     context: Context
     options: ImageClassifierOptions
@@ -203,12 +203,12 @@ class _Data:
 
     @property
     def why_not_compiled(self) -> str:
-        """The reason why the model is not compiled, or an empty string if the model is compiled."""
+        """Return the reason why the model is not compiled, or an empty string if the model is compiled."""
         return missing_compiler(self.context.device) if self.options.compiled else "left out by this profile"
 
     @property
     def best_tested(self) -> tuple[float | None, str]:
-        """(largest possible test accuracy, source of this limit), or (None, reason why there is no limit)."""
+        """Return (largest possible test accuracy, source of this limit), or (None, reason why there is no limit)."""
         return _best_possible(self.image_set, len(self.splits.test[0]) == len(self.image_set.test_images))
 
     def loader(self, split: Images, seed: int, **options: Any) -> ImageBatches:
@@ -227,7 +227,7 @@ class _Data:
         return self.loader(self.splits.train, seed, **changes)
 
     def engine(self, steps_per_epoch: int, fast: bool) -> ImageEngine:
-        """Return a new engine. With `fast`, compile the model where possible and capture the step as a graph."""
+        """Return a new training engine. If `fast` is True, compile the model where possible and run the step as a CUDA graph."""
         options, device = self.options, self.context.device
         with torch.device(device.torch_device):  # on a GPU, drawing the initial weights is faster
             model = resnet18(CLASSES, options.width)
@@ -260,9 +260,9 @@ def compile_training(model: nn.Module, backend: str = "inductor", options: dict 
 def seed_rows(
     context: Context, runs: list[TrainedImages], best: tuple[float | None, str], target: float, source: str
 ) -> list[Row]:
-    """Return the rows of the test accuracy and the time to accuracy for every seed.
+    """Return the rows that hold the test accuracy and the time to accuracy for every seed.
 
-    The last two rows have the mean and the standard deviation of the test accuracies over the seeds.
+    The last two rows hold the mean and the standard deviation of the test accuracies over the seeds.
 
     Args:
         runs: results of the trainings, one for each seed.
@@ -283,7 +283,7 @@ def seed_rows(
 
 
 def _train(data: _Data, seed: int, report: Report) -> tuple[ImageEngine, ImageBatches, TrainedImages]:
-    """Train with one seed, then evaluate once on the test images."""
+    """Train a new model with one seed. Then evaluate the trained model once on the test images."""
     seed_everything(seed)
     options, batches = data.options, data.training_batches(seed)
     engine = data.engine(len(batches), fast=True)
@@ -305,9 +305,9 @@ def _train(data: _Data, seed: int, report: Report) -> tuple[ImageEngine, ImageBa
 
 
 def _beginning(data: _Data) -> Callable[[bool], tuple[ImageEngine, Callable]]:
-    """Return a function that starts the training with the first seed again.
+    """Return a function that builds a new engine and a new loader for the first seed.
 
-    This function has one argument. True compiles the model and captures the step as a graph. False runs the step eagerly.
+    The function takes one argument. True compiles the model and runs the step as a CUDA graph. False runs the step eagerly.
     """
 
     def begin(fast: bool) -> tuple[ImageEngine, Callable]:
@@ -318,7 +318,7 @@ def _beginning(data: _Data) -> Callable[[bool], tuple[ImageEngine, Callable]]:
 
 
 def _rows(data: _Data, run: TrainedImages, engine: ImageEngine, batches: ImageBatches) -> tuple[list[Row], pd.DataFrame]:
-    """Return the rows of a training and of the training step that is timed after it, and the samples of that step."""
+    """Return the rows of one training, and the rows and samples of training steps that are timed after this training."""
     context, source, options = data.context, data.image_set.source, data.options
     rows = epoch_rows(context, run.name, run.dtype, engine, run.history, source)
     for record in run.history.epochs:
@@ -349,7 +349,10 @@ def _rows(data: _Data, run: TrainedImages, engine: ImageEngine, batches: ImageBa
 
 
 def _curve(run: TrainedImages) -> pd.DataFrame:
-    """Return the losses and evaluations by step as samples. `time_s` is the training time in seconds before an evaluation."""
+    """Return a table with the losses and the evaluations of each step.
+
+    The column "time_s" is the training time in seconds before an evaluation.
+    """
     curve = loss_curve(run.history).assign(seed=run.seed)
     ends = {record.step: time_s for record, time_s in zip(run.history.epochs, _training_time_s(run.history), strict=True)}
     evaluated = curve["kind"] == "evaluation"
@@ -359,8 +362,8 @@ def _curve(run: TrainedImages) -> pd.DataFrame:
 def _best_possible(image_set: ImageSet, whole_split: bool) -> tuple[float | None, str]:
     """Return (largest possible accuracy, source of this limit), or (None, reason why there is no limit).
 
-    In the synthetic images, a share of the labels is changed on purpose. This share is exact only for a whole split, so there is
-    no limit for a part of a split.
+    In the synthetic images, a known share of the labels is wrong on purpose, so no model can reach an accuracy of 1. The share is
+    exact only for the whole split. Therefore there is no limit for a part of a split.
 
     Args:
         image_set: the images.
@@ -376,7 +379,7 @@ def _best_possible(image_set: ImageSet, whole_split: bool) -> tuple[float | None
 def _accuracy_row(
     context: Context, run: TrainedImages, evaluation: dict[str, float], params: dict, best: tuple[float | None, str], source: str
 ) -> Row:
-    """Return the row of the share of images that are classified correctly, with the Wilson score interval.
+    """Return the row that holds the accuracy and its Wilson score interval.
 
     Args:
         best: (largest possible accuracy, source of this limit), or (None, reason why there is no limit).
@@ -397,16 +400,16 @@ def _accuracy_row(
 
 
 def _training_time_s(history: History) -> list[float]:
-    """Return the seconds of training until the end of each epoch.
+    """Return, for each epoch, the training time in seconds from the start of the training until the end of this epoch.
 
-    The warm-up steps of an epoch are not timed. Each of them counts with the mean time of the timed steps of this epoch.
+    The warm-up steps of an epoch are not timed. Each warm-up step counts with the mean time of the timed steps of the same epoch.
     """
     epochs = history.epochs
     return list(accumulate(e.time_s * e.steps / e.timed_steps if e.timed_steps else math.nan for e in epochs))
 
 
 def _time_to_accuracy_row(context: Context, run: TrainedImages, target: float, source: str, **params: Any) -> Row:
-    """Return the row of the seconds of training until the held-out accuracy reached the target for the first time."""
+    """Return the row that holds the training time in seconds until the held-out accuracy reached `target` for the first time."""
     reached = [
         time_s
         for time_s, record in zip(_training_time_s(run.history), run.history.epochs, strict=True)

@@ -1,6 +1,6 @@
 """Speed of this library's ResNet-18 training, compared with a plain public training loop on one device.
 
-The steps of both loops are timed in turn.
+The steps of both loops are timed alternately, so that a drift of the clock affects both loops.
 """
 
 import copy
@@ -17,9 +17,12 @@ from hyperion.chapter.context import Context, Experiment, Forecast, Options, Rep
 from hyperion.chapter.rows import out_of_memory_reason, timed_row
 from hyperion.data import ImageSet, PreparedImages, channel_statistics
 from hyperion.data.images.device_images import ImageBatches
+from hyperion.errors import not_none
 from hyperion.experiments.baselines.plain_loops import (
+    CAPTURED,
     OURS,
     PLAIN,
+    CapturedImageLoop,
     PairedLoops,
     PlainImageLoop,
     copy_weights,
@@ -31,6 +34,7 @@ from hyperion.measure import FORMATS, Timing, time_interleaved
 from hyperion.models import resnet18
 from hyperion.results import Row
 from hyperion.training import ImageEngine, choose_precision, compile_options, seed_everything, sgd_nesterov
+from hyperion.training.captured import why_not_captured
 from hyperion.workloads import datasets
 from hyperion.workloads.training_rows import memory_released, rate_forecast
 from hyperion.workloads.twins import agreements, train_twins, twin_format
@@ -91,7 +95,10 @@ def forecast(context: Context) -> list[Forecast]:
 
 
 def run(context: Context, report: Report) -> Result:
-    """For each batch size, compare the losses of both loops on the same batches, then time the steps of both loops in turn."""
+    """For each batch size, compare the losses of both loops on the same batches.
+
+    Then time the steps of both loops alternately.
+    """
     options = ImageTrainingSpeedOptions.of(context)
     image_set, prepared = datasets.images(context)
     torch.backends.cudnn.benchmark = (
@@ -123,13 +130,14 @@ class _Pair:
 
     Attributes:
         options: options of the experiment.
-        loops: functions that make the rows of both loops.
+        loops: makes the rows that compare both loops.
         engine: training engine of this library's loop.
         batches: loader of this library's loop.
         plain: the plain loop.
-        published: name of the library that the model of the plain loop comes from.
+        published: name of the library that defines the model of the plain loop.
         fresh_plain: function that returns a new plain loop with the initial weights. Its model is not compiled.
         fresh_batches: function that returns a new loader that starts at the first batch.
+        captured: the plain loop whose step runs as a CUDA graph. None if the step cannot be captured on this device.
     """
 
     options: ImageTrainingSpeedOptions
@@ -137,6 +145,7 @@ class _Pair:
     engine: ImageEngine
     batches: ImageBatches
     plain: PlainImageLoop
+    captured: CapturedImageLoop | None
     published: str
     fresh_plain: Callable[[], PlainImageLoop]
     fresh_batches: Callable[[], ImageBatches]
@@ -193,12 +202,17 @@ class _Pair:
         print(f"batch {batch}: ours {how}; the plain loop trains the ResNet-18 of {published}")
         params = {"batch": batch, "loader": "included"}
         loops = PairedLoops(context, options.work(batch), precision.dtype, image_set.source, params)
-        return cls(options, loops, engine, batches, plain, published, fresh_plain, fresh_batches)
+        captured = (
+            None if why_not_captured(device, 1, precision.dtype) else CapturedImageLoop(fresh_plain(options.plain_compiled))
+        )
+        return cls(options, loops, engine, batches, plain, captured, published, fresh_plain, fresh_batches)
 
     def train_on(self, loop: str, images: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        """Run one optimizer step of a loop on a batch. Return the loss before the update."""
+        """Run one optimizer step on a given batch with the loop of the given name. Return the loss before the update."""
         if loop == PLAIN:
             return self.plain.train_on(images.float(), labels)
+        if loop == CAPTURED:
+            return not_none(self.captured).train_on(images.float(), labels)
         return self.engine.train_step((images, labels)).loss
 
     def our_step(self) -> torch.Tensor:
@@ -210,10 +224,10 @@ def _parity(pair: _Pair, frames: list[pd.DataFrame]) -> list[Row]:
     """Compare the losses of both loops on the same batches.
 
     Returns:
-        The rows of the comparison, and one row for each loop with the time of its first step.
+        The rows of the comparison, and for each loop one row that holds the time of its first step.
     """
     options, loops, steps = pair.options, pair.loops, pair.options.parity_steps
-    losses: dict[str, list[torch.Tensor]] = {OURS: [], PLAIN: []}
+    losses: dict[str, list[torch.Tensor]] = {OURS: [], PLAIN: []} | ({} if pair.captured is None else {CAPTURED: []})
     first_s: dict[str, float] = {}
     for step in range(steps):
         images, labels = pair.batches.next_batch()
@@ -236,12 +250,12 @@ def _parity(pair: _Pair, frames: list[pd.DataFrame]) -> list[Row]:
         for agreement in agreements(curve, uncompiled, twins)
     ]
     frames += [loops.curves_frame(curves | {UNCOMPILED: uncompiled}), twins.assign(batch=loops.work.items)]
-    slow_first = {OURS: options.compiled or not pair.engine.uncaptured, PLAIN: options.plain_compiled}
-    return rows + loops.first_steps({name: first_s[name] for name, slow in slow_first.items() if slow})
+    slow_first = {OURS: options.compiled or not pair.engine.uncaptured, PLAIN: options.plain_compiled, CAPTURED: True}
+    return rows + loops.first_steps({name: seconds for name, seconds in first_s.items() if slow_first[name]})
 
 
 def _plain_losses(pair: _Pair, steps: int) -> list[float]:
-    """Run a new, uncompiled plain loop from the initial weights on the same batches. Return the loss of every step."""
+    """Train a new, uncompiled plain loop from the initial weights on the same batches. Return the loss of every step."""
     plain, batches = pair.fresh_plain(), pair.fresh_batches()
     losses = []
     for _ in range(steps):
@@ -251,16 +265,15 @@ def _plain_losses(pair: _Pair, steps: int) -> list[float]:
 
 
 def _speeds(pair: _Pair, frames: list[pd.DataFrame]) -> list[Row]:
-    """Time the steps of both loops in turn, including their loaders, then each matrix product of the step alone."""
+    """Time the steps of all loops alternately, including their loaders. Then time each matrix product of the step by itself."""
     options, loops, device = pair.options, pair.loops, pair.loops.context.device
+    steps: dict[str, Callable[[], torch.Tensor]] = {OURS: pair.our_step, PLAIN: pair.plain.step}
+    if pair.captured is not None:
+        steps[CAPTURED] = pair.captured.step
     timings = time_interleaved(
-        [pair.our_step, pair.plain.step],
-        device,
-        cold=False,
-        time_limit_s=options.time_limit_s,
-        back_to_back=options.steps_in_a_row,
+        list(steps.values()), device, cold=False, time_limit_s=options.time_limit_s, back_to_back=options.steps_in_a_row
     )
-    by_loop: dict[str, Timing] = dict(zip((OURS, PLAIN), timings, strict=True))
+    by_loop: dict[str, Timing] = dict(zip(steps, timings, strict=True))
     how = {
         "compiled": options.compiled,
         "replayed": not pair.engine.uncaptured,
@@ -268,6 +281,11 @@ def _speeds(pair: _Pair, frames: list[pd.DataFrame]) -> list[Row]:
         "plain_model": pair.published,
     }
     rows, samples = loops.speeds(by_loop, how)
+    if pair.captured is None:
+        columns = loops.of(OURS)
+        columns["params"] |= {"over": CAPTURED} | how
+        reason = why_not_captured(device, 1, loops.dtype)
+        rows.append(loops.context.absent_row(loops.work.name, "speedup", reason, **columns))
     frames.append(samples)
     products, precision = products_of(loops.work, options.compiled), pair.engine.precision
     alone: ProductsAlone | str
@@ -280,13 +298,16 @@ def _speeds(pair: _Pair, frames: list[pd.DataFrame]) -> list[Row]:
 
 
 def _products_row(loops: PairedLoops, name: str, timing: Timing, alone: ProductsAlone | str) -> Row:
-    """Return the row of the time of a step's matrix products, each timed alone, as a share of the step time of a loop.
+    """Return the row that holds the share of the step time that the matrix products of the step need.
+
+    Each matrix product was timed by itself.
 
     Args:
-        loops: functions that make the rows of both loops.
-        name: name of the loop.
+        loops: makes the rows that compare both loops.
+        name: name of the loop whose step time is used.
         timing: timing of the steps of the loop.
-        alone: timings of the matrix products. If they could not be timed, the reason. The row then has this reason and no value.
+        alone: timings of the matrix products, or the reason why they could not be timed. In the second case the row has this
+            reason and no value.
     """
     columns = loops.of(name)
     columns["params"] |= {"what": OF_PRODUCTS}

@@ -194,7 +194,7 @@ EXPERIMENT = Experiment(
 
 @dataclass(frozen=True)
 class _Text:
-    """Options and data that all trainings of a run share."""
+    """The data and the options that all trainings of this experiment share."""
 
     context: Context
     options: LanguageModelOptions
@@ -234,8 +234,8 @@ class TrainedLanguage:
         name: name of the model.
         dtype: number format of the training.
         history: losses, times and evaluations of the epochs.
-        score_params: params of all rows of scores. They say how the scores were computed and with which weights.
-        scored: score of each split, by the name of the split.
+        score_params: params of all rows that hold scores. They say how the scores were computed and with which weights.
+        scored: a dict that maps the name of a split to the score on this split.
     """
 
     seed: int
@@ -247,7 +247,8 @@ class TrainedLanguage:
 
 
 def seed_rows(context: Context, runs: list[TrainedLanguage], corpus: TextCorpus) -> list[Row]:
-    """Return the rows of all measures of all seeds and splits, then their means and standard deviations over the seeds.
+    """Return rows that hold all measures of all seeds and splits, then rows that hold their means and standard deviations over
+    the seeds.
 
     The measures are perplexity per token, perplexity per word and bits per byte.
     """
@@ -268,7 +269,7 @@ def seed_rows(context: Context, runs: list[TrainedLanguage], corpus: TextCorpus)
 
 
 def _train(text: _Text, seed: int, report: Report) -> tuple[LanguageEngine, LanguageBatches, TrainedLanguage]:
-    """Train with one seed. This function does not read the test split."""
+    """Train a new model with one seed. This function does not read the test split."""
     seed_everything(seed)
     options, batches = text.options, text.batches(seed)
     engine = text.engine(len(batches), capture=True)
@@ -297,7 +298,7 @@ def _train(text: _Text, seed: int, report: Report) -> tuple[LanguageEngine, Lang
 
 
 def _score(text: _Text, engine: LanguageEngine, history: History, split: str) -> Scored:
-    """Score every token of the split with the final weights."""
+    """Compute the negative log-likelihood of every token of the split with the final weights."""
     stride, last = text.options.stride, history.epochs[-1].evaluation
     if split == "valid" and stride == text.options.sequence_length and last is not None:
         # The last evaluation of the training used the same weights and windows. On a CPU, a repetition would take a minute.
@@ -310,17 +311,17 @@ def _score(text: _Text, engine: LanguageEngine, history: History, split: str) ->
 
 
 def _least_flops(config: TransformerConfig, length: int) -> float:
-    """Return the FLOPs per token of the forward and backward pass that every implementation must compute.
+    """Return the FLOPs per token of one forward and backward pass, without the FLOPs that a causal mask makes unnecessary.
 
-    Only half of the FLOPs of attention count, because the causal mask makes the other half unnecessary.
+    The mask makes half of the FLOPs of attention unnecessary.
     """
     return flops_per_token(config, length // 2).forward_backward
 
 
 def _beginning(text: _Text) -> Callable[[bool], tuple[LanguageEngine, Callable]]:
-    """Return a function that starts the training with the first seed again.
+    """Return a function that builds a new engine and a new loader for the first seed.
 
-    This function has one argument, which says whether the step is captured as a graph.
+    The function takes one argument, which says whether the step runs as a CUDA graph.
     """
 
     def begin(capture: bool) -> tuple[LanguageEngine, Callable]:
@@ -331,7 +332,7 @@ def _beginning(text: _Text) -> Callable[[bool], tuple[LanguageEngine, Callable]]
 
 
 def _rows(text: _Text, run: TrainedLanguage, engine: LanguageEngine, batches: LanguageBatches) -> tuple[list[Row], pd.DataFrame]:
-    """Return the rows of a training, of its scores and of the step that is timed after it, and the samples of that step."""
+    """Return the rows of one training and of its scores, and the rows and samples of training steps that are timed after it."""
     context, source = text.context, text.corpus.source
     config, length = text.options.config(text.tokenizer.vocab_size), text.options.sequence_length
     rows = epoch_rows(context, run.name, run.dtype, engine, run.history, source)

@@ -1,6 +1,6 @@
 """Speed of this library's language-model training, compared with a plain public training loop on one device.
 
-The steps of both loops are timed in turn. Both loops are also compared with a roof. The roof is an estimate of the least time
+The steps of both loops are timed alternately. Both loops are also compared with a roof. The roof is an estimate of the least time
 of a step. It is computed from the rates that this run has measured, and it has two parts, because kernels run one after the
 other: the time of the matrix products, and the time to move all other bytes through memory.
 
@@ -8,7 +8,8 @@ The time of the matrix products is determined in one of two ways:
 
 - All FLOPs run at the highest rate of any matrix product that the run has measured. Attention counts only the half of its FLOPs
   that a causal mask leaves.
-- The step's own matrix products run one after the other, and are timed in turn with whole steps (see `products_alone`).
+- The step's own matrix products run one after the other. Their calls are timed alternately with whole steps (see
+  `products_alone`).
 
 The other bytes are the bytes that no matrix product reads or writes. The roof assumes that they move at the rate of the fastest
 memory stream. These bytes are counted:
@@ -18,12 +19,12 @@ memory stream. These bytes are counted:
 - The loss reads the logits once, in the number format of the matrix products.
 - Activations have the same format. They are counted in tensors of [B, T, D]. Each block writes its input and the sum after
   attention and reads both in the backward pass (4 tensors). It writes the outputs of both norms and of GELU (2 + 4 tensors). It
-  reads the input of GELU in the backward pass (4 tensors). The head writes and reads the input of the last norm (2 tensors)
-  and writes its output (1 tensor).
+  reads the input of GELU in the backward pass (4 tensors). The head writes and reads the input of the last norm (2 tensors) and
+  writes its output (1 tensor).
 
-The roof leaves out gradients of activations, repeated reads in the forward pass, the statistics of norms and of attention,
-16-bit copies of weights, the lookups of the embedding, and the launches of kernels. A kernel that fuses a norm or a GELU with a
-matrix product could be faster than this roof. Neither loop uses such a kernel.
+The roof leaves out gradients of activations, repeated reads in the forward pass, the statistics of norms and of attention, 16-bit
+copies of weights, the lookups of the embedding, and the launches of kernels. A kernel that fuses a norm or a GELU with a matrix
+product could be faster than this roof. Neither loop uses such a kernel.
 """
 
 import math
@@ -147,13 +148,18 @@ def forecast(context: Context) -> list[Forecast]:
 
 
 def _time_forecast(rate: Forecast, items: int) -> Forecast:
-    """Return the forecast of the step time that follows from the forecast of the throughput."""
+    """Return the prediction of the step time. It is computed from the prediction of the throughput.
+
+    Args:
+        rate: predicted throughput.
+        items: number of tokens or images in a step.
+    """
     estimate, low, high = (None if value is None else items / value for value in (rate.estimate, rate.high, rate.low))
     return replace(rate, metric="step_time_s", estimate=estimate, low=low, high=high, ceiling=None)
 
 
 def run(context: Context, report: Report) -> Result:
-    """Train both loops from the same weights on the same batches, time their steps in turn and compare their losses."""
+    """Train both loops from the same weights on the same batches, time their steps alternately, and compare their losses."""
     options = LanguageTrainingSpeedOptions.of(context)
     corpus, tokenizer, prepared = datasets.text(context)
     work = workload(options.sizes.model_copy(update={"vocabulary": tokenizer.vocab_size}))
@@ -191,7 +197,7 @@ class _Loop:
         first_s: seconds of the first steps, which compile the model and capture the step as a graph.
         peak_gib: peak memory of the tensors in a step in GiB. Tensors that existed before the loop was built do not count. None
             on a CPU.
-        replayed: whether the step is captured as a graph, so that later steps replay the graph.
+        replayed: whether the step is captured as a CUDA graph, so that later steps replay this graph.
     """
 
     train_on: Callable[[Tensor, Tensor], Tensor]
@@ -213,7 +219,7 @@ def _compared(
     for number, (name, build) in enumerate({OURS: _ours, PLAIN: _plain}.items()):
         report(number, 3, f"first steps of the loop {name}")
         started[name] = _start(options, loops, tokens, build)
-    report(2, 3, "steps of both loops in turn")
+    report(2, 3, "steps of both loops, alternately")
     timings, products = _timed(options, loops, started)
     parity, losses = _parity(options, loops, started)
     speeds, samples = loops.speeds(timings, {"replayed": started[OURS].replayed})
@@ -234,10 +240,10 @@ def _compared(
 
 
 def _start(options: LanguageTrainingSpeedOptions, loops: PairedLoops, tokens: np.ndarray, build: Callable) -> _Loop:
-    """Build a loop and run three steps.
+    """Build a loop and run its first three steps.
 
-    The first step compiles the model. The second step shows the peak memory of a usual step. The third step is captured as a
-    graph. The memory is measured before the capture, because a graph has its own memory pool.
+    The first step compiles the model. The second step is a usual step, whose peak memory is measured. The third step is captured
+    as a CUDA graph. The memory is measured before the capture, because a graph has its own memory pool.
     """
     context, device = loops.context, loops.context.device
     accelerator = device.kind != "cpu"
@@ -289,12 +295,13 @@ def _plain(
 def _timed(
     options: LanguageTrainingSpeedOptions, loops: PairedLoops, started: dict[str, _Loop]
 ) -> tuple[dict[str, Timing], Timing | str]:
-    """Time the steps of both loops and the matrix products of a step in turn.
+    """Time the steps of both loops and the matrix products of a step, alternately.
 
     If the operands of the matrix products do not fit into memory, time only the steps.
 
     Returns:
-        The timings of both loops, and the timing of the matrix products or the reason why they could not be timed.
+        A pair. The first element maps the name of a loop to its timing. The second element is the timing of the matrix products,
+        or the reason why they could not be timed.
     """
     device, steps = loops.context.device, [loop.step for loop in started.values()]
     in_turn = partial(
@@ -318,9 +325,9 @@ def _timed(
 def _parity(options: LanguageTrainingSpeedOptions, loops: PairedLoops, started: dict[str, _Loop]) -> tuple[Row, pd.DataFrame]:
     """Compare the mean losses of both loops in each window of the steps that both loops have done.
 
-    The value of the row is the largest relative difference of all windows. The plain model pads the vocabulary from V to P
-    classes. This raises the loss of the plain model by at most ln(P / V), compared with an initial loss of ln V. The tolerance
-    allows this difference. The remaining part of the tolerance is for rounding.
+    A window is a number of consecutive steps. The value of the row is the largest relative difference of all windows. The plain
+    model pads the vocabulary from V to P classes. This raises the loss of the plain model by at most ln(P / V), compared with an
+    initial loss of ln V. The tolerance allows this difference. The remaining part of the tolerance is for rounding.
     """
     classes = not_none(loops.work.config).vocab_size
     tolerance = options.tolerance + math.log(padded_classes(classes) / classes) / math.log(classes)
@@ -333,14 +340,14 @@ def _parity(options: LanguageTrainingSpeedOptions, loops: PairedLoops, started: 
 
 
 def _share_row(loops: PairedLoops, name: str, timing: Timing, what: str, roof: "StepRoof | str") -> Row:
-    """Return the row of the roof as a share of the step time of a loop.
+    """Return the row that holds the least time of a step (the roof) divided by the step time of a loop.
 
     Args:
-        loops: functions that make the rows of both loops.
+        loops: makes the rows that compare both loops.
         name: name of the loop.
         timing: timing of the steps of the loop.
-        what: name of the share in the row.
-        roof: the roof. If there is no roof, the reason. The row then has this reason and no value.
+        what: name of this share, which is stored in the row.
+        roof: the roof, or the reason why there is no roof. In the second case the row has this reason and no value.
     """
     columns = loops.of(name)
     columns["params"] |= {"what": what}
@@ -352,7 +359,7 @@ def _share_row(loops: PairedLoops, name: str, timing: Timing, what: str, roof: "
 
 
 def _memory_rows(loops: PairedLoops, started: dict[str, _Loop]) -> list[Row]:
-    """Return the rows of the peak memory of each loop.
+    """Return one row for each loop, which holds the peak memory of its steps.
 
     On a CPU there are no rows, because both loops share the memory of one process.
     """
@@ -369,7 +376,7 @@ def _params(options: LanguageTrainingSpeedOptions, work: Workload) -> dict:
 
 
 def _additional_bytes(options: LanguageTrainingSpeedOptions, work: Workload, dtype: str) -> float:
-    """Return how many bytes more a step of the plain model moves than a step of this library's model.
+    """Return how many more bytes a step of the plain model moves than a step of this library's model.
 
     Each block makes two additions to the residual stream. Under autocast the plain model keeps both sums in float32, so each
     write and each read of an element moves two more bytes. The plain model also reads the logits once more. The kernel of this
@@ -384,7 +391,9 @@ def _additional_bytes(options: LanguageTrainingSpeedOptions, work: Workload, dty
 
 
 def least_traffic(config: TransformerConfig, tokens: int, dtype: str) -> dict[str, int]:
-    """Return the bytes that a step must move outside of its matrix products, by cause."""
+    """Return a dict that maps a cause, such as the optimizer, to the bytes that a step must move outside of its matrix
+    products.
+    """
     each = FORMATS[dtype].bytes
     passes = _PASSES_OF_A_BLOCK * config.layers + _PASSES_OF_THE_HEAD
     rounded = _FLOAT32 if each < _FLOAT32 else 0
@@ -400,12 +409,14 @@ class StepRoof:
     """A roof: an estimate of the least time of a training step, as the sum of the times of its parts.
 
     Attributes:
-        products: seconds of the matrix products, by name of the part.
-        how: text that says how these seconds were determined. It follows the names of the parts in a sentence.
-        ceilings: measured rates that the roof uses besides the bandwidth, by name.
+        products: a dict that maps the name of a part of the step, such as "attention", to the seconds of its matrix products.
+        how: text that says how these seconds were determined. A sentence lists the names of the parts and then this text.
+        ceilings: a dict that maps a name to a measured rate. It contains the rates that the roof uses besides the bandwidth.
         bandwidth_gb_s: bandwidth of the fastest memory stream of the run, in GB/s.
-        traffic: bytes that no matrix product reads or writes, by cause.
-        together: timing of all matrix products of a step, in turn with whole steps. None if this was not timed.
+        traffic: a dict that maps a cause, such as the optimizer, to the bytes that it moves. Bytes of matrix products are not
+            included.
+        together: timing of all matrix products of a step, one after the other. These calls alternate with whole steps. None if
+            they were not timed.
     """
 
     products: dict[str, float]
@@ -416,12 +427,12 @@ class StepRoof:
     together: Timing | None = None
 
     def moving_s(self, moved_bytes: float) -> float:
-        """Return the seconds that the fastest stream needs for this number of bytes."""
+        """Return the seconds that the fastest memory stream of this run needs for this number of bytes."""
         return moved_bytes / (self.bandwidth_gb_s * 1e9)
 
     @property
     def parts(self) -> dict[str, float]:
-        """Seconds of each part of the step, by name of the part."""
+        """A dict that maps the name of a part of the step to its seconds."""
         return self.products | {name: self.moving_s(moved) for name, moved in self.traffic.items()}
 
     @property
@@ -432,8 +443,8 @@ class StepRoof:
     def share_of(self, step: Timing) -> Estimate:
         """Return the time of the roof divided by the measured time of a step, with its interval.
 
-        If the matrix products were timed in turn with the steps, the interval comes from pairs of their samples. Otherwise the
-        interval comes from the samples of the step only.
+        If the timings of the matrix products and of the steps alternated, the interval comes from pairs of their samples.
+        Otherwise the interval comes from the samples of the step only.
         """
         if self.together is None:
             return step.estimate.map(lambda seconds: self.time_s / seconds)
@@ -457,7 +468,7 @@ class StepRoof:
 def step_roof(context: Context, work: Workload, dtype: str) -> StepRoof | None:
     """Return the roof in which all matrix products run at the highest measured rate.
 
-    Returns None if this run has not measured both a matrix product and a stream.
+    Returns None if this run has measured no matrix product or no memory stream.
     """
     gemm, stream = context.best_upstream("gemm_tflops", dtype), stream_ceiling(context.upstream)
     if gemm is None or stream is None:
@@ -472,10 +483,10 @@ def own_roof(context: Context, work: Workload, dtype: str, together: Timing) -> 
     """Return the roof that uses the measured time of the step's own matrix products.
 
     Args:
-        together: timing of all matrix products, in turn with the steps that the roof is compared with.
+        together: timing of all matrix products. Their calls alternate with the steps that the roof is compared with.
 
     Returns:
-        The roof, or None if this run has measured no stream.
+        The roof, or None if this run has measured no memory stream.
     """
     stream = stream_ceiling(context.upstream)
     if stream is None:

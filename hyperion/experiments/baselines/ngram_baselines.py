@@ -1,6 +1,6 @@
 """Perplexities of n-gram models on the held-out splits. A neural model must reach a lower perplexity than these baselines.
 
-The functions that compute the rows of perplexities are used for neural models too.
+The functions that compute the rows that hold perplexities are also used for neural models.
 """
 
 import math
@@ -94,7 +94,7 @@ def text_floor(corpus: TextCorpus, split: str) -> TextFloor:
 
 @dataclass(frozen=True)
 class Scored:
-    """A model's score on a split.
+    """The score of a model on a split: the negative log-likelihood of its text.
 
     Attributes:
         total_nll_nats: negative log-likelihood summed over all tokens, in nats.
@@ -134,7 +134,7 @@ class Scored:
 def perplexity_rows(
     context: Context, variant: str, dtype: str, params: dict, scored: Scored, floor: TextFloor, data_source: str
 ) -> list[Row]:
-    """Return the rows of perplexity per token, perplexity per word and bits per byte for a whole split.
+    """Return the rows that hold perplexity per token, perplexity per word and bits per byte of a whole split.
 
     The <eos> at the end of each line counts as a word.
     """

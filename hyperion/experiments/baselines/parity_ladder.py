@@ -41,7 +41,7 @@ class ParityLadderOptions(Options):
         tokens: number of tokens to use, from the beginning of the text.
         sequence_length: number of tokens in a sequence.
         batch_size: number of sequences in a batch.
-        micro_batches: number of parts of a batch on the rungs that accumulate gradients.
+        micro_batches: number of parts into which a batch is split, for the versions of the training that accumulate gradients.
         width: width of the Transformer.
         heads: number of attention heads.
         layers: number of blocks.
@@ -64,7 +64,7 @@ class ParityLadderOptions(Options):
 
 @dataclass(frozen=True)
 class ParityRung:
-    """One rung of the ladder: a version of the training.
+    """One rung of the parity ladder: a version of the training that makes one change to the version before it.
 
     Attributes:
         name: name of the rung.
@@ -75,7 +75,8 @@ class ParityRung:
         resumed: whether the training is interrupted and resumed from a checkpoint.
         tolerance: largest allowed relative difference between a loss of this rung and the loss of the same step of the rung
             before. 0 if the losses must be equal.
-        unit: unit roundoff of the format, from which the difference is predicted. 0 if the change does not affect rounding.
+        unit: unit roundoff of the number format. The difference of the losses is predicted from it. 0 if the change does not
+            affect rounding.
         why: reason for the tolerance.
     """
 
@@ -91,7 +92,7 @@ class ParityRung:
 
 
 def rungs(micro_batches: int) -> list[ParityRung]:
-    """Return all rungs in order. The first rung is the plain training in float32."""
+    """Return all rungs (versions of the training) in order. The first rung is the plain training in float32."""
     plain = ParityRung(FIRST)
     again = replace(plain, name="again", why="the same operations in the same order")
     parts = replace(
@@ -138,7 +139,9 @@ def rungs(micro_batches: int) -> list[ParityRung]:
 
 
 def forecast(context: Context) -> list[Forecast]:
-    """Predict the relative difference between the losses of two successive rungs. Each rung changes the training in one way.
+    """Predict the relative difference between the losses of two successive rungs.
+
+    A rung is a version of the training. Each rung makes one change to the rung before it.
 
     If a change does not affect rounding, the predicted difference is 0. If it does, the prediction is the unit roundoff of the
     format, divided by the square root of the number of tokens in a batch: the rounding errors of the tokens are independent and
@@ -164,7 +167,10 @@ def forecast(context: Context) -> list[Forecast]:
 
 
 def run(context: Context, report: Report) -> Result:
-    """Train every rung in one process. All rungs start from the same weights and see the same batches."""
+    """Train every rung (version of the training) in one process.
+
+    All rungs start from the same weights and see the same batches.
+    """
     shutil.rmtree(context.workspace, ignore_errors=True)
     options = ParityLadderOptions.of(context)
     ladder = rungs(options.micro_batches)
@@ -189,14 +195,14 @@ EXPERIMENT = Experiment(forecast, run, options=ParityLadderOptions, isolated=Tru
 
 
 def _tokens(context: Context, options: ParityLadderOptions) -> tuple[np.ndarray, str]:
-    """Return (first tokens of the corpus, data source). The token ids are renumbered, so that the vocabulary is small."""
+    """Return (token ids of the beginning of the corpus, data source). The ids are renumbered, so that the vocabulary is small."""
     corpus, _, prepared = datasets.text(context)
     first = np.asarray(prepared.tokens["train"][: options.tokens])
     return np.unique(first, return_inverse=True)[1], corpus.source
 
 
 def _why_absent(context: Context, options: ParityLadderOptions, rung: ParityRung) -> str:
-    """Return the reason why a rung cannot run on this device, or an empty string if it can."""
+    """Return the reason why this version of the training cannot run on this device, or an empty string if it can."""
     possible, how = context.device.supports(rung.dtype)
     if not possible:
         return f"unsupported: {how}"
@@ -242,7 +248,7 @@ def _batches(context: Context, options: ParityLadderOptions, tokens: np.ndarray)
 def _rows(
     context: Context, options: ParityLadderOptions, rung: ParityRung, curves: dict[str, list[float]], reason: str, source: str
 ) -> list[Row]:
-    """Return the rows that compare the losses of a rung with the losses of the rung before it, and of the first rung."""
+    """Return the rows that compare the losses of a rung with those of the rung before it, and with those of the first rung."""
     params = _params(options, rung)
     if reason:
         return [context.absent_row(rung.name, "relative_difference", reason, dtype=rung.dtype, params=params)]

@@ -1,8 +1,9 @@
-"""Time the matrix products of a training step, with the sizes that they have in the step, one by one or all together.
+"""Time the matrix products of a training step without the rest of the step: each by itself, or all of them one after the other.
 
-Convolutions and attention count as matrix products. The fastest matrix product of any shape shows the peak rate of the arithmetic
-units. The matrix products of a step show which rate the units reach at the shapes and memory layouts of this model. Even a step
-that computes nothing else takes the sum of their times. A better training loop cannot reduce this sum.
+The operands have the same sizes as in the step. Convolutions and attention count as matrix products. The fastest matrix product
+of any shape shows the peak rate of the arithmetic units. The matrix products of a step show which rate the units reach at the
+shapes and memory layouts of this model. Even a step that computes nothing else takes the sum of their times. A better training
+loop cannot reduce this sum.
 """
 
 from collections.abc import Callable
@@ -36,8 +37,8 @@ class ProductAlone:
 
     Attributes:
         part: part of the step to which the time of the product is added, for example "attention".
-        name: text with the sizes of the product. It also says whether the product computes the output of the forward pass, the
-            gradient of the input, or the gradient of the weight.
+        name: text with the sizes of the product. The text also says whether the product computes the output of the forward pass,
+            the gradient of the input, or the gradient of the weight.
         count: number of times that a step computes the product.
         make: function that allocates the operands and returns the function to time.
     """
@@ -50,11 +51,11 @@ class ProductAlone:
 
 @dataclass(frozen=True)
 class ProductsAlone:
-    """All matrix products of a step with their timings. Each product was timed alone.
+    """All matrix products of a step with their timings. Each product was timed by itself, without the rest of the step.
 
     Attributes:
         products: the matrix products.
-        timings: timing of each product, in the same order.
+        timings: timing of each product, in the same order as `products`.
     """
 
     products: list[ProductAlone]
@@ -62,7 +63,7 @@ class ProductsAlone:
 
     @property
     def seconds(self) -> dict[str, float]:
-        """Seconds of all products of each part of the step, by name of the part."""
+        """A dict that maps the name of a part of the step to the seconds of all its matrix products."""
         seconds = dict[str, float]()
         for product, timing in zip(self.products, self.timings, strict=True):
             seconds[product.part] = seconds.get(product.part, 0.0) + product.count * timing.estimate.value
@@ -168,7 +169,7 @@ def products_of(work: Workload, compiled: bool) -> list[ProductAlone]:
 
 
 def time_alone(products: list[ProductAlone], precision: Precision, device: Device, time_limit_s: float) -> ProductsAlone:
-    """Time each matrix product alone. The caches are not flushed between calls.
+    """Time each matrix product by itself. The caches are not flushed between calls.
 
     This is close to the state of the caches in a step. Most operands are larger than any cache, and the operands of a small
     product have just been written by the kernel before it.
@@ -191,9 +192,10 @@ def time_alone(products: list[ProductAlone], precision: Precision, device: Devic
 def one_pass(products: list[ProductAlone], precision: Precision, device: Device) -> Call:
     """Return a function that computes all matrix products of a step, layer by layer, and nothing else.
 
-    The function is meant to be timed in turn with whole steps. A device at its power limit lowers its clock. If attention were
-    timed alone, it would run at a higher clock than in the step, because it needs little power. On the other hand, matrix
-    products without other kernels between them may need more power than a step, and may run a little slower than in the step.
+    The calls of this function should be timed alternately with whole steps. A device at its power limit lowers its clock. If
+    attention were timed alone, it would run at a higher clock than in the step, because it needs little power. On the other hand,
+    matrix products without other kernels between them may need more power than a step, and may run a little slower than in the
+    step.
 
     All layers share the same random operands. The function has been called once before it is returned.
 

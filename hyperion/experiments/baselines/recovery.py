@@ -88,7 +88,10 @@ def forecast(context: Context) -> list[Forecast]:
 
 
 def run(context: Context, report: Report) -> Result:
-    """Run one training of each task without a fault, then all trials. There are as many parallel trials as CPU cores."""
+    """Train each model once without a fault, then run all trials. There are as many parallel trials as CPU cores.
+
+    A trial is a training with one fault.
+    """
     shutil.rmtree(context.workspace, ignore_errors=True)
     faults = draw(context.seed, RecoveryOptions.of(context).trials)
     print(f"{len(faults)} faults drawn with seed {context.seed}")
@@ -141,16 +144,16 @@ def _undisturbed(context: Context, task: str) -> dict:
 
 
 def _task(number: int, fault: TrainingFault) -> str:
-    """Return the task of a trial, "language" or "images".
+    """Return which model a trial trains: "language" or "images".
 
-    The tasks alternate. There is one exception: for a NaN in the loader the task is "images", because token ids are integers,
-    which cannot be NaN.
+    The two models alternate. There is one exception: for a NaN in the loader the result is "images", because token ids are
+    integers and cannot be NaN.
     """
     return "images" if (fault.kind, fault.phase) == ("NaN", "loader") else _TASKS[number % 2]
 
 
 def _trial(context: Context, whole: dict, number: int, fault: TrainingFault) -> dict:
-    """Run one trial: train until the fault occurs, resume in a second process, and return the outcome."""
+    """Train until the fault of this trial occurs, resume in a second process, and return the outcome."""
     task = _task(number, fault)
     folder = context.workspace / f"trial-{number:03d}"
     params = {"folder": str(folder), "task": task, "seed": context.seed}
@@ -177,7 +180,10 @@ def _trial(context: Context, whole: dict, number: int, fault: TrainingFault) -> 
 
 
 def _process(params: dict) -> dict:
-    """Run one process and return its result. If the process fails, the entry "ended" has its exit code and its error message."""
+    """Train in a separate process and return its result.
+
+    If the process fails, the entry "ended" of the result holds the exit code and the error message.
+    """
     Path(params["folder"]).mkdir(parents=True, exist_ok=True)
     try:
         return run_job(Job(in_own_process, params, timeout_s=_TIMEOUT_S), on_line=lambda line: None)
@@ -242,8 +248,8 @@ def run_once(
 
     Returns:
         A dict. Its entry "ended" is "finished", or the error that ended the run. If the run has finished, there are three more
-        entries. "hashes" has the hashes of the final state. "resumed_at" is the step from which the run was resumed. "moments" is
-        the number of moments in each phase.
+        entries. "hashes" holds the hashes of the final state. "resumed_at" is the step from which the run was resumed. "moments"
+        is the number of moments in each phase.
     """
     torch.set_num_threads(1)
     seed_everything(seed)

@@ -51,18 +51,18 @@ class TrainingFault:
 
 @dataclass
 class Phases:
-    """Injects a fault into a training run, or counts the moments of each phase if there is no fault.
+    """Injects a fault into a training run. Without a fault, it counts the moments of each phase.
 
     Args:
         engine: engine of the training.
-        fault: the fault to inject. None only counts the moments.
-        moments: two numbers for each phase, counted in a run without a fault: the number of all moments, and the number of
-            moments whose operator returns floating-point numbers.
-        mark: file in which the number of finished steps is stored when the fault occurs. It is needed because the fault may end
-            the process.
+        fault: the fault to inject. If it is None, the moments are only counted.
+        moments: a dict that maps the name of a phase to two numbers from a run without a fault: the number of all moments, and
+            the number of moments whose operator returns floating-point numbers.
+        mark: path of a file. When the fault occurs, the number of finished steps is written to this file, because the fault may
+            end the process.
 
     Attributes:
-        counted: the two numbers of `moments`, counted in this run.
+        counted: a dict like `moments`, with the numbers of this run.
         struck: whether the fault has occurred.
     """
 
@@ -113,7 +113,8 @@ class Phases:
         """Inject the fault.
 
         Args:
-            result: result of the operator or of the phase. None if the moment is a call or return of a Python function.
+            result: the value that the operator or the phase returned. None if the moment is a call or a return of a Python
+                function.
         """
         fault = not_none(self.fault)
         if self.struck or fault.kind == "NaN" and not self._poison(result):
@@ -129,9 +130,9 @@ class Phases:
 
     @torch.no_grad()
     def _poison(self, result: Any) -> bool:
-        """Set one number to NaN, in `result` or in the weights and the optimizer state.
+        """Set one number to NaN: a number of `result`, of the weights, or of the optimizer state.
 
-        Return False if there is no floating-point number that can be set.
+        Return False if there is no floating-point number that can be changed.
         """
         fault = not_none(self.fault)
         if fault.phase in _STATE:
@@ -147,12 +148,12 @@ class Phases:
 
 
 class _Moments(TorchDispatchMode):
-    """Counts moments. From the moment with the number `at`, it calls `strike` at each moment.
+    """Counts the moments of a phase. From the moment with the number `at` on, call `strike` at every moment.
 
     Args:
-        at: number of the moment, counted from 1. None only counts the moments.
+        at: number of the moment, counted from 1. If it is None, the moments are only counted.
         numbers_only: if True, the number `at` refers only to operators that return floating-point numbers.
-        strike: function that is called with the result of the operator.
+        strike: function that takes the result of the operator and injects the fault.
     """
 
     def __init__(self, at: int | None, numbers_only: bool, strike: Callable[[Any], object]):

@@ -1,7 +1,7 @@
 """How much time does torch.compile save in a call, and how much does the compilation cost?
 
-Each compiler mode of each model is measured in a separate process. In this process, calls of the compiled model are timed in turn
-with calls of the eager model.
+Each compiler mode of each model is measured in a separate process. In this process, the timed calls of the compiled model
+alternate with calls of the eager model.
 """
 
 import gc
@@ -74,7 +74,10 @@ class CompilationOptions(Options):
 
 
 def forecast(context: Context) -> list[Forecast]:
-    """Predict the speed-up of each model in its last mode, which the reader guesses, then the time of a call in each mode."""
+    """Predict the speed-up of each model in its last mode, then the time of a call in each mode.
+
+    The reader guesses the speed-up.
+    """
     forecasts = [_model_forecasts(context, spec) for spec in CompilationOptions.of(context).models]
     return [speedup for speedup, _ in forecasts] + [time for _, times in forecasts for time in times]
 
@@ -108,8 +111,8 @@ def _model_forecasts(context: Context, spec: ModelSpec) -> tuple[Forecast, list[
 def _fused_bytes(census: Census, weight_bytes: int) -> int:
     """Return the least number of bytes that element-wise operations must move.
 
-    The operations between two matrix products are fused: one kernel reads the output of the first product and writes the input of
-    the second product.
+    All element-wise operations between two matrix products are assumed to run as one fused kernel. This kernel reads the output
+    of the first product and writes the input of the second product.
     """
     return min(census.other_bytes, max(census.product_bytes - weight_bytes, 0))
 
@@ -117,7 +120,7 @@ def _fused_bytes(census: Census, weight_bytes: int) -> int:
 def run(context: Context, report: Report) -> Result:
     """Measure every mode of every model in a separate process.
 
-    For a mode that the profile leaves out, return a row without a value, with the reason.
+    If the profile leaves out a mode, the row of this mode holds the reason instead of a value.
     """
     options = CompilationOptions.of(context)
     cells = [(spec, mode) for spec in options.models for mode in MODES]
@@ -173,9 +176,10 @@ class _CompilerFailed(Exception):
 
 
 class _Measurement:
-    """Measurement of one mode of one model.
+    """Measures one compiler mode of one model.
 
-    It compiles the model, then measures the memory of compiled calls, then times compiled calls and eager calls in turn.
+    First the model is compiled. Then the memory of compiled calls is measured. Then compiled calls and eager calls are timed
+    alternately.
     """
 
     def __init__(
@@ -202,7 +206,7 @@ class _Measurement:
             self.timings = self._undisturbed(eager_s)
 
     def result(self) -> Result:
-        """Return all rows and samples."""
+        """Measure everything and return all rows and samples."""
         own, *eager = self.timings
         verification = self._against_float64()
         rows = [self._time_row(own, verification), *self.memory, self._difference("float64", verification)]
@@ -215,14 +219,14 @@ class _Measurement:
         return Result(rows, pd.concat(frames, ignore_index=True))
 
     def _undisturbed(self, eager_s: float | None) -> list[Timing]:
-        """Time the calls. Repeat the timing if other work on the host has disturbed it.
+        """Time the calls. Repeat the timing if other processes on the host have made it slower.
 
-        The eager calls of this process should be as fast as the eager calls of the eager process. If they are not, the timing is
-        repeated, and the timings with the smallest difference are returned. Otherwise the speed-up would be wrong: on a busy
-        host, launches take twice as long, so a mode that saves launches would seem to be twice as fast as it is.
+        Another process has timed eager calls before. The eager calls of this process should take the same time. If they do not,
+        the timing is repeated, and the timing with the smallest difference is returned. On a busy host, kernel launches can take
+        twice as long. A mode that saves launches would then seem twice as fast as it is.
 
         Args:
-            eager_s: seconds of an eager call in the eager process. None if it was not measured.
+            eager_s: seconds of an eager call in the process that measured eager calls. None if they were not measured.
         """
         tries, differences = [], []
         while len(tries) < _TRIES:
@@ -235,7 +239,7 @@ class _Measurement:
         return tries[differences.index(min(differences))]
 
     def _time(self) -> list[Timing]:
-        """Time the calls once. If the mode is a compiled mode, its calls are timed in turn with eager calls."""
+        """Time the calls once. For a compiled mode, compiled calls and eager calls alternate."""
         module, call, inputs = self.model.module, self.call, self.model.inputs
         functions = [lambda: call(*inputs)]
         if self.mode != EAGER:
@@ -279,7 +283,7 @@ class _Measurement:
         )
 
     def _eager_rows(self) -> list[Row]:
-        """Return two rows about an eager call: its number of operations, and the share of its FLOPs that are in `self.dtype`."""
+        """Return two rows about an eager call: its number of operators, and the share of its FLOPs with dtype `self.dtype`."""
         census = count_operations(lambda: self.model.module(*self.model.inputs))
         share = census.share_in(self.dtype)
         declared = checked("the declared dtype", 1 - share, 0.0)
@@ -350,7 +354,7 @@ class _Measurement:
 
 
 def _compiler_rows(row: Callable[..., Row], compilation: Compilation) -> list[Row]:
-    """Return the rows of the numbers of graph breaks, graphs, recompilations and kernel calls.
+    """Return four rows that hold the number of graph breaks, of graphs, of recompilations and of kernel calls.
 
     The check fails if no graph was captured.
     """
@@ -373,7 +377,7 @@ def _absent(context: Context, options: CompilationOptions, spec: ModelSpec, mode
 
 @contextmanager
 def _no_tf32():
-    """Context manager that turns TF32 off for float32 convolutions. Matrix products do not use TF32 by default.
+    """Context manager that turns TF32 off for float32 convolutions. For matrix products, TF32 is already off by default.
 
     PyTorch has two settings for TF32. This context uses the older one, because Inductor reads it while it tunes convolutions and
     raises an error if both settings are used.
@@ -399,4 +403,4 @@ def _compiler_failures():
 
 
 def _quiet(done: int, total: int, note: str = "") -> None:
-    """Progress function that does nothing. The progress within one mode is not shown."""
+    """Do nothing. This progress function hides the progress within one compiler mode."""

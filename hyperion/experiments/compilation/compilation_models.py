@@ -1,4 +1,4 @@
-"""The models of the experiment `compilation`, each with a batch of inputs.
+"""The models that the experiment `compilation` compiles, each with a batch of inputs.
 
 A model has the same dtype and the same memory format in all compiler modes.
 """
@@ -66,7 +66,7 @@ class CompiledModel:
     Attributes:
         module: the model, on its device, in the dtype and memory format of the specification.
         inputs: arguments of one call, on the same device and in the same format.
-        params: params of the rows that describe the model: model, batch, input and weights.
+        params: a dict with the keys "model", "batch", "input" and "weights". The rows of this model store it in their params.
     """
 
     module: nn.Module
@@ -86,7 +86,7 @@ def make_model(spec: ModelSpec, device: str, seed: int, weights: Mapping[str, Te
         spec: specification of the model.
         device: name of the device. On "meta", tensors have shapes but no storage.
         seed: seed of the initial weights and of the inputs.
-        weights: tensors that replace the initial weights, by their names in the state dict. None keeps the initial weights.
+        weights: a state dict whose tensors replace the initial weights. None keeps the initial weights.
 
     Raises:
         HyperionError: the model does not exist, or the weights belong to another model.

@@ -1,6 +1,6 @@
-"""Figures of compilation: time and memory of a call by mode, and the number of calls after which compilation pays.
+"""Figures of compilation: time and memory of a call in each compiler mode, and the number of calls after which time is saved.
 
-The module also exports the rows as a table for spreadsheets, with one line per model and mode.
+The module also exports the rows as a table for spreadsheets, with one line for each model and mode.
 """
 
 import json
@@ -63,7 +63,7 @@ def compilation(material: Material) -> Figure | None:
         _draw_memory(panels[2 * place + 1], rows)
     clock = next((row.params["clock"] for rows in subjects.values() for row in rows if "clock" in row.params), "")
     notes = [
-        f"Time of a call: {clock}, median with 95 % interval. Vertical line and number in brackets: eager calls, timed in turn "
+        f"Time of a call: {clock}, median with 95 % interval. Vertical line and number in brackets: eager calls, alternating "
         "with the compiled ones in the same process, and the speed-up over them."
     ]
     add_notes(figure, notes + _absences(subjects))
@@ -82,13 +82,15 @@ def break_even(material: Material) -> Figure | None:
     for axes, (title, costs) in zip(panels, subjects.items(), strict=True):
         _draw_totals(axes, title, costs)
     panels[0].set_ylabel("total time including compilation,\ndivided by eager time")
-    note = "Compiled with cold caches. Calls of each mode were timed in turn with eager calls. A ring marks the break-even point."
+    note = (
+        "Compiled with cold caches. The timed calls of each mode alternated with eager calls. A ring marks the break-even point."
+    )
     add_notes(figure, [note])
     return figure
 
 
 def _absences(subjects: dict[str, list[Row]]) -> list[str]:
-    """Return one note for each reason why modes were not timed, with the names of the modes."""
+    """Return one sentence for each reason why modes were not timed. The sentence names these modes."""
     reasons: dict[str, list[str]] = {}
     for rows in subjects.values():
         for row in _of(rows, "inference_time_s"):
@@ -98,7 +100,7 @@ def _absences(subjects: dict[str, list[Row]]) -> list[str]:
 
 
 def _subjects(material: Material) -> dict[str, list[Row]]:
-    """Return the rows of each model that was timed, by the title of its panel."""
+    """Return a dict that maps the title of a panel to the rows of its model. Models without timings are left out."""
     subjects: dict[str, list[Row]] = {}
     for row in material.of(EXPERIMENT):
         title = f"{row.params['model']}, batch {row.params['batch']}, {row.dtype}"
@@ -171,8 +173,9 @@ class _Cost:
     Attributes:
         compiling: seconds of the compilation.
         call: seconds of a compiled call.
-        eager: seconds of an eager call, timed in turn with the compiled calls.
-        break_even: number of calls after which the compilation has saved time. None if it never saves time.
+        eager: seconds of an eager call. Eager and compiled calls were timed alternately.
+        break_even: number of calls after which the compiled calls have saved more time than the compilation took. None if they
+            never do.
     """
 
     compiling: float
@@ -182,7 +185,7 @@ class _Cost:
 
 
 def _costs(rows: list[Row]) -> dict[str, _Cost]:
-    """Return the costs of each compiled mode that was measured, by the name of the mode."""
+    """Return a dict that maps the name of a compiled mode to its costs. Modes that were not measured are left out."""
     costs = {}
     for mode in _MODES:
         compiling, call, speedup = (_value(rows, metric, mode) for metric in ("compile_time_s", "inference_time_s", "speedup"))

@@ -25,7 +25,7 @@ SOUND = ("sound text", "sound images")
 
 
 def broken_folders(place: Path) -> dict[str, Path]:
-    """Write small folders of prepared data under `place`. Return a dict from the name of the fault to the path of the folder.
+    """Write small folders of prepared data under `place`. Return a dict that maps the name of a fault to the path of its folder.
 
     The first two folders have no fault. Their names are in SOUND. If the name of a fault ends with "manifest renewed", the
     manifest of the folder was written after the fault, so it contains the hashes of the broken files.
@@ -65,7 +65,11 @@ def library_findings(folders: dict[str, Path]) -> pd.DataFrame:
 
 
 def _edit(file: str, change: Callable[[np.ndarray], np.ndarray]) -> Callable[[Path], None]:
-    """Return a function that changes the array in `file` and then writes a new manifest with the new hash."""
+    """Return a function that damages a folder of prepared data.
+
+    The function changes the array in `file` with `change` and then writes a new manifest, which contains the hash of the changed
+    file.
+    """
 
     def inject(folder: Path) -> None:
         np.save(folder / file, change(np.load(folder / file)))

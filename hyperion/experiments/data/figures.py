@@ -1,4 +1,4 @@
-"""Figures of the data chapter: token counts, sample images, and the speed of tokenizing and loading."""
+"""Figures of the data chapter: token counts, sample images, the speed of tokenization, and the speed of the loaders."""
 
 import numpy as np
 from matplotlib.figure import Figure
@@ -15,8 +15,8 @@ _SIDE = 32
 def token_histogram(material: Material) -> Figure | None:
     """Draw two panels: the counts of the most frequent tokens, and the count of every token by its rank, with Zipf's law.
 
-    The function reads the samples of `text_pipeline` that have the kind "token". It uses their columns split, token_id, text and
-    count.
+    The counts are in the samples of `text_pipeline` whose column "kind" is "token". The columns "split", "token_id", "text" and
+    "count" are used.
     """
     samples = material.samples("text_pipeline")
     if samples.empty:
@@ -47,8 +47,8 @@ def token_histogram(material: Material) -> Figure | None:
 def image_grid(material: Material) -> Figure | None:
     """Draw some images of every class, one class per column.
 
-    The function reads the samples of `image_pipeline` that have the kind "image". It uses their columns label, class and pixels.
-    The column pixels holds a flat list of 3 x 32 x 32 levels from 0 to 255.
+    The images are in the samples of `image_pipeline` whose column "kind" is "image". The columns "label", "class" and "pixels"
+    are used. The column "pixels" holds each image as a flat list of 3 x 32 x 32 levels from 0 to 255.
     """
     samples = material.samples("image_pipeline")
     if samples.empty:
@@ -106,7 +106,7 @@ def tokenizer_speed(material: Material) -> Figure | None:
         for row in ratios
     ]
     cores = rows[0].params["cores"]
-    add_notes(figure, [f"On {cores} cores, in turn, the same tokens. By processes, {'; '.join(speedups)}."])
+    add_notes(figure, [f"On {cores} cores, timed alternately, the same tokens. By processes, {'; '.join(speedups)}."])
     return figure
 
 
@@ -146,7 +146,7 @@ def _loader_name(row: Row) -> str:
 
 
 def _source(material: Material, experiment: str) -> str:
-    """Return the name of the data set and its source, for the title of a figure. In this chapter, titles do not name a device."""
+    """Return the name of the data set and where the data come from, for the title of a figure."""
     rows = material.of(experiment, metric="count")
     names = sorted({row.variant for row in rows})
     sources = sorted({row.data_source for row in rows if row.data_source})

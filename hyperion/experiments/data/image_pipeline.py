@@ -1,4 +1,4 @@
-"""Prepare the images and verify each step from the image files to batches.
+"""Prepare the images, and verify each step of the preparation, from the image files to the batches.
 
 The experiment counts images and classes, computes the mean of each channel, stores sample images, and times the loader.
 """
@@ -44,7 +44,7 @@ def forecast(context: Context) -> list[Forecast]:
 def run(context: Context, report: Report) -> Result:
     """Load and verify the images, and time the loader.
 
-    The rows have the number of images of each class, the mean of each channel, and the rate of the loader. The samples are some
+    The rows hold the number of images of each class, the mean of each channel, and the rate of the loader. The samples are some
     images of every class.
     """
     report(0, 2, "load and verify")
@@ -85,7 +85,7 @@ def _split_rows(context: Context, image_set: ImageSet, steps: dict, split: str) 
 
 
 def _loader_row(context: Context, options: ImagePipelineOptions, image_set: ImageSet) -> Row:
-    """Time a loader that makes augmented and normalised batches on the device, and check the labels of some batches."""
+    """Time a loader that makes augmented and normalised batches on the device. Check the labels of some of its batches."""
     size, device = options.batch_size, context.device
     batches = ImageBatches(
         image_set.train_images[:_LOADED],
@@ -115,7 +115,10 @@ def _loader_row(context: Context, options: ImagePipelineOptions, image_set: Imag
 
 
 def _shown(image_set: ImageSet) -> pd.DataFrame:
-    """Return a table of the first images of every class. The column `pixels` holds a flat list of 3 x 32 x 32 numbers."""
+    """Return a table with the first images of every class.
+
+    The column "pixels" holds each image as a flat list of 3 x 32 x 32 numbers.
+    """
     chosen = [
         int(index)
         for label in range(len(image_set.classes))

@@ -1,4 +1,6 @@
-"""Compare the text loaders: their speed, the share of positions with a loss, and how long a training step waits for a loader."""
+"""Compare text loaders: their speed, the share of positions that have a target, and how long a training step waits for a
+batch.
+"""
 
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -165,7 +167,10 @@ def time_in_a_row(context: Context, options: LoaderTimingOptions, next_batch: Ca
 
 
 def _check(options: LoaderSpeedOptions, loader: _Loader, tokens: np.ndarray, examples: np.ndarray) -> Verification:
-    """Return the share of wrong batches if the loader packs lines, or the share of wrong targets if it pads lines.
+    """Compare the batches of a loader with the token stream.
+
+    If the loader packs several lines into an example, return the share of wrong batches. If the loader pads each line, return the
+    share of wrong targets.
 
     Args:
         options: options of the experiment.
@@ -209,7 +214,7 @@ def loader_limit(context: Context, sample_bytes: int, batch_size: int) -> tuple[
 
 
 def _text_share_row(context: Context, options: LoaderSpeedOptions, loader: _Loader, source: str) -> Row:
-    """Return the share of positions that carry a loss, measured on some batches."""
+    """Return the row that holds the share of positions that have a target and not padding, measured on some batches."""
     targets = torch.cat([loader.batches.next_batch()[1] for _ in range(options.calls)])
     share = (targets != IGNORE_INDEX).float().mean().item()
     params = options.params(loader.workers) | {"what": "positions that carry a loss"}
@@ -217,7 +222,7 @@ def _text_share_row(context: Context, options: LoaderSpeedOptions, loader: _Load
 
 
 def _waiting_row(context: Context, options: LoaderSpeedOptions, loader: _Loader, tokenizer: Tokenizer, source: str) -> Row:
-    """Return the share of training time for which the loop waits for a batch."""
+    """Return the row that holds the share of the training time in which the training loop waits for a batch."""
     device, steps = context.device, options.steps
     config = named_config(options.model, vocab_size=tokenizer.vocab_size, context=options.sequence_length)
     model = TransformerLM(config).to(device.torch_device)

@@ -1,4 +1,4 @@
-"""Prepare the text and count lines, words and tokens after each step, from lines of text to a verified token stream."""
+"""Prepare the text, and count lines, words and tokens after each step of the preparation."""
 
 import math
 from itertools import islice
@@ -82,7 +82,7 @@ def _split_rows(context: Context, prepared: PreparedText, split: str) -> list[Ro
 
 
 def _histogram(prepared: PreparedText, tokenizer: Tokenizer) -> pd.DataFrame:
-    """Return a table with the count of each token in the train split. The most frequent token is first."""
+    """Return a table with the number of occurrences of each token in the train split. The most frequent token comes first."""
     ids, counts = np.unique(prepared.tokens["train"], return_counts=True)
     order = np.argsort(-counts, kind="stable")
     texts = [tokenizer.decode([token]) for token in ids[order]]

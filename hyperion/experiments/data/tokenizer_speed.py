@@ -1,6 +1,6 @@
 """Compare how fast this library's pipeline and `datasets.map` tokenize text and write the tokens to disk.
 
-Both use the same tokenizer. They are timed in turn, so that a change of the machine's speed affects both.
+Both use the same tokenizer. Their timings alternate, so that a change of the machine's speed affects both.
 """
 
 import contextlib
@@ -63,7 +63,7 @@ def forecast(context: Context) -> list[Forecast]:
 
 
 def run(context: Context, report: Report) -> Result:
-    """Tokenize a part of the train split with both pipelines in turn, time them, and compare all tokens."""
+    """Tokenize a part of the train split with both pipelines alternately, time them, and compare all tokens."""
     options = TokenizerSpeedOptions.of(context)
     report(0, 2, "load")
     corpus, tokenizer, _ = datasets.text(context)
@@ -127,7 +127,7 @@ def _speedup_row(
 
 
 def _ours(lines: list[str], tokenizer: Tokenizer, processes: int, folder: Path) -> Callable[[], np.ndarray]:
-    """Return a function that runs this library's pipeline and returns the tokens.
+    """Return a function that tokenizes the lines with this library and returns the token ids.
 
     The pipeline writes tokens of 16 or 32 bits, checksums and counts. It also checks that decoding restores the text.
     """
@@ -143,9 +143,9 @@ def _ours(lines: list[str], tokenizer: Tokenizer, processes: int, folder: Path) 
 
 
 def _theirs(lines: list[str], tokenizer: Tokenizer, processes: int, folder: Path) -> Callable[[], object]:
-    """Return a function that tokenizes with `datasets.map` and writes the tokens to an Arrow file.
+    """Return a function that tokenizes the lines with `datasets.map` and writes the tokens to an Arrow file.
 
-    It does this as the tutorials of `datasets` show it: a fast tokenizer is called with batches of 1,000 lines.
+    The code follows the tutorials of `datasets`: a fast tokenizer is called with batches of 1,000 lines.
     """
     from datasets import Dataset, disable_progress_bars
     from transformers import PreTrainedTokenizerFast
@@ -173,7 +173,7 @@ def _theirs(lines: list[str], tokenizer: Tokenizer, processes: int, folder: Path
 
 
 def _read(written: Any) -> np.ndarray:
-    """Return all tokens in one array. `written` is an array or an Arrow table."""
+    """Return all token ids in one array. `written` is an array or an Arrow table."""
     if isinstance(written, np.ndarray):
         return np.array(written, dtype=np.int64)
     return np.concatenate([chunk.flatten().to_numpy() for chunk in written.data.column("input_ids").chunks])
@@ -181,7 +181,7 @@ def _read(written: Any) -> np.ndarray:
 
 @contextlib.contextmanager
 def _on_cores(count: int) -> Iterator[None]:
-    """Within this context, bind this process and its children to the first `count` cores, if the system supports it."""
+    """Context manager that binds this process and its child processes to the first `count` CPU cores, if the system allows it."""
     if not hasattr(os, "sched_setaffinity"):
         yield
         return

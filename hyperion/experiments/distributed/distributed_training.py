@@ -113,10 +113,10 @@ def _train(context: Context, report: Report, recipe: Recipe) -> Result:
 
 
 def epoch_rows(context: Context, recipe: Recipe, training: Training, history: History) -> list[Row]:
-    """Return the rows of every epoch.
+    """Return the rows that hold the results of every epoch.
 
-    Loss, throughput and memory have a row for all ranks together (rank None) and a row for each rank. The held-out loss has a
-    row for all ranks together.
+    Loss, throughput and memory have a row for all ranks together (rank None) and a row for each rank. The held-out loss has a row
+    for all ranks together.
     """
     rows = []
     ranks = Counter(
@@ -216,7 +216,7 @@ def test_rows(context: Context, recipe: Recipe, training: Training) -> list[Row]
 
 
 def _overlap_rows(context: Context, options: DistributedTrainingOptions, results: list[Result]) -> list[Row]:
-    """Count the examples of the first epoch that two ranks received, and those that no rank received."""
+    """Return rows that count the examples of the first epoch that two ranks received, and those that no rank received."""
     rows = []
     for recipe in options.trainings:
         seen = [result.samples.loc[result.samples["training"] == recipe.name] for result in results]

@@ -59,7 +59,7 @@ def distributed_training(material: Material) -> Figure | None:
 
 
 def _draw_ranks(axes: Axes, losses: list[Row]) -> None:
-    """Draw the mean loss of each rank over the last epoch, relative to the mean of all ranks."""
+    """Draw the mean loss of each rank over the last epoch, as the difference in percent from the mean of all ranks."""
     names = list(dict.fromkeys(row.variant for row in losses))
     for place, name in enumerate(names):
         chosen = _last_epoch([row for row in losses if row.variant == name])
@@ -85,7 +85,7 @@ def _draw_ranks(axes: Axes, losses: list[Row]) -> None:
 
 
 def _rates_of_ranks(rows: list[Row]) -> list[str]:
-    """Return a note on the spread of the ranks' rates in the last epoch, or no note for a single rank."""
+    """Return a list with one note on the spread of the ranks' throughputs in the last epoch. It is empty if there is one rank."""
     spreads = []
     for name in dict.fromkeys(row.variant for row in rows):
         rates = [row for row in rows if row.variant == name and row.metric in ("tokens_per_s", "images_per_s")]
@@ -97,7 +97,7 @@ def _rates_of_ranks(rows: list[Row]) -> list[str]:
 
 
 def _memory_of_ranks(rows: list[Row]) -> list[str]:
-    """Return a note on the ranks' peak memory in the last epoch, or no note if it was not measured."""
+    """Return a list with one note on the ranks' peak memory in the last epoch. It is empty if the memory was not measured."""
     ranges: dict[str, str] = {}
     for name in dict.fromkeys(row.variant for row in rows):
         peaks = _last_epoch([row for row in rows if row.variant == name and row.metric in ("peak_memory_gib", "peak_rss_gib")])
@@ -173,13 +173,13 @@ def rank_failure(material: Material) -> Figure | None:
 
 
 def _sizes(material: Material, row: Row) -> dict:
-    """Return the sizes of the row's experiment from its stored provenance, or {} if the run has no such provenance."""
+    """Return the sizes that the experiment of this row has stored, or {} if the run did not store any sizes."""
     stored = material.run.finished(row.notebook, row.experiment) or {}
     return (stored.get("provenance") or {}).get("sizes") or {}
 
 
 def _mark_kill(axes: Axes, sizes: dict) -> None:
-    """Mark the last checkpoint and the step of the failure with lines, and shade the steps between them."""
+    """Draw lines at the last checkpoint and at the step in which a rank was killed, and shade the steps between them."""
     if not {"kill_after", "checkpoint_every"} <= sizes.keys():
         return
     killed = sizes["kill_after"]
@@ -204,7 +204,7 @@ def _mark_kill(axes: Axes, sizes: dict) -> None:
 
 
 def _headroom(axes: Axes, share: float) -> None:
-    """Add room above the curves, as a share of their height."""
+    """Add free space above the curves. `share` is this space divided by the height of the curves."""
     bottom, top = axes.get_ylim()
     axes.set_ylim(bottom, top + share * (top - bottom))
 

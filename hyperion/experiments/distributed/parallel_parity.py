@@ -109,7 +109,10 @@ def _train(context: Context, options: ParallelParityOptions, report: Report, str
 
 
 def _bytes_row(context: Context, strategy: str, training: Training) -> Row:
-    """Return the row of the share of the parameters that this rank holds. It is 1 with DDP and 1 / ranks with FSDP2."""
+    """Return the row that holds the share of all parameter bytes that are on this rank.
+
+    The share is 1 with DDP and 1 / ranks with FSDP2.
+    """
     here, strategy_ranks = world(), training.engine.ranks
     whole = full_parameter_bytes(training.engine.model)
     share = local_parameter_bytes(training.engine.model) / whole
@@ -127,7 +130,7 @@ def _bytes_row(context: Context, strategy: str, training: Training) -> Row:
 
 
 def replicas_row(context: Context, strategy: str, model: nn.Module, source: str) -> Row:
-    """Return the row of the number of parameter tensors that differ in any bit between ranks.
+    """Return the row that holds the number of parameter tensors that differ in any bit between ranks.
 
     Every rank must hold the whole model, as with DDP. All ranks must call this function.
     """

@@ -106,7 +106,7 @@ def _killing(ranks: int, rank: int | None, signal_name: str) -> dict:
 
 
 def _killed(context: Context, options: RankFailureOptions, report: Report, ranks: int) -> tuple[RankError, float, int]:
-    """Run the training until its last rank is killed.
+    """Run the training on several ranks. The rank with the highest number kills itself.
 
     Returns:
         The error that the launcher raised, the seconds between the signal and this error, and the number of processes that still
@@ -130,14 +130,14 @@ def _killed(context: Context, options: RankFailureOptions, report: Report, ranks
 
 
 def _remaining_ranks(context: Context) -> int:
-    """Return the number of ranks whose processes still run. Each rank has written its process id to a file."""
+    """Return the number of ranks whose processes still run. The process ids are read from files that the ranks have written."""
     return sum(not has_ended(int(note.read_text())) for note in context.workspace.glob("pid-*"))
 
 
 def _count_marked(mark: str) -> int:
-    """Return the number of processes that the ranks have started and that still run.
+    """Return the number of child processes of the ranks that still run.
 
-    Such a process has `mark` in its environment variables.
+    A process belongs to the ranks if one of its environment variables contains `mark`.
     """
     count = 0
     for process in psutil.process_iter():
@@ -149,7 +149,9 @@ def _count_marked(mark: str) -> int:
 
 
 class _KilledAfter:
-    """Wrapper of batches that kills its own process after some steps. There is no error message, as when a machine fails.
+    """Wraps an iterator of batches and kills its own process after some steps.
+
+    The process is killed by a signal, so it leaves no error message, as when a machine fails.
 
     Args:
         batches: the batches of the training.

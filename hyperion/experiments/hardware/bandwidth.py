@@ -1,7 +1,7 @@
 """How fast does this machine read and write memory, and how close is this to the bandwidth in its data sheet?
 
-A stream is a simple operation over large arrays, such as a copy or a sum. The experiment times several streams for several sizes
-of the arrays.
+A stream is a simple operation over large arrays, such as a copy or a sum. The experiment times several streams with arrays of
+several sizes.
 """
 
 import pandas as pd
@@ -95,7 +95,10 @@ def measure_stream(
 def stream_row(
     context: Context, variant: str, dtype: str, params: dict, traffic_bytes: int, timing: Timing, verification: Verification
 ) -> Row:
-    """Return the row of the rate of a stream. If the arrays are too large for every cache, its limit is the memory bandwidth."""
+    """Return the row that holds the rate of a stream.
+
+    If the arrays are too large for every cache, its limit is the memory bandwidth.
+    """
     rate = timing.estimate.map(lambda seconds: traffic_bytes / seconds / 1e9)
     limit, source = bandwidth_limit(context.device, traffic_bytes)
     return timed_row(

@@ -88,7 +88,7 @@ def forecast(context: Context) -> list[Forecast]:
 
 
 def run(context: Context, report: Report) -> Result:
-    """For each format, search for the fastest shapes, time the finalists in turn, then time the given shapes.
+    """For each format, search for the fastest shapes, time the best of them alternately, then time the given shapes.
 
     The fastest square matrix product of chapter 1.1 is also a finalist. The search heats the device, and this can lower the
     clock. Without this finalist, the search could report a lower rate than chapter 1.1.
@@ -118,7 +118,7 @@ def _forecast(context: Context, variant: str, dtype: str, shape: tuple[int, int,
 
 
 def _measure_format(context: Context, options: BestProductsOptions, dtype: str) -> tuple[list[Row], list[pd.DataFrame]]:
-    """Return all rows and samples of one number format. If the format cannot be measured, return one row with the reason."""
+    """Measure one number format and return its rows and samples. If this is not possible, return one row with the reason."""
     supported, how = context.device.supports(dtype)
     if not supported:
         return [absent_product(context, FASTEST, dtype, _TAKEN, f"unsupported: {how}")], []
@@ -149,7 +149,7 @@ def _measure_format(context: Context, options: BestProductsOptions, dtype: str) 
 
 
 def _fastest_squares(context: Context, options: BestProductsOptions, dtype: str) -> list[tuple[int, int, int]]:
-    """Return a list with the shape of the fastest square matrix product of chapter 1.1 in this format.
+    """Return a list that contains only the shape of the fastest square matrix product of chapter 1.1 in this format.
 
     The list is empty if this run has no such product, or if the product is larger than the largest shape of the search.
     """
@@ -159,9 +159,9 @@ def _fastest_squares(context: Context, options: BestProductsOptions, dtype: str)
 
 
 def _search_rows(context: Context, search: GemmSearch) -> tuple[list[Row], list[pd.DataFrame]]:
-    """Return the row of the fastest matrix product, then one row for each finalist, and the samples.
+    """Return the rows of the fastest matrix product and of each finalist, and the samples.
 
-    The row of the fastest product also has the number of shapes that the search timed.
+    The row of the fastest product comes first. It also holds the number of shapes that the search timed.
     """
     extent = {"seen": search.seen, "shapes": search.shapes, "stopped": search.stopped}
     rows = [_finalist_row(context, search, FASTEST, search.best, _shape_params(search.best.shape) | extent)]
@@ -185,9 +185,9 @@ def _shape_params(shape: tuple[int, int, int]) -> dict:
 def _compared_with_plain_loop(
     context: Context, options: BestProductsOptions, dtype: str, shape: tuple[int, int, int]
 ) -> tuple[Row, pd.DataFrame]:
-    """Time the fastest matrix product in two ways in turn: with this library, and in a plain loop of PyTorch calls.
+    """Time the fastest matrix product with this library and with a plain loop of PyTorch calls, and return their ratio.
 
-    Each way has its own operands.
+    The timings of both methods alternate. Each method has its own operands.
     """
     ours, theirs = (Gemm(*shape, dtype, context.device, seed=context.seed + seed) for seed in (1, 2))
     calls = options.plain_loop_calls

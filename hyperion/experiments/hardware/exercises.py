@@ -98,7 +98,10 @@ def broken_benchmarks(device: Device | None = None, *, elements: int = _ELEMENTS
 
 
 class _Launches:
-    """Runs functions asynchronously. `launch` returns before the function has run. `wait` returns when all functions have run."""
+    """Simulates a device that runs functions asynchronously.
+
+    `launch` returns before the function has run. `wait` returns when all functions have run.
+    """
 
     def __init__(self, device: Device):
         self._device = device
@@ -124,14 +127,14 @@ def _flush_elements(device: Device) -> int:
 
 @dataclass(frozen=True)
 class ToyMeasurement:
-    """The data that a benchmark of a matrix product C = A B has at its end. The reader's check receives these data.
+    """The results of a benchmark of a matrix product C = A B. The reader's check receives them.
 
     Args:
         a_MK, b_KN: operands A and B, float32 of shapes [48, 32] and [32, 64].
         c_MN: output C, float32 of shape [48, 64]. It was filled with NaN before the calls.
         flops: number of floating-point operations of one call, from which the rate is computed.
         samples_s: seconds of each timed call, in the order of the calls.
-        in_a_row_s: a tenth of the seconds of ten calls that are made in a row. The device is idle before and after the ten calls.
+        in_a_row_s: seconds of ten calls without a pause, divided by ten. The device is idle before and after the ten calls.
         cold: True if the benchmark reports a rate for cold caches.
         flushes: number of times that the benchmark flushed the caches.
         peak_tflops: peak of the device in TFLOPS.

@@ -184,7 +184,7 @@ def _size_label(size: tuple[int, int, int, int]) -> str:
 
 
 def _series(rows: Iterable[Row]) -> list[tuple[str, list[Row]]]:
-    """Return the rows of each variant. Rows with warm caches are a separate series."""
+    """Return (label, rows) for each variant. If a variant was also timed with warm caches, these rows are a separate entry."""
     groups: dict[str, list[Row]] = {}
     for row in rows:
         hot = ", hot cache" if row.params.get("cache") == "hot" else ""
@@ -212,13 +212,13 @@ def _draw_rates(axes: Axes, rows: list[Row], positions: dict) -> None:
 
 
 def _aside(rows: list[Row], dtype: str) -> float:
-    """Return a small horizontal offset for each dtype, so that curves at the same height stay visible."""
+    """Return a small horizontal offset that depends on the dtype. Without it, curves at the same height would hide each other."""
     dtypes = list(dict.fromkeys(row.dtype for row in measured(rows)))
     return 0.03 * (dtypes.index(dtype) - (len(dtypes) - 1) / 2)
 
 
 def _series_style(dtype: str, series: str) -> dict[str, Any]:
-    """Return the style of a curve. Curves for warm caches are dotted and have hollow marks."""
+    """Return matplotlib's style arguments for a curve. Curves for warm caches are dotted and have hollow markers."""
     return look(dtype) | ({"markerfacecolor": "none", "linestyle": ":"} if "hot" in series else {})
 
 
@@ -239,7 +239,7 @@ def _draw_shares(axes: Axes, rows: list[Row], positions: dict) -> None:
 
 
 def _slowed(rows: list[Row]) -> list[Row]:
-    """Return the rows whose rate is too low, because the device lowered its clock or other processes used the cores of a CPU.
+    """Return the rows whose rate is too low, because the device lowered its clock or because other processes used CPU cores.
 
     A row is returned if the device reported a reason for a lower clock, and if the clock was below the highest clock of all rows
     by more than the fraction `_VISIBLE`. A row without a clock is returned if the device reported a reason.
@@ -250,13 +250,16 @@ def _slowed(rows: list[Row]) -> list[Row]:
 
 
 def _dot_slowed(axes: Axes, x: list[float], y: list[float], points: list[Row], slowed: list[Row]) -> None:
-    """Draw a dot in the mark of every point that was measured at a lowered clock."""
+    """Draw a dot inside the marker of every point that was measured at a lowered clock."""
     places = [place for place, row in enumerate(points) if row in slowed]
     axes.plot([x[place] for place in places], [y[place] for place in places], **_DOT)
 
 
 def _name_dots(axes: Axes, slowed: list[Row]) -> list[str]:
-    """Add the dots to the legend of the panel and return a list with a note about them. Without dots, the list is empty."""
+    """Add an entry for the dots to the legend of the panel.
+
+    Return a list with a note about the dots. It is empty if there are no dots.
+    """
     if not slowed:
         return []
     reasons = sorted({reason for row in slowed for reason in (row.throttle or "").split("+")} - {"none"})
@@ -302,7 +305,10 @@ def _draw_published_streams(axes: Axes) -> list[str]:
 
 
 def _draw_roofs(axes: Axes, products: list[Row], slope_gb_s: float, ends: tuple[float, float]) -> list[tuple]:
-    """Draw the ceilings and return their labels for the right edge, as (y, text, colour)."""
+    """Draw the ceilings of the roofline: the bandwidth and the rate of the fastest matrix product of each format.
+
+    Return the labels for the right edge of the panel, as (y, text, colour).
+    """
     labels, highest = [], 0.0
     for dtype in dict.fromkeys(row.dtype for row in products):
         best = max((row for row in products if row.dtype == dtype), key=lambda row: not_none(row.value))

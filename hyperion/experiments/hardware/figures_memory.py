@@ -1,4 +1,4 @@
-"""Figures of memory and launches: bandwidth by working set and by number format, copies between memories, kernel launches."""
+"""Figures of memory: bandwidth by working set and by number format, copies between memories, cost of kernel launches."""
 
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -168,7 +168,7 @@ def add_share_axis(axes: Axes, limit: float) -> None:
 
 
 def _working_set(row: Row) -> int:
-    """Return the number of different bytes that a call reads or writes."""
+    """Return the number of bytes that a call reads or writes. Bytes that it reads or writes several times count once."""
     return row.params["working_set_bytes"]
 
 
@@ -181,7 +181,10 @@ def _byte_axis(axes: Axes, sizes: Iterable[int], most: int = _MOST_TICKS) -> Non
 
 
 def _limits(axes: Axes, rows: list[Row], name: str) -> list[float]:
-    """Draw each different limit of the rows once, and return the limits."""
+    """Draw a line for each limit of the rows, such as the bandwidth of the data sheet.
+
+    Equal limits are drawn once. Return the limits.
+    """
     limits = list(dict.fromkeys(row.limit for row in rows if row.limit is not None))
     for limit in limits:
         limit_line(axes, limit, f"{name} {number(limit)} GB/s", MUTED)
@@ -210,7 +213,7 @@ def _mark_capacities(axes: Axes, capacities: list[Row]) -> None:
 
 
 def _write_in_bars(axes: Axes, x: list[float], heights: list[float], most: float) -> None:
-    """Write each value into its bar, or above the bar if the bar is too low."""
+    """Write the value of each bar into the bar, or above the bar if the bar is too low."""
     for place, height in zip(x, heights, strict=True):
         inside = height > 0.25 * most
         write_at(
@@ -227,7 +230,10 @@ def _write_in_bars(axes: Axes, x: list[float], heights: list[float], most: float
 
 
 def _plain_loop_notes(material: Material) -> list[str]:
-    """Return a note that compares the rate of the copy with a plain loop. It also has the rate of the triad in this format."""
+    """Return a list with one note, which compares the rate of the copy with the rate that a plain loop measures.
+
+    The note also states the rate of the triad in the same number format.
+    """
     notes = []
     for row in measured(material.of("stream_formats", metric="speedup")):
         ends = interval(row.value, row.ci_low, row.ci_high)
@@ -250,9 +256,9 @@ def _energy_notes(material: Material) -> list[str]:
 
 
 def _reasons(rows: list[Row], size_of: Callable[[Row], int] | None = None) -> list[str]:
-    """Return one note for each reason why values or limits are missing.
+    """Return one note for each reason why rows have no value or no limit.
 
-    A note names the sizes of its rows. Without `size_of`, it names their variants.
+    A note names the sizes of the rows that the reason applies to. If `size_of` is None, it names their variants instead.
     """
     grouped: dict[str, list[Row]] = {}
     for row in rows:
@@ -290,7 +296,7 @@ def _draw_copies(axes: Axes, copies: list[Row]) -> None:
 
 
 def _draw_peers(axes: Axes, peers: list[Row]) -> None:
-    """Draw a matrix with the GB/s of copies from each GPU (line) to each other GPU (column)."""
+    """Draw a matrix that shows the GB/s of copies from each GPU (line of the matrix) to each other GPU (column)."""
     places = sorted({row.params[end] for row in peers for end in ("source", "destination")})
     rates = np.full((len(places), len(places)), np.nan)
     for row in peers:
@@ -319,7 +325,10 @@ def _draw_tensor(axes: Axes, tensors: list[Row]) -> None:
 
 
 def _draw_crossing(axes: Axes, copies: list[Row], launches: list[Row], worthwhile: list[Row]) -> None:
-    """Draw the time of a copy by size, the times of launches as horizontal lines, and the size at which both times are equal."""
+    """Draw the time of a copy by its size, and the times of launches as horizontal lines.
+
+    Mark the size at which both times are equal.
+    """
     x = [_working_set(row) for row in copies]
     # 1 GB/s is 1e3 bytes per microsecond.
     times = [size / rate / 1e3 for size, rate in zip(x, values(copies), strict=True)]

@@ -60,9 +60,11 @@ def model_products(material: Material) -> Figure | None:
 
 
 def products_roofline(material: Material) -> Figure | None:
-    """Draw the roofline of each model in its own panel: the ceilings of this run, and the model's matrix products as marks.
+    """Draw the roofline of each model in its own panel.
 
-    A mark shows the arithmetic intensity and the rate of a matrix product.
+    A panel shows the measured ceilings of this run, and a marker for each matrix product of the model.
+
+    The position of a marker shows the arithmetic intensity and the rate of a matrix product.
     """
     rows = measured(material.of("model_products", metric="gemm_tflops"))
     slope = _slope_gb_s(material)
@@ -114,7 +116,9 @@ class Kernel:
 
 
 def draw_kernels(axes: Axes, kernels: Sequence[Kernel], tflops: Mapping[str, float], bandwidth_gb_s: float) -> None:
-    """Draw the ceilings and one mark for each matrix product in one panel. Letters name the products with the most FLOPs.
+    """Draw the ceilings of the roofline and one marker for each matrix product in one panel.
+
+    Letters name the products with the most FLOPs.
 
     Args:
         axes: the panel.
@@ -157,14 +161,21 @@ def _largest(kernels: Sequence[Kernel]) -> list[Kernel]:
 
 
 def _ends(kernels: Sequence[Kernel], ceilings: list[float], bandwidth_gb_s: float) -> tuple[float, float]:
-    """Return the two ends of the horizontal axis. The axis shows all marks and all ridge points."""
+    """Return the two ends of the horizontal axis, in FLOP per byte.
+
+    The axis is long enough for all matrix products and all ridge points. A ridge point is the intensity at which the bandwidth
+    ceiling meets a compute ceiling.
+    """
     ridges = [ceiling * 1e3 / bandwidth_gb_s for ceiling in ceilings]
     places = [kernel.intensity for kernel in kernels]
     return min(places + ridges) / 4, max(places + ridges) * 4
 
 
 def _draw_ceilings(axes: Axes, tflops: dict[str, float], bandwidth_gb_s: float, ends: tuple[float, float]) -> list[tuple]:
-    """Draw the ceilings and return their labels for the right edge, as (y, text, colour)."""
+    """Draw the ceilings of the roofline: the bandwidth and the given TFLOPS of each dtype.
+
+    Return the labels for the right edge of the panel, as (y, text, colour).
+    """
     labels = []
     for dtype, ceiling in tflops.items():
         colour = look(dtype)["color"]
@@ -184,10 +195,10 @@ def _draw_ceilings(axes: Axes, tflops: dict[str, float], bandwidth_gb_s: float, 
 
 
 def _draw_kind(axes: Axes, kind: str, points: list[Kernel], several: bool) -> None:
-    """Draw the marks of one kind of product.
+    """Draw a marker for every matrix product of one kind.
 
-    The shape of a mark shows the kind. If there are several dtypes, the colour shows the dtype. Otherwise the colour shows the
-    kind.
+    The shape of the marker shows the kind: matmul, convolution or attention. If there are several dtypes, the colour shows the
+    dtype. Otherwise the colour shows the kind, too.
     """
     index = _KINDS.get(kind, len(_KINDS) + 1)
     colours = [look(point.dtype)["color"] if several else COLOURS[index] for point in points]
@@ -237,7 +248,10 @@ def _share(rate: float, whole: float, name: str) -> str:
 
 
 def _maf(dtype: str, rows: list[Row], shares: list[Row]) -> float | None:
-    """Return the MAF in TFLOPS. It is computed from the TAF of a model and from the stored ratio of this TAF to the MAF."""
+    """Return the MAF in TFLOPS, or None if the rows do not contain it.
+
+    The rows contain the TAF of a model and the ratio of this TAF to the MAF. The MAF is computed from these two numbers.
+    """
     rates = {row.variant: not_none(row.value) for row in rows}
     return next(
         (
@@ -275,7 +289,7 @@ def _notes(tafs: list[Row], shares: list[Row]) -> list[str]:
 
 
 def _kernels(rows: list[Row]) -> tuple[str, list[Kernel]]:
-    """Return (precision, matrix products) of the model's step in the narrowest precision in which the step was captured."""
+    """Return (precision, matrix products) of a training step of the model, in the narrowest precision of all rows."""
     precision = rows[-1].params["precision"]
     kernels = []
     for row in (row for row in rows if row.params["precision"] == precision):
@@ -303,7 +317,7 @@ def _slope_gb_s(material: Material) -> float | None:
 
 
 def _legend(figure: Figure, panels: list[Axes]) -> None:
-    """Draw one legend for all panels, in the first panel. It lists every kind of matrix product that is drawn."""
+    """Draw one legend for all panels, into the first panel. The legend lists every kind of matrix product that is drawn."""
     kinds = {}
     for axes in panels:
         for handle, label in zip(*axes.get_legend_handles_labels(), strict=True):

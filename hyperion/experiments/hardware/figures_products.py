@@ -12,7 +12,7 @@ from hyperion.figures.style import COLOURS, INK, MARKERS, MUTED, absences, add_n
 from hyperion.results import Row
 
 _BEST, _DATA = "best_products", "operand_data"
-# Metrics of the ratio of two rates: "speedup" if they were timed in turn, "rate_ratio" if they were timed one after the other.
+# Metrics of the ratio of two rates: "speedup" if their timings alternated, "rate_ratio" if they were timed one after the other.
 _RATIOS = ("speedup", "rate_ratio")
 _BAR = 0.56
 _TURNS = {"alone": COLOURS[0], "in turn": COLOURS[5]}
@@ -49,8 +49,8 @@ def best_products(material: Material) -> Figure | None:
 def operand_data(material: Material) -> Figure | None:
     """Draw the TFLOPS of one matrix product for several kinds of data in its operands.
 
-    The figure has two timings of each kind of data: in turn with the other kinds, and alone. Power and clock are drawn if they
-    could be read.
+    The figure shows two timings of each kind of data: one in which calls with all kinds of data alternate, and one with only this
+    kind of data. Power and clock are drawn if they could be read.
     """
     rows = material.of(_DATA)
     rates = [row for row in rows if row.metric == "gemm_tflops"]
@@ -165,7 +165,7 @@ def gap_waterfall(gap: GapRows, machine: str, product: str, more: Sequence[str] 
 
 
 def _name_lines(panels: list[Axes], names: list[str]) -> None:
-    """Give all panels the same lines, and write the names of the lines on the left of the first panel."""
+    """Give all panels the same ticks on the vertical axis. Write the tick labels on the left of the first panel."""
     for place, axes in enumerate(panels):
         axes.set_yticks(range(len(names)), names if place == 0 else [""] * len(names))
         axes.set_ylim(len(names) - 0.5, -0.5)
@@ -173,7 +173,10 @@ def _name_lines(panels: list[Axes], names: list[str]) -> None:
 
 
 def _draw_fastest(axes: Axes, fastest: list[Row]) -> None:
-    """Draw a bar for each rate and an outline for its limit. The rate and the shape are written at the end of the bar."""
+    """Draw a bar for the fastest rate of each format, and an outline for its limit.
+
+    Write the rate and the shape at the end of the bar.
+    """
     for place, row in enumerate(fastest):
         if row.limit is not None:
             axes.barh(place, row.limit, _BAR + 0.14, facecolor="none", edgecolor=MUTED, linewidth=0.9)
@@ -201,7 +204,17 @@ def _draw_shares(axes: Axes, fastest: list[Row]) -> None:
 
 
 def _draw_given(axes: Axes, given: list[Row], places: dict[str, int], position_of: Callable[[Row], float | None]) -> None:
-    """Draw a mark for each given shape in each format. The names of the marks are above the panel."""
+    """Draw the measured rates of the given shapes, for example the shapes of a Transformer layer.
+
+    A shape is the size M x N x K of a matrix product. Each shape has its own marker, which is drawn once for each number format
+    in which the shape was measured. The legend above the panel says which marker stands for which shape.
+
+    Args:
+        axes: panel with one horizontal line for each number format.
+        given: rows of the given shapes.
+        places: a dict that maps a number format to the vertical position of its line.
+        position_of: function that takes a row and returns the horizontal position of its marker, or None to draw no marker.
+    """
     for position, name in enumerate(dict.fromkeys(row.params["shape"] for row in given)):
         points = [r for r in given if r.params["shape"] == name and r.dtype in places and position_of(r) is not None]
         if points:
@@ -249,7 +262,7 @@ def _write(axes: Axes, x: float, y: float, text: str) -> None:
 
 
 def _end(row: Row) -> float:
-    """Return the right end of everything that is drawn for a row."""
+    """Return the largest horizontal position at which something is drawn for a row: its value, its interval or its limit."""
     return max(not_none(row.value), row.ci_high or 0, row.limit or 0)
 
 
@@ -262,12 +275,12 @@ def _dtype_and_shape(row: Row) -> str:
 
 
 def _share(row: Row) -> float | None:
-    """Return the rate as a percentage of its limit."""
+    """Return the rate of a row as a percentage of its limit, or None if the row has no value or no limit."""
     return None if row.fraction_of_limit is None else 100 * row.fraction_of_limit
 
 
 def _searches(fastest: list[Row]) -> list[str]:
-    """Return a note on how many shapes of its grid each search timed."""
+    """Return a list with a note that says how many shapes of its grid each search has timed."""
     extents: dict[str, list[str]] = {}
     for row in fastest:
         seen, shapes = row.params["seen"], row.params["shapes"]
@@ -310,7 +323,9 @@ def _gap_of(whole: Row, rows: list[Row]) -> GapRows:
 
 
 def _shared_notes(gaps: list[GapRows], rows: list[Row]) -> list[str]:
-    """Return notes about factors that are unknown, and about number formats without a waterfall.
+    """Return notes about factors that are unknown, and about number formats for which no waterfall is drawn.
+
+    A waterfall is a chart in which each bar shows by how much one factor reduces the peak.
 
     Formats with the same reason share one note.
     """
@@ -328,7 +343,7 @@ def _shared_notes(gaps: list[GapRows], rows: list[Row]) -> list[str]:
 
 
 def _without_gap(gaps: list[GapRows], rows: list[Row]) -> list[str]:
-    """Return one note for each reason why number formats have no waterfall."""
+    """Return one note for each reason why no waterfall is drawn for a number format. The note names these formats."""
     absent: dict[str, dict[str, None]] = {}
     for row in rows:
         if row.variant == "measured / peak" and row.value is None and row.dtype not in {gap.dtype for gap in gaps}:
@@ -337,7 +352,10 @@ def _without_gap(gaps: list[GapRows], rows: list[Row]) -> list[str]:
 
 
 def _draw_waterfall(axes: Axes, gap: GapRows, plain: bool = False) -> None:
-    """Draw the bars of a waterfall. If `plain` is True, leave out units and explanations, because the panel is small."""
+    """Draw a waterfall: one bar for the peak, one bar for each factor that reduces it, and one bar for the measured rate.
+
+    If `plain` is True, leave out units and explanations, because the panel is small.
+    """
     known = [step for step in gap.factors if step.factor is not None]
     unit = "" if plain else " TFLOPS"
     _bar(axes, 0, 0, gap.peak.tflops, INK, number(gap.peak.tflops) + unit)

@@ -69,7 +69,10 @@ def _params(size: int, cache: str = "cold") -> dict:
 
 
 def _measure_cell(context: Context, dtype: str, size: int, time_limit_s: float) -> tuple[list[Row], list[pd.DataFrame]]:
-    """Time one matrix product with cold and with warm caches. If this is not possible, return one row with the reason."""
+    """Time one size of matrix product in one format, with cold and with warm caches.
+
+    If this is not possible, return one row with the reason.
+    """
     supported, how = context.device.supports(dtype)
     if not supported:
         return [_absent(context, dtype, size, f"unsupported: {how}")], []
@@ -99,7 +102,10 @@ def _absent(context: Context, dtype: str, size: int, reason: str) -> Row:
 
 
 def _cross_check(context: Context, options: GemmOptions, report: Report) -> tuple[list[Row], list[pd.DataFrame]]:
-    """Time every size of one dtype in two ways in turn: with this library, and in a plain loop of PyTorch calls."""
+    """Time every size of one dtype with this library and with a plain loop of PyTorch calls, and return their ratios.
+
+    The timings of both methods alternate.
+    """
     dtype, calls = options.cross_check_dtype, options.cross_check_calls
     rows, frames = [], []
     for done, size in enumerate(options.sizes):

@@ -44,7 +44,7 @@ def _is_product(row: Row) -> bool:
 
 
 def _rows_of(context: Context, dtype: str, experiment: str) -> list[Row]:
-    """Return the rows of the factors for the fastest matrix product of an experiment.
+    """Return the rows that hold the factors for the fastest matrix product of `experiment` in one number format.
 
     If the factors cannot be computed, return one row with the reason. If the experiment has no matrix products in this format,
     return no rows.
@@ -74,7 +74,7 @@ def _rows_of(context: Context, dtype: str, experiment: str) -> list[Row]:
 
 
 def _gap_rows(context: Context, dtype: str, shape: dict, best: Row, gap: Gap) -> list[Row]:
-    """Return the row of the measured rate divided by the peak, then one row for each factor.
+    """Return a row that holds the measured rate divided by the peak, then one row for each factor.
 
     The check of each row compares the product of all factors with the measured rate divided by the peak.
     """
@@ -109,9 +109,10 @@ def _gap_rows(context: Context, dtype: str, shape: dict, best: Row, gap: Gap) ->
 
 
 def _launch_time_s(context: Context) -> float | None:
-    """Return the seconds of launching that the measured time of a matrix product includes.
+    """Return the seconds of kernel launch that the measured time of a matrix product includes. None if they were not measured.
 
-    On a GPU the result is 0. There the times come from events of the device, and the queue of the device is never empty.
+    On a GPU the result is 0: there, times are measured with CUDA events, and the next launch is always in the queue before the
+    device needs it.
     """
     if context.device.kind != "cpu":
         return 0.0

@@ -79,7 +79,7 @@ def copy_params(working_set: int) -> dict:
 
 
 def point_row(context: Context, variant: str, point: CachePoint, *, limit: float | None = None, limit_source: str) -> Row:
-    """Return the row of the bandwidth of repeated reads or copies over one working set."""
+    """Return the row that holds the bandwidth of repeated reads or copies over one working set."""
     rate = point.bandwidth_gb_s
     params = copy_params(point.working_set_bytes) | {"level": point.level, "timed": _how_timed(point, context.device)}
     return timed_row(
@@ -125,7 +125,7 @@ def _forecast(context: Context, operation: str, dtype: str, size: int) -> Foreca
 def _limit(device: Device, working_set: int) -> tuple[float | None, str]:
     """Return (limit in GB/s, source of the limit), or (None, reason why there is no limit).
 
-    There is a limit, the bandwidth of device memory, only if the working set is much larger than the caches.
+    The limit is the bandwidth of device memory. It applies only if the working set is much larger than the caches.
     """
     cache = device.last_level_cache_bytes
     if cache is None:

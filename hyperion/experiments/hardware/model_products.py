@@ -163,7 +163,7 @@ def _kernels(captured: CapturedGemms, timed: dict[Product, TimedProduct]) -> lis
 
 
 def _taf_row(context: Context, name: str, dtype: str, params: dict, rate: Estimate, timed: list[TimedProduct]) -> Row:
-    """Return the row of a TAF.
+    """Return the row that holds the TAF of one model in one number format.
 
     The clock and the power in the row were measured during the longest matrix product. The check in the row is the check of the
     matrix product with the largest error.
@@ -189,7 +189,7 @@ def _taf_of_maf(context: Context, name: str, batch: int, dtype: str, rate: Estim
 
 
 def _maf_of_peak(context: Context, dtype: str) -> Row:
-    """Return the row of the MAF divided by the peak of the data sheet.
+    """Return the row that holds the MAF divided by the peak of the data sheet.
 
     The value can be above 1, because the data sheet states the peak at a nominal clock.
     """

@@ -1,8 +1,8 @@
 """Does the speed of a matrix product depend on the numbers that it multiplies, and if so, why?
 
-The same matrix product is timed with five kinds of data, in two ways. First, calls with different data are timed in turn, so that
-all kinds of data run at the same clock. A difference then comes from the arithmetic. Second, the calls with each kind of data are
-timed alone, after the clock has reached the value that the power of these calls allows. A further difference then comes from the
+The same matrix product is timed with five kinds of data, in two ways. First, calls with different data alternate, so that all
+kinds of data run at the same clock. A difference then comes from the arithmetic. Second, only calls with the same kind of data
+are timed, after the clock has reached the value that the power of these calls allows. A further difference then comes from the
 clock. Caches are warm in both cases, because this experiment is about arithmetic units and not about memory.
 """
 
@@ -38,7 +38,7 @@ IN_TURN, ALONE = "in turn", "alone"
 # vocabulary makes the forward pass shorter.
 _VOCABULARY, _SEQUENCES = 512, 8
 _CALLS_AT_ONCE = 8
-# Metric of the ratio of two rates. Only rates that are timed in turn give a speed-up. If they are timed one after the other,
+# Metric of the ratio of two rates. Only rates that are timed alternately give a speed-up. If they are timed one after the other,
 # their ratio may include a drift of the clock.
 _RATIO = {IN_TURN: "speedup", ALONE: "rate_ratio"}
 _NO_LIMIT = {
@@ -57,9 +57,9 @@ class OperandDataOptions(Options):
         dtype: number format of the matrix product.
         size: size of the matrix product, the value of M = N = K.
         model: name of the Transformer configuration whose MLP supplies activations and weights as data.
-        time_limit_s: seconds of timing for all kinds of data in turn.
-        settle_s: seconds of calls before one kind of data is timed alone, so that the clock becomes stable.
-        alone_s: seconds of timing for each kind of data alone.
+        time_limit_s: seconds of timing in which calls with all kinds of data alternate.
+        settle_s: seconds of calls before the timing with only one kind of data, so that the clock becomes stable.
+        alone_s: seconds of timing with only one kind of data, for each kind.
     """
 
     dtype: str
@@ -101,7 +101,7 @@ def forecast(context: Context) -> list[Forecast]:
 
 
 def run(context: Context, report: Report) -> Result:
-    """Time and verify the matrix product with each kind of data, in turn and alone.
+    """Time and verify the matrix product with each kind of data, in both ways.
 
     The rates are compared with the rate for normally distributed data.
     """
@@ -115,7 +115,7 @@ def run(context: Context, report: Report) -> Result:
         report(0, steps, "operands")
         products = make_products(context)
         with matmul_precision(products[USUAL].format):
-            report(0, steps, "all kinds of data in turn")
+            report(0, steps, "all kinds of data, alternately")
             taken = time_interleaved(list(products.values()), context.device, cold=False, time_limit_s=options.time_limit_s)
             timings[IN_TURN] = dict(zip(products, taken, strict=True))
             for done, (data, product) in enumerate(products.items(), 1):
@@ -141,7 +141,7 @@ EXPERIMENT = Experiment(forecast, run, options=OperandDataOptions, forecast_read
 
 
 def make_products(context: Context) -> dict[str, Gemm]:
-    """Return a dict from the name of each kind of data to a matrix product with this data.
+    """Return a dict that maps the name of each kind of data to a matrix product with this data.
 
     The verification of a product also checks that its operands contain this kind of data.
     """
@@ -177,7 +177,10 @@ def _squared(matrix: torch.Tensor, size: int) -> torch.Tensor:
 
 
 def _timed_alone(context: Context, options: OperandDataOptions, product: Gemm, call_s: float) -> Timing:
-    """Call one matrix product until the clock is stable, then time it. The timing is long enough for readings of the power."""
+    """Call one matrix product until the clock is stable.
+
+    Then time it, for long enough that the power can be read several times.
+    """
     clock = device_clock(context.device)
     settled = clock.now() + options.settle_s
     while clock.now() < settled:
@@ -198,9 +201,9 @@ def _rate_rows(context: Context, options: OperandDataOptions, products: dict[str
 
 
 def _ratio_rows(context: Context, options: OperandDataOptions, dtype: str, timings: Timings) -> Iterable[Row]:
-    """Yield the rows of the rate of each kind of data, divided by the rate of normally distributed data.
+    """Yield one row for each kind of data. It holds the rate with this data divided by the rate with normally distributed data.
 
-    Samples that were timed in turn are compared in pairs, so that a drift of the clock cancels.
+    If the timings of two kinds of data alternated, their samples are compared in pairs, so that a drift of the clock cancels.
     """
     for timed, series in timings.items():
         estimate = ratio_estimate if timed == IN_TURN else independent_ratio_estimate
@@ -221,9 +224,10 @@ def _ratio_rows(context: Context, options: OperandDataOptions, dtype: str, timin
 def _energy_rows(
     context: Context, options: OperandDataOptions, products: dict[str, Gemm], alone: dict[str, Timing]
 ) -> Iterable[Row]:
-    """Yield the rows of the energy of 10^12 floating-point operations, from the timings alone.
+    """Yield one row for each kind of data. It holds the energy in joules of 10^12 floating-point operations.
 
-    If calls with different data were made in turn, a reading of the power would be a mixture of all kinds of data.
+    Only the timings in `alone` are used, in which all calls have the same data. If calls with different data alternated, the
+    measured power would be a mixture.
     """
     for data, timing in alone.items():
         energy, params = energy_of(timing), options.params(ALONE)

@@ -50,7 +50,7 @@ EXPERIMENT = Experiment(forecast, run, options=Options, reads=("gemm", "bandwidt
 
 
 def _fastest_products(context: Context) -> dict[str, Row]:
-    """Return the row of the fastest matrix product with cold caches, by dtype, in the order of the rows."""
+    """Return a dict that maps a dtype to the row of its fastest matrix product with cold caches."""
     dtypes = dict.fromkeys(row.dtype for row in context.upstream if row.metric == "gemm_tflops")
     found = {dtype: context.best_upstream("gemm_tflops", dtype) for dtype in dtypes}
     return {dtype: row for dtype, row in found.items() if row is not None}

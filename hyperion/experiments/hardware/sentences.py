@@ -48,7 +48,9 @@ def square_beside_search(rows: Iterable[Row], dtype: str) -> str:
 
 
 def _clocks(square: Row, found: Row) -> str:
-    """Return sentences that say whether the clock explains why the product `found` is slower than the product `square`."""
+    """Return sentences that say whether the clock of the device explains why the matrix product `found` is slower than
+    `square`.
+    """
     if not square.clock_mhz or not found.clock_mhz:
         return "The clock was not read, so it is not known whether it explains this."
     there, here = (not_none(row.value) / row.clock_mhz * 1e3 for row in (square, found) if row.clock_mhz)

@@ -1,8 +1,8 @@
 """Does the bandwidth of memory depend on the number format?
 
-Every stream (copy, scale, add, triad and dot) runs in every format, over arrays with the same number of bytes. The copy is also
-compared with a plain loop of PyTorch's `copy_`. If the power of the device can be read, the experiment also measures how much
-energy is needed to move a gigabyte.
+A stream is a simple operation over large arrays: copy, scale, add, triad (scale and add) or dot (dot product). Every stream runs
+in every format, over arrays with the same number of bytes. The copy is also compared with a plain loop of PyTorch's `copy_`. If
+the power of the device can be read, the experiment also measures how much energy is needed to move a gigabyte.
 """
 
 import math
@@ -91,9 +91,17 @@ EXPERIMENT = Experiment(forecast, run, options=StreamFormatsOptions, forecast_re
 
 
 def _energy_row(context: Context, operation: str, rate: Row, measured: BandwidthMeasurement | None, energy_s: float) -> Row:
-    """Return the row of the energy in joules per gigabyte. If the energy is unknown, the row has the reason.
+    """Return the row that holds the energy in joules that a stream needs per gigabyte of memory traffic.
 
-    The stream runs again for this row, long enough for several readings of the power.
+    The stream runs again for this row, so long that the power can be read several times. If the power cannot be read, the value
+    of the row is None, and the row stores the reason.
+
+    Args:
+        context: context of the experiment.
+        operation: name of the stream.
+        rate: row that holds the bandwidth of the same stream.
+        measured: measurement of this bandwidth. None if it failed.
+        energy_s: seconds for which the stream runs.
     """
     identity: dict = {"variant": operation, "metric": "energy_j_per_gb", "dtype": rate.dtype, "params": rate.params}
     if measured is None:
@@ -120,7 +128,10 @@ def _energy_row(context: Context, operation: str, rate: Row, measured: Bandwidth
 
 
 def _cross_check(context: Context, options: StreamFormatsOptions) -> tuple[list[Row], list[pd.DataFrame]]:
-    """Time the copy in two ways in turn: with this library, and with `destination.copy_(source)` in a plain loop."""
+    """Time the copy with this library and with `destination.copy_(source)` in a plain loop, and return their ratio.
+
+    The timings of both methods alternate.
+    """
     dtype, calls = options.cross_check_dtype, options.cross_check_calls
     elements, number_format = options.elements(dtype), FORMATS[dtype]
     params = stream_params(elements) | {"cache": "hot", "plain_loop_calls": calls}

@@ -59,7 +59,9 @@ class TransfersOptions(Options):
 
 
 def forecast(context: Context) -> list[Forecast]:
-    """Predict the size of the largest tensor, which is the whole memory, and the rate of copies between each pair of GPUs.
+    """Predict the size of the largest tensor that can be allocated, and the rate of copies between each pair of GPUs.
+
+    The predicted size is the size of the whole memory, or the limit that the profile sets on a CPU.
 
     For copies between host and device there is no prediction.
     """
@@ -78,7 +80,9 @@ def forecast(context: Context) -> list[Forecast]:
 
 
 def run(context: Context, report: Report) -> Result:
-    """Time copies between host and device, then copies between every pair of GPUs. Then search for the largest tensor.
+    """Time copies between host and device, then copies between every pair of GPUs.
+
+    Then search for the size in bytes of the largest tensor that can be allocated.
 
     Copies between host and device are timed in both directions, with pinned and with pageable host memory, and in several sizes.
     """
@@ -115,7 +119,7 @@ def visible_devices(context: Context) -> list[Device]:
 
 
 def _cells(options: TransfersOptions) -> list[tuple[str, bool, int]]:
-    """Return (direction, pinned, bytes) of every copy between host and device."""
+    """Return a list with one entry (direction, pinned, bytes) for each copy between host and device that is timed."""
     return [(direction, pinned, kib * KIB) for direction in DIRECTIONS for pinned in (True, False) for kib in options.kib]
 
 
@@ -139,7 +143,7 @@ def _peer_params(source: Device, destination: Device, options: TransfersOptions)
 
 
 def _peer_limit(source: Device, destination: Device, devices: int) -> tuple[float | None, str]:
-    """Return (GB/s that one GPU can send to another GPU, source), or (None, reason why there is no limit).
+    """Return (GB/s that one GPU can send to another GPU, source of this number), or (None, reason why there is no limit).
 
     The rate comes from the data sheet.
     """
@@ -186,7 +190,10 @@ def _allocation_limit(options: TransfersOptions, device: Device) -> tuple[float,
 
 
 def _allocation_row(context: Context, options: TransfersOptions) -> Row:
-    """Return the size of the largest tensor that can be allocated, written and read back. It is found by bisection."""
+    """Return the row that holds the size of the largest tensor that can be allocated, written and read back.
+
+    The size is found by bisection.
+    """
     limit, source = _allocation_limit(options, context.device)
     # Reference cycles may still hold tensors of earlier experiments, such as a captured call and its graph.
     gc.collect()

@@ -196,7 +196,9 @@ def measure_on_rank(context: Context, report: Report) -> Result:
 
 
 def _check_alone(context: Context, report: Report) -> Result:
-    """On one device, check that the communication library supports every collective and format and returns correct results."""
+    """Check the communication library on a single device: it must support every collective and format and return correct
+    results.
+    """
     here, rows = world(), []
     todo = cells(CollectivesOptions.of(context), 1)
     free = least_free_bytes(here)
@@ -229,7 +231,7 @@ def _absent(context: Context, cell: Cell, ranks: int, reason: str, **params) -> 
 
 
 def _timed_rows(context: Context, measured: CollectiveMeasurement, backend: str) -> list[Row]:
-    """Return the rows of time, algorithm bandwidth and bus bandwidth for one collective, format and size."""
+    """Return three rows that hold time, algorithm bandwidth and bus bandwidth of one collective in one format and size."""
     seconds = measured.timing.estimate
     no_limit = None, ""
     rows: list[tuple[str, Estimate, tuple[float | None, str]]] = [
@@ -254,9 +256,10 @@ def _timed_rows(context: Context, measured: CollectiveMeasurement, backend: str)
 
 
 def _sweep_rows(context: Context, sweep: list[CollectiveMeasurement]) -> list[Row]:
-    """Return the rows that are computed from all sizes of one collective. With fewer than three sizes, return no rows.
+    """Return the rows that are computed from the times of one collective at all message sizes.
 
-    The rows are the latency, the bandwidth, the size that reaches half of the best rate, and the recommended size.
+    The rows hold the latency, the bandwidth, the size that reaches half of the best rate, and the recommended size. If fewer than
+    three sizes were measured, the list is empty.
     """
     first = sweep[0]
     if len(sweep) < 3:
@@ -294,10 +297,10 @@ def _sweep_rows(context: Context, sweep: list[CollectiveMeasurement]) -> list[Ro
 
 
 def _overlap_rows(context: Context, measured: CollectiveOverlap, backend: str) -> tuple[list[Row], list[pd.DataFrame]]:
-    """Return (rows, samples) of an all-reduce and of matrix products.
+    """Return (rows, samples) of an all-reduce that runs at the same time as matrix products.
 
-    The rows have the time of the all-reduce alone, of the matrix products alone, and of both at the same time. They also have the
-    share of communication that the matrix products hide.
+    The rows hold the time of only the all-reduce, of only the matrix products, and of both at the same time. One more row holds
+    the share of the communication time that the matrix products hide.
     """
     params = {"bytes": measured.bytes, "ranks": measured.ranks, "backend": backend}
     timings: dict[str, Timing] = {"products": measured.compute, "all_reduce": measured.collective, "both at once": measured.both}
@@ -326,9 +329,9 @@ def _overlap_rows(context: Context, measured: CollectiveOverlap, backend: str) -
 
 
 def _kernel_rows(context: Context, options: CollectivesOptions, here: World, roll: RollCall, free: int) -> list[Row]:
-    """Profile every collective at its smallest and its largest size. On rank 0, return rows with the names of the kernels.
+    """Profile every collective at its smallest and its largest size. Return rows that hold the names of the kernels.
 
-    On all other ranks, return no rows. The profiler runs after all timing, because it makes calls slower.
+    Only rank 0 returns rows. The profiler runs after all timing, because it makes calls slower.
     """
     sizes = [collective_bytes(size, options.dtype, here.size) for size in options.bytes if memory_needed(size) <= free]
     called = [(collective, options.dtype, size) for collective in ALL_COLLECTIVES.values() for size in (min(sizes), max(sizes))]
@@ -354,7 +357,7 @@ def _kernel_rows(context: Context, options: CollectivesOptions, here: World, rol
 
 
 def _link_rows(context: Context, here: World) -> list[Row]:
-    """Return a row with the number of pairs of devices that can copy directly, and one row for the link between each pair."""
+    """Return a row that holds the number of pairs of devices that can copy directly, and one row for the link of each pair."""
     params: dict = {"what": "pairs of devices with direct access", "pairs": here.size * (here.size - 1), "ranks": here.size}
     if here.device.kind == "cpu":
         reason = "no GPUs: the ranks are processes of one host"

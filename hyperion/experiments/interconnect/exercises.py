@@ -84,7 +84,10 @@ def judge_inputs(my_inputs: Callable[[int, int], torch.Tensor]) -> pd.DataFrame:
 
 
 def _added(given: list[torch.Tensor], order: Iterable[int]) -> torch.Tensor:
-    """Return the sum of the ranks' inputs in bf16. The inputs are added one after the other in the given order, as in a ring."""
+    """Return the sum of the ranks' inputs in bf16.
+
+    The inputs are added one after the other in the given order, as a ring all-reduce does.
+    """
     total = torch.zeros_like(given[0])
     for rank in order:
         total = total + given[rank]

@@ -164,7 +164,7 @@ def link_meanings(rows: Iterable[Row]) -> str:
 def kernels_chosen(rows: Iterable[Row]) -> pd.DataFrame:
     """Return a table of the backend, algorithm and kernel for each collective and message size.
 
-    If an algorithm is unknown, the table has the reason instead.
+    If an algorithm is unknown, the table contains the reason instead.
     """
     lines = [
         {
@@ -185,19 +185,19 @@ def _linked_pairs(rows: Iterable[Row]) -> list[dict]:
 
 
 def _swept(rows: Sequence[Row]) -> str:
-    """Return the dtype in which all message sizes were measured. It is the dtype with the most rows."""
+    """Return the dtype in which all message sizes were measured: the dtype with the most rows."""
     dtypes = [row.dtype for row in rows]
     return max(dict.fromkeys(dtypes), key=dtypes.count)
 
 
 def _series(rows: Sequence[Row]) -> dict[str, list[Row]]:
-    """Return a dict from the name of a collective to its rows, sorted by message size."""
+    """Return a dict that maps the name of a collective to its rows, sorted by message size."""
     names = dict.fromkeys(row.variant for row in rows)
     return {name: sorted(select(rows, variant=name), key=lambda row: row.params["bytes"]) for name in names}
 
 
 def _draw_rates(axes: Axes, rates: list[Row], halves: list[Row]) -> list[str]:
-    """Draw the curves and limits of the bus bandwidth. Return the reasons for missing limits.
+    """Draw the bus bandwidth of each collective by message size, and its limit. Return the reasons why limits are missing.
 
     A ring marks the size at which a collective reaches half of its best rate.
     """

@@ -1,4 +1,4 @@
-"""Sentences about the size of DDP's buckets, whose numbers come from rows."""
+"""Sentences about the size of DDP's gradient buckets. All numbers in the sentences come from measured rows."""
 
 from collections.abc import Iterable
 

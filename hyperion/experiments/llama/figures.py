@@ -73,7 +73,11 @@ def _draw_losses(axes: Axes, material: Material, held_out: list[Row]) -> None:
 
 
 def _draw_memory(axes: Axes, rows: list[Row]) -> None:
-    """Draw one bar per method, with the bytes of weights, gradients and moments, the measured peak, and the predicted peak."""
+    """Draw one bar for each method, LoRA and full fine-tuning.
+
+    The height of the bar is the measured peak. Its dark part is the memory of weights, gradients and optimizer moments. A dashed
+    line shows the predicted peak.
+    """
     # The rows of the peak of an epoch cover more than one step. Only the rows of a single step have the param "parameters".
     rows = [row for row in rows if "parameters" in row.params]
     metric, name = next((m, n) for m, n in _MEMORY if select(rows, metric=m) or m == _MEMORY[-1][0])

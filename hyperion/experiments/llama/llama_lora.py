@@ -187,7 +187,10 @@ def adapter_rows(
 def _step_rows(
     context: Context, options: LlamaLoraOptions, data: FineTuningData, engine: LanguageEngine, shape: LlamaShape
 ) -> tuple[list[Row], pd.DataFrame]:
-    """Return the rows of the memory and the speed of a step of LoRA. Its batch is the batch of the full fine-tuning step."""
+    """Return the rows and samples of the memory and the speed of a LoRA step.
+
+    The batch is the same batch as in the step of full fine-tuning.
+    """
     batch = _batches(context, options, data).next_batch()
     shared = {"dtype": engine.precision.dtype, "params": _params(data, shape), "data_source": data.rows.source}
     rows = _memory_rows(context, engine, batch, shape, LORA, shared)
@@ -211,12 +214,13 @@ def restored_adapters(model: nn.Module) -> Iterator[None]:
 def _memory_rows(
     context: Context, engine: LanguageEngine, batch: tuple, shape: LlamaShape, method: str, shared: dict
 ) -> list[Row]:
-    """Return the rows of the peak memory of one step: the bytes of all tensors, and on an accelerator the peak of its allocator.
+    """Return the rows that hold the peak memory of one step: the bytes of all tensors, and on an accelerator the peak of its
+    allocator.
 
-    On a CPU there is no row of the resident memory of the process. It depends mostly on what the process did before the step.
+    The resident memory of the process is not recorded on a CPU, because it depends mostly on what the process did before.
 
     Args:
-        shared: dtype, params and data source of the rows.
+        shared: a dict with the dtype, the params and the data source, which are the same for all rows.
     """
     engine.train_step(batch)  # allocates the optimizer's moments
     with PeakMemoryRegion(engine.device) as region:
@@ -237,7 +241,7 @@ def _memory_rows(
 def _speed_rows(
     context: Context, timing: Timing, counts: TokenCounts, shape: LlamaShape, shared: dict
 ) -> tuple[list[Row], pd.DataFrame]:
-    """Return the rows of the time, the MFU and two throughputs of a step of LoRA.
+    """Return the rows and samples of the speed of a LoRA step: its time, its MFU (model FLOPs utilization) and two throughputs.
 
     One throughput counts all tokens. The other throughput counts only the tokens that have a loss.
     """
@@ -265,7 +269,7 @@ def _speed_rows(
 def _loss_rows(
     context: Context, options: LlamaLoraOptions, data: FineTuningData, dtype: str, before: dict, after: dict
 ) -> list[Row]:
-    """Return the rows of the loss per held-out completion token, before and after the training.
+    """Return the rows that hold the mean loss per held-out completion token, before and after the training.
 
     The check fails if the loss has not decreased significantly.
     """
@@ -297,7 +301,10 @@ def _loss_rows(
 
 
 def _count_rows(context: Context, data: FineTuningData, model: LlamaLM, shape: LlamaShape) -> list[Row]:
-    """Return the rows of several numbers: the trained parameters (with a check), the tokens with a loss, and the cut rows."""
+    """Return rows that hold counts: the trained parameters, the tokens that have a loss, and the instruction rows that were cut.
+
+    The number of trained parameters is checked.
+    """
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     expected = llama_lora_parameter_count(shape, RANK, ATTENTION)
     everything = sum(p.numel() for p in model.parameters())
@@ -319,7 +326,10 @@ def _count_rows(context: Context, data: FineTuningData, model: LlamaLM, shape: L
 
 
 def _one_row(data: FineTuningData) -> pd.DataFrame:
-    """Return a table of the tokens of the first held-out row, which says for each token whether it is given or learned."""
+    """Return a table with the tokens of the first held-out instruction row.
+
+    The table says for each token whether it belongs to the prompt, which is given, or to the completion, which is learned.
+    """
     size, targets = int(data.held_out.sizes[0]), data.held_out.targets[0]
     ids = [*data.held_out.inputs[0, :size], targets[size - 1]]
     learned = [False, *data.held_out.scored[0, :size]]
@@ -339,7 +349,7 @@ def _memory_forecast(
 
 
 def step_bytes(shape: LlamaShape, method: str, dtype: str, positions: int) -> dict[str, int]:
-    """Return the parts of a step's peak memory in bytes, by name.
+    """Return a dict that maps the name of a part of a step's peak memory to its bytes.
 
     The peak is at the start or at the end of the backward pass. At the start there are logits but no gradients, and at the end
     there are gradients but no logits. Activations of the decoder layers are ignored, because they are small for short rows.
@@ -367,7 +377,7 @@ def _share_forecast(shape: LlamaShape) -> Forecast:
 
 
 def _traffic(shape: LlamaShape, dtype: str, counts: TokenCounts) -> dict[str, float]:
-    """Return the bytes that a step of LoRA moves, by cause.
+    """Return a dict that maps a cause to the bytes of memory traffic that it needs in a LoRA step.
 
     The causes are the frozen weights, which the forward and the backward pass read, and the logits.
     """

@@ -138,7 +138,7 @@ def on_rank(context: Context, report: Report) -> Result:
 
 
 def _alone() -> World:
-    """Return a `World` whose only member is this process, without a process group."""
+    """Return a `World` (the group of ranks that train together) that contains only this process. It has no process group."""
     here = world()
     return World(rank=0, size=1, local_rank=here.local_rank, backend="", device=here.device)
 
@@ -146,7 +146,11 @@ def _alone() -> World:
 def _engine(
     context: Context, options: LoraShardedOptions, data: FineTuningData, precision: Precision, here: World
 ) -> LanguageEngine:
-    """Return an engine with the same base and adapters on every rank, sharded over `here`."""
+    """Return the training engine for a base model with LoRA adapters, whose parameters FSDP2 shards over the ranks in `here`.
+
+    The initial weights of the base model and of the adapters are the same on every rank. If `here` is a single process without a
+    process group, nothing is sharded.
+    """
     model = with_lora(base_model(context, data, frozen_dtype(precision)), context.seed)
     if here.size > 1 or here.backend:
         param_dtype = "bf16" if precision.dtype == "bf16" else None
@@ -162,7 +166,10 @@ def _batches(context: Context, options: LoraShardedOptions, data: FineTuningData
 def _train(
     context: Context, options: LoraShardedOptions, report: Report, data: FineTuningData, engine: LanguageEngine, name: str
 ) -> list[float]:
-    """Train, and return the loss of every step. It is the loss of the whole batch, also if several ranks share the batch."""
+    """Train the model and return the loss of every step.
+
+    If several ranks share a batch, the loss is the loss of the whole batch.
+    """
     batches = _batches(context, options, data, _alone() if engine.ranks == 1 else world())
     losses = []
     for step in range(options.steps):
@@ -172,7 +179,10 @@ def _train(
 
 
 def _layout_rows(context: Context, data: FineTuningData, engine: LanguageEngine) -> list[Row]:
-    """Return the row of the share of the parameters on this rank. On rank 0, also return the row of the number of FSDP units."""
+    """Return a row that holds the share of all parameter bytes that are on this rank.
+
+    On rank 0, also return a row that holds the number of FSDP units.
+    """
     here, model = world(), engine.model
     share = local_parameter_bytes(model) / full_parameter_bytes(model)
     params = {"model": data.model, "ranks": here.size}
@@ -209,7 +219,10 @@ def _frozen_row(context: Context, data: FineTuningData, engine: LanguageEngine, 
 
 
 def _save(context: Context, options: LoraShardedOptions, data: FineTuningData, engine: LanguageEngine, base_sha256: str) -> None:
-    """Gather the adapters from all ranks and save them. Also save the logits that a model with the loaded adapters must give."""
+    """Gather the adapters from all ranks and save them.
+
+    Also save the logits of the trained model for a fixed input. A model that loads the adapters must give the same logits.
+    """
     save_adapter(context.workspace / "adapters", options.steps, engine.model, base_sha256)
     assert_ranks_agree(engine.model)
     logits = probe_logits(engine.model, data, engine.device.torch_device).cpu()
@@ -218,7 +231,7 @@ def _save(context: Context, options: LoraShardedOptions, data: FineTuningData, e
 
 
 def _loaded_row(context: Context, options: LoraShardedOptions, ranks: int) -> Row:
-    """Load the saved adapters into a new base model in one process. Compare its logits with the logits of the sharded model."""
+    """Load the saved adapters into a new base model in one process, and compare its logits with those of the sharded model."""
     data = options.of_parity_model().data(context, quiet=True)
     path = checkpoint_path(context.workspace / "adapters", options.steps)
     model = load_base_and_adapter(context, data, path, frozen_dtype(_EXACT))
@@ -261,7 +274,7 @@ def _parity_row(
 def _speed_rows(context: Context, options: LoraShardedOptions, report: Report) -> tuple[list[Row], pd.DataFrame]:
     """Return the rows and samples of the speed of the sharded training, in the training precision of this device.
 
-    The rows have the step time, the throughput of all ranks together, and the peak memory of each rank.
+    The rows hold the step time, the throughput of all ranks together, and the peak memory of each rank.
     """
     here = world()
     gc.collect()

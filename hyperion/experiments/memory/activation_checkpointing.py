@@ -84,7 +84,9 @@ class ActivationCheckpointingOptions(Options):
 
 @dataclass(frozen=True)
 class _Setup:
-    """The options of the experiment, and the workloads and parallel plans that follow from them on this device."""
+    """The options of the experiment, and what follows from them on this device: the models with their batches (`Workload`) and
+    the policies of activation checkpointing (`ParallelPlan`).
+    """
 
     context: Context
     options: ActivationCheckpointingOptions
@@ -99,11 +101,11 @@ class _Setup:
         return workload(getattr(self.options, kind))
 
     def deep(self, layers: int) -> Workload:
-        """Return the language model with this number of layers."""
+        """Return the language model of the options with `layers` layers and its batch, as a `Workload`."""
         return workload(self.options.language.model_copy(update={"layers": layers}))
 
     def plans(self, kind: str) -> list[ParallelPlan]:
-        """Return the plan without checkpointing, then a plan for each policy of the options."""
+        """Return the plan without checkpointing, then one plan for each policy that the options name for this kind of model."""
         return [ParallelPlan(), *(self._plan(kind, policy) for policy in getattr(self.options.policies, kind))]
 
     def _plan(self, kind: str, policy: str) -> ParallelPlan:
@@ -128,7 +130,7 @@ def forecast(context: Context) -> list[Forecast]:
 def run(context: Context, report: Report) -> Result:
     """Measure memory, gradients and step time under each policy, and activations for each number of layers.
 
-    The steps of all policies are timed in turn.
+    The timed steps of all policies alternate.
     """
     setup = _Setup.of(context)
     plans = {kind: setup.plans(kind) for kind in KINDS}
@@ -142,7 +144,7 @@ def run(context: Context, report: Report) -> Result:
         report(2 * number, 2 * len(KINDS), f"gradients of the {kind} model")
         with memory_released():
             results.append(Result(_gradient_rows(context, setup.work(kind), plans[kind]), pd.DataFrame()))
-        report(2 * number + 1, 2 * len(KINDS), f"steps of the {kind} model in turn")
+        report(2 * number + 1, 2 * len(KINDS), f"steps of the {kind} model, alternately")
         results.append(_timed(setup, setup.work(kind), plans[kind]))
     for layers in setup.options.depths:
         for policy in (NONE, EVERY_BLOCK):
@@ -216,7 +218,7 @@ def _params(work: Workload, plan: ParallelPlan) -> dict:
 def _gradient_rows(context: Context, work: Workload, plans: list[ParallelPlan]) -> list[Row]:
     """Return rows that compare each policy with a step without checkpointing.
 
-    The rows have the relative difference of the fp32 gradients and of the running statistics of BatchNorm.
+    The rows hold the relative difference of the fp32 gradients and of the running statistics of BatchNorm.
     """
     plain, *others = (_gradients(context, work, plan) for plan in plans)
     rows = []
@@ -278,14 +280,14 @@ def _timed(setup: _Setup, work: Workload, plans: list[ParallelPlan]) -> Result:
 
 
 def _recomputed_flops(work: Workload, plan: ParallelPlan) -> float:
-    """Return the FLOPs per item that the backward pass computes a second time."""
+    """Return the FLOPs of the forward pass that the backward pass repeats, per token or per image."""
     blocks = len(layout_of(work.build()).blocks)
     shares = {NONE: 0, SELECTIVE: 0, EVERY_BLOCK: 1, BUDGET: (plan.checkpointed_blocks or 0) / blocks}
     return work.block_flops * shares[plan.checkpointing]
 
 
 def _depth_row(setup: _Setup, work: Workload, policy: str) -> Row:
-    """Return the row of the bytes that the forward pass of this workload keeps for the backward pass."""
+    """Return the row that holds the bytes of the tensors that the forward pass of `work` keeps for the backward pass."""
     context, plan = setup.context, ParallelPlan(checkpointing=policy)
     row = partial(context.row, work.name, "allocated_memory_gib", dtype=setup.dtype, params=_depth_params(work, policy))
     try:

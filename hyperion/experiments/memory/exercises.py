@@ -54,7 +54,7 @@ def judge_saving(my_saving: Saving) -> pd.DataFrame:
 
 
 class _Deep(nn.Module):
-    """A model of eight blocks. `checkpointed` of these blocks, at equal distances, use activation checkpointing."""
+    """A model of eight blocks. Activation checkpointing is used for `checkpointed` of these blocks, at equal distances."""
 
     def __init__(self, checkpointed: int):
         super().__init__()
@@ -70,7 +70,7 @@ class _Deep(nn.Module):
 
 
 def _peak_bytes(model: nn.Module, batch: Tensor) -> int:
-    """Return the peak bytes of the tensors that the forward and backward pass create."""
+    """Return the peak, in bytes, of the tensors that one forward and backward pass creates."""
     with TensorMemory(detect_cpu()) as memory:
         model(batch).sum().backward()
     return memory.peak_bytes

@@ -111,7 +111,7 @@ def _sum_of_parts(rows: list[Row]) -> str:
 
 
 def _draw_trade(axes: Axes, rows: list[Row]) -> None:
-    """Draw one mark per policy and model. A step whose mark is lower needs less memory. A step further right needs more time."""
+    """Draw one marker for each policy and model: the time of a step on the horizontal axis, its memory on the vertical axis."""
     axes.add_patch(Rectangle((0, 0), _TIME_BAR, _MEMORY_BAR, color=GRID, zorder=0.5))
     models = list(dict.fromkeys(row.variant for row in rows if row.metric == "tensor_memory_gib"))
     for model, marker in zip(models, MARKERS, strict=False):

@@ -1,8 +1,8 @@
 """Estimate the peak memory of training steps before they run, then measure it.
 
 One measured step is called a cell: it has a model, a batch size, a number format and a policy of activation checkpointing. The
-experiment also predicts the largest batch that fits into a given amount of memory. This is the question that the reader of the
-chapter answers. The experiment tests the prediction.
+experiment also predicts the largest batch that fits into a given amount of memory. The reader of the chapter makes the same
+prediction before the measurement. The experiment tests its prediction with measured steps.
 """
 
 import math
@@ -35,7 +35,7 @@ _TOO_LARGE = 1.25  # a batch that is this many times as large as the predicted l
 
 
 class _Step(BaseModel, extra="forbid", frozen=True, strict=True):
-    """Number format and checkpointing of a step.
+    """Options of a training step: its number format and its policy of activation checkpointing.
 
     Args:
         dtype: number format.
@@ -47,18 +47,18 @@ class _Step(BaseModel, extra="forbid", frozen=True, strict=True):
 
     @property
     def plan(self) -> ParallelPlan:
-        """The plan with this policy."""
+        """Return the `ParallelPlan` with this policy."""
         return ParallelPlan(checkpointing=self.checkpointing)
 
 
 class LanguageCell(LanguageSizes, _Step, frozen=True):
-    """A step of a language model."""
+    """Options of one measured training step of a language model."""
 
     kind: Literal["language"]
 
 
 class ImageCell(ImageSizes, _Step, frozen=True):
-    """A step of a ResNet-18."""
+    """Options of one measured training step of a ResNet-18."""
 
     kind: Literal["image"]
 
@@ -114,7 +114,7 @@ class MemoryEstimateOptions(Options):
 
 
 def forecast(context: Context) -> list[Forecast]:
-    """Predict the peak memory and its parts for every cell, and the largest batch that fits."""
+    """Predict the peak memory and its parts for every measured step, and the largest batch that fits."""
     options = MemoryEstimateOptions.of(context)
     question, device = options.question, context.device
     lines = [line for cell in options.cells for line in _cell_forecasts(device, cell)]

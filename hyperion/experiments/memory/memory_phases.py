@@ -105,15 +105,15 @@ def profile_step(context: Context, report: Report, kind: str, dtype: str) -> Res
 
 @dataclass(frozen=True)
 class Moment:
-    """Memory at one point of a training step: the end of a phase.
+    """Memory at the end of one phase of a training step.
 
     Attributes:
         phase: name of the phase, one of PHASES.
-        parts: bytes of the tensors of each part, by name of the part ("parameters", "gradients", …).
+        parts: a dict that maps a kind of tensor ("parameters", "gradients", …) to the bytes of these tensors.
         tensors: bytes of all tensors that exist. They are counted independently of the parts.
         peak: largest number of bytes of tensors that existed at the same time during the phase.
-        allocator: bytes that the allocator of the accelerator reports, by name: requested, allocated, peak and reserved. Empty on
-            a CPU.
+        allocator: a dict with the bytes that the allocator of the accelerator reports. The keys are "requested", "allocated",
+            "peak" and "reserved". Empty on a CPU.
     """
 
     phase: str

@@ -125,7 +125,9 @@ def curve(history: MemoryHistory, points: int = _POINTS) -> pd.DataFrame:
 
 
 def _write_history(engine: TorchEngine, batch: Batch, device: Device, history: MemoryHistory, folder: Path) -> str:
-    """Write the allocator's snapshot of a step, which https://pytorch.org/memory_viz can show.
+    """Run a step and write the allocator's snapshot to a file, which https://pytorch.org/memory_viz can show.
+
+    Return the file name.
 
     On a CPU, which has no such allocator, write the history of the tensors instead.
     """
@@ -143,7 +145,7 @@ def _write_history(engine: TorchEngine, batch: Batch, device: Device, history: M
 
 
 def _write_trace(engine: TorchEngine, batch: Batch, device: Device, folder: Path) -> str:
-    """Write the profiler's trace of a step, which https://ui.perfetto.dev can show."""
+    """Run a step and write the profiler's trace to a file, which https://ui.perfetto.dev can show. Return the file name."""
     activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if device.kind != "cpu" else [])
     # Trace twice and keep the second trace, because the tracer of a GPU takes seconds to start.
     for _ in range(2):
@@ -157,7 +159,7 @@ def _write_trace(engine: TorchEngine, batch: Batch, device: Device, folder: Path
 
 
 def _kernel_rows(context: Context, work: Workload, dtype: str, trace: Path) -> list[Row]:
-    """Return rows of the kernels that take most of the time, with their shares of the time of all kernels.
+    """Return one row for each of the kernels that take most of the time. It holds the kernel's share of the time of all kernels.
 
     On a CPU, the rows are about operators instead of kernels.
     """

@@ -39,7 +39,10 @@ def judge_scaled_step(my_step: Step) -> pd.DataFrame:
 
 
 def _one_step(my_step: Step, size: float) -> tuple[float, float]:
-    """Run one step whose gradient has the norm `size`. Return (norm of the update, norm of the gradient after the step)."""
+    """Run one training step of the reader with a gradient of norm `size`.
+
+    Return (norm of the weight update, norm of the gradient after the step).
+    """
     weights, optimizer, scaler, model = _one_layer()
     my_step(model, optimizer, scaler, (weights * torch.tensor([[0.6, 0.8]])).sum() * size)
     left = 0.0 if weights.grad is None else weights.grad.norm().item()
@@ -47,7 +50,7 @@ def _one_step(my_step: Step, size: float) -> tuple[float, float]:
 
 
 def _overflow(my_step: Step) -> tuple[bool, tuple[float, float]]:
-    """Run one step whose scaled gradient overflows.
+    """Run one training step of the reader with a gradient that overflows after scaling.
 
     Return True if the weights are unchanged, and the pair (scale before the step, scale after the step).
     """

@@ -46,7 +46,7 @@ def precision(material: Material) -> Figure | None:
         _draw_times(panels[2 * place], title, rows)
         _draw_memory(panels[2 * place + 1], rows)
     notes = [
-        "Time: the steps of all formats were timed in turn in one process. The bars are medians with 95 % intervals. Memory: "
+        "Time: the steps of all formats were timed alternately in one process. The bars are medians with 95 % intervals. Memory: "
         "each format ran in its own process. Bars are the bytes of tensors, the hollow marks are predictions from shapes, and "
         "the vertical lines are the peaks of the accelerator's allocator."
     ]
@@ -90,7 +90,7 @@ def _batch(row: Row) -> str:
 
 
 def _of(rows: list[Row], metric: str, **params) -> dict[str, Row]:
-    """Return a dict from the dtype to the measured row of a metric."""
+    """Return a dict that maps a dtype to the row of this metric and these params. Rows without a value are left out."""
     return {row.dtype: row for row in measured(rows) if row.metric == metric and params.items() <= row.params.items()}
 
 
@@ -158,7 +158,7 @@ def _draw_differences(axes: Axes, samples: pd.DataFrame, rows: list[Row]) -> Non
 
 
 def _absences(models: dict[str, list[Row]]) -> list[str]:
-    """Return one sentence for each reason why steps were not timed. It names the formats that the reason applies to."""
+    """Return one sentence for each reason why steps were not timed. The sentence names the number formats concerned."""
     reasons: dict[str, dict[str, None]] = {}
     for rows in models.values():
         for row in rows:
@@ -169,13 +169,15 @@ def _absences(models: dict[str, list[Row]]) -> list[str]:
 
 @dataclass(frozen=True)
 class Step:
-    """The rows of one rung whose steps were timed.
+    """The rows of one rung of the training ladder whose steps were timed.
+
+    The training ladder is a list of training steps, called rungs. Each rung adds one optimization to the rung before it.
 
     Attributes:
         time: row of the step time.
-        memory: row of the allocator's peak memory. Without this row, the row of the peak bytes of tensors. None if neither was
-            measured.
-        speedup: row of the speed-up over the rung before. None for the first rung.
+        memory: row of the peak memory of the allocator. If there is no such row, it is the row of the peak bytes of tensors. None
+            if neither was measured.
+        speedup: row of the speed-up over the rung before it. None for the first rung.
         early: row of the difference between the losses of this rung and of the first rung, over the first steps of the training.
             None for the first rung, and for old runs that compared only the last steps.
         late: row of the same difference over the last steps. None for the first rung.
@@ -190,7 +192,10 @@ class Step:
 
 
 def ladders(rows: Iterable[Row]) -> dict[str, list[Step]]:
-    """Return the timed rungs of each model, from the first rung to the last."""
+    """Return the timed rungs of the training ladder for each model, from the first rung to the last.
+
+    A rung is a version of the training step. Each rung adds one optimization to the rung before it.
+    """
     by_model: dict[str, list[Step]] = {}
     rows = measured(rows)
     for time in (row for row in rows if row.metric == "step_time_s"):
@@ -205,9 +210,9 @@ def ladders(rows: Iterable[Row]) -> dict[str, list[Step]]:
 
 
 def ladder_table(rows: Iterable[Row]) -> pd.DataFrame:
-    """Return a table with one line for each rung of each model, with 95 % intervals.
+    """Return a table with one line for each rung (version of the training step) of each model, with 95 % intervals.
 
-    Time and memory are compared with the rung before. The loss is compared with the first rung.
+    Time and memory of a rung are compared with the rung before it. Its loss is compared with the first rung.
     """
     return pd.DataFrame(
         [
@@ -254,7 +259,10 @@ def _change_of_loss(row: Row | None) -> str:
 
 
 def training_ladder(material: Material) -> Figure | None:
-    """Draw three panels for each model: time, memory, and the difference between the losses of each rung and of the first."""
+    """Draw three panels for each model: time, memory, and the difference of the losses from those of the first rung.
+
+    A rung is a version of the training step. Each rung adds one optimization to the rung before it.
+    """
     models = ladders(material.of(_LADDER))
     if not models:
         return None

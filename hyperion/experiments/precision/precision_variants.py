@@ -1,6 +1,7 @@
 """Train the language model and the ResNet-18 in fp32, TF32, bf16, and in fp16 with a loss scale, and compare the formats.
 
-Memory and losses of each format are measured in a separate process. The steps of all formats are timed in turn in one process.
+Memory and losses of each format are measured in a separate process. The steps of all formats are timed alternately in one
+process.
 """
 
 from collections.abc import Iterable
@@ -93,7 +94,7 @@ def forecast(context: Context) -> list[Forecast]:
 
 
 def run(context: Context, report: Report) -> Result:
-    """Train each format in a separate process on the same batches, then time the steps of all formats in turn."""
+    """Train in each format in a separate process on the same batches. Then time the steps of all formats alternately."""
     options = PrecisionVariantsOptions.of(context)
     with stored_batches(context, {kind: options.sizes(kind) for kind in KINDS}, options.batches) as stored:
         return _compared(context, options, report, stored)
@@ -109,7 +110,7 @@ def _compared(context: Context, options: PrecisionVariantsOptions, report: Repor
         results += run_side_by_side(context, report, twins_of_variant, twins)
     reasons = {dtype: reason or _why_emulated(context.device, dtype) for dtype, reason in reasons.items()}
     for number, batches in enumerate(stored):
-        report(number, len(stored), f"steps of the {batches.kind} model in turn")
+        report(number, len(stored), f"steps of the {batches.kind} model, alternately")
         results.append(_timed(context, options, batches, reasons))
     result = merged(results)
     return replace(result, rows=result.rows + _difference_rows(result), source=common_source(stored))
@@ -258,10 +259,10 @@ def _why_emulated(device: Device, dtype: str) -> str:
 
 
 def _timed(context: Context, options: PrecisionVariantsOptions, stored: StoredBatches, reasons: dict[str, str]) -> Result:
-    """Time the steps of all formats in turn.
+    """Time the steps of all number formats. The steps of different formats alternate.
 
     Args:
-        reasons: for each format, the reason why it is not timed, or an empty string if it is timed.
+        reasons: a dict that maps each format to the reason why it is not timed, or to an empty string if it is timed.
     """
     work, batches = load_batches(options.sizes(stored.kind), stored.file, context.device)
     contenders = [
@@ -279,7 +280,9 @@ def _timed(context: Context, options: PrecisionVariantsOptions, stored: StoredBa
 
 
 def _difference_rows(result: Result) -> list[Row]:
-    """Compare each format's losses with those of fp32 on the same batches, early and late in the training."""
+    """Return the rows that compare the losses of each format with those of fp32 on the same batches, early and late in the
+    training.
+    """
     rows = []
     for row in result.rows:
         if row.metric != "training_loss" or row.dtype == REFERENCE:

@@ -1,8 +1,8 @@
 """The training ladder: start with a training step in plain fp32, and add one more optimization on each rung.
 
 A rung is one version of the training step. It contains all optimizations of the rungs before it and one more. Memory and losses
-of each rung are measured in a separate process. The steps of all rungs are timed in turn in one process. If they were timed one
-after the other, changes of clock and temperature would distort the comparison.
+of each rung are measured in a separate process. The steps of all rungs are timed alternately in one process. If they were timed
+one after the other, changes of clock and temperature would distort the comparison.
 """
 
 from dataclasses import dataclass, replace
@@ -89,7 +89,9 @@ class Parity(BaseModel, extra="forbid", frozen=True, strict=True):
 
 
 class LanguageLadder(LanguageSizes, frozen=True):
-    """Sizes and rungs of the language model.
+    """The language model of the training ladder: its sizes, and the optimizations that are added one after the other.
+
+    Each version of the training step is called a rung. Each rung adds one optimization to the rung before it.
 
     Args:
         rungs: names of the rungs, from the first to the last. They are keys of `_ADDITIONS`.
@@ -101,7 +103,10 @@ class LanguageLadder(LanguageSizes, frozen=True):
 
 
 class ImageLadder(ImageSizes, frozen=True):
-    """Sizes and rungs of the ResNet-18. The arguments are the same as in `LanguageLadder`."""
+    """The ResNet-18 of the training ladder: its sizes, and the optimizations that are added one after the other.
+
+    The arguments are the same as in `LanguageLadder`.
+    """
 
     rungs: tuple[str, ...]
     parity: Parity = Parity()
@@ -113,9 +118,9 @@ class TrainingLadderOptions(Options):
     Args:
         batches: number of different batches. The training repeats them in the same order.
         parity_steps: number of optimizer steps in the comparison of losses.
-        time_limit_s: seconds for timing the steps of one model on all rungs.
-        language: sizes and rungs of the language model. None leaves out this model.
-        image: sizes and rungs of the ResNet-18. None leaves out this model.
+        time_limit_s: seconds for timing all versions of the training step (rungs) of one model.
+        language: sizes of the language model, and the names of the optimizations that are added. None leaves out this model.
+        image: sizes of the ResNet-18, and the names of the optimizations that are added. None leaves out this model.
         tolerance: not used. It exists because older stored runs have this option.
     """
 
@@ -128,14 +133,14 @@ class TrainingLadderOptions(Options):
 
     @property
     def ladders(self) -> dict[str, LanguageLadder | ImageLadder]:
-        """The sizes and rungs by kind of model."""
+        """A dict that maps the kind of a model, "language" or "image", to its options."""
         return {kind: sizes for kind, sizes in (("language", self.language), ("image", self.image)) if sizes is not None}
 
 
 def forecast(context: Context) -> list[Forecast]:
-    """Predict the speed-up of the 16-bit rung over the first rung. The reader guesses this value.
+    """Predict the speed-up of the 16-bit step over the plain fp32 step. The reader guesses this value.
 
-    Also predict the throughput of each rung that changes the number format.
+    Also predict the throughput of each version of the step that changes the number format.
     """
     lines: list[Forecast] = []
     for sizes in TrainingLadderOptions.of(context).ladders.values():
@@ -153,7 +158,10 @@ def forecast(context: Context) -> list[Forecast]:
 
 
 def run(context: Context, report: Report) -> Result:
-    """Measure memory and losses of each rung in a separate process, then time the steps of all rungs of a model in turn."""
+    """Measure memory and losses of each rung in a separate process. Then time the steps of all rungs of a model alternately.
+
+    A rung is a version of the training step. Each rung adds one optimization to the rung before it.
+    """
     options = TrainingLadderOptions.of(context)
     with stored_batches(context, options.ladders, options.batches) as stored:
         cells, twins = [], []
@@ -166,7 +174,7 @@ def run(context: Context, report: Report) -> Result:
         results = run_counted(context, report, measure_alone, cells)
         results += run_counted(context, report, measure_twins, twins)
         for number, batches in enumerate(stored):
-            report(number, len(stored), f"steps of the {batches.kind} model in turn")
+            report(number, len(stored), f"steps of the {batches.kind} model, alternately")
             results.append(_timed(context, options, batches))
     result = merged(results)
     return replace(result, rows=result.rows + _difference_rows(result), source=common_source(stored))
@@ -183,7 +191,7 @@ EXPERIMENT = Experiment(
 
 @dataclass(frozen=True)
 class StepRung:
-    """One rung of the ladder: a way to do a training step.
+    """One rung of the ladder: a version of the training step, which adds one optimization to the version before it.
 
     Attributes:
         name: name of the rung, which says what it adds to the rung before it.
@@ -208,7 +216,10 @@ class StepRung:
     absent: str = ""
 
     def engine(self, work: Workload, device: Device, seed: int) -> TorchEngine:
-        """Return a new engine that trains as this rung says. With the same seed, all rungs have the same initial weights."""
+        """Return a new training engine with the optimizations of this rung.
+
+        With the same seed, all rungs have the same initial weights.
+        """
         plan = ParallelPlan(checkpointing=self.checkpointing, compile_blocks=self.compiled)
 
         def wrap(model: nn.Module) -> nn.Module:
@@ -247,7 +258,10 @@ class AllLogits(nn.Module):
 
 
 def build_ladder(device: Device, names: tuple[str, ...]) -> list[StepRung]:
-    """Return the rungs with these names in the given order, including the rungs that cannot run on the device."""
+    """Return the rungs (versions of the training step) with these names, in the given order.
+
+    Rungs that cannot run on the device are included.
+    """
     rungs, below = [], StepRung(BASELINE)
     for name in names:
         rung = replace(below, name=name, **_ADDITIONS[name])
@@ -266,7 +280,10 @@ def _why_absent(device: Device, name: str) -> str:
 
 
 def measure_alone(context: Context, report: Report, kind: str, file: str, source: str, number: int) -> Result:
-    """Measure the peak memory of one rung's steps, then the losses of many steps of the smaller model (see `Parity`)."""
+    """Measure the peak memory of the training steps of one rung.
+
+    Then measure the losses of many steps of the smaller model (see `Parity`).
+    """
     options, device = TrainingLadderOptions.of(context), context.device
     sizes = options.ladders[kind]
     rung = build_ladder(device, sizes.rungs)[number]
@@ -309,7 +326,7 @@ def measure_twins(context: Context, report: Report, kind: str, file: str, source
 def _parity_losses(
     context: Context, options: TrainingLadderOptions, kind: str, rung: StepRung, work: Workload, batches: list[Batch]
 ) -> list[float]:
-    """Train the smaller model with the smaller batches that `Parity` describes, and return the loss of every step."""
+    """Train with the smaller model and the smaller batches that `Parity` describes. Return the loss of every step."""
     changes = options.ladders[kind].parity.model_dump(exclude_none=True)
     short = workload(work.sizes.model_copy(update=changes))
     parts = [
@@ -351,7 +368,11 @@ def _timed(context: Context, options: TrainingLadderOptions, stored: StoredBatch
 
 
 def _speedup_rows(row: partial[Row], rungs: list[StepRung], timings: list[Timing]) -> list[Row]:
-    """Return the speed-up of each rung over the rung before it, and over the first rung."""
+    """Return the rows that hold the speed-ups of the optimizations.
+
+    A rung is a version of the training step that adds one optimization to the version before it. For each rung there is a row
+    that compares its step time with the version before it, and a row that compares it with the first version.
+    """
     rows = []
     for number, (rung, timing) in enumerate(zip(rungs, timings, strict=True)):
         for other in sorted({max(number - 1, 0), 0} - {number}):
@@ -362,9 +383,9 @@ def _speedup_rows(row: partial[Row], rungs: list[StepRung], timings: list[Timing
 
 
 def _difference_rows(result: Result) -> list[Row]:
-    """Compare each rung's losses with those of the first rung, early and late in the training.
+    """Return the rows that compare the losses of each rung with those of the first rung, early and late in the training.
 
-    The twins of the first rung give the tolerance.
+    The tolerance comes from twins of the first rung: the same training with other rounding (see `hyperion.workloads.twins`).
     """
     rows = []
     for row in result.rows:

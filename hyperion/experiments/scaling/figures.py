@@ -69,7 +69,7 @@ def communication(material: Material) -> Figure | None:
 
 
 def _curves(axes: Axes, rows: list[Row], at_one: float | None, what: str = "", line: str = "") -> None:
-    """Draw one curve for each training: the value of a row by the number of devices.
+    """Draw one curve for each training. It shows the values of the rows by the number of devices.
 
     Args:
         at_one: the value on one device. None if the quantity has no value there.
@@ -93,7 +93,7 @@ def _of(rows: list[Row], metric: str, mode: str) -> list[Row]:
 
 
 def _missing(material: Material) -> list[str]:
-    """Return one note for each reason why measurements are missing."""
+    """Return one sentence for each reason why measurements are missing."""
     absent = [row for row in material.of("scaling", metric="scaling_efficiency") if row.value is None]
     reasons: dict[tuple, list[str]] = {}
     for row in absent:

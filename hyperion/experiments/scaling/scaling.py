@@ -136,7 +136,7 @@ def forecast(context: Context) -> list[Forecast]:
 
 
 def run(context: Context, report: Report) -> Result:
-    """Run the training on each number of devices. If a launch fails, its rows have a reason instead of a value."""
+    """Run the training on each number of devices. If the ranks fail, the rows have a reason instead of a value."""
     options = ScalingOptions.of(context)
     samples, missing = [], {}
     for ranks in options.counts:
@@ -207,7 +207,10 @@ def _flops_and_bytes(training: ScaledTraining, ranks: int, dtype: str) -> tuple[
 def _launch(
     context: Context, options: ScalingOptions, report: Report, ranks: int
 ) -> tuple[list[pd.DataFrame], dict[tuple[str, int], str]]:
-    """Run all trainings on `ranks` ranks. Return their samples, and the reasons for missing samples by (training, ranks)."""
+    """Start `ranks` ranks, and run all trainings on them.
+
+    Return their samples, and a dict that maps (training, number of ranks) to the reason why its samples are missing.
+    """
     names = [training.name for training in options.workloads]
     devices = options.device_count(context)
     if ranks > devices:
@@ -236,7 +239,10 @@ def _raise_if_interrupted(error: JobError) -> None:
 
 
 def _cells(context: Context, dtype: str, training: ScaledTraining, own: pd.DataFrame, ranks: int, reason: str) -> list[Row]:
-    """Return the rows of one training on `ranks` devices. If `reason` is not empty, the rows have no value."""
+    """Return the rows of one training on `ranks` devices.
+
+    If `reason` is not empty, the training was not measured. The rows then have this reason and no value.
+    """
     modes = MODES if ranks > 1 else MODES[:1]
     if reason:
         return [
@@ -302,9 +308,10 @@ def _difference_rows(
 ) -> list[Row]:
     """Return two rows that compare a step on all ranks with the same step on a single rank without communication.
 
-    The first row has the difference of the two times, divided by the time of the step on all ranks. It is negative if the single
-    rank is slower, for example because it updates the whole optimizer state. The second row has the same number as the share of
-    communication. A share cannot be negative, so this row has a value only if the whole interval of the difference is above zero.
+    The first row holds the difference of the two times, divided by the time of the step on all ranks. It is negative if the
+    single rank is slower, for example because it updates the whole optimizer state. The second row holds the same number as the
+    share of communication. A share cannot be negative, so this row has a value only if the whole interval of the difference is
+    above zero.
     """
     alone = step_times(own, params["mode"], params["ranks"], "alone")
     if not len(alone):
@@ -323,7 +330,7 @@ def _difference_rows(
 
 
 def _exposed_row(context: Context, dtype: str, training: ScaledTraining, own: pd.DataFrame, params: dict) -> Row:
-    """Return the row of the share of time in which a rank communicates and does not compute, from profiled steps.
+    """Return the row that holds the share of time in which a rank communicates and does not compute, from profiled steps.
 
     The value is the mean over the ranks.
     """
@@ -343,7 +350,7 @@ def step_times(own: pd.DataFrame, mode: str, ranks: int, kind: str = "step") -> 
         own: samples of one training.
         mode: "weak" or "strong".
         ranks: number of ranks.
-        kind: "step" for steps of all ranks together, or "alone" for steps of single ranks without communication.
+        kind: "step" for steps of all ranks together, or "alone" for steps of each rank without communication.
     """
     chosen = own.query("ranks == @ranks and mode == @mode and kind == @kind")
     return np.asarray(chosen.groupby("index")["time_s"].max())
@@ -398,7 +405,7 @@ def measure_on_rank(context: Context, report: Report, names: list[str]) -> Resul
 
 
 def _parity(context: Context, options: ScalingOptions, training: ScaledTraining) -> pd.DataFrame:
-    """Return the losses of float32 steps. The batches are the same on any number of ranks."""
+    """Run training steps in float32 and return a table of their losses. The batches are the same on any number of ranks."""
     here = world()
     strategy = training.strategy if here.size > 1 else "single"
     engine, _ = _engine(context, options, training, here, strategy, Precision("fp32", "parity is judged in float32"))
@@ -411,10 +418,12 @@ def _parity(context: Context, options: ScalingOptions, training: ScaledTraining)
 
 
 def _timed(context: Context, options: ScalingOptions, training: ScaledTraining) -> list[pd.DataFrame]:
-    """Time the steps of all ranks together, then the same steps on each rank without communication, for each mode.
+    """Time the steps of all ranks together, then the same steps on each rank without communication.
 
-    In the second case, each rank is the only member of a process group and uses the same strategy there. So it does not
-    communicate, and it holds the whole state of the model and the optimizer.
+    Both timings are made in each mode of scaling, weak and strong.
+
+    For the steps without communication, each rank is the only member of its process group. It uses the same strategy (DDP or
+    FSDP), so it holds the whole state of the model and the optimizer.
     """
     here = world()
     precision = choose_precision(context.device, options.precision)
@@ -445,7 +454,7 @@ def _mode_times(
     sharers: World,
     precision: Precision,
 ) -> list[pd.DataFrame]:
-    """Return the seconds of each step on this rank, for each mode.
+    """Return the seconds of each step on this rank, as one table for each mode of scaling.
 
     All ranks run the same number of steps. If each rank had a time limit instead, a rank could stop while other ranks wait for
     it.
@@ -469,7 +478,8 @@ def _mode_times(
 
 
 def _traced(step: Callable[[], object], device: Device, steps: int) -> pd.DataFrame:
-    """Profile some steps. Return the nanoseconds in which this rank communicates and does not compute, and the total nanoseconds.
+    """Profile some steps. Return a table with the nanoseconds in which this rank only communicates, and with the total
+    nanoseconds.
 
     A rank communicates without computing while only kernels of collectives run. If this rank is ahead of the other ranks, this
     includes the time in which it waits for them.
@@ -489,7 +499,9 @@ def _missing(training: ScaledTraining, mode: str, reason: str) -> pd.DataFrame:
 def _engine(
     context: Context, options: ScalingOptions, training: ScaledTraining, here: World, strategy: str, precision: Precision
 ) -> tuple[TorchEngine, float]:
-    """Return an engine with the same weights on every rank, parallelized over `here`, and the least FLOPs per token.
+    """Return a training engine whose model is parallelized over the ranks in `here`, and the least FLOPs per token.
+
+    The initial weights are the same on every rank.
 
     Causal attention needs only half of the attention matrix. Therefore the least FLOPs are computed with half of the sequence
     length.
@@ -515,7 +527,7 @@ def _engine(
 def _batch(
     context: Context, training: ScaledTraining, count: int, length: int, here: World, step: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return this rank's part of a batch of `count` sequences. The whole batch is the same on any number of ranks."""
+    """Return this rank's part of a batch of `count` sequences in all. The whole batch does not depend on the number of ranks."""
     generator = torch.Generator().manual_seed(context.seed * 1000 + step)
     tokens = torch.randint(training.vocabulary, (count, length + 1), generator=generator)
     own = tokens.chunk(here.size)[here.rank].to(context.device.torch_device)

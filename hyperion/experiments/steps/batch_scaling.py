@@ -44,7 +44,7 @@ class BatchScalingOptions(Options):
         memory_limit_gib: largest memory of the process in GiB. The experiment stops there, before the memory of the machine is
             full.
         time_limit_s: seconds of timing for each batch size.
-        batches: batch sizes of each reference model, by the name of the model.
+        batches: a dict that maps the name of a reference model to its batch sizes.
     """
 
     precision: str
@@ -98,7 +98,7 @@ def _dtype(context: Context, options: BatchScalingOptions) -> str:
 
 
 def _forecast_throughput(context: Context, name: str, batch: int, dtype: str) -> Forecast:
-    """Predict samples per second from products and traffic on the device, and the host's time for operators."""
+    """Predict samples per second from the matrix products and memory traffic of a step, and the host's time for its operators."""
     forecast = forecast_on_device(context, name, batch, dtype)
     if forecast.ceiling is None:
         return forecast
@@ -115,7 +115,8 @@ def _forecast_throughput(context: Context, name: str, batch: int, dtype: str) ->
 def forecast_on_device(context: Context, name: str, batch: int, dtype: str) -> Forecast:
     """Predict samples per second from the ceilings of chapter 1.1.
 
-    The time is that of the matrix products plus that of the traffic of optimizer and activations.
+    The time of a step is the sum of two times: the time of the matrix products, and the time of the memory traffic of optimizer
+    and activations.
     """
     model = reference_model(name)
     traffic: dict[str, float] = {
@@ -127,7 +128,7 @@ def forecast_on_device(context: Context, name: str, batch: int, dtype: str) -> F
 
 
 def _device_basis(context: Context, dtype: str) -> str:
-    """Return the basis of the predicted throughputs. It is the same text for every batch."""
+    """Return the text that says how the throughputs are predicted. It is the same text for every batch size."""
     product = not_none(not_none(context.best_upstream("gemm_tflops", dtype)).value)
     stream = not_none(not_none(stream_ceiling(context.upstream)).value)
     return (
@@ -163,7 +164,7 @@ def _largest_by_shapes(model: ReferenceModel, dtype: str, cap_gib: float) -> flo
 
 @dataclass(frozen=True)
 class Point:
-    """The memory of steps with one batch size.
+    """Memory of training steps with one batch size.
 
     Attributes:
         batch: batch size.
@@ -179,7 +180,7 @@ class Point:
 
 
 class _Sweep:
-    """Measurement of one model at all batch sizes. It collects rows and samples."""
+    """Measures training steps of one model at all batch sizes. The attributes `rows` and `frames` collect the results."""
 
     def __init__(self, context: Context, model: ReferenceModel):
         self.context, self.model, self.options = context, model, BatchScalingOptions.of(context)
@@ -246,7 +247,7 @@ class _Sweep:
             )
 
     def fill_memory(self, batches: list[int]) -> None:
-        """Predict the largest batch that fits, and test this prediction.
+        """Predict the largest batch size that fits into memory, and test this prediction.
 
         The prediction comes from a line through the memory of two batches that fit: memory grows linearly with the batch size.
         """
@@ -269,7 +270,7 @@ class _Sweep:
         self._test_largest(int(large + (cap_gib - large_gib) / slope))
 
     def _test_largest(self, largest: int) -> None:
-        """Add the row of the predicted largest batch.
+        """Add the row that holds the predicted largest batch size.
 
         The check of this row runs a somewhat smaller batch, which must fit, and a somewhat larger batch, which must not fit.
         """

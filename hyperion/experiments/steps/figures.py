@@ -43,18 +43,21 @@ def operator_cost(material: Material) -> Figure | None:
 
 
 def _interval_us(row: Row, times: float = 1.0) -> tuple[float, float, float]:
-    """Return value, lower and upper end of a row in microseconds, multiplied by `times`."""
+    """Return (value, lower end, upper end) of the interval of a row, in microseconds and multiplied by `times`."""
     value, low, high = (1e6 * times * not_none(seconds) for seconds in (row.value, row.ci_low, row.ci_high))
     return value, low, high
 
 
 def _microseconds(row: Row, times: float = 1.0) -> str:
-    """Return the microseconds as text, with as many digits as the interval allows."""
+    """Return the value of a row in microseconds as text, with as many digits as its interval allows.
+
+    It is multiplied by `times`.
+    """
     return f"{number_within(*_interval_us(row, times))} µs"
 
 
 def _draw_costs(axes: Axes, bars: list[tuple[str, Row, float]], title: str) -> None:
-    """Draw one bar for each (name, row, factor): the host time of the row times the factor, in microseconds."""
+    """Draw one bar for each (name, row, factor). Its length is the host time of the row times the factor, in microseconds."""
     for place, (_, row, times) in enumerate(bars):
         value, low, high = _interval_us(row, times)
         axes.bar(place, value, 0.5, yerr=[[value - low], [high - value]], color=COLOURS[place])
@@ -109,9 +112,9 @@ def model_steps(material: Material) -> Figure | None:
 
 
 def _variants(rows: list[Row]) -> dict[str, list[Row]]:
-    """Return the rows of each variant of a model, by the name of the variant.
+    """Return a dict that maps the name of a variant of the training step to its rows.
 
-    The name says how the variant differs from an eager step with the default memory format.
+    The name says how the step differs from an eager step with the default memory format.
     """
     found: dict[str, list[Row]] = {}
     for row in rows:
@@ -173,7 +176,7 @@ def _name_variants(axes: Axes, names: list[str]) -> None:
 
 
 def _phases(rows: Iterable[Row]) -> list[Row]:
-    """Return the rows of the phases in the order in which a step runs them."""
+    """Return the rows that belong to a phase of the step (such as "forward"), in the order in which a step runs the phases."""
     rows = list(rows)
     return [row for name in PHASES for row in select(rows, metric=f"{name}_time_s")]
 
@@ -205,7 +208,7 @@ def _notes(rows: list[Row]) -> list[str]:
 
 
 def _left_out(rows: list[Row]) -> list[str]:
-    """Return one note for each reason why a step is missing. It names the variants."""
+    """Return one sentence for each reason why steps are missing. The sentence names their variants."""
     missing: dict[str, dict[str, None]] = {}
     for row in select(rows, metric="step_time_s"):
         if row.value is None:
@@ -250,7 +253,10 @@ def _draw_rates(axes: Axes, rows: list[Row], style: dict) -> None:
 
 
 def _draw_memory(axes: Axes, rows: list[Row], style: dict) -> None:
-    """Draw measured peaks, the line through them, and the tested batches. A cross marks a batch that does not fit."""
+    """Draw the measured peaks by batch size, the line through them, and the tested batch sizes.
+
+    A cross is a batch that does not fit.
+    """
     peaks = [row for row in rows if row.metric in ("peak_memory_gib", "peak_rss_gib")]
     steady = sorted((row for row in measured(peaks) if row.params["step"] != "probe"), key=_batch)
     axes.plot([_batch(row) for row in steady], values(steady), linestyle="none", **style)

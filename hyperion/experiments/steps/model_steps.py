@@ -1,8 +1,8 @@
 """How long does a training step of a well-known model take, how long do its phases take, and how close are they to the limits?
 
 Each step is measured in several variants, which differ in number format, memory format of images, and eager or compiled mode.
-Variants are timed one after the other and not in turn, so there are no rows of speed-ups. A compiled step also has rows of its
-compilation time and of the difference between its losses and those of eager steps.
+Variants are timed one after the other. Their steps do not alternate, so the experiment computes no speed-ups. A compiled step
+also has rows of its compilation time and of the difference between its losses and those of eager steps.
 """
 
 import gc
@@ -85,7 +85,7 @@ class ModelStepsOptions(Options):
 
 @dataclass(frozen=True)
 class StepCell:
-    """One model in one variant of the step.
+    """One model in one variant of the training step. A variant is a number format, a memory format, and eager or compiled mode.
 
     Attributes:
         absent: reason why this variant is not measured on this device, or an empty string if it is measured.
@@ -173,9 +173,9 @@ def measure(context: Context, report: Report, numbers: list[int]) -> Result:
 
 
 class _Bench:
-    """Measurement of the variants of one process. It collects rows and samples.
+    """Measures several variants in one process. The attributes `rows` and `frames` collect the results.
 
-    It also keeps the losses of eager steps, which are compared with the losses of compiled steps.
+    The losses of eager steps are kept too, so that they can be compared with the losses of compiled steps.
     """
 
     def __init__(self, context: Context, options: ModelStepsOptions, here: set[tuple[str, StepVariant]]):
@@ -185,7 +185,7 @@ class _Bench:
         self._losses: dict[tuple[str, StepVariant], np.ndarray] = {}
 
     def measure(self, cell: StepCell) -> None:
-        """Add the rows of one variant, or one row with the reason why there are none."""
+        """Measure one variant and add its rows. If it cannot be measured, add one row that holds the reason."""
         if cell.variant.compiled and (missing := missing_compiler(self.device)):
             self.rows.append(_absent(self.context, self.options, cell, f"unavailable: {missing}"))
             return
@@ -230,7 +230,7 @@ class _Bench:
         return TrainingStep(cell.model.name, self.options.batch_size, variant, self.device, self.context.seed)
 
     def _compile(self, step: TrainingStep) -> float:
-        """Return the seconds of compilation."""
+        """Run the first steps, which compile the model, and return the seconds that this takes."""
         self.context.workspace.mkdir(parents=True, exist_ok=True)
         probe_vector_instructions(self.device, self.context.workspace)
         return measure_first_calls(step.once, self.device)
@@ -274,14 +274,17 @@ def _absent(context: Context, options: ModelStepsOptions, cell: StepCell, reason
 
 
 def _count_row(context: Context, options: ModelStepsOptions, cell: StepCell, counted: int) -> Row:
-    """Return the number of parameters of the trained module. Its check compares it with the published number."""
+    """Return the row that holds the number of parameters of the trained model.
+
+    Its check compares this number with the published number.
+    """
     error = float(abs(counted - cell.model.parameter_count))
     check: dict = checked("expected count", error, 0.0)
     return _row(context, options, cell, "count", float(counted), {"what": "parameters"}, **check)
 
 
 def _mfu_of_maf(context: Context, options: ModelStepsOptions, cell: StepCell, timing: StepTiming) -> Row:
-    """Return the model FLOPs per second as a share of the MAF, the rate of the fastest square product of this run.
+    """Return the row that holds the model FLOPs per second divided by the MAF, the rate of the fastest square matrix product.
 
     This share shows how much faster the step could be with better software. MFU is relative to the peak of the data sheet
     instead.
@@ -307,7 +310,10 @@ def _mfu_of_maf(context: Context, options: ModelStepsOptions, cell: StepCell, ti
 
 
 def _memory_row(context: Context, options: ModelStepsOptions, cell: StepCell, peak: PeakMemory, left_gib: float | None) -> Row:
-    """Return the peak memory of the steps. Its limit is the memory of weights, gradients, moments and the batch."""
+    """Return the row that holds the peak memory of the steps.
+
+    Its limit is a lower limit: the memory of weights, gradients, optimizer moments and the batch.
+    """
     columns: dict = {"limit": least_memory_gib(cell.model, options.batch_size), "limit_source": LEAST_MEMORY}
     if left_gib is not None:
         columns |= checked("GiB left by the variant before", left_gib, _LEFT_GIB)

@@ -100,7 +100,7 @@ def _clock() -> dict:
 
 
 def _why_not(device: Device, dtype: str) -> str:
-    """Return the reason why no compiled block is measured, or an empty string if it is measured."""
+    """Return the reason why no compiled block is measured, or an empty string if compiled blocks are measured."""
     if not dtype:
         return "left out by this profile: it takes a cold compilation"
     supported, how = device.supports(dtype)

@@ -45,7 +45,7 @@ class Answer:
             place: columns that the caller of the public method gave. They replace the columns with the same names in `columns`.
                 Its entry "params" is added to `about`.
             metric, value: metric of the row, and its value.
-            about: params of the row.
+            about: params of the row, such as the label of the function.
             columns: other columns of the row.
         """
         given = dict(place)
@@ -77,7 +77,8 @@ class TimeAnswer(Answer):
         """Median seconds of a call with its 95 % bootstrap interval.
 
         With fewer than 30 samples, the interval is extended to the interval from order statistics if this one is wider. Order
-        statistics give a valid interval for any distribution.
+        statistics are values at fixed positions of the sorted samples. The interval between two of them is valid for any
+        distribution of the samples.
         """
         estimate, samples = self.timing.estimate, self.timing.samples_s
         if len(samples) >= LEAST_FOR_THE_BOOTSTRAP:
@@ -144,8 +145,8 @@ class ComparisonAnswer(Answer):
     def ratio(self) -> Estimate:
         """Speed of A divided by speed of B. A value above 1 means that A is faster.
 
-        With fewer than 30 samples, the interval is extended to the interval from the order statistics of both medians if this
-        one is wider.
+        With fewer than 30 samples, the interval is extended to the interval that follows from the order statistics of both
+        functions, if this interval is wider.
         """
         a, b = (timing.samples_s for timing in self.timings)
         ratio = ratio_estimate(a, b)
@@ -265,10 +266,12 @@ def state_of_device(timing: Timing) -> dict:
 
 
 def _order_interval(samples: np.ndarray, confidence: float) -> tuple[float, float]:
-    """Return an interval of the median from order statistics, which is valid for any distribution.
+    """Return a confidence interval of the median, given by two of the sorted samples.
 
-    The result is the narrowest symmetric pair of order statistics that contains the median with the given probability. If even
-    the smallest and the largest sample do not reach this probability, these two samples are returned.
+    The interval makes no assumption about the distribution of the samples. Its ends are the sample at position i from the bottom
+    and the sample at position i from the top of the sorted samples. i is the largest position for which the interval contains the
+    median with probability `confidence` or more. If even i = 1 does not reach this probability, the smallest and the largest
+    sample are returned.
 
     Source: Conover, Practical Nonparametric Statistics, 3rd edition, section 3.2.
     """

@@ -125,8 +125,8 @@ class FlopsAnswer(Answer):
 
     Args:
         label: name of the function.
-        by_operator: dict from the name of an operator ("aten.mm") to its FLOPs, in descending order.
-        by_module: dict from the path of a module to its FLOPs. They include the FLOPs of its submodules.
+        by_operator: a dict that maps the name of an operator ("aten.mm") to its FLOPs, in descending order of FLOPs.
+        by_module: a dict that maps the path of a module to its FLOPs, which include the FLOPs of its submodules.
         uncounted: operators without a formula. Custom operators come first; the others are sorted by number of elements.
     """
 
@@ -229,7 +229,7 @@ def count_flops(function: Callable[[], object]) -> tuple[dict[str, int], dict[st
 
 
 def _more_formulas() -> dict:
-    """Return the formulas that are missing in PyTorch's registry: for attention on CPUs, and for integer matrix products."""
+    """Return the FLOP formulas that PyTorch's registry lacks: for attention on CPUs and for integer matrix products."""
     aten = torch.ops.aten
 
     def attention(query, key, value, *_, out_shape=None, **__) -> int:

@@ -58,7 +58,7 @@ def draw_samples(timings: dict[str, Timing], machine: str, verdict: str) -> Figu
     """Draw the raw samples in the order in which they were taken, with the median and its 95 % interval.
 
     Args:
-        timings: dict from the label of a function to its timing. Each function has its own colour.
+        timings: a dict that maps the label of a function to its timing. Each function has its own colour.
         machine: name of the device for the title.
         verdict: text below the figure.
     """

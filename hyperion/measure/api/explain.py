@@ -118,7 +118,9 @@ class Explanation(Answer):
         )
 
     def rows(self, *, notebook: str, experiment: str, variant: str, **columns) -> list[Row]:
-        """Return a row of `step_time_s`, and a row of `share` for each part. params["what"] is the name of the part."""
+        """Return a row of the metric `step_time_s`, and a row of the metric `share` for each part. params["what"] is the name of
+        the part.
+        """
         place = {"notebook": notebook, "experiment": experiment, "variant": variant, **columns}
         time = self.estimate
         step = self._row(
@@ -199,7 +201,9 @@ def explain(
     checked_callable(step, "explain", () if feed is None else ("the batch",))
     if not isinstance(profiled_steps, int) or profiled_steps < 1:
         raise HyperionError(
-            f"profiled_steps is {profiled_steps!r}", where="explain", next_step="pass a whole number of at least 1"
+            f"profiled_steps is {profiled_steps!r}, which is not a whole number of at least 1",
+            where="explain",
+            next_step="pass a whole number of at least 1",
         )
     require_sampling(minimum_samples, time_limit_s=time_limit_s)
     device = device_of(device)
@@ -234,10 +238,10 @@ def _time_steps(one: Callable[[], object], device: Device, in_a_row: int, sampli
 
 
 def _named(kinds: dict[str, int], ideal_ns: float | None) -> dict[str, int]:
-    """Return the nanoseconds of each part in display order.
+    """Return a dict that maps the name of a part of the step to its nanoseconds, in display order.
 
     Args:
-        kinds: nanoseconds of each kind of event, from `partition`.
+        kinds: a dict that maps a kind of event to its nanoseconds, as `partition` returns it.
         ideal_ns: nanoseconds that the matrix products would need at the ceiling. The part "GEMM" is then split into two parts.
             None if there are no ceilings.
     """

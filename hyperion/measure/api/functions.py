@@ -168,7 +168,9 @@ def compare(
     labels = _two_labels(labels) or _two_names(*functions)
     if tolerance is not None and not (isinstance(tolerance, int | float) and 0 <= tolerance < float("inf")):
         raise HyperionError(
-            f"tolerance is {tolerance!r}", where="tolerance=", next_step="pass a relative error of at least 0, such as 1e-3"
+            f"tolerance is {tolerance!r}, which is not a number of at least 0",
+            where="tolerance=",
+            next_step="pass a relative error of at least 0, such as 1e-3",
         )
     with noting("compare", " or ".join(labels)):
         examined = _examine(functions, labels, settings, tolerance)
@@ -183,7 +185,7 @@ def compare(
 
 @dataclass(frozen=True)
 class _Settings:
-    """The validated arguments of `time` and `compare`, with their defaults."""
+    """The validated arguments of `time` and `compare`. Arguments that the caller did not give have their default values."""
 
     device: Device
     cold: bool
@@ -202,7 +204,9 @@ class _Settings:
             ("alone", alone, (True, False)),
         ):
             if not any(value is one for one in allowed):
-                raise HyperionError(f"{name} is {value!r}", where=where, next_step=f"pass one of {allowed}")
+                raise HyperionError(
+                    f"{name} is {value!r}, which is not a possible value", where=where, next_step=f"pass one of {allowed}"
+                )
         minimum_samples = (_QUICK_SAMPLES if quick else MINIMUM_SAMPLES) if minimum_samples is None else minimum_samples
         require_sampling(minimum_samples, back_to_back, time_limit_s=time_limit_s)
         cold = not (quick or back_to_back) if cold is None else cold
@@ -217,12 +221,12 @@ class _Settings:
 
 @dataclass(frozen=True)
 class _Examined:
-    """The timings of the functions and the comparisons of their outputs.
+    """The timings of the measured functions, and the results of the comparisons of their outputs.
 
     Args:
         between: differences between the outputs of A and B, one for each call that can be compared.
-        changes: for each function, the difference between the output of the first call and the output after the timing. None
-            if the two outputs cannot be compared.
+        changes: for each function, the difference between the output of the first call and the output after the timing. None if
+            the two outputs cannot be compared.
         notes: warnings about the outputs.
     """
 
@@ -378,7 +382,7 @@ def _same(first: Snapshot, second: Snapshot, reduction: int, tolerance: float | 
 
 
 def _limit(settings: _Settings, call_s: float, used_s: float, labels: tuple[str, ...]) -> float:
-    """Return the seconds that are available after the first calls.
+    """Return the seconds of timing that are left after the first calls.
 
     Without a limit from the user, this time is long enough for the smallest number of calls.
 
@@ -581,7 +585,9 @@ def _label(label: str | None) -> str | None:
         HyperionError: the label is blank or not a string.
     """
     if label is not None and not (isinstance(label, str) and label.strip()):
-        raise HyperionError(f"label is {label!r}", where="label=", next_step="pass a name, or None for the function's name")
+        raise HyperionError(
+            f"label is {label!r}, which is not a name", where="label=", next_step="pass a name, or None for the function's name"
+        )
     return label
 
 

@@ -306,7 +306,7 @@ def _copied(leaf: object) -> torch.Tensor | None:
 
 
 def captured_tensors(function: object) -> dict[str, torch.Tensor]:
-    """Return the tensors that a function can reach, by name.
+    """Return a dict that maps names to the tensors that a function can reach.
 
     The search covers the closure, the defaults, the bound object, partial arguments, and the globals that the function's code
     uses. Lists, tuples, dictionaries, modules and other functions that are found there are searched as well.
@@ -463,7 +463,10 @@ class _OperatorsOn(TorchDispatchMode):
 
 
 def _device_works(function: Callable[[], object], device: Device) -> bool | None:
-    """Return True if a call starts kernels or copies on the GPU. Return None if the profiler records no event at all."""
+    """Return True if a call starts kernels or copies on the GPU, else False.
+
+    Return None if the profiler records no event at all.
+    """
     place = torch.device(device.torch_device)
     with torch.cuda.device(place), torch.random.fork_rng([place]):
         marker = torch.zeros(1, device=place)

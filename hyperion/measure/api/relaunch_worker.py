@@ -25,7 +25,7 @@ _EXAMPLE = 'def work(): return {"step": lambda: model(x)}'
 
 
 class Launch:
-    """The functions that this process times, and the methods that answer the parent's requests."""
+    """The functions that this process times. The methods answer the requests of the parent process."""
 
     def __init__(self) -> None:
         self.functions: dict[str, Callable[[], object]] = {}
@@ -82,7 +82,7 @@ class Launch:
 
 
 def functions_of(work: Path) -> dict[str, Callable[[], object]]:
-    """Call `work()` in a Python file and return its result: a dict from names to functions without arguments.
+    """Call `work()` in a Python file and return its result: a dict that maps names to functions without arguments.
 
     Raises:
         HyperionError: the file has no function `work`, or `work` returns something else.

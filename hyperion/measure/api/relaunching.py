@@ -48,12 +48,12 @@ LaunchId = tuple[str, int]  # side ("A" or "B") and number of the launch
 
 @dataclass(frozen=True)
 class TurnPlan:
-    """The schedule of the turns.
+    """The schedule of the turns. In a turn, one launch (a process) takes samples of its functions.
 
     Args:
         rounds: number of rounds. Each launch has one turn per round.
         slice_s: seconds of sampling per function in a turn.
-        calls: dict from the name of a function to its number of calls per sample. All launches use the same numbers.
+        calls: a dict that maps the name of a function to its number of calls per sample. All launches use the same numbers.
         expected_s: approximate duration of all turns together in seconds.
     """
 
@@ -65,16 +65,16 @@ class TurnPlan:
 
 @dataclass(frozen=True)
 class Launched:
-    """The result of one launch.
+    """The result of one launch, which is a process that times one version of the code.
 
     Args:
         side: the measured version of the code, "A" or "B".
         number: number of the launch, from 1.
-        answers: dict from the name of a function to its time. The time has one sample per round, which is the median of the
-            samples of this launch's turn in the round.
+        answers: a dict that maps the name of a function to its time. The time has one sample per round, which is the median of
+            the samples that this launch took in the round.
         samples: all samples of all turns. The columns are variant, round, index, calls and time_s (seconds per call).
-        files: dict from the path of a module file to the sha256 of the file. It contains the files that the launch imported from
-            the folder of its version. The paths are relative to this folder.
+        files: a dict that maps the path of a module file to the sha256 of the file. It contains the files that the launch
+            imported from the folder of its version. The paths are relative to this folder.
     """
 
     side: str
@@ -97,7 +97,7 @@ class Relaunched:
     plan: TurnPlan
 
     def of(self, side: str) -> list[Launched]:
-        """Return the launches of one version, "A" or "B"."""
+        """Return the results of all launches (processes) of one version, "A" or "B"."""
         return [launched for launched in self.launches if launched.side == side]
 
 
@@ -116,11 +116,11 @@ def relaunch(
     same time, so a GPU needs enough memory for all of them.
 
     Args:
-        work: path of a Python file with a function `work()`. This function returns a dict of the functions to time, by name.
+        work: path of a Python file with a function `work()`. This function returns a dict that maps a name to a function to time.
             The functions take no arguments. The file can import installed packages and the modules of the version that is
             measured, but no modules from the folder that contains the file.
-        folder_a, folder_b: folders of the two versions, for example two checkouts. In a launch, the folder of its version
-            comes first on the import path. Pass the same folder twice to measure the noise.
+        folder_a, folder_b: folders of the two versions, for example two checkouts. In a launch, the folder of its version comes
+            first on the import path. Pass the same folder twice to measure the noise.
         launches: number of launches of each version.
         seconds: total seconds of sampling per function and launch. Slow functions take longer, because there are at least 30
             rounds.
@@ -154,7 +154,7 @@ def plan_turns(call_s: dict[str, float], launches: int, seconds: float) -> TurnP
     """Plan the turns. A slice is long enough for two calls of the slowest function. There are at least 30 rounds.
 
     Args:
-        call_s: dict from the name of a function to the seconds of one call.
+        call_s: a dict that maps the name of a function to the seconds of one call.
         launches: total number of launches of both versions.
     """
     rounds = max(MINIMUM_SAMPLES, int(seconds / max(_SLICE_S, 2 * max(call_s.values()))))
@@ -186,11 +186,11 @@ def normalise_rounds(times: np.ndarray) -> np.ndarray:
 
 
 class _Team:
-    """The running launches of both versions.
+    """The running launches of both versions. A launch is a process that times one version of the code.
 
     Attributes:
-        partners: dict from (side, number of the launch) to the connection with its process.
-        prepared: dict from (side, number of the launch) to the answer of the launch to the request `prepare`.
+        partners: a dict that maps (side, number of the launch) to the connection with its process.
+        prepared: a dict that maps (side, number of the launch) to the answer of the launch to the request `prepare`.
     """
 
     def __init__(self, work: Path, folders: dict[str, Path], stack: contextlib.ExitStack):
@@ -207,7 +207,7 @@ class _Team:
             partner.send("ready")
 
     def prepare(self, number: int) -> None:
-        """Let one launch of each version load its functions and warm them up."""
+        """Make one launch of each version load its functions and warm them up."""
         for side in SIDES:
             self.partners[side, number].receive(_TIMEOUT_S)
         for side in self._pair(number):
@@ -233,12 +233,14 @@ class _Team:
 
     @property
     def files(self) -> dict[str, dict[str, str]]:
-        """`Launched.files` of the first launch of each side."""
+        """A dict that maps a side ("A" or "B") to the attribute `files` of the first launch of this side."""
         return {side: self.prepared[side, 1]["files"] for side in SIDES}
 
     @property
     def call_s(self) -> dict[str, float]:
-        """Seconds per call of each function in the fastest launch. Other work may have slowed down the other launches.
+        """A dict that maps the name of a function to its seconds per call in the fastest launch.
+
+        The fastest launch is used, because other processes may have slowed down the other launches.
 
         Raises:
             HyperionError: not all launches have the same functions.
@@ -265,7 +267,8 @@ def _take_turns(team: _Team, plan: TurnPlan, report: Report) -> dict[str, dict[L
     """Run all turns, one launch at a time.
 
     Returns:
-        dict from the name of a function to a dict from the launch to its answers, one per turn.
+        A dict that maps the name of a function to another dict. The other dict maps a launch to its list of answers, one for each
+        turn.
     """
     random, order = np.random.default_rng(0), sorted(team.partners)
     turns = {name: {who: [] for who in order} for name in plan.calls}

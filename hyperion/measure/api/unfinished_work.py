@@ -75,7 +75,9 @@ class WorkLeft:
 
 
 def _working(threads: list[tuple[int, int | None]]) -> int | None:
-    """Return the ident of the first thread that is running, has used CPU time in the meantime, or sleeps.
+    """Return the ident of the first thread that works: it is running, has used CPU time since the last look, or sleeps.
+
+    Return None if no thread works.
 
     Each thread is given as (Python's ident, native ID).
     """

@@ -23,7 +23,7 @@ class Clock(Protocol):
     """The interface of clocks. A clock measures the time of functions, and the elapsed time for time limits."""
 
     def sample(self, functions: list[Callable], flush: Callable | None, count: int) -> list[list[float]]:
-        """Call each function `count` times, in turn, and return for each function the seconds of its calls.
+        """Call each function `count` times, alternately, and return for each function the seconds of its calls.
 
         Args:
             functions: functions without arguments.
@@ -58,11 +58,11 @@ class _EventClock:
     """The clock of a GPU. It records one event before and one event after each call, and synchronises once per batch.
 
     At the start of a batch, the device spins until the host has filled the queue. So the device does not wait for a launch
-    between the two events of a sample. Some calls take longer on the host than on the device, such as an eager training step.
-    The device then waits for the host during the call. This wait is part of the time of the call, so it is included.
+    between the two events of a sample. Some calls take longer on the host than on the device, such as an eager training step. The
+    device then waits for the host during the call. This wait is part of the time of the call, so it is included.
 
     If a batch consists of few long calls, the host cannot fill the queue in time. Such a batch starts with a call that is not
-    timed. Without this call, the first of two equal training steps was slower.
+    timed. Without this call, the first timed training step was slower than an equal second step.
     """
 
     now = staticmethod(time.monotonic)
@@ -109,7 +109,7 @@ class _HostClock:
     now = staticmethod(time.monotonic)
 
     def seconds(self, start: int, end: int) -> float:
-        """Return the seconds between two stamps."""
+        """Return the seconds between two readings of the clock."""
         return (end - start) / 1e9
 
     def in_a_row(self, function, count: int) -> float:
@@ -147,7 +147,7 @@ class WallClock:
 
 
 def in_turn(functions: list[Callable], count: int, sample: Callable[[Callable], float]) -> list[list[float]]:
-    """Take `count` samples of each function in turn (A B A B …), and return the samples of each function."""
+    """Take `count` samples of each function alternately (A B A B …), and return the samples of each function."""
     rounds = [[sample(function) for function in functions] for _ in range(count)]
     return [[taken[place] for taken in rounds] for place in range(len(functions))]
 
@@ -203,7 +203,7 @@ class RanksClock:
         return self._agreed_s
 
     def sample(self, functions: list[Callable], flush: Callable | None, count: int) -> list[list[float]]:
-        """Call each function `count` times, in turn. Return for each call the seconds of the slowest rank."""
+        """Call each function `count` times, alternately. Return for each call the seconds of the slowest rank."""
         own = self._clock.sample(functions, self._meet if flush is None else lambda: (flush(), self._meet()), count)
         local = [seconds for series in own for seconds in series] + [time.monotonic() - self._started]
         agreed = torch.tensor(local, dtype=torch.float64, device=self._token.device)

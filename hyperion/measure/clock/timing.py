@@ -164,7 +164,7 @@ def time_interleaved(
     budget_s: float | None = None,
     clock: Clock | None = None,
 ) -> list[Timing]:
-    """Time functions in turn (A B A B …), so that a drift of clock frequency or temperature affects all of them alike.
+    """Time functions alternately (A B A B …), so that a drift of clock frequency or temperature affects all of them alike.
 
     Sampling stops when the 95 % confidence interval of each median is within 1 % of the median, or when the time limit is
     reached. It does not stop before there are `minimum_samples` samples of each function.
@@ -253,25 +253,33 @@ def require_sampling(minimum_samples: int, back_to_back: int = 0, **limits_s: fl
     Args:
         minimum_samples: smallest number of samples.
         back_to_back: number of calls per sample, or 0.
-        limits_s: time limits in seconds, by name of the argument. None means no limit.
+        limits_s: a dict that maps the name of an argument to a time limit in seconds. None means no limit.
 
     Raises:
         HyperionError: an argument is out of range.
     """
     for name, value, least in (("minimum_samples", minimum_samples, LEAST_SAMPLES), ("back_to_back", back_to_back, 0)):
         if not isinstance(value, int | np.integer) or isinstance(value, bool) or value < least:
-            raise HyperionError(f"{name} is {value!r}", where=f"{name}=", next_step=f"pass a whole number of at least {least}")
+            raise HyperionError(
+                f"{name} is {value!r}, which is not a whole number of at least {least}",
+                where=f"{name}=",
+                next_step=f"pass a whole number of at least {least}",
+            )
     for name, value in limits_s.items():
         number = isinstance(value, int | float | np.number) and not isinstance(value, bool)
         if value is not None and not (number and math.isfinite(value) and value > 0):
-            raise HyperionError(f"{name} is {value!r}", where=f"{name}=", next_step="pass a finite number of seconds above 0")
+            raise HyperionError(
+                f"{name} is {value!r}, which is not a finite number above 0",
+                where=f"{name}=",
+                next_step="pass a finite number of seconds above 0",
+            )
 
 
 class CacheFlush:
-    """Function that flushes the last-level cache by reading a buffer of twice the size of the cache.
+    """Callable that flushes the last-level cache: it reads a buffer that is twice as large as the cache.
 
-    The function does not write to the buffer. The cache would write modified lines back to memory later, while the timed call
-    runs.
+    A call does not write to the buffer. If it did, the cache would have to write the modified cache lines back to memory later.
+    This could happen while the timed call runs, which would make the timed call slower.
 
     Args:
         elements: number of float32 elements to read. None means a buffer of twice the size of the last-level cache, but at least
@@ -302,7 +310,10 @@ class CacheFlush:
 
 
 def _warm_up(clock, function, limit_s: float, window_s: float = _WARM_WINDOW_S, called: bool = False) -> tuple[list[float], bool]:
-    """Run windows of calls until the medians of three windows in a row agree within 2 %, or until the time limit is reached.
+    """Call the function until its times are stable, or until the time limit is reached.
+
+    The calls are divided into windows of about `window_s` seconds. The times are stable when the medians of three windows in a
+    row agree within 2 %.
 
     Args:
         called: whether the function was called before. If not, the first call is not part of a window.

@@ -230,7 +230,7 @@ def poison(output: torch.Tensor) -> None:
 
 
 def _unwritten(output: torch.Tensor) -> bool:
-    """Return whether an element still has the value that `poison` wrote."""
+    """Return True if at least one element still has the value that `poison` wrote."""
     if output.is_floating_point():
         return bool(torch.isnan(output).any())
     return bool((output == torch.iinfo(output.dtype).min).any())

@@ -95,7 +95,7 @@ def root_of(ranks: int) -> int:
 
 
 def _around_the_ring(output: torch.Tensor, given: torch.Tensor) -> None:
-    """Send to the next rank and receive from the previous one at the same time."""
+    """Send to the next rank and receive from the previous rank at the same time."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     messages = [dist.P2POp(dist.isend, given, (rank + 1) % ranks), dist.P2POp(dist.irecv, output, (rank - 1) % ranks)]
     for work in dist.batch_isend_irecv(messages):
@@ -186,7 +186,7 @@ class CollectiveMeasurement:
     Args:
         collective: the collective.
         dtype: dtype of the elements.
-        bytes: S in bytes, rounded up so that all ranks have the same whole number of elements.
+        bytes: message size S in bytes, rounded up so that all ranks have the same whole number of elements.
         ranks: number of ranks.
         timing: seconds of each call on the slowest rank. All ranks have the same values.
         verification: check of the output of this rank after the timed calls.
@@ -435,10 +435,10 @@ def algorithm_of(kernel: str, *, switch_may_add: bool) -> str:
 class CollectiveOverlap:
     """The times of an all-reduce, of a computation, and of both overlapped.
 
-    The three calls were timed in turn. Each sample is the time of the slowest rank.
+    The timings of the three calls alternated. Each sample is the time of the slowest rank.
 
     Args:
-        bytes: S of the all-reduce in bytes.
+        bytes: message size of the all-reduce in bytes.
         dtype: dtype of the all-reduce.
         ranks: number of ranks.
         compute: timing of the computation without the all-reduce.
@@ -555,6 +555,6 @@ def _products(device: Device, lasting_s: float, clock: RanksClock, here: World) 
 
 
 def _seconds(function: Callable[[], object], here: World, clock: RanksClock) -> float:
-    """Return the median seconds of a call from few samples. The value is the same on all ranks."""
+    """Return the median time of a call in seconds, from few samples. The value is the same on all ranks."""
     timing = time_function(function, here.device, cold=False, minimum_samples=10, time_limit_s=0.1, clock=clock)
     return timing.estimate.value

@@ -60,7 +60,7 @@ class MemoryCap:
     """A limit of the memory of this process.
 
     Args:
-        gib: GiB that the process may allocate in addition to the memory that it had at the start of the cap.
+        gib: GiB that the process may allocate in addition to the memory that it had when the limit was set.
         peak_gib: the peak in GiB that `PeakMemoryRegion` reports if the process uses all of this memory.
     """
 
@@ -212,7 +212,7 @@ def largest_allocation(device: Device, *, step_bytes: int = STEP_BYTES, cap_gib:
 
 
 class _Search:
-    """The search for the largest allocation on one device. All allocations are multiples of `step_bytes`."""
+    """Searches for the largest possible allocation on one device. The size of every allocation is a multiple of `step_bytes`."""
 
     def __init__(self, device: Device, step_bytes: int):
         self.device, self.step_bytes = device, step_bytes

@@ -133,7 +133,7 @@ def bytes_of(tensors: Iterable[Tensor]) -> int:
 
 
 def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, list[Tensor]]:
-    """Return the tensors that exist between training steps, as a dict from kind to tensors.
+    """Return the tensors that exist between training steps, as a dict that maps a kind of memory to its tensors.
 
     The kinds are "parameters", "buffers", "gradients" and "optimizer state".
     """
@@ -207,7 +207,7 @@ def allocated_peak(device: Device, call: Callable[[], object], standing_bytes: i
     of the process. The CPU allocator does not count memory, but it reports every allocation and every release to the profiler.
 
     Args:
-        standing_bytes: only for a CPU, the size of the existing tensors to include in bytes.
+        standing_bytes: only for a CPU: size in bytes of the tensors that already exist and are to be included.
     """
     if device.kind != "cpu":
         torch.cuda.synchronize(device.torch_device)
@@ -228,7 +228,9 @@ def allocated_peak(device: Device, call: Callable[[], object], standing_bytes: i
 
 @dataclass(frozen=True)
 class Birth:
-    """The lifetime of a piece of memory. Allocations and releases are numbered events.
+    """The lifetime of a piece of memory.
+
+    Each allocation and each release of memory is called an event. The events are numbered in the order in which they happen.
 
     Args:
         size: size in bytes.
@@ -250,8 +252,8 @@ class MemoryHistory:
 
     Args:
         lives: lifetimes of all pieces of memory. Memory that existed before the step has `born` = 0.
-        events: number of events, which are allocations and releases.
-        phase_ends: for each phase in PHASES, the event number at its end.
+        events: number of events. An event is an allocation or a release of memory.
+        phase_ends: for each phase in PHASES, the number of events until its end.
     """
 
     lives: tuple[Birth, ...]
@@ -259,7 +261,10 @@ class MemoryHistory:
     phase_ends: tuple[int, ...]
 
     def levels(self, kind: str | None = None) -> list[int]:
-        """Return the live bytes after each event, for one kind of memory. None means all kinds together."""
+        """Return the live bytes after each event, for one kind of memory. None means all kinds together.
+
+        An event is an allocation or a release of memory.
+        """
         changes = [0] * self.events
         for life in self.lives:
             if kind in (None, life.kind):
@@ -274,7 +279,11 @@ class MemoryHistory:
 
     @property
     def parts(self) -> dict[str, int]:
-        """Dict from the kind of memory to its peak in bytes. The peaks of different kinds can be at different events."""
+        """A dict that maps a kind of memory to its peak in bytes.
+
+        Each peak is the peak of one kind only. The kinds can reach their peaks at different times of the step, so the sum of the
+        peaks can be larger than the peak of the step.
+        """
         return {kind: max(self.levels(kind)) for kind in self.kinds()}
 
     @property
@@ -302,7 +311,7 @@ class MemoryHistory:
         return next((name for name, end in zip(PHASES, self.phase_ends, strict=True) if event < end), PHASES[-1])
 
     def at(self, event: int) -> dict[str, int]:
-        """Return the live bytes after an event, as a dict from the kind of memory to bytes."""
+        """Return the live bytes after an event, as a dict that maps the kind of memory to bytes."""
         return {kind: self.levels(kind)[event] for kind in self.kinds()}
 
 
@@ -311,7 +320,7 @@ class MemoryTimeline(TorchDispatchMode):
 
     Args:
         model: the model that is trained. The gradients of its parameters get the kind `GRADIENTS`.
-        standing: dict from a kind of memory to the tensors of this kind that exist before the step.
+        standing: a dict that maps a kind of memory to the tensors of this kind that exist before the step.
         block_bytes: block size of the allocator. Sizes are rounded up to a multiple of it.
         inside: function (operator, arguments) that returns the workspace of the operator's kernel in bytes. None means that no
             operator has a workspace.

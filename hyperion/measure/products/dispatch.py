@@ -82,9 +82,8 @@ class Call:
     """One dispatched operator.
 
     Args:
-        name: name of the operator without its overload, such as "addmm". For PyTorch's own operators, the name has no
-            namespace.
-        arguments: dict from the name of an argument to its value. Each tensor is replaced by its `TensorShape`.
+        name: name of the operator without its overload, such as "addmm". For PyTorch's own operators, the name has no namespace.
+        arguments: a dict that maps the name of an argument to its value. Each tensor is replaced by its `TensorShape`.
         inputs: tensors that the operator reads.
         outputs: tensors that the operator returns or overwrites.
         moves: whether the operator reads or writes memory. It is False for a view.
@@ -398,7 +397,7 @@ class Census:
 
     Args:
         operations: number of operations that read or write memory. Views are not counted.
-        flops: dict from a dtype ("bf16") to the FLOPs of matrix products, convolutions and attention in this dtype. A
+        flops: a dict that maps a dtype ("bf16") to the FLOPs of matrix products, convolutions and attention in this dtype. A
             multiply-add counts as 2.
         weight_flops: the part of `flops` that belongs to products with weights and to convolutions. A causal mask cannot skip
             these FLOPs.

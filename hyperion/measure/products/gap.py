@@ -109,7 +109,10 @@ class GapFactor:
 
 @dataclass(frozen=True)
 class Gap:
-    """The factors between the peak and the measured rate. The product of the known factors is `measured_tflops / peak.tflops`."""
+    """The factors that reduce the peak to the measured rate.
+
+    If all known factors and the attribute `unexplained` are multiplied, the result is `measured_tflops / peak.tflops`.
+    """
 
     peak: NominalPeak
     measured_tflops: float

@@ -54,7 +54,7 @@ _SHARE_OF_SEARCH = 0.7
 
 @dataclass(frozen=True)
 class Finalist:
-    """One of the shapes with the highest rates of a search. The finalists are timed in turn with cold caches.
+    """One of the shapes with the highest rates of a search. The finalists are timed alternately, with cold caches.
 
     Args:
         shape: (M, N, K).
@@ -162,11 +162,11 @@ def search_gemm(
     exhaustive: bool = False,
     also: Sequence[Shape] = (),
 ) -> GemmSearch:
-    """Find the fastest product among all M, N and K that are multiples of `step` up to `largest` (by default 512 shapes).
+    """Find the fastest matrix product among all M, N and K that are multiples of `step` up to `largest` (by default 512 shapes).
 
-    `ShapeRanking` first ranks the shapes with few samples and cold caches. The shapes are sampled in turn, so that a drift of the
-    clock frequency affects all of them alike. The best shapes are then timed in turn with at least 30 samples each, and their
-    outputs are verified. A product that is too slow to be timed within the limit is skipped.
+    `ShapeRanking` first ranks the shapes with few samples and cold caches. The shapes are sampled alternately, so that a drift of
+    the clock frequency affects all of them alike. The best shapes are then timed alternately with at least 30 samples each, and
+    their outputs are verified. A product that is too slow to be timed within the limit is skipped.
 
     Args:
         dtype: a key of `FORMATS`, or 'fp8' for the fp8 format of the device.
@@ -177,7 +177,7 @@ def search_gemm(
         data: distribution of the operands, a key of `DISTRIBUTIONS`.
         exhaustive: if True, sample every shape without a time limit. `time_limit_s` then applies only to the finalists.
         also: shapes that become finalists even if their rates are low, for example the fastest shape of an earlier measurement.
-            They are timed in turn with the other finalists, at the same clock frequency. Their sizes must not exceed `largest`.
+            Their timings alternate with those of the other finalists. Their sizes must not exceed `largest`.
 
     Raises:
         HyperionError: the device does not support the format, the grid is empty, or a shape of `also` is too large.
@@ -221,7 +221,7 @@ def search_gemm(
 def time_shapes(
     shapes: list[Shape], dtype: str, device: Device, *, time_limit_s: float = _TIMING_LIMIT_S, seed: int = 0, data: str = "normal"
 ) -> list[Finalist]:
-    """Time products of given shapes in turn with cold caches, and verify their outputs.
+    """Time matrix products of given shapes alternately, with cold caches, and verify their outputs.
 
     For example, this compares the best shapes of two searches.
 
@@ -260,7 +260,7 @@ class ShapeRanking:
 
     Args:
         largest, step: arguments of `grid`.
-        sample: function that calls the product of each given shape once, in turn, and returns the seconds of each call.
+        sample: function that calls the product of each given shape once and returns the seconds of each call.
         now: function that returns the current time in seconds.
         deadline: time at which the ranking ends, on the clock of `now`. Infinite for an exhaustive ranking.
         affordable_s: largest expected time of a product in seconds. Slower products are skipped, because there would be no time
@@ -397,7 +397,7 @@ def shape_effects(places: np.ndarray, values: np.ndarray, moment: int) -> dict[i
         moment: number of consecutive samples that share one value of the drift. The median of the drift is 0.
 
     Returns:
-        Dict from the number of a shape to the effect of the shape.
+        A dict that maps the number of a shape to the effect of the shape.
 
     Source: Tukey, Exploratory Data Analysis, 1977, chapter 11 (median polish).
     """
@@ -468,7 +468,7 @@ def search_shapes(
 
 
 class _Products:
-    """The products of all shapes of a search. A product is created when it is first needed."""
+    """The matrix products of all shapes of a search. A product is created when it is first needed."""
 
     def __init__(self, product: Callable[[Shape], Gemm], clock: Clock, flush: Callable[[], object]):
         self.product, self.clock, self.flush = product, clock, flush
@@ -488,7 +488,7 @@ class _Products:
         return self.made[shape]
 
     def sample(self, shapes: list[Shape]) -> list[float]:
-        """Call the product of each shape once, in turn and with cold caches, and return the seconds of each call."""
+        """Call the product of each shape once with cold caches, one shape after the other. Return the seconds of each call."""
         for shape in shapes:
             self.made_once(shape)
         started = self.clock.now()

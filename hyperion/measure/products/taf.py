@@ -36,9 +36,9 @@ class CapturedGemms:
     """The matrix products of one call of a function.
 
     Args:
-        counts: for each product, how often it is computed. The order is that of the first occurrence.
-        others: dict from the name of an operator to its number of calls. It contains all other operators that read or write
-            memory.
+        counts: a dict that maps a product to the number of times that it is computed, in the order of first occurrence.
+        others: a dict that maps the name of an operator to its number of calls. It contains all other operators that read or
+            write memory.
     """
 
     counts: dict[Product, int]
@@ -99,10 +99,10 @@ class Taf:
     Args:
         tflops: mean rate of all products whose rate is known, in 10¹² FLOP/s. It assumes that products do not overlap.
         coverage: FLOPs of the products whose rate is known, divided by the FLOPs of all products, 0 to 1.
-        rates: rate of each product whose rate is known, in 10¹² FLOP/s.
+        rates: a dict that maps a product to its rate in 10¹² FLOP/s. Products whose rate is unknown are left out.
         shares: for the same products, the FLOPs of the product divided by the FLOPs of all products. The shares add up to
             `coverage`.
-        left_out: for each other product, the reason why its rate is not known.
+        left_out: a dict that maps each other product to the reason why its rate is unknown.
     """
 
     tflops: Estimate
@@ -219,7 +219,7 @@ def _key(product: Product) -> tuple:
 
 
 def _refusal(product: Product, device: Device) -> str:
-    """Return why the product cannot be timed on the device, or ""."""
+    """Return the reason why the product cannot be timed on the device, or "" if it can be timed."""
     if product.dtype not in FORMATS or product.batch > 1 and FORMATS[product.dtype].scaled:
         return f"{product.dtype} has no {'batched ' * (product.batch > 1)}product to time"
     supported, how = device.supports(product.dtype)
@@ -227,7 +227,7 @@ def _refusal(product: Product, device: Device) -> str:
 
 
 def _timed(product: Product, device: Device, time_limit_s: float) -> TimedProduct | str:
-    """Return the timing of a product, or why it was not timed."""
+    """Time a product. Return its timing, or the reason why it could not be timed."""
     size = product.m, product.n, product.k, product.dtype, device
     try:
         subject = Gemm(*size) if product.batch == 1 else BatchedGemm(product.batch, *size)

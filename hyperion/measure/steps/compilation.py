@@ -39,10 +39,10 @@ class Compilation:
             calls without compilation.
         first_calls_s: seconds of each of the first calls. They end with three calls in a row that compile nothing.
         graphs: number of graphs for the first shapes. 0 if the compiler captured no graph, so that all code ran in Python.
-        break_reasons: dict from the reason of a graph break to the number of graph breaks with this reason.
+        break_reasons: a dict that maps the reason of a graph break to the number of graph breaks with this reason.
         recompiles: the reason of each recompilation.
-        kernel_calls: dict from the kind of a call in the generated code to the number of calls. The kinds are "fused",
-            "template" (autotuned matrix products) and "library".
+        kernel_calls: a dict that maps the kind of a call in the generated code to the number of such calls. The kinds are
+            "fused", "template" (autotuned matrix products) and "library".
         cuda_graphs: "not asked for", "replayed", or the reason why CUDA graphs were skipped.
     """
 
@@ -187,7 +187,8 @@ def count_graph_breaks(function: Callable, arguments: tuple) -> tuple[int, dict[
     The captured graphs run in eager mode, so no compiler is needed.
 
     Returns:
-        The number of graph breaks, and a dict from the reason of a graph break to the number of graph breaks with this reason.
+        The number of graph breaks, and a dict that maps the reason of a graph break to the number of graph breaks with this
+        reason.
     """
     from torch._dynamo.utils import counters
 
@@ -226,7 +227,10 @@ def _first_calls(compiled: Callable, arguments: tuple, device: Device) -> list[f
 
 @contextlib.contextmanager
 def _loud_and_quiet() -> Iterator[None]:
-    """Context in which compiler errors are raised, whatever the environment sets, and autotuning prints nothing."""
+    """Context manager in which compiler errors are always raised and autotuning prints nothing.
+
+    Environment variables that suppress compiler errors have no effect inside the context.
+    """
     import torch._inductor.config
 
     # Autotuning logs a traceback for each candidate kernel that needs more shared memory than the device has, and tries the next.
@@ -253,7 +257,7 @@ def _recompiles() -> list[str]:
 
 
 def _break_reasons() -> dict[str, int]:
-    """Return a dict from the first line of the reason of a graph break to the number of graph breaks with this reason.
+    """Return a dict that maps the first line of the reason of a graph break to the number of graph breaks with this reason.
 
     PyTorch records the reasons in two counters. The version of PyTorch and the reason decide which counter is used.
     """
@@ -267,7 +271,7 @@ def _break_reasons() -> dict[str, int]:
 
 
 def _kernel_calls(folder: Path) -> dict[str, int]:
-    """Count the calls in all wrapper files in the cache folder of Inductor. See `Compilation.kernel_calls`."""
+    """Count the kernel calls in the code that Inductor has generated into its cache folder. See `Compilation.kernel_calls`."""
     calls: Counter = Counter(fused=0, template=0, library=0)
     for path in folder.rglob("*.py"):
         source = path.read_text()

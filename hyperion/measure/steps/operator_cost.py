@@ -71,7 +71,7 @@ class TinyTiming:
 
 @dataclass(frozen=True)
 class OperatorCost:
-    """The host cost of operators, from four training steps that were timed in turn.
+    """The host cost of operators, computed from four training steps that were timed alternately.
 
     Args:
         layers: timing of a step with few transformer layers, and timing of a step with many transformer layers.
@@ -131,7 +131,7 @@ class OperatorCost:
 
 @dataclass(frozen=True)
 class BlockCost:
-    """The host cost of a compiled block, from two training steps that were timed in turn.
+    """The host cost of a compiled block, computed from two training steps that were timed alternately.
 
     One step has few blocks, and the other step has many blocks. Each block is a small transformer layer.
 
@@ -394,7 +394,10 @@ def _crossing(target: float, times: np.ndarray, sizes: Sequence[int]) -> float:
 
 
 class _EnqueueClock(WallClock):
-    """A host clock that measures `calls` calls in a row. It waits for the device before the calls, but not after them."""
+    """A host clock that measures how long it takes to enqueue `calls` calls in a row.
+
+    The clock waits for the device before the calls, but not after them.
+    """
 
     def sample(self, functions: list[Callable], flush: Callable | None, count: int) -> list[list[float]]:
         return in_turn(functions, count, self._enqueue)

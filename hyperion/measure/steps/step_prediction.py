@@ -140,8 +140,8 @@ class StepCeilings:
     """The measured rates and times of a machine. `predict_step` computes the time of a step from them.
 
     Args:
-        products: dict from a dtype of the recorded operators to the rates of matrix products in this dtype. If float32 products
-            use TF32 units, the entry "fp32" contains the rates of tf32.
+        products: a dict that maps a dtype of the recorded operators to the rates of matrix products in this dtype. If float32
+            products use TF32 units, the entry "fp32" contains the rates of tf32.
         memory: latency and bandwidth of operators that only read and write memory.
         operator_time_s: host seconds per operator, see `measure_operator_cost`.
         overlapped: whether the device and the host work at the same time. False on a CPU.

@@ -51,7 +51,7 @@ class Event:
 
 
 def partition(events: Iterable[Event], start_ns: int, end_ns: int, order: Sequence[str]) -> dict[str, int]:
-    """Split the time of a window by kind of event, and return a dict from each kind to its nanoseconds.
+    """Split the time of a window by kind of event. Return a dict that maps each kind to its nanoseconds.
 
     If events of several kinds are active at the same time, this time counts for the kind that comes first in `order`. The time
     without any active event counts as "unexplained". The returned values add up to the length of the window.
@@ -162,11 +162,11 @@ _HOST_COPY = re.compile(r"HtoD|DtoH|HostToDevice|DeviceToHost|Host ?-> ?Device|D
 
 @dataclass(frozen=True)
 class Trace:
-    """The trace of several steps in a row.
+    """The trace of several steps in a row. A window is a group of steps that the profiler recorded together.
 
     Args:
-        events: events of all windows. On a GPU, these are kernels, copies, and regions of the host. On a CPU, these are
-            operators and regions.
+        events: events of all windows. On a GPU, these are kernels, copies, and regions of the host. On a CPU, these are operators
+            and regions.
         start_ns: start of the first step of the chosen window.
         end_ns: time at which the device has finished the last step of the chosen window.
         steps: number of steps in the window.
@@ -311,10 +311,10 @@ class StepTiming:
 
     Args:
         whole: timing of the whole step.
-        phases: dict from the name of a phase to its timing, in the order of the step. Sample i of a phase and sample i of `whole`
-            come from the same step.
-        verification: check that the phases add up to the step. The error is the median over the steps of
-            |sum of the phases / whole - 1|.
+        phases: a dict that maps the name of a phase to its timing, in the order of the step. Sample i of a phase and sample i of
+            `whole` come from the same step.
+        verification: check that the phases add up to the step. The error is the median over the steps of |sum of the phases /
+            whole - 1|.
     """
 
     whole: Timing
@@ -376,7 +376,10 @@ class _Stamps:
         self.steps[-1].setdefault(name, []).append((start, self._clock.stamp()))
 
     def seconds(self, count: int) -> dict[str, np.ndarray]:
-        """Return the seconds of each phase in the last `count` steps. Earlier steps belong to the warm-up."""
+        """Return a dict that maps the name of a phase to its seconds in each of the last `count` steps.
+
+        Earlier steps belong to the warm-up.
+        """
         steps = self.steps[-count:]
         names = list(steps[0])
         if not names or any(list(step) != names for step in steps):

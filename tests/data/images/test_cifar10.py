@@ -45,6 +45,7 @@ def full_mirror(tmp_path, monkeypatch, labels_in_turn):
     return write
 
 
+@pytest.mark.slow
 @pytest.mark.mirror
 def test_the_mirror_is_counted_and_called_not_official(mirror, monkeypatch, capsys):
     monkeypatch.setenv("HYPERION_DATA_MIRROR", str(mirror))
@@ -78,6 +79,7 @@ def test_missing_images_are_counted(full_mirror):
         load_cifar10()
 
 
+@pytest.mark.slow
 def test_unbalanced_classes_are_named(full_mirror):
     labels = np.arange(10_000) % 10
     labels[0] = 1
@@ -86,6 +88,7 @@ def test_unbalanced_classes_are_named(full_mirror):
         load_cifar10()
 
 
+@pytest.mark.slow
 def test_a_label_out_of_range_is_named_by_record(full_mirror):
     labels = np.arange(10_000) % 10
     labels[77] = 10
@@ -94,12 +97,14 @@ def test_a_label_out_of_range_is_named_by_record(full_mirror):
         load_cifar10()
 
 
+@pytest.mark.slow
 def test_other_pixels_are_refused(full_mirror):
     full_mirror(level_shift=3)
     with pytest.raises(DataError, match=r"channel means of the train split are 0.50.., .* within 0.005"):
         load_cifar10()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("leaked", "accepted"), [(10, True), (11, False)])
 def test_test_images_among_the_train_images_are_refused(full_mirror, leaked, accepted):
     full_mirror(leaked=leaked)
@@ -110,6 +115,7 @@ def test_test_images_among_the_train_images_are_refused(full_mirror, leaked, acc
         load_cifar10()
 
 
+@pytest.mark.slow
 def test_permuted_labels_are_refused(full_mirror):
     """Every class has as many images as before."""
     labels = np.arange(10_000) % 10

@@ -14,6 +14,7 @@ def _orientation(images: np.ndarray) -> np.ndarray:
     return np.round(angle / np.pi * CLASS_COUNT).astype(int) % CLASS_COUNT
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("count", [1000, 1800, 777])
 def test_exactly_the_stated_share_of_labels_is_wrong_and_the_pixels_tell_the_class(count):
     images = synthetic_images({"train": 10, "test": count}, seed=1)

@@ -105,6 +105,7 @@ def test_a_product_of_an_unknown_kind_is_refused(tmp_path):
         open_prepared(tmp_path)
 
 
+@pytest.mark.slow
 @pytest.mark.mirror
 def test_the_real_pipeline_gives_the_known_counts(mirror, monkeypatch):
     monkeypatch.setenv("HYPERION_DATA_MIRROR", str(mirror))

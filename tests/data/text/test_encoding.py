@@ -28,6 +28,7 @@ def tokenizer():
 text = st.text(st.one_of(st.sampled_from(WHITE + "\0ab'1."), st.characters(exclude_categories=["Cs"])), max_size=24)
 
 
+@pytest.mark.slow
 @settings(max_examples=150, deadline=None)
 @given(st.lists(st.one_of(text, st.lists(st.sampled_from([" ", "ba", " de", "fi.", "\n", "'s", "  "])).map("".join))))
 def test_words_one_by_one_give_the_ids_of_the_whole_line(tokenizer, lines):

@@ -58,6 +58,7 @@ def test_nothing_to_train_on_is_an_error():
         load_tokenizer("auto")
 
 
+@pytest.mark.slow
 @pytest.mark.mirror
 def test_gpt2_of_the_mirror(mirror, monkeypatch):
     monkeypatch.setenv("HYPERION_DATA_MIRROR", str(mirror))

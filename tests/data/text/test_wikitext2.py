@@ -102,6 +102,7 @@ def test_synthetic_text_has_its_own_name_and_its_true_model():
     assert corpus.splits["valid"] != corpus.splits["test"]
 
 
+@pytest.mark.slow
 @pytest.mark.mirror
 def test_a_download_is_counted_and_staged(hub, mirror, monkeypatch, data_home):
     corpus = load_wikitext2("download")
@@ -115,6 +116,7 @@ def test_a_download_is_counted_and_staged(hub, mirror, monkeypatch, data_home):
     assert not list(data_home.glob("raw/.*"))
 
 
+@pytest.mark.slow
 @pytest.mark.mirror
 def test_a_short_download_leaves_nothing(hub, data_home):
     table = pyarrow.parquet.read_table(hub / HUB_FILES["test"])
@@ -130,6 +132,7 @@ def test_a_short_download_leaves_nothing(hub, data_home):
     assert not list((data_home / "raw").iterdir())
 
 
+@pytest.mark.slow
 @pytest.mark.mirror
 def test_an_edited_cache_is_refused(mirror, monkeypatch):
     monkeypatch.setenv("HYPERION_DATA_MIRROR", str(mirror))

@@ -25,7 +25,7 @@ def test_rows_of_before_say_that_each_product_was_timed_alone():
     rows = [row for row in language_speed_rows(limited=True) if row.metric == "share"]
     before = [replace(row, params=row.params | {"attention_s": 0.012}) if "own" in row.params["what"] else row for row in rows]
     (now, *_), (then, *_) = _notes(rows, compiled=True), _notes(before, compiled=True)
-    assert "in turn with the steps" in now and "each timed alone" in then
+    assert "alternating with the steps" in now and "each timed alone" in then
 
 
 def test_without_ceilings_there_are_two_bars_and_a_reason(cpu_material):

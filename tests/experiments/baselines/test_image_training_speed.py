@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from hyperion.experiments.baselines.image_training_speed import (
+    CAPTURED,
     OURS,
     PLAIN,
     UNCOMPILED,
@@ -40,12 +41,14 @@ def own_data(tmp_path_factory):
         yield
 
 
+@pytest.mark.slow
 def test_both_do_the_same_work_and_take_turns(one_thread, tmp_path):
     result = perform(toy_context("image_training_speed", SIZES, tmp_path), tmp_path)
     by_metric = {metric: [row for row in result.rows if row.metric == metric] for metric in ("images_per_s", "speedup")}
     ours, plain = by_metric["images_per_s"]
     assert (ours.params["loop"], plain.params["loop"]) == (OURS, PLAIN) and ours.n == plain.n >= 30
-    (speedup,) = by_metric["speedup"]
+    speedup, over_captured = by_metric["speedup"]
+    assert over_captured.params["over"] == CAPTURED and over_captured.value_reason == "a CPU has no graphs"
     assert speedup.params["over"] == PLAIN and not speedup.params["replayed"]
     assert speedup.value == pytest.approx(ours.value / plain.value, rel=1e-6)
     for row, step in zip((row for row in result.rows if row.metric == "share"), (ours, plain), strict=True):
@@ -60,6 +63,7 @@ def test_both_do_the_same_work_and_take_turns(one_thread, tmp_path):
     assert result.samples.query("kind == 'parity'").groupby("loop").size().to_dict() == {OURS: 4, PLAIN: 4, UNCOMPILED: 4}
 
 
+@pytest.mark.slow
 def test_products_that_find_no_memory_leave_a_reason(one_thread, tmp_path, monkeypatch):
     def full(*ignored):
         raise torch.OutOfMemoryError("no room for the operands")
@@ -68,9 +72,11 @@ def test_products_that_find_no_memory_leave_a_reason(one_thread, tmp_path, monke
     result = run(toy_context("image_training_speed", SIZES, tmp_path), lambda *progress: None)
     reasons = [row.value_reason for row in result.rows if row.metric == "share"]
     assert reasons == ["out of memory: no room for the operands"] * 2
-    assert all(row.value for row in result.rows if row.metric in ("images_per_s", "speedup"))
+    timed = [row for row in result.rows if row.metric in ("images_per_s", "speedup") and row.params.get("over") != CAPTURED]
+    assert len(timed) == 3 and all(row.value for row in timed)
 
 
+@pytest.mark.slow
 def test_other_work_is_noticed(one_thread, tmp_path):
     context = toy_context("image_training_speed", SIZES, tmp_path)
     pair = _Pair.build(context, ImageTrainingSpeedOptions.of(context), *datasets.images(context), batch=8)
@@ -115,3 +121,15 @@ def test_the_plain_loop_shows_every_image_once_an_epoch_shifted_and_mirrored():
     assert sorted(shown) == sorted(i % 10 for i in range(40))
     rows, columns = zip(*places, strict=True)
     assert min(rows) >= 12 and max(rows) <= 20 and {c < 16 for c in columns} == {True, False}
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")
+@pytest.mark.parametrize("compiled", [False, True])
+def test_the_plain_step_in_a_graph_trains_as_the_plain_loop(tmp_path, compiled):
+    context = toy_context("image_training_speed", SIZES | {"plain_compiled": compiled, "parity_steps": 20}, tmp_path)
+    pair = _Pair.build(context, ImageTrainingSpeedOptions.of(context), *datasets.images(context), batch=8)
+    rows = [row for row in _parity(pair, []) if row.metric == "relative_difference" and row.params["of"] == CAPTURED]
+    assert rows and all(row.check_error <= row.check_tolerance for row in rows)
+    first, second = float(pair.captured.step()), float(pair.captured.step())
+    assert first != second, "each replay trains on a new batch"

@@ -74,6 +74,7 @@ def own_data(tmp_path_factory):
         yield
 
 
+@pytest.mark.slow
 def test_both_do_the_same_work_and_take_turns(one_thread, tmp_path):
     result = perform(toy_context(NAME, SIZES, tmp_path, CEILINGS), tmp_path)
     rows = {(row.metric, row.params.get("loop")): row for row in result.rows}

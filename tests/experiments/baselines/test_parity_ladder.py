@@ -26,6 +26,7 @@ def climbed(folder):
     return {row.variant: row for row in rows if row.params["beside"] == "the rung before"}
 
 
+@pytest.mark.slow
 def test_what_changes_nothing_changes_no_bit_and_what_rounds_little(tmp_path):
     rows = climbed(tmp_path)
     assert list(rows) == [rung.name for rung in rungs(SIZES["micro_batches"])][1:]
@@ -34,6 +35,7 @@ def test_what_changes_nothing_changes_no_bit_and_what_rounds_little(tmp_path):
     assert rows["compiled"].value < 1e-3  # GELU is another formula there
 
 
+@pytest.mark.slow
 def test_parts_that_weigh_the_same_whatever_their_size_are_refused(tmp_path, monkeypatch):
     plain = LanguageEngine.summed_loss
     monkeypatch.setattr(LanguageEngine, "summed_loss", lambda self, batch: plain(self, batch) * 6 / 4 / len(batch[0]))

@@ -103,6 +103,7 @@ def test_a_planted_wrong_output_is_refused(context, compiled, spoil):
         measured(context, LANGUAGE, "default")
 
 
+@pytest.mark.slow
 def test_an_output_of_another_dtype_is_refused(context, compiled):
     compiled(lambda output: output.float())
     with pytest.raises(RowError, match="check_error is nan"):
@@ -158,6 +159,7 @@ def test_every_mode_is_listed_also_those_the_profile_leaves_out(context, monkeyp
     assert {function for *_, function in asked} == {compilation.measure_mode}
 
 
+@pytest.mark.slow
 def test_forecasts_rest_on_ceilings_and_shapes_and_meet_their_rows(context):
     without = compilation.forecast(context)
     assert all(forecast.estimate is None and "no ceilings" in forecast.basis for forecast in without)

@@ -66,10 +66,12 @@ def test_the_toy_measurement_is_below_its_peak():
     assert 0 < toy_measurement().tflops < toy_measurement().peak_tflops
 
 
+@pytest.mark.slow
 def test_a_clock_that_does_not_wait_reads_less_than_one_that_does():
     assert toy_timer(CPU, synchronise=False) < toy_timer(CPU)
 
 
+@pytest.mark.slow
 def test_the_table_has_every_precaution_and_rates_that_fit_its_times():
     table = broken_benchmarks(CPU, elements=1 << 16, rounds=2).set_index("left out")
     assert list(table.index) == ["nothing", *PRECAUTIONS]

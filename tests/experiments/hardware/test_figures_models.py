@@ -101,11 +101,13 @@ def test_all_formats_share_a_picture_and_one_alone_tells_its_reasons(gpu, cpu):
     assert drawn(gemm_gap, cpu) is None
 
 
+@pytest.mark.slow
 def test_the_only_waterfall_of_a_cpu_names_the_formats_that_have_none(cpu_material):
     told = words(drawn(gemm_gap, cpu_material))
     assert "8192 x 4096 x 8192 fp32" in told and "fp64, bf16: no peak: no data sheet entry" in told
 
 
+@pytest.mark.slow
 def test_pictures_are_the_same_each_time(gpu):
     for name in ("model_products", "products_roofline", "gemm_gap"):
         first = draw(name, gpu)

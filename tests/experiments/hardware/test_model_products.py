@@ -66,6 +66,7 @@ def measured(tmp_path_factory):
     return perform(toy_context("model_products", SIZES, folder, rows), folder).rows
 
 
+@pytest.mark.slow
 def test_taf_lies_between_its_products_and_says_how_much_it_knows(measured):
     taf = next(row for row in measured if row.metric == "taf_tflops")
     products = [row for row in measured if row.metric == "gemm_tflops"]

@@ -26,6 +26,7 @@ def result(tmp_path_factory):
     return perform(toy_context("operand_data", SIZES, folder), folder)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("timed", ["in turn", "alone"])
 def test_all_data_have_a_rate_and_all_but_the_usual_a_ratio(result, timed):
     rates = by_params(result.rows, "gemm_tflops", timed=timed)

@@ -106,6 +106,7 @@ def test_every_direction_memory_and_size_without_a_limit(context, gpus, tmp_path
     assert tensor.value is None and "not even 64 MiB" in tensor.value_reason
 
 
+@pytest.mark.slow
 def test_every_ordered_pair_of_gpus_with_the_links_limit(context, gpus, tmp_path):
     gpus("H200", 3)
     rows = [row for row in perform(context, tmp_path).rows if row.variant == "peer to peer"]

@@ -77,6 +77,7 @@ def batch(context, options, data):
     return llama_lora._batches(context, options, data).next_batch()
 
 
+@pytest.mark.slow
 def test_training_lowers_the_held_out_loss_and_every_row_holds(context):
     result = fine_tune(context, lambda *told: None)
     for row in result.rows:

@@ -43,6 +43,7 @@ def test_gradients_and_running_statistics_are_equal_under_every_policy(result):
     assert all(row.check_error <= row.check_tolerance == 1e-5 for row in result.rows if row.check)
 
 
+@pytest.mark.slow
 def test_memory_falls_as_foretold_and_time_is_compared_in_turn(result, context):
     foretold = {
         (line.variant, line.params["checkpointing"]): line.estimate

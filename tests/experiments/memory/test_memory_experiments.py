@@ -16,6 +16,7 @@ QUESTION = {key: value for key, value in CELL.items() if key != "batch_size"} | 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
+@pytest.mark.slow
 def test_every_peak_and_part_is_foretold_and_the_batch_fits(tmp_path):
     cells = [CELL, CELL | {"checkpointing": "every block"}]
     context = toy_context("memory_estimate", {"cells": cells, "question": QUESTION}, tmp_path)

@@ -59,6 +59,7 @@ def test_autocast_halves_activations_and_nothing_else(result):
         assert held(result, "bf16", "after forward", part) == held(result, "fp32", "after forward", part)
 
 
+@pytest.mark.slow
 def test_shapes_foretold_the_activations(result, tmp_path):
     forecasts = EXPERIMENT.forecast(toy_context("memory_phases", SIZES, tmp_path))
     assert {forecast.variant for forecast in forecasts} == {"lm_d64_h4_l2", "resnet18_w8"}

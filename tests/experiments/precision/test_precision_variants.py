@@ -90,6 +90,7 @@ def test_shapes_foretell_the_bytes_of_a_step(result, context):
         assert foretold["resnet18_w8", dtype] == pytest.approx(row.value, rel=0.05)
 
 
+@pytest.mark.slow
 def test_fp16_counts_its_skipped_steps_and_tells_its_scale(context):
     options = PrecisionVariantsOptions.of(context)
     stored = store_batches(context, options.image, options.batches)

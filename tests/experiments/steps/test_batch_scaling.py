@@ -85,6 +85,7 @@ def test_without_a_line_there_is_no_largest_batch_and_the_row_says_why(context, 
     assert count_of(sweep).value is None and reason in count_of(sweep).value_reason
 
 
+@pytest.mark.slow
 def test_a_batch_out_of_memory_ends_the_timed_sweep_and_is_a_row(context, monkeypatch):
     forward = torch.nn.TransformerEncoder.forward
 

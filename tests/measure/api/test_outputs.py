@@ -58,6 +58,7 @@ def test_one_wrong_element_of_a_million_is_found_and_named(dtype):
     assert not found.agrees and f"output[{row}, {column}]: " in found.worst
 
 
+@pytest.mark.slow
 def test_a_wrong_element_makes_the_answer_say_so_and_refuses_its_row():
     x = noise(1000, 1000)
     factor = torch.ones_like(x)
@@ -295,6 +296,7 @@ def test_inputs_beside_what_is_computed_are_returned_unharmed_with_a_note():
         measure.time(lambda: (hidden(), table(ids)), **SHORT)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "optimizer, rate, dtype",
     [(torch.optim.AdamW, 3e-4, torch.bfloat16), (torch.optim.SGD, 1e-6, torch.float32), (torch.optim.SGD, 1e-1, torch.float32)],

@@ -8,7 +8,7 @@ from hyperion.hardware import detect
 from hyperion.measure import HarnessError
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")]
-SHORT = {"cold": False, "minimum_samples": 5, "time_limit_s": 1.5}
+SHORT = {"cold": False, "minimum_samples": 5, "time_limit_s": 20.0}
 
 
 def _noise(*shape: int) -> torch.Tensor:

@@ -244,6 +244,7 @@ def test_the_products_of_a_layer_are_timed_here(monkeypatch):
     assert slowest <= found.tflops.value <= fastest
 
 
+@pytest.mark.slow
 def test_without_time_only_the_largest_product_is_timed():
     a, b = product(64, 64, 64), product(8, 8, 8)
     found = measure_taf(CapturedGemms({b: 1, a: 1}, {}), CPU, time_limit_s=0.0)
@@ -251,6 +252,7 @@ def test_without_time_only_the_largest_product_is_timed():
     assert found.coverage == pytest.approx(a.flops / (a.flops + b.flops))
 
 
+@pytest.mark.slow
 def test_a_format_that_the_device_lacks_is_left_out_with_the_reason():
     a, b = product(64, 64, 64), Product("matmul", 1, 8, 8, 8, "tf32", "NN", 768)
     # However little time there is: what cannot be timed takes none, and no other product's turn.
@@ -266,6 +268,7 @@ def test_float64_operands_of_a_batch_use_all_of_their_bits():
     assert (a_BMK.float().double() != a_BMK).float().mean() > 0.99
 
 
+@pytest.mark.slow
 def test_a_batch_is_verified_to_its_last_product():
     batch = BatchedGemm(3, 8, 8, 16, "fp32", CPU)
     assert batch.flops == 3 * 2 * 8 * 8 * 16

@@ -213,6 +213,7 @@ def test_the_grid_holds_every_multiple_once():
     assert grid(5, 2) == sorted(grid(5, 2), key=flops_of) and set(map(max, grid(5, 2))) == {2, 4}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "int8"])
 def test_a_search_on_this_cpu(cpu, dtype):
     found = search_gemm(dtype, cpu, time_limit_s=1.5, largest=192, step=64, seed=1)

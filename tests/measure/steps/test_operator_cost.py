@@ -24,6 +24,7 @@ def made_up(timing, *seconds):
     return [replace(timing, samples_s=np.full(40, each), warm=True) for each in seconds]
 
 
+@pytest.mark.slow
 def test_each_operator_costs_the_host_something_here(cost):
     assert cost.operators == 2 * 44, "of two layers more: four linear, two norms, attention, relu, and their gradients"
     assert (cost.convolutions, cost.other_operators) == (4 * 4, 4 * 3), (
@@ -47,6 +48,7 @@ def test_what_a_step_costs_once_is_charged_to_no_operator(cost):
         assert (estimate.value, estimate.ci_low, estimate.ci_high) == pytest.approx((planted,) * 3)
 
 
+@pytest.mark.slow
 def test_a_block_is_what_one_more_of_them_adds_to_a_step(monkeypatch):
     # Captured and cut into forward and backward as ever; what is captured runs as it is, so that no compiler is needed.
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))

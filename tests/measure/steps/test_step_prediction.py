@@ -178,6 +178,7 @@ def captured(name, batch, dtype):
         return training_calls(loss, update_of(model).make(module))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["resnet50_w16_64px", "vit_d192_l4_64px", "encoder_d128_h2_l2"])
 def test_a_captured_step_has_the_flops_of_its_model_and_moves_its_weights(name):
     model, calls = reference_model(name), captured(name, 2, "fp32")
