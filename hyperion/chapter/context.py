@@ -141,7 +141,7 @@ class Options(BaseModel):
             known = ", ".join(cls.model_fields)
             raise HyperionError(
                 f"option {name!r} of the experiment {experiment!r}: {first['msg']}",
-                where="sizes of the experiment: sizes.toml of its subject, or the call that gave them",
+                where="options of the experiment: in sizes.toml of its subject, or in the arguments of the call",
                 next_step=f"correct this option; the experiment has the options {known}",
             ) from error
 

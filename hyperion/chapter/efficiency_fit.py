@@ -353,9 +353,9 @@ def _score_held_out(reference: Reference, known: dict[tuple[str, str, str], Curv
 
 
 def _own_curve(reference: Reference, point: Point) -> Curve | None:
-    """Return the curve with which a row of a later chapter is predicted.
+    """Return the curve that predicts the rate of a point from chapters after 1.1, or None if no such curve predicts it.
 
-    The curve is fitted to rows of chapter 1.1 of the same run. Return None if the row is not predicted with such a curve.
+    The curve is fitted to the rates that chapter 1.1 of the same run measured.
     """
     if point.row.experiment in ("best_products", "operand_data"):
         return own_product_curve(reference.rows, reference.device, point.row.dtype)

@@ -1,5 +1,6 @@
-"""Functions that create rows from timings and from matrix products, and functions that find measured ceilings in the rows of a
-run.
+"""Functions that turn timings and results of matrix products into rows, and functions that look up the ceilings of a run.
+
+A ceiling is the highest rate of matrix products, or the highest memory bandwidth, that an earlier chapter of the run measured.
 """
 
 import json

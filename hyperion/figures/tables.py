@@ -145,9 +145,9 @@ def phase_table(rows: Iterable[Row]) -> pd.DataFrame:
 
 
 def is_floor(row: Row) -> bool:
-    """Return True if the limit of the row is the lowest possible loss or perplexity.
+    """Return True if the `limit` of a row is the lowest possible loss or perplexity, not the highest possible speed.
 
-    The value divided by such a limit has no useful meaning, so tables do not show it.
+    A loss divided by the lowest possible loss has no useful meaning, so tables do not show this ratio.
     """
     return row.unit in ("nats", "perplexity", "bits")
 

@@ -28,7 +28,8 @@ _EXPANSION = 4  # the last convolution of a bottleneck block has 4 · 64 · 2^st
 class _Reference(ABC):
     """Base class of the three reference models.
 
-    A subclass defines the shapes, the counts of parameters and FLOPs, and `_make`.
+    A subclass defines the shapes of inputs and outputs, the numbers of parameters and FLOPs, and the method `_make`, which
+    builds the module.
     """
 
     name: str

@@ -249,8 +249,8 @@ class TransformerBlock(nn.Module):
 class CausalSelfAttention(nn.Module):
     """Multi-head attention in which position t attends to positions 0..t only.
 
-    Query, key and value are separate layers, and the number of heads follows from the width of their outputs. Both allow
-    tensor parallelism over heads.
+    Query, key and value are separate layers, and the number of heads follows from the width of their outputs. So tensor
+    parallelism can give each rank a part of the heads.
 
     In compiled code the three layers are computed as one matrix product with concatenated weights, because one large product
     uses a GPU better than three small ones. Hooks on the three layers do not run then. Layers that were replaced (fp8, LoRA)

@@ -90,7 +90,7 @@ def measure_passport(time_limit_s: float = 300.0, on_line: Callable[[str], objec
 
 
 def write_passport(content: dict, path: Path) -> None:
-    """Write a passport to a new file. Folders in `path` that do not exist are created.
+    """Write a passport, the description of a machine in one file, to a new file. Folders in `path` that do not exist are created.
 
     Raises:
         HyperionError: there is already a file at `path`. The file is not changed.

@@ -168,7 +168,7 @@ def _require_turns(runs_a: list[Run], runs_b: list[Run]) -> None:
     where = f"{runs_a[0].folder} and {runs_b[0].folder}"
     if len(calls) > 1:
         raise HyperionError(
-            "launches of different calls of `hyperion relaunch` did not take turns with each other",
+            "the launches come from several calls of `hyperion relaunch`, so the two versions did not take turns",
             where=where,
             next_step="measure both versions in one call, in which their launches take turns: hyperion relaunch WORK A B",
         )

@@ -175,7 +175,7 @@ class Row:
         )
 
     def validate(self) -> None:
-        """Check the rules of the row's metric.
+        """Check that the row follows the rules of its metric.
 
         Raises:
             RowError: a rule is broken. The message names the row, the rule and the next step.

@@ -314,9 +314,9 @@ class Run:
 
         Args:
             notebook, experiment: names of the notebook and the experiment.
-            rows: the rows.
-            samples: the raw samples and curves.
-            input_hash: hash of everything that the result depends on. `finished` returns it.
+            rows: rows of the experiment.
+            samples: raw samples and curves of the experiment.
+            input_hash: hash of everything that the result depends on. The method `finished` returns the stored hash.
             source: the data source that the experiment used; "" if it used no data set.
             data: identity of the data sets that the experiment used, as `data_identity` returns it.
             provenance: conditions of the measurement: profile, seed, sizes, versions and source, as JSON values.

@@ -349,7 +349,7 @@ def _image_checks(folder: Path, arrays: dict[str, np.ndarray], facts: dict, thor
 
 
 def _decoder(path: Path) -> tokenizers.Tokenizer | None:
-    """Return the stored tokenizer; None if it is damaged. The check of its hash reports the damage."""
+    """Return the stored tokenizer, or None if its file is damaged. The check of the hashes reports the damage."""
     try:
         return tokenizers.Tokenizer.from_buffer(read_bounded(path, DataError, _REMEDY))
     except Exception:  # tokenizers raises plain Exception

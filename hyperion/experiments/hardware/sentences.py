@@ -48,8 +48,11 @@ def square_beside_search(rows: Iterable[Row], dtype: str) -> str:
 
 
 def _clocks(square: Row, found: Row) -> str:
-    """Return sentences that say whether the clock of the device explains why the matrix product `found` is slower than
-    `square`.
+    """Return sentences that say whether the clock explains why the search found a slower product than the squares of chapter 1.1.
+
+    Args:
+        square: row of the fastest product of square matrices in chapter 1.1.
+        found: row of the fastest product that the search found.
     """
     if not square.clock_mhz or not found.clock_mhz:
         return "The clock was not read, so it is not known whether it explains this."

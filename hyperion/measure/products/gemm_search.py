@@ -318,7 +318,10 @@ class ShapeRanking:
         return sorted(rates, key=lambda shape: (-rates[shape], shape))[:count]
 
     def log_rates(self) -> dict[Shape, float]:
-        """Return the natural logarithm of the rate in FLOP/s of each sampled shape. The drift is removed."""
+        """Return the natural logarithm of the rate of each sampled shape, in FLOP/s.
+
+        The slow change of the clock during the search is estimated and removed.
+        """
         effects = shape_effects(np.array(self._places), np.array(self._log_rates), _MOMENT)
         return {self.shapes[place]: float(effect) for place, effect in effects.items()}
 
