@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.profiler import ProfilerActivity, profile
 
+from hyperion.errors import HyperionError
 from hyperion.hardware import Device
 from hyperion.kernels import operations
 from hyperion.kernels.availability import why_no_kernels
@@ -50,10 +51,13 @@ def attend(name: str, q_BHTD: Tensor, k_BKTD: Tensor, v_BKTD: Tensor, causal: bo
         options: further arguments of scaled_dot_product_attention, such as `attn_mask` or `dropout_p`.
 
     Raises:
-        RefusedError: the backend refuses these arguments.
+        RefusedError: the implementation refuses these arguments.
     """
     if name == TRITON:
-        return operations.attention(q_BHTD, k_BKTD, v_BKTD, causal)
+        try:
+            return operations.attention(q_BHTD, k_BKTD, v_BKTD, causal)
+        except HyperionError as error:  # for example float32, for which there are no tiles
+            raise RefusedError(error.what) from error
     grouped = q_BHTD.shape[1] != k_BKTD.shape[1]
     with warnings.catch_warnings(record=True) as caught, sdpa_kernel(BACKENDS[name]):
         warnings.simplefilter("always")

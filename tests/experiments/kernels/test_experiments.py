@@ -143,6 +143,12 @@ def test_a_refusal_keeps_the_reasons_and_not_the_announcement():
     assert "Triggered" not in str(refusal.value) and "because" not in str(refusal.value)
 
 
+def test_a_refusal_of_the_triton_kernels_has_a_reason_too():
+    q, k, v, _ = make_inputs(detect(), torch.float32, (1, 3, 2, 8, 16), 0)
+    with pytest.raises(RefusedError, match="queries .* keys"):
+        attend("triton", q, k, v)
+
+
 def test_the_profiler_names_the_backend_that_ran():
     q, k, v, _ = make_inputs(detect(), torch.float32, (1, 2, 2, 8, 16), 0)
     assert what_ran(lambda: attend("math", q, k, v), detect())[0] == "math"
