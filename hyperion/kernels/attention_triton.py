@@ -27,6 +27,7 @@ import torch
 import triton  # pyright: ignore[reportMissingImports] - only PyTorch's GPU builds contain it
 import triton.language as tl  # pyright: ignore[reportMissingImports]
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from triton.tools.tensor_descriptor import TensorDescriptor  # pyright: ignore[reportMissingImports]
 
 from hyperion.kernels.typed_triton import jit
@@ -67,8 +68,7 @@ class Tiles:
         return Tiles(*(replace(tile, descriptors=False) for tile in (self.forward, self.keys, self.queries)))
 
 
-# The fastest of four to eight tiles for each kernel, measured on an H200 with 4096 and 16384 positions. Small tiles win, because
-# two programs run on a multiprocessor at once, and one computes exponentials while the other multiplies matrices.
+# These tiles were chosen by timing on an H200. The rows of the chapter on kernels say how fast they are.
 HOPPER = {
     64: Tiles(Tile(64, 64, 4, 3), Tile(64, 64, 4, 2), Tile(64, 64, 4, 2)),
     128: Tiles(Tile(64, 64, 4, 3), Tile(64, 64, 4, 2), Tile(128, 64, 8, 3)),
@@ -120,6 +120,16 @@ def _store_rows(target, values, head, first, rows, ROWS: tl.constexpr, D: tl.con
         row = first + tl.arange(0, ROWS)
         offsets = (head.to(tl.int64) * rows + row)[:, None] * D + tl.arange(0, D)[None, :]
         tl.store(target + offsets, values, mask=row[:, None] < rows)
+
+
+@jit
+def _keys_of(first_query, rows, HELD: tl.constexpr, READ: tl.constexpr, CAUSAL: tl.constexpr):
+    """Return how many keys a block of queries reads without a mask, and the end of the keys that it reads with a mask."""
+    if CAUSAL:
+        unmasked, last = first_query, tl.minimum(first_query + HELD, rows)
+    else:
+        unmasked, last = rows // READ * READ, rows
+    return unmasked, last
 
 
 @jit
@@ -195,20 +205,29 @@ def attention_forward(
     total = tl.zeros([HELD, D], tl.float32)
     weight = tl.zeros([HELD], tl.float32)
     largest = tl.full([HELD], float("-inf"), tl.float32)
-    if CAUSAL:
-        unmasked, last = first_query, tl.minimum(first_query + HELD, rows)
-    else:
-        unmasked, last = rows // READ * READ, rows
-    # fmt: off
-    total, weight, largest = _attend(
-        total, weight, largest, q, keys, values, key_head, first_query, 0, unmasked, rows, scale,
-        HELD, READ, D, STAGES, DESCRIPTORS, CAUSAL, False,
-    )
-    total, weight, largest = _attend(
-        total, weight, largest, q, keys, values, key_head, first_query, unmasked, last, rows, scale,
-        HELD, READ, D, STAGES, DESCRIPTORS, CAUSAL, True,
-    )
-    # fmt: on
+    unmasked, last = _keys_of(first_query, rows, HELD, READ, CAUSAL)
+    for masked in tl.static_range(2):
+        total, weight, largest = _attend(
+            total,
+            weight,
+            largest,
+            q,
+            keys,
+            values,
+            key_head,
+            first_query,
+            unmasked if masked else 0,
+            last if masked else unmasked,
+            rows,
+            scale,
+            HELD,
+            READ,
+            D,
+            STAGES,
+            DESCRIPTORS,
+            CAUSAL,
+            masked,
+        )
     row = first_query + tl.arange(0, HELD)
     tl.store(log_sums + head.to(tl.int64) * rows + row, largest + tl.log2(weight), mask=row < rows)
     result = (total / weight[:, None]).to(output.dtype if DESCRIPTORS else output.dtype.element_ty)
@@ -297,15 +316,20 @@ def _add_query_gradients(
     D: tl.constexpr,
     STAGES: tl.constexpr,
     DESCRIPTORS: tl.constexpr,
+    CAUSAL: tl.constexpr,
     MASKED: tl.constexpr,
 ):
-    """Add the gradients from the keys `first` to `last` - 1. Keys beyond the last are zero, so they add nothing."""
+    """Add the gradients from the keys `first` to `last` - 1.
+
+    Keys beyond the last are read as zero. Their score is 0, so their probability may be infinite, and it must be masked.
+    """
     query = first_query + tl.arange(0, HELD)[:, None]
     for start in tl.range(first, last, READ, num_stages=STAGES):
         k = _load_rows(keys, key_head, start, rows, READ, D, DESCRIPTORS)
         p = tl.exp2(tl.dot(q, k.T, input_precision="ieee") * scale - log_sum[:, None])
         if MASKED:
-            p = tl.where(start + tl.arange(0, READ)[None, :] <= query, p, 0.0)
+            key = start + tl.arange(0, READ)[None, :]
+            p = tl.where(key <= query if CAUSAL else key < rows, p, 0.0)
         v = _load_rows(values, key_head, start, rows, READ, D, DESCRIPTORS)
         grad_scores = p * (tl.dot(g, v.T, input_precision="ieee") - row_delta[:, None])
         grad_q = tl.dot(grad_scores.to(k.dtype), k, grad_q, input_precision="ieee")
@@ -342,20 +366,30 @@ def attention_query_gradient(
     log_sum = tl.load(log_sums + here, mask=row < rows, other=float("inf"))
     row_delta = tl.load(delta + here, mask=row < rows, other=0.0)
     grad_q = tl.zeros([HELD, D], tl.float32)
-    unmasked = rows
-    if CAUSAL:
-        unmasked = first_query
-    # fmt: off
-    grad_q = _add_query_gradients(
-        grad_q, q, g, log_sum, row_delta, keys, values, key_head, first_query, 0, unmasked, rows, scale,
-        HELD, READ, D, STAGES, DESCRIPTORS, False,
-    )
-    if CAUSAL:
+    unmasked, last = _keys_of(first_query, rows, HELD, READ, CAUSAL)
+    for masked in tl.static_range(2):
         grad_q = _add_query_gradients(
-            grad_q, q, g, log_sum, row_delta, keys, values, key_head, first_query,
-            first_query, tl.minimum(first_query + HELD, rows), rows, scale, HELD, READ, D, STAGES, DESCRIPTORS, True,
+            grad_q,
+            q,
+            g,
+            log_sum,
+            row_delta,
+            keys,
+            values,
+            key_head,
+            first_query,
+            unmasked if masked else 0,
+            last if masked else unmasked,
+            rows,
+            scale,
+            HELD,
+            READ,
+            D,
+            STAGES,
+            DESCRIPTORS,
+            CAUSAL,
+            masked,
         )
-    # fmt: on
     _store_rows(grad_queries, (grad_q * natural_scale).to(q.dtype), head, first_query, rows, HELD, D, DESCRIPTORS)
 
 
@@ -458,22 +492,29 @@ def run_backward(
     return grads[0], grads[1], grads[2]
 
 
+def _heads(tensor_BHTD: Tensor) -> Tensor:
+    """Return all heads as a contiguous tensor [N, T, D] that starts at a multiple of 16 bytes, as tensor descriptors require."""
+    tensor_BHTD = tensor_BHTD.contiguous()
+    return (tensor_BHTD if tensor_BHTD.data_ptr() % 16 == 0 else tensor_BHTD.clone()).flatten(0, 1)
+
+
 class Attention(torch.autograd.Function):
     """Attention with its backward pass, for the autograd of PyTorch."""
 
     @staticmethod
     def forward(ctx: Any, q_BHTD: Tensor, k_BKTD: Tensor, v_BKTD: Tensor, causal: bool, tiles: Tiles) -> Tensor:
         scale = 1 / math.sqrt(q_BHTD.shape[-1])
-        q_NTD, k_NTD, v_NTD = (tensor.contiguous().flatten(0, 1) for tensor in (q_BHTD, k_BKTD, v_BKTD))
+        q_NTD, k_NTD, v_NTD = (_heads(tensor) for tensor in (q_BHTD, k_BKTD, v_BKTD))
         output_NTD, log_sums_NT = run_forward(q_NTD, k_NTD, v_NTD, scale, causal, tiles)
         ctx.save_for_backward(q_NTD, k_NTD, v_NTD, output_NTD, log_sums_NT)
         ctx.scale, ctx.causal, ctx.tiles, ctx.key_shape = scale, causal, tiles, k_BKTD.shape
         return output_NTD.view(q_BHTD.shape)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (grad_BHTD,) = grads
-        grad_NTD = grad_BHTD.contiguous().flatten(0, 1)
+        grad_NTD = _heads(grad_BHTD)
         q_NTD, k_NTD, v_NTD, output_NTD, log_sums_NT = ctx.saved_tensors
         of_q, of_k, of_v = run_backward(grad_NTD, q_NTD, k_NTD, v_NTD, output_NTD, log_sums_NT, ctx.scale, ctx.causal, ctx.tiles)
         return of_q.view(grad_BHTD.shape), of_k.view(ctx.key_shape), of_v.view(ctx.key_shape), None, None

@@ -58,8 +58,7 @@ class Build:
         warps: number of warps.
         options: further options of the compiler, such as `num_stages`.
         matrix: whether the kernel must contain matrix instructions.
-        spill_limit: largest allowed number of spills. It is above 0 only for a tile that was the fastest in a measurement
-            although it spills.
+        aligned: whether all sizes are multiples of 16. The addresses of tensors always are.
     """
 
     name: str
@@ -69,7 +68,7 @@ class Build:
     warps: int
     options: dict[str, Any] = field(default_factory=dict)
     matrix: bool = False
-    spill_limit: int = 0
+    aligned: bool = True
 
 
 @dataclass(frozen=True)
@@ -78,8 +77,8 @@ class Resources:
 
     Args:
         registers: vector registers of a thread, on AMD GPUs including accumulation registers.
-        spills: on AMD GPUs the number of spilled registers of a thread. On NVIDIA GPUs the bytes of the stack of a thread, which
-            holds spilled registers.
+        spills: on AMD GPUs the number of spilled registers of a thread. On NVIDIA GPUs the bytes of stack and local memory of a
+            thread. Spilled registers are stored there, so a kernel with 0 bytes does not spill.
         shared_bytes: bytes of shared memory of a program.
         occupancy: warps that can be resident at the same time: on AMD GPUs for each of the four vector units of a compute unit,
             on NVIDIA GPUs for each multiprocessor.
@@ -97,7 +96,7 @@ class Resources:
     def faults(self, build: Build, architecture: Architecture) -> list[str]:
         """Return why this build must not be shipped for this architecture. The list is empty if it may be shipped."""
         faults = []
-        if self.spills > build.spill_limit:
+        if self.spills:
             faults.append(f"{self.spills} spills")
         if self.shared_bytes > architecture.shared_bytes:
             faults.append(f"{self.shared_bytes} bytes of shared memory, {architecture.shared_bytes} are available")
@@ -109,10 +108,10 @@ class Resources:
 
 
 def compile_build(build: Build, architecture: Architecture) -> Resources:
-    """Compile a kernel and return its resources. Pointers and sizes are assumed to be multiples of 16, as in large problems."""
+    """Compile a kernel and return its resources."""
     arguments = dict(build.signature) | dict.fromkeys(build.constants, "constexpr")
     signature = {name: arguments[name] for name in build.kernel.arg_names}
-    aligned = [name for name, kind in build.signature.items() if kind.startswith("*") or kind == "i32"]
+    aligned = [name for name, kind in build.signature.items() if kind.startswith("*") or (kind == "i32" and build.aligned)]
     source = triton.compiler.ASTSource(
         fn=build.kernel,
         signature=signature,
@@ -153,10 +152,10 @@ def _nvidia(compiled: Any, build: Build, architecture: Architecture) -> Resource
         file.write(compiled.asm["cubin"])
         file.flush()
         listing = subprocess.run([program, "--dump-resource-usage", file.name], capture_output=True, text=True, check=True).stdout
-    registers, stack = (int(re.search(rf"\b{name}:(\d+)", listing)[1]) for name in ("REG", "STACK"))  # pyright: ignore
+    registers, stack, local = (int(re.search(rf"\b{name}:(\d+)", listing)[1]) for name in ("REG", "STACK", "LOCAL"))  # pyright: ignore
     shared = compiled.metadata.shared
     count, name = _matrix(compiled.asm["ptx"], architecture)
-    return Resources(registers, stack, shared, _resident_warps(registers, shared, build.warps), count, name)
+    return Resources(registers, stack + local, shared, _resident_warps(registers, shared, build.warps), count, name)
 
 
 def _resident_warps(registers: int, shared: int, warps: int) -> int:

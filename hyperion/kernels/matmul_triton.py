@@ -3,9 +3,10 @@
 `matmul_blocks` runs on every GPU. Each program computes one block of the output. Programs with consecutive numbers compute blocks
 in a narrow band of rows, so that their operands are still in the cache. At the edges, loads and stores are masked.
 
-`matmul_persistent` runs on NVIDIA GPUs of compute capability 9.0. It starts one program for each multiprocessor, and each program
-computes several blocks. So the loads of the next block overlap with the stores of the last one. Blocks are read and written
-through tensor descriptors, which return zero beyond the edges. Rows must start at multiples of 16 bytes.
+`matmul_persistent` runs on NVIDIA GPUs of compute capability 9.0, for elements of 2 bytes. It starts one program for each
+multiprocessor, and each program computes several blocks. So the loads of the next block overlap with the stores of the last one.
+Blocks are read and written through tensor descriptors, which return zero beyond the edges. Rows must start at multiples of 16
+bytes.
 
 The settings are chosen by timing (`triton.autotune`) for each combination of M, N and K.
 
@@ -51,7 +52,7 @@ class MatmulTile:
         return {"BLOCK_M": self.rows, "BLOCK_N": self.columns, "BLOCK_K": self.depth, "GROUP": self.group}
 
 
-# The fastest of six tiles, measured on an H200 with M = N = K = 4096 and 8192. The best width of a band depends on the size.
+# These tiles were chosen by timing on an H200, for elements of 2 bytes. The rows of the chapter on kernels say how fast they are.
 HOPPER: tuple[MatmulTile, ...] = (
     MatmulTile(128, 256, 64, 8, 3),
     MatmulTile(128, 256, 64, 8, 3, 16),
@@ -171,8 +172,12 @@ def tiles_for(backend: str, architecture: int | str) -> tuple[MatmulTile, ...]:
 
 
 def has_descriptors(tensor: Tensor) -> bool:
-    """Return True if a contiguous matrix can have a tensor descriptor: its rows start at multiples of 16 bytes."""
-    return tensor.data_ptr() % 16 == 0 and tensor.shape[1] * tensor.itemsize % 16 == 0
+    """Return True if the persistent kernel can read or write this contiguous matrix.
+
+    Its rows must start at multiples of 16 bytes. Its elements must have 2 bytes: blocks of larger elements do not fit into shared
+    memory.
+    """
+    return tensor.itemsize == 2 and tensor.data_ptr() % 16 == 0 and tensor.shape[1] * tensor.itemsize % 16 == 0
 
 
 def run_matmul(a_MK: Tensor, b_KN: Tensor, tiles: tuple[MatmulTile, ...]) -> tuple[Tensor, MatmulTile]:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from hyperion.errors import HyperionError
 from hyperion.kernels.token_loss import HAS_TRITON
@@ -22,6 +23,8 @@ HEAD_DIMS = (64, 128)
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 # The backward pass of layer norm starts this many programs for each multiprocessor.
 _PROGRAMS_EACH = 4
+# The second dimension of a grid on NVIDIA GPUs.
+_MOST_HEADS = 65535
 
 
 def implementation(x: Tensor) -> str:
@@ -40,6 +43,7 @@ def vector_add(x: Tensor, y: Tensor) -> Tensor:
         return x + y
     from hyperion.kernels.rows_triton import run_add
 
+    _require_kernel(x, y, gradients=False)
     return run_add(x.contiguous(), y.contiguous())
 
 
@@ -50,6 +54,7 @@ def softmax(x_MD: Tensor) -> Tensor:
         return torch.softmax(x_MD, 1)
     from hyperion.kernels.rows_triton import WIDEST, run_softmax
 
+    _require_kernel(x_MD, gradients=False)
     _require_width(x_MD, WIDEST)
     return run_softmax(x_MD.contiguous())
 
@@ -61,9 +66,11 @@ def layer_norm(x_MD: Tensor, weight_D: Tensor, bias_D: Tensor, eps: float = 1e-5
     _require(weight_D.shape == bias_D.shape == shape, f"x is {_told(x_MD)}, weight {_told(weight_D)}", f"pass weights {shape}")
     if implementation(x_MD) == REFERENCE:
         return F.layer_norm(x_MD, shape, weight_D, bias_D, eps)
-    from hyperion.kernels.rows_triton import WIDEST
+    from hyperion.kernels.rows_triton import WIDEST, WIDEST_GRADIENT
 
-    _require_width(x_MD, WIDEST)
+    _require_kernel(x_MD, weight_D, bias_D)
+    wanted = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (x_MD, weight_D, bias_D))
+    _require_width(x_MD, WIDEST_GRADIENT if wanted else WIDEST)
     return _LayerNorm.apply(x_MD, weight_D, bias_D, eps)
 
 
@@ -76,6 +83,7 @@ def matmul(a_MK: Tensor, b_KN: Tensor) -> Tensor:
         return a_MK @ b_KN
     from hyperion.kernels.matmul_triton import run_matmul, tiles_for
 
+    _require_kernel(a_MK, b_KN, gradients=False)
     return run_matmul(a_MK.contiguous(), b_KN.contiguous(), tiles_for(*architecture_of(a_MK.device)))[0]
 
 
@@ -97,6 +105,8 @@ def attention(q_BHTD: Tensor, k_BKTD: Tensor, v_BKTD: Tensor, causal: bool = Tru
     from hyperion.kernels.attention_triton import Attention, tiles_for
 
     _require(D in HEAD_DIMS, f"the heads have {D} features", f"use heads of {' or '.join(map(str, HEAD_DIMS))} features")
+    _require_kernel(q_BHTD, k_BKTD, v_BKTD)
+    _require(B * H <= _MOST_HEADS, told, f"pass at most {_MOST_HEADS} heads of all sequences together")
     _require(q_BHTD.dtype in _DTYPES[1:], told, "pass float16 or bfloat16; the tiles do not fit into registers in float32")
     return Attention.apply(q_BHTD, k_BKTD, v_BKTD, causal, tiles_for(*architecture_of(q_BHTD.device), D))
 
@@ -123,19 +133,21 @@ class _LayerNorm(torch.autograd.Function):
     def forward(ctx: Any, x_MD: Tensor, weight_D: Tensor, bias_D: Tensor, eps: float) -> Tensor:
         from hyperion.kernels.rows_triton import run_layer_norm
 
-        x_MD = x_MD.contiguous()
+        x_MD, weight_D, bias_D = x_MD.contiguous(), weight_D.contiguous(), bias_D.contiguous()
         y_MD, means_M, inverses_M = run_layer_norm(x_MD, weight_D, bias_D, eps)
         ctx.save_for_backward(x_MD, weight_D, means_M, inverses_M)
+        ctx.bias_dtype = bias_D.dtype
         return y_MD
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         from hyperion.kernels.rows_triton import run_layer_norm_gradient
 
         x_MD, weight_D, means_M, inverses_M = ctx.saved_tensors
         programs = _PROGRAMS_EACH * torch.cuda.get_device_properties(x_MD.device).multi_processor_count
         of_x, of_weight, of_bias = run_layer_norm_gradient(grads[0].contiguous(), x_MD, weight_D, means_M, inverses_M, programs)
-        return of_x, of_weight.to(weight_D.dtype), of_bias.to(weight_D.dtype), None
+        return of_x, of_weight.to(weight_D.dtype), of_bias.to(ctx.bias_dtype), None
 
 
 def architecture_of(device: torch.device) -> tuple[str, int | str]:
@@ -158,6 +170,22 @@ def _shape(x: Tensor) -> tuple[int, ...]:
 def _require_matrix(x: Tensor) -> None:
     fits = x.dim() == 2 and x.numel() > 0 and x.dtype in (*_DTYPES, torch.float64)
     _require(fits, f"the input is {_told(x)}", "pass a matrix that is not empty, of a floating-point dtype")
+
+
+def _require_kernel(*tensors: Tensor, gradients: bool = True) -> None:
+    """Refuse tensors for which a kernel would return wrong numbers, or a result without its gradients.
+
+    Args:
+        tensors: all inputs of the kernel.
+        gradients: whether the kernel has a backward pass.
+    """
+    for x in tensors:
+        fits = x.dtype in _DTYPES and x.numel() > 0
+        _require(fits, f"an input on a GPU is {_told(x)}", "pass float32, float16 or bfloat16, and at least one element")
+        here = x.device.index == torch.cuda.current_device()
+        _require(here, f"an input is on {x.device}", "pass tensors on the current device, see torch.cuda.set_device")
+    wanted = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
+    _require(gradients or not wanted, "an input requires a gradient, which this kernel does not have", "call it under no_grad")
 
 
 def _require_width(x: Tensor, widest: int) -> None:

@@ -14,8 +14,8 @@ from torch import Tensor
 from hyperion.kernels.typed_triton import jit
 
 ADD_BLOCK, ADD_WARPS = 4096, 8
-# The widest row that a program can hold in the registers of its 16 warps.
-WIDEST = 1 << 15
+# The widest rows that a program can hold in the registers of its 16 warps: in general, and in the backward pass of layer norm.
+WIDEST, WIDEST_GRADIENT = 1 << 15, 1 << 13
 
 
 def row_warps(width: int) -> int:
