@@ -9,17 +9,40 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from hyperion.measure import error_of_rows, largest_error
+
 _SCORES = 1 << 26  # largest number of scores of a chunk
 
 
 @dataclass(frozen=True)
 class ExactAttention:
-    """The output of attention in float64, and the gradients of queries, keys and values."""
+    """The output of attention in float64, and the gradients of queries, keys and values.
+
+    Args:
+        output, grad_q, grad_k, grad_v: the output and the gradients.
+        size_q, size_k: expected norm of each row of grad_q and grad_k, if the terms of its sum had random signs. Rounding errors
+            are proportional to it. The row itself can be smaller: the gradient of the first causal query is 0.
+    """
 
     output: Tensor
     grad_q: Tensor
     grad_k: Tensor
     grad_v: Tensor
+    size_q: Tensor
+    size_k: Tensor
+
+    def output_error(self, output_GTD: Tensor, tolerance: float) -> float:
+        """Return the error of an output; see `error_of_rows`."""
+        return error_of_rows(output_GTD, self.output, tolerance)
+
+    def gradient_error(self, of_q_GTD: Tensor, of_k_TD: Tensor, of_v_TD: Tensor, tolerance: float) -> float:
+        """Return the largest error of the gradients of queries, keys and values; see `error_of_rows`."""
+        errors = [
+            error_of_rows(of_q_GTD, self.grad_q, tolerance, self.size_q),
+            error_of_rows(of_k_TD, self.grad_k, tolerance, self.size_k),
+            error_of_rows(of_v_TD, self.grad_v, tolerance),
+        ]
+        return largest_error(errors)
 
 
 def exact_attention(q_GTD: Tensor, k_TD: Tensor, v_TD: Tensor, grad_GTD: Tensor, causal: bool = True) -> ExactAttention:
@@ -32,7 +55,8 @@ def exact_attention(q_GTD: Tensor, k_TD: Tensor, v_TD: Tensor, grad_GTD: Tensor,
     q_GTD, k_TD, v_TD, grad_GTD = (tensor.double() for tensor in (q_GTD, k_TD, v_TD, grad_GTD))
     G, T, D = q_GTD.shape
     scale = 1 / math.sqrt(D)
-    result = ExactAttention(*(torch.zeros_like(tensor) for tensor in (q_GTD, q_GTD, k_TD, v_TD)))
+    like = q_GTD, q_GTD, k_TD, v_TD, q_GTD[..., 0], k_TD[:, 0]
+    result = ExactAttention(*(torch.zeros_like(tensor) for tensor in like))
     position_T = torch.arange(T, device=q_GTD.device)
     rows = max(1, _SCORES // (G * T))
     for first in range(0, T, rows):
@@ -45,9 +69,14 @@ def exact_attention(q_GTD: Tensor, k_TD: Tensor, v_TD: Tensor, grad_GTD: Tensor,
         result.output[:, here] = p_GRT @ v_TD
         result.grad_v.add_((p_GRT.mT @ grad_GRD).sum(0))
         of_p_GRT = grad_GRD @ v_TD.T
-        of_scores_GRT = p_GRT * (of_p_GRT - (p_GRT * of_p_GRT).sum(-1, keepdim=True)) * scale
+        delta_GR1 = (p_GRT * of_p_GRT).sum(-1, keepdim=True)
+        of_scores_GRT = p_GRT * (of_p_GRT - delta_GR1) * scale
         result.grad_q[:, here] = of_scores_GRT @ k_TD
         result.grad_k.add_((of_scores_GRT.mT @ q_GRD).sum(0))
+        squares_GRT = (p_GRT * scale).square() * (grad_GRD.square() @ v_TD.square().T + delta_GR1.square())
+        result.size_q[:, here] = (squares_GRT @ k_TD.square().sum(1)).sqrt()
+        result.size_k.add_((squares_GRT * q_GRD.square().sum(-1, keepdim=True)).sum((0, 1)))
+    result.size_k.sqrt_()
     return result
 
 

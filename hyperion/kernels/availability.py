@@ -3,10 +3,12 @@
 import importlib.metadata
 import platform
 
+import torch
+
 from hyperion.hardware import Device
 from hyperion.kernels.token_loss import HAS_TRITON
 
-# The release with which the tests run on a CPU.
+# The release with which the tests run on a CPU build of PyTorch, which requires no release itself.
 TESTED = "3.7.1"
 
 
@@ -16,6 +18,8 @@ def why_no_triton() -> str:
         return ""
     if (platform.system(), platform.machine()) != ("Linux", "x86_64"):
         return f"unavailable: Triton has no package for {platform.system()} on {platform.machine()}; use a Linux machine"
+    if torch.version.cuda or torch.version.hip:
+        return "unavailable: Triton is not installed; next step: install the Triton release that this PyTorch requires"
     return f"unavailable: Triton is not installed; next step: pip install --no-deps triton=={TESTED}"
 
 

@@ -32,9 +32,11 @@ _OPERATORS = {
     "cudnn": r"_scaled_dot_product_cudnn_attention",
     "flash": r"_scaled_dot_product_flash_attention",
     "efficient": r"_scaled_dot_product_efficient_attention",
-    "math": r"_scaled_dot_product_attention_math",
+    # The backward pass of this backend consists of ordinary operators. The others have no operator for the gradient of softmax.
+    "math": r"_scaled_dot_product_attention_math|_softmax_backward_data",
 }
-_KERNEL = "attention_forward"  # name of the Triton kernel
+# Names of the Triton kernels of a forward pass, and of a backward pass.
+_KERNELS = ({"attention_forward"}, {"attention_key_gradient", "attention_query_gradient"})
 _PLACE = re.compile(r"\s*\(Triggered internally at [^)]*\)")
 
 
@@ -63,7 +65,7 @@ def attend(name: str, q_BHTD: Tensor, k_BKTD: Tensor, v_BKTD: Tensor, causal: bo
         warnings.simplefilter("always")
         try:
             return F.scaled_dot_product_attention(q_BHTD, k_BKTD, v_BKTD, is_causal=causal, enable_gqa=grouped, **options)
-        except torch.OutOfMemoryError:
+        except (torch.OutOfMemoryError, torch.AcceleratorError):
             raise
         except RuntimeError as error:
             raise RefusedError(_reasons(error, [str(one.message) for one in caught])) from error
@@ -91,7 +93,7 @@ def what_ran(call: Callable[[], object], device: Device) -> tuple[str, str]:
     events = watch.key_averages()
     names = [event.key for event in events]
     ran = [name for name, pattern in _OPERATORS.items() if any(re.search(pattern, one) for one in names)]
-    if any(one == _KERNEL for one in names):
+    if any(kernels <= set(names) for kernels in _KERNELS):
         ran.append(TRITON)
     kernels = [event for event in events if event.device_type.name != "CPU" and not getattr(event, "is_user_annotation", False)]
     if kernels:

@@ -42,12 +42,13 @@ class AttentionMemoryOptions(Options):
 def forecast(context: Context) -> list[Forecast]:
     """Predict the memory of each implementation at the greatest length, and the share of its quadratic term.
 
-    The implementation "math" stores the scores and the probabilities, and their gradients. The others store no matrix of scores.
+    The implementation "math" stores the scores and the probabilities, and their gradients, in float32 also for 16-bit inputs. The
+    others store no matrix of scores.
     """
     options = AttentionMemoryOptions.of(context)
     longest, forecasts = max(options.lengths), []
     linear = _compulsory_bytes(options, longest)
-    scores = options.heads * longest**2 * FORMATS[options.dtype].bytes
+    scores = options.heads * longest**2 * max(4, FORMATS[options.dtype].bytes)
     for name in IMPLEMENTATIONS:
         if why_absent(name, context.device):
             continue

@@ -1,7 +1,7 @@
 """How fast is attention, forward and backward, in Triton kernels and in each backend of PyTorch?
 
-All implementations get the same tensors and are timed in turn. Each output and each gradient is compared with float64, and the
-profiler confirms which implementation ran.
+All implementations get the same tensors and are timed in turn. The outputs and the gradients of the timed calls are compared with
+float64, and the profiler confirms which implementation ran in each pass.
 """
 
 from collections.abc import Callable
@@ -22,9 +22,10 @@ from hyperion.experiments.kernels.attention_implementations import (
     what_ran,
     why_absent,
 )
+from hyperion.experiments.kernels.timed_outputs import Outputs, time_and_keep
 from hyperion.kernels.attention_float64 import ExactAttention, attention_tolerance, exact_attention
 from hyperion.kernels.operations import attention_flops
-from hyperion.measure import FORMATS, Timing, Verification, matmul_precision, relative_error, time_interleaved
+from hyperion.measure import FORMATS, Timing, Verification, largest_error, matmul_precision
 from hyperion.results import Row
 
 METRIC, PASSES = "attention_tflops", ("forward", "backward")
@@ -136,12 +137,10 @@ EXPERIMENT = Experiment(forecast, run, options=AttentionSpeedOptions, forecast_r
 
 @dataclass(frozen=True)
 class _Contender:
-    """An implementation that can run: a function for each pass, its largest error in each pass, and what the profiler saw."""
+    """An implementation that can run: a function for each pass, and the implementation and kernel that the profiler saw in it."""
 
-    calls: dict[str, Callable[[], object]]
-    errors: dict[str, float]
-    ran: str
-    kernel: str
+    calls: dict[str, Callable[[], Outputs]]
+    seen: dict[str, tuple[str, str]]
 
 
 def _measure(context: Context, options: AttentionSpeedOptions, shape: AttentionShape) -> tuple[list[Row], list[pd.DataFrame]]:
@@ -156,7 +155,7 @@ def _measure(context: Context, options: AttentionSpeedOptions, shape: AttentionS
         )
         try:
             if not reason:
-                contenders[name] = _contender(context, name, tensors, exact, shape.causal)
+                contenders[name] = _contender(context, name, tensors, shape.causal)
                 continue
         except RefusedError as error:
             reason = f"refused: {error}"
@@ -168,37 +167,44 @@ def _measure(context: Context, options: AttentionSpeedOptions, shape: AttentionS
     frames: list[pd.DataFrame] = []
     for which in PASSES:
         params = shape.params | {"pass": which, "cache": "cold"}
-        calls = [one.calls[which] for one in contenders.values()]
-        limit_s = options.time_limit_s * len(calls)
-        timings = dict(zip(contenders, time_interleaved(calls, device, time_limit_s=limit_s), strict=True))
+        calls = {name: one.calls[which] for name, one in contenders.items()}
+        timings, kept = time_and_keep(calls, device, options.time_limit_s * len(calls))
+        checks = {name: _verification(outputs, exact, dtype, which) for name, outputs in kept.items()}
         for name, timing in timings.items():
-            rows.append(_rate_row(context, name, contenders[name], timing, dtype, params, shape.flops()[which]))
+            seen = dict(zip(("ran", "kernel"), contenders[name].seen[which], strict=True))
+            rows.append(_rate_row(context, name, timing, checks[name], dtype, params | seen, shape.flops()[which]))
             frames.append(sample_frame(timing, name, dtype, params))
-        rows += _speedups(context, contenders, timings, dtype, params)
+        rows += _speedups(context, timings, checks, dtype, params)
     return rows, frames
 
 
-def _rate_row(context: Context, name: str, contender: _Contender, timing: Timing, dtype: str, params: dict, flops: float) -> Row:
+def _rate_row(context: Context, name: str, timing: Timing, check: Verification, dtype: str, params: dict, flops: float) -> Row:
     rate = timing.estimate.map(lambda seconds: flops / seconds / 1e12)
-    seen = {"ran": contender.ran, "kernel": contender.kernel}
-    check = _verification(contender, dtype, params)
     limit = gemm_limit(context.device, dtype)
-    return timed_row(context, name, METRIC, rate, timing, check, limit, dtype=dtype, params=params | seen)
+    return timed_row(context, name, METRIC, rate, timing, check, limit, dtype=dtype, params=params)
 
 
-def _verification(contender: _Contender, dtype: str, params: dict) -> Verification:
-    which = params["pass"]
-    tolerance = attention_tolerance(FORMATS[dtype].storage, which == "backward")
-    return Verification("float64, first and last head of keys", contender.errors[which], tolerance)
+def _verification(outputs: Outputs, exact: dict[int, ExactAttention], dtype: str, which: str) -> Verification:
+    """Compare the output or the gradients of one timed call with float64, for the heads in `exact`."""
+    tolerance, errors = attention_tolerance(FORMATS[dtype].storage, which == "backward"), []
+    for head, one in exact.items():
+        group = len(one.output)
+        queries = slice(head * group, (head + 1) * group)
+        if which == "forward":
+            errors.append(one.output_error(outputs[0][0, queries], tolerance))
+        else:
+            of_q, of_k, of_v = (gradient[0] for gradient in outputs)
+            errors.append(one.gradient_error(of_q[queries], of_k[head], of_v[head], tolerance))
+    return Verification("float64, first and last head of keys", largest_error(errors), tolerance)
 
 
 def _speedups(
-    context: Context, contenders: dict[str, _Contender], timings: dict[str, Timing], dtype: str, params: dict
+    context: Context, timings: dict[str, Timing], checks: dict[str, Verification], dtype: str, params: dict
 ) -> list[Row]:
     """Return the speed-up of the Triton kernels over each other implementation."""
     if TRITON not in timings:
         return []
-    why, check = "no limit: two implementations of attention", _verification(contenders[TRITON], dtype, params)
+    why, check = "no limit: two implementations of attention", checks[TRITON]
     return [
         speedup_row(context, f"triton over {name}", timings[TRITON], timing, why, check, dtype=dtype, params=params)
         for name, timing in timings.items()
@@ -206,25 +212,24 @@ def _speedups(
     ]
 
 
-def _contender(
-    context: Context, name: str, tensors: tuple[Tensor, ...], exact: dict[int, ExactAttention], causal: bool
-) -> _Contender:
-    """Return an implementation that ran once, forward and backward, with its errors."""
+def _contender(context: Context, name: str, tensors: tuple[Tensor, ...], causal: bool) -> _Contender:
+    """Return an implementation that ran once, forward and backward."""
     q, k, v, grad = tensors
-    ran, kernel = what_ran(lambda: attend(name, q, k, v, causal), context.device)
     leaves = [tensor.detach().requires_grad_() for tensor in (q, k, v)]
     output = attend(name, *leaves, causal=causal)
-    try:
-        gradients = torch.autograd.grad(output, leaves, grad, retain_graph=True)
-    except torch.OutOfMemoryError:
-        raise
-    except RuntimeError as error:  # some backends accept the forward pass and refuse the backward pass
-        raise RefusedError(f"in the backward pass: {str(error).splitlines()[0]}") from error
-    calls = {
-        "forward": lambda: attend(name, q, k, v, causal),
+    calls: dict[str, Callable[[], Outputs]] = {
+        "forward": lambda: (attend(name, q, k, v, causal),),
         "backward": lambda: torch.autograd.grad(output, leaves, grad, retain_graph=True),
     }
-    return _Contender(calls, _errors(output, gradients, exact, q.shape[1] // k.shape[1]), ran, kernel)
+    try:
+        calls["backward"]()
+    except (torch.OutOfMemoryError, torch.AcceleratorError):
+        raise
+    except RuntimeError as error:  # some backends accept the forward pass and refuse the backward pass
+        if name == TRITON:
+            raise
+        raise RefusedError(f"in the backward pass: {str(error).splitlines()[0]}") from error
+    return _Contender(calls, {which: what_ran(call, context.device) for which, call in calls.items()})
 
 
 def _exact(tensors: tuple[Tensor, ...], causal: bool) -> dict[int, ExactAttention]:
@@ -235,14 +240,3 @@ def _exact(tensors: tuple[Tensor, ...], causal: bool) -> dict[int, ExactAttentio
         head: exact_attention(q[head * group :][:group], k[head], v[head], grad[head * group :][:group], causal)
         for head in {0, len(k) - 1}
     }
-
-
-def _errors(output: Tensor, gradients: tuple[Tensor, ...], exact: dict[int, ExactAttention], group: int) -> dict[str, float]:
-    """Return the largest error of the output, and of any gradient."""
-    forward, backward = [], []
-    for head, one in exact.items():
-        queries = slice(head * group, (head + 1) * group)
-        forward.append(relative_error(output[0, queries], one.output))
-        pairs = zip(gradients, (queries, head, head), (one.grad_q, one.grad_k, one.grad_v), strict=True)
-        backward += [relative_error(found[0, place], wanted) for found, place, wanted in pairs]
-    return {"forward": max(forward), "backward": max(backward)}

@@ -12,9 +12,10 @@ import torch
 from hyperion.chapter.context import Context, Experiment, Forecast, Options, Report, Result, Table
 from hyperion.chapter.efficiency import expected_product
 from hyperion.chapter.rows import all_samples, rate_row, sample_frame, speedup_row
+from hyperion.experiments.kernels.timed_outputs import time_and_keep
 from hyperion.kernels import operations
 from hyperion.kernels.availability import why_no_kernels
-from hyperion.measure import FORMATS, Verification, blas_backend, matmul_precision, time_interleaved, verify_product
+from hyperion.measure import FORMATS, blas_backend, matmul_precision, verify_product
 from hyperion.results import Row
 
 TRITON, TORCH = "triton", "torch.mm"
@@ -56,7 +57,7 @@ def forecast(context: Context) -> list[Forecast]:
 
 
 def run(context: Context, report: Report) -> Result:
-    """Time the Triton kernel and torch.mm in turn, and verify both products."""
+    """Time the Triton kernel and torch.mm in turn, and verify the products of the timed calls."""
     options = MatmulKernelOptions.of(context)
     rows, frames = [], []
     for done, shape in enumerate(options.shapes):
@@ -83,7 +84,7 @@ def _measure(context: Context, options: MatmulKernelOptions, shape: ProductShape
         torch.randn(*sizes, device=device.torch_device, generator=generator).to(FORMATS[dtype].storage)
         for sizes in ((shape.m, shape.k), (shape.k, shape.n))
     )
-    calls = {TRITON: lambda: operations.matmul(a_MK, b_KN), TORCH: lambda: torch.mm(a_MK, b_KN)}
+    calls = {TRITON: lambda: (operations.matmul(a_MK, b_KN),), TORCH: lambda: (torch.mm(a_MK, b_KN),)}
     backends = {TRITON: "Triton", TORCH: blas_backend(device, FORMATS[dtype])}
     rows: list[Row] = []
     if reason := why_no_kernels(device):
@@ -91,18 +92,18 @@ def _measure(context: Context, options: MatmulKernelOptions, shape: ProductShape
         del calls[TRITON]
     else:
         rows.append(_search_row(context, a_MK, b_KN, dtype, params))
+    timings, kept = time_and_keep(calls, device, options.time_limit_s)
     tolerance = FORMATS[dtype].gemm_tolerance
-    checks: dict[str, Verification] = {name: verify_product(a_MK, b_KN, call(), tolerance) for name, call in calls.items()}
-    timings = time_interleaved(list(calls.values()), device, time_limit_s=options.time_limit_s)
+    checks = {name: verify_product(a_MK, b_KN, *outputs, tolerance) for name, outputs in kept.items()}
     flops = 2 * shape.m * shape.n * shape.k
-    for name, timing in zip(calls, timings, strict=True):
+    for name, timing in timings.items():
         rate = timing.estimate.map(lambda seconds: flops / seconds / 1e12)
         rows.append(rate_row(context, name, dtype, params, rate, timing, checks[name], backends[name]))
-    if len(timings) == 2:
+    if TRITON in timings:
         why = "no limit: two implementations of the same product"
         told = {"dtype": dtype, "params": params}
-        rows.append(speedup_row(context, "triton over torch.mm", timings[0], timings[1], why, checks[TRITON], **told))
-    return rows, [sample_frame(timing, name, dtype, params) for name, timing in zip(calls, timings, strict=True)]
+        rows.append(speedup_row(context, "triton over torch.mm", timings[TRITON], timings[TORCH], why, checks[TRITON], **told))
+    return rows, [sample_frame(timing, name, dtype, params) for name, timing in timings.items()]
 
 
 def _search_row(context: Context, a_MK: torch.Tensor, b_KN: torch.Tensor, dtype: str, params: dict) -> Row:

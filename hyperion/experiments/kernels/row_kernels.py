@@ -15,9 +15,10 @@ from torch import Tensor
 from hyperion.chapter.context import Context, Experiment, Forecast, Options, Report, Result
 from hyperion.chapter.efficiency import expected_stream
 from hyperion.chapter.rows import all_samples, bandwidth_limit, sample_frame, speedup_row, timed_row
+from hyperion.experiments.kernels.timed_outputs import time_and_keep
 from hyperion.kernels import operations
 from hyperion.kernels.availability import why_no_kernels
-from hyperion.measure import FORMATS, Timing, Verification, relative_error, time_interleaved
+from hyperion.measure import FORMATS, Verification, error_of_rows, largest_error
 from hyperion.results import Row, ratio_estimate
 
 OPERATIONS = {"vector_add": 3, "softmax": 2, "layer_norm": 2, "layer_norm_backward": 3}  # arrays that are read or written
@@ -54,7 +55,7 @@ def forecast(context: Context) -> list[Forecast]:
 
 
 def run(context: Context, report: Report) -> Result:
-    """Time each operation: the Triton kernel, PyTorch, and a copy of as many bytes, in turn. Verify every output in float64."""
+    """Time the Triton kernel, PyTorch and a copy of as many bytes in turn, for each operation. Verify the timed outputs."""
     options = RowKernelsOptions.of(context)
     rows, frames = [], []
     for done, operation in enumerate(OPERATIONS):
@@ -93,34 +94,27 @@ def _measure(context: Context, options: RowKernelsOptions, operation: str) -> tu
         rows.append(context.absent_row(TRITON, "bandwidth_gb_s", reason, dtype=dtype, params=params))
         del work.calls[TRITON]
     tolerance = torch.finfo(FORMATS[dtype].storage).eps / 2 + 1e-5  # rounding of the output, and float32 sums before it
-    checks = {}
-    for name, call in work.calls.items():
-        error = max(relative_error(found, exact) for found, exact in zip(call(), work.exact, strict=True))
-        checks[name] = Verification("float64", error, tolerance)
     source = torch.randn(traffic_bytes // 8, device=device.torch_device)
     target = torch.empty_like(source)
-    functions = [*work.calls.values(), lambda: target.copy_(source)]
-    timings = time_interleaved(functions, device, time_limit_s=options.time_limit_s)
-    copy = timings[-1]
+    calls = work.calls | {COPY: lambda: (target.copy_(source),)}
+    timings, kept = time_and_keep(calls, device, options.time_limit_s)
     limit = bandwidth_limit(device, traffic_bytes)
-    for name, timing in zip(work.calls, timings, strict=False):
+    columns: dict = {"dtype": dtype, "params": params}
+    checks: dict[str, Verification] = {}
+    for name in work.calls:
+        error = largest_error(error_of_rows(*pair, tolerance) for pair in zip(kept.pop(name), work.exact, strict=True))
+        checks[name] = Verification("float64", error, tolerance)
+        timing = timings[name]
         rate = timing.estimate.map(lambda seconds: traffic_bytes / seconds / 1e9)
-        columns = {"dtype": dtype, "params": params}
         rows.append(timed_row(context, name, "bandwidth_gb_s", rate, timing, checks[name], limit, **columns))
-        rows.append(_share_of_copy(context, name, timing, copy, dtype, params))
-    if len(timings) == 3:
+        ratio = ratio_estimate(timing.samples_s, timings[COPY].samples_s)
+        no_limit = None, "no limit: a ratio of two rates that were timed in turn"
+        rows.append(timed_row(context, f"{name} over copy", "rate_ratio", ratio, timing, checks[name], no_limit, **columns))
+    if TRITON in timings:
         why = "no limit: two implementations of the same operation"
-        told = {"dtype": dtype, "params": params}
-        rows.append(speedup_row(context, "triton over torch", timings[0], timings[1], why, checks[TRITON], **told))
-    frames = [sample_frame(timing, name, dtype, params) for name, timing in zip((*work.calls, COPY), timings, strict=True)]
+        rows.append(speedup_row(context, "triton over torch", timings[TRITON], timings[TORCH], why, checks[TRITON], **columns))
+    frames = [sample_frame(timing, name, dtype, params) for name, timing in timings.items()]
     return rows, frames
-
-
-def _share_of_copy(context: Context, name: str, timing: Timing, copy: Timing, dtype: str, params: dict) -> Row:
-    """Return the row of a kernel's rate, divided by the rate of the copy that was timed in turn."""
-    ratio = ratio_estimate(timing.samples_s, copy.samples_s)
-    limit = (None, "no limit: a kernel that writes less than it reads can be faster than a copy")
-    return timed_row(context, f"{name} over copy", "rate_ratio", ratio, timing, limit=limit, dtype=dtype, params=params)
 
 
 def _work(context: Context, options: RowKernelsOptions, operation: str) -> _Work:
