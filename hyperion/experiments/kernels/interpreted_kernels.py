@@ -12,7 +12,16 @@ from hyperion.chapter.variants import run_variant
 from hyperion.kernels.availability import triton_version, why_no_triton
 
 METRIC = "relative_difference"
-KERNELS = ("vector_add", "softmax", "layer_norm", "layer_norm backward", "matmul", "attention")
+KERNELS = (
+    "vector_add",
+    "softmax",
+    "layer_norm",
+    "layer_norm backward",
+    "matmul",
+    "matmul with descriptors",
+    "attention",
+    "attention with descriptors",
+)
 
 
 class InterpretedKernelsOptions(Options):
