@@ -1,5 +1,7 @@
 """The experiments of the chapter on kernels at toy sizes: rows with checks, reasons where nothing ran, planted faults."""
 
+import types
+
 import pytest
 import torch
 
@@ -13,6 +15,8 @@ from hyperion.experiments.kernels import (
     row_kernels,
 )
 from hyperion.experiments.kernels.attention_implementations import RefusedError, attend, make_inputs, what_ran
+from hyperion.experiments.kernels.claims import attention_claims, bandwidth_claims, compiled_claims, has_bars, product_claims
+from hyperion.experiments.kernels.timed_outputs import time_and_keep
 from hyperion.hardware import detect
 from hyperion.results import Row, RowError
 from tests.chapter.toy import perform, toy_context
@@ -58,7 +62,10 @@ def test_attention_runs_in_the_backend_that_was_asked_for(tmp_path):
     assert {(row.variant, row.params["pass"]) for row in rates} == {
         (name, which) for name in ("flash", "math") for which in ("forward", "backward")
     }
-    assert all(row.params["ran"] == row.variant and row.variant in row.params["kernel"] for row in rates)
+    assert all(row.params["ran"] == row.variant for row in rates)
+    kernels = {(row.variant, row.params["pass"]): row.params["kernel"] for row in rates}
+    assert all(name in kernels[name, "forward"] for name in ("flash", "math"))
+    assert kernels["flash", "backward"].endswith("backward") and "softmax_backward" in kernels["math", "backward"]
     assert all(0 < row.check_error < row.check_tolerance for row in rates)
     reasons = {row.variant: row.value_reason for row in rows if row.value is None}
     assert reasons["cudnn"].startswith("refused: No viable backend") and "next step" in reasons["triton"]
@@ -85,6 +92,104 @@ def test_planted_faults_of_attention_are_refused(fault, tmp_path, monkeypatch):
     monkeypatch.setattr(attention_speed, "attend", faulty)
     with pytest.raises(RowError, match="failed its check"):
         perform(toy_context("attention_speed", SPEED, tmp_path), tmp_path)
+
+
+def wrong_from_call(number, function, change):
+    """Return a function that is right in its first calls, and then returns changed outputs."""
+    calls = []
+
+    def called(*arguments, **options):
+        calls.append(0)
+        output = function(*arguments, **options)
+        return output if len(calls) < number else change(output)
+
+    return called
+
+
+def test_the_outputs_of_timed_calls_are_verified(tmp_path, monkeypatch):
+    """The faults begin in the second call of each function. The first call is not timed."""
+    monkeypatch.setattr(attention_speed, "IMPLEMENTATIONS", ("flash",))
+    # The calls before the timed calls: one with gradients, one under the profiler, and one whose output is overwritten.
+    monkeypatch.setattr(attention_speed, "attend", wrong_from_call(4, attend, lambda output: 1.01 * output))
+    with pytest.raises(RowError, match="failed its check"):
+        perform(toy_context("attention_speed", SPEED, tmp_path), tmp_path)
+    rows, product = {"dtype": "fp32", "elements": 4096, "width": 64, "time_limit_s": 0.01}, torch.mm
+    monkeypatch.setattr(row_kernels, "OPERATIONS", {"softmax": 2})
+    softmax = torch.softmax  # the first call computes the exact output
+    monkeypatch.setattr(torch, "softmax", wrong_from_call(3, softmax, lambda output: 1.01 * output))
+    with pytest.raises(RowError, match="failed its check"):
+        perform(toy_context("row_kernels", rows, tmp_path), tmp_path)
+    sizes = {"dtype": "fp32", "shapes": [{"m": 33, "n": 17, "k": 9}], "time_limit_s": 0.01}
+    monkeypatch.setattr(torch, "mm", wrong_from_call(2, product, lambda output: 1.01 * output))
+    with pytest.raises(RowError, match="failed its check"):
+        perform(toy_context("matmul_kernel", sizes, tmp_path), tmp_path)
+
+
+def test_an_element_that_no_timed_call_writes_is_found():
+    """The function below writes every element in its first call only, to memory that it owns as an allocator does."""
+    memory = torch.empty(5)
+
+    def call():
+        memory[0 if memory[0] == 0 else 1 :] = 1
+        return (memory,)
+
+    memory[0] = 0
+    _, kept = time_and_keep({"faulty": call}, detect(), 0.01)
+    assert kept["faulty"][0][0].isnan() and kept["faulty"][0][1] == 1
+
+
+def test_a_failing_device_is_not_a_refusal(monkeypatch):
+    def fail(*arguments, **options):
+        raise torch.AcceleratorError("an illegal memory access")
+
+    q, k, v, _ = make_inputs(detect(), torch.float32, (1, 2, 2, 8, 16), 0)
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", fail)
+    with pytest.raises(torch.AcceleratorError):
+        attend("flash", q, k, v)
+
+
+def speedup(variant, value, params, low=None):
+    why = {} if value is not None else {"value_reason": "unexpected: made up"}
+    interval = {"n": 30, "ci_low": low or value, "ci_high": value} if value is not None else {}
+    columns = {"notebook": "n", "experiment": "e", "metric": "speedup"} | why | interval
+    return Row(variant=variant, value=value, params=params, **columns)
+
+
+def test_claims_do_not_hold_without_rows_and_speed_needs_an_interval():
+    options = attention_speed.AttentionSpeedOptions.parse(load_profile("full").sizes("attention_speed"), "attention_speed")
+    claims = attention_claims([], options)
+    assert len(claims) == 3 * 4 and not any(holds for holds, _ in claims)
+    long = next(shape for shape in options.shapes if shape.length == 8192)
+    options = options.model_copy(update={"shapes": (long,)})
+    passes = [long.params | {"pass": which} for which in ("forward", "backward")]
+    rows = [speedup(f"triton over {name}", 1.02, one, low=1.01) for name in ("cudnn", "flash") for one in passes]
+    assert all(holds for holds, _ in attention_claims(rows, options))
+    rows[2] = speedup("triton over flash", 1.02, passes[0], low=0.99)  # faster, but not beyond noise
+    rows[1] = speedup("triton over cudnn", None, passes[1])
+    failed = [told for holds, told in attention_claims(rows, options) if not holds]
+    assert "1.020 (0.990 to 1.020), expected more than 1" in failed[0] and "1 rows of triton over cudnn" in failed[1]
+    products = matmul_kernel.MatmulKernelOptions.parse(load_profile("full").sizes("matmul_kernel"), "matmul_kernel")
+    rows = [speedup("triton over torch.mm", 0.9, {"m": 4096, "n": 4096, "k": 4096})]
+    assert [holds for holds, _ in product_claims(rows, products)] == [True, False]
+    arrays = row_kernels.RowKernelsOptions.parse(load_profile("full").sizes("row_kernels"), "row_kernels")
+    rows = [speedup("triton over copy", value, {"operation": name}) for name, value in (("softmax", 0.9), ("layer_norm", 0.8))]
+    assert [holds for holds, _ in bandwidth_claims(rows, arrays)] == [False, True, False, False]
+
+
+def test_bars_are_for_the_gpus_on_which_the_settings_were_timed():
+    hopper, mi250x = ({"gpus": [{"major": 9, "minor": 0}], "hip": hip} for hip in (None, "7.0"))
+    assert has_bars(hopper) and not has_bars(mi250x) and not has_bars({"gpus": [], "hip": None})
+    assert not has_bars({"gpus": [{"major": 8, "minor": 0}], "hip": None})
+
+
+def test_a_compiled_kernel_whose_value_was_refused_fails_its_claim():
+    where = {"notebook": "n", "experiment": "e", "variant": "gfx90a", "params": {"kernel": "k"}}
+    rows = [
+        Row(metric="register_spills", value=None, value_reason="unexpected: 8 items failed its check", **where),
+        Row(metric="register_spills", value=0.0, **where),
+        Row(metric="shared_memory_bytes", value=65537.0, **where),
+    ]
+    assert [holds for holds, _ in compiled_claims(rows)] == [False, True, False]
 
 
 def test_the_prediction_adds_products_and_exponentials(tmp_path, monkeypatch):
@@ -117,6 +222,13 @@ def test_memory_of_stored_scores_grows_with_the_square(tmp_path):
     shares = {row.variant: row.value for row in measured(rows, "quadratic_share")}
     assert shares["flash"] < 0.01 and shares["math"] > 0.9
     assert all(row.value > row.limit for row in measured(rows, "peak_memory_gib"))
+
+
+def test_scores_in_16_bits_are_predicted_in_float32(tmp_path):
+    sizes = {"dtype": "bf16", "heads": 3, "features": 64, "lengths": [64, 128, 256, 512]}
+    forecasts = attention_memory.forecast(toy_context("attention_memory", sizes, tmp_path))
+    peaks = {one.variant: one.estimate for one in forecasts if one.metric == "peak_memory_gib"}
+    assert (peaks["math"] - peaks["flash"]) * 2**30 == pytest.approx(3 * 3 * 512**2 * 4)
 
 
 def test_a_fit_separates_linear_and_quadratic_memory():
@@ -165,11 +277,14 @@ def test_without_triton_the_rows_have_the_reason(tmp_path, monkeypatch):
     assert [row.value_reason for row in rows] == [why] * 3
 
 
-def test_a_kernel_that_spills_is_no_row(tmp_path):
+def test_the_value_of_a_kernel_that_spills_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(compiled_kernels, "triton_version", lambda: "0")
+    build = types.SimpleNamespace(name="k", matrix=False, warps=4)
+    found = types.SimpleNamespace(registers=9, spills=8, shared_bytes=0, occupancy=8, matrix_instructions=0, matrix_name="")
     context = toy_context("compiled_kernels", {"architectures": ["sm_90"]}, tmp_path)
-    check = {"check": "largest allowed number", "check_error": 8, "check_tolerance": 0}
-    with pytest.raises(RowError, match="failed its check"):
-        context.row("sm_90", "register_spills", 8, dtype="bf16", params={"kernel": "k"}, **check).validate()
+    rows = compiled_kernels._rows(context, types.SimpleNamespace(name="sm_90", shared_bytes=1), build, found)
+    refused = [row for row in rows if row.without_failed_value().value is None]
+    assert [row.metric for row in refused] == ["register_spills"]
 
 
 @pytest.mark.parametrize("profile", ["smoke", "full", "study"])
