@@ -202,7 +202,7 @@ def test_kernels_agree_with_float64_in_the_interpreter_and_planted_bugs_do_not(t
 
 # The functions of `operations`, with their kernels in the interpreter, as on a GPU.
 SERVED = """
-import json, types
+import json, pathlib, types
 import torch
 import torch.nn.functional as F
 from hyperion.errors import HyperionError
@@ -229,8 +229,7 @@ def refused(function, *arguments):
     return "served"
 
 x, strided = torch.randn(5, 100), torch.randn(100, 2)
-leaves = [x.clone(), strided[:, 0], strided[:, 1].half()[::1]]
-leaves = [leaf.detach().requires_grad_() for leaf in leaves]
+leaves = [leaf.detach().requires_grad_() for leaf in (x.clone(), strided[:, 0], strided[:, 1])]
 errors = [worst(leaves, operations.layer_norm, lambda x, w, b: F.layer_norm(x, (100,), w, b))]
 tiles, buffer = Tiles(*[Tile(32, 16, 4, 1)] * 3), torch.randn(3, 2 * 20 * 64 + 1)
 leaves = [row[1:].view(1, 2, 20, 64).requires_grad_() for row in buffer]
@@ -238,8 +237,8 @@ found, expected = (lambda *three: Attention.apply(*three, True, tiles)), operati
 errors.append(worst(leaves, found, expected))
 
 heads = torch.zeros(1, 1, 0, 64).half(), torch.zeros(65536, 1, 1, 64).half()
-wanting, wide = x.clone().requires_grad_(), torch.zeros(1, 10000, requires_grad=True)
-print(json.dumps([errors, [
+wanting, wide = x.clone().requires_grad_(), torch.zeros(1, 20000, requires_grad=True)
+refusals = [
     refused(operations.vector_add, x.double(), x.double()),
     refused(operations.vector_add, x.long(), x.long()),
     refused(operations.softmax, x.double()),
@@ -250,7 +249,15 @@ print(json.dumps([errors, [
     refused(operations.matmul, x, wanting.T),
     refused(operations.layer_norm, wide, wide[0], wide[0]),
     *(refused(operations.attention, one, one, one) for one in heads),
-]]))
+]
+
+from hyperion.experiments.kernels.interpreted_kernels import interpret
+from hyperion.kernels import interpreted
+from tests.chapter.toy import toy_context
+interpreted.GROUPS = {"rows_triton": interpreted.GROUPS["rows_triton"]}
+rows = interpret(toy_context("interpreted_kernels", {}, pathlib.Path("nowhere")), lambda *told: None).rows
+assert all(row.check_error < row.check_tolerance for row in rows)
+print(json.dumps([errors, refusals, sorted({row.variant for row in rows})]))
 """
 
 
@@ -261,9 +268,10 @@ def test_operations_serve_strided_tensors_and_refuse_what_a_kernel_would_compute
     environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     done = subprocess.run([sys.executable, "-c", SERVED], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    errors, refusals = json.loads(done.stdout)
+    errors, refusals, kernels = json.loads(done.stdout)
+    assert kernels == ["layer_norm", "layer_norm backward", "softmax", "vector_add"]
     assert max(errors) < 1e-5 and len(errors) == 2, errors
-    words = ["float64", "int64", "float64", "float64", "float64", *["requires a gradient"] * 3, "10000", "0, 64", "65536"]
+    words = ["float64", "int64", "float64", "float64", "float64", *["requires a gradient"] * 3, "20000", "0, 64", "65536"]
     assert all(word in told for word, told in zip(words, refusals, strict=True)), refusals
 
 

@@ -245,7 +245,7 @@ def test_backends_accept_or_give_a_reason(tmp_path):
     refused = [row for row in rows if row.value == 0]
     assert refused and all(row.params["reason"] for row in refused)
     (dropout,) = [row for row in rows if (row.variant, row.params["case"]) == ("flash", "dropout")]
-    assert dropout.params["reason"] == "Both fused kernels do not support non-zero dropout."
+    assert "dropout" in dropout.params["reason"]
 
 
 def test_a_refusal_keeps_the_reasons_and_not_the_announcement():
