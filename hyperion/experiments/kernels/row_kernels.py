@@ -14,7 +14,7 @@ from torch import Tensor
 
 from hyperion.chapter.context import Context, Experiment, Forecast, Options, Report, Result
 from hyperion.chapter.efficiency import expected_stream
-from hyperion.chapter.rows import all_samples, bandwidth_limit, sample_frame, speedup_row, timed_row
+from hyperion.chapter.rows import all_samples, bandwidth_limit, out_of_memory_reason, sample_frame, speedup_row, timed_row
 from hyperion.experiments.kernels.timed_outputs import time_and_keep
 from hyperion.kernels import operations
 from hyperion.kernels.availability import why_no_kernels
@@ -60,7 +60,13 @@ def run(context: Context, report: Report) -> Result:
     rows, frames = [], []
     for done, operation in enumerate(OPERATIONS):
         report(done, len(OPERATIONS), operation)
-        new_rows, new_frames = _measure(context, options, operation)
+        try:
+            new_rows, new_frames = _measure(context, options, operation)
+        except torch.OutOfMemoryError as error:
+            columns: dict = {"dtype": options.dtype, "params": _params(options, operation)}
+            reason = out_of_memory_reason(error)
+            new_rows = [context.absent_row(name, "bandwidth_gb_s", reason, **columns) for name in (TRITON, TORCH)]
+            new_frames = []
         rows += new_rows
         frames += new_frames
     report(len(OPERATIONS), len(OPERATIONS), "done")
