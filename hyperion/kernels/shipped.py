@@ -93,7 +93,8 @@ def matmul_builds(architecture: Architecture) -> list[Build]:
 
 def _blocks_build(tile: matmul_triton.MatmulTile, even: bool) -> Build:
     name = f"matmul {tile.rows}x{tile.columns}x{tile.depth}, {tile.stages} stages, {'even' if even else 'odd'} sizes"
-    signature = dict.fromkeys(("a", "b", "c"), f"*{_DTYPE}") | dict.fromkeys(("M", "N", "K"), "i32")
+    signature: dict[str, str] = dict.fromkeys(("a", "b", "c"), f"*{_DTYPE}")
+    signature |= dict.fromkeys(("M", "N", "K"), "i32")
     constants = tile.constants | {"STAGES": tile.stages, "EVEN": even}
     options = {"num_stages": tile.stages}
     return Build(name, matmul_triton.matmul_blocks, signature, constants, tile.warps, options, matrix=True, aligned=even)

@@ -94,7 +94,7 @@ def _measure(context: Context, options: MatmulKernelOptions, shape: ProductShape
         rows.append(_search_row(context, a_MK, b_KN, dtype, params))
     timings, kept = time_and_keep(calls, device, options.time_limit_s)
     tolerance = FORMATS[dtype].gemm_tolerance
-    checks = {name: verify_product(a_MK, b_KN, *outputs, tolerance) for name, outputs in kept.items()}
+    checks = {name: verify_product(a_MK, b_KN, outputs[0], tolerance) for name, outputs in kept.items()}
     flops = 2 * shape.m * shape.n * shape.k
     for name, timing in timings.items():
         rate = timing.estimate.map(lambda seconds: flops / seconds / 1e12)
