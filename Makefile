@@ -12,8 +12,9 @@ export PROFILE ONLY TIME_BUDGET CELL_TIMEOUT NOTEBOOK_TIMEOUT RUN DATA_SOURCE SE
 
 enter = sh hyperion/install/enter.sh
 pytest = $(enter) --extra test run pytest
-# Three workers by default, because many tests wait for processes that they start.
+# Three workers by default, because many tests wait for processes that they start. The fast tests start none.
 WORKERS ?= 3
+test-fast: WORKERS = 2
 parallel = --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help

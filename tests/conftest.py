@@ -20,13 +20,12 @@ _LONGEST = (
     "test_readme_commands.py",
     "test_driver.py",
     "test_own_subject.py",
-    "test_plots.py",
+    "test_pages.py",
     "test_compare_trials.py",
     "test_bad_input.py",
     "test_distributed_command.py",
     "test_ranks.py",
     "test_terminal.py",
-    "test_report.py",
     "test_collective_check.py",
     "test_parallelize.py",
     "test_collectives.py",
@@ -100,3 +99,40 @@ def small_cache() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(facts, "read_cpu", lambda: replace(read(), last_level_cache_bytes=8 << 20))
         yield
+
+
+# Imports below stand in the functions, so that a test of the installer loads no torch.
+
+
+@pytest.fixture(scope="session")
+def run(tmp_path_factory):
+    """A made-up GPU run on mirrored data. Tests that write take a copy."""
+    from tests.book.made_up import made_up_run
+
+    return made_up_run(tmp_path_factory.mktemp("book") / "20260101-120000-full")
+
+
+@pytest.fixture(scope="session")
+def cpu_run(tmp_path_factory):
+    """A made-up run of a CPU that no data sheet knows, on synthetic data."""
+    from tests.book.made_up import GPU, made_up_run
+
+    environment = GPU | {"gpus": [], "cuda": None, "torch": "2.13.0+cpu"}
+    folder = tmp_path_factory.mktemp("book") / "20260101-120000-smoke"
+    return made_up_run(
+        folder, source="synthetic", peaks={"fp64": None, "fp32": None, "bf16": None}, bandwidth=None, environment=environment
+    )
+
+
+@pytest.fixture(scope="session")
+def material(run):
+    from hyperion.figures.material import Material
+
+    return Material(run)
+
+
+@pytest.fixture(scope="session")
+def cpu_material(cpu_run):
+    from hyperion.figures.material import Material
+
+    return Material(cpu_run)

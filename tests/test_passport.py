@@ -182,6 +182,7 @@ def leaves(value, path=()) -> list[tuple]:
 PLACES = leaves(GOOD)
 
 
+@pytest.mark.slow
 @settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.sampled_from(PLACES), JUNK)
 def test_junk_anywhere_is_refused_in_words_or_kept(tmp_path, place, junk):

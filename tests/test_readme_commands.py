@@ -109,6 +109,7 @@ def test_links_and_pictures_are_there(page):
     assert [link for link in links if not (ROOT / page).parent.joinpath(link).exists()] == []
 
 
+@pytest.mark.slow
 def test_headline_tables_are_those_of_the_runs():
     page = PAGES["docs/headlines.md"]
     quoted = re.findall(r"<!-- headlines: (\S+) -->\n(.*?)\n<!-- end of headlines -->", page, re.DOTALL)

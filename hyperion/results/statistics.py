@@ -21,7 +21,7 @@ _POWER_DIVISIONS = 400
 _LARGEST = 0.99
 _STEP = math.log(1.1)
 _NORMAL_HALF_WIDTH = 1.96  # standard deviations in half of a 95 % interval of a normal distribution
-_CELLS = 4_000_000  # largest number of elements in each of the few arrays that a test holds in memory at once
+_CELLS = 100_000  # elements in each of the few arrays of a test at once; such arrays fit into the cache of a core
 
 
 @dataclass(frozen=True)
@@ -212,16 +212,17 @@ def randomization_test(values: np.ndarray, launches_a: int, smallest: float, div
     contrasts = side_contrasts(launches_a, len(values) - launches_a, divisions)
     lengths = np.sqrt((values**2).sum(axis=0))
     differences = contrasts[0] @ values
-    observed = _correlations(differences[None], lengths, smallest)[0]
+    observed = _correlations(differences[:, None], lengths, smallest)[:, 0]
     order = np.argsort(observed)
     reached, largest = np.zeros(len(order)), []
     ordered, ordered_lengths, thresholds = values[:, order], lengths[order], observed[order] * (1 - 1e-9)
     for some in np.array_split(contrasts, math.ceil(contrasts.shape[0] * len(order) / _CELLS)):
-        # Each column contains the largest statistic among this value and all less significant values.
-        maxima = np.maximum.accumulate(_correlations(some @ ordered, ordered_lengths, smallest), axis=1)
+        statistics = _correlations(ordered.T @ some.T, ordered_lengths, smallest)
+        # Each row contains the largest statistic among this value and all less significant values.
+        maxima = np.maximum.accumulate(statistics, axis=0, out=statistics)
         # The factor also counts divisions whose statistic equals the observed one except for rounding.
-        reached += (maxima >= thresholds).sum(axis=0)
-        largest.append(maxima[:, -1])
+        reached += (maxima >= thresholds[:, None]).sum(axis=1)
+        largest.append(maxima[-1].copy())
     p_values = np.empty(len(order))
     p_values[order] = np.maximum.accumulate((reached / len(contrasts))[::-1])[::-1]
     return RandomizationTest(differences, p_values, np.concatenate(largest))
@@ -346,12 +347,20 @@ def _correlations(differences: np.ndarray, lengths: np.ndarray, smallest: float)
     """For each value, return its absolute correlation with the membership in set B, up to a constant factor.
 
     The result is 0 for values that change by `smallest` or less.
+
+    Args:
+        differences: difference of the means of both sets; shape (values, divisions).
+        lengths: Euclidean norm of each value over the launches; shape (values).
+        smallest: see `randomization_test`.
     """
-    # |exp(d) - 1| > smallest, without an exponential of each of millions of elements
+    # |exp(d) - 1| <= smallest, without an exponential of each of millions of elements
     lower = math.log1p(-smallest) if smallest < 1 else -math.inf
-    counts = (differences > math.log1p(smallest)) | (differences < lower)
+    too_small = (differences <= math.log1p(smallest)) & (differences >= lower)
     inverse = np.divide(1.0, lengths, out=np.zeros_like(lengths), where=lengths > 0)
-    return np.abs(differences) * inverse * counts
+    correlations = np.abs(differences)
+    correlations *= inverse[:, None]
+    correlations[too_small] = 0.0
+    return correlations
 
 
 def _estimate(value: float, resampled: np.ndarray, n: int) -> Estimate:

@@ -83,6 +83,7 @@ def test_one_launch_keeps_the_interval_within_it():
     )
 
 
+@pytest.mark.slow
 def test_the_committed_page_is_what_the_rows_say(tmp_path, monkeypatch):
     monkeypatch.chdir(PAGE.parents[1])
     copy = Path(shutil.copy(PAGE, tmp_path))

@@ -135,6 +135,7 @@ def test_strong_scaling_stands_beside_weak_on_the_most_devices():
     ]
 
 
+@pytest.mark.slow
 def test_no_two_headlines_of_a_run_have_one_label(material, cpu_material):
     for of in (material, cpu_material):
         labels = [headline.label for headline in headlines(of)]

@@ -54,6 +54,7 @@ def test_the_caveat_follows_from_the_checksum_of_the_data(tmp_path, source, entr
     assert not says or "cannot be compared with published ones" in caveat
 
 
+@pytest.mark.slow
 def test_every_place_that_shows_an_accuracy_has_the_caveat(tmp_path, capsys):
     material = material_of(tmp_path, "mirror", LOSSY)
     caveat = material.image_caveat

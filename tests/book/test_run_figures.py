@@ -19,6 +19,7 @@ def panels(material):
     return figure, [axes.get_title(loc="left") for axes in figure.axes]
 
 
+@pytest.mark.slow
 def test_it_shows_rates_with_limits_the_roofline_and_the_losses(material):
     figure, titles = panels(material)
     assert [title.split(",")[0] for title in titles] == [
@@ -33,6 +34,7 @@ def test_it_shows_rates_with_limits_the_roofline_and_the_losses(material):
     assert min(text.get_fontsize() for axes in figure.axes for text in axes.texts) >= 9
 
 
+@pytest.mark.slow
 def test_without_a_datasheet_no_share_is_spoken_of(cpu_material):
     figure, titles = panels(cpu_material)
     assert len(titles) == 4 and "%" not in titles[0] + titles[1] and "floor" in texts(figure)

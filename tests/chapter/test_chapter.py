@@ -41,6 +41,7 @@ def test_rows_carry_the_estimate_written_before(run_folder):
     assert row.check_error <= row.check_tolerance == 4.0
 
 
+@pytest.mark.slow
 def test_predictions_are_stored_with_time_and_hash_before_the_first_sample(tmp_path, monkeypatch):
     chapter, seen, measure = open_chapter(NOTEBOOK, profile="smoke", output=str(tmp_path / "run")), [], Chapter._measure
 

@@ -441,6 +441,7 @@ def test_an_edited_checkpoint_alone_is_an_error(originals, form, tmp_path, capsy
         assert caught.value.where.name == "state.json"
 
 
+@pytest.mark.slow
 @given(form=st.sampled_from(sorted(FORMS)), data=st.data())
 @HOSTILE
 def test_bytes_changed_anywhere_are_noticed(originals, tmp_path_factory, form, data):

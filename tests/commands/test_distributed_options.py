@@ -175,6 +175,7 @@ def no_tokenizer(folder):
     (folder / "tokenizer.json").unlink()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "spoil, kind, why",
     [

@@ -160,6 +160,7 @@ def files_of(folder: Path) -> list[Path]:
     return sorted(path for path in folder.rglob("*") if path.is_file() and path.name != MARK)
 
 
+@pytest.mark.slow
 @determined(90)
 @given(st.sampled_from(["text", "images"]), damage, st.integers(0, 100))
 def test_a_damaged_store_is_found_and_named(sound, kind, damage, chosen):
@@ -540,6 +541,7 @@ ARCHIVES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ARCHIVES)
 def test_an_archive_made_to_hurt_is_refused(sound, tmp_path, kind):
     (tmp_path / "mirror").mkdir()

@@ -101,6 +101,7 @@ def test_a_planted_error_is_caught_and_named(monkeypatch, capsys, plant):
     assert "WRONG NUMBERS" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_backward_pass_that_is_wrong_in_one_layer_names_its_gradient(monkeypatch):
     shell = IMAGES.shell
 

@@ -34,6 +34,7 @@ def test_the_fault_is_caught_and_its_clean_twin_passes(results, name):
     assert result.passed and result.believed and result.message
 
 
+@pytest.mark.slow
 def test_the_ways_to_be_wrong_that_the_book_promises_are_all_there(results):
     assert len(FAULTS) >= 10 and set(FAULTS) <= set(ALL_FAULTS) and len(BY_NAME) == len(ALL_FAULTS)
     for words in (

@@ -115,6 +115,7 @@ def test_an_unknown_name_is_refused_with_the_known_ones():
     assert "resnet50" in refusal.value.next_step
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["resnet50_w16_64px", "vit_d192_l4_64px", "encoder_d128_h2_l2"])
 def test_losses_and_targets_can_be_learned(name):
     model = reference_model(name)

@@ -59,6 +59,7 @@ def test_gradients_are_finite_and_reach_every_parameter():
         assert p.grad.abs().max() > 0, name
 
 
+@pytest.mark.slow
 def test_memorises_a_few_images():
     model = resnet18(width=4)
     images, labels = torch.randn(20, 3, 32, 32), torch.arange(20) % 10

@@ -177,6 +177,7 @@ def test_spoiled_files_are_refused(place, originals, monkeypatch, capsys, name, 
     assert verdict != harmless
 
 
+@pytest.mark.slow
 @determined(20)
 @given(st.sampled_from([".lock", ".writer.lock"]), st.sampled_from(["a pipe", "a folder", "a link out", "a dangling link"]))
 def test_locks_are_not_followed(place, originals, monkeypatch, capsys, name, how):

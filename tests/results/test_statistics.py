@@ -19,6 +19,7 @@ def coverage(truth, estimates):
     return np.mean([e.ci_low <= truth <= e.ci_high for e in estimates])
 
 
+@pytest.mark.slow
 def test_the_bootstrap_interval_covers_the_median_95_times_in_100():
     random = np.random.default_rng(1)
     # The median of a log-normal is exp(0) = 1: skewed, as times are.

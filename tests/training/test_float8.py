@@ -78,6 +78,7 @@ def test_only_linear_layers_of_blocks_are_replaced_and_parameters_keep_names_and
     assert kinds == {Float8Linear} and type(model.token_embedding) is nn.Embedding
 
 
+@pytest.mark.slow
 def test_a_model_learns_in_it_as_in_bf16():
     ids = torch.randint(19, (4, 17))
     losses = {}

@@ -229,6 +229,7 @@ def test_sigterm_without_a_folder_says_that_nothing_was_saved():
         train(engine, small_batches(), TrainingPlan(steps=3))
 
 
+@pytest.mark.slow
 def test_a_loss_that_is_no_number_stops_and_keeps_the_batch(tmp_path):
     engine = small_engine()
     step, seen = engine.train_step, []

@@ -141,6 +141,7 @@ def test_an_adapter_of_another_shape_or_base_is_refused(saved, tmp_path):
         save_adapter(tmp_path / "none", 1, tiny_llama(), "")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "spoil, message",
     [

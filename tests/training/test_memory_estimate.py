@@ -85,6 +85,7 @@ def test_the_estimate_follows_a_loop_that_keeps_what_it_need_not():
     assert estimate_memory(hoarding, CPU).peak_bytes - plain == 4 * 10**6  # of this step; that of the first was there before
 
 
+@pytest.mark.slow
 def test_what_an_h200_measured_is_foretold_without_one():
     """ResNet-18 in bf16, batch 512, torch 2.11: the tensors of the fullest moment, and max_memory_allocated."""
     estimate = estimate_memory(functools.partial(make, images(512, 64), "bf16"), H200)

@@ -69,6 +69,7 @@ def test_without_warm_up_the_first_step_is_near_the_peak():
     assert WarmupCosine(1.0, 0, 1000)(1) == pytest.approx(1.0, abs=1e-4)
 
 
+@pytest.mark.slow
 @given(warmup=st.integers(0, 50), extra=st.integers(1, 100), final=st.floats(0, 1))
 def test_it_rises_then_falls_and_stays_in_range(warmup, extra, final):
     rate = WarmupCosine(2.0, warmup, warmup + extra, final)

@@ -30,6 +30,7 @@ def compared(tmp_path, builds: dict):
     return compare_steps(context, WORK, random_batch(WORK, CPU, 0), contenders, "", time_limit_s=0.01).rows
 
 
+@pytest.mark.slow
 def test_each_but_the_first_is_compared_with_the_first(tmp_path):
     rows = compared(tmp_path, {"long": lambda: Pausing(4e-3), "short": lambda: Pausing(1e-3)})
     times = {row.params["pause"]: row for row in rows if row.metric == "step_time_s"}
@@ -40,6 +41,7 @@ def test_each_but_the_first_is_compared_with_the_first(tmp_path):
     assert {row.metric for row in rows} == {"step_time_s", "images_per_s", "mfu", "speedup"}
 
 
+@pytest.mark.slow
 def test_what_does_not_fit_is_a_row(tmp_path):
     def too_large():
         raise torch.OutOfMemoryError("out of memory: made up")

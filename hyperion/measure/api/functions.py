@@ -315,7 +315,9 @@ def _before(
             calls[place].append(returned.snapshot())
             if call == 1:
                 states.append(state_changed(state, state_of(function)))
-    for label, left in zip(labels, work_left, strict=True):
+    for label, watch, left in zip(labels, watches, work_left, strict=True):
+        if left == ["", left[1]] and left[1]:
+            left[0] = watch.after_a_while()  # the thread may have started after the first look
         require_nothing_left(left, label)
     outputs = []
     for function, (first, second), (written, changed) in zip(functions, calls, states, strict=True):

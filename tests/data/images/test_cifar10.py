@@ -73,6 +73,7 @@ def test_an_archive_of_the_python_layout_is_served_from_the_cache(flat_layouts, 
     assert staged == {"cifar-10-python.tar.gz", "manifest.json", ".hyperion.json"}
 
 
+@pytest.mark.slow
 def test_missing_images_are_counted(full_mirror):
     full_mirror(records=9_990)
     with pytest.raises(DataError, match="train split has 49950 images, expected 50000"):

@@ -85,6 +85,7 @@ def test_gpt2_downloaded_then_from_the_cache(mirror, tmp_path, serve, monkeypatc
         load_tokenizer("auto")
 
 
+@pytest.mark.slow
 @pytest.mark.mirror
 def test_another_tokenizer_is_not_taken_for_gpt2(mirror, tmp_path, monkeypatch, corpus):
     folder = tmp_path / "mirror" / "gpt2"

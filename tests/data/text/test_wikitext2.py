@@ -46,6 +46,7 @@ def test_the_mirror_is_counted(mirror, monkeypatch, capsys):
     assert f"wikitext-2: source = MIRROR, {official}" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 @pytest.mark.mirror
 def test_lines_of_the_valid_split_in_train_are_refused(damaged):
     """The counts are right: each leaked line takes the place of one with as many words."""

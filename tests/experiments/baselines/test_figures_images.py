@@ -41,4 +41,23 @@ def test_the_ratio_stands_above_wide_intervals(material, monkeypatch):
     rows = [wide(row) for row in material.of("image_training_speed")]
     monkeypatch.setattr(type(material), "of", lambda self, name: rows)
     tops = {text.xy[0]: text.xy[1] for text in drawn(material).texts if "×" in text.get_text()}
-    assert tops == {0.18: pytest.approx(1e5), 1.18: pytest.approx(1.76e5)}
+    assert tops == {0: pytest.approx(1e5), 1: pytest.approx(1.76e5)}
+
+
+def test_each_loop_has_a_bar_and_each_ratio_names_the_loop_that_it_is_over(material):
+    axes = drawn(material)
+    assert [container.get_label() for container in axes.containers if container.get_label()[:1] != "_"] == [
+        "plain public loop",
+        "plain loop in a graph",
+        "this library",
+    ]
+    lines = next(text.get_text() for text in axes.texts if text.xy[0] == 1).split("\n")
+    assert [line.split(" [")[0] for line in lines] == ["2.15 × plain", "1.02 × graph"]
+    centres = [bar.get_x() + bar.get_width() / 2 for container in axes.containers for bar in getattr(container, "patches", ())]
+    assert len({round(centre, 3) for centre in centres}) == 6, "no bar hides another one"
+
+
+def test_without_a_graph_two_bars_fill_the_place(material, monkeypatch):
+    rows = [row for row in material.of("image_training_speed") if "plain, captured" not in row.params.values()]
+    monkeypatch.setattr(type(material), "of", lambda self, name: rows)
+    assert len([bar for container in drawn(material).containers for bar in getattr(container, "patches", ())]) == 4

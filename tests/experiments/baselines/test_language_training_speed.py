@@ -147,6 +147,7 @@ def test_the_roofs_bytes_are_those_of_a_hand_count():
     assert traffic["optimizer"] - in_fp32["optimizer"] == weights * 4, "there a product writes the gradient"
 
 
+@pytest.mark.slow
 def test_products_that_find_no_memory_leave_a_reason(one_thread, tmp_path, monkeypatch):
     def full(*ignored):
         raise torch.OutOfMemoryError("no room for the operands")

@@ -55,6 +55,7 @@ def test_sigterm_in_the_backward_pass_costs_nothing_unless_the_loop_forgets_its_
     assert differ == ({"losses", "evaluations", "weights", "optimizer", "generators"} if forgotten else set())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("phase", PHASES)
 def test_sigterm_costs_no_step_in_any_phase(tmp_path, whole, phase):
     step = {"evaluation": 10, "save": 9}.get(phase, 8)

@@ -67,6 +67,7 @@ def compiled(monkeypatch):
     return pretend
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("spec", [LANGUAGE, IMAGES], ids=lambda spec: spec["model"])
 def test_eager_is_timed_checked_and_computes_in_the_dtype_it_names(context, spec):
     result = measured(context, spec, "eager")
@@ -78,6 +79,7 @@ def test_eager_is_timed_checked_and_computes_in_the_dtype_it_names(context, spec
     assert len(result.samples) == time.n and set(result.samples["variant"]) == {"eager"}
 
 
+@pytest.mark.slow
 def test_a_mode_is_compared_with_eager_in_turn(context, compiled):
     compiled(lambda output: output)
     result = measured(context, LANGUAGE, "default")
@@ -94,6 +96,7 @@ def test_a_mode_is_compared_with_eager_in_turn(context, compiled):
         assert calls.value is None and "reaches down to 1" in calls.value_reason
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "spoil", [lambda output: output * 1.001, lambda output: output.roll(1, 0), lambda output: output.half().float()]
 )
@@ -110,6 +113,7 @@ def test_an_output_of_another_dtype_is_refused(context, compiled):
         measured(context, IMAGES, "default")
 
 
+@pytest.mark.slow
 def test_eager_in_another_dtype_than_declared_is_refused(context, monkeypatch):
     """The published mistake: the flag said bf16, the timed calls computed in fp32."""
     make = compilation.make_model

@@ -73,6 +73,7 @@ def test_without_a_peak_there_is_no_bar_for_it_and_a_note_says_why(cpu):
     assert len(figure.axes[0].patches) == 1 + len(MODELS)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("machine", ["gpu", "cpu"])
 def test_every_model_has_its_panel_with_its_marks_at_intensity_and_rate(machine, request):
     material = request.getfixturevalue(machine)

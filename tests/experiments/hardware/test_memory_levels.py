@@ -32,6 +32,7 @@ def on(machine: str, context: Context, monkeypatch, sizes=GPU_SIZES) -> Context:
     return Context(notebook="toy", experiment="memory_levels", sizes=sizes, workspace=context.workspace)
 
 
+@pytest.mark.slow
 def test_every_working_set_is_read_and_copied_warm_and_checked(result):
     for operation in SWEEPS:
         rows = [row for row in result.rows if (row.variant, row.metric) == (operation, "bandwidth_gb_s")]

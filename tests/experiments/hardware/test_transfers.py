@@ -49,6 +49,7 @@ def no_gpu(*args, **options):
     raise HyperionError("not even 64 MiB were granted: no GPU")
 
 
+@pytest.mark.slow
 def test_a_cpu_has_nothing_to_copy_between_and_says_so(context, tmp_path):
     rows = perform(context, tmp_path).rows
     copies = [row for row in rows if row.metric == "bandwidth_gb_s"]
@@ -56,6 +57,7 @@ def test_a_cpu_has_nothing_to_copy_between_and_says_so(context, tmp_path):
     assert all(row.value is None and "one memory" in row.value_reason for row in copies)
 
 
+@pytest.mark.slow
 def test_a_cpu_gives_one_tensor_no_more_than_the_cap(context, tmp_path):
     (row,) = [row for row in perform(context, tmp_path).rows if row.metric == "largest_allocation_gib"]
     if row.value is None:

@@ -109,6 +109,7 @@ def test_training_lowers_the_held_out_loss_and_every_row_holds(context):
     assert all(f.params and f.params.items() <= row.params.items() for f, row in zip(foretold, memory, strict=True))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", [LORA, FULL])
 def test_the_bytes_of_a_step_are_those_that_are_estimated(context, options, data, batch, method):
     base = base_model(context, data, torch.float32)

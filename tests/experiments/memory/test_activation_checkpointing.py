@@ -62,6 +62,7 @@ def test_memory_falls_as_foretold_and_time_is_compared_in_turn(result, context):
         assert set(ratios) == MODELS and all(row.n >= 30 for row in ratios.values())
 
 
+@pytest.mark.slow
 def test_depth_costs_a_whole_layer_or_one_input(result, context):
     forecasts = [forecast for forecast in EXPERIMENT.forecast(context) if "layers" in forecast.params]
     foretold = {(f.variant, f.params["checkpointing"]): f.estimate for f in forecasts}

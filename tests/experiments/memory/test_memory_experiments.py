@@ -33,6 +33,7 @@ def test_every_peak_and_part_is_foretold_and_the_batch_fits(tmp_path):
     assert fits.params["batch"] == answer.value * CELL["sequence_length"]
 
 
+@pytest.mark.slow
 def test_a_step_from_inside_leaves_its_files_and_its_curve(tmp_path):
     language = {key: value for key, value in CELL.items() if key not in ("kind", "dtype")}
     sizes = {"precision": "fp32", "policies": ["none", "every block"], "language": language}

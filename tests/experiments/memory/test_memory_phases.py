@@ -36,6 +36,7 @@ def held(result, dtype, phase, part, variant="resnet18_w8"):
     )
 
 
+@pytest.mark.slow
 def test_the_parts_add_up_to_all_tensors_in_every_phase(result):
     checked = [row for row in result.rows if row.check == "the parts add up to all tensors"]
     assert len(checked) == 2 * 2 * len(PHASES)

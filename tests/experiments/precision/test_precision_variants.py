@@ -64,6 +64,7 @@ def test_each_variant_has_a_loss_held_against_fp32_and_two_kinds_of_memory(resul
     assert {row.data_source for row in result.rows} == {"synthetic"} == {result.source}
 
 
+@pytest.mark.slow
 def test_speed_is_compared_in_turn_and_what_cannot_be_had_says_why(result):
     timed = [row for row in result.rows if row.metric == "step_time_s"]
     assert all("TF32 is a format of GPU matrix units" in row.value_reason for row in timed if row.dtype == "tf32")
@@ -83,6 +84,7 @@ def test_the_same_weights_and_batches_in_every_variant(result):
     assert (steps == 4).all() and len(steps) == 4
 
 
+@pytest.mark.slow
 def test_shapes_foretell_the_bytes_of_a_step(result, context):
     foretold = {(f.variant, f.dtype): f.estimate for f in EXPERIMENT.forecast(context) if f.metric == "tensor_memory_gib"}
     for dtype in ("fp32", "bf16"):
@@ -100,6 +102,7 @@ def test_fp16_counts_its_skipped_steps_and_tells_its_scale(context):
     assert next(row for row in rows if row.metric == "training_loss").value > 0
 
 
+@pytest.mark.slow
 def test_the_first_line_is_a_speed_up_to_guess(context):
     forecasts = EXPERIMENT.forecast(context)
     assert forecasts[0].metric == "speedup" and "vocabulary" in forecasts[0].basis

@@ -35,6 +35,7 @@ def context(tmp_path, monkeypatch):
     return toy_context("model_steps", SIZES, tmp_path, [upstream("gemm", "torch.mm", 1e6), *streams(), launch(1e-6)])
 
 
+@pytest.mark.slow
 def test_operators_are_rows_and_a_block_that_the_profile_leaves_out_says_so(tmp_path):
     rows = perform(toy_context("operator_cost", {"time_limit_s": 0.02}, tmp_path), tmp_path).rows
     found = by_params(rows, "operator_time_s", clock="host")

@@ -43,6 +43,7 @@ def silent(done, total, note=""):
     pass
 
 
+@pytest.mark.slow
 def test_every_phase_throughput_memory_and_the_count_are_rows(context):
     context.upstream.append(upstream("gemm", "torch.mm", 2.0))
     result = experiment.measure(context, silent, [0])
@@ -76,6 +77,7 @@ def test_every_phase_throughput_memory_and_the_count_are_rows(context):
         assert len(met) == 1
 
 
+@pytest.mark.slow
 def test_without_a_product_of_the_format_there_is_no_share_of_the_fastest(context):
     context.upstream.append(upstream("gemm", "torch.mm", 2.0, dtype="bf16"))
     row = next(row for row in experiment.measure(context, silent, [0]).rows if row.metric == "mfu_maf")
@@ -147,6 +149,7 @@ def test_another_layout_is_the_same_step():
     assert strides == [False, True] and losses[0] == pytest.approx(losses[1], rel=1e-4)
 
 
+@pytest.mark.slow
 def test_a_step_that_trains_nothing_is_refused(context, monkeypatch):
     monkeypatch.setattr(torch.optim.AdamW, "step", lambda self: None)
     with pytest.raises(RowError, match="last loss / first loss"):

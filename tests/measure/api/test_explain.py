@@ -289,6 +289,7 @@ def test_without_data_nothing_waits_for_it():
     assert measure.explain(lambda: training.step(training.x), **QUICK)[DATA].nanoseconds == 0
 
 
+@pytest.mark.slow
 def test_a_ceiling_splits_the_products_and_one_too_low_is_called_out():
     training = Training()
     flops = measure.flops(lambda: training.step(training.x)).total

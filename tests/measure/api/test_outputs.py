@@ -218,6 +218,7 @@ def test_a_buffer_that_is_no_longer_written_is_refused_and_left_as_it_was():
     assert torch.equal(out, x * 2)
 
 
+@pytest.mark.slow
 def test_outputs_that_are_inputs_are_refused_by_name_and_left_as_they_were():
     x, held = noise(8, 8), {"weights": [noise(4)]}
     layer, count = torch.nn.Linear(4, 4), torch.arange(3)
@@ -251,6 +252,7 @@ def test_buffers_that_every_call_writes_are_timed_and_hold_their_result():
     )
 
 
+@pytest.mark.slow
 def test_the_state_of_a_training_step_is_left_as_it_was():
     torch.manual_seed(0)
     layer, x = torch.nn.Linear(4, 4), noise(8, 4)
@@ -397,17 +399,36 @@ def test_work_left_to_a_new_thread_is_refused():
         measure.compare(lambda: threading.Thread(target=work).start(), work, **{**SHORT, "time_limit_s": 5.0})
 
 
-def test_work_left_to_a_pool_is_refused_and_a_future_that_is_not_done_too():
-    with ThreadPoolExecutor(1) as pool:
-        pool.submit(int).result()
+@pytest.fixture
+def pool():
+    pool = ThreadPoolExecutor(1)
+    yield pool
+    pool.shutdown(cancel_futures=True)
 
-        def leave():
-            pool.submit(time.sleep, 0.5)
 
-        with pytest.raises(HarnessError, match="is still working after the call returned"):
-            measure.time(leave, **SHORT)
-        with pytest.raises(HarnessError, match="returned a Future whose work is not done"):
-            measure.time(lambda: pool.submit(time.sleep, 0.5), **SHORT)
+def test_work_left_to_a_pool_is_refused_and_a_future_that_is_not_done_too(pool):
+    pool.submit(int).result()
+
+    def leave():
+        pool.submit(time.sleep, 0.5)
+
+    with pytest.raises(HarnessError, match="is still working after the call returned"):
+        measure.time(leave, **SHORT)
+    with pytest.raises(HarnessError, match="returned a Future whose work is not done"):
+        measure.time(lambda: pool.submit(time.sleep, 0.5), **SHORT)
+
+
+def test_work_that_starts_after_the_first_look_is_refused_before_the_timing(monkeypatch, pool):
+    look, looks, submitted = WorkLeft.after_a_call, [], []
+
+    def late(watch):
+        looks.append(look(watch))
+        return "" if len(looks) == 1 else looks[-1]
+
+    monkeypatch.setattr(WorkLeft, "after_a_call", late)
+    with pytest.raises(HarnessError, match="is still working after the call returned"):
+        measure.time(lambda: submitted.append(pool.submit(time.sleep, 0.2)), **SHORT)
+    assert len(submitted) == 2
 
 
 def test_a_thread_that_is_blocked_in_a_read_is_nobody_s_work_and_one_that_computes_is():
@@ -612,6 +633,7 @@ def test_the_intervals_of_few_samples_hold_the_median_as_often_as_they_say(n):
 # Quick
 
 
+@pytest.mark.slow
 def test_quick_takes_a_fifth_of_a_second_of_sampling_and_says_what_it_gives_up():
     answer = measure.time(lambda: time.sleep(1e-3), device="cpu", quick=True)
     samples = answer.timing.samples_s

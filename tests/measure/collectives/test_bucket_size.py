@@ -18,6 +18,7 @@ def fitted(latency_s: float, gb_per_s: float, factor: float = 1.0, noise: float 
     return fit_latency_bandwidth(crossing, times)
 
 
+@pytest.mark.slow
 @settings(max_examples=15, deadline=None)
 @given(st.floats(1e-6, 1e-3), st.floats(1.0, 500.0), st.floats(0.5, 1.75), st.floats(0.1, 0.99))
 def test_the_size_has_the_share_that_was_asked_for(latency, rate, factor, share):

@@ -245,6 +245,7 @@ def test_products_share_their_buffers_and_each_is_right(cpu, dtype):
     assert not products[0]._verified().passed and products[-1]._verified().passed
 
 
+@pytest.mark.slow
 def test_a_wrong_winner_is_passed_over_and_none_at_all_is_an_error(cpu):
     found = search_gemm("fp32", cpu, time_limit_s=1.0, largest=128, step=64)
     wrong = [type(f)(f.shape, f.timing, Verification("float64 slice", float("nan"), 1e-5)) for f in found.finalists]

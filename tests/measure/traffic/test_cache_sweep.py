@@ -136,6 +136,7 @@ def test_a_long_call_is_timed_by_itself_without_a_graph(monkeypatch):
     assert point.verification.passed and point.bytes == MIB
 
 
+@pytest.mark.slow
 def test_what_no_cache_holds_is_read_once_in_parts():
     [last] = [capacity.total_bytes for capacity in cache_capacities(detect_cpu())[-1:]] or [32 * MIB]
     assert _Work("read", last // 2, "fp32", detect_cpu(), 0, last).sharers == 1
