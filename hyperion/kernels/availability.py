@@ -1,6 +1,5 @@
 """Find out whether Triton kernels can be compiled, interpreted and run on this machine."""
 
-import importlib.metadata
 import platform
 
 import torch
@@ -31,5 +30,10 @@ def why_no_kernels(device: Device) -> str:
 
 
 def triton_version() -> str:
-    """Return the version of Triton. Call this function only if Triton is installed."""
-    return importlib.metadata.version("triton")
+    """Return the version of Triton. Call this function only if Triton is installed.
+
+    The name of its package differs: PyTorch for AMD GPUs has a package of its own.
+    """
+    import triton  # pyright: ignore[reportMissingImports] - only PyTorch's GPU builds contain it
+
+    return triton.__version__

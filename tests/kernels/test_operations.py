@@ -5,6 +5,7 @@ import os
 import platform
 import subprocess
 import sys
+import types
 
 import pytest
 import torch
@@ -132,6 +133,13 @@ def test_a_device_without_kernels_has_a_reason_and_a_next_step(monkeypatch):
     assert "that this PyTorch requires" in why_no_triton() or platform.machine() != "x86_64"
     monkeypatch.setattr(availability, "HAS_TRITON", True)
     assert why_no_triton() == ""
+
+
+def test_the_version_of_triton_is_known_whichever_package_contains_it(monkeypatch):
+    from hyperion.kernels.availability import triton_version
+
+    monkeypatch.setitem(sys.modules, "triton", types.SimpleNamespace(__version__="9.9+rocm"))
+    assert triton_version() == "9.9+rocm"
 
 
 # Run the comparisons of a module with its kernels read from a copy of the file, in which a text is replaced.

@@ -70,7 +70,7 @@ def run(context: Context, report: Report) -> Result:
     return Result(rows, all_samples(frames))
 
 
-EXPERIMENT = Experiment(forecast, run, options=MatmulKernelOptions)
+EXPERIMENT = Experiment(forecast, run, options=MatmulKernelOptions, forecast_reads=("gemm",))
 
 
 def _params(shape: ProductShape) -> dict:

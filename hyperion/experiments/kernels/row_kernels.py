@@ -73,7 +73,7 @@ def run(context: Context, report: Report) -> Result:
     return Result(rows, all_samples(frames))
 
 
-EXPERIMENT = Experiment(forecast, run, options=RowKernelsOptions)
+EXPERIMENT = Experiment(forecast, run, options=RowKernelsOptions, forecast_reads=("bandwidth",))
 
 
 @dataclass(frozen=True)

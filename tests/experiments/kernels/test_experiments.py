@@ -5,7 +5,7 @@ import types
 import pytest
 import torch
 
-from hyperion.chapter import Context, load_profile
+from hyperion.chapter import Context, experiment_named, load_profile
 from hyperion.experiments.kernels import (
     attention_memory,
     attention_speed,
@@ -298,5 +298,12 @@ def test_the_sizes_of_the_profiles_are_valid(profile):
     compiled = compiled_kernels.CompiledKernelsOptions.parse(sizes("compiled_kernels"), "compiled_kernels")
     assert compiled.architectures == ("gfx90a", "gfx942", "sm_90")
     if profile == "full":
+        # A call of at least 5e10 FLOPs takes a GPU longer than its launch takes the host.
+        assert min(shape.flops()["forward"] for shape in speed.shapes) > 5e10
         squares = [shape.m for shape in matmul_kernel.MatmulKernelOptions.parse(sizes("matmul_kernel"), "m").shapes]
         assert {4096, 8192} <= set(squares) and (min(memory.lengths), max(memory.lengths)) == (1024, 16384)
+
+
+def test_the_predictions_read_the_rates_of_chapter_1_1():
+    names = "row_kernels", "matmul_kernel", "attention_speed"
+    assert [experiment_named(name).forecast_reads for name in names] == [("bandwidth",), ("gemm",), ("gemm",)]
