@@ -289,7 +289,9 @@ def attention_key_gradient(
             g = _load_rows(grad_output, head, start, rows, READ, D, DESCRIPTORS)
             grad_v = tl.dot(p.to(g.dtype), g, grad_v, input_precision="ieee")
             row_delta = tl.load(delta + first_row + query, mask=query < rows, other=0.0)
-            grad_scores = p * (tl.dot(v, g.T, input_precision="ieee") - row_delta[None, :])
+            # The sum starts at minus delta. A subtraction after it would need more registers than a thread has.
+            start_values = tl.zeros([HELD, READ], tl.float32) - row_delta[None, :]
+            grad_scores = p * tl.dot(v, g.T, start_values, input_precision="ieee")
             grad_k = tl.dot(grad_scores.to(q.dtype), q, grad_k, input_precision="ieee")
     grad_k = (grad_k * natural_scale).to(k.dtype)
     _store_rows(grad_keys, grad_k, key_head, first_key, rows, HELD, D, DESCRIPTORS)
