@@ -15,7 +15,7 @@ def why_no_triton() -> str:
     """Return why Triton cannot be used at all on this machine, with the next step. Return "" if it can be imported."""
     if HAS_TRITON:
         return ""
-    if (platform.system(), platform.machine()) != ("Linux", "x86_64"):
+    if platform.system() != "Linux" or platform.machine() not in ("x86_64", "aarch64"):
         return f"unavailable: Triton has no package for {platform.system()} on {platform.machine()}; use a Linux machine"
     if torch.version.cuda or torch.version.hip:
         return "unavailable: Triton is not installed; next step: install the Triton release that this PyTorch requires"

@@ -130,7 +130,11 @@ def test_a_device_without_kernels_has_a_reason_and_a_next_step(monkeypatch):
     monkeypatch.setattr(availability, "HAS_TRITON", False)
     assert why_no_triton().startswith("unavailable: Triton")
     monkeypatch.setattr(torch.version, "cuda", "12.8")
-    assert "that this PyTorch requires" in why_no_triton() or platform.machine() != "x86_64"
+    monkeypatch.setattr(platform, "system", lambda: "Linux")
+    monkeypatch.setattr(platform, "machine", lambda: "aarch64")  # Triton has a package for it, too
+    assert "that this PyTorch requires" in why_no_triton()
+    monkeypatch.setattr(platform, "machine", lambda: "riscv64")
+    assert "no package for Linux on riscv64" in why_no_triton()
     monkeypatch.setattr(availability, "HAS_TRITON", True)
     assert why_no_triton() == ""
 
