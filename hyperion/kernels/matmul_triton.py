@@ -59,7 +59,7 @@ HOPPER: tuple[MatmulTile, ...] = (
     MatmulTile(256, 128, 64, 8, 4),
 )
 # These tiles compile without spills for their architectures. They were not timed.
-CDNA: tuple[MatmulTile, ...] = (MatmulTile(128, 128, 32, 8, 2), MatmulTile(128, 128, 64, 8, 2), MatmulTile(256, 128, 32, 8, 2))
+CDNA: tuple[MatmulTile, ...] = (MatmulTile(128, 128, 32, 8, 2), MatmulTile(128, 64, 32, 4, 2), MatmulTile(256, 128, 32, 8, 2))
 SMALL: tuple[MatmulTile, ...] = (MatmulTile(128, 128, 32, 8, 3), MatmulTile(128, 64, 32, 4, 3), MatmulTile(64, 64, 32, 4, 3))
 
 
