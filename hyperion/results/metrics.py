@@ -67,6 +67,15 @@ class Metric:
 
 _METRICS = (
     Metric("gemm_tflops", "TFLOPS", "higher", "matrix product rate, 2·M·N·K over the median time", True, True, True),
+    Metric(
+        "attention_tflops",
+        "TFLOPS",
+        "higher",
+        "FLOPs of attention over the median time; a causal mask halves them, and a backward pass is 2.5 forward passes",
+        True,
+        True,
+        True,
+    ),
     Metric("taf_tflops", "TFLOPS", "higher", "matrix products of one model, timed alone: FLOPs over time", True, True, True),
     Metric("bandwidth_gb_s", "GB/s", "higher", "bytes read and written over the median time", True, True, True),
     Metric("energy_j_per_tflop", "J/TFLOP", "lower", "median power x median time for 10¹² operations", False, True),
@@ -180,6 +189,16 @@ _METRICS = (
     Metric("loss_scale", "1", "none", "factor on the loss that keeps fp16 gradients from vanishing"),
     Metric("learning_rate", "1", "none", "learning rate of the epoch's last step"),
     Metric("excess_loss_nats", "nats", "lower", "loss minus the lowest loss that a perfect model can reach", True),
+    Metric(
+        "quadratic_share", "fraction", "lower", "share of the quadratic term at the greatest length, from a fit", needs_check=True
+    ),
+    Metric("registers", "items", "none", "vector registers of a thread of a compiled kernel"),
+    Metric(
+        "register_spills", "items", "lower", "registers (AMD) or bytes (NVIDIA) that a thread spills to memory", needs_check=True
+    ),
+    Metric("shared_memory_bytes", "B", "none", "shared memory (LDS) of a program of a compiled kernel", needs_check=True),
+    Metric("resident_warps", "items", "none", "warps that fit on a vector unit (AMD) or a multiprocessor (NVIDIA) at once"),
+    Metric("matrix_instructions", "items", "none", "matrix instructions in the code of a compiled kernel", needs_check=True),
     Metric("count", "items", "none", "number of items; checked if the expected number is known"),
     Metric("share", "fraction", "none", "share of a whole"),
     Metric("channel_mean", "fraction", "none", "mean pixel value of a colour channel, 0 to 1", needs_check=True),

@@ -2,7 +2,7 @@
 
 import contextlib
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -159,6 +159,27 @@ def relative_error(output: torch.Tensor, reference: torch.Tensor) -> float:
     scale = reference.norm().item()
     difference = (output.double() - reference).norm().item()
     return difference / scale if scale else difference
+
+
+def largest_error(errors: Iterable[float]) -> float:
+    """Return the largest of the errors, or NaN if one of them is NaN. (The function `max` can ignore a NaN.)"""
+    return torch.tensor(list(errors), dtype=torch.float64).max().item()
+
+
+def error_of_rows(output: torch.Tensor, reference: torch.Tensor, tolerance: float, size: torch.Tensor | None = None) -> float:
+    """Return the relative Frobenius error, or the largest error of a row if it is more than four times the tolerance.
+
+    The second error is needed because a single wrong row hardly changes the Frobenius norm.
+
+    Args:
+        output, reference: tensors of the same shape. Their rows are vectors along the last dimension.
+        tolerance: largest allowed relative Frobenius error.
+        size: norm to which the error of each row is relative. None means the norm of the row of the reference.
+    """
+    reference = reference.double()
+    size = reference.norm(dim=-1) if size is None else size
+    error, worst = relative_error(output, reference), _worst_element((output.double() - reference).norm(dim=-1), size)
+    return max(error, worst) if worst > _DEVIATIONS * tolerance else error
 
 
 def verify_product(

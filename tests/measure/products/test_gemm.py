@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from hyperion.hardware import detect_cpu
-from hyperion.measure import FORMATS, Gemm, matmul_precision, relative_error, verify_product
+from hyperion.measure import FORMATS, Gemm, error_of_rows, largest_error, matmul_precision, relative_error, verify_product
 
 
 @pytest.fixture(scope="module")
@@ -60,6 +60,15 @@ def test_precision_flags_are_given_back(cpu):
 def test_relative_error_of_nothing_and_of_nan():
     assert relative_error(torch.zeros(3), torch.zeros(3)) == 0
     assert not relative_error(torch.tensor([float("nan")]), torch.ones(1)) <= 1e9
+    assert not largest_error([0.1, float("nan")]) <= 1e9 and largest_error([0.1, 0.2]) == 0.2
+
+
+def test_one_wrong_row_is_caught():
+    right = torch.ones(10000, 3)
+    wrong = right.clone()
+    wrong[-1] = 0
+    assert relative_error(wrong, right) < 0.02 and error_of_rows(wrong, right, 0.02) == 1
+    assert error_of_rows(1.001 * right, right, 0.02) == pytest.approx(0.001, rel=1e-3)
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "fp16", "bf16"])

@@ -1,0 +1,242 @@
+"""How fast is attention, forward and backward, in Triton kernels and in each backend of PyTorch?
+
+All implementations get the same tensors and are timed in turn. The outputs and the gradients of the timed calls are compared with
+float64, and the profiler confirms which implementation ran in each pass.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import pandas as pd
+import torch
+from torch import Tensor
+
+from hyperion.chapter.context import Context, Experiment, Forecast, Options, Report, Result, Table
+from hyperion.chapter.rows import all_samples, gemm_limit, out_of_memory_reason, sample_frame, speedup_row, timed_row
+from hyperion.experiments.kernels.attention_implementations import (
+    IMPLEMENTATIONS,
+    TRITON,
+    RefusedError,
+    attend,
+    make_inputs,
+    what_ran,
+    why_absent,
+)
+from hyperion.experiments.kernels.timed_outputs import Outputs, time_and_keep
+from hyperion.kernels.attention_float64 import ExactAttention, attention_tolerance, exact_attention
+from hyperion.kernels.operations import attention_flops
+from hyperion.measure import FORMATS, Timing, Verification, largest_error, matmul_precision
+from hyperion.results import Row
+
+METRIC, PASSES = "attention_tflops", ("forward", "backward")
+# The matrix products of a backward pass without atomic additions, over those of the formula: seven instead of five.
+_RECOMPUTED = 7 / 5
+# Exponentials of a clock cycle: the special function units of an NVIDIA SM and the quarter-rate unit of an AMD CU compute 16.
+# Source: CUDA C++ Programming Guide, throughput of native arithmetic instructions; AMD CDNA 2 ISA, transcendental instructions.
+_EXPONENTIALS = 16
+
+
+class AttentionShape(Table):
+    """The shape of attention.
+
+    Args:
+        batch: number of sequences.
+        heads: heads of queries.
+        key_heads: heads of keys and values.
+        length: positions.
+        features: features of a head.
+        causal: whether a position attends only to itself and to earlier positions.
+        without: implementations that are left out, for example because the matrix of scores would not fit into memory.
+    """
+
+    batch: int
+    heads: int
+    key_heads: int
+    length: int
+    features: int
+    causal: bool = True
+    without: tuple[str, ...] = ()
+
+    @property
+    def params(self) -> dict:
+        """The shape as params of a row."""
+        return self.model_dump(exclude={"without"})
+
+    @property
+    def sizes(self) -> tuple[int, int, int, int, int]:
+        """The sizes for `make_inputs`."""
+        return self.batch, self.heads, self.key_heads, self.length, self.features
+
+    def flops(self) -> dict[str, float]:
+        """Return the FLOPs of the forward and the backward pass."""
+        return attention_flops(self.batch, self.heads, self.length, self.features, self.causal)
+
+
+class AttentionSpeedOptions(Options):
+    """Options of `attention_speed`.
+
+    Args:
+        dtype: number format of all tensors.
+        shapes: the shapes.
+        time_limit_s: seconds of timing for each implementation, in each pass of each shape.
+    """
+
+    dtype: str
+    shapes: tuple[AttentionShape, ...]
+    time_limit_s: float
+
+
+def forecast(context: Context) -> list[Forecast]:
+    """Predict the rates of the Triton kernels from the rate of matrix products and the rate of exponentials.
+
+    The prediction adds both times, as if matrix units and the unit for exponentials never worked at the same time.
+    """
+    options = AttentionSpeedOptions.of(context)
+    name = IMPLEMENTATIONS[1] if why_absent(TRITON, context.device) else TRITON
+    name = "flash" if context.device.kind == "cpu" else name
+    return [_forecast(context, options.dtype, name, shape, one) for shape in options.shapes for one in PASSES]
+
+
+def _forecast(context: Context, dtype: str, name: str, shape: AttentionShape, which: str) -> Forecast:
+    params = shape.params | {"pass": which, "cache": "cold"}
+    device, gemm = context.device, context.best_upstream("gemm_tflops", dtype)
+    ceiling, source = gemm_limit(device, dtype)
+    if device.kind == "cpu" or gemm is None or not gemm.value or not device.max_clock_mhz or not device.compute_units:
+        return Forecast(
+            name, METRIC, None, f"no estimate: no measured products or no clock; {source}", dtype, params, ceiling=ceiling
+        )
+    flops, times = shape.flops()[which], 1.0 if which == "forward" else _RECOMPUTED
+    pairs = shape.flops()["forward"] / (4 * shape.features)
+    exponentials_s = (
+        pairs * (1 if which == "forward" else 2) / (device.compute_units * _EXPONENTIALS * device.max_clock_mhz * 1e6)
+    )
+    products_s = times * flops / (gemm.value * 1e12)
+    basis = (
+        f"{products_s * 1e3:.3g} ms of products at the measured {gemm.value:.4g} TFLOPS, plus {exponentials_s * 1e3:.3g} ms of "
+        f"exponentials at {_EXPONENTIALS} per cycle of {device.compute_units} units"
+    )
+    return Forecast(name, METRIC, flops / (products_s + exponentials_s) / 1e12, basis, dtype, params, ceiling=ceiling)
+
+
+def run(context: Context, report: Report) -> Result:
+    """Time and verify every implementation for every shape. An implementation that cannot run has a row with the reason."""
+    options = AttentionSpeedOptions.of(context)
+    rows, frames = [], []
+    for done, shape in enumerate(options.shapes):
+        report(done, len(options.shapes), f"{shape.length} positions, {shape.features} features")
+        with matmul_precision(FORMATS[options.dtype]):
+            new_rows, new_frames = _measure(context, options, shape)
+        rows += new_rows
+        frames += new_frames
+    report(len(options.shapes), len(options.shapes), "done")
+    return Result(rows, all_samples(frames))
+
+
+EXPERIMENT = Experiment(forecast, run, options=AttentionSpeedOptions, forecast_reads=("gemm",))
+
+
+@dataclass(frozen=True)
+class _Contender:
+    """An implementation that can run: a function for each pass, and the implementation and kernel that the profiler saw in it."""
+
+    calls: dict[str, Callable[[], Outputs]]
+    seen: dict[str, tuple[str, str]]
+
+
+def _measure(context: Context, options: AttentionSpeedOptions, shape: AttentionShape) -> tuple[list[Row], list[pd.DataFrame]]:
+    dtype, device = options.dtype, context.device
+    tensors = make_inputs(device, FORMATS[dtype].storage, shape.sizes, context.seed)
+    exact = _exact(tensors, shape.causal)
+    contenders: dict[str, _Contender] = {}
+    rows: list[Row] = []
+    for name in IMPLEMENTATIONS:
+        reason = why_absent(name, device) or (
+            "left out: the profile leaves it out at this length" if name in shape.without else ""
+        )
+        try:
+            if not reason:
+                contenders[name] = _contender(context, name, tensors, shape.causal)
+                continue
+        except RefusedError as error:
+            reason = f"refused: {error}"
+        except torch.OutOfMemoryError as error:
+            reason = out_of_memory_reason(error)
+        for which in PASSES:
+            params = shape.params | {"pass": which, "cache": "cold"}
+            rows.append(context.absent_row(name, METRIC, reason, dtype=dtype, params=params))
+    frames: list[pd.DataFrame] = []
+    for which in PASSES:
+        params = shape.params | {"pass": which, "cache": "cold"}
+        calls = {name: one.calls[which] for name, one in contenders.items()}
+        timings, kept = time_and_keep(calls, device, options.time_limit_s * len(calls))
+        checks = {name: _verification(outputs, exact, dtype, which) for name, outputs in kept.items()}
+        for name, timing in timings.items():
+            seen = dict(zip(("ran", "kernel"), contenders[name].seen[which], strict=True))
+            rows.append(_rate_row(context, name, timing, checks[name], dtype, params | seen, shape.flops()[which]))
+            frames.append(sample_frame(timing, name, dtype, params))
+        rows += _speedups(context, timings, checks, dtype, params)
+    return rows, frames
+
+
+def _rate_row(context: Context, name: str, timing: Timing, check: Verification, dtype: str, params: dict, flops: float) -> Row:
+    rate = timing.estimate.map(lambda seconds: flops / seconds / 1e12)
+    limit = gemm_limit(context.device, dtype)
+    return timed_row(context, name, METRIC, rate, timing, check, limit, dtype=dtype, params=params)
+
+
+def _verification(outputs: Outputs, exact: dict[int, ExactAttention], dtype: str, which: str) -> Verification:
+    """Compare the output or the gradients of one timed call with float64, for the heads in `exact`."""
+    tolerance, errors = attention_tolerance(FORMATS[dtype].storage, which == "backward"), []
+    for head, one in exact.items():
+        group = len(one.output)
+        queries = slice(head * group, (head + 1) * group)
+        if which == "forward":
+            errors.append(one.output_error(outputs[0][0, queries], tolerance))
+        else:
+            of_q, of_k, of_v = (gradient[0] for gradient in outputs)
+            errors.append(one.gradient_error(of_q[queries], of_k[head], of_v[head], tolerance))
+    return Verification("float64, first and last head of keys", largest_error(errors), tolerance)
+
+
+def _speedups(
+    context: Context, timings: dict[str, Timing], checks: dict[str, Verification], dtype: str, params: dict
+) -> list[Row]:
+    """Return the speed-up of the Triton kernels over each other implementation."""
+    if TRITON not in timings:
+        return []
+    why, check = "no limit: two implementations of attention", checks[TRITON]
+    return [
+        speedup_row(context, f"triton over {name}", timings[TRITON], timing, why, check, dtype=dtype, params=params)
+        for name, timing in timings.items()
+        if name != TRITON
+    ]
+
+
+def _contender(context: Context, name: str, tensors: tuple[Tensor, ...], causal: bool) -> _Contender:
+    """Return an implementation that ran once, forward and backward."""
+    q, k, v, grad = tensors
+    leaves = [tensor.detach().requires_grad_() for tensor in (q, k, v)]
+    output = attend(name, *leaves, causal=causal)
+    calls: dict[str, Callable[[], Outputs]] = {
+        "forward": lambda: (attend(name, q, k, v, causal),),
+        "backward": lambda: torch.autograd.grad(output, leaves, grad, retain_graph=True),
+    }
+    try:
+        calls["backward"]()
+    except (torch.OutOfMemoryError, torch.AcceleratorError):
+        raise
+    except RuntimeError as error:  # some backends accept the forward pass and refuse the backward pass
+        if name == TRITON:
+            raise
+        raise RefusedError(f"in the backward pass: {str(error).splitlines()[0]}") from error
+    return _Contender(calls, {which: what_ran(call, context.device) for which, call in calls.items()})
+
+
+def _exact(tensors: tuple[Tensor, ...], causal: bool) -> dict[int, ExactAttention]:
+    """Return exact results of the first sequence, for its first and last head of keys."""
+    q, k, v, grad = (tensor[0] for tensor in tensors)
+    group = len(q) // len(k)
+    return {
+        head: exact_attention(q[head * group :][:group], k[head], v[head], grad[head * group :][:group], causal)
+        for head in {0, len(k) - 1}
+    }

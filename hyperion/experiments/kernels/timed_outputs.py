@@ -1,0 +1,35 @@
+"""Time functions in turn and keep the outputs of their last timed calls, so that these outputs can be verified."""
+
+import math
+from collections.abc import Callable, Mapping
+from functools import partial
+
+from torch import Tensor
+
+from hyperion.hardware import Device
+from hyperion.measure import Timing, time_interleaved
+
+Outputs = tuple[Tensor, ...]
+
+
+def time_and_keep(
+    calls: Mapping[str, Callable[[], Outputs]], device: Device, time_limit_s: float
+) -> tuple[dict[str, Timing], dict[str, Outputs]]:
+    """Time functions in turn. Return their timings, and the outputs of the last timed call of each function.
+
+    Before, each function is called once, and its outputs are filled with NaN. A function frees its last outputs before it
+    allocates new ones, so on a GPU the allocator gives it the same memory again. An element that it does not write stays NaN.
+    """
+    kept: dict[str, Outputs] = {}
+
+    def call(name: str) -> None:
+        kept.pop(name, None)
+        kept[name] = calls[name]()
+
+    functions = {name: partial(call, name) for name in calls}
+    for name, function in functions.items():
+        function()
+        for output in kept[name]:
+            output.detach().fill_(math.nan)
+    timings = time_interleaved(list(functions.values()), device, time_limit_s=time_limit_s)
+    return dict(zip(calls, timings, strict=True)), kept

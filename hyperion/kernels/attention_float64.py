@@ -1,0 +1,92 @@
+"""Attention and its gradients in float64, computed a few queries at a time, so that long sequences fit into memory.
+
+Shape suffixes: G heads of queries that share one head of keys and values, T positions, D features, R queries of a chunk.
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from hyperion.measure import error_of_rows, largest_error
+
+_SCORES = 1 << 26  # largest number of scores of a chunk
+
+
+@dataclass(frozen=True)
+class ExactAttention:
+    """The output of attention in float64, and the gradients of queries, keys and values.
+
+    Args:
+        output, grad_q, grad_k, grad_v: the output and the gradients.
+        size_q, size_k: expected norm of each row of grad_q and grad_k, if the terms of its sum had random signs. Rounding errors
+            are proportional to it. The row itself can be smaller: the gradient of the first causal query is 0.
+    """
+
+    output: Tensor
+    grad_q: Tensor
+    grad_k: Tensor
+    grad_v: Tensor
+    size_q: Tensor
+    size_k: Tensor
+
+    def output_error(self, output_GTD: Tensor, tolerance: float) -> float:
+        """Return the error of an output; see `error_of_rows`."""
+        return error_of_rows(output_GTD, self.output, tolerance)
+
+    def gradient_error(self, of_q_GTD: Tensor, of_k_TD: Tensor, of_v_TD: Tensor, tolerance: float) -> float:
+        """Return the largest error of the gradients of queries, keys and values; see `error_of_rows`."""
+        errors = [
+            error_of_rows(of_q_GTD, self.grad_q, tolerance, self.size_q),
+            error_of_rows(of_k_TD, self.grad_k, tolerance, self.size_k),
+            error_of_rows(of_v_TD, self.grad_v, tolerance),
+        ]
+        return largest_error(errors)
+
+
+def exact_attention(q_GTD: Tensor, k_TD: Tensor, v_TD: Tensor, grad_GTD: Tensor, causal: bool = True) -> ExactAttention:
+    """Return attention of G heads of queries to one head of keys and values, with all gradients.
+
+    Args:
+        q_GTD, k_TD, v_TD: queries, keys and values in any dtype.
+        grad_GTD: gradient of the output.
+    """
+    q_GTD, k_TD, v_TD, grad_GTD = (tensor.double() for tensor in (q_GTD, k_TD, v_TD, grad_GTD))
+    G, T, D = q_GTD.shape
+    scale = 1 / math.sqrt(D)
+    like = q_GTD, q_GTD, k_TD, v_TD, q_GTD[..., 0], k_TD[:, 0]
+    result = ExactAttention(*(torch.zeros_like(tensor) for tensor in like))
+    position_T = torch.arange(T, device=q_GTD.device)
+    rows = max(1, _SCORES // (G * T))
+    for first in range(0, T, rows):
+        here = slice(first, min(first + rows, T))
+        q_GRD, grad_GRD = q_GTD[:, here], grad_GTD[:, here]
+        scores_GRT = q_GRD @ k_TD.T * scale
+        if causal:
+            scores_GRT.masked_fill_(position_T[None, :] > position_T[here, None], -math.inf)
+        p_GRT = scores_GRT.softmax(-1)
+        result.output[:, here] = p_GRT @ v_TD
+        result.grad_v.add_((p_GRT.mT @ grad_GRD).sum(0))
+        of_p_GRT = grad_GRD @ v_TD.T
+        delta_GR1 = (p_GRT * of_p_GRT).sum(-1, keepdim=True)
+        of_scores_GRT = p_GRT * (of_p_GRT - delta_GR1) * scale
+        result.grad_q[:, here] = of_scores_GRT @ k_TD
+        result.grad_k.add_((of_scores_GRT.mT @ q_GRD).sum(0))
+        squares_GRT = (p_GRT * scale).square() * (grad_GRD.square() @ v_TD.square().T + delta_GR1.square())
+        result.size_q[:, here] = (squares_GRT @ k_TD.square().sum(1)).sqrt()
+        result.size_k.add_((squares_GRT * q_GRD.square().sum(-1, keepdim=True)).sum((0, 1)))
+    result.size_k.sqrt_()
+    return result
+
+
+def attention_tolerance(dtype: torch.dtype, backward: bool) -> float:
+    """Return the largest allowed relative Frobenius error of attention against float64, for the same rounded inputs.
+
+    In 16 bits, it is three times the root mean square of rounding to the dtype, times the root of the number of independent
+    roundings: two in the forward pass (probabilities, output), and four in the backward pass (output, probabilities, gradients of
+    the scores, result). In float32, sums over the positions dominate, and the tolerance is the one of a matrix product.
+    """
+    if dtype not in (torch.bfloat16, torch.float16):
+        return 1e-5 if dtype == torch.float32 else 1e-13
+    return 3 * math.sqrt((4 if backward else 2) / 3) * torch.finfo(dtype).eps / 2

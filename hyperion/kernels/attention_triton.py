@@ -1,0 +1,522 @@
+"""Triton kernels of causal attention, forward and backward, whose memory grows with the length and not with its square.
+
+A program of the forward pass holds one block of queries. It reads the keys and values block by block and keeps, for each query,
+the largest score, the sum of exponentials, and the weighted sum of values. When the largest score grows, the sums are rescaled.
+So the matrix of scores is never stored. In causal attention, the blocks of keys before the block of queries need no mask, and
+only the blocks on the diagonal are masked. The scores are multiplied by log2(e), so that powers of 2 replace exponentials.
+
+The backward pass has three kernels. `attention_delta` computes, for each query, the sum of output times gradient of the output.
+`attention_key_gradient` holds a block of keys and values and reads the queries, and `attention_query_gradient` holds a block of
+queries and reads the keys and values. Both compute the probabilities again from the scores and the stored logarithm of the sum.
+They do not use atomic additions, so the result is deterministic.
+
+On NVIDIA GPUs of compute capability 9.0 or higher, the kernels read blocks through tensor descriptors, which the copy engine of
+the multiprocessor executes. Other devices compute an address for each element.
+
+Source: Dao, FlashAttention-2: Faster Attention with Better Parallelism and Work Partitioning, 2023. Milakov and Gimelshein,
+Online normalizer calculation for softmax, 2018.
+
+Shape suffixes: B sequences, H heads of queries, K heads of keys and values, T positions, D features of a head; N = B·H or B·K.
+"""
+
+import math
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import triton  # pyright: ignore[reportMissingImports] - only PyTorch's GPU builds contain it
+import triton.language as tl  # pyright: ignore[reportMissingImports]
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from triton.tools.tensor_descriptor import TensorDescriptor  # pyright: ignore[reportMissingImports]
+
+from hyperion.kernels.typed_triton import jit
+
+LOG2_E = 1.4426950408889634
+
+
+@dataclass(frozen=True)
+class Tile:
+    """The settings of an attention kernel.
+
+    Args:
+        held: number of rows of the block that a program holds: queries in the forward pass and for the gradient of the queries,
+            keys for the gradient of the keys. It must be a multiple of `read`.
+        read: number of rows of the blocks that a program reads one after another.
+        warps: number of warps of a program.
+        stages: number of pipeline stages of the loads.
+        descriptors: if True, read blocks through tensor descriptors.
+    """
+
+    held: int
+    read: int
+    warps: int
+    stages: int
+    descriptors: bool = True
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """The settings of the three attention kernels that multiply matrices."""
+
+    forward: Tile
+    keys: Tile
+    queries: Tile
+
+    def without_descriptors(self) -> "Tiles":
+        """Return the same tiles for a device that has no tensor descriptors."""
+        return Tiles(*(replace(tile, descriptors=False) for tile in (self.forward, self.keys, self.queries)))
+
+
+# These tiles were chosen by timing on an H200. The rows of the chapter on kernels say how fast they are.
+HOPPER = {
+    64: Tiles(Tile(64, 64, 4, 3), Tile(64, 64, 4, 2), Tile(64, 64, 4, 2)),
+    128: Tiles(Tile(64, 64, 4, 3), Tile(64, 64, 4, 2), Tile(128, 64, 8, 3)),
+}
+# These tiles compile without spills for gfx90a and gfx942, whose programs have 64 KiB of LDS. They were not timed.
+CDNA = {
+    64: Tiles(Tile(128, 64, 4, 1), Tile(64, 32, 4, 1), Tile(64, 32, 4, 1)).without_descriptors(),
+    128: Tiles(Tile(128, 32, 4, 1), Tile(64, 32, 4, 1), Tile(64, 32, 4, 1)).without_descriptors(),
+}
+# These tiles fit into the 100 KiB of shared memory of small NVIDIA GPUs. They were not timed.
+SMALL = {
+    64: Tiles(Tile(128, 64, 4, 2), Tile(64, 32, 4, 2), Tile(64, 32, 4, 2)).without_descriptors(),
+    128: Tiles(Tile(64, 32, 4, 2), Tile(64, 32, 4, 1), Tile(64, 32, 4, 1)).without_descriptors(),
+}
+HEAD_DIMS = tuple(HOPPER)
+
+
+def tiles_for(backend: str, architecture: int | str, features: int) -> Tiles:
+    """Return the tiles for a device.
+
+    Args:
+        backend: "cuda" or "hip".
+        architecture: compute capability such as 90, or the name of an AMD architecture such as "gfx90a".
+        features: features of a head, 64 or 128.
+    """
+    if backend == "hip":
+        return CDNA[features]
+    return HOPPER[features] if architecture == 90 else SMALL[features]
+
+
+@jit
+def _load_rows(source, head, first, rows, ROWS: tl.constexpr, D: tl.constexpr, DESCRIPTORS: tl.constexpr):
+    """Return a block [ROWS, D] of one head. Rows from `rows` on are zero."""
+    if DESCRIPTORS:
+        block = source.load([head, first, 0]).reshape([ROWS, D])
+    else:
+        row = first + tl.arange(0, ROWS)
+        offsets = (head.to(tl.int64) * rows + row)[:, None] * D + tl.arange(0, D)[None, :]
+        block = tl.load(source + offsets, mask=row[:, None] < rows, other=0.0)
+    return block
+
+
+@jit
+def _store_rows(target, values, head, first, rows, ROWS: tl.constexpr, D: tl.constexpr, DESCRIPTORS: tl.constexpr):
+    """Store a block [ROWS, D] of one head. Rows from `rows` on are not stored."""
+    if DESCRIPTORS:
+        target.store([head, first, 0], values.reshape([1, ROWS, D]))
+    else:
+        row = first + tl.arange(0, ROWS)
+        offsets = (head.to(tl.int64) * rows + row)[:, None] * D + tl.arange(0, D)[None, :]
+        tl.store(target + offsets, values, mask=row[:, None] < rows)
+
+
+@jit
+def _keys_of(first_query, rows, HELD: tl.constexpr, READ: tl.constexpr, CAUSAL: tl.constexpr):
+    """Return how many keys a block of queries reads without a mask, and the end of the keys that it reads with a mask."""
+    if CAUSAL:
+        unmasked, last = first_query, tl.minimum(first_query + HELD, rows)
+    else:
+        unmasked, last = rows // READ * READ, rows
+    return unmasked, last
+
+
+@jit
+def _attend(
+    total,
+    weight,
+    largest,
+    q,
+    keys,
+    values,
+    key_head,
+    first_query,
+    first,
+    last,
+    rows,
+    scale,
+    HELD: tl.constexpr,
+    READ: tl.constexpr,
+    D: tl.constexpr,
+    STAGES: tl.constexpr,
+    DESCRIPTORS: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    MASKED: tl.constexpr,
+):
+    """Add the keys from `first` to `last` - 1 to the state of a block of queries, and return the new state."""
+    query = first_query + tl.arange(0, HELD)[:, None]
+    for start in tl.range(first, last, READ, num_stages=STAGES):
+        k = _load_rows(keys, key_head, start, rows, READ, D, DESCRIPTORS)
+        scores = tl.dot(q, k.T, input_precision="ieee")
+        if MASKED:
+            key = start + tl.arange(0, READ)[None, :]
+            visible = key <= query if CAUSAL else key < rows
+            scores = tl.where(visible, scores * scale, float("-inf"))
+            larger = tl.maximum(largest, tl.max(scores, 1))
+            p = tl.exp2(scores - larger[:, None])
+        else:
+            larger = tl.maximum(largest, tl.max(scores, 1) * scale)
+            p = tl.exp2(scores * scale - larger[:, None])
+        shrink = tl.exp2(largest - larger)
+        weight = weight * shrink + tl.sum(p, 1)
+        total = total * shrink[:, None]
+        v = _load_rows(values, key_head, start, rows, READ, D, DESCRIPTORS)
+        total = tl.dot(p.to(v.dtype), v, total, input_precision="ieee")
+        largest = larger
+    return total, weight, largest
+
+
+@jit
+def attention_forward(
+    queries,
+    keys,
+    values,
+    output,
+    log_sums,
+    scale,
+    rows,
+    GROUP: tl.constexpr,
+    D: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    HELD: tl.constexpr,
+    READ: tl.constexpr,
+    STAGES: tl.constexpr,
+    DESCRIPTORS: tl.constexpr,
+):
+    """Write the output of one block of queries, and log2 of the sum of exponentials of each query.
+
+    `scale` is log2(e) times the scale of the scores. GROUP heads of queries share one head of keys and values.
+    """
+    # Later blocks of queries read more keys. They start first, so that no long program runs alone at the end.
+    block, head = tl.num_programs(0) - 1 - tl.program_id(0), tl.program_id(1)
+    first_query, key_head = block * HELD, head // GROUP
+    q = _load_rows(queries, head, first_query, rows, HELD, D, DESCRIPTORS)
+    total = tl.zeros([HELD, D], tl.float32)
+    weight = tl.zeros([HELD], tl.float32)
+    largest = tl.full([HELD], float("-inf"), tl.float32)
+    unmasked, last = _keys_of(first_query, rows, HELD, READ, CAUSAL)
+    for masked in tl.static_range(2):
+        total, weight, largest = _attend(
+            total,
+            weight,
+            largest,
+            q,
+            keys,
+            values,
+            key_head,
+            first_query,
+            unmasked if masked else 0,
+            last if masked else unmasked,
+            rows,
+            scale,
+            HELD,
+            READ,
+            D,
+            STAGES,
+            DESCRIPTORS,
+            CAUSAL,
+            masked,
+        )
+    row = first_query + tl.arange(0, HELD)
+    tl.store(log_sums + head.to(tl.int64) * rows + row, largest + tl.log2(weight), mask=row < rows)
+    result = (total / weight[:, None]).to(output.dtype if DESCRIPTORS else output.dtype.element_ty)
+    _store_rows(output, result, head, first_query, rows, HELD, D, DESCRIPTORS)
+
+
+@jit
+def attention_delta(output, gradient, delta, rows, D: tl.constexpr, ROWS: tl.constexpr):
+    """Write the sum of output times gradient of each row. The rows of all heads are numbered together."""
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    offsets = row[:, None] * D + tl.arange(0, D)[None, :]
+    o = tl.load(output + offsets, mask=row[:, None] < rows, other=0.0).to(tl.float32)
+    g = tl.load(gradient + offsets, mask=row[:, None] < rows, other=0.0).to(tl.float32)
+    tl.store(delta + row, tl.sum(o * g, 1), mask=row < rows)
+
+
+@jit
+def attention_key_gradient(
+    queries,
+    keys,
+    values,
+    grad_output,
+    log_sums,
+    delta,
+    grad_keys,
+    grad_values,
+    scale,
+    natural_scale,
+    rows,
+    GROUP: tl.constexpr,
+    D: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    HELD: tl.constexpr,
+    READ: tl.constexpr,
+    STAGES: tl.constexpr,
+    DESCRIPTORS: tl.constexpr,
+):
+    """Write the gradients of one block of keys and values, summed over the heads of queries that use them.
+
+    All matrices of scores are transposed: [HELD, READ]. Every block is masked, although only those on the diagonal need it. A
+    second loop for the other blocks needs more registers than a thread has.
+    """
+    first_key, key_head = tl.program_id(0) * HELD, tl.program_id(1)
+    key = first_key + tl.arange(0, HELD)[:, None]
+    k = _load_rows(keys, key_head, first_key, rows, HELD, D, DESCRIPTORS)
+    v = _load_rows(values, key_head, first_key, rows, HELD, D, DESCRIPTORS)
+    grad_k, grad_v = tl.zeros([HELD, D], tl.float32), tl.zeros([HELD, D], tl.float32)
+    for member in range(GROUP):
+        head = key_head * GROUP + member
+        first_row = head.to(tl.int64) * rows
+        for start in tl.range(first_key if CAUSAL else 0, rows, READ, num_stages=STAGES):
+            query = start + tl.arange(0, READ)
+            q = _load_rows(queries, head, start, rows, READ, D, DESCRIPTORS)
+            # Beyond the last query, the probability must be zero: 2 to the power of minus infinity.
+            log_sum = tl.load(log_sums + first_row + query, mask=query < rows, other=float("inf"))
+            p = tl.exp2(tl.dot(k, q.T, input_precision="ieee") * scale - log_sum[None, :])
+            if CAUSAL:
+                p = tl.where(key <= query[None, :], p, 0.0)
+            g = _load_rows(grad_output, head, start, rows, READ, D, DESCRIPTORS)
+            grad_v = tl.dot(p.to(g.dtype), g, grad_v, input_precision="ieee")
+            row_delta = tl.load(delta + first_row + query, mask=query < rows, other=0.0)
+            # The sum starts at minus delta. A subtraction after it would need more registers than a thread has.
+            start_values = tl.zeros([HELD, READ], tl.float32) - row_delta[None, :]
+            grad_scores = p * tl.dot(v, g.T, start_values, input_precision="ieee")
+            grad_k = tl.dot(grad_scores.to(q.dtype), q, grad_k, input_precision="ieee")
+    grad_k = (grad_k * natural_scale).to(k.dtype)
+    _store_rows(grad_keys, grad_k, key_head, first_key, rows, HELD, D, DESCRIPTORS)
+    _store_rows(grad_values, grad_v.to(v.dtype), key_head, first_key, rows, HELD, D, DESCRIPTORS)
+
+
+@jit
+def _add_query_gradients(
+    grad_q,
+    q,
+    g,
+    log_sum,
+    row_delta,
+    keys,
+    values,
+    key_head,
+    first_query,
+    first,
+    last,
+    rows,
+    scale,
+    HELD: tl.constexpr,
+    READ: tl.constexpr,
+    D: tl.constexpr,
+    STAGES: tl.constexpr,
+    DESCRIPTORS: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    MASKED: tl.constexpr,
+):
+    """Add the gradients from the keys `first` to `last` - 1.
+
+    Keys beyond the last are read as zero. Their score is 0, so their probability may be infinite, and it must be masked.
+    """
+    query = first_query + tl.arange(0, HELD)[:, None]
+    for start in tl.range(first, last, READ, num_stages=STAGES):
+        k = _load_rows(keys, key_head, start, rows, READ, D, DESCRIPTORS)
+        p = tl.exp2(tl.dot(q, k.T, input_precision="ieee") * scale - log_sum[:, None])
+        if MASKED:
+            key = start + tl.arange(0, READ)[None, :]
+            p = tl.where(key <= query if CAUSAL else key < rows, p, 0.0)
+        v = _load_rows(values, key_head, start, rows, READ, D, DESCRIPTORS)
+        grad_scores = p * (tl.dot(g, v.T, input_precision="ieee") - row_delta[:, None])
+        grad_q = tl.dot(grad_scores.to(k.dtype), k, grad_q, input_precision="ieee")
+    return grad_q
+
+
+@jit
+def attention_query_gradient(
+    queries,
+    keys,
+    values,
+    grad_output,
+    log_sums,
+    delta,
+    grad_queries,
+    scale,
+    natural_scale,
+    rows,
+    GROUP: tl.constexpr,
+    D: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    HELD: tl.constexpr,
+    READ: tl.constexpr,
+    STAGES: tl.constexpr,
+    DESCRIPTORS: tl.constexpr,
+):
+    """Write the gradient of one block of queries."""
+    block, head = tl.num_programs(0) - 1 - tl.program_id(0), tl.program_id(1)
+    first_query, key_head = block * HELD, head // GROUP
+    q = _load_rows(queries, head, first_query, rows, HELD, D, DESCRIPTORS)
+    g = _load_rows(grad_output, head, first_query, rows, HELD, D, DESCRIPTORS)
+    row = first_query + tl.arange(0, HELD)
+    here = head.to(tl.int64) * rows + row
+    log_sum = tl.load(log_sums + here, mask=row < rows, other=float("inf"))
+    row_delta = tl.load(delta + here, mask=row < rows, other=0.0)
+    grad_q = tl.zeros([HELD, D], tl.float32)
+    unmasked, last = _keys_of(first_query, rows, HELD, READ, CAUSAL)
+    for masked in tl.static_range(2):
+        grad_q = _add_query_gradients(
+            grad_q,
+            q,
+            g,
+            log_sum,
+            row_delta,
+            keys,
+            values,
+            key_head,
+            first_query,
+            unmasked if masked else 0,
+            last if masked else unmasked,
+            rows,
+            scale,
+            HELD,
+            READ,
+            D,
+            STAGES,
+            DESCRIPTORS,
+            CAUSAL,
+            masked,
+        )
+    _store_rows(grad_queries, (grad_q * natural_scale).to(q.dtype), head, first_query, rows, HELD, D, DESCRIPTORS)
+
+
+DELTA_ROWS = 32
+
+
+def _block(tensor_NTD: Tensor, rows: int, tile: Tile) -> Any:
+    """Return the argument through which a kernel reads blocks of `rows` rows: a descriptor, or the tensor for its pointer."""
+    if not tile.descriptors:
+        return tensor_NTD
+    return TensorDescriptor.from_tensor(tensor_NTD, [1, rows, tensor_NTD.shape[2]])
+
+
+def constants_of(tile: Tile, group: int, features: int, causal: bool) -> dict[str, Any]:
+    """Return the compile-time constants of a kernel."""
+    return {
+        "GROUP": group,
+        "D": features,
+        "CAUSAL": causal,
+        "HELD": tile.held,
+        "READ": tile.read,
+        "STAGES": tile.stages,
+        "DESCRIPTORS": tile.descriptors,
+    }
+
+
+def run_forward(q_NTD: Tensor, k_NTD: Tensor, v_NTD: Tensor, scale: float, causal: bool, tiles: Tiles) -> tuple[Tensor, Tensor]:
+    """Return the output, and log2 of the sum of exponentials of each query in float32.
+
+    Args:
+        q_NTD, k_NTD, v_NTD: contiguous tensors. The number of heads of queries is a multiple of the number of heads of keys.
+    """
+    (heads, rows, features), tile = q_NTD.shape, tiles.forward
+    output_NTD = torch.empty_like(q_NTD)
+    log_sums_NT = torch.empty(heads, rows, dtype=torch.float32, device=q_NTD.device)
+    attention_forward[triton.cdiv(rows, tile.held), heads](
+        _block(q_NTD, tile.held, tile),
+        _block(k_NTD, tile.read, tile),
+        _block(v_NTD, tile.read, tile),
+        _block(output_NTD, tile.held, tile),
+        log_sums_NT,
+        scale * LOG2_E,
+        rows,
+        **constants_of(tile, heads // len(k_NTD), features, causal),
+        num_warps=tile.warps,
+    )
+    return output_NTD, log_sums_NT
+
+
+def run_backward(
+    grad_NTD: Tensor,
+    q_NTD: Tensor,
+    k_NTD: Tensor,
+    v_NTD: Tensor,
+    output_NTD: Tensor,
+    log_sums_NT: Tensor,
+    scale: float,
+    causal: bool,
+    tiles: Tiles,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of queries, keys and values. All tensors must be contiguous."""
+    heads, rows, features = q_NTD.shape
+    group = heads // len(k_NTD)
+    delta_NT = torch.empty_like(log_sums_NT)
+    attention_delta[(triton.cdiv(heads * rows, DELTA_ROWS),)](
+        output_NTD, grad_NTD, delta_NT, heads * rows, D=features, ROWS=DELTA_ROWS, num_warps=4
+    )
+    grads = [torch.empty_like(tensor) for tensor in (q_NTD, k_NTD, v_NTD)]
+    tile = tiles.keys
+    attention_key_gradient[triton.cdiv(rows, tile.held), len(k_NTD)](
+        _block(q_NTD, tile.read, tile),
+        _block(k_NTD, tile.held, tile),
+        _block(v_NTD, tile.held, tile),
+        _block(grad_NTD, tile.read, tile),
+        log_sums_NT,
+        delta_NT,
+        _block(grads[1], tile.held, tile),
+        _block(grads[2], tile.held, tile),
+        scale * LOG2_E,
+        scale,
+        rows,
+        **constants_of(tile, group, features, causal),
+        num_warps=tile.warps,
+    )
+    tile = tiles.queries
+    attention_query_gradient[triton.cdiv(rows, tile.held), heads](
+        _block(q_NTD, tile.held, tile),
+        _block(k_NTD, tile.read, tile),
+        _block(v_NTD, tile.read, tile),
+        _block(grad_NTD, tile.held, tile),
+        log_sums_NT,
+        delta_NT,
+        _block(grads[0], tile.held, tile),
+        scale * LOG2_E,
+        scale,
+        rows,
+        **constants_of(tile, group, features, causal),
+        num_warps=tile.warps,
+    )
+    return grads[0], grads[1], grads[2]
+
+
+def _heads(tensor_BHTD: Tensor) -> Tensor:
+    """Return all heads as a contiguous tensor [N, T, D] that starts at a multiple of 16 bytes, as tensor descriptors require."""
+    tensor_BHTD = tensor_BHTD.contiguous()
+    return (tensor_BHTD if tensor_BHTD.data_ptr() % 16 == 0 else tensor_BHTD.clone()).flatten(0, 1)
+
+
+class Attention(torch.autograd.Function):
+    """Attention with its backward pass, for the autograd of PyTorch."""
+
+    @staticmethod
+    def forward(ctx: Any, q_BHTD: Tensor, k_BKTD: Tensor, v_BKTD: Tensor, causal: bool, tiles: Tiles) -> Tensor:
+        scale = 1 / math.sqrt(q_BHTD.shape[-1])
+        q_NTD, k_NTD, v_NTD = (_heads(tensor) for tensor in (q_BHTD, k_BKTD, v_BKTD))
+        output_NTD, log_sums_NT = run_forward(q_NTD, k_NTD, v_NTD, scale, causal, tiles)
+        ctx.save_for_backward(q_NTD, k_NTD, v_NTD, output_NTD, log_sums_NT)
+        ctx.scale, ctx.causal, ctx.tiles, ctx.key_shape = scale, causal, tiles, k_BKTD.shape
+        return output_NTD.view(q_BHTD.shape)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (grad_BHTD,) = grads
+        grad_NTD = _heads(grad_BHTD)
+        q_NTD, k_NTD, v_NTD, output_NTD, log_sums_NT = ctx.saved_tensors
+        of_q, of_k, of_v = run_backward(grad_NTD, q_NTD, k_NTD, v_NTD, output_NTD, log_sums_NT, ctx.scale, ctx.causal, ctx.tiles)
+        return of_q.view(grad_BHTD.shape), of_k.view(ctx.key_shape), of_v.view(ctx.key_shape), None, None

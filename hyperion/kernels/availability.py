@@ -1,0 +1,39 @@
+"""Find out whether Triton kernels can be compiled, interpreted and run on this machine."""
+
+import platform
+
+import torch
+
+from hyperion.hardware import Device
+from hyperion.kernels.token_loss import HAS_TRITON
+
+# The release with which the tests run on a CPU build of PyTorch, which requires no release itself.
+TESTED = "3.7.1"
+
+
+def why_no_triton() -> str:
+    """Return why Triton cannot be used at all on this machine, with the next step. Return "" if it can be imported."""
+    if HAS_TRITON:
+        return ""
+    if platform.system() != "Linux" or platform.machine() not in ("x86_64", "aarch64"):
+        return f"unavailable: Triton has no package for {platform.system()} on {platform.machine()}; use a Linux machine"
+    if torch.version.cuda or torch.version.hip:
+        return "unavailable: Triton is not installed; next step: install the Triton release that this PyTorch requires"
+    return f"unavailable: Triton is not installed; next step: pip install --no-deps triton=={TESTED}"
+
+
+def why_no_kernels(device: Device) -> str:
+    """Return why Triton kernels cannot run on this device, with the next step. Return "" if they can run."""
+    if device.kind != "cpu":
+        return why_no_triton()
+    return "unavailable: Triton kernels run on a GPU; next step: run this chapter on a machine with a GPU"
+
+
+def triton_version() -> str:
+    """Return the version of Triton. Call this function only if Triton is installed.
+
+    The name of its package differs: PyTorch for AMD GPUs has a package of its own.
+    """
+    import triton  # pyright: ignore[reportMissingImports] - only PyTorch's GPU builds contain it
+
+    return triton.__version__

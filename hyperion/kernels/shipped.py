@@ -1,0 +1,157 @@
+"""The kernels of this package as they run on an architecture, for the table of compiled kernels and the tests.
+
+The list has every tile, with the types of bfloat16 tensors: attention with and without a causal mask, for heads of keys that one
+and that four heads of queries use; matrix products of even and of odd sizes; and some widths of rows, among them the widest.
+"""
+
+from typing import Any
+
+from hyperion.kernels import attention_triton, block_gradients_triton, matmul_triton, rows_triton, token_loss_triton
+from hyperion.kernels.builds import Architecture, Build
+
+# Widths of rows in the list: a Transformer's width, a power of two, and a vocabulary's part.
+WIDTHS = (768, 4096)
+_DTYPE = "bf16"
+
+
+def shipped_builds(architecture: Architecture) -> list[Build]:
+    """Return the build of each kernel for this architecture, with bfloat16 tensors."""
+    rows = [build for width in WIDTHS for build in row_builds(width)]
+    rows += row_builds(rows_triton.WIDEST)[:2] + row_builds(rows_triton.WIDEST_GRADIENT)[2:]
+    add = {"x": "*bf16", "y": "*bf16", "total": "*bf16", "elements": "i32"}
+    add_build = Build("vector_add", rows_triton.vector_add, add, {"BLOCK": rows_triton.ADD_BLOCK}, rows_triton.ADD_WARPS)
+    products = matmul_builds(architecture)
+    attention = [
+        build
+        for features in attention_triton.HEAD_DIMS
+        for build in attention_builds(features, attention_triton.tiles_for(architecture.backend, architecture.target, features))
+    ]
+    return [add_build, *rows, *products, *attention, *training_builds()]
+
+
+def row_builds(width: int) -> list[Build]:
+    """Return the builds of softmax and layer norm for rows of this width."""
+    import triton  # pyright: ignore[reportMissingImports] - only PyTorch's GPU builds contain it
+
+    block, warps = {"BLOCK": triton.next_power_of_2(width)}, rows_triton.row_warps(width)
+    softmax = {"x": "*bf16", "y": "*bf16", "columns": "i32"}
+    norm = dict.fromkeys(("x", "weight", "bias", "y"), "*bf16") | {"means": "*fp32", "inverses": "*fp32"}
+    norm |= {"columns": "i32", "eps": "fp32"}
+    gradient = dict.fromkeys(("x", "grad_y", "weight", "grad_x"), "*bf16")
+    gradient |= dict.fromkeys(("means", "inverses", "sums"), "*fp32") | {"rows": "i32", "columns": "i32"}
+    gradient_constants = block | {"PROGRAMS": 416, "STAGES": 2}
+    return [
+        Build(f"softmax, {width} columns", rows_triton.softmax_row, softmax, block, warps),
+        Build(f"layer norm, {width} columns", rows_triton.layer_norm_row, norm, block, warps),
+        Build(f"layer norm backward, {width} columns", rows_triton.layer_norm_gradient, gradient, gradient_constants, warps),
+    ]
+
+
+def training_builds() -> list[Build]:
+    """Return the builds of the kernels of a training step, for the width and the vocabulary of GPT-2."""
+    width, hidden = 768, 3072
+    norm = block_gradients_triton.norm_tile(width)
+    return [
+        _strip_build("GELU backward", block_gradients_triton.gelu_strip, block_gradients_triton.GELU, hidden),
+        _strip_build("joined gradients", block_gradients_triton.joined_strip, block_gradients_triton.JOINED, width),
+        _strip_build("layer norm and residual backward", block_gradients_triton.norm_strip, norm, width),
+        _strip_build("gradient of the positions", block_gradients_triton.position_sum, block_gradients_triton.POSITIONS, width),
+        Build(
+            "loss of the tokens",
+            token_loss_triton.nll_and_slope,
+            {"logits": "*bf16", "targets": "*i64", "nll": "*fp32", "ignored": "i32"},
+            {
+                "columns": 50304,
+                "classes": 50257,
+                "slope": 1.0,
+                "BLOCK": token_loss_triton.BLOCK,
+                "STAGES": token_loss_triton.STAGES,
+            },
+            token_loss_triton.WARPS,
+        ),
+    ]
+
+
+def _strip_build(name: str, kernel: Any, tile: block_gradients_triton.Tile, columns: int) -> Build:
+    """Return the build of a kernel of `block_gradients_triton`. Its arguments are bfloat16 tensors, except for a few names."""
+    constants = {"columns": columns, "SUMS": 4, "STRIP": block_gradients_triton.STRIP}
+    constants |= {"ROWS": tile.rows, "BLOCK": tile.columns, "STAGES": tile.stages}
+    constants = {one: value for one, value in constants.items() if one in kernel.arg_names}
+    types = dict.fromkeys(("sums", "means", "inverses"), "*fp32") | dict.fromkeys(("rows", "sequences"), "i32")
+    signature = {one: types.get(one, f"*{_DTYPE}") for one in kernel.arg_names if one not in constants}
+    return Build(f"{name}, {columns} columns", kernel, signature, constants, tile.warps)
+
+
+def matmul_builds(architecture: Architecture) -> list[Build]:
+    """Return the builds of the matrix product: for sizes that are multiples of every block, and for odd sizes."""
+    tiles = matmul_triton.tiles_for(architecture.backend, architecture.target)
+    if tiles != matmul_triton.HOPPER:
+        return [_blocks_build(tile, even) for tile in tiles for even in (True, False)]
+    # Where rows do not start at multiples of 16 bytes, the other kernel runs.
+    return [*(_persistent_build(tile) for tile in tiles), *(_blocks_build(tile, False) for tile in matmul_triton.SMALL)]
+
+
+def _blocks_build(tile: matmul_triton.MatmulTile, even: bool) -> Build:
+    name = f"matmul {tile.rows}x{tile.columns}x{tile.depth}, {tile.stages} stages, {'even' if even else 'odd'} sizes"
+    signature: dict[str, str] = dict.fromkeys(("a", "b", "c"), f"*{_DTYPE}")
+    signature |= dict.fromkeys(("M", "N", "K"), "i32")
+    constants = tile.constants | {"STAGES": tile.stages, "EVEN": even}
+    options = {"num_stages": tile.stages}
+    return Build(name, matmul_triton.matmul_blocks, signature, constants, tile.warps, options, matrix=True, aligned=even)
+
+
+def _persistent_build(tile: matmul_triton.MatmulTile) -> Build:
+    name = f"matmul {tile.rows}x{tile.columns}x{tile.depth}, {tile.stages} stages, bands of {tile.group}"
+    shapes = {"a": (tile.rows, tile.depth), "b": (tile.depth, tile.columns), "c": (tile.rows, tile.columns // 2)}
+    signature = {one: f"tensordesc<{_DTYPE}[{rows}, {columns}]>" for one, (rows, columns) in shapes.items()}
+    signature |= dict.fromkeys(("M", "N", "K"), "i32")
+    constants = tile.constants | {"STAGES": tile.stages, "PROGRAMS": 132}
+    options = {"num_stages": tile.stages}
+    return Build(name, matmul_triton.matmul_persistent, signature, constants, tile.warps, options, matrix=True)
+
+
+def attention_builds(features: int, tiles: attention_triton.Tiles) -> list[Build]:
+    """Return the builds of the attention kernels for heads of this many features."""
+    kernels = (
+        ("forward", attention_triton.attention_forward, tiles.forward, ("queries", "output")),
+        ("backward, keys", attention_triton.attention_key_gradient, tiles.keys, ("keys", "values", "grad_keys", "grad_values")),
+        (
+            "backward, queries",
+            attention_triton.attention_query_gradient,
+            tiles.queries,
+            ("queries", "grad_output", "grad_queries"),
+        ),
+    )
+    builds = [_attention_build(*kernel, features) for kernel in kernels]
+    builds += [_attention_build(*kernel, features, causal=False) for kernel in kernels]
+    # The other kernels divide the number of a head by the size of its group, and do nothing else with it.
+    builds.append(_attention_build(*kernels[1], features, group=4))
+    delta = {"output": f"*{_DTYPE}", "gradient": f"*{_DTYPE}", "delta": "*fp32", "rows": "i32"}
+    sizes = {"D": features, "ROWS": attention_triton.DELTA_ROWS}
+    return [*builds, Build(f"attention delta, {features} features", attention_triton.attention_delta, delta, sizes, 4)]
+
+
+def _attention_build(
+    name: str, kernel: Any, tile: attention_triton.Tile, held: tuple[str, ...], features: int, group: int = 1, causal: bool = True
+) -> Build:
+    """Return the build of an attention kernel. Plain causal attention has an even length, the other kinds have an odd length.
+
+    Args:
+        held: names of the tensors of which the kernel holds a block. It reads the other tensors block by block.
+        group: heads of queries that share one head of keys and values.
+    """
+    types = dict.fromkeys(("log_sums", "delta"), "*fp32") | dict.fromkeys(("scale", "natural_scale"), "fp32") | {"rows": "i32"}
+    constants, plain = attention_triton.constants_of(tile, group, features, causal), causal and group == 1
+    names = [one for one in kernel.arg_names if one not in constants]
+    signature = {one: types.get(one) or _block_type(tile, features, one in held) for one in names}
+    kind = "" if plain else f", {'causal' if causal else 'not causal'}, groups of {group}, odd length"
+    return Build(
+        f"attention {name}, {features} features{kind}", kernel, signature, constants, tile.warps, matrix=True, aligned=plain
+    )
+
+
+def _block_type(tile: attention_triton.Tile, features: int, held: bool) -> str:
+    """Return the type of a tensor that is read or written in blocks."""
+    if not tile.descriptors:
+        return f"*{_DTYPE}"
+    return f"tensordesc<{_DTYPE}[1, {tile.held if held else tile.read}, {features}]>"

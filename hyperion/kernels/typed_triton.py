@@ -1,0 +1,12 @@
+"""The decorators of Triton, typed for a type checker that does not see Triton.
+
+Without these types, a type checker takes a kernel for the plain function below its decorator, and rejects `kernel[grid](…)`.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import triton  # pyright: ignore[reportMissingImports] - only PyTorch's GPU builds contain it
+
+jit: Callable[[Callable[..., Any]], Any] = triton.jit
+autotune: Callable[..., Callable[[Any], Any]] = triton.autotune
