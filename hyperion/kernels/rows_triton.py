@@ -23,6 +23,16 @@ def row_warps(width: int) -> int:
     return max(4, min(16, triton.next_power_of_2(width) // 512))
 
 
+# Elements of a row for each warp, and stages of the loop over the rows, in the backward pass of layer norm. They were the fastest
+# on an H200 for rows of 4096 bf16 elements.
+_GRADIENT_WARP_ELEMENTS, GRADIENT_STAGES = 512, 2
+
+
+def gradient_warps(width: int) -> int:
+    """Return the number of warps for a row in the backward pass of layer norm: at least 4 and at most 16."""
+    return max(4, min(16, triton.next_power_of_2(width) // _GRADIENT_WARP_ELEMENTS))
+
+
 @jit
 def vector_add(x, y, total, elements, BLOCK: tl.constexpr):
     """Write x + y for one block of elements."""
@@ -147,8 +157,8 @@ def run_layer_norm_gradient(
         D,
         PROGRAMS=programs,
         BLOCK=triton.next_power_of_2(D),
-        STAGES=2,
-        num_warps=row_warps(D),
+        STAGES=GRADIENT_STAGES,
+        num_warps=gradient_warps(D),
     )
     of_weight_D, of_bias_D = sums_P2D.sum(0)
     return grad_x_MD, of_weight_D, of_bias_D

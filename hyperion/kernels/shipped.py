@@ -39,11 +39,17 @@ def row_builds(width: int) -> list[Build]:
     norm |= {"columns": "i32", "eps": "fp32"}
     gradient = dict.fromkeys(("x", "grad_y", "weight", "grad_x"), "*bf16")
     gradient |= dict.fromkeys(("means", "inverses", "sums"), "*fp32") | {"rows": "i32", "columns": "i32"}
-    gradient_constants = block | {"PROGRAMS": 416, "STAGES": 2}
+    gradient_constants = block | {"PROGRAMS": 416, "STAGES": rows_triton.GRADIENT_STAGES}
     return [
         Build(f"softmax, {width} columns", rows_triton.softmax_row, softmax, block, warps),
         Build(f"layer norm, {width} columns", rows_triton.layer_norm_row, norm, block, warps),
-        Build(f"layer norm backward, {width} columns", rows_triton.layer_norm_gradient, gradient, gradient_constants, warps),
+        Build(
+            f"layer norm backward, {width} columns",
+            rows_triton.layer_norm_gradient,
+            gradient,
+            gradient_constants,
+            rows_triton.gradient_warps(width),
+        ),
     ]
 
 

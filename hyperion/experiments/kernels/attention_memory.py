@@ -13,7 +13,14 @@ import torch
 
 from hyperion.chapter.context import Context, Experiment, Forecast, Options, Report, Result
 from hyperion.chapter.rows import all_samples, checked, out_of_memory_reason
-from hyperion.experiments.kernels.attention_implementations import IMPLEMENTATIONS, RefusedError, attend, make_inputs, why_absent
+from hyperion.experiments.kernels.attention_implementations import (
+    IMPLEMENTATIONS,
+    TRITON,
+    RefusedError,
+    attend,
+    make_inputs,
+    why_absent,
+)
 from hyperion.measure import FORMATS
 from hyperion.measure.memory_use.tensor_memory import allocated_peak
 from hyperion.results import Row
@@ -84,6 +91,10 @@ def run(context: Context, report: Report) -> Result:
             continue
         rows += [_peak_row(context, options, name, *pair) for pair in zip(options.lengths, peaks, strict=True)]
         share, residual = quadratic_share(options.lengths, peaks)
+        if name != TRITON and residual > FIT_TOLERANCE:
+            reason = f"no polynomial of the second degree fits: the residual is {residual:.2g} of the largest memory"
+            rows.append(context.absent_row(name, "quadratic_share", reason, dtype=options.dtype, params=_params(options)))
+            continue
         check = checked("residual of the fit", residual, FIT_TOLERANCE)
         rows.append(context.row(name, "quadratic_share", share, dtype=options.dtype, params=_params(options), **check))
         frames.append(pd.DataFrame({"variant": name, "length": options.lengths, "peak_bytes": peaks}))

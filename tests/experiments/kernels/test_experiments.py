@@ -231,6 +231,19 @@ def test_scores_in_16_bits_are_predicted_in_float32(tmp_path):
     assert (peaks["math"] - peaks["flash"]) * 2**30 == pytest.approx(3 * 3 * 512**2 * 4)
 
 
+def test_memory_that_no_polynomial_describes_has_a_reason_and_that_of_the_kernels_of_this_library_fails(tmp_path, monkeypatch):
+    sizes = {"dtype": "fp32", "heads": 1, "features": 64, "lengths": [128, 256, 512, 1024, 2048]}
+    monkeypatch.setattr(attention_memory, "_peak_bytes", lambda *given: 10**6 if given[-1] == 2048 else 10**4)
+    monkeypatch.setattr(attention_memory, "why_absent", lambda name, device: "" if name in ("triton", "flash") else "left out")
+    rows = {
+        row.variant: row
+        for row in perform(toy_context("attention_memory", sizes, tmp_path), tmp_path).rows
+        if "longest" in row.params
+    }
+    assert rows["flash"].value is None and rows["flash"].value_reason.startswith("no polynomial of the second degree fits")
+    assert rows["triton"].check_error > rows["triton"].check_tolerance
+
+
 def test_a_fit_separates_linear_and_quadratic_memory():
     lengths = (1024, 2048, 4096, 8192, 16384)
     assert attention_memory.quadratic_share(lengths, [1000 + 7 * one for one in lengths])[0] < 1e-9
