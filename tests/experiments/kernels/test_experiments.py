@@ -241,7 +241,7 @@ def test_memory_that_no_polynomial_describes_has_a_reason_and_that_of_the_kernel
     assert row.value is None and row.value_reason.startswith("no polynomial of the second degree fits")
     measured_name = "triton"
     with pytest.raises(RowError, match="failed its check 'residual of the fit'"):
-        perform(toy_context("attention_memory", sizes, tmp_path), tmp_path)
+        perform(toy_context("attention_memory", sizes, tmp_path / "again"), tmp_path / "again")
 
 
 def test_a_fit_separates_linear_and_quadratic_memory():
