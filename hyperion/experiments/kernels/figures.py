@@ -94,14 +94,13 @@ def _bars(axes: Axes, rows: list[Row], group: Callable[[Row], str], label: str) 
     names = [name for name in _ORDER if any(row.variant == name for row in measured(rows))]
     height = 0.8 / max(len(names), 1)
     for position, name in enumerate(names):
-        for place, title in enumerate(groups):
-            found = [row for row in measured(rows) if (row.variant, group(row)) == (name, title)]
-            for row in found:
-                y = place + (position - (len(names) - 1) / 2) * height
-                colour = look(name, position)["color"]
-                told = name if place == 0 else None
-                axes.barh(y, not_none(row.value), xerr=errors_of([row]), height=0.92 * height, color=colour, label=told)
-                write_at(axes, number(not_none(row.value), 3), (row.ci_high or row.value, y), (4, 0), va="center", fontsize=8)
+        series = [row for row in measured(rows) if row.variant == name]
+        ys = [groups.index(group(row)) + (position - (len(names) - 1) / 2) * height for row in series]
+        values = [not_none(row.value) for row in series]
+        colour = look(name, position)["color"]
+        axes.barh(ys, values, xerr=errors_of(series), height=0.92 * height, color=colour, label=name)
+        for y, value, row in zip(ys, values, series, strict=True):
+            write_at(axes, number(value, 3), (row.ci_high or value, y), (4, 0), va="center", fontsize=8)
     axes.set_yticks(range(len(groups)), groups)
     axes.invert_yaxis()
     axes.grid(axis="y", visible=False)

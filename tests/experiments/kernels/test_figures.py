@@ -1,5 +1,7 @@
 """What the figures of the chapter on kernels show."""
 
+from dataclasses import replace
+
 import pytest
 
 from hyperion.experiments.kernels.figures import attention_memory, attention_speed, matmul_kernel, row_kernels
@@ -40,6 +42,16 @@ def test_attention_has_a_panel_for_each_pass(material):
     assert [axes.get_title(loc="left") for axes in figure.axes] == ["forward", "backward"]
     assert figure.axes[0].get_yticklabels()[0].get_text() == "8192 positions, 16/4 heads of 128"
     assert texts(figure.axes[0]) == ["0.400", "0.600"]
+
+
+def test_what_was_measured_for_one_shape_alone_is_in_the_legend(tmp_path):
+    (rows, samples), *_ = [(rows, samples) for _, name, rows, samples in triton_chapters() if name == "attention_speed"]
+    short = [replace(row, variant="math", params=row.params | {"length": 2047}) for row in rows if row.variant == "triton"]
+    run = Run.create(tmp_path / "run", {"environment": GPU})
+    run.record("09_kernels", "attention_speed", [*rows, *short], samples, input_hash="h")
+    axes = drawn(attention_speed, Material(run)).axes[0]
+    assert [text.get_text() for text in axes.get_legend().get_texts()] == ["triton", "cudnn", "math"]
+    assert texts(axes) == ["0.400", "0.600", "0.400"]
 
 
 def test_memory_has_a_line_for_each_implementation(material):
