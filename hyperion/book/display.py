@@ -135,6 +135,9 @@ def show_predictions(predictions: pd.DataFrame) -> None:
         predictions: the table that `Chapter.predict` returns. It has the columns variant, dtype, params, metric, guess, ceiling,
             estimate, low, high and basis.
     """
+    if predictions.empty:
+        print("The library makes no prediction for this experiment on this device.")
+        return
     show_table(prediction_table(predictions), "Predictions, stored before the first measurement")
     for sentence in prediction_basis(predictions):
         _display({"text/markdown": f"*{markdown_text(sentence)}*", "text/plain": sentence})

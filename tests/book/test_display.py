@@ -2,10 +2,11 @@
 
 from dataclasses import dataclass, field, replace
 
+import pandas as pd
 import pytest
 
 from hyperion.book import display
-from hyperion.book.display import answered_guess, compared_steps, fill, pick, verdict
+from hyperion.book.display import answered_guess, compared_steps, fill, pick, show_predictions, verdict
 from hyperion.errors import HyperionError
 from hyperion.results import Prediction, Row
 
@@ -38,6 +39,11 @@ def predicted(**columns) -> Prediction:
     row = {"notebook": "n", "experiment": "e", "variant": "copy", "dtype": "fp32", "params": {"m": 1}, "metric": "bandwidth_gb_s"}
     stored = {"guess": 100.0, "estimate": 240.0, "basis": "", "input_hash": "new", "made_at": "2026-01-01T00:00:00.000+00:00"}
     return Prediction(**row | stored | columns)
+
+
+def test_no_prediction_is_a_sentence_and_no_empty_table(capsys):
+    show_predictions(pd.DataFrame())
+    assert capsys.readouterr().out == "The library makes no prediction for this experiment on this device.\n"
 
 
 def test_the_guess_is_answered_with_what_was_predicted_and_measured():
