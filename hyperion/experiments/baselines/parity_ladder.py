@@ -14,7 +14,6 @@ from typing import Literal
 import numpy as np
 import pandas as pd
 import torch
-import torch._dynamo
 
 from hyperion.chapter.context import Context, Experiment, Forecast, Options, Report, Result
 from hyperion.data.batches import LanguageBatches
@@ -210,6 +209,9 @@ def _why_absent(context: Context, options: ParityLadderOptions, rung: ParityRung
 
 
 def _losses(context: Context, options: ParityLadderOptions, rung: ParityRung, tokens: np.ndarray, report: Report) -> list[float]:
+    # Imported here, because it takes a second, and every `make reproduce` imports this module to check the sizes of a profile.
+    import torch._dynamo
+
     def train_until(until: int, seed: int, folder: Path | None) -> list[float]:
         seed_everything(seed, deterministic=context.device.kind != "cpu")
         torch.use_deterministic_algorithms(torch.are_deterministic_algorithms_enabled(), warn_only=True)
