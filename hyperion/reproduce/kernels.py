@@ -55,6 +55,7 @@ def scratch_folder() -> tempfile.TemporaryDirectory:
     """
     base = tempfile.gettempdir()
     return tempfile.TemporaryDirectory(
+        # 20 characters are left for the name of the temporary folder.
         prefix="hyperion-", dir=base if len(base) < _LONGEST_FOLDER - 20 else "/tmp", ignore_cleanup_errors=True
     )
 
@@ -82,6 +83,7 @@ def kernel_manager_class(scratch: Path, environment: dict[str, str], folder: Pat
     class ThisInterpreter(AsyncKernelManager):
         @default("kernel_spec_manager")
         def _only_ours(self) -> KernelSpecManager:
+            # Without this option, jupyter_client adds a kernel of its own if the folder has none.
             return KernelSpecManager(kernel_dirs=[str(scratch / "kernels")], ensure_native_kernel=False)
 
         @default("transport")
@@ -117,6 +119,7 @@ class SessionProvisioner(LocalProvisioner):
             "hyperion.processes.worker",
             arguments,
             with_assertions(kwargs["env"]),
+            # The caller may have replaced `sys.stderr` by an object without a file descriptor.
             stdout=sys.__stderr__ or sys.stderr,
             new_session=True,
             folder=os.fspath(self.cwd),
