@@ -15,8 +15,8 @@ from hyperion.results.rows import Row
 from hyperion.results.statistics import DIVISIONS, Power, fenced, log_deviations, randomization_test
 from hyperion.results.store import RUN, Run, find_run
 
-# Five launches of each version have comb(10, 5) = 252 divisions. A division and its mirror image have the same statistic, so the
-# smallest p-value is 2/252, which is far below 5 %.
+# Five launches of each version have comb(10, 5) = 252 divisions. A division and its mirror image have the same statistic, so
+# the smallest p-value is 2/252, which is far below 5 %.
 RELAUNCHES = 5
 SMALLEST_CHANGE = 0.03
 SIGNIFICANCE = 0.05

@@ -289,7 +289,7 @@ def _pending(folder: Path) -> dict[str, str]:
             _require_file_name(folder, name)
         inner_path(folder, temporary, StoreError, _DISTRUST)
         target, source = PurePosixPath(name), PurePosixPath(temporary)
-        # A rename across folders could leave a file of another folder behind, and a foreign name is a sign of manipulation.
+        # Only names that `_write_temporary` gives are accepted. A manipulated list could otherwise replace any file of the folder.
         ours = source.parent == target.parent and re.fullmatch(rf"\.{re.escape(target.name)}\.\w+\.tmp", source.name)
         if not ours:
             fault = f"{temporary!r} is not a temporary file of {name!r}"
