@@ -189,8 +189,8 @@ class Chapter:
             environment=environment,
             started_at=started_at,
         )
-        # A second call in the same kernel uses these rows, even if one of them is unexpected. Otherwise the notebook would
-        # loop.
+        # A second call in the same kernel uses these rows, even if one of them is unexpected. Otherwise every further
+        # call would measure again.
         self._measured_here.add(experiment)
         self._report_unexpected(result.rows)
         busy = sum(row.busy for row in result.rows)

@@ -381,6 +381,7 @@ def _spread(errors: Sequence[float]) -> float:
     """Return the spread that covers most of the relative errors of predictions."""
     if not errors:
         return _SPREAD_OF_ONE_ROW
+    # A rate that is too low by a factor counts like one that is too high by the same factor.
     factors = [max(1 + error, 1 / (1 + error)) for error in errors]
     quantile = float(np.quantile(factors, _COVERED, method="higher"))
     return math.ceil(1e4 * (quantile - 1)) / 1e4  # rounded up, so that the file still covers the row at the quantile
