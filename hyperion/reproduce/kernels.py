@@ -54,8 +54,8 @@ def scratch_folder() -> tempfile.TemporaryDirectory:
     It holds the kernels' sockets, Jupyter's run-time files, and executed copies that are not finished.
     """
     base = tempfile.gettempdir()
+    # 20 characters are left for the name of the temporary folder.
     return tempfile.TemporaryDirectory(
-        # 20 characters are left for the name of the temporary folder.
         prefix="hyperion-", dir=base if len(base) < _LONGEST_FOLDER - 20 else "/tmp", ignore_cleanup_errors=True
     )
 
@@ -111,6 +111,7 @@ class SessionProvisioner(LocalProvisioner):
 
         Output of the kernel that belongs to no cell goes to the standard error of this process.
         """
+        # The arguments after `-m ipykernel_launcher`. The worker module starts the launcher after it has prepared the process.
         arguments = ["kernel", str(os.getpid()), *cmd[cmd.index("-m") + 2 :]]
         self.cwd = kwargs.get("cwd") or os.getcwd()
         self.below: list[psutil.Process] = []

@@ -153,6 +153,7 @@ def select(book: list[Notebook], only: str | None) -> list[Notebook]:
     while waiting:
         stem = waiting.pop()
         chosen.add(stem)
+        # Optional chapters are not added: their rows are used only if they exist.
         waiting.extend(need for need in by_stem[stem].needs if need not in chosen)
     return [notebook for notebook in book if notebook.stem in chosen]
 
