@@ -155,7 +155,7 @@ def commit(folder: Path, contents: dict[str, bytes]) -> None:
         manifest = json.dumps({"schema": 1, "files": entries}, indent=1, sort_keys=True).encode()
         moves: dict[str, str] = {}
         try:
-            # {MANIFEST|The manifest is the last file in the list, so it is renamed after the files that it describes.
+            # The manifest is the last file in the list, so it is renamed after the files that it describes.
             for name, content in (contents | {MANIFEST: manifest}).items():
                 _remove_strays(folder / name)
                 moves[str(_write_temporary(folder / name, content).relative_to(folder))] = name
@@ -289,7 +289,7 @@ def _pending(folder: Path) -> dict[str, str]:
             _require_file_name(folder, name)
         inner_path(folder, temporary, StoreError, _DISTRUST)
         target, source = PurePosixPath(name), PurePosixPath(temporary)
-        # Only names that `_write_temporary` gives are accepted. A manipulated list could otherwise replace any file of the folder.
+        # Only names that `_write_temporary` gives are accepted. A manipulated list could otherwise replace any file.
         ours = source.parent == target.parent and re.fullmatch(rf"\.{re.escape(target.name)}\.\w+\.tmp", source.name)
         if not ours:
             fault = f"{temporary!r} is not a temporary file of {name!r}"

@@ -219,8 +219,8 @@ def randomization_test(values: np.ndarray, launches_a: int, smallest: float, div
     Applications in Genetics and Molecular Biology 9 (2010) article 39, for counting the observed division.
     """
     values = np.asarray(values, dtype=np.float64)
-    # Each contrast has the sum 0, so centring does not change the differences of means. It makes the norm below the one that a
-    # correlation needs.
+    # Each contrast has the sum 0, so centring does not change the differences of means. Centred values have
+    # the norm that a correlation needs.
     values = values - values.mean(axis=0)
     contrasts = side_contrasts(launches_a, len(values) - launches_a, divisions)
     lengths = np.sqrt((values**2).sum(axis=0))
