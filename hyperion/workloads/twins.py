@@ -111,7 +111,6 @@ class OtherRounding(TorchFunctionMode):
             gradient: whether the tensor is a gradient. fp8 training uses another fp8 format for gradients.
         """
         wide = tensor.double() if self._in_float64 else tensor.float()
-        # Integer tensors, such as token ids, are left alone by `_rounded`.
         return (self._round(wide * self.factor, gradient) / self.factor).to(tensor.dtype)
 
 
