@@ -160,8 +160,8 @@ class _Call:
             while waiting or self.lanes.stems:
                 notebook = self.lanes.pick(waiting, self.freshness.expected_s)
                 if notebook is None:
-                    # = self._end|After the budget is spent, running notebooks may still end. No new one has time to start, so
-                    # the loop ends by itself.
+                    # After the budget is spent, running notebooks may still end. No new one has time to start, so the loop ends
+                    # by itself.
                     spent |= self._end(*self.lanes.wait(), display)
                 else:
                     waiting.remove(notebook)

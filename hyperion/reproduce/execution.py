@@ -119,7 +119,7 @@ class Interruption:
     def __call__(self, stop: Stopped) -> None:
         self._stop = own = Stopped(stop.number)  # a new object, because two threads must not raise the same exception object
         if self._loop is not None and not self._loop.is_closed():
-            # An event loop is not thread-safe. This is the one way to run a function in the loop of another thread.
+            # An event loop is not thread-safe, except for this method.
             self._loop.call_soon_threadsafe(_raise, own)
 
 

@@ -230,7 +230,7 @@ def earlier_seconds(results: Path, setting: dict, stem: str) -> float | None:
 
 def in_use(folder: Path) -> bool:
     """Return True if a running call uses this run folder."""
-    # Creating the lock file only to test it would change a folder that another user may own.
+    # Without this test, `_try_lock` would create a lock file in a folder that is only examined.
     if not (folder / _DRIVER_LOCK).exists():
         return False
     lock = _try_lock(folder)
