@@ -379,7 +379,7 @@ def _speedup_rows(row: partial[Row], rungs: list[StepRung], timings: list[Timing
     """
     rows = []
     for number, (rung, timing) in enumerate(zip(rungs, timings, strict=True)):
-        # The version before this one and the first version. The set removes the pair that is equal for the second rung.
+        # The version before this one and the first version. For the second rung both are the same, so a set is used.
         for other in sorted({max(number - 1, 0), 0} - {number}):
             ratio = ratio_estimate(timing.samples_s, timings[other].samples_s)
             columns = {"limit_source": NO_SPEEDUP_LIMIT, "columns": timed_columns(ratio, timing)}
