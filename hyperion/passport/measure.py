@@ -273,7 +273,6 @@ def gemm_size(device: Device, dtype: str, limit_s: float) -> int:
     size = _SMALLEST_GEMM
     while size < _LARGEST_GEMM:
         doubled = 2 * size
-        # Three square matrices.
         needed_bytes = 3 * doubled**2 * max(4, FORMATS[dtype].bytes)
         # Twice the size is eight times the work.
         if needed_bytes > device.memory_bytes / 8 or 8 * _CALLS * _gemm_s(device, dtype, size) > limit_s:
