@@ -77,8 +77,8 @@ class _TorchvisionFinder:
         spec = importlib.machinery.PathFinder.find_spec(name, path, target)
         if spec is None or spec.loader is None:
             return spec
-        # The schemas must exist before torchvision's first line runs, and torch may not be imported before somebody imports
-        # torchvision.
+        # The schemas must exist before torchvision's first line runs, and this hook must not import torch
+        # earlier.
         execute = spec.loader.exec_module
 
         def prepare_and_execute(module: ModuleType) -> None:
