@@ -77,6 +77,8 @@ class _TorchvisionFinder:
         spec = importlib.machinery.PathFinder.find_spec(name, path, target)
         if spec is None or spec.loader is None:
             return spec
+        # The schemas must exist before torchvision's first line runs, and this hook must not import torch
+        # earlier.
         execute = spec.loader.exec_module
 
         def prepare_and_execute(module: ModuleType) -> None:
@@ -94,6 +96,7 @@ def watch_torchvision() -> None:
     kernels, ranks and test processes.
     """
     if not any(isinstance(finder, _TorchvisionFinder) for finder in sys.meta_path):
+        # First, because the first finder that returns a spec wins.
         sys.meta_path.insert(0, _TorchvisionFinder())
 
 

@@ -56,6 +56,8 @@ class FileLock:
         """
         # Links are refused, because in another user's folder the lock file may be a link to a place where no file must be
         # created.
+        # O_NONBLOCK: opening a named pipe must not block. O_CLOEXEC: a child process must not inherit and thereby keep the
+        # lock.
         flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
         self._descriptor = descriptor = os.open(self.path, flags, 0o666)
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
@@ -63,6 +65,7 @@ class FileLock:
             raise OSError(errno.EINVAL, "the lock is not a regular file", str(self.path))
         try:
             taken = self._flock(descriptor, wait)
+        # Also after Ctrl-C during the wait, so that the descriptor is closed.
         except BaseException:
             self.release()
             raise
@@ -74,6 +77,8 @@ class FileLock:
         """Release the lock. Nothing happens if this object does not hold it."""
         if self._owns_exclusive:
             self._owns_exclusive = False
+            # Removed only by the owner. The lock file for flock stays, because removing it would let two processes lock two
+            # different files of the same name.
             self._exclusive.unlink(missing_ok=True)
         if self._descriptor is not None:
             os.close(self._descriptor)
@@ -95,6 +100,7 @@ class FileLock:
         began = time.monotonic()
         while True:
             try:
+                # O_EXCL makes the creation atomic: exactly one process succeeds.
                 file = os.open(self._exclusive, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
             except FileExistsError:
                 if self._take_over():
@@ -116,6 +122,8 @@ class FileLock:
         owner = _read(self._exclusive)
         if not (_ended(owner) or _is_abandoned(self._exclusive)):
             return False
+        # Renaming is atomic: of several processes that take over the lock, one gets the file and the others get
+        # FileNotFoundError.
         aside = self._exclusive.with_name(f"{self._exclusive.name}.{uuid.uuid4().hex}")
         try:
             os.rename(self._exclusive, aside)
@@ -124,6 +132,7 @@ class FileLock:
         # Another process may have acquired the lock between the reading and the renaming. In this case, its file is restored.
         if _read(aside) != owner:
             with contextlib.suppress(FileExistsError):
+                # `link` fails if the name exists, so it cannot overwrite a lock that a third process has taken since.
                 os.link(aside, self._exclusive)
         aside.unlink()
         return True
@@ -155,6 +164,7 @@ def _owner(pid: int) -> str:
 def _ended(owner: str) -> bool:
     host, _, rest = owner.partition(" process ")
     pid = rest.partition(" ")[0]
+    # Another start time means that the number now belongs to another process. "never" means that there is no such process.
     return host == socket.gethostname() and pid.isdigit() and owner != _owner(int(pid))
 
 

@@ -69,6 +69,7 @@ def open_regular(path: Path, error: type[Error], next_step: str) -> BinaryIO:
     # Without O_NONBLOCK, opening a named pipe blocks until a process writes to it.
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
+        # The descriptor is examined and not the path: the path may be replaced between a check and the opening.
         mode = os.fstat(descriptor).st_mode
         if not stat.S_ISREG(mode):
             raise error(f"{_kind(mode)} where a regular file is expected", where=path, next_step=next_step)
@@ -145,6 +146,7 @@ def is_private(folder: Path) -> bool:
     """
     with contextlib.suppress(FileExistsError):
         folder.mkdir(mode=0o700)
+    # `lstat`, because a link to a private folder could be redirected later by its owner.
     facts = folder.lstat()
     return stat.S_ISDIR(facts.st_mode) and facts.st_uid == os.getuid() and not facts.st_mode & 0o022
 
@@ -158,6 +160,7 @@ def printable(text: str) -> str:
 
 
 def _escaped(character: str) -> str:
+    # Cc: control characters. Cf: invisible format characters, such as changes of direction. Cs: halves of surrogate pairs.
     if character in "\n\t" or unicodedata.category(character) not in ("Cc", "Cf", "Cs"):
         return character
     return character.encode("unicode_escape", "surrogatepass").decode()

@@ -42,6 +42,7 @@ def export_run(run: Run, material: Material | None = None) -> list[str]:
         The paths of the written files, relative to the folder of the run.
     """
     material = material or Material(run)
+    # Everything is drawn before anything is written, so that a figure that cannot be drawn leaves no half export.
     contents = tables(material) | pictures(material)
     run.write(contents)
     return sorted(contents)

@@ -25,6 +25,7 @@ from hyperion.results import Run
 from hyperion.results.execution import unexpected_in
 
 REPORT = "report.html"
+# Bytes 16 to 19 of a PNG file are the width in pixels, big-endian (in the header chunk IHDR).
 _PNG_WIDTH = slice(16, 20)
 
 
@@ -229,6 +230,7 @@ def _published_value(headline: Headline) -> str:
     elif row.metric == "samples_per_s" and row.dtype == "fp32" and row.variant in _PUBLISHED_MODELS:
         table = published_baseline().set_index("model")
         value = float(table["samples_per_s"].to_dict()[_PUBLISHED_MODELS[row.variant]])
+    # NaN differs from itself.
     return "" if value is None or value != value else f"{value:,g} {row.unit}"
 
 

@@ -137,6 +137,7 @@ class Chapter:
             digest, predictions = self._input_hash(experiment), self._forecasts(experiment)
         else:
             digest, predictions = self._replayed_forecasts(experiment)
+        # Only the first prediction gets the reader's guess.
         self.results.predict(replace(p, guess=None if place else guess) for place, p in enumerate(predictions))
         predictions = self._predictions(experiment, digest)
         if guess is not None and predictions and predictions[0].guess != guess:
@@ -161,12 +162,14 @@ class Chapter:
         If the run already has rows for the same inputs, return these rows without a measurement. In replay, nothing is measured:
         the rows and samples come from the reference machine.
         """
+        # Without an explicit call, the predictions are stored now. They must exist before the first sample.
         self.predict(experiment)
         if self.reference is not None:
             return self._replay(experiment)
         digest, data = self._input_hash(experiment), self._data(experiment)
         if self._holds(experiment, digest) and not self._asked_anew(experiment):
             return self._keep(experiment, digest)
+        # Taken after the predictions are stored and before the first sample: `Run.verify` compares the times.
         provenance, environment, started_at = self._provenance(experiment), self.environment, utc_now()
         result = self._measure(experiment, digest, data)
         rows = [row.without_failed_value() for row in result.rows]
@@ -180,11 +183,14 @@ class Chapter:
             result.samples,
             input_hash=digest,
             source=result.source,
+            # Data that existed before the run keep the identity with which the inputs were compared.
             data={name: found or taken[name] for name, found in data.items()},
             provenance=provenance,
             environment=environment,
             started_at=started_at,
         )
+        # A second call in the same kernel uses these rows, even if one of them is unexpected. Otherwise every further
+        # call would measure again.
         self._measured_here.add(experiment)
         self._report_unexpected(result.rows)
         busy = sum(row.busy for row in result.rows)
@@ -282,9 +288,12 @@ class Chapter:
                 "sizes": context.sizes,
                 "seed": context.seed,
                 "data": asked if chosen.data else None,
+                # Measured values of other experiments are inputs: if they change, this experiment is measured again.
                 "upstream": _values_of(context.upstream),
                 "device": context.device.name,
                 "torch": torch_version(),
+                # Only the library files that the experiment's module imports, so that an edit elsewhere does not invalidate its
+                # rows.
                 "library": reached_source_hash(module_of(experiment)),
             }
         )
@@ -342,6 +351,7 @@ class Chapter:
     def _replayed_forecasts(self, experiment: str) -> tuple[str, list[Prediction]]:
         """Return (input hash of the replay, predictions that the reference run stored before its measurement)."""
         measured = finished_in(not_none(self.reference), self.notebook, experiment)["input_hash"]
+        # The prefix separates the predictions of a replay from those of measurements with the same inputs.
         digest = f"replay:{not_none(self.reference).folder.name}:{measured}"
         written = not_none(self.reference).predictions(self.notebook, experiment)
         # The predictions keep the time at which they were made. Predictions of earlier versions have no time.
@@ -377,6 +387,7 @@ class Chapter:
 def _truth(holds: Any, otherwise: str) -> bool:
     kind = type(holds)
     # NumPy arrays have an attribute `size`, and tensors have a method `numel`.
+    # `item` converts NumPy's and torch's bool to Python's bool. Larger arrays have no single truth value.
     if hasattr(holds, "item") and (holds.numel() if hasattr(holds, "numel") else getattr(holds, "size", None)) == 1:
         holds = holds.item()
     if not isinstance(holds, bool):

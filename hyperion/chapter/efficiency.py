@@ -301,10 +301,14 @@ def fit_times(points: Sequence[tuple[Work, float]]) -> tuple[float, float, float
     seconds = np.array([time_s for _, time_s in points])
     one_size = len({work.amount for work, _ in points}) < 2
     columns = np.array([[0.0 if one_size else 1.0, work.arithmetic_s, work.traffic_s] for work, _ in points])
+    # The columns differ by many orders of magnitude (1 and microseconds). Scaled columns keep the least squares well
+    # conditioned.
     scale = columns.max(axis=0)
     scale[scale == 0] = 1.0
     from scipy.optimize import nnls  # here, because the import takes half a second in each worker
 
+    # Dividing each row by its measured time turns the residuals into relative errors: find terms with (columns @ terms) /
+    # seconds = 1.
     terms = nnls(columns / scale / seconds[:, None], np.ones(len(seconds)))[0] / scale
     return float(terms[0]), float(terms[1]), float(terms[2])
 
@@ -335,6 +339,7 @@ def _stored() -> dict[tuple[str, str, str], Curve]:
 def _own_curve(kind: str, name: str, points: Sequence[tuple[Work, float]]) -> Curve | None:
     if len({work.amount for work, _ in points}) < _OWN_SIZES:
         return None
+    # Without a reference run there is no known spread, so the interval is a factor of 2 in both directions.
     spread = max((curve.spread for curve in _stored().values() if curve.kind == kind), default=1.0)
     return Curve("", kind, name, *fit_times(points), spread, len(points), "this run's own rows of chapter 1.1")
 

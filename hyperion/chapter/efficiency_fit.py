@@ -171,10 +171,12 @@ def fit_curves(reference: Reference, points: Sequence[Point]) -> list[Curve]:
     # The matrix products of `operand_data` are left out. They have warm caches, and data that chapter 1.1 does not use.
     points = [point for point in points if point.row.experiment != "operand_data"]
     for kind, of_kind in _grouped(points, lambda point: point.kind).items():
+        # The errors of all names of a kind are pooled, because one name has too few sizes for a quantile.
         spread = _spread([e for _, same in _grouped(of_kind, lambda p: p.name).items() for e in _held_out_errors(kind, same)])
         for name, same in _grouped(of_kind, lambda point: point.name).items():
             curves.append(Curve(reference.device.arch, kind, name, *_fit(kind, same), spread, len(same), source))
     for kind, errors in _errors_of_own_curves(reference, later).items():
+        # Only the spread of this entry is used. Its curve is fitted anew in each run.
         curves.append(Curve(reference.device.arch, kind, "", 0.0, 0.0, 0.0, _spread(errors), len(errors), source))
     return curves
 
@@ -317,6 +319,7 @@ def _fit(kind: str, points: Sequence[Point]) -> tuple[float, float, float]:
     if kind == REFERENCE_STEP:  # this model already includes the overheads, so only its spread is fitted
         return 0.0, 1.0, 0.0
     if kind in _SHARES:
+        # The median share is robust against a single model that is far from its ceiling.
         return 0.0, statistics.median(point.seconds for point in points), 0.0
     return fit_times([(point.work, point.seconds) for point in points])
 
@@ -378,6 +381,7 @@ def _spread(errors: Sequence[float]) -> float:
     """Return the spread that covers most of the relative errors of predictions."""
     if not errors:
         return _SPREAD_OF_ONE_ROW
+    # A rate that is too low by a factor counts like one that is too high by the same factor.
     factors = [max(1 + error, 1 / (1 + error)) for error in errors]
     quantile = float(np.quantile(factors, _COVERED, method="higher"))
     return math.ceil(1e4 * (quantile - 1)) / 1e4  # rounded up, so that the file still covers the row at the quantile

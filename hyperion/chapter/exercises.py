@@ -61,6 +61,7 @@ class Question:
         """Return a sentence about the reader's answer, which is None if the reader has not answered yet."""
         if answer is None:
             return "not answered yet: set `answer` and run the cell again"
+        # bool is a subclass of int, so it would pass the test for numbers.
         if isinstance(answer, bool) or not isinstance(answer, numbers.Real):
             return f"the answer is a {type(answer).__name__}: set `answer` to a number, for example answer = 12.5"
         if abs(answer - self.expected) <= self.tolerance * abs(self.expected):
@@ -82,6 +83,7 @@ class ToyDevice:
         self._queue: queue.Queue = queue.Queue()
         self._warm = False
         self.launches = 0
+        # The thread waits in `get` forever. As a daemon it does not keep the kernel alive.
         threading.Thread(target=self._serve, daemon=True).start()
 
     def launch(self) -> None:
@@ -92,6 +94,7 @@ class ToyDevice:
 
     def synchronize(self) -> None:
         """Wait until all launched work is done."""
+        # `join` returns after `task_done` was called for every item, so it also waits for the item that is being processed.
         self._queue.join()
 
     def _serve(self) -> None:
@@ -113,6 +116,8 @@ def judge_timer(my_timer: Callable[[ToyDevice], float]) -> pd.DataFrame:
     device = ToyDevice()
     seconds = float(my_timer(device))
     faults = {
+        # `sleep` and the scheduler are not exact. The bounds tell the faults apart: no waiting takes microseconds, a counted
+        # first call dominates a mean.
         "stops the clock before the work is done": (seconds >= 0.8 * device.work_s, f"{seconds * 1e3:.2f} ms"),
         "counts the first, slow call": (seconds <= 4 * device.work_s, f"{seconds * 1e3:.2f} ms"),
         "takes fewer than 10 samples": (device.launches >= 10, f"{device.launches} launches"),
@@ -150,6 +155,7 @@ def judge_leak_check(my_check: Callable[[torch.nn.Module], bool]) -> pd.DataFram
         The table of `mutation_score`.
     """
     torch.manual_seed(0)
+    # Without dropout, the logits of a correct model depend only on its inputs.
     model = TransformerLM(TransformerConfig(vocab_size=32, context=16, width=32, heads=2, layers=1)).eval()
     return mutation_score(
         my_check, model, {"attention without a mask": _UnmaskedLM(model), "targets off by one": _ShiftedLM(model)}

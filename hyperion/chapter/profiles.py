@@ -81,6 +81,7 @@ def load_profile(name: str) -> Profile:
         settings |= _declared()[ancestor]
         for subject in subjects():
             for experiment, sizes in _sizes_of(subject).get(ancestor, {}).items():
+                # A child overrides single options of an experiment and not the whole table.
                 experiments[experiment] = experiments.get(experiment, {}) | sizes
     return Profile(name, settings["allow_synthetic"], settings["synthetic"], experiments)
 
@@ -151,6 +152,7 @@ def reference_runs() -> list[Run]:
     def place(run: Run) -> tuple:
         asked = run.information()
         gpus = asked.get("environment", {}).get("gpus") or []
+        # False sorts before True, and more GPUs give a smaller key. The name makes the order unique.
         return asked.get("data_source") == "synthetic", -len(gpus), run.folder.name
 
     return sorted(runs, key=place)

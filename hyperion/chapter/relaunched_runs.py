@@ -64,5 +64,6 @@ def _record(run: Run, launched: Launched, experiment: str, facts: dict) -> None:
     ]
     environment = run.information()["environment"]
     provenance = {"profile": NOTEBOOK, "seed": 0, "sizes": facts, "source": environment["source"]}
+    # The inputs of a launch are the timed functions and the source code that it imported.
     digest = hashlib.sha256(f"{facts['work_sha256']} {launched.source}".encode()).hexdigest()[:16]
     run.record(NOTEBOOK, experiment, rows, launched.samples, input_hash=digest, provenance=provenance, environment=environment)

@@ -194,6 +194,7 @@ def datasheet_ceilings(device: Device, dtype: str) -> tuple[Ceilings | None, str
 def product_bytes(device: Device, dtype: str, m: int, n: int, k: int) -> int:
     """Return the smallest possible memory traffic of a matrix product: the bytes of both operands and of the output."""
     number_format = format_of(dtype, device)
+    # Operands (M, K) and (K, N) in the input format, output (M, N) in the output format.
     return (m + n) * k * number_format.bytes + m * n * number_format.output.itemsize
 
 
@@ -241,6 +242,7 @@ def wrong_product(dtype: str, verification: Verification) -> str:
     """Return the reason why the output of a matrix product is wrong for its number format, or "" if it is correct."""
     if not verification.passed:
         return f"wrong output: relative error {verification.error:.3g} above {verification.tolerance:.3g}"
+    # TF32 rounds operands to 10 bits of mantissa, so a smaller error shows that the units for TF32 were not used.
     if dtype == "tf32" and verification.error < FORMATS["fp32"].gemm_tolerance:
         return "TF32 was allowed, but the product has the accuracy of fp32"
     return ""

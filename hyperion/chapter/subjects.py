@@ -102,6 +102,7 @@ def subjects() -> tuple[Subject, ...]:
     """
     own = Path(__file__).resolve().parents[1] / "experiments"
     found = [Subject(path.name, f"{_BUILT_IN}.{path.name}", path) for path in sorted(own.iterdir()) if _is_package(path)]
+    # Sorted by name, because the order of entry points depends on the installation.
     found += [_installed(point.value) for point in sorted(entry_points(group=ENTRY_POINTS), key=lambda point: point.name)]
     found += [_at_path(Path(text)) for text in os.environ.get(VARIABLE, "").split(os.pathsep) if text]
     by_name: dict[str, Subject] = {}
@@ -177,6 +178,7 @@ def _is_package(folder: Path) -> bool:
 
 def _installed(package: str) -> Subject:
     """Return the subject whose package an entry point names. The package is located without importing it."""
+    # `importlib.util.find_spec` would import the parent packages. This loop follows the search locations instead.
     places = sys.path
     for depth, part in enumerate(package.split(".")):
         spec = PathFinder.find_spec(".".join(package.split(".")[: depth + 1]), places) if part else None
@@ -198,6 +200,7 @@ def _at_path(folder: Path) -> Subject:
             next_step="name the folder that holds the subject's __init__.py; its name must be an identifier",
         )
     if str(folder.parent) not in sys.path:
+        # Appended, so that a folder of the user cannot hide a module of the library or of the standard library.
         sys.path.append(str(folder.parent))
     spec = PathFinder.find_spec(folder.name, sys.path)
     if spec is None or Path(spec.origin or "").parent != folder:

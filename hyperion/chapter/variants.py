@@ -128,6 +128,7 @@ def run_side_by_side(context: Context, report: Report, function: Callable[..., R
     Raises:
         JobError: a variant failed. Variants that are already running are finished, and no other variant is started.
     """
+    # The cores of this process and not of the machine: a container or a batch system may allow only some of them.
     cores = len(os.sched_getaffinity(0))
     at_once = min(_MOST, max(_FEWEST, cores // _CORES_EACH))
     threads = max(1, cores // at_once)

@@ -105,6 +105,7 @@ def command(
         overlap=_size_or_none(overlap),
     )
     try:
+        # torchrun sets RANK for every process that it starts.
         if "RANK" in os.environ:
             check_under_torchrun(check, backend=backend or None)
         elif backend:
@@ -164,11 +165,13 @@ def check_collectives(check: Check, collectives: Mapping[str, Collective] = ALL_
         for collective, dtype, size in _cells(check, collectives, here.size):
             if (needed := memory_needed(size)) > free:
                 what = f"{collective.name}, {dtype}, {size:,} bytes"
+                # Every rank has the same `free`, so all ranks leave out the same collectives and none waits for a missing one.
                 left_out.append(f"left out: {what} need {_gib(needed)} on every rank, but only {_gib(free)} are free")
                 continue
             measured.append(measure_collective(collective, size, dtype, here, roll, time_limit_s=check.time_limit_s))
         if check.overlap and memory_needed(check.overlap) <= free:
             overlap = measure_overlap(check.overlap, check.dtypes[0], here, roll, time_limit_s=3 * check.time_limit_s)
+        # After all timings, because the profiler makes calls slower.
         kernels = _kernels(measured, here, roll)
         # Without this barrier, rank 0 could report success before another rank has found a wrong value.
         roll.step("the barrier after all checks")

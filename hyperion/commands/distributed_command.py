@@ -62,14 +62,17 @@ def main(description: str, export: Callable[[Run], object], given: Sequence[str]
     except HyperionError as error:
         return _leave(error, 0)
     rank = info.rank if info else 0
+    # All ranks share one terminal, so only rank 0 prints.
     with contextlib.redirect_stdout(open(os.devnull, "w")) if rank else contextlib.nullcontext():
         try:
             options = parsed(given, description)
             machine = this_machine()
+            # Everything is checked before a process group starts or a folder is created.
             request = checked(options, machine)
             _say(request.notes)
             if request.counts:
                 return _scaled(request, export)
+            # torchrun has already started this process as a rank, so the command does not start ranks itself.
             return _joined(request, export) if machine.launched else _launched(request, machine, export)
         except HyperionError as error:
             return _leave(error, rank)
@@ -115,10 +118,12 @@ def train_all(context: Context) -> dict[str, str]:
             _say([f"{recipe.name} FAILED: {error}"])
             continue
         finally:
+            # Also after a failure: the next model needs the memory of this one.
             _free_memory()
         if world().rank == 0:
             results = merged(done)
             run = Run.open(context.workspace.parent)
+            # After every training, so that an interruption of a later one loses no finished results.
             run.record(*TRAINING, results.rows, results.samples, input_hash="command", source=results.source)
     return failures
 
@@ -140,6 +145,7 @@ def train_one(context: Context, recipe: Recipe) -> Result:
         on_epoch=(progress.epoch,),
         report=progress.report,
     )
+    # A collective call. All ranks must make it before rank 0 alone writes results.
     assert_ranks_agree(training.engine.model)
     tested = test_rows(context, recipe, training)
     _say([f"{recipe.name}  {row.value:.4f} of {row.n} test images classified correctly" for row in tested])
@@ -203,11 +209,13 @@ def _joined(request: TrainingRequest, export: Callable[[Run], object]) -> int:
     """Train in this process, which torchrun started as one rank. The other ranks wait until rank 0 has written all results."""
     code = 0
     with process_group() as here:
+        # Only rank 0 creates the folder. The other ranks get its name.
         folder = Path(on_rank_0(lambda: str(_opened(request).folder)))
         try:
             failures = train_all(_context(request, folder))
             if here.rank == 0:
                 code = _finished(Run.open(folder), failures, export, training_table)
+            # The other ranks wait, so that torchrun does not end the job while rank 0 still writes.
             dist.barrier()
         except RuntimeError:  # gloo and NCCL raise it if another rank died; torchrun must report that rank first
             time.sleep(_PATIENCE_S)
@@ -229,6 +237,7 @@ def _launched(request: TrainingRequest, machine: Machine, export: Callable[[Run]
     except RankError as error:
         if not any(error.what.splitlines()[0] in line for line in lines):  # otherwise rank 0 has printed it
             _leave(error, rank=0)
+        # A rank that died by a signal or a Python error is a failure of the program, whatever exit code its launcher reports.
         crashed = error.signal not in ("", "SIGTERM") or "Traceback" in error.what
         return _FAILED if crashed else error.exit_code
     return _finished(run, failures, export, training_table)
@@ -345,6 +354,7 @@ def _cell(value: object) -> str:
 def _leave(error: HyperionError, rank: int) -> int:
     """Print an error and return its exit code. If all ranks have the same error, only rank 0 prints it."""
     if rank:
+        # A wrong request fails on every rank. Rank 0 prints it before torchrun stops the others because of this exit.
         time.sleep(_PATIENCE_S)
         if isinstance(error, Interrupted):
             return error.exit_code

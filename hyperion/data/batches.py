@@ -39,7 +39,9 @@ class ResumableBatches(ABC):
         self.batch_size, self.seed, self.epoch, self.position = batch_size, seed, 0, 0
         self.records, self.rank, self.ranks = records, rank, ranks
         self._orders: dict[int, np.ndarray] = {}
+        # Threads of `Prefetched` ask for the order of the same epoch at the same time. One of them draws it.
         self._drawing = threading.Lock()
+        # -(-a // b) is the quotient rounded up.
         self.batches_per_epoch = records // batch_size if drop_last else -(-records // batch_size)
         if self.batches_per_epoch < 1:
             raise DataError(
@@ -68,6 +70,7 @@ class ResumableBatches(ABC):
 
     def advance(self) -> tuple[int, int]:
         """Return the epoch and the position of the next batch, and move the position to the batch after it."""
+        # The epoch changes here and not after its last batch, so that `left_in_epoch` is meaningful between two calls.
         if self.position == self.batches_per_epoch:
             self.epoch, self.position = self.epoch + 1, 0
         self.position += 1
@@ -132,6 +135,7 @@ class ResumableBatches(ABC):
         """
         with self._drawing:
             if epoch not in self._orders:
+                # The newest known order is kept, because batches of the previous epoch may still be needed.
                 latest = list(self._orders.items())[-1:]
                 self._orders = dict(latest) | {epoch: self._order(epoch)}
             return self._orders[epoch]
@@ -148,6 +152,7 @@ class ResumableBatches(ABC):
         """Return the examples of an epoch in order. The order must depend only on the epoch and the seed."""
         if not self.shuffle:
             return np.arange(self.records)
+        # A pair as seed gives each epoch its own stream, so that any epoch can be drawn without the earlier ones.
         return np.random.default_rng((self.seed, epoch)).permutation(self.records)
 
     @abstractmethod
@@ -194,6 +199,7 @@ class LanguageBatches(ResumableBatches):
         *,
         resident: bool = True,
     ):
+        # The random offset takes up to sequence_length tokens, so the windows must fit into the rest of the stream.
         records = (len(tokens) - sequence_length) // (sequence_length + 1)
         super().__init__(records, batch_size, seed, True, rank, ranks)
         self.sequence_length = sequence_length
@@ -213,6 +219,7 @@ class LanguageBatches(ResumableBatches):
 
     def _batch(self, epoch: int, position: int) -> Batch:
         windows = self._stream.windows(self._examples(epoch, position), self.sequence_length + 1)
+        # Slices of a row are not contiguous, and later views such as `reshape(-1)` would copy them in every step.
         return windows[:, :-1].contiguous(), windows[:, 1:].contiguous()
 
 
@@ -265,9 +272,12 @@ class PaddedBatches(ResumableBatches):
 
     def _batch(self, epoch: int, position: int) -> Batch:
         starts, sizes = np.asarray(self._samples[self._examples(epoch, position)]).T
+        # Windows run past the ends of their lines. The mask below replaces what belongs to the next line.
         windows = self._stream.windows(starts, self.sequence_length + 1)
         places = torch.arange(self.sequence_length + 1, device=windows.device)
         outside = places >= on_device(sizes.copy(), windows.device)[:, None]
+        # An input at place t is outside if t >= size. Its target is the token at t + 1, so the mask is shifted like the
+        # windows.
         inputs = windows[:, :-1].masked_fill(outside[:, :-1], self.padding_id)
         return inputs, windows[:, 1:].masked_fill(outside[:, 1:], IGNORE_INDEX)
 
@@ -315,9 +325,11 @@ class InstructionBatches(ResumableBatches):
         return {**super()._identity(), "shuffle": self.shuffle, "tokens": int(self._sizes.sum())}
 
     def _batch(self, epoch: int, position: int) -> Batch:
+        # The width is computed for the whole batch, so that all ranks have equal shapes.
         longest = int(self._sizes[self._whole_batch(epoch, position)].max())
         width = min(-(-longest // WIDTH_MULTIPLE) * WIDTH_MULTIPLE, self._inputs.shape[1])
         own = on_device(self._examples(epoch, position), self._inputs.device)
+        # Stored as int32 to halve the memory. Embeddings and losses need int64 targets.
         return self._inputs[own, :width].long(), self._targets[own, :width].long()
 
 
@@ -360,11 +372,14 @@ class Prefetched:
         place = self.batches.advance()
         if self._pending and self._pending[0][0] != place:
             self._forget()  # the position of the wrapped loader was changed since the last call
+        # Without effect if the queue is full. After a reset it starts the batch at `place`.
         self._plan(place)
         future = self._pending.popleft()[1]
+        # A batch that is ready costs almost nothing here. A long wait means that the loader is slower than the training step.
         started = time.perf_counter()
         batch = future.result()
         self.waited_s += time.perf_counter() - started
+        # One place in the queue is free again.
         self._plan(self.batches.place_after(place))
         if self._device.type == "cpu":
             return batch
@@ -399,10 +414,12 @@ class Prefetched:
 
     def _make(self, place: tuple[int, int]) -> Batch:
         inputs, targets = self.batches.batch_at(*place)
+        # Pinning copies the batch, so it happens in the thread and not in the training loop.
         return (inputs, targets) if self._device.type == "cpu" else (inputs.pin_memory(), targets.pin_memory())
 
     def _forget(self) -> None:
         for _, future in self._pending:
+            # A batch that is already being built finishes unused. It changes no state of the loader.
             future.cancel()
         self._pending.clear()
 
@@ -442,10 +459,13 @@ def evaluation_windows(
             f"windows with stride {stride} and context {context} cannot score every token once ({len(tokens)} tokens)",
             next_step="use 1 <= stride <= context and at least one token",
         )
+    # stream[i] is the input whose target is stream[i + 1] = tokens[i].
     stream = torch.from_numpy(np.concatenate([[prefix_id], narrowed(tokens, np.int64, "token stream")])).to(device)
     length = min(context, len(tokens))
     last = len(tokens) - length
+    # The last window starts at `last` even if the stride does not lead there.
     starts = np.append(np.arange(0, last, stride), last)
+    # First target that no earlier window has scored: the end of the previous window.
     scored_until = np.concatenate([[0], starts[:-1] + length])
     steps = torch.arange(length, device=device)
     for first in range(0, len(starts), batch_size):
@@ -481,6 +501,7 @@ class TokenStream:
         """Return windows of token ids, int64 [starts, length]. Positions after the end of the stream repeat the last id."""
         if self._held is None:
             index = np.minimum(starts[:, None] + np.arange(length), self._last)
+            # Indexing a memory map reads only the needed pages, and returns a copy in memory.
             return torch.from_numpy(self._tokens[index].astype(np.int64))
         places = on_device(starts, self._device)[:, None] + torch.arange(length, device=self._device)
         return self._held[places.clamp(max=self._last)].long()

@@ -22,6 +22,8 @@ def packed_windows(tokens: int, length: int) -> tuple[int, int]:
     Raises:
         DataError: there are fewer than length + 1 tokens.
     """
+    # Neighbouring windows share one token, the last target of the first and the first input of the second. So n windows need
+    # n * length + 1 tokens.
     windows = (tokens - 1) // length
     if windows < 1:
         raise DataError(f"{tokens} tokens do not fill a window of {length} + 1", next_step="use a shorter length or more text")

@@ -171,6 +171,7 @@ def is_reliable(trials: list[Trial]) -> bool:
     from scipy import stats
 
     alarms = sum(trial.false_alarms > 0 for trial in trials)
+    # Smallest number that a rule with a rate of exactly 5 % exceeds with a probability of at most CHANCE_OF_FAILURE.
     allowed = stats.binom.isf(CHANCE_OF_FAILURE, len(trials), SIGNIFICANCE)
     return bool(alarms <= allowed) and all(trial.caught or trial.slowdown < SURE for trial in trials)
 

@@ -190,11 +190,13 @@ def modes_of(devices: list[Device], root: Path = Path("/")) -> dict[str, list[in
         root: folder that contains sys/. Linux's sysfs shows which devices are dies of the same MI250X module.
     """
     modes = {ONE: [0]}
+    # The two dies of a module have neighbouring PCI addresses.
     ordered = sorted(devices, key=lambda device: device.pci_address or "")
     for first, second in itertools.pairwise(ordered):
         if (gcd_position(first, root), gcd_position(second, root)) == ("first", "second"):
             modes[MODULE] = [first.index, second.index]
             break
+    # With exactly one module, "all devices" would repeat the mode of the module.
     if len(devices) > 1 and len(devices) != len(modes.get(MODULE, ())):
         modes[ALL] = list(range(len(devices)))
     return modes
@@ -238,6 +240,7 @@ def measure_on_rank(floors: list[dict], modes: dict[str, list[int]], time_limit_
                 measure = functools.partial(measure_floor, floor, here.device, time_limit_s)
                 together = _Together(barrier, f"{mode}/{number}", len(ranks))
                 rows += with_params(together.measure_with_others(measure, heat_s), here.rank, mode=mode)
+        # Ranks that do not take part in a mode wait here, so that their devices are idle during the measurement.
         barrier.wait(f"{mode}/end", here.size)
     rows += with_params(_all_reduces(wanted, time_limit_s), rank=here.rank, mode=list(modes)[-1])
     return {"rows": [asdict(row) for row in rows]}
@@ -269,9 +272,11 @@ class _Together:
         started = time.monotonic()
         while time.monotonic() - started < heat_s:
             measure()
+        # All ranks are hot now. They start the measured call together.
         self.barrier.wait(f"{self.name}/start", self.ranks)
         rows = measure()
         self.barrier.arrive(f"{self.name}/done")
+        # The measured rows of the slowest rank must see the others at work, so this rank keeps its device busy.
         while not self.barrier.is_complete(f"{self.name}/done", self.ranks):
             measure()
         return rows
@@ -286,6 +291,7 @@ def _all_reduces(floors: list[Floor], time_limit_s: float) -> list[Row]:
     with roll_call(_HANG_S) as roll:
         rows = [all_reduce_row(here, roll, floor.dtype, floor.size, time_limit_s=time_limit_s) for floor in wanted]
         roll.step("the end of the measurement")
+        # No rank leaves the group while another one is still in a collective.
         dist.barrier()
     return rows
 
@@ -308,6 +314,7 @@ def _verdict(floor: Floor, rows: list[Row], mode: str) -> FloorResult:
         if row.limit is not None and _number(row.value) > row.limit:
             note = f"the value is above its limit of {row.limit:.6g}, so the measurement is wrong"
             return FloorResult(floor, IMPOSSIBLE, row, note, mode)
+    # A floor holds for every device, so the slowest device decides.
     slowest = min(best, key=lambda row: _number(row.value))
     met = _number(slowest.value) >= floor.value
     notes = [_differences(floor, slowest)]

@@ -69,6 +69,7 @@ class _StandIn(VisionTransformer):
 def _substituted_model(device: Device, broken: bool, believe: Believe) -> None:
     believe("the step time of a model of 212,328 parameters, reported as that of ViT-B/16, which has 86,567,656")
     with torch.device("meta"):
+        # Only the shapes matter, so nothing is allocated. `build` compares the number of parameters with the published one.
         (_StandIn if broken else VisionTransformer)().build()
 
 
@@ -79,6 +80,7 @@ def _hot_labelled_cold(device: Device, broken: bool, believe: Believe) -> None:
     believe(
         f"{timing.estimate.map(lambda seconds: 2 * source.nbytes / seconds / 1e9).value:.3g} GB/s of a warm cache, labelled cold"
     )
+    # `sample_frame` compares the label with the state of the caches during the timing.
     sample_frame(timing, "copy", "fp32", {"elements": source.numel(), "cache": "cold" if broken else "hot"})
 
 

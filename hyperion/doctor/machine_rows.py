@@ -59,6 +59,7 @@ def gemm_rows(device: Device, dtype: str, size: int, *, cold: bool, time_limit_s
         return [replace(row, value_reason=out_of_memory_reason(error))]
     except RefusedProduct as refusal:
         return [replace(row, value_reason=f"unsupported: {refusal.what}")]
+    # An error as small as in fp32 shows that the product was not computed in TF32. Its rate would be wrong for this format.
     if dtype == "tf32" and verification.error < FORMATS["fp32"].gemm_tolerance:
         return [replace(row, value_reason="TF32 was allowed, but the product has the accuracy of fp32")]
     rate = timing.estimate.map(lambda seconds: product.flops / seconds / 1e12)

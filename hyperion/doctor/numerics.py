@@ -52,9 +52,11 @@ _IMAGES, _SIDE, _CLASSES = 16, 16, 10
 Batch = tuple[Tensor, Tensor]
 PACK = Path(__file__).with_name("numerics.safetensors")
 SAMPLED = 128  # numbers of each gradient in the pack, in addition to its norm
+# Floor of the divisor in `difference`.
 _SMALLEST = 1e-3
 _SCALE = 1024.0  # factor on the loss that keeps fp16 gradients out of the subnormal range; a power of two adds no rounding error
 QUANTITIES = ("logits", "gradients", "losses")
+# Relative errors of (logits, gradients, losses), in the order of QUANTITIES.
 _TOLERANCES = {
     ("language", "fp32"): (5e-6, 2e-5, 1e-5),
     ("language", "tf32"): (8e-3, 2e-2, 2e-3),
@@ -114,6 +116,8 @@ def uniform(name: str, shape: tuple[int, ...]) -> np.ndarray:
     """Return pseudorandom float32 values from -1 to 1 as float64. The same name and shape always give the same numbers."""
     raw = _raw(name, math.prod(shape))
     return (
+        # The upper 53 bits become an exact float64 in [0, 1), then -1 to 1. Rounding to float32 gives both computations the
+        # same numbers.
         (2.0 * ((raw >> np.uint64(11)).astype(np.float64) * 2.0**-53) - 1.0).astype(np.float32).astype(np.float64).reshape(shape)
     )
 
@@ -141,6 +145,7 @@ def _weights(name: str, shape: tuple[int, ...]) -> np.ndarray:
         middle = 1.0 if name.endswith("weight") else 2.0 if before_relu else 0.0
         numbers = (0.5 if before_relu else 0.1) * numbers + middle
     else:
+        # A uniform number from -1 to 1 has the variance 1/3, so the factor sqrt(3 v) gives the variance v.
         numbers = numbers * math.sqrt(0.3 if "embedding" in name else 3.0 / math.prod(shape[1:]))
     return numbers.astype(np.float32)
 
@@ -151,6 +156,7 @@ def _tokens(step: int) -> Batch:
 
 
 def _pictures(step: int) -> Batch:
+    # Uniform numbers times 1.75 have a standard deviation of about 1, as normalised images have.
     images = torch.from_numpy(uniform(f"images {step}", (_IMAGES, 3, _SIDE, _SIDE)) * 1.75).float()
     return images, torch.from_numpy(integers(f"labels {step}", (_IMAGES,), _CLASSES))
 
@@ -261,6 +267,7 @@ def compare(case: Case, dtype: str, device: Device, pack: dict[str, np.ndarray])
         name.removeprefix(f"{case.name}/"): numbers for name, numbers in pack.items() if name.startswith(f"{case.name}/")
     }
     engine, allowed = case.start(dtype, device), tolerances(case.name, dtype, device)
+    # The order matters: `_first_step` leaves the weights unchanged, and `_losses` then trains them.
     logits, gradients = _first_step(case, engine)
     errors = {
         "logits": {"the logits": _distance(logits, reference["logits"])},
@@ -330,6 +337,7 @@ def _first_step(case: Case, engine: TorchEngine) -> tuple[np.ndarray, dict[str, 
     """
     inputs, targets = batch = _on_device(case, engine, 0)
     engine.model.train()
+    # A separate forward pass for the logits, because `summed_loss` returns only the loss.
     with torch.no_grad(), engine.precision.autocast(engine.device):
         logits = engine.model(inputs)
     with engine.precision.products():
@@ -339,6 +347,7 @@ def _first_step(case: Case, engine: TorchEngine) -> tuple[np.ndarray, dict[str, 
     gradients = {}
     for name, parameter in engine.model.named_parameters():
         assert parameter.grad is not None, name
+        # In float64, so that the division and the norm add no rounding error of the tested format.
         gradient = parameter.grad.double() / _SCALE
         gradients[name] = sampled(name, gradient), gradient.norm().item()
     engine.optimizer.zero_grad()
@@ -432,6 +441,7 @@ def _reference(case: Case) -> dict[str, np.ndarray]:
                 pack[f"gradients/{name}"] = sampled(name, gradient)
                 pack[f"norms/{name}"] = np.array([gradient.norm().item()])
         for gradient in gradients.values():
+            # The same formula as `clip_grad_norm_`, written out so that the pack does not depend on its implementation.
             gradient.mul_(min(1.0, CLIP_NORM / (norm.item() + 1e-6)))
         optimizer.step()
     return pack | {"losses": np.array(losses)}
@@ -443,6 +453,7 @@ def _optimizer(case: Case, model: nn.Module) -> torch.optim.Optimizer:
     settings = {name: plain.defaults[name] for name in ("lr", "betas", "eps", "momentum", "nesterov") if name in plain.defaults}
     groups = decay_groups(model, plain.param_groups[0]["weight_decay"])
     kind = torch.optim.AdamW if isinstance(plain, torch.optim.AdamW) else torch.optim.SGD
+    # The plain loop over parameters is the simplest implementation to trust.
     return kind(groups, **settings, foreach=False, fused=False)
 
 
@@ -457,6 +468,7 @@ def main(arguments: list[str]) -> int:
     same_names = pack.keys() == stored.keys()
     worst = max((difference(pack[name], stored[name]), name) for name in stored) if same_names else (np.inf, "names")
     print(f"largest difference from the pack in git: {worst[0]:.2g}, in {worst[1]}")
+    # float64 sums in another order differ by much less. A larger difference means other weights, data or operators.
     return 0 if worst[0] <= 1e-9 else 1
 
 

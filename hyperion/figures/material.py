@@ -160,6 +160,7 @@ class Material:
     def replayed_from(self, notebook: str, experiment: str) -> str:
         """Return the reference machine from which an experiment was replayed, or "" if it was measured in this run."""
         digest = self.finished.get(f"{notebook}/{experiment}", {}).get("input_hash", "")
+        # The input hash of a replay is "replay:MACHINE:HASH" (see `Chapter`).
         return digest.removeprefix("replay:").partition(":")[0] if digest.startswith("replay:") else ""
 
     def machine(self, experiment: str) -> str:
@@ -294,6 +295,7 @@ def number(value: float | None, digits: int = 4) -> str:
         return ""
     if value == 0 or not math.isfinite(value):
         return f"{value:g}"
+    # Position of the first significant digit: 0 for 1 to 9, 1 for 10 to 99.
     magnitude = math.floor(math.log10(abs(value)))
     if magnitude < -4:
         return f"{value:.{digits - 2}e}"

@@ -26,6 +26,7 @@ INK, MUTED, GRID = "#1b1f24", "#6a737d", "#e3e6ea"
 # Source: Okabe and Ito, Color Universal Design, 2008. Yellow is left out because it is hard to see on white.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#5b5b5b")
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")
+# Index of the colour and the marker of each number format and memory operation.
 _FIXED = {"fp64": 6, "fp32": 0, "tf32": 5, "fp16": 4, "bf16": 1, "fp8": 3, "int8": 2, "copy": 0, "scale": 4, "add": 2, "triad": 1}
 _STYLE: dict[Any, Any] = {
     "font.family": "DejaVu Sans",

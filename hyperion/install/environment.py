@@ -42,9 +42,11 @@ def ensure_environment(root: Path, machine: DetectedAccelerator, choice: Choice)
         print("hyperion: requirements changed, updating .venv", flush=True)
     else:
         create(folder, stamp, choice)
+    # A killed installation leaves this stamp, so the next call does not take the environment for a complete one.
     write_stamp(folder, {"state": "building"})
     install_packages(root, python, choice)
     verify(python, machine, choice)
+    # Only after `verify`: a stamp with the fingerprint is the proof that the environment works.
     write_stamp(
         folder, {"state": "complete", "fingerprint": wanted, "base": base_facts(root, choice), "entries": site_entries(folder)}
     )

@@ -74,6 +74,7 @@ def inspect(python: Path) -> Interpreter:
         raise HyperionError(
             f"{python} does not work: {done.stderr.strip()[-300:]}", next_step="use another Python: PYTHON=/path/to/python3"
         )
+    # The last line, because start-up files of the environment may print other lines before it.
     found = json.loads(done.stdout.splitlines()[-1])
     version = tuple(found["version"])
     if version < MINIMUM_PYTHON:
@@ -156,6 +157,7 @@ def pip_environment() -> dict[str, str]:
 def in_range(version: str, requirement: str) -> bool:
     """Return True if a version satisfies a requirement of pyproject.toml. All requirements have the form `name>=lower`."""
     lower, actual = _release(requirement.partition(">=")[2]), _release(version)
+    # Shorter versions are filled up with zeros, so that 2.9 equals 2.9.0.
     width = max(len(lower), len(actual))
     return actual + (0,) * (width - len(actual)) >= lower + (0,) * (width - len(lower))
 

@@ -51,12 +51,15 @@ def ensure_overlay(root: Path, python: Path, extras: list[str], machine: Detecte
     lacking = missing(found, wanted)
     folder = root / ".overlay" / _key(found)
     stamp = read_stamp(folder)
+    # Requirements that the overlay already contains. `missing` examines the environment without the overlay.
     covered = set(stamp.get("covers", []))
     if not set(lacking) <= covered or (covered and not (folder / "packages").is_dir()):
+        # Earlier requirements are installed again, because `_fill` replaces the whole overlay.
         _fill(root, folder, found, sorted(set(lacking) | covered))
         stamp = read_stamp(folder)
     # Computed after the installation, because the variables depend on the contents of the overlay.
     variables = environment_variables(root, folder)
+    # Importing torch takes seconds, so the result is remembered in the stamp.
     if choice.kind != "cpu" and not stamp.get("gpu_opened"):
         interpreter.check_gpu_opens(python, variables, build)
         stamp["gpu_opened"] = True
@@ -128,6 +131,7 @@ def _fill(root: Path, folder: Path, found: Interpreter, lacking: list[str]) -> N
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     packages = folder / "packages"
+    # pip's report has already chosen all dependencies. Without this option, pip would add a second torch to the overlay.
     arguments = ["--no-deps", "--target", str(packages), *exact]
     interpreter.pip_install(found.python, arguments, f"{len(exact)} packages for {found.python}, in {folder}")
     write_stamp(folder, {"covers": lacking})
@@ -146,6 +150,7 @@ def _resolve(root: Path, found: Interpreter, lacking: list[str]) -> tuple[dict, 
     pins = {_name(name): version for name, version in pins.items()}
     report: dict[str, Any] = {}
     messages = ""
+    # The tested versions first. If they conflict with installed packages, the installed packages alone are the constraint.
     for constraints in (pins | frozen, frozen):
         with tempfile.TemporaryDirectory() as temporary:
             path = Path(temporary) / "constraints.txt"

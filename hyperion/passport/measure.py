@@ -72,6 +72,7 @@ def measure_passport(time_limit_s: float = 300.0, on_line: Callable[[str], objec
     facts = collect_facts()
     device, devices = detect(facts), max(1, len(facts.gpus))
     floors, unknown = floors_for(device, devices)
+    # The all-reduces come first, in their own processes, before this process allocates memory on a GPU.
     rows = _all_reduces(floors, devices, device, on_line)
     plan = _planned(device, floors)
     for done, planned in enumerate(plan):
@@ -81,7 +82,9 @@ def measure_passport(time_limit_s: float = 300.0, on_line: Callable[[str], objec
             rows.append(replace(planned.absent, value_reason=reason))
             continue
         on_line(f"{done + 1} of {len(plan)}: {planned.name}")
+        # The time that is left is shared equally among the measurements that are left.
         rows += planned.measure(min(_LONGEST_MEASUREMENT_S, left_s / (len(plan) - done) / _OVERHEAD))
+    # A floor may have the same size as a planned measurement. The later row of the same key replaces the earlier one.
     rows = list({row.key: row for row in rows}.values())
     for row in rows:
         row.validate()
@@ -171,6 +174,7 @@ def shareable_fingerprint(facts: MachineFacts) -> dict:
 
 def _planned(device: Device, floors: list[Floor]) -> list[PlannedMeasurement]:
     """Return the planned measurements of a passport. The most important ones come first."""
+    # False sorts before True: fp32 is first, and the others keep their order.
     formats = sorted(FORMATS, key=lambda name: name != "fp32")
     streams = [(operation, dtype) for dtype in _STREAM_DTYPES for operation in STREAMS]
     # All-reduces use all devices. They are measured separately, by `_all_reduces`.
@@ -220,6 +224,7 @@ def _planned_host(device: Device) -> list[PlannedMeasurement]:
         for pinned in (True, False):
             absent = replace(_absent("transfer", direction, "bandwidth_gb_s", ""), params={"pinned": pinned})
 
+            # Default arguments bind the values of this iteration. A closure would see those of the last one.
             def measure(limit_s: float, direction=direction, pinned=pinned) -> list[Row]:
                 return transfer_rows(device, direction, _TRANSFER_BYTES, pinned=pinned, time_limit_s=limit_s)
 

@@ -154,9 +154,11 @@ def _verify(content: dict) -> int:
     document = read_form(_Passport, content, "passport")
     _require(re.fullmatch(r"\d{4}-\d{2}-\d{2}", document.created), "created", "is not a date like 2026-11-21")
     _verify_hashes(content)
+    # A passport is meant to be published, so it must not reveal paths or names of users.
     if place := private_text(content, ""):
         raise _refusal(place.lstrip("."), "contains a path of a machine")
     read_form(_SourceState, document.fingerprint.get("source"), "fingerprint.source")
+    # The device is detected again from the stored facts, with the code that reads the hardware of a machine.
     facts = facts_of(document.fingerprint)
     device = detect(facts)
     _require(device.name == document.device, "device", f"is {document.device!r}, but the fingerprint says {device.name!r}")
@@ -271,8 +273,10 @@ def _verify_floors(section: FloorSection, rows: list[Row], device: Device, devic
         place = f"floors.verdicts[{index}]"
         floor = _floor(verdict)
         key = (floor.source, floor.quantity, floor.dtype, floor.size, floor.ranks)
+        # A floor from an unknown source has no published value to compare with.
         value = published.get(key, floor.value)
         _require(floor.value == value, f"{place}.value", f"is {floor.value:g}, but its source says {value:g}")
+        # The verdict is computed again from the rows, so it cannot be edited alone.
         [recomputed] = judge([floor], rows)
         _require(
             recomputed.outcome == verdict.outcome,
@@ -300,5 +304,6 @@ def _refusal(field: str, reason: str) -> PassportError:
 
 
 def _hash(value) -> str:
+    # One canonical text: sorted keys and no spaces, so that the layout of the file does not change the hash.
     canonical = json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=True, allow_nan=False)
     return hashlib.sha256(canonical.encode()).hexdigest()

@@ -57,6 +57,7 @@ class Display:
         self._log_thread = threading.Thread(target=self._log_progress, daemon=True)
         if console.is_terminal and not console.is_dumb_terminal:
             columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), _TimeLeft(self))
+            # Bars disappear at the end, so that only the lines and the table stay on the screen.
             self._bars = Progress(*columns, console=console, transient=True)
             self._book_bar = self._bars.add_task("notebooks", total=self._total)
 
@@ -115,6 +116,7 @@ class Display:
 
     def say(self, line: str) -> None:
         """Print a line above the bars and flush the output."""
+        # Without markup: file names and error messages may contain square brackets.
         self._console.print(line, markup=False, highlight=False, soft_wrap=True)
         self._console.file.flush()
 
@@ -125,8 +127,10 @@ class Display:
         notebook that takes even longer is expected to need another tenth of the time that it has already taken.
         """
         now, left = time.monotonic(), {}
+        # Copied, because the thread that draws runs at the same time as the thread that changes the dict.
         spent_s = {stem: now - running.started for stem, running in list(self._running.items())}
         late = {stem: spent for stem, spent in spent_s.items() if spent > self._expected.get(stem, 0.0)}
+        # A notebook that already runs longer than expected counts as evidence before it has ended.
         took = _PRIOR_S + self._spent_so_far + sum(late.values())
         pace = took / (_PRIOR_S + self._expected_so_far + sum(self._expected.get(stem, 0.0) for stem in late))
         for stem, seconds in list(self._expected.items()):

@@ -145,6 +145,7 @@ class _Call:
             try:
                 self._run_all(list(chosen), display)
             except Stopped as stop:
+                # The summary below is printed even if the call was stopped.
                 code = stop.exit_code
             except BudgetSpent:
                 code = UNFINISHED
@@ -159,6 +160,8 @@ class _Call:
             while waiting or self.lanes.stems:
                 notebook = self.lanes.pick(waiting, self.freshness.expected_s)
                 if notebook is None:
+                    # After the budget is spent, running notebooks may still end. No new one has time to start, so the loop ends
+                    # by itself.
                     spent |= self._end(*self.lanes.wait(), display)
                 else:
                     waiting.remove(notebook)
@@ -199,10 +202,12 @@ class _Call:
         display.start(notebook.stem, len(notebook.code) + 1, reason)  # papermill adds a cell with the parameters
 
         silent = self.scratch / "silent-hosts"  # shared by all notebooks of this call
+        # Notebooks that run later do not wait again for a host that did not answer.
         silent.mkdir(exist_ok=True)
 
         def work(place: Place, interruption: Interruption) -> Outcome:
             variables = {LOG: str(self._log(notebook)), REMEASURE: "1" if entry.remeasure else "0", SILENT_HOSTS: str(silent)}
+            # Only one notebook at a time uses a place, so the sockets and files of its kernel cannot collide.
             folder = self.scratch / str(place.number)
             folder.mkdir(exist_ok=True)
             return execute(
@@ -255,6 +260,7 @@ class _Call:
         started, done = self.started.pop(notebook.stem), executed(self._log(notebook), notebook.stem)
         failure = outcome.failure or self.freshness.missing_rows(notebook, done)
         surprises = (*unexpected(self._log(notebook), notebook.stem), *outcome.not_evaluated)
+        # A notebook whose rows were partly stored before takes less time, so its duration is no estimate for the next full run.
         seconds, whole = started.seconds(), all(done.get(e) == MEASURED for e in notebook.produces)
         note = f"{len(surprises)} unexpected, see below" if surprises else ""
         entry = Entry(
@@ -306,6 +312,7 @@ class _Call:
         if code == FINISHED and (statuses & {"failed", "unexpected", "blocked"} or export_failure):
             code = FAILED
         if code == FINISHED:
+            # Only a complete run becomes `latest`.
             set_latest(self.run_store.folder)
         folder = _relative(self.run_store.folder)
         # An interrupted call has no report, and perhaps no executed notebook.

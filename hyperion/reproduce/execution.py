@@ -119,6 +119,7 @@ class Interruption:
     def __call__(self, stop: Stopped) -> None:
         self._stop = own = Stopped(stop.number)  # a new object, because two threads must not raise the same exception object
         if self._loop is not None and not self._loop.is_closed():
+            # An event loop is not thread-safe, except for this method.
             self._loop.call_soon_threadsafe(_raise, own)
 
 
@@ -161,6 +162,7 @@ def execute(
 
     copy = scratch / notebook.path.name
     done = 0
+    # nbclient runs its coroutines in the event loop of the calling thread. Each notebook has its own thread and loop.
     loop = ensure_event_loop()
     loop.set_exception_handler(_ignore_abandoned_tasks)
     interruption.reaches(loop)
@@ -229,6 +231,7 @@ class LineFilter:
         self._rest, self._block = "", []
 
     def write(self, text: str) -> None:
+        # Output arrives in pieces of any length. The last piece may be an incomplete line, so it waits for the next call.
         *lines, self._rest = (self._rest + text).split("\n")
         for line in lines:
             fence = len(line) >= 40 and not line.strip("=")

@@ -138,6 +138,7 @@ def library_modules(notebook: Notebook) -> set[str]:
     """Return the library modules that the notebook uses directly: modules that its cells import, and its experiments."""
     modules = {module_of(experiment) for experiment in notebook.produces}
     for source in notebook.code:
+        # Magics and shell commands are not Python, so they are removed before the cell is parsed for imports.
         plain = "\n".join(line for line in source.splitlines() if not line.lstrip().startswith(("%", "!")))
         modules |= imported_modules(plain)
     return modules
@@ -156,6 +157,7 @@ def rows_digest(run: Run, notebook: str) -> str | None:
     rows = run.rows(notebook)
     if not rows:
         return None
+    # Sorted lines: the order in which experiments were measured does not change what a later chapter reads.
     return hashlib.sha256("".join(sorted(rows_to_csv(rows).splitlines(keepends=True))).encode()).hexdigest()[:16]
 
 

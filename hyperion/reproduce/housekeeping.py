@@ -86,6 +86,7 @@ def _caches(root: Path) -> Iterator[Path]:
         for place, folders, _ in os.walk(part):
             for name in sorted(folders):
                 if name == "__pycache__" or (name == ".ipynb_checkpoints" and part.name.startswith("phase")):
+                    # Removing a name from `folders` keeps `os.walk` from entering the folder.
                     folders.remove(name)
                     if _is_folder(path := Path(place, name)):
                         yield path

@@ -54,6 +54,7 @@ def scratch_folder() -> tempfile.TemporaryDirectory:
     It holds the kernels' sockets, Jupyter's run-time files, and executed copies that are not finished.
     """
     base = tempfile.gettempdir()
+    # 20 characters are left for the name of the temporary folder.
     return tempfile.TemporaryDirectory(
         prefix="hyperion-", dir=base if len(base) < _LONGEST_FOLDER - 20 else "/tmp", ignore_cleanup_errors=True
     )
@@ -82,6 +83,7 @@ def kernel_manager_class(scratch: Path, environment: dict[str, str], folder: Pat
     class ThisInterpreter(AsyncKernelManager):
         @default("kernel_spec_manager")
         def _only_ours(self) -> KernelSpecManager:
+            # Without this option, jupyter_client adds a kernel of its own if the folder has none.
             return KernelSpecManager(kernel_dirs=[str(scratch / "kernels")], ensure_native_kernel=False)
 
         @default("transport")
@@ -109,6 +111,7 @@ class SessionProvisioner(LocalProvisioner):
 
         Output of the kernel that belongs to no cell goes to the standard error of this process.
         """
+        # The arguments after `-m ipykernel_launcher`. The worker module starts the launcher after it has prepared the process.
         arguments = ["kernel", str(os.getpid()), *cmd[cmd.index("-m") + 2 :]]
         self.cwd = kwargs.get("cwd") or os.getcwd()
         self.below: list[psutil.Process] = []
@@ -117,6 +120,7 @@ class SessionProvisioner(LocalProvisioner):
             "hyperion.processes.worker",
             arguments,
             with_assertions(kwargs["env"]),
+            # The caller may have replaced `sys.stderr` by an object without a file descriptor.
             stdout=sys.__stderr__ or sys.stderr,
             new_session=True,
             folder=os.fspath(self.cwd),

@@ -85,6 +85,7 @@ class Lanes:
         self, waiting: Sequence[Notebook], going: Sequence[Notebook], expected_s: Callable[[Notebook], float]
     ) -> Notebook | None:
         unfinished = {notebook.stem for notebook in (*waiting, *going)}
+        # An optional chapter that runs in this call is awaited, too, because its rows are used if they exist.
         ready = [notebook for notebook in waiting if not unfinished & {*notebook.needs, *notebook.optional}]
         if not ready or any(notebook.devices == "all" for notebook in going):
             return None
@@ -92,7 +93,9 @@ class Lanes:
             return None if going else ready[0]
         single = [notebook for notebook in ready if notebook.devices == "one"]
         if single and len(going) < len(self.places):
+            # Longest first: a long notebook that starts last would run alone at the end.
             return max(single, key=expected_s)
+        # A notebook that uses all devices waits until no other notebook runs.
         return None if going else ready[0]
 
     def start(self, notebook: Notebook, work: Work) -> None:
@@ -110,6 +113,7 @@ class Lanes:
                 result = end
             self._ended.put((notebook.stem, result))
 
+        # A kernel that does not end must not keep this process alive after a stop.
         thread = threading.Thread(target=run, name=notebook.stem, daemon=True)
         thread.start()
         self._going[notebook.stem] = _Going(notebook, place, interruption, thread)
@@ -123,8 +127,10 @@ class Lanes:
 
     def stop(self, stop: Stopped) -> list[tuple[Notebook, object]]:
         """Stop all running notebooks. Return each notebook, and the value that its work returned or the exception it raised."""
+        # All notebooks are asked to stop before the first one is awaited, so that they shut down at the same time.
         for going in self._going.values():
             going.interruption(stop)
+        # One deadline for all threads together, not one for each.
         deadline = time.monotonic() + SHUTDOWN_S
         for going in self._going.values():
             going.thread.join(max(0.0, deadline - time.monotonic()))

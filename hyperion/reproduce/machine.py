@@ -14,6 +14,7 @@ from hyperion.reproduce.kernels import library_environment
 if TYPE_CHECKING:
     from hyperion.hardware import Device
 
+# Marks the answer in the output, because imported libraries may print other lines.
 _MARK = "hyperion-machine:"
 _REPLAYED_AT_ONCE = 8  # largest number of replays at the same time; a kernel with torch takes about 1 GB of memory
 
@@ -45,6 +46,7 @@ def examine_machine(profile: str, data_source: str, seed: int) -> MachineProfile
     Raises:
         HyperionError: the profile or the data source does not exist, or the library does not load on this machine.
     """
+    # `-s` leaves out the user's site-packages, as in the kernels.
     command = [sys.executable, "-s", "-m", "hyperion.reproduce.machine", profile, data_source, str(seed)]
     environment = library_environment()
     done = subprocess.run(command, capture_output=True, encoding="utf-8", errors="replace", env=environment, check=False)
@@ -58,6 +60,7 @@ def examine_machine(profile: str, data_source: str, seed: int) -> MachineProfile
     content = json.loads(answer.removeprefix(_MARK))
     if "error" in content:
         error = content["error"]
+        # The error is raised here again, so that the user sees the same message as without a separate process.
         raise HyperionError(error["what"], where=error["where"], next_step=error["next_step"])
     return MachineProfile(**content)
 

@@ -75,6 +75,7 @@ def read_book(root: Path) -> list[Notebook]:
         BookError: there is no notebook, a notebook is not JSON or has no metadata, two notebooks have the same name, or a
             notebook needs a chapter that does not exist or comes later in the book.
     """
+    # By number and not by text: phase10 comes after phase2.
     paths = sorted(root.glob("phase*/[0-9][0-9]_*.ipynb"), key=lambda path: (_phase_number(path), path.name))
     paths += [path for subject in subjects() for path in subject.notebooks]
     if not paths:
@@ -152,6 +153,7 @@ def select(book: list[Notebook], only: str | None) -> list[Notebook]:
     while waiting:
         stem = waiting.pop()
         chosen.add(stem)
+        # Optional chapters are not added: their rows are used only if they exist.
         waiting.extend(need for need in by_stem[stem].needs if need not in chosen)
     return [notebook for notebook in book if notebook.stem in chosen]
 

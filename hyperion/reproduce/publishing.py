@@ -143,7 +143,10 @@ def portable_copy(document: Any, replacements: dict[str, str]) -> Any:
     import nbformat
 
     text = nbformat.writes(document)
+    # A longer path contains shorter ones, such as the home folder. Replacing the short one first would leave half of the long
+    # one.
     for path in sorted(replacements, key=len, reverse=True):
+        # The text is JSON, so a path occurs in its escaped form, without the quotes.
         text = text.replace(json.dumps(path)[1:-1], replacements[path])
     text = _TEMPORARY_FILE.sub("a temporary file", _KERNEL_FILE.sub("cell", text))
     copy = nbformat.reads(text, as_version=4)
@@ -152,6 +155,7 @@ def portable_copy(document: Any, replacements: dict[str, str]) -> Any:
     copy.metadata.pop("widgets", None)
     for cell in copy.cells:
         if cell.cell_type == "code":
+            # Progress bars are widgets. A page without a running kernel cannot show them.
             cell.outputs = [output for output in cell.outputs if _WIDGET not in output.get("data", {})]
     return copy
 
@@ -179,6 +183,7 @@ def page(document: Any, title: str) -> str:
     import nbformat
     from nbconvert import HTMLExporter
 
+    # A copy by writing and reading, because the formulas of the given document must stay as text.
     drawn = nbformat.reads(nbformat.writes(document), as_version=4)
     for cell in drawn.cells:
         if cell.cell_type == "markdown":
@@ -298,6 +303,7 @@ def publish(run: Run, name: str, folder: Path | None = None) -> tuple[Path, list
         reference = Run(staged)
         reference.write(contents)
         _write_readme(reference)
+        # Lock files are not results, and a reference in git must not contain them.
         for lock in staged.glob(".*lock"):
             lock.unlink()
         _replace(staged, target)
@@ -311,9 +317,11 @@ def _choose_files(run: Run, room: int) -> tuple[dict[str, bytes], list[str]]:
     contents = {name: run.read(name) for name in names}
     for name, content in contents.items():
         require_no_machine_paths(name, content)
+    # Pictures are inline in a page and files of the run at the same time. The page can link to the file instead.
     files = {base64.b64encode(content): name for name, content in contents.items() if name.endswith(".png")}
     for name in (name for name in names if name.startswith(_PAGES)):
         contents[name] = _link_pictures(name, contents[name], files)
+    # Smallest first, so that as many pages as possible fit.
     pages = sorted((name for name in names if name.startswith(_PAGES)), key=lambda name: len(contents[name]))
     room -= sum(len(content) for name, content in contents.items() if name not in pages)
     if room < 0:
@@ -328,6 +336,7 @@ def _choose_files(run: Run, room: int) -> tuple[dict[str, bytes], list[str]]:
         if room < 0:
             left_out.append(name)
             del contents[name]
+    # Links are adapted last, when it is known which pages were left out.
     stems = {Path(name).stem for name in pages if name not in left_out}
     for name in (name for name in pages if name not in left_out):
         contents[name] = link_pages(contents[name], stems)
@@ -380,6 +389,7 @@ def _replace(staged: Path, target: Path) -> None:
     old = target.with_name(f".{target.name}.old")
     shutil.rmtree(old, ignore_errors=True)
     if target.exists():
+        # A folder with files cannot be replaced in a single rename. Between these two renames, the target does not exist.
         target.rename(old)
     staged.rename(target)
     shutil.rmtree(old, ignore_errors=True)

@@ -230,6 +230,7 @@ def earlier_seconds(results: Path, setting: dict, stem: str) -> float | None:
 
 def in_use(folder: Path) -> bool:
     """Return True if a running call uses this run folder."""
+    # Without this test, `_try_lock` would create a lock file in a folder that is only examined.
     if not (folder / _DRIVER_LOCK).exists():
         return False
     lock = _try_lock(folder)
@@ -278,6 +279,7 @@ def _claim_newest(results: Path, setting: dict) -> tuple[Path, FileLock] | None:
     None if there is no such run.
     """
     for path in _newest_first(results):
+        # The setting is compared before the lock is tried, so that runs with another setting are never locked.
         if peek(path.parent).setting == setting and (lock := _try_lock(path.parent)):
             return path.parent, lock
     return None
@@ -286,6 +288,7 @@ def _claim_newest(results: Path, setting: dict) -> tuple[Path, FileLock] | None:
 def _newest_first(results: Path) -> list[Path]:
     """Return the ledger files of all runs, from the newest to the oldest run. A folder without run.json is not a run."""
     runs = [path for path in results.glob("*/run.json") if not path.parent.is_symlink()]
+    # run.json is written once, so its time is the start of the run and not its last change.
     newest_first = sorted(runs, key=lambda path: path.stat().st_mtime_ns, reverse=True)
     return [path.with_name(LEDGER) for path in newest_first if path.with_name(LEDGER).is_file()]
 

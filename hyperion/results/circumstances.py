@@ -104,6 +104,7 @@ def _identities(run: Run) -> Iterator[tuple[str, object]]:
         place = tuple(launched.get(part) for part in ("call", "side", "launch"))
         yield f"both are launch {place[2]} of version {place[1]} in the same call of `hyperion relaunch`", place
     # Compare measured values only, because predictions may be added later. The times of two runs are never equal in every bit.
+    # `repr` keeps every bit of the values, so that two runs with rounded copies of the same values still differ.
     measured = sorted(repr((row.key, row.value, row.value_reason, row.n, row.ci_low, row.ci_high)) for row in run.rows())
     if measured:
         yield (
@@ -123,6 +124,7 @@ def _recorded(runs: list[Run]) -> dict[str, set[str]]:
 
 def _statements(run: Run) -> Iterator[tuple[str, object]]:
     information, rows = run.information(), run.rows()
+    # A run has one environment in run.json, and further ones if it was continued on another machine or with other versions.
     environments = [information.get("environment", {}), *run.environments().values()]
     for environment in filter(None, environments):
         yield "device", _device(environment)
@@ -169,6 +171,7 @@ def _of_one_side(name: str, sides: list[dict[str, set[str]]]) -> bool:
 
     The comparison lists the values of this experiment as missing, so the circumstance does not need to be listed too.
     """
+    # The name is "sizes of NOTEBOOK/EXPERIMENT: FIELD". The part before ": " identifies the experiment.
     experiment = name.partition(": ")[0] + ": "
     return _of_experiment(name) and not all(any(other.startswith(experiment) for other in side) for side in sides)
 
@@ -181,6 +184,7 @@ def _throttled(runs_a: list[Run], runs_b: list[Run]) -> Circumstance | None:
     texts, any_throttled = [], False
     for runs in (runs_a, runs_b):
         states = [row.throttle for run in runs for row in run.rows() if row.throttle is not None]
+        # None means unreadable, "none" means that the device reported no throttling.
         reasons = Counter(state for state in states if state != "none")
         any_throttled |= bool(reasons)
         text = f"{reasons.total()} of {len(states)} rows" + (f" ({', '.join(sorted(reasons))})" if reasons else "")
@@ -191,6 +195,7 @@ def _throttled(runs_a: list[Run], runs_b: list[Run]) -> Circumstance | None:
 def _clocks(runs_a: list[Run], runs_b: list[Run]) -> Circumstance | None:
     a, b = (_clocks_of(runs) for runs in (runs_a, runs_b))
     shared = sorted(a.keys() & b.keys(), key=repr)
+    # The absolute logarithm of the ratio is the relative difference for small differences, and it is symmetric in A and B.
     apart = [key for key in shared if abs(np.log(np.median(a[key]) / np.median(b[key]))) > CLOCK_DIFFERENCE]
     if not apart:
         return None

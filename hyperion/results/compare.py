@@ -15,11 +15,14 @@ from hyperion.results.rows import Row
 from hyperion.results.statistics import DIVISIONS, Power, fenced, log_deviations, randomization_test
 from hyperion.results.store import RUN, Run, find_run
 
+# Five launches of each version have comb(10, 5) = 252 divisions. A division and its mirror image have the same statistic, so
+# the smallest p-value is 2/252, which is far below 5 %.
 RELAUNCHES = 5
 SMALLEST_CHANGE = 0.03
 SIGNIFICANCE = 0.05
 VERDICTS = ("regression", "improvement", "indicative", "same", "missing")
 # The params of a row of a search contain the number of candidates ("seen") and the result of the search.
+# "m", "n" and "k" are the shape of the fastest product; the search may stop at another shape in each launch.
 _SEARCHED, _SEARCH_RESULT = "seen", ("seen", "stopped", "m", "n", "k")
 
 
@@ -122,14 +125,17 @@ def compare(runs_a: list[Run], runs_b: list[Run]) -> list[Comparison]:
             where=f"{runs_a[0].folder} and {runs_b[0].folder}",
             next_step="compare runs of the same profile and data source",
         )
+    # Shape (launches, keys), the launches of A first.
     table = np.array([values[key] for key in shared], dtype=np.float64).T
     positive = np.all(table > 0, axis=0).tolist()
     confirming = not why_indicative(runs_a, runs_b)
+    # Ratios need positive values. Counts may be zero, and are compared by their difference instead.
     ratios = {key: shared[key] for key, p in zip(shared, positive, strict=True) if p}
     compared = _by_ratio(ratios, table[:, positive], len(runs_a), confirming)
     compared += [
         _by_difference(key, shared[key], table[:, place], len(runs_a)) for place, key in enumerate(shared) if not positive[place]
     ]
+    # `change` is positive if B is better, so that ascending order lists the worst change first.
     return sorted(compared, key=lambda c: c.change or 0.0) + sorted(absent, key=lambda c: (len(c.launches_b), c.name, c.metric))
 
 
@@ -148,6 +154,7 @@ def sensitivity(compared: list[Comparison]) -> str:
     if not testable:
         return ""
     powers = [c.power for c in testable if c.power is not None]
+    # A value without a detectable change sorts last as infinity, so the median also counts these values.
     changes = sorted(float("inf") if c.detectable is None else c.detectable for c in testable)
     middle = changes[(len(changes) - 1) // 2]
     confirmed = "none, for half of the values" if middle == float("inf") else f"{middle:.1%}"
@@ -166,6 +173,8 @@ def _require_turns(runs_a: list[Run], runs_b: list[Run]) -> None:
     sides = [[run.information().get("relaunch", {}) for run in side] for side in (runs_a, runs_b)]
     calls = {launched.get("call") for side in sides for launched in side}
     where = f"{runs_a[0].folder} and {runs_b[0].folder}"
+    # Runs without an entry of `hyperion relaunch` give the call None. Mixing them with launches of a call raises the error,
+    # too.
     if len(calls) > 1:
         raise HyperionError(
             "the launches come from several calls of `hyperion relaunch`, so the two versions did not take turns",
@@ -243,9 +252,11 @@ def _by_ratio(keys: dict[tuple, float], table: np.ndarray, launches_a: int, conf
     if not keys:
         return []
     better = np.array(list(keys.values()))
+    # Logarithms turn ratios into differences: the mean of the logarithms is the logarithm of the geometric mean.
     logs = fenced(np.log(table), launches_a)
     means = [side.mean(axis=0) for side in (logs[:launches_a], logs[launches_a:])]
     changes, deviations = np.expm1(better * (means[1] - means[0])), log_deviations(logs, launches_a)
+    # The sign makes larger values better for every metric, so that the test has one direction for all keys.
     test = randomization_test(logs * better, launches_a, SMALLEST_CHANGE) if confirming else None
     power = (
         Power(
@@ -269,6 +280,7 @@ def _by_ratio(keys: dict[tuple, float], table: np.ndarray, launches_a: int, conf
                 float(np.exp(means[0][place])),
                 float(np.exp(means[1][place])),
                 change,
+                # Two launches, one of each set, have no spread within a set.
                 float(np.expm1(deviations[place])) if len(table) > 2 else None,
                 p_value,
                 _verdict(change, p_value),
@@ -302,6 +314,7 @@ def _by_difference(key: tuple, better: float, values: np.ndarray, launches_a: in
 
 
 def _name(key: tuple) -> str:
+    # The parts of a key are notebook, experiment, variant, dtype, params, rank and metric (see `Row.key`).
     name = " ".join(str(part) for part in key[1:5] if part not in ("", "{}"))
     return name if key[5] is None else f"{name} rank {key[5]}"
 
@@ -311,6 +324,7 @@ def _verdict(change: float, p_value: float | None) -> str:
         return "same"
     if p_value is None:
         return "indicative"
+    # The estimate exceeds the threshold, but the difference is within the spread between launches.
     if p_value > SIGNIFICANCE:
         return "same"
     return "improvement" if change > 0 else "regression"

@@ -53,7 +53,9 @@ def verify_run(run: Run) -> list[str]:
         "environments match their digests",
     ]
     sampled, proven, others = 0, Counter(), Counter()
+    # One file of samples at a time: all samples of a run together may not fit into memory.
     for name in experiments:
+        # The names of a notebook may contain dots but no slash, so the first slash separates notebook and experiment.
         samples = run.samples(*name.split("/", 1))
         sampled += len(samples)
         groups = _sample_groups(samples, name)
@@ -101,20 +103,24 @@ def _recomputed(row: Row, groups: dict[tuple, np.ndarray], where: str) -> str:
     Raises:
         StoreError: the samples do not agree with the row.
     """
+    # Only a monotone function of the median time can be recomputed: it maps the ends of the interval to ends of the interval.
     function = _function_of(row)
     if function is None or row.value is None or None in (row.n, row.ci_low, row.ci_high):
         return ""
     phase = row.metric.removesuffix("_time_s")
     phases = ("", phase if phase in _PHASES else "step")
+    # More than one match is ambiguous: the samples do not say which of the two series the row used.
     matching = [groups[key] for key in ((row.variant, row.dtype, _key(row.params), p) for p in phases) if key in groups]
     if len(matching) != 1:
         return ""
     estimate, work = median_estimate(matching[0]), _work(row)
     exact = row.metric not in _RATES or work is not None
+    # Without the amount of work, the value of the row sets the factor, so that only the interval and n are tested.
     factor = (work or 1.0) if exact else row.value / function(estimate.value)
     named = f"{row.metric} of {row.variant} {row.dtype} {row.params}".strip()
     if row.n != estimate.n:
         raise StoreError(f"{named} has n = {row.n}, but there are {estimate.n} samples", where=where, next_step=_NEXT)
+    # Rows of a series with drift store a wider interval, and a row does not say whether its series had drift.
     forms = [
         form.map(lambda time_s, function=function: factor * function(time_s))
         for form in (estimate, _drifting(estimate, matching[0]))
@@ -142,6 +148,7 @@ def _work(row: Row) -> float | None:
     """
     params = {name: value for name, value in row.params.items() if type(value) in (int, float) and value > 0}
     if row.metric == "gemm_tflops" and {"m", "n", "k"} <= params.keys() and "kind" not in row.params:
+        # A matrix product of (M, K) by (K, N) takes M·N·K multiply-adds, and a multiply-add counts as 2 FLOPs.
         return 2 * params["m"] * params["n"] * params["k"] * params.get("products", 1) / 1e12
     if row.metric in ("algbw_gb_s", "bandwidth_gb_s"):
         # Only the param "bytes" states the traffic of a call. Other sizes do not, because a call may read memory repeatedly.
@@ -165,10 +172,12 @@ def _drifting(estimate: Estimate, samples: np.ndarray) -> Estimate:
 
 def _agree(row: Row, form: Estimate) -> bool:
     stated = np.array([row.value, row.ci_low, row.ci_high], dtype=np.float64)
+    # The absolute tolerance is 0, because values of all magnitudes occur, from nanoseconds to thousands of TFLOPS.
     return bool(np.allclose(stated, (form.value, form.ci_low, form.ci_high), _SAME, 0.0))
 
 
 def _strangers(run: Run, names: list[str]) -> list[str]:
+    # The locks are not in the manifest: they are files of the running processes and not results.
     known = {*names, MANIFEST, LOCK, WRITER_LOCK, ".driver.lock"}
     files = (path.relative_to(run.folder).as_posix() for path in run.folder.rglob("*") if not path.is_dir())
     return sorted(set(files) - known)

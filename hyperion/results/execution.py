@@ -38,6 +38,7 @@ def executed(log: Path, notebook: str) -> dict[str, str]:
     """
     outcomes: dict[str, str] = {}
     for experiment, what in _noted(log, notebook):
+        # A notebook may run an experiment twice. The second call finds the rows that the first one stored, and reports KEPT.
         if what in (MEASURED, KEPT) and outcomes.get(experiment) != MEASURED:
             outcomes[experiment] = what
     return outcomes
@@ -73,6 +74,7 @@ def must_remeasure() -> bool:
 
 def _note(line: list[str]) -> None:
     log = os.environ.get(LOG)
+    # The file is opened for each line, so that a killed kernel loses none of the lines that it reported.
     if log:
         with open(log, "a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")

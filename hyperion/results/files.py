@@ -64,6 +64,7 @@ class Manifest:
                 manifest states.
         """
         with self._opened(name) as file:
+            # One byte more than expected reveals a file that grew after its size was checked.
             content = file.read(self.entries[name]["size"] + 1)
             self._check(name, len(content), hashlib.sha256(content).hexdigest())
         return content
@@ -84,6 +85,7 @@ class Manifest:
         path = self.folder / name
         if name not in self.entries:
             raise StoreError("file is not in the run's manifest", where=path, next_step=_RESTORE)
+        # During an unfinished commit, the new content is still under its temporary name.
         place = inner_path(self.folder, self.moved.get(name, name), StoreError, _DISTRUST)
         try:
             with open_regular(place, StoreError, _RESTORE) as file:
@@ -110,15 +112,19 @@ def write_atomically(path: Path, content: bytes) -> None:
     Raises:
         StoreError: the folder is not writable or the disk is full; the old file is unchanged.
     """
+    # The content is on disk (fsync) before the rename. In the other order, a power cut could leave an empty file under the
+    # final name.
     temporary = _write_temporary(path, content)
     try:
         os.replace(temporary, path)
     except OSError as error:
         temporary.unlink(missing_ok=True)
         raise _write_error(error, path) from error
+    # Also after Ctrl-C, which is not an OSError.
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
+    # A rename is durable only after an fsync of the folder that contains the name.
     _sync_folder(path.parent)
 
 
@@ -140,6 +146,7 @@ def commit(folder: Path, contents: dict[str, bytes]) -> None:
     """
     make_folder(folder)
     with locked(folder, create=True):
+        # An earlier writer may have been killed between its list of renames and its renames. Its commit takes effect first.
         _finish(folder)
         _require_writable_names(folder, contents)
         entries = read_manifest(folder).entries | {
@@ -148,9 +155,11 @@ def commit(folder: Path, contents: dict[str, bytes]) -> None:
         manifest = json.dumps({"schema": 1, "files": entries}, indent=1, sort_keys=True).encode()
         moves: dict[str, str] = {}
         try:
+            # The manifest is the last file in the list, so it is renamed after the files that it describes.
             for name, content in (contents | {MANIFEST: manifest}).items():
                 _remove_strays(folder / name)
                 moves[str(_write_temporary(folder / name, content).relative_to(folder))] = name
+            # This write is the commit point: before it, the old files count; after it, the new ones.
             write_atomically(folder / PENDING, json.dumps(moves, indent=1).encode())
         except BaseException:
             # Once the list of renames is written, the commit is complete, so its temporary files must not be removed.
@@ -196,6 +205,7 @@ def read_manifest(folder: Path) -> Manifest:
     Raises:
         StoreError: the manifest or the list of renames is damaged, or contains the name of a file outside the folder.
     """
+    # A temporary file that no longer exists was already renamed by the writer that was interrupted.
     moved = {name: temporary for temporary, name in _pending(folder).items() if os.path.lexists(folder / temporary)}
     path = inner_path(folder, moved.get(MANIFEST, MANIFEST), StoreError, _DISTRUST)
     if not os.path.lexists(path):
@@ -208,6 +218,7 @@ def read_manifest(folder: Path) -> Manifest:
         known = isinstance(entry, dict) and entry.keys() == {"sha256", "size"}
         if not known or not isinstance(entry["sha256"], str) or not _SHA256.fullmatch(entry["sha256"]):
             raise _unreadable(path, f"{name!r} has no sha256 and size")
+        # `isinstance` would accept True, because bool is a subclass of int.
         if type(entry["size"]) is not int or not 0 <= entry["size"] <= LARGEST_FILE_BYTES:
             raise _unreadable(path, f"{name!r} has a size of {entry['size']!r:.40} bytes")
     return Manifest(folder, document["files"], moved)
@@ -229,6 +240,7 @@ def locked(folder: Path, name: str = LOCK, create: bool = False) -> Iterator[Non
         StoreError: the lock file is a link, a named pipe or a folder, or it cannot be created.
     """
     path = inner_path(folder, name, StoreError, _DISTRUST)
+    # A read-only copy of a run, or a fresh checkout, has no writers that a reader must wait for.
     if not create and not (os.path.lexists(path) and os.access(path, os.W_OK)):
         yield
         return
@@ -277,6 +289,7 @@ def _pending(folder: Path) -> dict[str, str]:
             _require_file_name(folder, name)
         inner_path(folder, temporary, StoreError, _DISTRUST)
         target, source = PurePosixPath(name), PurePosixPath(temporary)
+        # Only names that `_write_temporary` gives are accepted. A manipulated list could otherwise replace any file.
         ours = source.parent == target.parent and re.fullmatch(rf"\.{re.escape(target.name)}\.\w+\.tmp", source.name)
         if not ours:
             fault = f"{temporary!r} is not a temporary file of {name!r}"
@@ -289,12 +302,14 @@ def _pending(folder: Path) -> dict[str, str]:
 def _finish(folder: Path) -> None:
     """Execute the renames of this commit or of an unfinished earlier one. The caller must be a writer that holds the lock."""
     for temporary, name in _pending(folder).items():
+        # After an interruption, some of the renames have already been executed.
         if os.path.lexists(folder / temporary):
             try:
                 os.replace(folder / temporary, folder / name)
             except OSError as error:
                 raise _write_error(error, folder / name) from error
             _sync_folder((folder / name).parent)
+    # The list is removed last: until then, a repetition of the renames is harmless.
     (folder / PENDING).unlink(missing_ok=True)
 
 
@@ -327,6 +342,7 @@ def _document(path: Path) -> object:
 def _remove_strays(path: Path) -> None:
     # A writer that was killed before it wrote its list of renames leaves temporary files. The caller holds the lock, so no other
     # process uses these files.
+    # The name of a notebook may contain characters with a meaning in patterns, such as "[".
     for stray in path.parent.glob(f".{glob.escape(path.name)}.*.tmp"):
         stray.unlink(missing_ok=True)
 
@@ -339,6 +355,7 @@ def _write_temporary(path: Path, content: bytes) -> Path:
         with open(temporary, "xb") as file:
             file.write(content)
             file.flush()
+            # The bytes must be on disk before a rename makes them visible.
             os.fsync(file.fileno())
     except OSError as error:
         with contextlib.suppress(OSError):
@@ -357,6 +374,7 @@ def make_folder(folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise _write_error(error, folder) from error
+    # An existing folder that is not writable passes `mkdir`, and would fail only after the measurement.
     if not os.access(folder, os.W_OK):
         raise _write_error(PermissionError(errno.EACCES, "folder is not writable"), folder)
 
@@ -377,6 +395,7 @@ def _write_error(error: OSError, path: Path) -> StoreError:
 
 
 def _sync_folder(folder: Path) -> None:
+    # A folder cannot be opened with `open`, but its descriptor can be synchronised.
     handle = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -397,6 +416,7 @@ def _samples_table(content: bytes, where: object):
     _require_size(0 <= metadata.num_rows <= LARGEST_ROWS, f"{metadata.num_rows} rows", where)
     cells = sum(chunk.num_values for chunk in chunks)
     _require_size(all(chunk.num_values >= 0 for chunk in chunks) and cells <= LARGEST_CELLS, f"{cells} values", where)
+    # The sizes in the metadata come from the file and may be wrong. They exclude honest mistakes before anything is decoded.
     decoded = sum(chunk.total_uncompressed_size for chunk in chunks)
     _require_size(0 <= decoded <= LARGEST_DECODED_BYTES, f"{decoded} bytes", where)
 
@@ -410,6 +430,7 @@ def _samples_table(content: bytes, where: object):
     # Parquet can store a text once and repeat it a million times. Such a column is small in the file and large after decoding, so
     # the decoded size is computed first.
     texts = [field.name for field in schema if _is_text(field.type)]
+    # As dictionaries, repeated texts stay small in memory until their size is known.
     table = parquet.ParquetFile(pa.BufferReader(content), read_dictionary=texts).read(use_threads=False)
     for name in texts:
         column = table.column(name)
@@ -425,6 +446,7 @@ def _text_bytes(chunk) -> int:
 
     # The functions are called by their names, because pyarrow creates them at import and type checkers do not see them.
     lengths = compute.call_function("binary_length", [chunk.dictionary])
+    # Bytes of the decoded column: the length of the text that each index selects.
     return compute.call_function("sum", [lengths.take(chunk.indices).cast("int64")]).as_py() or 0
 
 

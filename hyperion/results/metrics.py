@@ -219,6 +219,7 @@ def register_metric(metric: Metric) -> Metric:
     Raises:
         HyperionError: a metric of this name with another definition is already registered.
     """
+    # `setdefault` stores a new definition and returns the definition that is now in force.
     known = _registered.setdefault(metric.name, metric)
     if known != metric:
         raise HyperionError(
@@ -256,6 +257,7 @@ def require_one_definition(metrics: Iterable[Metric], where: object) -> dict[str
     """
     by_name: dict[str, Metric] = {}
     for metric in metrics:
+        # A built-in definition has priority, so that a run cannot redefine a metric of the library.
         known = BUILT_IN.get(metric.name) or by_name.setdefault(metric.name, metric)
         if known != metric:
             owner = "built-in metric" if metric.name in BUILT_IN else "metric"

@@ -30,6 +30,7 @@ Value = TypeVar("Value")
 
 def idle_rows(rows: "list[Row]") -> "list[Row]":
     """Return the rows that were measured while no other process used the CPU cores. If there are none, return all rows."""
+    # A busy machine may have no idle row at all. Its rows are still better than none.
     return [row for row in rows if not row.busy] or rows
 
 
@@ -97,6 +98,7 @@ class Row:
     clock_mhz: float | None = None
     power_w: float | None = None
     throttle: str | None = None
+    # Two rows with the same columns are equal, whatever process read them, so the definition takes no part in `==`.
     own_metric: Metric | None = field(default=None, compare=False, repr=False)
 
     @property
@@ -109,6 +111,7 @@ class Row:
             HyperionError: the metric is unknown.
         """
         own = self.own_metric
+        # A foreign run cannot redefine a built-in metric.
         if self.metric not in BUILT_IN and own is not None and own.name == self.metric:
             return own
         return metric_named(self.metric)
@@ -126,6 +129,7 @@ class Row:
     @property
     def busy(self) -> bool:
         """True if other processes used the cores while the row was measured on a CPU. The measured times are then too long."""
+        # Several reasons for throttling are stored as one text with "+" between them.
         return "busy" in (self.throttle or "").split("+")
 
     @property
@@ -161,7 +165,9 @@ class Row:
         failure = self._failure()
         if not failure or self.value is None:
             return self
+        # A check may return NaN or infinity, which a CSV of a valid row cannot contain. It is stored as "no error".
         known_error = self.check_error is None or math.isfinite(self.check_error)
+        # A value that is not finite fails the rules of the form, too, so the form is checked only for finite values.
         if math.isfinite(self.value) and known_error:
             self._validate_form()
         return replace(
@@ -197,6 +203,7 @@ class Row:
         require_file_names(self.notebook, self.experiment)
         for column in _FLOATS:
             number = getattr(self, column)
+            # False for NaN and infinity, and also for integers that are too large for a float.
             finite = number is None or abs(number) <= sys.float_info.max
             self._demand(
                 finite,
@@ -214,6 +221,7 @@ class Row:
             text = f"{column} is {reading:g}" if reading is not None else ""
             self._demand(reading is None or reading > 0, text, "store null for an unreadable value, never 0")
             self._demand(reading is None or reading < _MOST_READING, text, "clocks are in MHz (not kHz), power in watts")
+        # Params are compared after a round trip through JSON. A tuple, for example, would come back as a list and not match.
         self._demand(_is_json(self.params), f"has params that are not a JSON object: {self.params!r:.200}", "use plain values")
         self._demand(_is_bounded(self.params), "has params beyond the range of a float", "store other numbers")
         if self.value is None:
@@ -259,7 +267,9 @@ class Row:
 _TEXTS = ("notebook", "experiment", "variant", "dtype", "metric", "value_reason", "limit_source", "check", "data_source")
 _FLOATS = ("value", "ci_low", "ci_high", "predicted", "limit", "check_error", "check_tolerance", "clock_mhz", "power_w")
 _INTEGERS = ("rank", "n")
+# Only the name of a notebook may contain dots, so the last dot of "notebook.experiment" separates the two names.
 _FILE_NAMES = {"notebook": re.compile(r"\w[\w .+-]{0,79}"), "experiment": re.compile(r"\w[\w +-]{0,79}")}
+# Counts fit into a signed 64-bit integer, the type of the columns in Parquet and pandas.
 _MOST_COUNTED = 2**63
 # This bound is above every clock in MHz and every device's power in W, and below every clock in kHz and every power in mW.
 _MOST_READING = 20_000
@@ -289,6 +299,7 @@ COLUMNS = (
     "power_w",
     "throttle",
 )
+# Positions of the three cells that `_parse` needs before it can build the row.
 _METRIC_CELLS = tuple(map(COLUMNS.index, ("notebook", "experiment", "metric")))
 
 
@@ -368,6 +379,7 @@ def rows_from_csv(
         RowError: the header is not the expected one, a cell is missing, a number is invalid, a metric is unknown, a unit is
             wrong, or a row breaks a rule.
     """
+    # A frozenset, because `functools.lru_cache` needs arguments that can be hashed.
     known = None if metrics is None else frozenset((name, metric) for name in metrics for metric in metrics[name])
     return list(_parsed(text, str(where), validated, known))
 
@@ -389,6 +401,7 @@ def _parsed(text: str, where: str, validated: bool, metrics: frozenset[tuple[str
     except csv.Error as error:
         fault = f"invalid CSV after row {len(rows)}: {error}"
         raise RowError(fault, where=where, next_step="run the experiment again") from error
+    # A key that occurs twice would make one of the rows invisible to everything that looks rows up by key.
     places: dict[tuple, int] = {}
     for number, row in enumerate(rows, 1):
         if (first := places.setdefault(row.key, number)) != number:
@@ -448,6 +461,7 @@ def _cell(value) -> str:
         return ""
     if isinstance(value, dict):
         return _json(value)
+    # `float` first: the `repr` of a NumPy scalar is "np.float64(…)", not a number.
     return repr(float(value)) if isinstance(value, float) else str(value)
 
 
@@ -465,4 +479,5 @@ def _is_bounded(value) -> bool:
 
 
 def _json(params: dict) -> str:
+    # NaN and Infinity are not JSON, and other readers reject them.
     return json.dumps(params, sort_keys=True, allow_nan=False)

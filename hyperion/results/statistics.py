@@ -12,13 +12,17 @@ from dataclasses import dataclass
 
 import numpy as np
 
+# 2,000 resamples place about 50 medians outside each end of a 95 % interval.
 RESAMPLES = 2000
 CONFIDENCE = 0.95
 DIVISIONS = 10_000
 POWER_TRIALS = 1000
 WANTED_POWER = 0.8
+# The power is simulated with a subset of the divisions, because the cost is trials x divisions for each spread and change.
 _POWER_DIVISIONS = 400
+# A worsening of 100 % has no logarithm, so the search for a detectable change ends at 99 %.
 _LARGEST = 0.99
+# Spreads are rounded to steps of 10 %, so that values with similar spreads share one simulation.
 _STEP = math.log(1.1)
 _NORMAL_HALF_WIDTH = 1.96  # standard deviations in half of a 95 % interval of a normal distribution
 _CELLS = 100_000  # elements in each of the few arrays of a test at once; such arrays fit into the cache of a core
@@ -44,6 +48,7 @@ class Estimate:
 
     def map(self, function) -> "Estimate":
         """Return the estimate of `function(value)` for a monotone function, such as rate = work / time."""
+        # A decreasing function, such as rate = work / time, swaps the ends of the interval.
         low, high = sorted((function(self.ci_low), function(self.ci_high)))
         return Estimate(function(self.value), low, high, self.n)
 
@@ -63,6 +68,7 @@ def median_estimate(samples, seed: int = 0) -> Estimate:
     Source: Efron and Tibshirani, An Introduction to the Bootstrap, 1993, section 13.3.
     """
     values = _finite(samples)
+    # Shape (RESAMPLES, n): one row is one resample with replacement.
     medians = np.median(values[_resampled(len(values), seed)], axis=1)
     return _estimate(float(np.median(values)), medians, len(values))
 
@@ -92,6 +98,7 @@ def independent_ratio_estimate(times_a, times_b, seed: int = 0) -> Estimate:
     """
     a, b = _finite(times_a), _finite(times_b)
     medians_a = np.median(a[_resampled(len(a), seed)], axis=1)
+    # Another seed for B: with the same seed, both series would use the same positions, as if the samples were pairs.
     medians_b = np.median(b[_resampled(len(b), seed + 1)], axis=1)
     return _estimate(float(np.median(b) / np.median(a)), medians_b / medians_a, min(len(a), len(b)))
 
@@ -107,6 +114,7 @@ def estimates_of_medians(series: Sequence, function: Callable[[np.ndarray], Sequ
         seed: seed of the resampling.
     """
     series = [_finite(samples) for samples in series]
+    # The point estimate uses the medians of all samples. The resamples give only its interval.
     values = function(np.array([np.median(samples) for samples in series]))
     drawn = [np.median(s[_resampled(len(s), seed + i)], axis=1) for i, s in enumerate(series)]
     outcomes = np.array([function(medians) for medians in np.transpose(drawn)])
@@ -124,6 +132,7 @@ def proportion_estimate(successes: int, n: int) -> Estimate:
 
     interval = stats.binomtest(successes, n).proportion_ci(CONFIDENCE, method="wilson")
     share = successes / n
+    # At 0 or n successes the end of the Wilson interval equals the share, but rounding may place it on the wrong side.
     return Estimate(share, min(interval.low, share), max(interval.high, share), n)
 
 
@@ -146,6 +155,7 @@ def launches_estimate(values: Sequence[float], intervals: Sequence[tuple[float |
     halves = [0.0 if low is None or high is None else (high - low) / 2 for low, high in intervals]
     deviations = np.array(halves) / _NORMAL_HALF_WIDTH
     picks = _resampled(len(launches), seed)
+    # The errors within launches need their own stream of random numbers, independent of the choice of launches.
     errors = np.random.default_rng(seed + 1).standard_normal(picks.shape) * deviations[picks]
     return _estimate(float(np.median(launches)), np.median(launches[picks] + errors, axis=1), len(launches))
 
@@ -161,6 +171,7 @@ def mean_estimate(samples) -> Estimate:
     values = _finite(samples)
     if len(values) < 2:
         raise ValueError(f"{len(values)} repetition has no spread: at least two are needed")
+    # Half-width of the interval: t(0.975, n - 1) · s / sqrt(n).
     reach = stats.t.ppf((1 + CONFIDENCE) / 2, len(values) - 1) * values.std(ddof=1) / np.sqrt(len(values))
     mean = float(values.mean())
     return Estimate(mean, float(mean - reach), float(mean + reach), len(values))
@@ -208,14 +219,19 @@ def randomization_test(values: np.ndarray, launches_a: int, smallest: float, div
     Applications in Genetics and Molecular Biology 9 (2010) article 39, for counting the observed division.
     """
     values = np.asarray(values, dtype=np.float64)
+    # Each contrast has the sum 0, so centring does not change the differences of means. Centred values have
+    # the norm that a correlation needs.
     values = values - values.mean(axis=0)
     contrasts = side_contrasts(launches_a, len(values) - launches_a, divisions)
     lengths = np.sqrt((values**2).sum(axis=0))
+    # Row 0 is the observed division.
     differences = contrasts[0] @ values
     observed = _correlations(differences[:, None], lengths, smallest)[:, 0]
+    # Step-down procedure: a value competes only with itself and with values that are less significant.
     order = np.argsort(observed)
     reached, largest = np.zeros(len(order)), []
     ordered, ordered_lengths, thresholds = values[:, order], lengths[order], observed[order] * (1 - 1e-9)
+    # Blocks of divisions limit the memory: all divisions of all values at once could take gigabytes.
     for some in np.array_split(contrasts, math.ceil(contrasts.shape[0] * len(order) / _CELLS)):
         statistics = _correlations(ordered.T @ some.T, ordered_lengths, smallest)
         # Each row contains the largest statistic among this value and all less significant values.
@@ -224,6 +240,8 @@ def randomization_test(values: np.ndarray, launches_a: int, smallest: float, div
         reached += (maxima >= thresholds[:, None]).sum(axis=1)
         largest.append(maxima[-1].copy())
     p_values = np.empty(len(order))
+    # A less significant value never gets a smaller p-value than a more significant one (monotonicity of the step-down
+    # procedure).
     p_values[order] = np.maximum.accumulate((reached / len(contrasts))[::-1])[::-1]
     return RandomizationTest(differences, p_values, np.concatenate(largest))
 
@@ -237,11 +255,17 @@ def side_contrasts(launches_a: int, launches_b: int, divisions: int) -> np.ndarr
         divisions are in random order.
     """
     launches, random = launches_a + launches_b, np.random.default_rng(0)
+    # All divisions, if they are few: then the p-values are exact. `combinations` yields the observed division (0, 1, …)
+    # first.
     if math.comb(launches, launches_a) <= divisions:
         of_a = np.array(list(itertools.combinations(range(launches), launches_a)))
+        # `_draws` uses the first divisions as a sample, so their order must be random.
         of_a[1:] = random.permutation(of_a[1:])
     else:
+        # The order of random numbers is a random permutation; its first launches form set A.
         of_a = np.argsort(random.random((divisions, launches)), axis=1)[:, :launches_a]
+        # The observed division counts as one of the random divisions. Otherwise a p-value could be 0, and the bound would not
+        # hold.
         of_a[0] = range(launches_a)
     contrasts = np.full((len(of_a), launches), 1 / launches_b)
     np.put_along_axis(contrasts, of_a, -1 / launches_a, axis=1)
@@ -262,6 +286,7 @@ def fenced(values: np.ndarray, launches_a: int) -> np.ndarray:
         values: the values; shape (launches, values). The launches of A come first.
         launches_a: number of launches of A.
     """
+    # With fewer than five launches in the smaller set, no launch is left out and the clipping changes nothing.
     ends = min(launches_a, len(values) - launches_a) // 5
     ordered = np.sort(values, axis=0)
     low, high = ordered[ends], ordered[len(values) - 1 - ends]
@@ -304,6 +329,7 @@ class Power:
             deviation: standard deviation of the logarithms between launches. It is rounded to steps of 10 %.
             change: relative worsening.
         """
+        # The lower bound replaces a spread of 0, which has no logarithm.
         deviation = math.exp(round(math.log(max(deviation, 1e-6)) / _STEP) * _STEP)
         if (deviation, change) not in self._chances:
             self._chances[deviation, change] = self._simulated(deviation, change)
@@ -314,6 +340,7 @@ class Power:
         low, high = self._smallest, _LARGEST
         if self.chance(deviation, high) < WANTED_POWER:
             return None
+        # Bisection of the logarithm, up to a relative error of 2 %. The power increases with the change.
         while high > 1.02 * low:
             middle = math.sqrt(low * high)
             low, high = (low, middle) if self.chance(deviation, middle) >= WANTED_POWER else (middle, high)
@@ -322,8 +349,11 @@ class Power:
     def _simulated(self, deviation: float, change: float) -> float:
         noise, side, squares, products, side_square = self._draws
         shift = math.log1p(-change)
+        # Squared norm of (deviation · noise + shift · side), expanded, so that no array over the launches is needed.
         lengths = np.sqrt(deviation**2 * squares + 2 * deviation * shift * products + shift**2 * side_square)
+        # Column 0 is the observed division.
         observed = deviation * noise[:, 0] + shift * side[0]
+        # Only trials whose estimate exceeds the threshold can be confirmed; all others fail the first condition.
         worse = np.flatnonzero(-np.expm1(observed) > self._smallest)
         reach = np.abs(observed[worse, None]) * (1 - 1e-9)
         # The length of a value is the same in all divisions, so comparing differences is the same as comparing statistics.
@@ -340,6 +370,7 @@ def log_deviations(values: np.ndarray, launches_a: int) -> np.ndarray:
         launches_a: number of launches of A.
     """
     squares = sum(((side - side.mean(axis=0)) ** 2).sum(axis=0) for side in (values[:launches_a], values[launches_a:]))
+    # Each of the two sets has lost one degree of freedom to its mean.
     return np.sqrt(squares / max(1, len(values) - 2))
 
 
@@ -356,8 +387,10 @@ def _correlations(differences: np.ndarray, lengths: np.ndarray, smallest: float)
     # |exp(d) - 1| <= smallest, without an exponential of each of millions of elements
     lower = math.log1p(-smallest) if smallest < 1 else -math.inf
     too_small = (differences <= math.log1p(smallest)) & (differences >= lower)
+    # A value that is equal in all launches has the norm 0. Its correlation is defined as 0 here, not as NaN.
     inverse = np.divide(1.0, lengths, out=np.zeros_like(lengths), where=lengths > 0)
     correlations = np.abs(differences)
+    # In place, so that the test needs only a few arrays of _CELLS elements.
     correlations *= inverse[:, None]
     correlations[too_small] = 0.0
     return correlations
@@ -392,7 +425,9 @@ def _draws(launches_a: int, launches_b: int, divisions: int) -> tuple:
     """
     launches = launches_a + launches_b
     noise = np.random.default_rng(0).standard_normal((POWER_TRIALS, launches))
+    # Centred for the same reason as in `randomization_test`.
     noise -= noise.mean(axis=1, keepdims=True)
+    # Membership in B (0 or 1) minus its mean, so that the sum is 0.
     side = (np.arange(launches) >= launches_a) - launches_b / launches
     # The divisions are in random order, so the first ones are a random sample.
     contrasts = side_contrasts(launches_a, launches_b, divisions)[:_POWER_DIVISIONS]

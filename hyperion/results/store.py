@@ -51,6 +51,7 @@ ROWS, RUN, EXPERIMENTS, PREDICTIONS = "rows.csv", "run.json", "experiments.json"
 ENVIRONMENTS, METRICS = "environments.json", "metrics.json"
 # Names in results/ that are not runs. `latest` is a link to the newest finished run. `passports` is the folder of passports.
 LATEST, PASSPORTS = "latest", "passports"
+# A name never starts with a dot or a minus sign, so it is no hidden file, no parent folder and no option of a command.
 _RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _ANEW = "restore the file from where it was copied, or delete the run and measure again"
 
@@ -105,6 +106,7 @@ class Prediction:
 
     def sealed(self) -> "Prediction":
         """Return the prediction with its digest."""
+        # The guess may be added later, so it is not part of the digest.
         fields = {name: value for name, value in asdict(self).items() if name not in ("guess", "digest")}
         for name in ("estimate", "ceiling", "low", "high"):
             # The store reads all numbers back as float: 0 and 0.0 are the same prediction.
@@ -125,6 +127,7 @@ class Prediction:
             row.dtype,
             row.metric,
         )
+        # `<=` of dict views: each param of the prediction is in the row with the same value.
         return same and self.each_rank == (row.rank is not None) and self.params.items() <= row.params.items()
 
 
@@ -252,6 +255,7 @@ class Run:
             HyperionError: the file is damaged, or a field that Hyperion reads has another type.
         """
         content = self.document(RUN)
+        # Only the form is checked. The dict itself is returned, because it has more fields than Hyperion reads.
         read_form(_Information, content, RUN, extra=True)
         return content
 
@@ -330,14 +334,18 @@ class Run:
                 stored.
         """
         require_file_names(notebook, experiment)
+        # Rows are checked before the lock is taken, so that a wrong row stores nothing.
         rows = _checked(notebook, experiment, rows)
         entry = {"input_hash": input_hash, "rows": len(rows), "source": source, "data": data or {}}
+        # Two locks: `commit` takes the lock of the folder for each write. This one covers reading the old rows and writing the
+        # new ones, so that two writers cannot lose each other's rows.
         with locked(self.folder, WRITER_LOCK, create=True):
             if started_at:
                 made = [p for p in self.predictions(notebook, experiment) if p.input_hash == input_hash]
                 entry |= {"started_at": started_at, "predictions": predictions_digest(made)}
             entry["provenance"], files = dict(provenance or {}), {}
             if environment is not None:
+                # All experiments of one session share the environment. It is stored once, under its digest.
                 digest = entry["provenance"]["environment"] = environment_digest(environment)
                 files[ENVIRONMENTS] = _json(self.environments() | {digest: environment})
             buffer = io.BytesIO()
@@ -351,6 +359,7 @@ class Run:
                     EXPERIMENTS: _json(self.experiments() | {f"{notebook}/{experiment}": entry}),
                 }
             )
+        # After the transaction: the driver must not count an experiment whose rows are not stored.
         note_experiment(notebook, experiment, MEASURED)
 
     def confirm(self, notebook: str, experiment: str, rows: Iterable[Row]) -> None:
@@ -488,11 +497,13 @@ class Run:
         """
         predictions = self.predictions()
         for name, entry in experiments.items():
+            # Runs of earlier versions have no times. There is nothing to compare.
             if not entry.get("started_at"):
                 continue
             made = [p for p in predictions if (f"{p.notebook}/{p.experiment}", p.input_hash) == (name, entry["input_hash"])]
             if any(p.basis.endswith(LATE) for p in made):
                 continue
+            # ISO 8601 times in UTC with a fixed number of digits compare like texts.
             late = next((p for p in made if p.made_at > entry["started_at"]), None)
             fault = f"a prediction of {name} was made at {late.made_at}, after the first sample" if late else ""
             if not fault and predictions_digest(made) != entry.get("predictions"):
@@ -520,6 +531,7 @@ class Run:
         found = self._json_of(EXPERIMENTS)
         read_form(dict[str, _Finished], found, EXPERIMENTS, extra=True)
         for name in found:
+            # `[::2]` leaves out the separator.
             require_file_names(*name.partition("/")[::2])
         return found
 
@@ -540,6 +552,7 @@ def new_run_folder(name: str, results: Path | None = None) -> Path:
     for attempt in range(1000):
         folder = results / (stem if attempt == 0 else f"{stem}.{attempt}")
         try:
+            # `mkdir` is atomic: exactly one of several processes creates the folder, the others get FileExistsError.
             folder.mkdir()
             return folder
         except FileExistsError:
@@ -564,8 +577,10 @@ def checked_name(name: str) -> str:
 
 def set_latest(run: Path) -> None:
     """Make the link results/latest point to a finished run. The change is atomic."""
+    # A symbolic link cannot be overwritten in place. A new link under a temporary name replaces the old one in one rename.
     temporary = run.parent / f".{LATEST}.{os.getpid()}"
     temporary.unlink(missing_ok=True)
+    # A relative link stays valid if the folder of all runs is moved.
     temporary.symlink_to(run.name)
     os.replace(temporary, run.parent / LATEST)
 
@@ -582,6 +597,7 @@ def find_run(name: str) -> Path:
     places = [Path(name), results_folder() / name, reference_folder() / name]
     for place in places:
         if (place / "run.json").is_file():
+            # `latest` is a link that may point elsewhere while a command runs, so it is resolved once.
             return place.resolve()
     known = sorted(p.parent.name for root in (results_folder(), reference_folder()) for p in root.glob("*/run.json"))
     raise HyperionError(
@@ -637,6 +653,7 @@ def _with_prediction(written: list[Prediction], new: Prediction) -> list[Predict
     def key(p: Prediction) -> tuple:
         return configuration(p), p.variant, p.dtype, json.dumps(p.params, sort_keys=True), p.metric, p.upstream_hash
 
+    # The same prediction again: only a guess that was missing is added.
     for place, stored in enumerate(written):
         if key(stored) == key(new):
             guess = new.guess if stored.guess is None else stored.guess

@@ -196,6 +196,7 @@ def fine_tuning_engine(
     The learning rate has a warm-up and then falls along a cosine, over the number of steps in the options.
     """
     rate, steps = options.learning_rate, options.steps
+    # One step more than planned, so that the learning rate of the last step is not zero.
     schedule = WarmupCosine(rate, math.ceil(_WARMUP_SHARE * steps), steps + 1)
     optimizer = adamw(model, rate, weight_decay=0.0)
     return LanguageEngine(model, optimizer, schedule, precision, context.device, **engine_options)
@@ -266,7 +267,10 @@ def least_flops(shape: LlamaShape, method: str, counts: TokenCounts) -> float:
 
     Attention is not counted. The head is counted only for tokens that have a loss.
     """
+    # Length 0 leaves out attention.
     whole = step_flops(shape, method, 0).forward_backward
+    # Products with the weights of the head: forward and gradient of the input, 2 FLOPs each per weight. Full fine-tuning has a
+    # third one, the gradient of the weight; LoRA freezes the head.
     head = 2 * shape.vocab_size * shape.hidden_size * (2 if method == LORA else 3)
     return whole - head * (1 - counts.completion_tokens / counts.tokens)
 
@@ -315,6 +319,7 @@ def equality_row(
 @torch.no_grad()
 def probe_logits(model: nn.Module, data: FineTuningData, device: str) -> Tensor:
     """Return the float32 logits of the first held-out rows. The model is converted to float32 and stays in this format."""
+    # Only the longest probe row matters; columns beyond it are padding in all rows.
     width = int(data.held_out.sizes[:_PROBE_ROWS].max())
     inputs = torch.from_numpy(data.held_out.inputs[:_PROBE_ROWS, :width]).long().to(device)
     return model.float().eval()(inputs)

@@ -133,6 +133,7 @@ def set_up(context: Context, recipe: Recipe) -> Training:
     Raises:
         HyperionError: the batch size is not a multiple of the number of ranks, or the model, precision or strategy is unknown.
     """
+    # The same seed on every rank: the ranks must start from the same weights.
     seed_everything(context.seed)
     return {"language": _language, "images": _images, "llama": _llama}[recipe.task](context, recipe)
 
@@ -149,6 +150,7 @@ def rank_zero_first(function: Callable[[], T]) -> T:
     here, first = world(), []
     if here.size == 1:
         return function()
+    # Rank 0 writes the files. `on_rank_0` also makes the other ranks wait, so that they find finished files.
     on_rank_0(lambda: first.append(function()))
     return agreed(lambda: first[0] if here.rank == 0 else function())
 
@@ -169,6 +171,7 @@ def _language(context: Context, recipe: Recipe) -> Training:
     precision = choose_precision(device, recipe.precision)
     with torch.device(device.torch_device):  # draw the weights on the device, not on the host
         model = TransformerLM(config)
+    # The optimizer is built after this call, because it must hold the parameters that DDP or FSDP created.
     model = parallelize(model, _plan(recipe, precision), here)
     engine = LanguageEngine(
         model,
@@ -185,6 +188,8 @@ def _language(context: Context, recipe: Recipe) -> Training:
             recipe.sequence_length,
             recipe.sequence_length,
             tokenizer.eos_id,
+            # Every rank evaluates all windows, so a batch has the size of a rank's part and needs no more memory than in
+            # training.
             recipe.batch_size // here.size,
             device.torch_device,
         )
@@ -197,9 +202,11 @@ def _images(context: Context, recipe: Recipe) -> Training:
     here, device = _sharers(recipe), context.device
     image_set, prepared = rank_zero_first(lambda: datasets.images(context))
     arrays = prepared.arrays
+    # The last tenth of the training images. The test split is used only once, after the last step.
     first_held_out = len(arrays["train_images"]) * (_HELD_OUT - 1) // _HELD_OUT
     used = min(recipe.records or first_held_out, first_held_out)
     images, labels = arrays["train_images"][:used], arrays["train_labels"][:used]
+    # Statistics of the images that are trained on: held-out images must not influence the training.
     normalisation = channel_statistics(images)
     batches = ImageBatches(
         images,
@@ -226,6 +233,7 @@ def _images(context: Context, recipe: Recipe) -> Training:
             normalisation,
             device=device.torch_device,
             shuffle=False,
+            # An evaluation scores every image once, also those of an incomplete batch.
             drop_last=False,
         )
         return _first(batches, recipe.evaluation_batches)

@@ -152,6 +152,8 @@ class TrainingStep:
         if isinstance(variant, str):
             variant = StepVariant(variant, channels_last=has_layout(self.model))
         self._device, self._precision = device, choose_precision(device, variant.dtype)
+        # Weights come from the default generator. Inputs and targets have their own generator, so they do not depend on the
+        # model.
         torch.manual_seed(seed)
         with torch.device(device.torch_device):
             self.module = self.model.build()
@@ -162,7 +164,10 @@ class TrainingStep:
             to_channels_last(self.module)
             inputs = inputs.contiguous(memory_format=torch.channels_last)
         self._inputs, self._optimizer = inputs, update_of(self.model).make(self.module)
+        # Blocks are compiled and not the whole model: equal blocks share one compiled graph, so the compilation takes less
+        # time.
         for block in map(self.module.get_submodule, self.model.layout().blocks if variant.compiled else ()):
+            # Fixed shapes: without this flag, a second batch size would make the compiler generate slower code for any shape.
             block.forward = torch.compile(block.forward, dynamic=False)
         self.losses: list[Tensor] = []
 
@@ -173,7 +178,9 @@ class TrainingStep:
             loss.backward()
         with phase("optimizer"):
             self._optimizer.step()
+            # Part of the phase "optimizer", as the metric `optimizer_time_s` states.
             self._optimizer.zero_grad()
+        # Detached, because a stored loss would otherwise keep the graph of its step in memory.
         self.losses.append(loss.detach())
 
     def once(self) -> None:
@@ -193,6 +200,7 @@ def timed(step: TrainingStep, device: Device, time_limit_s: float) -> tuple[Step
     """
     with step.products():
         timing = time_step(step, device, time_limit_s=time_limit_s)
+    # Read only after the timing, because reading a loss waits for the device.
     first, last = float(step.losses[0]), float(step.losses[-1])
     return timing, Verification("last loss / first loss", last / first, 0.99)
 
@@ -247,6 +255,7 @@ def _traffic_floor(device: Device, traffic_bytes: int) -> tuple[float | None, st
         return None, f"no limit: {reason or found.memory_bandwidth_source}"
     # A part of this traffic may not reach the memory: the cache may contain gradients when the update begins, and new weights
     # when the update ends.
+    # Twice the cache: once for the gradients that are read, once for the weights that are written.
     uncached = max(0, traffic_bytes - 2 * (device.last_level_cache_bytes or 0))
     return uncached / (found.memory_bandwidth_limit_gb_s * 1e9), f"beyond the cache: {found.memory_bandwidth_source}"
 
@@ -265,6 +274,7 @@ def forecast_reference_step(context: Context, name: str, batch: int, variant: St
     estimate, basis, dtype = None, NO_CEILINGS, variant.dtype
     ceilings, host = step_ceilings(context, dtype)
     if ceilings is not None:
+        # A tf32 step dispatches the same operators as an fp32 step.
         calls = captured_step(name, batch, "fp32" if dtype == "tf32" else dtype)
         compiled = None
         if variant.compiled:
@@ -297,6 +307,7 @@ def step_ceilings(context: Context, dtype: str) -> tuple[StepCeilings | None, st
     convolution_s = _operator_cost(context, "convolution", "operator_time_s")
     # The measured overhead is a difference of two times, so noise can make it negative.
     once_s = max(0.0, _operator_cost(context, "once a step", "step_overhead_s") or 0.0)
+    # On an accelerator the host runs ahead of the device, so the longer of both times counts. On a CPU they add up.
     overlapped = context.device.kind != "cpu"
     return StepCeilings(rates, _memory(context.upstream, stream), operator_s, overlapped, convolution_s, once_s), host
 
@@ -407,6 +418,7 @@ def captured_step(name: str, batch: int, dtype: str) -> tuple[Call, ...]:
 
 
 def _reference_step(model: ReferenceModel, batch: int, dtype: str) -> list[Call]:
+    # Meta tensors have shapes but no memory, so even a large model costs nothing to build.
     with torch.device("meta"):
         module = model.build()
     layout = torch.preserve_format

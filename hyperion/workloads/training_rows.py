@@ -163,6 +163,7 @@ def steady_rows(
         time_limit_s: seconds of timing.
     """
     device, dtype = engine.device, engine.precision.dtype
+    # Caches are not flushed: in training, a step finds in the cache what the previous step left there.
     timing = time_function(lambda: engine.train_step(batch), device, cold=False, time_limit_s=time_limit_s)
     params = {"batch": items, "step": "steady"}
     shared = {"dtype": dtype, "params": params, "data_source": source}
@@ -197,6 +198,7 @@ def speed_rows(
         rate_check: verification of the step, for the row of the throughput.
     """
     device, dtype, step = context.device, shared["dtype"], timing.estimate
+    # A limit uses the FLOPs that must be computed; the MFU below uses the FLOPs that are conventionally counted.
     floor, limit_source = flops_floor(device, dtype, least_flops * items)
     work = flops.forward_backward * items
     rate = step.map(lambda seconds: items / seconds)
@@ -209,6 +211,7 @@ def speed_rows(
             rate,
             timing,
             rate_check,
+            # A rate is items / time, so the least time gives the largest rate.
             limit=(None if floor is None else items / floor, limit_source),
             **shared,
         ),
@@ -238,6 +241,7 @@ def _mfu_row(context: Context, variant: str, device: Device, dtype: str, tflops:
         reason = f"no peak to divide by: {published.reason or 'no published value'}"
         return context.absent_row(variant, "mfu", reason, **shared)
     share = tflops.map(lambda rate: rate / peak_tflops)
+    # The limit of the MFU may be above 1: the device may clock higher than the clock of the published peak.
     limit = published.limit_tflops / peak_tflops if published.limit_tflops else None
     return timed_row(
         context,
@@ -341,6 +345,7 @@ def compare_steps(
     """
     try:
         with memory_released():
+            # All engines exist before the first sample, because the timing alternates between them.
             steps: list[Callable[[], object]] = [partial(contender.build().train_step, batch) for contender in contenders]
             sampling = {"minimum_samples": minimum_samples, "time_limit_s": time_limit_s}
             timings = time_interleaved(steps, context.device, cold=False, **sampling)
@@ -368,6 +373,7 @@ def memory_released() -> Iterator[None]:
     try:
         yield
     finally:
+        # Engines may be part of reference cycles. Their tensors are freed here, before the allocator returns its cached blocks.
         gc.collect()
         if torch.cuda.is_available():
             torch.cuda.empty_cache()

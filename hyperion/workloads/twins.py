@@ -93,6 +93,7 @@ class OtherRounding(TorchFunctionMode):
         self._in_float64 = dtype == "fp32"  # in float32, the multiplication by c itself would round as coarsely as the format
         self.factor = float(2 ** np.random.default_rng(seed).random())
 
+    # A mode intercepts the functions of PyTorch's Python interface. All other functions run unchanged.
     def __torch_function__(self, function: Callable, types, args=(), kwargs=None):
         if function not in _PRODUCTS:
             return function(*args, **(kwargs or {}))
@@ -159,6 +160,7 @@ def train_twins(dtype: str, seed: int, train: Callable[[], list[float]]) -> pd.D
     """
     frames = []
     for number in range(TWINS):
+        # Different seeds of the experiment give different twins.
         with OtherRounding(dtype, seed * TWINS + number):
             losses = train()
         steps = range(1, len(losses) + 1)
@@ -291,7 +293,9 @@ def tolerance(twins: list[float], baseline: float) -> float:
 
     x = np.log(np.asarray(twins) / baseline)
     m = len(x)
+    # Half of the false alarms on each side of the interval.
     reach = stats.t.isf(FALSE_ALARM / 2, m - 1) * x.std(ddof=1) * math.sqrt(1 + 1 / m)
+    # Back from logarithms to relative differences.
     return math.expm1(abs(x.mean()) + reach) + _LOSS_SPACING
 
 
@@ -325,6 +329,7 @@ def captured_parity(
         engine, next_batch = begin(capture)
         if capture and engine.uncaptured:
             return engine, []
+        # The losses stay on the device until the last step, so that no step waits for the host.
         return engine, torch.stack([engine.train_step(next_batch()).loss for _ in range(STEPS)]).tolist()
 
     curves, dtype = dict[str, np.ndarray](), ""
@@ -368,6 +373,7 @@ def parity_row(context: Context, variant: str, dtype: str, curves: dict[str, np.
         source: data source of the row.
         params: further params of the row.
     """
+    # Means of windows: a single step's loss depends too much on its batch.
     means = {how: np.array([part.mean() for part in np.array_split(curve, WINDOWS)]) for how, curve in curves.items()}
     difference = float(np.max(np.abs(means[REPLAYED] / means[ONE_BY_ONE] - 1)))
     return context.error_row(

@@ -226,6 +226,7 @@ def _language(sizes: LanguageSizes) -> Workload:
         items=items,
         flops=flops_per_token(config, length),
         least_flops=causal.forward_backward,
+        # The head has 2 * V * D FLOPs per token in the forward pass. It is no block.
         block_flops=causal.forward - 2 * vocabulary * config.width,
         build=lambda: TransformerLM(config),
         sizes=sizes,
@@ -243,6 +244,8 @@ def _language(sizes: LanguageSizes) -> Workload:
 def _image(sizes: ImageSizes) -> Workload:
     width, batch = sizes.width, sizes.batch_size
     model, flops = resnet18(CLASSES, width), flops_per_image(CLASSES, width)
+    # FLOPs of the stem per image: a 3x3 convolution from 3 channels to `width` at the full resolution, 2 FLOPs per
+    # multiply-add.
     parameters, stem = parameter_count(model), 2 * 9 * 3 * width * IMAGE_SIZE**2
     kept_bytes = image_activations(width, batch, sixteen_bit=False).saved()
     return Workload(
@@ -251,6 +254,7 @@ def _image(sizes: ImageSizes) -> Workload:
         items=batch,
         flops=flops,
         least_flops=flops.forward_backward,
+        # The classifier has 8 * width inputs, the channels of the last stage.
         block_flops=flops.forward - stem - 2 * 8 * width * CLASSES,
         build=lambda: resnet18(CLASSES, width),
         sizes=sizes,
@@ -312,6 +316,7 @@ def plan_within_budget(work: Workload, dtype: str, device: Device, share: float)
         plan = ends.get(checkpointed) or ParallelPlan(checkpointing=BUDGET, checkpointed_blocks=checkpointed)
         return estimate_step(work, dtype, plan, device).peak_bytes
 
+    # share = 0 keeps the peak of a step without checkpointing; share = 1 needs all blocks checkpointed.
     budget = peak(0) - share * (peak(0) - peak(blocks))
     return ParallelPlan(checkpointing=BUDGET, checkpointed_blocks=fewest_checkpointed(peak, blocks, int(budget)))
 
@@ -406,6 +411,7 @@ def load_batches(sizes: LanguageSizes | ImageSizes, file: Path, device: Device) 
 
 def random_batch(work: Workload, device: Device, seed: int) -> Batch:
     """Return a random batch on the device, for measurements that depend only on the shapes of the batch."""
+    # A generator on the host gives the same batch on every device.
     generator, count = torch.Generator().manual_seed(seed), work.sizes.batch_size
     if isinstance(work.sizes, LanguageSizes):
         shape, vocabulary = (count, work.sizes.sequence_length), not_none(work.config).vocab_size

@@ -96,6 +96,8 @@ def published(url: str = URL) -> PublishedSet[ImageSet]:
 
     def fetch(target: Path) -> None:
         with staged(target) as work:
+            # The publisher states md5 only. It detects damage; the checks of labels, counts and pixels follow when the file is
+            # read.
             download(url, work / PYTHON_ARCHIVE, md5=OFFICIAL_MD5[PYTHON_ARCHIVE])
             write_manifest(work, name=FOLDER, source="download", detail=f"downloaded from {url}")
 
@@ -219,7 +221,9 @@ def read_layout(path: Path) -> SplitArrays:
     missing = [name for name in wanted if name not in batches]
     if missing:
         raise DataError(f"{path.name} lacks {', '.join(missing)}", where=path, next_step=REMEDY)
+    # In the order of `wanted`: five train batches, then the test batch. An archive may list them in another order.
     images, labels = zip(*(batches[name] for name in wanted), strict=True)
+    # The test images are a view into the bytes of their file. A copy releases these bytes.
     return SplitArrays(np.concatenate(images[:-1]), np.concatenate(labels[:-1]), images[-1].copy(), labels[-1])
 
 
@@ -256,6 +260,7 @@ def read_python_batch(content: bytes, where: object) -> tuple[np.ndarray, np.nda
     if not isinstance(images, _Pickled) or images.name not in _ARRAYS:
         raise DataError(f"'data' is {type(images).__name__}, expected uint8 [N, 3072]", where=where, next_step=REMEDY)
     pixels = _array(images, where)
+    # `isinstance` would accept True as a label.
     if not (type(labels) is list and all(type(label) is int for label in labels) and len(labels) == len(pixels)):
         raise DataError(f"'labels' is not a list of {len(pixels)} integers", where=where, next_step=REMEDY)
     wrong = next((number for number, label in enumerate(labels) if not 0 <= label < 1 << 31), None)
@@ -290,6 +295,7 @@ def _unpickled(content: bytes, where: object) -> object:
     Raises:
         DataError: the pickle has another opcode or global, or is broken.
     """
+    # The virtual machine of pickle has a stack of objects and a memory of objects that are used again.
     stack: list = []
     memory: dict[int, object] = {}
 
@@ -301,6 +307,7 @@ def _unpickled(content: bytes, where: object) -> object:
 
     try:
         argument: Any  # its type depends on the opcode
+        # `genops` only decodes opcodes. It imports and calls nothing.
         for number, (code, argument, _) in enumerate(pickletools.genops(content)):
             if number > CODES:
                 raise ValueError(f"more than {CODES} opcodes")
@@ -340,6 +347,7 @@ def _unpickled(content: bytes, where: object) -> object:
                 case "PUT" | "BINPUT" | "LONG_BINPUT":
                     memory[argument] = stack[-1]
                 case "MEMOIZE":
+                    # MEMOIZE has no argument: it uses the number of entries as the key.
                     memory[len(memory)] = stack[-1]
                 case "GET" | "BINGET" | "LONG_BINGET":
                     stack.append(memory[argument])
@@ -350,6 +358,7 @@ def _unpickled(content: bytes, where: object) -> object:
                     items = above_mark()
                     _list(stack[-1]).extend(items)
                 case "SETITEM":
+                    # The value is on top of the stack, the key is below it.
                     items = [stack.pop(-2), stack.pop()]
                     _filled(stack[-1], items)
                 case "SETITEMS":
@@ -452,6 +461,7 @@ def _from_archive(archive: Path, wanted: list[str]) -> Iterator[tuple[str, bytes
         ):
             for member in tar:
                 name = names.get(member.name)
+                # Links, devices and folders of an archive are skipped.
                 if name is None or not member.isfile():
                     continue
                 if name in seen or member.size > BATCH_BYTES:
@@ -480,6 +490,7 @@ class _Bounded(io.RawIOBase):
         Raises:
             OSError: the stream exceeds its limit.
         """
+        # One byte beyond the limit reveals a stream that is too long.
         content = self._stream.read(min(size, self._left + 1) if size >= 0 else self._left + 1)
         self._left -= len(content)
         if self._left < 0:

@@ -81,10 +81,12 @@ class ImageBatches(ResumableBatches):
             raise DataError(f"unknown border {border!r}", next_step=f"use one of {', '.join(BORDERS)}")
         self.augment, self.border, self.hole, self.shuffle, self.dtype = tuple(augment), border, hole, shuffle, dtype
         self._side = images.shape[-1]
+        # Channels last: the three channels of a pixel are neighbours in memory, so the gather in `cut_out` reads whole pixels.
         pixels_NYXC = torch.from_numpy(np.array(images)).to(device).permute(0, 2, 3, 1)
         self._pixels = bordered(pixels_NYXC, border) if "crop" in augment else pixels_NYXC.contiguous()
         self._labels = torch.from_numpy(narrowed(labels, np.int64, "labels")).to(device)
         mean, deviation = (np.asarray(values, dtype=np.float64) for values in normalisation)
+        # (pixel / 255 - mean) / deviation = pixel * scale + shift: one multiplication and one addition for each pixel.
         self._scale = torch.tensor(1 / (255 * deviation), dtype=torch.float32, device=device)
         self._shift = torch.tensor(-mean / deviation, dtype=torch.float32, device=device)
         self._steps = torch.arange(self._side, device=device)
@@ -100,11 +102,14 @@ class ImageBatches(ResumableBatches):
             self._table(epoch + 1)  # copied while the device is busy, so that the next epoch starts without waiting
         first = position * self.batch_size
         part = self._part(min(self.batch_size, self.records - first))
+        # Column slice [6, B / ranks] of the epoch's table: this rank's part of the global batch.
         chosen = table[:, first + part.start : first + part.stop]
         pixels_BYXC = cut_out(self._pixels, chosen, self._steps)
         images_BYXC = (pixels_BYXC * self._scale).add_(self._shift)
         if self.hole:
+            # After normalisation, 0 is the mean of the channel.
             images_BYXC.masked_fill_(holes(chosen, self._steps, self.hole)[..., None], 0.0)
+        # Shape [B, 3, Y, X] with the strides of [B, Y, X, 3], which is PyTorch's channels-last format. No data are copied.
         return images_BYXC.to(self.dtype).permute(0, 3, 1, 2), self._labels[chosen[_PLACE]]
 
     def _table(self, epoch: int) -> Tensor:
@@ -113,6 +118,8 @@ class ImageBatches(ResumableBatches):
         The table is int64 [6, records]. It has one column per example, in the order of the epoch.
         """
         if epoch not in self._tables:
+            # The table of the previous epoch stays, because this call may prefetch the next epoch while the current one is
+            # still in use.
             self._tables = {known: table for known, table in self._tables.items() if known == epoch - 1}
             self._tables[epoch] = on_device(self._draw(epoch), self._labels.device)
         return self._tables[epoch]
@@ -121,15 +128,20 @@ class ImageBatches(ResumableBatches):
         """Draw the random numbers of an epoch. Every rank draws all of them, so they do not depend on the number of ranks."""
         table = np.zeros((6, self.records), dtype=np.int64)
         table[_PLACE], table[_STEP] = self._order(epoch), 1
+        # The third number separates this stream from the stream of the order, which uses (seed, epoch).
         generator = np.random.default_rng((self.seed, epoch, 1))
         if "crop" in self.augment:
+            # With a border of P pixels, the crop may start at 0 to 2 P. P itself is no shift.
             table[[_TOP, _LEFT]] = generator.integers(0, 2 * CROP_PADDING + 1, size=(2, self.records))
         if "flip" in self.augment:
+            # Drawn per image with epoch 0 for all epochs, so that each image alternates between both directions.
             first = np.random.default_rng((self.seed, 0, 2)).random(self.records) < 0.5
             mirrored = first[table[_PLACE]] ^ bool(epoch % 2)
             table[_STEP, mirrored] = -1
+            # A mirrored image is read from its right edge to the left, with the step -1.
             table[_LEFT, mirrored] += self._side - 1
         if self.hole:
+            # The drawn number is the centre of the hole. The table stores its first row and column, which may be negative.
             table[[_HOLE_TOP, _HOLE_LEFT]] = generator.integers(0, self._side, size=(2, self.records)) - self.hole // 2
         return table
 
@@ -168,8 +180,10 @@ def _require_normalisation(*normalisation: Sequence[float]) -> None:
 def bordered(pixels_NYXC: Tensor, border: str) -> Tensor:
     """Return the images with a border of CROP_PADDING pixels on each side. The border is black or the mirrored image."""
     if border == "black":
+        # `F.pad` counts dimensions from the last one: (0, 0) for the channels, then both sides of X and of Y.
         return F.pad(pixels_NYXC, (0, 0) + 4 * (CROP_PADDING,))
     side = pixels_NYXC.shape[1]
+    # Reflection without a repeated edge pixel: -k maps to k, and (side - 1) + k maps to (side - 1) - k.
     source = torch.arange(-CROP_PADDING, side + CROP_PADDING, device=pixels_NYXC.device).abs()
     source = (side - 1) - (side - 1 - source).abs()
     return pixels_NYXC.index_select(1, source).index_select(2, source)
@@ -186,6 +200,7 @@ def cut_out(pixels_NYXC: Tensor, chosen: Tensor, steps: Tensor) -> Tensor:
     Returns:
         The images of the batch without border, uint8 [B, Y, X, 3].
     """
+    # Pixel coordinates are index tensors, so one gather does the selection, the shift and the mirroring.
     rows_BY = chosen[_TOP][:, None] + steps
     columns_BX = torch.addcmul(chosen[_LEFT][:, None], chosen[_STEP][:, None], steps)
     return pixels_NYXC[chosen[_PLACE][:, None, None], rows_BY[:, :, None], columns_BX[:, None, :]]

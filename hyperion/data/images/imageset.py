@@ -51,6 +51,7 @@ class ImageSet:
         """Hash of all images and labels."""
         digest = hashlib.sha256()
         for array in (self.train_images, self.train_labels, self.test_images, self.test_labels):
+            # Dtype and shape are part of the hash: equal bytes of another shape are another data set.
             digest.update(f"{array.dtype} {array.shape}\0".encode())
             digest.update(np.ascontiguousarray(array).data)
         return digest.hexdigest()
@@ -73,6 +74,7 @@ def channel_statistics(images: np.ndarray) -> tuple[tuple[float, ...], tuple[flo
     means, deviations, levels = [], [], np.arange(256) / 255
     for channel in range(images.shape[1]):
         counts = np.zeros(256, dtype=np.int64)
+        # A histogram of 256 levels is exact and needs no float copy of the images.
         for start in range(0, len(images), 4096):
             counts += np.bincount(images[start : start + 4096, channel].ravel(), minlength=256)
         mean = float(counts @ levels / counts.sum())
@@ -142,6 +144,7 @@ def synthetic_images(counts: dict[str, int], seed: int = 0, flip_rate: float = 0
     """
     arrays, best = [], {}
     for index, split in enumerate(("train", "test")):
+        # Each split has its own stream, so the size of one split does not change the other.
         generator = np.random.default_rng((seed, index))
         classes = generator.permutation(np.arange(counts[split]) % CLASS_COUNT)
         labels = _with_flips(classes, round(flip_rate * counts[split]), generator)
@@ -184,6 +187,7 @@ def _with_flips(classes: np.ndarray, flips: int, generator: np.random.Generator)
 
 def _gratings(classes: np.ndarray, generator: np.random.Generator) -> np.ndarray:
     images = np.empty((len(classes), *IMAGE_SHAPE), dtype=np.uint8)
+    # Coordinates relative to the centre of the image.
     y, x = np.mgrid[0:32, 0:32].astype(np.float32) - 15.5
     for start in range(0, len(classes), CHUNK):
         part = classes[start : start + CHUNK]

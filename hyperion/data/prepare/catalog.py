@@ -50,6 +50,7 @@ def fetch_all(cifar10_url: str = cifar10.URL, instructions_url: str = instructio
 def _report(name: str, action: Callable[[], str]) -> FetchReport:
     try:
         return FetchReport(name, "ok", action())
+    # One unreachable data set must not prevent the preparation of the others.
     except DataError as error:
         return FetchReport(name, "failed", str(error))
 
@@ -115,8 +116,10 @@ def _files_of(name: str, root: Path, place: str) -> Path | None:
 def _hash_of(path: Path) -> str:
     """Return the hash of the names and contents of all files, except unfinished and quarantined files."""
     digest = hashlib.sha256()
+    # Sorted, because the order of `rglob` depends on the file system.
     for file in [path] if path.is_file() else sorted(path.rglob("*")):
         parts = file.relative_to(path.parent).parts
+        # Relative parts only: a hidden folder above the data set must not exclude all of its files.
         if not file.is_file() or any(p.startswith(".") or p.endswith(_UNFINISHED) or p == QUARANTINE for p in parts):
             continue
         # Hash the contents and not the sizes, because all binary batch files of CIFAR-10 have the same size.

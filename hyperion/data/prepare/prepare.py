@@ -98,10 +98,12 @@ def prepare_text(
         f"{corpus.name}-{tokenizer.name}",
         {"corpus": corpus.sha256, "tokenizer": tokenizer.sha256, "sequence_length": sequence_length},
     )
+    # The name of the folder contains the hash of all inputs. If it exists, the same data were prepared before.
     reused = folder.is_dir()
     if not reused:
         workers = workers or workers_for(sum(map(corpus.characters, SPLITS)))
         write_text(folder, corpus, tokenizer, sequence_length, workers)
+    # Fresh data are read back and verified like reused data, so both paths give the same arrays.
     arrays, manifest = open_prepared(folder)
     tokens = {split: arrays[split] for split in SPLITS}
     samples = {split: arrays[f"{split}{SAMPLES}"] for split in SPLITS}
@@ -226,14 +228,18 @@ def write_split(work: Path, split: str, lines: Iterable[str], tokenizer: Tokeniz
                     where=tokenizer.name,
                     next_step="use a byte-level tokenizer without normalisation",
                 )
+            # First token of each line in the stream: the exclusive cumulative sum of the sizes.
             starts = tokens.rows + np.cumsum(encoded.sizes) - encoded.sizes
             non_blank = ~encoded.blank
+            # Blank lines stay in the token stream, but they are no samples of their own.
             samples.append(np.stack([starts, encoded.sizes], axis=1)[non_blank])
             tokens.append(encoded.ids)
             padded += Padding.of(encoded.sizes[non_blank], length)
+            # Only of the first chunk. `verify` decodes these tokens to find a file of another split or vocabulary.
             opening = opening or encoded.ids[: _opening_tokens(encoded.sizes)].tolist()
             read, words = read + len(encoded.sizes), words + encoded.words_with_eos
         windows, left_over = packed_windows(tokens.rows, length)
+        # `close` writes the final header. It runs only if all chunks were encoded.
         samples.close()
         tokens.close()
     return {

@@ -138,6 +138,7 @@ def examine(folder: Path) -> list[DataFinding]:
     names = ARRAYS_OF[kind]
     findings = [*_file_findings(folder, manifest)]
     findings += [DataFinding(f"{n}.npy", "the manifest does not list it") for n in names if f"{n}.npy" not in manifest.files]
+    # A file that already has a finding is not opened again, so that each fault is reported once.
     damaged = {finding.file for finding in findings}
     arrays = {}
     for name in names:
@@ -183,6 +184,7 @@ def quarantine(folder: Path, findings: list[DataFinding]) -> Path:
 
 def _file_findings(folder: Path, manifest: DataManifest) -> Iterator[DataFinding]:
     """Yield a finding for each file that is missing, changed or not listed in the manifest."""
+    # Hash of every array, to recognise a file that has the content of another one.
     hashes = {entry["sha256"]: name for name, entry in manifest.files.items() if is_array(name)}
     for name, expected in manifest.files.items():
         path = folder / name
@@ -213,6 +215,7 @@ def _missing_rows(path: Path, whole_bytes: int) -> str:
     try:
         with open_regular(path, DataError, PREPARE_AGAIN) as file:
             version = np.lib.format.read_magic(file)
+            # The header of `ArrayWriter` has version 1.0. `read_array_header_2_0` reads the longer headers of other writers.
             read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
             shape, _, dtype = read(file)
             header = file.tell()
@@ -221,6 +224,7 @@ def _missing_rows(path: Path, whole_bytes: int) -> str:
         return "the header of the file is lost too"
     if not shape or not row or header + row * shape[0] != whole_bytes:
         return "the header of the file was changed too"
+    # The header states the original number of rows. The rows that still fit into the file are complete.
     whole = max(0, path.stat().st_size - header) // row
     return f"records {whole} to {shape[0] - 1} are missing"
 
@@ -247,6 +251,7 @@ def _products(folder: Path) -> list[Path]:
 def _verdict(folder: Path) -> FolderVerdict:
     manifest, origin = _manifest_of(folder), ""
     if manifest is not None:
+        # Data of another version are not damaged, so they are not moved.
         if _is_described(manifest) and manifest.facts.get("format") != FORMAT:
             return FolderVerdict(folder, [], None, OUTDATED)
         official = manifest.facts.get("official")
@@ -304,6 +309,7 @@ def content_faults(
                 check(*arguments)
             except DataError as fault:
                 yield fault
+    # The manifest is a file that may have been edited, so each of its facts may be missing or have another type.
     except (KeyError, TypeError, ValueError, AttributeError, IndexError, OverflowError) as error:
         fault = f"the entry 'facts' of the manifest does not fit this kind of data: {printable(repr(error))[:200]}"
         yield DataError(fault, where=folder / FILE_NAME, next_step=_REMEDY)
@@ -314,6 +320,8 @@ def _text_checks(folder: Path, arrays: dict[str, np.ndarray], facts: dict, thoro
     for split in SPLITS:
         tokens, samples, steps = arrays.get(split), arrays.get(f"{split}{SAMPLES}"), facts["steps"][split]
         path, places = folder / f"{split}.npy", folder / f"{split}{SAMPLES}.npy"
+        # A check yields its function and arguments. `content_faults` calls it, so that one failed check does not end the
+        # others.
         if tokens is not None:
             yield _check_token_type, path, tokens, facts["vocab_size"]
             yield check_tokens, tokens, facts["vocab_size"], path
@@ -421,6 +429,8 @@ def _check_channels(path: Path, images: np.ndarray, expected: list[float]) -> No
         f"{path.name} has the channel means {found}, but had {wanted} when it was prepared: "
         "it is the file of another split, or its pixels were changed"
     )
+    # The means come from exact integer histograms. Only the rounding of the JSON numbers and of the float64 division may
+    # differ.
     _require(np.allclose(means, expected, rtol=0, atol=1e-9), fault, path)
 
 

@@ -50,11 +50,13 @@ def open_array(path: Path) -> np.ndarray:
     """
     again = "prepare the data again"
     try:
+        # A named pipe or a device would block or never end, so the type of the file is checked before the map.
         open_regular(path, DataError, again).close()
         array = np.lib.format.open_memmap(path, mode="r")
     except (ValueError, OSError, TypeError, OverflowError, SyntaxError, MemoryError) as error:
         # NumPy parses the header as a Python literal, so a damaged header can raise any of these.
         raise DataError(f"{path.name} is not an array of numbers: {error}", where=path, next_step=again) from error
+    # A row without elements would have a block of 0 bytes.
     if not array.ndim or array.dtype.kind not in "biuf" or 0 in array.shape[1:]:
         fault = f"{path.name} is {array.dtype} {list(array.shape)}, expected rows of numbers"
         raise DataError(fault, where=path, next_step=again)
@@ -79,6 +81,7 @@ class ArrayWriter:
         self._block = rows_of_a_block(self.dtype, self._row_shape) * self.dtype.itemsize * int(np.prod(row_shape, dtype=int))
         self._left = b""  # bytes of the rows of the last block, as long as this block is incomplete
         self._file = open(folder / f"{name}.npy", "xb")  # noqa: SIM115 - closed by `close`
+        # The number of rows is not known yet. `close` writes the final header over this one.
         self._write_header()
 
     def append(self, rows: np.ndarray) -> None:
@@ -90,6 +93,7 @@ class ArrayWriter:
         content = narrowed(rows, self.dtype, self._file.name)
         self._file.write(content.data)
         self.rows += len(content)
+        # Sums are computed over whole blocks only, so the bytes after the last whole block wait for the next call.
         ready = memoryview(self._left + content.tobytes())
         full = len(ready) - len(ready) % self._block
         self._add_sums(ready[:full])
@@ -133,6 +137,7 @@ def damaged_rows(folder: Path, name: str) -> list[tuple[int, int]]:
     runs: list[tuple[int, int]] = []
     for number, first in enumerate(range(0, len(array), block)):
         content = np.ascontiguousarray(array[first : first + block])
+        # A file with too few checksums counts as damaged from the first block without one.
         if number < len(expected) and zlib.crc32(content.data.cast("B")) == expected[number]:
             continue
         last = min(first + block, len(array)) - 1
@@ -180,6 +185,7 @@ def write_shards(folder: Path, arrays: dict[str, np.ndarray], *, name: str, sour
             with ArrayWriter(work, key, array.dtype, array.shape[1:]) as writer:
                 for first in range(0, len(array), ROWS_AT_ONCE):
                     writer.append(array[first : first + ROWS_AT_ONCE])
+                # Explicitly, and not by `__exit__`: after an error, the array must stay without a final header.
                 writer.close()
         write_manifest(work, name=name, source=source, detail=detail, facts=facts)
 

@@ -72,23 +72,29 @@ def staged(target: Path) -> Iterator[Path]:
     Raises:
         DataError: the disk is full or the folder is not writable.
     """
+    # A rename is atomic only within one file system, so the working folder is next to the target. Its name is unique for each
+    # call.
     work = target.with_name(f".{target.name}.{os.getpid()}.{uuid.uuid4().hex[:8]}.part")
     try:
         work.mkdir(parents=True)
         yield work
         files = {path.relative_to(work).as_posix(): _marked(path) for path in work.rglob("*") if path.is_file()}
+        # Written last, because it lists the sizes and times of all other files.
         (work / MARK).write_text(json.dumps({"made_by": "hyperion", "files": files}, indent=1), encoding="utf-8")
+        # Files and folders are flushed before the rename. Otherwise a power cut could leave the final name with empty files.
         for path in (work, *sorted(work.rglob("*"))):
             _flush(path)
         _take_the_name(work, target)
     except OSError as error:
         raise explained(error, target) from error
     finally:
+        # After a successful rename, the working folder no longer exists and this call does nothing.
         shutil.rmtree(work, ignore_errors=True)
 
 
 def _marked(path: Path) -> list[int]:
     """Return the size in bytes and the modification time in ns. An edit of the file changes at least one of them."""
+    # `lstat`: a link counts as itself and not as its target.
     facts = path.lstat()
     return [facts.st_size, facts.st_mtime_ns]
 
@@ -115,6 +121,7 @@ def strangers(folder: Path, names_alone: bool = False) -> list[Path]:
         raise DataError(f"{mark.name} is not a list of files that Hyperion wrote", where=mark, next_step=remedy)
     found = []
     for place, folders, files in os.walk(folder):
+        # `os.walk` lists a link to a folder among the folders, without entering it. So folders are examined as well.
         for path in [Path(place, name) for name in sorted(files + folders)]:
             facts = path.lstat()
             if stat.S_ISDIR(facts.st_mode) or path == mark:
@@ -152,12 +159,14 @@ def content_hash(path: Path, algorithm: str) -> str:
 
 
 @functools.cache
+# `size` and `mtime_ns` are unused here. They are part of the key of the cache, so a changed file is hashed again.
 def _known_hash(path: Path, algorithm: str, size: int, mtime_ns: int) -> str:
     return _digest_of(path, algorithm)
 
 
 def _digest_of(path: Path, algorithm: str) -> str:
     with open_regular(path, DataError, "remove it, or replace it by a regular file") as file:
+        # md5 and sha1 serve as checksums only. With this flag they also work on machines in FIPS mode.
         return hashlib.file_digest(cast(BufferedReader, file), lambda: hashlib.new(algorithm, usedforsecurity=False)).hexdigest()
 
 
@@ -165,6 +174,7 @@ def _take_the_name(work: Path, target: Path) -> None:
     try:
         os.rename(work, target)
     except OSError as error:
+        # A rename onto a folder with files fails with one of these two codes, depending on the system.
         if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
             raise
         return  # another process staged it first

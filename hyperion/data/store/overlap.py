@@ -100,6 +100,7 @@ def require_little_overlap(found: Mapping[str, SplitOverlap], what: str, where: 
 
 
 def _overlap(splits: Mapping[str, Iterator[tuple[int, bytes]]]) -> dict[str, SplitOverlap]:
+    # Only the digests of the smaller splits are stored. 'train' is read as a stream.
     held = {
         split: [(number, _digest(content)) for number, content in records]
         for split, records in splits.items()
@@ -117,6 +118,7 @@ def _overlap(splits: Mapping[str, Iterator[tuple[int, bytes]]]) -> dict[str, Spl
 
 
 def _digest(content: bytes) -> bytes:
+    # With 128 bits, a collision of two different records is practically impossible.
     return blake2b(content, digest_size=16).digest()
 
 
@@ -132,6 +134,7 @@ def _long_samples(tokens: np.ndarray, samples: np.ndarray) -> Iterator[tuple[int
         part = np.asarray(samples[begin : begin + _ROWS_AT_ONCE])
         for number in np.flatnonzero(part[:, 1] >= LONG_LINE_TOKENS).tolist():
             start, size = part[number].tolist()
+            # The same dtype in all splits, so equal ids give equal bytes.
             yield begin + number, tokens[start : start + size].tobytes()
 
 

@@ -41,6 +41,7 @@ CHUNK_BYTES = 1 << 20
 OFFLINE_SWITCHES = ("HYPERION_OFFLINE", "HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE")
 NETWORK_FAULTS = (OSError, http.client.HTTPException)  # errors of urllib, timeouts and TLS errors are OSErrors
 
+# For each host: the time until which it counts as unreachable, and the reason.
 _silent_until: dict[str, tuple[float, str]] = {}
 
 
@@ -150,11 +151,13 @@ def take(name: str, wanted: str, suppliers: Mapping[str, Callable[[], T]], allow
         return result
     refused: dict[str, str] = {}
     for source in (source for source in ORDER if source in suppliers):
+        # A silent fallback to synthetic data would make results look like results on real data.
         if source == "synthetic" and not allow_synthetic:
             refused[source] = "not allowed in this profile unless data_source=synthetic is given"
             continue
         try:
             result = suppliers[source]()
+        # Only a missing data set leads to the next source. Wrong data (DataError) end the search.
         except DataUnavailable as reason:
             refused[source] = reason.what
             continue
@@ -233,6 +236,7 @@ class PublishedSet(Generic[T]):
             self.cached()
             return "present"
         try:
+            # Read only to check the files: damaged files must not enter the cache.
             self.mirrored()
         except DataUnavailable:
             self.fetch(target)
@@ -273,6 +277,7 @@ def require_network(url: str) -> None:
     if known := _remembered(host):
         raise _unreachable(host, known)
     faults: list[str] = []
+    # A daemon thread does not keep the process alive if the name resolution never returns.
     thread = threading.Thread(target=_ask, args=(host, faults), daemon=True)
     thread.start()
     thread.join(PROBE_LIMIT_S)
@@ -297,13 +302,16 @@ def download(url: str, path: Path, md5: str | None = None, sha256: str | None = 
             checksum is wrong.
     """
     require_network(url)
+    # Both hashes are updated while the file arrives, so it is not read a second time.
     digests = {"md5": (hashlib.md5(usedforsecurity=False), md5), "sha256": (hashlib.sha256(), sha256)}
     try:
+        # The timeout applies to each read and not to the whole download, so that a slow network is not an error.
         with urllib.request.urlopen(url, timeout=STALL_LIMIT_S) as answer, open(path, "wb") as file:
             announced = answer.headers.get("Content-Length")
             announced = int(announced) if announced and announced.isdecimal() else None
             received = _copy(answer, file, [digest for digest, _ in digests.values()], path.name, announced)
     except NETWORK_FAULTS as error:
+        # A full disk is not a problem of the source. `staged` explains it.
         if _is_local(error):
             raise
         if isinstance(getattr(error, "reason", error), TimeoutError):  # the host answered the first request, but sends no data
@@ -361,6 +369,7 @@ def _copy(answer: http.client.HTTPResponse, file: BinaryIO, digests: list, name:
 
     received, started = 0, time.monotonic()
     with tqdm(total=announced, unit="B", unit_scale=True, desc=name) as bar:
+        # `read1` returns what has arrived. `read` would wait for a full chunk and hide a slow connection from the limits.
         while piece := answer.read1(CHUNK_BYTES):
             file.write(piece)
             for digest in digests:

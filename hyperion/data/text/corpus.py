@@ -67,10 +67,14 @@ class EchoLanguage:
         """Return `lines` lines of text. The same seed gives the same text."""
         generator = np.random.default_rng(seed)
         shape = (lines, LINE_WORDS)
+        # Inverse transform sampling: a uniform number falls into the interval of a word with probability q.
         edges = np.cumsum(self.probabilities)[:-1]
         fresh = np.searchsorted(edges, generator.random(shape), side="right")
         echo = generator.random(shape) < self.echo_probability
+        # The first line has no line above it.
         echo[:1] = False
+        # For each position, the latest line at or above this one whose word was drawn. An echo copies the word of that line,
+        # also through several lines.
         origin = np.maximum.accumulate(np.where(echo, 0, np.arange(lines)[:, None]), axis=0)
         ranks = np.take_along_axis(fresh, origin, axis=0)
         table = np.array([f" {word}" for word in self.words], dtype=object)
@@ -105,9 +109,12 @@ class EchoLanguage:
 
     def entropy_rate_nats_per_word(self) -> float:
         """Return the entropy of a word given all previous text. It is the lower bound of the loss after the first line."""
+        # For each word x of the line above, the next word is x with probability p + (1 - p) q(x), and any other y with (1 - p)
+        # q(y).
         q, p = self.probabilities, self.echo_probability
         repeated = p + (1 - p) * q  # probability of the word above
         others = (1 - p) * q  # probability of any other word
+        # The sum over all words y except x is the sum over all words minus the term of x.
         surprise = others * np.log(others)
         given = -(repeated * np.log(repeated) + surprise.sum() - surprise)
         return float(q @ given)
@@ -135,6 +142,7 @@ class EchoLanguage:
         history = order - 1
         unknown = LINE_UNITS - history
         newline = 1 / unknown
+        # Binary entropy of "is the next unit the newline?". It is 0 if the position is known.
         position = -newline * np.log(newline) - (0.0 if unknown == 1 else (1 - newline) * np.log1p(-newline))
         words = self.unigram_entropy_nats_per_word() * LINE_WORDS / LINE_UNITS
         return float(words + unknown / LINE_UNITS * position)
@@ -158,6 +166,7 @@ class LineFile:
         name, offset, number, content = self.path.name, 0, 0, b""
         try:
             with open_regular(self.path, DataError, again) as file:
+                # One byte more than the limit distinguishes a line of exactly the limit from a longer one.
                 for number, content in enumerate(iter(lambda: file.readline(LINE_BYTES + 1), b""), 1):
                     if len(content) > LINE_BYTES:
                         fault = f"{name} has a line of more than {LINE_BYTES >> 20} MiB"
@@ -168,6 +177,7 @@ class LineFile:
                             f"{name} contains a carriage return", where=f"{self.path}, line {number}", next_step=again
                         )
                     offset += len(content)
+                    # A last line without a newline is not yielded. The check after the loop reports it.
                     if line.endswith("\n"):
                         yield line
         except OSError as error:

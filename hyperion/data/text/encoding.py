@@ -70,18 +70,23 @@ class LineEncoder:
 
     def encode(self, lines: Sequence[str]) -> Encoded:
         """Return the token ids of the lines, without special tokens. The ids of a line do not depend on other lines."""
+        # Forgetting everything is simpler than removing the least used words. Frequent words are learned again at once.
         if self._bytes > REMEMBERED_BYTES:
             self._forget()
         split = [line.split() for line in lines]
         blank = np.array([not plain for plain in split], dtype=bool)
         pieces = [self._pieces(line, plain) for line, plain in zip(lines, split, strict=True)]
         counts = np.array([len(keys) for keys in pieces], dtype=np.int64)
+        # A lookup gives a new key the next number, so `_learn` afterwards sees exactly the new keys.
         places = np.fromiter(map(self._place.__getitem__, chain.from_iterable(pieces)), np.int64, int(counts.sum()))
         self._learn()
         starts, lengths = self._starts[places], self._lengths[places]
         ends = np.cumsum(lengths)
         total = int(ends[-1]) if len(ends) else 0
+        # Gather without a Python loop: piece i occupies the output positions ends[i] - lengths[i] to ends[i] - 1, and its ids
+        # start at starts[i].
         ids = self._ids[np.repeat(starts - (ends - lengths), lengths) + np.arange(total)]
+        # Tokens of a line: difference of the cumulative token counts at the ends of its pieces.
         sizes = np.diff(np.append(0, ends)[np.append(0, np.cumsum(counts))])
         return Encoded(ids, sizes, blank, sum(map(len, split)) + len(lines), self._lost)
 
@@ -91,12 +96,14 @@ class LineEncoder:
         if words is None:
             return [_MARK + line] if line else []
         if words[0]:
+            # The first word of a line without a leading space has other ids than the same word after a space.
             words[0] = _MARK + words[0]
             return words
         return words[1:]
 
     def _learn(self) -> None:
         """Encode the pieces of text that have occurred for the first time, and store their token ids."""
+        # A dict keeps the order of insertion, so the new keys are the last ones.
         new = list(self._place)[len(self._starts) :]
         if not new:
             return
@@ -104,6 +111,7 @@ class LineEncoder:
         ids = [encoding.ids for encoding in self._bpe.encode_batch_fast(texts, add_special_tokens=False)]
         lengths = np.array([len(piece) for piece in ids], dtype=np.int64)
         flat = np.fromiter(chain.from_iterable(ids), np.uint32, int(lengths.sum()))
+        # One decoding of all new pieces is fast. Only if it differs, each piece is decoded to find the first wrong one.
         if not self._lost and self._bpe.decode(flat.tolist(), skip_special_tokens=False) != "".join(texts):
             decoded = self._bpe.decode_batch(ids, skip_special_tokens=False)
             self._lost = next((text for text, other in zip(texts, decoded, strict=True) if text != other), "".join(texts))
@@ -144,7 +152,9 @@ class EncoderPool:
             return
         pending: deque[Future[Encoded]] = deque()
         for chunk in chunks:
+            # The calling thread only reads and submits. One thread per worker waits for its pipe.
             pending.append(self._threads.submit(self._encode_chunk, chunk))
+            # The queue is bounded, so that a fast reader does not load the whole corpus. Results are taken in order.
             if len(pending) >= self._workers + WAITING_CHUNKS:
                 yield pending.popleft().result()
         while pending:
@@ -179,11 +189,13 @@ class _Worker:
             [sys.executable, "-c", f"from {serve.__module__} import {serve.__name__}; {serve.__name__}()"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
+            # The workers are the parallelism. Threads inside each worker would compete for the same cores.
             env=child_environment() | {"TOKENIZERS_PARALLELISM": "false"},
             start_new_session=True,  # so that only the parent receives Ctrl-C
         )
         self._requests = cast(BinaryIO, self._process.stdin)
         self._answers = cast(BinaryIO, self._process.stdout)
+        # The definition is sent with the first request, so that all workers start at the same time.
         self._definition: str | None = bpe.to_str()
 
     def encode(self, lines: list[str]) -> Encoded:
@@ -194,6 +206,7 @@ class _Worker:
             self._send(lines)
             return pickle.load(self._answers)  # safe, because the sender is a child of this process
         except (OSError, EOFError, pickle.UnpicklingError) as error:
+            # `wait` below would block on a worker that still runs.
             self._process.kill()
             raise DataError(
                 f"a tokenizing worker ended with exit code {self._process.wait()}",

@@ -117,6 +117,7 @@ def synthetic_instructions(train: int = 990, held_out: int = 110, seed: int = 0)
     """Generate tasks on synthetic words. No prompt is repeated. By default there are as many rows as in the real set."""
     generator, words = np.random.default_rng(seed), EchoLanguage().words
     rows: dict[str, Instruction] = {}
+    # A repeated prompt does not increase the number of rows, so the loop draws until there are enough distinct prompts.
     while len(rows) < train + held_out:
         text, solve = _TASKS[generator.integers(len(_TASKS))]
         given = [words[i] for i in generator.integers(len(words), size=generator.integers(2, 6))]
@@ -205,6 +206,7 @@ def split_by_prompt(rows: Sequence[Instruction]) -> tuple[tuple[Instruction, ...
     numbers: dict[str, int] = {}
     for row in rows:
         numbers.setdefault(row.prompt, len(numbers))
+    # Prompts are numbered by their first occurrence, so the split does not depend on a random generator.
     held_out = {prompt for prompt, number in numbers.items() if number % HELD_OUT_EVERY == HELD_OUT_EVERY - 1}
     return (tuple(row for row in rows if row.prompt not in held_out), tuple(row for row in rows if row.prompt in held_out))
 
@@ -267,6 +269,8 @@ def tokenize_completions(rows: Sequence[Instruction], tokenizer: Tokenizer, leng
         )
     prompts = tokenizer.encode([row.prompt for row in rows])
     completions = tokenizer.encode([row.output for row in rows])
+    # Any id works as padding: its targets are IGNORE_INDEX, and no real token attends to it. The end of text exists in every
+    # tokenizer.
     inputs = np.full((len(rows), length), tokenizer.eos_id, dtype=np.int32)
     targets = np.full((len(rows), length), IGNORE_INDEX, dtype=np.int32)
     sizes = np.empty(len(rows), dtype=np.int64)
@@ -274,11 +278,13 @@ def tokenize_completions(rows: Sequence[Instruction], tokenizer: Tokenizer, leng
     beginning = [] if tokenizer.bos_id is None else [tokenizer.bos_id]
     for number, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
         whole = [*beginning, *prompt], [*completion, tokenizer.eos_id]
+        # The shift between inputs and targets costs one token, so length + 1 tokens fill a row.
         prompt, completion = fit(*whole, length + 1, len(beginning))
         cuts += [len(prompt) < len(whole[0]), len(completion) < len(whole[1])]
         ids = narrowed(np.array(prompt + completion), np.int32, tokenizer.name)
         sizes[number] = size = len(ids) - 1
         inputs[number, :size] = ids[:-1]
+        # The last prompt token predicts the first completion token.
         targets[number, len(prompt) - 1 : size] = completion
     return Completions(inputs, targets, sizes, *map(int, cuts))
 
@@ -294,6 +300,7 @@ def fit(prompt: list[int], completion: list[int], limit: int, beginning: int = 0
         limit: largest number of tokens of both together.
         beginning: number of tokens at the start of the prompt that are never removed, such as the beginning-of-text token.
     """
+    # A long completion leaves this much room for the prompt: its whole length, or a quarter of the row.
     most = limit - min(len(prompt), max(1, limit // LEAST_PROMPT_SHARE))
     completion = completion[:most]
     room = limit - len(completion)

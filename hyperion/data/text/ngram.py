@@ -18,6 +18,7 @@ import numpy as np
 
 HELD_OUT = 0.05
 ITERATIONS = 50
+# Bucket limits of c(v). Rare tokens need more smoothing, so the buckets are narrow where the counts are small.
 BUCKET_EDGES = np.array([1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 4096, 16384, 65536])
 
 
@@ -46,6 +47,7 @@ def unigram_baseline(train: np.ndarray, evaluation: np.ndarray, vocab_size: int)
         vocab_size: V, the size of the vocabulary.
     """
     counted, held_out = _split(train)
+    # A unigram model has no history v, so all tokens are in one bucket.
     weights = _fit(_unigram_terms(counted, held_out, vocab_size), np.zeros(len(held_out), dtype=np.int64), 1)
     probabilities = _unigram_terms(train, evaluation, vocab_size) @ weights[0]
     return _scored("unigram", probabilities)
@@ -61,6 +63,7 @@ def bigram_baseline(train: np.ndarray, evaluation: np.ndarray, vocab_size: int, 
             evaluated too.
     """
     counted, held_out = _split(train)
+    # The first held-out token follows the last counted token.
     terms, buckets = _bigram_terms(counted, held_out, vocab_size, int(counted[-1]))
     weights = _fit(terms, buckets, len(BUCKET_EDGES) + 1)
     terms, buckets = _bigram_terms(train, evaluation, vocab_size, prefix_id)
@@ -87,12 +90,15 @@ def _unigram_terms(train: np.ndarray, tokens: np.ndarray, vocab_size: int) -> np
 def _bigram_terms(train: np.ndarray, tokens: np.ndarray, vocab_size: int, prefix_id: int) -> tuple[np.ndarray, np.ndarray]:
     """Return two arrays: the bigram, unigram and uniform probability of each token, [tokens, 3], and the bucket of c(v)."""
     train, tokens = np.asarray(train, dtype=np.int64), np.asarray(tokens, dtype=np.int64)
+    # A pair (v, w) as one integer, v * V + w. In int64 the product does not overflow.
     pairs, pair_counts = np.unique(train[:-1] * vocab_size + train[1:], return_counts=True)
     before_counts = np.bincount(train[:-1], minlength=vocab_size)
     before = np.concatenate([[prefix_id], tokens[:-1]])
     keys = before * vocab_size + tokens
+    # Binary search in the sorted pairs. A pair beyond the last one would have an index outside of the array.
     place = np.minimum(np.searchsorted(pairs, keys), len(pairs) - 1)
     count = np.where(pairs[place] == keys, pair_counts[place], 0)
+    # c(v) counts tokens with a successor, so that the bigram probabilities of each v sum to 1.
     seen = before_counts[before]
     lower = _unigram_terms(train, tokens, vocab_size)
     bigram = np.where(
@@ -108,9 +114,11 @@ def _fit(terms: np.ndarray, buckets: np.ndarray, bucket_count: int) -> np.ndarra
     weights = np.full((bucket_count, width), 1 / width)
     sizes = np.bincount(buckets, minlength=bucket_count)
     for _ in range(ITERATIONS):
+        # E step: probability that each term generated the token, [tokens, terms].
         shares = terms * weights[buckets]
         shares /= shares.sum(axis=1, keepdims=True)
         for term in range(width):
+            # M step: a weight is the mean share of its term in the bucket. An empty bucket keeps equal weights.
             total = np.bincount(buckets, weights=shares[:, term], minlength=bucket_count)
             weights[:, term] = np.where(sizes > 0, total / np.maximum(sizes, 1), weights[:, term])
     # Half an observation is spread over all terms, because held-out data cannot prove that a term is never needed.

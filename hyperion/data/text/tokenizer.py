@@ -66,6 +66,7 @@ class Tokenizer:
 
         Texts are encoded in parallel unless the environment variable TOKENIZERS_PARALLELISM is "false".
         """
+        # Without special tokens, the ids of texts can be concatenated. The caller adds the beginning and the end of text.
         encodings = self._bpe.encode_batch_fast(list(texts), add_special_tokens=False)
         return [np.array(encoding.ids, dtype=np.int32) for encoding in encodings]
 
@@ -130,6 +131,7 @@ def train_tokenizer(corpus: TextCorpus | None, vocab_size: int | None = None) ->
     trainer = tokenizers.trainers.BpeTrainer(
         vocab_size=vocab_size,
         special_tokens=[END_OF_TEXT],
+        # All 256 bytes are in the vocabulary, so every text can be encoded. Sorted, because the alphabet has no fixed order.
         initial_alphabet=sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
@@ -178,6 +180,7 @@ def _gpt2(folder: Path, source: str, label: str) -> Tokenizer:
     try:
         bpe = _byte_level(tokenizers.models.BPE(*_parsed(contents, folder, remedy)))
         bpe.add_special_tokens([END_OF_TEXT])
+        # Two files that are readable but belong together with another tokenizer would give other ids for this text.
         probe = bpe.encode("Hello world").ids
     except Exception as error:  # tokenizers raises plain Exception
         raise DataError(f"not a readable tokenizer: {error}", where=folder, next_step=remedy) from error
@@ -216,6 +219,7 @@ def _parsed(contents: dict[str, bytes], folder: Path, remedy: str) -> tuple[dict
         raise DataError("the vocabulary is not a JSON object", where=path, next_step=remedy)
     owners: dict[int, str] = {}
     for token, number in vocabulary.items():
+        # `isinstance` would accept True and False as ids.
         if type(number) is not int or not 0 <= number < 1 << 31:
             fault = f"token {printable(token)[:40]!r} has the id {str(number)[:40]}, expected 0 to {(1 << 31) - 1}"
             raise DataError(fault, where=path, next_step=remedy)
@@ -302,5 +306,6 @@ def _special(folder: Path, name: str, bpe: tokenizers.Tokenizer) -> int | None:
         if not isinstance(token, str):
             fault = f"{name} in {config} is {type(token).__name__}, expected a string"
             raise DataError(fault, where=path, next_step=f"copy {config} again")
+        # JSON may contain half of a surrogate pair, which the Rust library cannot represent.
         return bpe.token_to_id(token.encode(errors="replace").decode())
     return None

@@ -83,6 +83,7 @@ def _read(folder: Path, source: str, label: str) -> TextCorpus:
         raise DataUnavailable(
             f"{label} has no {FOLDER}/", where=folder, next_step="put wiki.{train,valid,test}.tokens there, or run `make fetch`"
         )
+    # Files that a user put into the mirror have no manifest. Then the counts and checksums below are the only checks.
     manifest = read_manifest(folder)
     if manifest is not None:
         manifest.verify(folder)
@@ -111,7 +112,9 @@ def _fetch(target: Path) -> None:
             lines = _lines_of_table(parquet, COUNTS[split][0])
             found = (len(lines), count_non_empty(lines), count_words_with_eos(lines))
             require_counts(parquet.name, found, COUNTS[split], UNITS, f"{hub_endpoint()}/{HUB_FOLDER}")
+            # No translation of line ends: the hashes and counts refer to Unix line ends.
             (work / _file(split)).write_text("".join(lines), encoding="utf-8", newline="\n")
+            # The manifest lists all files of the folder, so the table is removed first.
             parquet.unlink()
         write_manifest(work, name=FOLDER, source="download", detail="downloaded from the hub's Salesforce/wikitext")
 
@@ -134,6 +137,7 @@ def _lines_of_table(path: Path, expected: int) -> list[str]:
         with pyarrow.parquet.ParquetFile(path) as table:
             declared = sum(table.metadata.row_group(n).total_byte_size for n in range(table.metadata.num_row_groups))
             require_counts(path.name, [table.metadata.num_rows], [expected], UNITS[:1], path)
+            # The declared size may be wrong, so the size of the decoded text is limited as well.
             for part in table.iter_batches(1024, columns=["text"]) if declared <= TABLE_BYTES else ():
                 # pyarrow generates its compute functions at import, unseen by type checkers.
                 lengths = compute.call_function("binary_length", [part.column(0)])

@@ -176,6 +176,7 @@ class _Pair:
         model = resnet18(CLASSES, options.width)
         other, published = plain_model(options.width)
         copy_weights(model, other)
+        # A copy that is never trained: each new plain loop starts from these weights.
         weights = copy.deepcopy(other)
 
         def fresh_plain(compiled: bool = False) -> PlainImageLoop:
@@ -210,6 +211,7 @@ class _Pair:
     def train_on(self, loop: str, images: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         """Run one optimizer step on a given batch with the loop of the given name. Return the loss before the update."""
         if loop == PLAIN:
+            # The plain loop stores its images as float32, so it gets them in the same format here.
             return self.plain.train_on(images.float(), labels)
         if loop == CAPTURED:
             return not_none(self.captured).train_on(images.float(), labels)
@@ -234,6 +236,7 @@ def _parity(pair: _Pair, frames: list[pd.DataFrame]) -> list[Row]:
         for name, curve in losses.items():
             started = time.perf_counter()
             curve.append(pair.train_on(name, images, labels))
+            # Only the first step is waited for, because it compiles. A wait in every step would slow down the loops.
             if step == 0:
                 wait_for(loops.context.device)
                 first_s[name] = time.perf_counter() - started

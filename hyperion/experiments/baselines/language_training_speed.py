@@ -131,6 +131,7 @@ def forecast(context: Context) -> list[Forecast]:
     if roof is None:
         return [ours(metric="speedup", estimate=None, basis=NO_CEILINGS, params=params | {"over": PLAIN})]
     more = _additional_bytes(options, work, dtype)
+    # The plain loop needs the time of the roof plus the time of its additional traffic.
     ratio = 1 + roof.moving_s(more) / roof.time_s
     expected = expected_share(context.device, TRAINING_STEP, work.items / roof.time_s, str(roof))
     rate = expected.forecast(work.name, "tokens_per_s", dtype, params)
@@ -247,6 +248,7 @@ def _start(options: LanguageTrainingSpeedOptions, loops: PairedLoops, tokens: np
     """
     context, device = loops.context, loops.context.device
     accelerator = device.kind != "cpu"
+    # The first loop still holds its tensors while the second one is built. They are subtracted.
     before = torch.cuda.memory_allocated(device.torch_device) if accelerator else 0
     batches = LanguageBatches(tokens, options.sequence_length, options.batch_size, context.seed, device.torch_device)
     train_on, engine = build(options, context, loops.work)
@@ -265,6 +267,7 @@ def _start(options: LanguageTrainingSpeedOptions, loops: PairedLoops, tokens: np
 
 
 def _seconds_of(step: Callable[[], None], device: Device) -> float:
+    # Work that is still queued must not count as time of this step.
     wait_for(device)
     started = time.perf_counter()
     step()
@@ -309,11 +312,13 @@ def _timed(
         device=device,
         cold=False,
         time_limit_s=options.time_limit_s,
+        # One sample covers `steps_in_a_row` steps.
         minimum_samples=math.ceil(options.steps / options.steps_in_a_row),
         back_to_back=options.steps_in_a_row,
     )
     try:
         products = products_of(loops.work, options.compiled)
+        # The products alternate with the steps, so that all of them run at the same clock.
         *timings, together = in_turn([*steps, one_pass(products, choose_precision(device, options.precision), device)])
     except torch.OutOfMemoryError as error:
         reason = out_of_memory_reason(error)
@@ -331,6 +336,7 @@ def _parity(options: LanguageTrainingSpeedOptions, loops: PairedLoops, started: 
     """
     classes = not_none(loops.work.config).vocab_size
     tolerance = options.tolerance + math.log(padded_classes(classes) / classes) / math.log(classes)
+    # The loops may have done different numbers of steps. Only common steps are compared.
     steps = min(len(loop.losses) for loop in started.values())
     curves = {name: torch.stack(loop.losses[:steps]).float().cpu().numpy() for name, loop in started.items()}
     means = {name: np.array([part.mean() for part in np.array_split(curve, WINDOWS)]) for name, curve in curves.items()}
@@ -386,6 +392,7 @@ def _additional_bytes(options: LanguageTrainingSpeedOptions, work: Workload, dty
     if not (options.compiled and dtype in SIXTEEN_BIT):
         return 0.0
     config = not_none(work.config)
+    # Two additions per block, each written and read once, and two more bytes per element.
     residual = 2 * 2 * 2 * config.layers * work.items * config.width
     return residual + 2 * work.items * config.vocab_size
 
@@ -448,6 +455,7 @@ class StepRoof:
         """
         if self.together is None:
             return step.estimate.map(lambda seconds: self.time_s / seconds)
+        # The time of the products varies from sample to sample. The time of the traffic is a constant that is added.
         return ratio_estimate(step.samples_s, self.together.samples_s + self.time_s - sum(self.products.values()))
 
     @property

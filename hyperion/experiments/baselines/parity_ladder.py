@@ -170,6 +170,7 @@ def run(context: Context, report: Report) -> Result:
 
     All rungs start from the same weights and see the same batches.
     """
+    # A checkpoint of an earlier attempt would make the interrupted training resume at the wrong step.
     shutil.rmtree(context.workspace, ignore_errors=True)
     options = ParityLadderOptions.of(context)
     ladder = rungs(options.micro_batches)
@@ -197,6 +198,7 @@ def _tokens(context: Context, options: ParityLadderOptions) -> tuple[np.ndarray,
     """Return (token ids of the beginning of the corpus, data source). The ids are renumbered, so that the vocabulary is small."""
     corpus, _, prepared = datasets.text(context)
     first = np.asarray(prepared.tokens["train"][: options.tokens])
+    # The inverse indices are the ids renumbered from 0 without gaps.
     return np.unique(first, return_inverse=True)[1], corpus.source
 
 
@@ -214,6 +216,7 @@ def _losses(context: Context, options: ParityLadderOptions, rung: ParityRung, to
 
     def train_until(until: int, seed: int, folder: Path | None) -> list[float]:
         seed_everything(seed, deterministic=context.device.kind != "cpu")
+        # Operators without a deterministic implementation warn and run anyway.
         torch.use_deterministic_algorithms(torch.are_deterministic_algorithms_enabled(), warn_only=True)
         torch._dynamo.reset()  # otherwise compiled code would keep the model of the rung before in memory
         engine, batches = _engine(context, options, rung, tokens), _batches(context, options, tokens)

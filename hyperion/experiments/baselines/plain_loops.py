@@ -51,6 +51,7 @@ def plain_model(width: int) -> tuple[nn.Module, str]:
     from torchvision.models import resnet18 as published
 
     model = published(num_classes=CLASSES)
+    # The CIFAR stem: images of 32 x 32 pixels are too small for a 7 x 7 convolution with stride 2 and a pooling layer.
     model.conv1 = nn.Conv2d(3, width, kernel_size=3, stride=1, padding=1, bias=False)
     model.maxpool = nn.Identity()  # pyright: ignore[reportAttributeAccessIssue] declared as MaxPool2d
     return model, "torchvision"
@@ -147,6 +148,7 @@ def _cropped(images: Tensor) -> Tensor:
     rows, columns = tops[:, None] + pixels, lefts[:, None] + pixels
     image = torch.arange(count, device=images.device)[:, None, None, None]
     channel = torch.arange(channels, device=images.device)[:, None, None]
+    # The four index tensors broadcast to [B, 3, Y, X], so one gather crops all images.
     return padded[image, channel, rows[:, None, :, None], columns[:, None, None, :]]
 
 
@@ -168,6 +170,7 @@ class CapturedImageLoop:
         """Run one optimizer step. Return the loss before the update. The first call captures the step."""
         if self._graph is None:
             self._graph = self._capture(images, labels)
+        # A graph reads its inputs at fixed addresses, so each batch is copied there before the replay.
         self._images.copy_(images)
         self._labels.copy_(labels)
         self._graph.replay()
@@ -178,11 +181,14 @@ class CapturedImageLoop:
         self._images, self._labels = images.clone(memory_format=torch.preserve_format), labels.clone()
         side, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
         with restored(self.loop.model, self.loop.optimizer, ()):
+            # The side stream must not read the weights before earlier work on the current stream has written them.
             side.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(side):  # warm-up steps compile code and allocate the state of the optimizer
                 for _ in range(WARM_UP_STEPS):
                     self.loop.train_on(self._images, self._labels)
+            # The current stream continues only after the warm-up steps, whose changes `restored` then reverts.
             torch.cuda.current_stream().wait_stream(side)
+        # With "thread_local", only unsafe calls of this thread invalidate the capture, not those of other threads.
         with torch.cuda.graph(graph, stream=side, capture_error_mode="thread_local"):
             self._loss = self.loop.train_on(self._images, self._labels)
         return graph

@@ -82,6 +82,7 @@ class ProductsAlone:
         counts = [product.count for product in self.products]
 
         def shares(medians: np.ndarray) -> list[float]:
+            # Sum of count x median time of each product, divided by the median time of the step, which is the last median.
             return [sum(map(mul, counts, medians[:-1])) / medians[-1]]
 
         (share,) = estimates_of_medians([timing.samples_s for timing in (*self.timings, step)], shares)
@@ -112,7 +113,9 @@ def language_products(config: TransformerConfig, batch: int, compiled: bool) -> 
         compiled: True if query, key and value are computed by one product and the columns of the head are padded for
             alignment, as in the compiled model.
     """
+    # D: width of the model. M: rows of all products, batch x context. L: number of layers.
     D, M, L = config.width, batch * config.context, config.layers
+    # Compiled code computes query, key and value with one product of D to 3 D instead of three products of D to D.
     projections = [(D, 3 * D, L)] if compiled else [(D, D, 3 * L)]
     classes = padded_classes(config.vocab_size) if compiled else config.vocab_size
     layers = [*projections, (D, D, L), (D, 4 * D, L), (4 * D, D, L), (D, classes, 1)]
@@ -144,6 +147,7 @@ def image_products(width: int, batch: int) -> list[ProductAlone]:
         side = -(-side // stride)
         sizes.append((channels_out, channels_out, 3, 1, side))
     convolutions = [
+        # Equal convolutions are timed once and counted as often as they occur.
         ProductAlone("convolutions", _named(*size, way), sizes.count(size), partial(_convolution, batch, *size, way))
         for size in dict.fromkeys(sizes)
         for way in ("forward", "of input", "of weight")
@@ -208,6 +212,7 @@ def one_pass(products: list[ProductAlone], precision: Precision, device: Device)
     storage = FORMATS[precision.dtype].storage
     with precision.products():
         calls = [(product.make(storage, torch.device(device.torch_device)), product.count) for product in products]
+    # Layer by layer: a product with `count` calls takes part in the first `count` layers.
     in_order = [call for layer in range(max(count for _, count in calls)) for call, count in calls if layer < count]
 
     def run() -> None:
@@ -225,6 +230,7 @@ def _linear(rows: int, columns_in: int, columns_out: int, way: str, dtype: torch
         for size in ((rows, columns_in), (columns_out, columns_in), (rows, columns_out))
     )
     if way == "forward":
+        # Forward y = x W^T, gradient of the input dx = dy W, gradient of the weight dW = dy^T x.
         return lambda: x_MK @ weight_NK.T
     return (lambda: of_y_MN @ weight_NK) if way == "of input" else (lambda: of_y_MN.T @ x_MK)
 
@@ -232,6 +238,7 @@ def _linear(rows: int, columns_in: int, columns_out: int, way: str, dtype: torch
 def _attention(shape: tuple[int, int, int, int], way: str, dtype: torch.dtype, device: torch.device) -> Call:
     B, T, N, H = shape
     projected_BTE = torch.randn(B, T, 3 * N * H, dtype=dtype, device=device)
+    # Query, key and value are views of one projection, as in the model, so that they have the same strides.
     heads = [part.unflatten(-1, (N, H)).transpose(1, 2).requires_grad_() for part in projected_BTE.chunk(3, -1)]
     q, k, v = heads
     if way == "forward":

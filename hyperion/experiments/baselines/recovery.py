@@ -95,6 +95,7 @@ def run(context: Context, report: Report) -> Result:
     shutil.rmtree(context.workspace, ignore_errors=True)
     faults = draw(context.seed, RecoveryOptions.of(context).trials)
     print(f"{len(faults)} faults drawn with seed {context.seed}")
+    # Threads, because each trial only waits for its own processes.
     with ThreadPoolExecutor(min(len(usable_cpus()), _MOST_WORKERS)) as threads:
         tasks = sorted({_task(number, fault) for number, fault in enumerate(faults)})
         whole = dict(zip(tasks, threads.map(lambda task: _undisturbed(context, task), tasks), strict=True))
@@ -159,11 +160,14 @@ def _trial(context: Context, whole: dict, number: int, fault: TrainingFault) -> 
     params = {"folder": str(folder), "task": task, "seed": context.seed}
     folder.mkdir(parents=True)
     struck = _process({**params, "fault": asdict(fault), "moments": whole[task]["moments"]})
+    # The number of finished steps, written by the process immediately before the fault struck.
     done = int((folder / "struck").read_text())
+    # A power cut is simulated after the process has died: a file of the newest checkpoint is truncated.
     damaged = cut_off(folder, np.random.default_rng((context.seed, number))) if fault.kind == "power cut" else ""
     again = _process(params)
     equal = {name: again.get("hashes", {}).get(name) == wanted for name, wanted in whole[task]["hashes"].items()}
     resumed_at = again.get("resumed_at", 0)
+    # The checkpoints of a finished trial are not needed any more.
     shutil.rmtree(folder)
     return {
         **asdict(fault),
@@ -251,6 +255,7 @@ def run_once(
         entries. "hashes" holds the hashes of the final state. "resumed_at" is the step from which the run was resumed. "moments"
         is the number of moments in each phase.
     """
+    # One thread, because many trials run at the same time on the same cores.
     torch.set_num_threads(1)
     seed_everything(seed)
     engine, batches, validation = {"language": _language, "images": _images}[task](seed)
@@ -267,6 +272,7 @@ def run_once(
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)  # this process must still write its result to a file
     evaluations = [record.evaluation for record in history.epochs]
     parts = {
+        # Hexadecimal text has every bit of a float.
         "losses": [loss.hex() for loss in history.losses],
         "evaluations": [sorted((k, float(v).hex()) for k, v in numbers.items()) for numbers in evaluations if numbers],
         "weights": engine.model.state_dict(),

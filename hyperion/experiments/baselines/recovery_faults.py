@@ -89,6 +89,8 @@ class Phases:
 
     def _watched(self, phase: str, function: Callable) -> Callable:
         def watched(*args: Any) -> Any:
+            # `engine.steps` counts finished steps: evaluation and save belong to the step that has just finished, all other
+            # phases to the next one.
             step = self.engine.steps + (phase not in ("evaluation", "save"))
             fault = self.fault
             now = fault is not None and not self.struck and (fault.phase, fault.step) == (phase, step)
@@ -120,12 +122,14 @@ class Phases:
         if self.struck or fault.kind == "NaN" and not self._poison(result):
             return
         self.struck = True
+        # Written before the signal, because SIGKILL leaves no time afterwards.
         self.mark.write_text(str(self.engine.steps))
         if fault.kind == "SIGTERM":
             os.kill(os.getpid(), signal.SIGTERM)
         elif fault.kind in ("SIGKILL", "power cut"):
             os.kill(os.getpid(), signal.SIGKILL)
         elif fault.kind == "full disk":
+            # A limit on the size of files makes every longer write fail, as on a full disk, without filling the disk.
             resource.setrlimit(resource.RLIMIT_FSIZE, (_DISK_BYTES, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
 
     @torch.no_grad()
@@ -141,6 +145,7 @@ class Phases:
         tensors = _float_tensors(result)
         if not tensors:
             return False
+        # The same random number chooses the tensor and the element, through different digits.
         chosen = tensors[int(fault.moment * 1e6) % len(tensors)]
         place = int(fault.moment * 1e9) % chosen.numel()
         chosen[tuple(int(index) for index in torch.unravel_index(torch.tensor(place), chosen.shape))] = float("nan")
@@ -186,6 +191,7 @@ def _calls(moments: _Moments) -> Iterator[None]:
 def _float_tensors(value: Any) -> list[Tensor]:
     """Return the floating-point tensors in a nested result. Only tensors whose elements can be overwritten are returned."""
     if isinstance(value, Tensor):
+        # An expanded tensor has the stride 0: one write would change many elements.
         return [value] if value.is_floating_point() and value.numel() and 0 not in value.stride() else []
     return [tensor for item in value for tensor in _float_tensors(item)] if isinstance(value, tuple | list) else []
 

@@ -135,6 +135,7 @@ def run(context: Context, report: Report) -> Result:
             params = {"spec": settings, "mode": mode, "probe": probe, "eager_s": eager_times.get(spec.model)}
             results.append(run_variant(context, _quiet, measure_mode, params))
             if mode == EAGER:
+                # EAGER is the first mode, so its time is known before the compiled modes are measured.
                 eager_times[spec.model] = next(r.value for r in results[-1].rows if r.metric == "inference_time_s")
     report(len(cells), len(cells), "done")
     return merged(results)
@@ -201,8 +202,11 @@ class _Measurement:
                 probe_vector_instructions(self.device, probe)
                 search = options.search.get(mode)
                 self.call, self.compilation = measure_compilation(model.module, model.inputs, mode, self.device, search)
+            # With CUDA graphs, the next call overwrites the output.
             self.output = self.call(*model.inputs).clone()
             self.memory = self._memory_rows()
+            # Last, because the memory must be read before the timing fills the allocator's cache with the tensors of eager
+            # calls.
             self.timings = self._undisturbed(eager_s)
 
     def result(self) -> Result:
@@ -309,6 +313,7 @@ class _Measurement:
             speedup,
             self._row(
                 "break_even_calls",
+                # Calls after which the time that compiled calls save equals the time of the compilation.
                 compilation.compile_time_s / saved if faster else None,
                 value_reason="" if faster else "no time is saved for sure: the speed-up's interval reaches down to 1",
             ),
@@ -341,6 +346,7 @@ class _Measurement:
     def _verified(self, name: str, output: torch.Tensor, reference: torch.Tensor) -> Verification:
         # An output with another dtype always fails the check.
         declared = self.output.dtype is FORMATS[self.dtype].storage
+        # NaN fails every check.
         error = relative_error(output, reference) if declared else float("nan")
         return Verification(name, error, TOLERANCES[self.dtype])
 

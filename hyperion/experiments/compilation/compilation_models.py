@@ -92,6 +92,7 @@ def make_model(spec: ModelSpec, device: str, seed: int, weights: Mapping[str, Te
         HyperionError: the model does not exist, or the weights belong to another model.
     """
     torch.manual_seed(seed)
+    # Weights and inputs are drawn on the CPU, so that every device gets the same numbers.
     with torch.device("meta" if device == "meta" else "cpu"):
         module = _build(spec)
         inputs = _inputs(spec, seed)
@@ -116,6 +117,7 @@ def reference_output(spec: ModelSpec, model: CompiledModel) -> Tensor:
     """
     with torch.device("meta"):
         twin = _build(spec)  # without initial weights: drawing them takes longer than the call
+    # `assign` replaces the tensors on meta by these tensors. A copy into them is not possible, because they have no memory.
     twin.load_state_dict({name: tensor.cpu() for name, tensor in model.module.state_dict().items()}, assign=True)
     inputs = (tensor[: 8 if spec.is_image_model else 1].cpu() for tensor in model.inputs)
     return twin.double().eval()(*(tensor.double() if tensor.is_floating_point() else tensor for tensor in inputs))

@@ -121,6 +121,7 @@ def run(context: Context, report: Report) -> Result:
         starts = [loader.batches.state_dict() for loader in loaders]
         for number, loader in enumerate(loaders):
             report(number, len(loaders) + 1, loader.variant)
+            # The check takes the first batches of the epoch, so it runs before the timing advances the loader.
             check = _check(options, loader, prepared.tokens["train"], examples)
             timing = time_in_a_row(context, options, loader.batches.next_batch)
             rows += [_rate_row(context, options, loader, timing, check, corpus.source)]
@@ -189,6 +190,7 @@ def _check(options: LoaderSpeedOptions, loader: _Loader, tokens: np.ndarray, exa
         ]
         return Verification("share of batches that are not the stream's windows", sum(wrong) / len(wrong), 0.0)
     inputs, targets = (torch.cat(parts) for parts in zip(*taken, strict=True))
+    # Within a row, the target at position t must be the input at position t + 1, except where the target is ignored.
     shifted = (targets[:, :-1] != IGNORE_INDEX) & (targets[:, :-1] != inputs[:, 1:])
     return Verification("share of targets that are not the next token", shifted.float().mean().item(), 0.0)
 

@@ -103,6 +103,7 @@ def _train(context: Context, report: Report, recipe: Recipe) -> Result:
         report=report,
     )
     assert_ranks_agree(training.engine.model)
+    # A collective call, so it comes before the ranks other than 0 return.
     tested = test_rows(context, recipe, training)
     dist.barrier()
     if here.rank:
@@ -183,6 +184,7 @@ def mean_rows(context: Context, recipe: Recipe, training: Training, history: His
             params=_params(recipe, len(parts)) | {"what": "mean of the ranks' losses"},
             limit_source=_FITS,
             data_source=training.source,
+            # Float32 sums in another order differ by less than this tolerance.
             **checked("loss of all ranks together", abs(mean / last.loss - 1), 1e-5),
         )
     ]

@@ -60,6 +60,7 @@ def forecast(context: Context) -> list[Forecast]:
 
 def run(context: Context, report: Report) -> Result:
     """Train, kill the last rank, and resume the training. Then train again without a failure, and compare all losses."""
+    # Checkpoints and notes of an earlier attempt would make the training resume, and the rank would die at another step.
     shutil.rmtree(context.workspace, ignore_errors=True)
     options = RankFailureOptions.of(context)
     ranks = options.rank_count(context, options.batch_size)
@@ -79,6 +80,7 @@ def run(context: Context, report: Report) -> Result:
             params=_killing(ranks, error.rank, error.signal),
             **checked(
                 "rank and signal named, within a minute",
+                # A report that names the wrong rank or signal fails the check, however fast it is.
                 seconds if (error.rank, error.signal) == (ranks - 1, "SIGKILL") else 10 * SOON_S,
                 SOON_S,
             ),
@@ -118,7 +120,9 @@ def _killed(context: Context, options: RankFailureOptions, report: Report, ranks
         run_on_ranks(context, report, train_on_rank, params, ranks=ranks)
     except RankError as error:
         raised = time.time()
+        # The rank itself records its death, because only it knows the moment. Both clocks are the wall clock of this host.
         died = (context.workspace / "died").stat().st_mtime
+        # Two ways to count: by the recorded process ids, and by the inherited variable, which also finds children of the ranks.
         return error, raised - died, _remaining_ranks(context) + _count_marked(mark)
     finally:
         del os.environ[_MARK]
@@ -169,6 +173,7 @@ class _KilledAfter:
     def __iter__(self) -> Iterator[Any]:
         for batch in self.batches:
             if self.steps == 0:
+                # Immediately before the signal, because afterwards this process runs no more code.
                 self.note.touch()
                 os.kill(os.getpid(), signal.SIGKILL)
             self.steps -= 1

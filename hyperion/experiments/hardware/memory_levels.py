@@ -114,6 +114,7 @@ def _sizes(options: MemoryLevelsOptions, device: Device) -> list[int]:
     while sizes[-1] < _BEYOND_CACHE * (device.last_level_cache_bytes or 0) and 2 * sizes[-1] <= most:
         sizes.append(2 * sizes[-1])
     # Beginning with the largest keeps the largest working set in the list. It is the only one that no cache serves.
+    # The first slice counts from the largest size, and the second slice restores ascending order.
     return [size for size in sizes if size <= most][:: -options.step][::-1]
 
 

@@ -147,6 +147,7 @@ def make_products(context: Context) -> dict[str, Gemm]:
     """
     options = OperandDataOptions.of(context)
     shape = options.size, options.size, options.size
+    # All products have the same seed and differ only in the distribution of their data.
     products = {data: Gemm(*shape, options.dtype, context.device, seed=context.seed, data=data) for data in DISTRIBUTIONS}
     return products | {ACTIVATIONS: Gemm.of(*layer_operands(context), options.dtype, context.device)}
 
@@ -163,10 +164,12 @@ def layer_operands(context: Context) -> tuple[torch.Tensor, torch.Tensor]:
     torch.manual_seed(context.seed)
     with torch.device(device):
         model = TransformerLM(config)
+        # At least `size` rows of activations, if _SEQUENCES sequences are enough.
         sequences = min(_SEQUENCES, math.ceil(options.size / config.context))
         tokens_BT = torch.randint(_VOCABULARY, (sequences, config.context))
     layer = cast(nn.Linear, model.get_submodule(f"blocks.{config.layers // 2}.mlp.down"))
     inputs: list[torch.Tensor] = []
+    # The hook sees the input of the layer, [B, T, 4 D], which becomes a matrix [B T, 4 D].
     layer.register_forward_pre_hook(lambda _, arguments: inputs.append(arguments[0].flatten(0, 1)))
     model(tokens_BT)
     return _squared(inputs[0], options.size), _squared(layer.weight.T, options.size)
@@ -183,8 +186,10 @@ def _timed_alone(context: Context, options: OperandDataOptions, product: Gemm, c
     """
     clock = device_clock(context.device)
     settled = clock.now() + options.settle_s
+    # The clock needs seconds to settle at the value that the power of these calls allows.
     while clock.now() < settled:
         clock.in_a_row(product, _CALLS_AT_ONCE)
+    # Enough samples to fill `alone_s` seconds, so that power is read several times.
     samples = max(MINIMUM_SAMPLES, math.ceil(options.alone_s / call_s))
     return time_function(product, context.device, cold=False, minimum_samples=samples, time_limit_s=options.alone_s)
 

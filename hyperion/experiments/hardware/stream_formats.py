@@ -152,6 +152,7 @@ def _cross_check(context: Context, options: StreamFormatsOptions) -> tuple[list[
     frames = []
     traffic = stream_bytes("copy", dtype, elements)
     for name, timing, output in (("copy", copy, ours), ("plain copy_", plain, theirs)):
+        # A copy must be exact in every bit.
         verification = verify_elementwise(output, lambda copied: copied, (source,), tolerance=0.0)
         rows.append(stream_row(context, name, dtype, params, traffic, timing, verification))
         frames.append(sample_frame(timing, name, dtype, params))

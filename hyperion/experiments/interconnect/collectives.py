@@ -169,6 +169,7 @@ def measure_on_rank(context: Context, report: Report) -> Result:
     sweeps: dict[tuple[str, str], list[CollectiveMeasurement]] = {}
     with roll_call(options.hang_timeout_s) as roll:
         roll.step("agreeing on the memory there is")
+        # Agreed before the first measurement: ranks that skip different messages would wait for each other forever.
         free = least_free_bytes(here)
         for done, (collective, dtype, size) in enumerate(todo):
             report(done, len(todo), f"{collective.name} {dtype} {size:,} B")
@@ -262,6 +263,7 @@ def _sweep_rows(context: Context, sweep: list[CollectiveMeasurement]) -> list[Ro
     three sizes were measured, the list is empty.
     """
     first = sweep[0]
+    # A line has two unknowns, so only a third size shows how well it fits.
     if len(sweep) < 3:
         return []
     factor, sizes = first.collective.bus_factor(first.ranks), [m.bytes for m in sweep]
@@ -362,6 +364,7 @@ def _link_rows(context: Context, here: World) -> list[Row]:
     if here.device.kind == "cpu":
         reason = "no GPUs: the ranks are processes of one host"
         return [context.absent_row("topology", "count", reason, params=params)]
+    # Ordered pairs: access from A to B does not imply access from B to A.
     pairs = list(itertools.permutations(range(here.size), 2))
     direct = sum(torch.cuda.can_device_access_peer(one, other) for one, other in pairs)
     rows = [context.row("topology", "count", float(direct), params=params)]
@@ -431,6 +434,8 @@ def busbw_limit(device: Device, collective: Collective, ranks: int) -> tuple[flo
         return link, f"{_PATHS.get(collective.name, 'link')}: {source}"
     if switch_is_off():
         return link, f"link: {source}; NVLS off ({_NVLS}=0)"
+    # The bus factor of an all-reduce is 2 (N - 1) / N, the bytes sent by a ring. With NVLS each byte is sent once, so the
+    # measured bus bandwidth can exceed the link by this factor.
     factor = max(1.0, collective.bus_factor(ranks))
     return link * factor, f"link, each byte sent once because the switch may add (NVLS): {factor:g} x {link:g} GB/s, {source}"
 
@@ -440,6 +445,7 @@ def switch_can_add(device: Device) -> bool:
 
     NVSwitch supports this since the Hopper generation. AMD GPUs are connected without a switch.
     """
+    # sm_90 is Hopper.
     return device.kind == "cuda" and int(device.arch.removeprefix("sm_")) >= 90
 
 

@@ -60,8 +60,10 @@ def attend(name: str, q_BHTD: Tensor, k_BKTD: Tensor, v_BKTD: Tensor, causal: bo
             return operations.attention(q_BHTD, k_BKTD, v_BKTD, causal)
         except HyperionError as error:  # for example float32, for which there are no tiles
             raise RefusedError(error.what) from error
+    # Grouped-query attention: fewer heads of keys than of queries.
     grouped = q_BHTD.shape[1] != k_BKTD.shape[1]
     with warnings.catch_warnings(record=True) as caught, sdpa_kernel(BACKENDS[name]):
+        # PyTorch states its reasons in warnings, and Python shows an equal warning only once by default.
         warnings.simplefilter("always")
         try:
             return F.scaled_dot_product_attention(q_BHTD, k_BKTD, v_BKTD, is_causal=causal, enable_gqa=grouped, **options)
@@ -88,11 +90,13 @@ def what_ran(call: Callable[[], object], device: Device) -> tuple[str, str]:
     activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if device.kind != "cpu" else [])
     with profile(activities=activities) as watch:
         call()
+        # The profiler records only kernels that have finished before it stops.
         if device.kind != "cpu":
             torch.cuda.synchronize(device.torch_device)
     events = watch.key_averages()
     names = [event.key for event in events]
     ran = [name for name, pattern in _OPERATORS.items() if any(re.search(pattern, one) for one in names)]
+    # All kernels of a pass must have run.
     if any(kernels <= set(names) for kernels in _KERNELS):
         ran.append(TRITON)
     kernels = [event for event in events if event.device_type.name != "CPU" and not getattr(event, "is_user_annotation", False)]

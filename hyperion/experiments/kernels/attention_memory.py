@@ -55,6 +55,7 @@ def forecast(context: Context) -> list[Forecast]:
     options = AttentionMemoryOptions.of(context)
     longest, forecasts = max(options.lengths), []
     linear = _compulsory_bytes(options, longest)
+    # One matrix of scores has H · T² elements, in float32 at least.
     scores = options.heads * longest**2 * max(4, FORMATS[options.dtype].bytes)
     for name in IMPLEMENTATIONS:
         if why_absent(name, context.device):
@@ -113,6 +114,7 @@ def quadratic_share(lengths: tuple[int, ...], peaks: list[int]) -> tuple[float, 
     """
     from scipy.optimize import nnls
 
+    # Scaled to 1, so that the three columns have similar magnitudes. At x = 1 each coefficient is the value of its term.
     x, y = np.array(lengths, dtype=float) / max(lengths), np.array(peaks, dtype=float) / max(peaks)
     terms = np.stack([np.ones_like(x), x, x**2], axis=1)
     fitted, _ = nnls(terms, y)
@@ -126,6 +128,7 @@ def _params(options: AttentionMemoryOptions, length: int | None = None) -> dict:
 
 def _compulsory_bytes(options: AttentionMemoryOptions, length: int) -> int:
     """Return the bytes of the output and of the three gradients, which every implementation must hold at the end."""
+    # Output and gradients of Q, K and V: four tensors of shape [H, T, features].
     return 4 * options.heads * length * options.features * FORMATS[options.dtype].bytes
 
 
@@ -143,6 +146,7 @@ def _peak_bytes(context: Context, options: AttentionMemoryOptions, name: str, le
 
     step()  # compiles, and creates workspaces that later calls share
     gc.collect()
+    # The inputs and the workspaces are already there. Only what the pass adds counts.
     standing = torch.cuda.memory_allocated(device.torch_device) if device.kind != "cpu" else 0
     return allocated_peak(device, step) - standing
 

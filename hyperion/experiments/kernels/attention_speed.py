@@ -106,6 +106,7 @@ def _forecast(context: Context, dtype: str, name: str, shape: AttentionShape, wh
             name, METRIC, None, f"no estimate: no measured products or no clock; {source}", dtype, params, ceiling=ceiling
         )
     flops, times = shape.flops()[which], 1.0 if which == "forward" else _RECOMPUTED
+    # The forward pass has 4 FLOPs per feature for each pair of a query and a key: two products with a multiply-add each.
     pairs = shape.flops()["forward"] / (4 * shape.features)
     exponentials_s = (
         pairs * (1 if which == "forward" else 2) / (device.compute_units * _EXPONENTIALS * device.max_clock_mhz * 1e6)
@@ -146,6 +147,7 @@ class _Contender:
 def _measure(context: Context, options: AttentionSpeedOptions, shape: AttentionShape) -> tuple[list[Row], list[pd.DataFrame]]:
     dtype, device = options.dtype, context.device
     tensors = make_inputs(device, FORMATS[dtype].storage, shape.sizes, context.seed)
+    # Computed once and in float64, because all implementations share the same tensors.
     exact = _exact(tensors, shape.causal)
     contenders: dict[str, _Contender] = {}
     rows: list[Row] = []
@@ -168,6 +170,7 @@ def _measure(context: Context, options: AttentionSpeedOptions, shape: AttentionS
     for which in PASSES:
         params = shape.params | {"pass": which, "cache": "cold"}
         calls = {name: one.calls[which] for name, one in contenders.items()}
+        # The outputs that are verified are those of timed calls, so a call that skips work in the timing fails the check.
         timings, kept = time_and_keep(calls, device, options.time_limit_s * len(calls))
         checks = {name: _verification(outputs, exact, dtype, which) for name, outputs in kept.items()}
         for name, timing in timings.items():
@@ -188,6 +191,7 @@ def _verification(outputs: Outputs, exact: dict[int, ExactAttention], dtype: str
     """Compare the output or the gradients of one timed call with float64, for the heads in `exact`."""
     tolerance, errors = attention_tolerance(FORMATS[dtype].storage, which == "backward"), []
     for head, one in exact.items():
+        # Grouped-query attention: `group` consecutive heads of queries share one head of keys and values.
         group = len(one.output)
         queries = slice(head * group, (head + 1) * group)
         if which == "forward":
@@ -216,6 +220,8 @@ def _contender(context: Context, name: str, tensors: tuple[Tensor, ...], causal:
     """Return an implementation that ran once, forward and backward."""
     q, k, v, grad = tensors
     leaves = [tensor.detach().requires_grad_() for tensor in (q, k, v)]
+    # The backward pass is timed alone: the forward pass runs once, and `retain_graph` keeps its saved tensors for repeated
+    # calls.
     output = attend(name, *leaves, causal=causal)
     calls: dict[str, Callable[[], Outputs]] = {
         "forward": lambda: (attend(name, q, k, v, causal),),
@@ -223,6 +229,7 @@ def _contender(context: Context, name: str, tensors: tuple[Tensor, ...], causal:
     }
     try:
         calls["backward"]()
+    # Both are subclasses of RuntimeError. They are no refusal of the backend, so they must not be converted below.
     except (torch.OutOfMemoryError, torch.AcceleratorError):
         raise
     except RuntimeError as error:  # some backends accept the forward pass and refuse the backward pass
@@ -238,5 +245,6 @@ def _exact(tensors: tuple[Tensor, ...], causal: bool) -> dict[int, ExactAttentio
     group = len(q) // len(k)
     return {
         head: exact_attention(q[head * group :][:group], k[head], v[head], grad[head * group :][:group], causal)
+        # Two heads of the first sequence bound the cost of the float64 reference.
         for head in {0, len(k) - 1}
     }

@@ -21,6 +21,7 @@ from hyperion.kernels.availability import why_no_kernels
 from hyperion.measure import FORMATS, Verification, error_of_rows, largest_error
 from hyperion.results import Row, ratio_estimate
 
+# Layer norm also reads the statistics and parameters of rows, which are negligible beside the arrays.
 OPERATIONS = {"vector_add": 3, "softmax": 2, "layer_norm": 2, "layer_norm_backward": 3}  # arrays that are read or written
 TRITON, TORCH, COPY = "triton", "torch", "copy"
 _EPS = 1e-5
@@ -100,6 +101,7 @@ def _measure(context: Context, options: RowKernelsOptions, operation: str) -> tu
         rows.append(context.absent_row(TRITON, "bandwidth_gb_s", reason, dtype=dtype, params=params))
         del work.calls[TRITON]
     tolerance = torch.finfo(FORMATS[dtype].storage).eps / 2 + 1e-5  # rounding of the output, and float32 sums before it
+    # A copy of n float32 numbers moves 8 n bytes: n are read and n are written.
     source = torch.randn(traffic_bytes // 8, device=device.torch_device)
     target = torch.empty_like(source)
     calls = work.calls | {COPY: lambda: (target.copy_(source),)}

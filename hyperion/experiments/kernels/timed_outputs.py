@@ -23,6 +23,7 @@ def time_and_keep(
     kept: dict[str, Outputs] = {}
 
     def call(name: str) -> None:
+        # Frees the last outputs first, so that the allocator can reuse their memory for the new ones.
         kept.pop(name, None)
         kept[name] = calls[name]()
 

@@ -165,7 +165,9 @@ def adapter_rows(
         base_sha256: `frozen_sha256` of the base model before the training. The weights of the base must not have changed.
     """
     device, dtype = engine.device.torch_device, frozen_dtype(engine.precision)
+    # Before `probe_logits`, which converts the model to float32 and thereby changes the bytes of its weights.
     changed = frozen_sha256(engine.model) != base_sha256
+    # Also before that conversion, so that the adapters are saved as they were trained.
     path = save_adapter(context.workspace / "adapters", options.steps, engine.model, base_sha256)
     trained = probe_logits(engine.model, data, device)
     del engine.model, engine.optimizer
@@ -331,6 +333,7 @@ def _one_row(data: FineTuningData) -> pd.DataFrame:
     The table says for each token whether it belongs to the prompt, which is given, or to the completion, which is learned.
     """
     size, targets = int(data.held_out.sizes[0]), data.held_out.targets[0]
+    # inputs and targets are shifted by one token, so the last target completes the row.
     ids = [*data.held_out.inputs[0, :size], targets[size - 1]]
     learned = [False, *data.held_out.scored[0, :size]]
     kinds = ["learned token" if is_learned else "given token" for is_learned in learned]
@@ -355,6 +358,7 @@ def step_bytes(shape: LlamaShape, method: str, dtype: str, positions: int) -> di
     there are gradients but no logits. Activations of the decoder layers are ignored, because they are small for short rows.
     """
     whole, trained = state_bytes(shape, method, dtype), trained_parameters(shape, method)
+    # 4 bytes per trained parameter are its gradient, which does not exist yet at the start of the backward pass.
     start = {"weights and moments": whole - 4 * trained, "logits": logits_bytes(shape, dtype, positions)}
     if dtype == "bf16" and method == FULL:
         start["16-bit copies of the weights"] = 2 * trained
@@ -367,6 +371,7 @@ def logits_bytes(shape: LlamaShape, dtype: str, positions: int) -> int:
 
     If `dtype` is bf16, two 16-bit copies are included.
     """
+    # Three float32 tensors have 12 bytes per logit, and two 16-bit copies have 4 more.
     return positions * shape.vocab_size * (16 if dtype == "bf16" else 12)
 
 

@@ -123,9 +123,11 @@ def on_rank(context: Context, report: Report) -> Result:
     small = options.of_parity_model()
     data = rank_zero_first(lambda: small.data(context))
     engine = _engine(context, small, data, _EXACT, _alone())
+    # Hash of the whole base, before a second engine shards it. The saved adapters name this base.
     base_sha256 = frozen_sha256(engine.model)
     alone = _train(context, small, report, data, engine, "one device")
     engine = _engine(context, small, data, _EXACT, world())
+    # Hash of this rank's shards only, for the comparison after the training.
     shards_sha256 = frozen_sha256(engine.model)
     losses = _train(context, small, report, data, engine, "all ranks")
     rows = [*_layout_rows(context, data, engine), _frozen_row(context, data, engine, shards_sha256)]
@@ -277,6 +279,7 @@ def _speed_rows(context: Context, options: LoraShardedOptions, report: Report) -
     The rows hold the step time, the throughput of all ranks together, and the peak memory of each rank.
     """
     here = world()
+    # The engine of the small model must be freed before the large model is built.
     gc.collect()
     report(0, 1, f"{options.model} on {here.size} ranks")
     data = options.data(context, quiet=options.model == options.parity_model)
@@ -294,6 +297,7 @@ def _speed_rows(context: Context, options: LoraShardedOptions, report: Report) -
             engine.device,
             cold=False,
             time_limit_s=options.steady_time_limit_s,
+            # With a time limit per rank, one rank could stop while the others wait in a collective.
             clock=RanksClock(here, lambda: None, lambda what: None),  # all ranks take the same number of samples
         )
     peak = region.peak

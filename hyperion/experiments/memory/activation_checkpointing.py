@@ -123,6 +123,7 @@ def forecast(context: Context) -> list[Forecast]:
     lines = [line for kind in KINDS for plan in setup.plans(kind) for line in _policy_forecasts(setup, kind, plan)]
     for layers in setup.options.depths:
         lines += [_depth_forecast(setup, setup.deep(layers), policy) for policy in (NONE, EVERY_BLOCK)]
+    # False sorts first, so the speed-up of EVERY_BLOCK is the prediction that the reader guesses.
     lines.sort(key=lambda line: line.params["checkpointing"] != EVERY_BLOCK or line.metric != "speedup")
     return lines
 
@@ -196,6 +197,7 @@ def forward_and_backward(engine: TorchEngine, batch: Batch) -> PassMemory:
     with TensorMemory(engine.device, [*present, *batch]) as memory, engine.precision.products():
         with SavedForBackward([*present, *batch]) as saved, engine.precision.autocast(engine.device):
             loss = engine.summed_loss(batch) / items
+        # Read between forward and backward pass, when all saved activations exist.
         kept = saved.bytes
         engine.scaler.backward(loss)
     return PassMemory(kept, memory.peak_bytes)
@@ -204,6 +206,7 @@ def forward_and_backward(engine: TorchEngine, batch: Batch) -> PassMemory:
 def largest_difference(tensors: dict[str, Tensor], reference: dict[str, Tensor]) -> float:
     """Return the largest relative difference (in the Frobenius norm) between a tensor and the reference with the same name."""
     norms = {name: tensor.double().norm().item() for name, tensor in reference.items()}
+    # Tensors whose gradient is almost zero contain only rounding errors, so they are compared with the norm of all gradients.
     floor = _NEGLIGIBLE * sum(norm**2 for norm in norms.values()) ** 0.5
     return max(
         (tensors[name].double() - tensor.double()).norm().item() / max(norms[name], floor) for name, tensor in reference.items()
@@ -243,6 +246,8 @@ def _gradient_rows(context: Context, work: Workload, plans: list[ParallelPlan]) 
 
 def _gradients(context: Context, work: Workload, plan: ParallelPlan) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     engine, batch = build_step(work, "fp32", plan, context.device, context.seed)
+    # Training mode, because BatchNorm updates its running statistics only in this mode. Recomputation must not update them
+    # twice.
     engine.model.train()
     with engine.precision.products(), _deterministic_convolutions():
         with engine.precision.autocast(engine.device):
@@ -271,6 +276,7 @@ def _timed(setup: _Setup, work: Workload, plans: list[ParallelPlan]) -> Result:
             setup.dtype,
             {name: value for name, value in _params(work, plan).items() if name != "batch"},
             partial(work.engine, setup.dtype, context.device, context.seed, applied(plan, context.device)),
+            # The recomputed FLOPs belong to the least work of this policy. The MFU does not count them.
             work.least_flops + _recomputed_flops(work, plan),
         )
         for plan in plans

@@ -142,6 +142,7 @@ def run(context: Context, report: Report) -> Result:
     jobs = [{"cell": number} for number in range(len(options.cells))]
     jobs.append({"batch_size": batch})
     if context.device.kind != "cpu":
+        # This step shows that the predicted batch is not merely small: it must run out of memory.
         jobs.append({"batch_size": math.ceil(_TOO_LARGE * batch)})
     results = run_counted(context, report, measure_cell, jobs)
     name = workload(question.cell(batch)).name
@@ -197,6 +198,7 @@ def _measured(work: Workload, cell: Cell, device: Device, row: partial[Row], par
         rows.append(row("reserved_memory_gib", reserved_bytes / GIB, params=params))
     if "memory_gib" in params:
         return rows
+    # A separate step, because counting at each operator makes it slower and is not needed for the allocator's peak.
     timeline = MemoryTimeline(engine.model, standing)
     with timeline:
         engine.train_step(batch)

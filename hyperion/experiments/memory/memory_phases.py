@@ -138,6 +138,7 @@ def memory_by_phase(engine: TorchEngine, batch: Batch) -> list[Moment]:
         moments = [look(PHASES[0])]
         items = engine.count_items(batch)
         with engine.precision.products():
+            # `saved` wraps only the forward pass, in which autograd stores activations for the backward pass.
             with saved, engine.precision.autocast(engine.device):
                 loss = engine.summed_loss(batch) / items
             moments.append(look(PHASES[1]))
@@ -147,6 +148,7 @@ def memory_by_phase(engine: TorchEngine, batch: Batch) -> list[Moment]:
         norm = torch.nn.utils.clip_grad_norm_(engine.model.parameters(), engine.clip_norm)
         engine.scaler.step(engine.optimizer, norm)
         moments.append(look(PHASES[3]))
+    # After the last reading: gradients still count at the end of the phase "after step".
     engine.optimizer.zero_grad()
     return moments
 
@@ -155,6 +157,7 @@ def _look(engine: TorchEngine, batch: Batch, memory: TensorMemory, saved: SavedF
     parts = {name: bytes_of(tensors) for name, tensors in state_of(engine.model, engine.optimizer).items()}
     parts |= {"batch": bytes_of(batch), "activations": saved.bytes}
     moment = Moment(phase, parts, memory.now_bytes, memory.peak_bytes, _allocator(engine.device))
+    # The next phase has its own peak.
     memory.reset_peak()
     return moment
 

@@ -113,7 +113,9 @@ def curve(history: MemoryHistory, points: int = _POINTS) -> pd.DataFrame:
         A table with the columns event, phase, kind and gib.
     """
     total, kinds = history.levels(), {kind: history.levels(kind) for kind in history.kinds()}
+    # Events per interval, rounded up, so that there are at most `points` intervals.
     stretch = -(-len(total) // points)
+    # The event with the largest total of each interval: a mean would hide short peaks.
     chosen = [
         max(range(first, min(first + stretch, len(total))), key=total.__getitem__) for first in range(0, len(total), stretch)
     ]

@@ -104,6 +104,8 @@ def _compared(context: Context, options: PrecisionVariantsOptions, report: Repor
     reasons = {dtype: _why_unsupported(context.device, dtype) for dtype in options.dtypes}
     dtypes = [dtype for dtype, reason in reasons.items() if not reason]
     cells = [batches.params | {"dtype": dtype} for batches in stored for dtype in dtypes]
+    # Memory and losses do not depend on other processes, so the formats train at the same time. Times are measured later,
+    # alone.
     results = run_side_by_side(context, report, train_variant, cells)
     if any(dtype != REFERENCE for dtype in dtypes):
         twins = [batches.params for batches in stored]
@@ -126,10 +128,12 @@ def train_variant(context: Context, report: Report, kind: str, file: str, source
         with PeakMemoryRegion(device) as region:
             engine = work.engine(dtype, device, context.seed)
             losses = train_losses(engine, batches, steps)
+        # After the training, so that the counting does not disturb the peak that the allocator reports.
         tensor_bytes = tensor_bytes_of_a_step(engine, batches[0])
     except torch.OutOfMemoryError as error:
         absent = row("peak_memory_gib", None, value_reason=out_of_memory_reason(error), steps=steps)
         return Result([absent], pd.DataFrame(), source)
+    # The mean over one pass through all batches, because the losses of different batches differ.
     last = losses[-len(batches) :]
     rows = [
         row("training_loss", sum(last) / len(last), steps=steps, limit_source="no limit: it can be learnt by heart"),
@@ -207,6 +211,7 @@ def speedup_forecast(rate: Forecast, baseline: Forecast, over: str) -> Forecast:
     """
     estimate, basis = None, rate.basis
     if rate.ceiling is not None and baseline.ceiling is not None:
+        # The shares of the ceilings that both formats reach are unknown, and cancel if they are equal.
         estimate = rate.ceiling / baseline.ceiling
         basis = f"the ceiling of the throughput of {rate.dtype}, divided by that of {baseline.dtype}"
     params = rate.params | {"over": over}
@@ -244,6 +249,7 @@ def _why_unsupported(device: Device, dtype: str) -> str:
     possible, how = device.supports(dtype)
     if not possible:
         return f"unsupported: {how}"
+    # A library may ignore the permission to use TF32. Only the accuracy of a product shows which units it used.
     if dtype == "tf32" and Gemm(256, 256, 256, "tf32", device).verify().error < FORMATS["fp32"].gemm_tolerance:
         return "unsupported: TF32 was allowed, but a product has the accuracy of fp32"
     return ""

@@ -226,13 +226,16 @@ class StepRung:
             if self.dtype == "fp8":
                 model = to_float8(model, float8_formats(device))
             if work.kind == "language" and self.chunked:
+                # Tokens per chunk, rounded up.
                 cast(TransformerLM, model).loss_chunk_tokens = -(-work.items // _CHUNKS)
+            # After `to_float8`, because the compiler must see the replaced layers.
             model = applied(plan, device)(model)
             return AllLogits(model) if work.kind == "language" and not self.chunked else model
 
         engine = work.engine(self.dtype, device, seed, wrap)
         if not self.fused:
             for group in engine.optimizer.param_groups:
+                # None restores the default choice of PyTorch's optimizers.
                 group.update(fused=None, foreach=None)
         if work.kind == "image" and not self.channels_last:
             engine.model.to(memory_format=torch.contiguous_format)  # pyright: ignore[reportCallIssue] torch declares no such overload
@@ -252,6 +255,7 @@ class AllLogits(nn.Module):
 
     def forward(self, inputs_BT: Tensor, targets_BT: Tensor) -> Tensor:
         """Return the negative log-likelihoods nll_BT in nats, in float32. They are zero where the target is IGNORE_INDEX."""
+        # This copy of the logits in float32 is what the chunked loss avoids.
         logits_MV = self.model(inputs_BT).flatten(0, 1).float()
         nll_M = F.cross_entropy(logits_MV, targets_BT.flatten(), ignore_index=IGNORE_INDEX, reduction="none")
         return nll_M.view_as(targets_BT)
@@ -375,6 +379,7 @@ def _speedup_rows(row: partial[Row], rungs: list[StepRung], timings: list[Timing
     """
     rows = []
     for number, (rung, timing) in enumerate(zip(rungs, timings, strict=True)):
+        # The version before this one and the first version. For the second rung both are the same, so a set is used.
         for other in sorted({max(number - 1, 0), 0} - {number}):
             ratio = ratio_estimate(timing.samples_s, timings[other].samples_s)
             columns = {"limit_source": NO_SPEEDUP_LIMIT, "columns": timed_columns(ratio, timing)}

@@ -195,6 +195,7 @@ def _flops_and_bytes(training: ScaledTraining, ranks: int, dtype: str) -> tuple[
         config = lm_config(training)
         flops = flops_per_token(config, training.sequence_length).forward_backward
         parameters = reduced = config.parameter_count
+    # In a ring, each rank sends (N - 1) / N of the tensor for a reduce-scatter or an all-gather. An all-reduce is both.
     passes = (ranks - 1) / ranks
     if training.strategy == "ddp":
         return flops, 2 * passes * 4 * reduced  # all-reduce of float32 gradients
@@ -294,6 +295,7 @@ def _mode_rows(context: Context, dtype: str, training: ScaledTraining, own: pd.D
     one = step_times(own, MODES[0], 1)
     if not len(one):
         return rows
+    # In weak scaling, N devices do N times the work of one device in a step, so the ratio of the times is multiplied by N.
     grown = ranks if mode == "weak" else 1
     speedup = independent_ratio_estimate(times, one).map(lambda ratio: grown * ratio)
     efficiency = speedup.map(lambda times_faster: times_faster / ranks)
@@ -353,6 +355,7 @@ def step_times(own: pd.DataFrame, mode: str, ranks: int, kind: str = "step") -> 
         kind: "step" for steps of all ranks together, or "alone" for steps of each rank without communication.
     """
     chosen = own.query("ranks == @ranks and mode == @mode and kind == @kind")
+    # A step ends when its slowest rank has finished, so the maximum over the ranks counts.
     return np.asarray(chosen.groupby("index")["time_s"].max())
 
 
@@ -467,11 +470,13 @@ def _mode_times(
         tokens = count * training.sequence_length
         batch = _batch(context, training, count, training.sequence_length, here, 0)
         step = functools.partial(engine.train_step, batch)
+        # Warm-up with the same sampling as the timing. The result is discarded.
         clock.sample([step], None, options.warmup_steps)
         times = clock.sample([step], None, options.steps)[0]
         frame = pd.DataFrame({"index": range(len(times)), "time_s": times})
         frames.append(frame.assign(workload=training.name, mode=mode, kind=kind, tokens=tokens, least_flops=least_flops * tokens))
         if sharers.size > 1:
+            # After the timing, because the profiler makes steps slower.
             frames.append(_traced(step, context.device, options.traced_steps).assign(workload=training.name, mode=mode))
     _release(engine)
     return frames
@@ -528,6 +533,7 @@ def _batch(
     context: Context, training: ScaledTraining, count: int, length: int, here: World, step: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return this rank's part of a batch of `count` sequences in all. The whole batch does not depend on the number of ranks."""
+    # Drawn on the host for all ranks, so that every rank takes its part of the same batch.
     generator = torch.Generator().manual_seed(context.seed * 1000 + step)
     tokens = torch.randint(training.vocabulary, (count, length + 1), generator=generator)
     own = tokens.chunk(here.size)[here.rank].to(context.device.torch_device)

@@ -201,6 +201,7 @@ class _Sweep:
             self.fill_memory(batches)
         except NoMemoryCap as error:
             self._no_largest(error.what)
+        # The rows of the memory are measured first and stored last.
         filled, self.rows = self.rows, []
         self.time_batches(batches)
         self.rows += filled
@@ -226,6 +227,7 @@ class _Sweep:
             rows, frame = step_rows(self.context, self.model, batch, self.dtype, timing, learned)
             self.rows += rows
             self.frames.append(frame)
+            # Seconds per sample.
             seconds[batch] = timing.whole.samples_s / batch
             del step  # free the memory of this step before a step with a larger batch is built
             gc.collect()
@@ -234,6 +236,7 @@ class _Sweep:
         best = min(seconds, key=lambda batch: np.median(seconds[batch]))
         for batch, series in seconds.items():
             share = independent_ratio_estimate(series, seconds[best])
+            # The best batch is compared with itself, so its efficiency is 1 without uncertainty.
             low, high = (1.0, 1.0) if batch == best else (share.ci_low, share.ci_high)
             self._row(
                 "batch_efficiency",
@@ -261,12 +264,14 @@ class _Sweep:
         if len(known) < 2:
             self._no_largest(f"no line through fewer than two batches: {points[-1].reason}")
             return
+        # The two largest batches that fit: their difference in memory is largest compared with the noise.
         (small, small_gib, _), (large, large_gib, cap_gib) = known[-2:]
         slope = (large_gib - small_gib) / (large - small)
         if slope <= 0:
             self._no_largest(f"no slope: batch {large} took no more memory than batch {small}")
             return
         self._row("sample_memory_mib", slope * 1024, {"what": "slope"})
+        # Extrapolate the line to the memory that the cap leaves.
         self._test_largest(int(large + (cap_gib - large_gib) / slope))
 
     def _test_largest(self, largest: int) -> None:
@@ -304,6 +309,7 @@ class _Sweep:
             limit=least_memory_gib(self.model, batch),
             limit_source=LEAST_MEMORY,
         )
+        # `cap.peak_gib` is the peak that a process at its cap would report, so the difference is the memory that is still free.
         taken = None if peak.gib is None else cap.gib - (cap.peak_gib - peak.gib)
         return Point(batch, taken, cap.gib, peak.reason)
 

@@ -199,10 +199,12 @@ class _Bench:
 
     def _measure(self, cell: StepCell) -> None:
         context, options, model, variant = self.context, self.options, cell.model, cell.variant
+        # Memory that the variant before has left. A check of the memory row shows that it is negligible.
         left_gib = None if self.device.kind == "cpu" else torch.cuda.memory_allocated(self.device.torch_device) / GIB
         # The eager losses are computed first, so that the compiled step's peak excludes the eager model.
         eager = self._eager_losses(cell) if variant.compiled else None
         step = self._step(cell, variant)
+        # Compiled before the region of the peak, so that the peak is that of steps after the compilation.
         compiling_s = self._compile(step) if variant.compiled else None
         with PeakMemoryRegion(self.device) as region:
             timing, learned = timed(step, self.device, options.time_limit_s)
@@ -217,12 +219,14 @@ class _Bench:
         if eager is not None:
             blocks = len(model.layout().blocks)
             self.rows.append(_row(context, options, cell, "compile_time_s", compiling_s, {"blocks": blocks}))
+            # Twins of the eager training: their scatter tells how far the losses of correct steps may differ.
             twins = train_twins(
                 twin_format(variant.dtype), context.seed, lambda: self._losses_after(self._step(cell, _eager(variant))).tolist()
             )
             self.frames.append(twins.assign(variant=model.name))
             self.rows += parity_rows(context, options, cell, self._losses_after(step), eager, twins)
             torch._dynamo.reset()  # compiled code keeps the model alive
+        # The eager losses are kept only if the compiled variant of the same model is measured in this process.
         elif (model.name, StepVariant(variant.dtype, variant.channels_last, compiled=True)) in self.here:
             self._losses[model.name, variant] = self._losses_after(step)
 
@@ -232,6 +236,7 @@ class _Bench:
     def _compile(self, step: TrainingStep) -> float:
         """Run the first steps, which compile the model, and return the seconds that this takes."""
         self.context.workspace.mkdir(parents=True, exist_ok=True)
+        # Inductor's test of the C++ compiler must not count as compilation of the model.
         probe_vector_instructions(self.device, self.context.workspace)
         return measure_first_calls(step.once, self.device)
 
