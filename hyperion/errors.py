@@ -29,6 +29,11 @@ class HyperionError(Exception):
             lines.append(f"  next:  {self.next_step}")
         return "\n".join(lines)
 
+    def __reduce__(self) -> tuple:
+        # By default, an exception is unpickled with all arguments positional, which `__init__` does not take. Without this method, a
+        # pool of processes fails with a TypeError in place of the error that a worker raised.
+        return type(self).__new__, (type(self), *self.args), self.__dict__
+
     def as_dict(self) -> dict[str, str | None]:
         """Return the parts of the error as a JSON-serializable dict, so that the error can be passed to another process."""
         return {"what": self.what, "where": None if self.where is None else str(self.where), "next_step": self.next_step}

@@ -12,6 +12,8 @@ import pytest
 
 # Tests share the cores with each other: OpenMP threads that spin while they wait would slow all of them several times.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+# There are as many workers as cores, and toy work gains nothing from a second thread.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # Files that take longer than half a minute: a worker is not to begin them last.
 _LONGEST = (

@@ -30,8 +30,12 @@ def reproduces() -> list[str]:
 
 
 def folders(folder: Path) -> dict[str, str]:
-    """The environment with results and data in a folder of their own, and this interpreter as the one that is there."""
-    return os.environ | {
+    """The environment with results and data in a folder of their own, and this interpreter as the one that is there.
+
+    The number of threads that conftest sets for the tests is removed: the commands run as a reader runs them.
+    """
+    inherited = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
+    return inherited | {
         "HYPERION_RESULTS": str(folder / "results"),
         "HYPERION_DATA": str(folder / "data"),
         "PYTHON": sys.executable,

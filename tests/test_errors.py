@@ -1,7 +1,9 @@
 """What the system refuses, in words that tell a full disk from a place that may not be written to."""
 
+import copy
 import errno
 import os
+import pickle
 
 import pytest
 
@@ -33,3 +35,19 @@ def test_a_refusal_names_cause_place_and_remedy(number, what, remedy):
     assert isinstance(error, RoomError)
     assert (error.what, error.where) == (what, "/place")
     assert error.next_step.startswith(remedy) and error.next_step.endswith(", or go elsewhere")
+
+
+class CountedError(HyperionError):
+    """An error with another signature and an attribute of its own."""
+
+    def __init__(self, count: int):
+        super().__init__(f"{count} bad records", where="/place", next_step="remove them")
+        self.count = count
+
+
+@pytest.mark.parametrize("error", [HyperionError("bad", where="/place", next_step="go on"), RoomError("bad"), CountedError(3)])
+@pytest.mark.parametrize("copied", [lambda error: pickle.loads(pickle.dumps(error)), copy.copy])
+def test_an_error_reaches_another_process_whole(error, copied):
+    found = copied(error)
+    assert type(found) is type(error) and str(found) == str(error)
+    assert found.as_dict() == error.as_dict() and vars(found) == vars(error)

@@ -10,6 +10,7 @@ from hyperion.experiments.interconnect import collectives
 from hyperion.experiments.interconnect.collectives import EXPERIMENT, CollectivesOptions, cells
 from hyperion.measure import ALL_COLLECTIVES
 from hyperion.measure.collectives.collectives import WrongValueError, algorithm_of
+from hyperion.processes import World
 from hyperion.results import Row
 
 SIZES = {
@@ -77,6 +78,15 @@ def test_a_single_rank_with_wrong_values_is_seen(tmp_path, monkeypatch):
         monkeypatch.setenv(name, "")
     with pytest.raises(WrongValueError, match="rank 0: .* of all_gather, fp32, .* on the only rank"):
         EXPERIMENT.run(context(tmp_path, ranks=1), lambda *progress: None)
+
+
+@pytest.mark.parametrize(("free", "profiled"), [(0, []), (1 << 40, ["all_reduce"])])
+def test_no_kernel_is_profiled_where_no_message_fits(tmp_path, monkeypatch, free, profiled):
+    monkeypatch.setattr(collectives, "ALL_COLLECTIVES", {"all_reduce": ALL_COLLECTIVES["all_reduce"]})
+    place = context(tmp_path)
+    here = World(rank=0, size=2, local_rank=0, backend="gloo", device=place.device)
+    rows = collectives._kernel_rows(place, CollectivesOptions.parse(SIZES, "collectives"), here, None, free)
+    assert [row.variant for row in rows] == profiled
 
 
 def test_a_cpu_forecasts_from_the_measured_memory_and_not_without(tmp_path):
