@@ -333,8 +333,8 @@ def _overlap_rows(context: Context, measured: CollectiveOverlap, backend: str) -
 def _kernel_rows(context: Context, options: CollectivesOptions, here: World, roll: RollCall, free: int) -> list[Row]:
     """Profile every collective at its smallest and its largest size. Return rows that hold the names of the kernels.
 
-    Only rank 0 returns rows. The profiler runs after all timing, because it makes calls slower. If no size fits into `free` bytes,
-    there are no rows.
+    Only rank 0 returns rows. The profiler runs after all timing, because it makes calls slower. If no size fits into `free`
+    bytes, there are no rows.
     """
     sizes = [collective_bytes(size, options.dtype, here.size) for size in options.bytes if memory_needed(size) <= free]
     if not sizes:
