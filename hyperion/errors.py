@@ -30,8 +30,8 @@ class HyperionError(Exception):
         return "\n".join(lines)
 
     def __reduce__(self) -> tuple:
-        # By default, an exception is unpickled with all arguments positional, which `__init__` does not take. Without this method,
-        # a pool of processes fails with a TypeError in place of the error that a worker raised.
+        # By default, an exception is unpickled with all arguments positional, which `__init__` does not take. Without this
+        # method, a pool of processes fails with a TypeError in place of the error that a worker raised.
         return type(self).__new__, (type(self), *self.args), self.__dict__
 
     def as_dict(self) -> dict[str, str | None]:
