@@ -1,6 +1,8 @@
 """Speed of this library's ResNet-18 training, compared with a plain public training loop on one device.
 
-The steps of both loops are timed alternately, so that a drift of the clock affects both loops.
+The steps of both loops are timed alternately, so that a drift of the clock affects both loops. The speed ladder (see
+`speed_ladder`) leads from the plain loop to this library's loop, and adds a graph, the loader and the optimizer one after the
+other.
 """
 
 import copy
@@ -8,6 +10,7 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 import pandas as pd
@@ -30,6 +33,7 @@ from hyperion.experiments.baselines.plain_loops import (
     wait_for,
 )
 from hyperion.experiments.baselines.products_alone import ProductsAlone, products_of, time_alone
+from hyperion.experiments.baselines.speed_ladder import Rung, attempt, climb
 from hyperion.measure import FORMATS, Timing, time_interleaved
 from hyperion.models import resnet18
 from hyperion.results import Row
@@ -42,6 +46,7 @@ from hyperion.workloads.workloads import CLASSES, ImageSizes, Workload, workload
 
 OF_PRODUCTS = "of its products alone"
 UNCOMPILED = "plain, not compiled"
+OUR_LOADER, FUSED = "plain, our loader", "plain, fused optimizer"
 _HOST_UNKNOWN = (
     "no prediction: the time that the plain loop loses because its host launches kernels one by one is not in any data sheet"
 )
@@ -61,6 +66,7 @@ class ImageTrainingSpeedOptions(Options):
         parity_steps: number of steps whose losses are compared.
         steps_in_a_row: number of steps that one loop runs before the other loop continues.
         time_limit_s: seconds of timing for each measurement.
+        ladder_s: seconds of timing of the speed ladder of each batch size.
         tolerance: not used. It exists because older stored runs have this option.
     """
 
@@ -74,6 +80,7 @@ class ImageTrainingSpeedOptions(Options):
     parity_steps: int
     steps_in_a_row: int
     time_limit_s: float
+    ladder_s: float = 1.0
     tolerance: float | None = None
 
     def work(self, batch: int) -> Workload:
@@ -112,6 +119,7 @@ def run(context: Context, report: Report) -> Result:
                 pair = _Pair.build(context, options, image_set, prepared, batch)
                 rows += _parity(pair, frames)
                 rows += _speeds(pair, frames)
+                rows += _climbed(pair, frames)
                 del pair
             except torch.OutOfMemoryError as error:
                 name, reason = options.work(batch).name, out_of_memory_reason(error)
@@ -135,7 +143,8 @@ class _Pair:
         batches: loader of this library's loop.
         plain: the plain loop.
         published: name of the library that defines the model of the plain loop.
-        fresh_plain: function that returns a new plain loop with the initial weights. Its model is not compiled.
+        fresh_plain: function that returns a new plain loop with the initial weights. Its arguments `compiled` and `fused` are
+            those of `PlainImageLoop`, and False by default.
         fresh_batches: function that returns a new loader that starts at the first batch.
         captured: the plain loop whose step runs as a CUDA graph. None if the step cannot be captured on this device.
     """
@@ -147,7 +156,7 @@ class _Pair:
     plain: PlainImageLoop
     captured: CapturedImageLoop | None
     published: str
-    fresh_plain: Callable[[], PlainImageLoop]
+    fresh_plain: Callable[..., PlainImageLoop]
     fresh_batches: Callable[[], ImageBatches]
 
     @classmethod
@@ -178,9 +187,9 @@ class _Pair:
         copy_weights(model, other)
         weights = copy.deepcopy(other)
 
-        def fresh_plain(compiled: bool = False) -> PlainImageLoop:
+        def fresh_plain(compiled: bool = False, fused: bool = False) -> PlainImageLoop:
             return PlainImageLoop(
-                copy.deepcopy(weights), images, labels, image_set.augmentations, batch, rate, precision, device, compiled
+                copy.deepcopy(weights), images, labels, image_set.augmentations, batch, rate, precision, device, compiled, fused
             )
 
         plain, batches = fresh_plain(options.plain_compiled), fresh_batches()
@@ -295,6 +304,35 @@ def _speeds(pair: _Pair, frames: list[pd.DataFrame]) -> list[Row]:
     except torch.OutOfMemoryError as error:  # both loops are still in memory; their timings are valid anyway
         alone = out_of_memory_reason(error)
     return rows + [_products_row(loops, name, timing, alone) for name, timing in by_loop.items()]
+
+
+def _climbed(pair: _Pair, frames: list[pd.DataFrame]) -> list[Row]:
+    """Time the steps of all rungs of the speed ladder alternately, including their loaders."""
+    options, loops, device = pair.options, pair.loops, pair.loops.context.device
+    plain = pair.plain if pair.captured is None else pair.captured
+    uncaptured = why_not_captured(device, 1, loops.dtype)
+
+    def on_our_batches(loop: PlainImageLoop | CapturedImageLoop) -> torch.Tensor:
+        images, labels = pair.batches.next_batch()
+        return loop.train_on(images.float(), labels)
+
+    def fused_step() -> Callable[[], torch.Tensor]:
+        loop = pair.fresh_plain(options.plain_compiled, fused=True)
+        step = partial(on_our_batches, loop if uncaptured else CapturedImageLoop(loop))
+        step()
+        wait_for(device)
+        return step
+
+    rungs = [
+        Rung(PLAIN, "", pair.plain.step),
+        Rung(CAPTURED, "the step is replayed as a graph", uncaptured or plain.step),
+        Rung(OUR_LOADER, "this library's loader", partial(on_our_batches, plain)),
+        Rung(FUSED, "the fused update of SGD", attempt(fused_step)),
+        Rung(OURS, "this library's model and training step", pair.our_step),
+    ]
+    _, rows, samples = climb(loops, rungs, options.ladder_s, options.steps_in_a_row)
+    frames.append(samples)
+    return rows
 
 
 def _products_row(loops: PairedLoops, name: str, timing: Timing, alone: ProductsAlone | str) -> Row:
