@@ -122,7 +122,7 @@ def test_the_rungs_of_the_plain_model_compute_the_same_loss():
     for block in rounded.blocks:
         block.register_forward_hook(lambda block, inputs, output: streams.append((inputs[0].dtype, output.dtype)))
     with torch.autocast("cpu", torch.bfloat16):
-        assert float(rounded(inputs, targets)) == pytest.approx(float(loss), rel=1e-2)
+        assert rounded(inputs, targets).item() == pytest.approx(loss.item(), rel=1e-2)
     assert streams == [(torch.bfloat16, torch.bfloat16)] * CONFIG.layers
     assert with_weights_of(ours, loss_kernel=True)(inputs).shape == (4, 8, 64)
 
