@@ -33,7 +33,7 @@ from hyperion.experiments.baselines.plain_loops import (
     wait_for,
 )
 from hyperion.experiments.baselines.products_alone import ProductsAlone, products_of, time_alone
-from hyperion.experiments.baselines.speed_ladder import Rung, attempt, climb
+from hyperion.experiments.baselines.speed_ladder import Rung, attempt, ladder_rows, time_rungs
 from hyperion.measure import FORMATS, Timing, time_interleaved
 from hyperion.models import resnet18
 from hyperion.results import Row
@@ -330,8 +330,9 @@ def _climbed(pair: _Pair, frames: list[pd.DataFrame]) -> list[Row]:
         Rung(FUSED, "the fused update of SGD", attempt(fused_step)),
         Rung(OURS, "this library's model and training step", pair.our_step),
     ]
-    _, rows, samples = climb(loops, rungs, options.ladder_s, options.steps_in_a_row)
-    frames.append(samples)
+    timings = attempt(partial(time_rungs, device, rungs, options.ladder_s, options.steps_in_a_row))
+    rows, samples = ladder_rows(loops, rungs, timings)
+    frames += samples
     return rows
 
 

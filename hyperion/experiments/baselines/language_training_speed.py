@@ -59,7 +59,7 @@ from hyperion.experiments.baselines.plain_loops import (
     with_weights_of,
 )
 from hyperion.experiments.baselines.products_alone import one_pass, products_of
-from hyperion.experiments.baselines.speed_ladder import Rung, attempt, climb
+from hyperion.experiments.baselines.speed_ladder import Rung, attempt, ladder_rows, time_rungs
 from hyperion.hardware import Device
 from hyperion.kernels.token_loss import HAS_TRITON, padded_classes
 from hyperion.measure import FORMATS, PeakMemoryRegion, Timing, time_interleaved
@@ -263,12 +263,17 @@ def _compared(
     if options.compiled:
         rows += loops.first_steps({name: loop.first_s for name, loop in started.items()})
     report(3, 4, "steps of the speed ladder, alternately")
-    climbed, more = _climbed(options, loops, tokens, started, how)
+    climbed, more = _climbed(options, loops, tokens, started, timings, how)
     return rows + climbed, pd.concat(frames + more, ignore_index=True)
 
 
 def _climbed(
-    options: LanguageTrainingSpeedOptions, loops: PairedLoops, tokens: np.ndarray, started: dict[str, _Loop], how: dict
+    options: LanguageTrainingSpeedOptions,
+    loops: PairedLoops,
+    tokens: np.ndarray,
+    started: dict[str, _Loop],
+    timings: dict[str, Timing],
+    how: dict,
 ) -> tuple[list[Row], list[pd.DataFrame]]:
     """Build the rungs between both loops, time all rungs alternately, and compare the losses of the new rungs.
 
@@ -277,17 +282,23 @@ def _climbed(
         loops: makes the rows that compare the loops.
         tokens: token ids of the training split.
         started: both loops, which have run the steps of the comparison.
+        timings: timings of both loops. If no other rung runs on this device, nothing is timed again.
         how: further params of the row that compares this library's loop with the captured plain loop.
+
+    Returns:
+        (rows, tables of samples).
     """
     between, rungs = _rungs(options, loops, tokens, started)
-    timings, rows, samples = climb(loops, rungs, options.ladder_s, options.steps_in_a_row)
-    frames, context, name = [samples], loops.context, loops.work.name
+    context, name, work = loops.context, loops.work.name, loops.work
+    climb = partial(time_rungs, context.device, rungs, options.ladder_s, options.steps_in_a_row)
+    climbed = attempt(climb) if between else timings
+    rows, frames = ladder_rows(loops, rungs, climbed)
     shared, ratio = loops.of(CAPTURED), loops.of(OURS)
     ratio["params"] |= {"over": CAPTURED} | how
-    if CAPTURED in timings:
-        work, timing = loops.work, timings[CAPTURED]
+    if CAPTURED in between and not isinstance(climbed, str):
+        timing = climbed[CAPTURED]
         rows += speed_rows(context, name, work.item, work.items, timing, work.flops, work.least_flops, shared)
-        rows.append(speedup_row(context, name, timings[OURS], timing, NO_SPEEDUP_LIMIT, **ratio))
+        rows.append(speedup_row(context, name, climbed[OURS], timing, NO_SPEEDUP_LIMIT, **ratio))
         rows += loops.first_steps({CAPTURED: between[CAPTURED].first_s})
         frames.append(sample_frame(timing, name, loops.dtype, shared["params"]).assign(kind="step, loader included"))
     else:

@@ -4,9 +4,8 @@ A step of the list is called a rung. The steps of all rungs are timed alternatel
 them. The ratio of the times of a rung and of the rung before it is what the change of this rung gains, at this place in the list.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TypeVar
 
 import pandas as pd
@@ -14,12 +13,12 @@ import torch
 
 from hyperion.chapter.rows import out_of_memory_reason, sample_frame, speedup_row, timed_row
 from hyperion.experiments.baselines.plain_loops import PairedLoops
+from hyperion.hardware import Device
 from hyperion.measure import Timing, time_interleaved
 from hyperion.results import Row
 from hyperion.workloads.training_rows import NO_SPEEDUP_LIMIT, flops_floor
 
-# Number of samples of each rung at least. Each sample is the mean of several steps, and five of them take a few seconds where a
-# step of all rungs takes a third of a second.
+# Least number of samples of each rung. A sample is the mean of several steps in a row, so five samples contain many steps.
 _SAMPLES = 5
 Built = TypeVar("Built")
 
@@ -41,7 +40,7 @@ class Rung:
 
 
 def attempt(build: Callable[[], Built]) -> Built | str:
-    """Build a rung: return the result of `build`, or the reason why PyTorch refused to capture or to run the step."""
+    """Return the result of `build`, which builds or times rungs, or the reason why PyTorch refused to capture or run a step."""
     try:
         return build()
     except torch.OutOfMemoryError as error:
@@ -50,44 +49,58 @@ def attempt(build: Callable[[], Built]) -> Built | str:
         return f"PyTorch refused the step: {str(error).splitlines()[0]}"
 
 
-def climb(
-    loops: PairedLoops, rungs: Sequence[Rung], time_limit_s: float, steps_in_a_row: int
-) -> tuple[dict[str, Timing], list[Row], pd.DataFrame]:
-    """Time the steps of all rungs alternately.
+def time_rungs(device: Device, rungs: Sequence[Rung], time_limit_s: float, steps_in_a_row: int) -> dict[str, Timing]:
+    """Time the steps of all rungs that can run alternately. Return their timings by name.
 
     Args:
-        loops: makes the rows that compare the loops.
+        device: device of the rungs.
         rungs: the rungs, from the plain loop to this library's loop. Each one that can run has run at least one step.
         time_limit_s: seconds of timing. There are at least `_SAMPLES` samples of each rung, even if they take longer.
         steps_in_a_row: number of steps of a sample.
 
-    Returns:
-        (timings by the name of the rung, rows, samples). Each rung has a row with its step time, or with the reason why there is
-        none. Each rung after the first that was timed has a row with its speed-up over the last rung before it that was timed.
+    Raises:
+        torch.OutOfMemoryError: the loops do not fit into memory together. A graph does not free its memory.
+    """
+    present = {rung.name: rung.step for rung in rungs if not isinstance(rung.step, str)}
+    timings = time_interleaved(
+        list(present.values()),
+        device,
+        cold=False,
+        minimum_samples=_SAMPLES,
+        time_limit_s=time_limit_s,
+        back_to_back=steps_in_a_row,
+    )
+    return dict(zip(present, timings, strict=True))
+
+
+def ladder_rows(
+    loops: PairedLoops, rungs: Sequence[Rung], timings: Mapping[str, Timing] | str
+) -> tuple[list[Row], list[pd.DataFrame]]:
+    """Return the rows of the ladder and the samples of its steps.
+
+    Each rung has a row with its step time, or with the reason why there is none. Each rung that was timed, except the first,
+    also has a row with its speed-up over the last rung before it that was timed.
+
+    Args:
+        loops: makes the rows that compare the loops.
+        rungs: the rungs, from the plain loop to this library's loop.
+        timings: timings by the name of the rung, which alternated, or the reason why the rungs could not be timed.
     """
     context, work = loops.context, loops.work
-    present = {rung.name: rung.step for rung in rungs if not isinstance(rung.step, str)}
-    in_turn = partial(time_interleaved, cold=False, minimum_samples=_SAMPLES, time_limit_s=time_limit_s)
-    timings: dict[str, Timing] = {}
-    try:
-        measured = in_turn(list(present.values()), context.device, back_to_back=steps_in_a_row)
-        timings = dict(zip(present, measured, strict=True))
-    except torch.OutOfMemoryError as error:  # a graph keeps its memory, so the loops may not fit beside each other
-        rungs = [replace(rung, step=out_of_memory_reason(error)) for rung in rungs]
     rows, frames, before = [], [], ""
     floor = flops_floor(context.device, loops.dtype, work.least_flops * work.items)
     for rung in rungs:
         params = loops.params | {"rung": rung.name, "adds": rung.adds}
         columns = {"dtype": loops.dtype, "params": params, "data_source": loops.source}
-        if isinstance(rung.step, str):
-            rows.append(context.absent_row(work.name, "step_time_s", rung.step, **columns))
+        if isinstance(timings, str) or isinstance(rung.step, str):
+            reason = rung.step if isinstance(rung.step, str) else str(timings)
+            rows.append(context.absent_row(work.name, "step_time_s", reason, **columns))
             continue
         timing = timings[rung.name]
         rows.append(timed_row(context, work.name, "step_time_s", timing.estimate, timing, limit=floor, **columns))
-        frames.append(sample_frame(timing, work.name, loops.dtype, params))
+        frames.append(sample_frame(timing, work.name, loops.dtype, params).assign(kind="step of the ladder, loader included"))
         if before:
             columns["params"] = params | {"over": before}
             rows.append(speedup_row(context, work.name, timing, timings[before], NO_SPEEDUP_LIMIT, **columns))
         before = rung.name
-    samples = pd.concat(frames, ignore_index=True) if frames else pd.DataFrame()
-    return timings, rows, samples.assign(kind="step of the ladder, loader included")
+    return rows, frames
