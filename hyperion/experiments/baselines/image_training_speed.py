@@ -119,7 +119,6 @@ def run(context: Context, report: Report) -> Result:
                 pair = _Pair.build(context, options, image_set, prepared, batch)
                 rows += _parity(pair, frames)
                 rows += _speeds(pair, frames)
-                rows += _climbed(pair, frames)
                 del pair
             except torch.OutOfMemoryError as error:
                 name, reason = options.work(batch).name, out_of_memory_reason(error)
@@ -274,7 +273,10 @@ def _plain_losses(pair: _Pair, steps: int) -> list[float]:
 
 
 def _speeds(pair: _Pair, frames: list[pd.DataFrame]) -> list[Row]:
-    """Time the steps of all loops alternately, including their loaders. Then time each matrix product of the step by itself."""
+    """Time the steps of all loops alternately, including their loaders, and then those of the speed ladder.
+
+    Finally time each matrix product of the step by itself.
+    """
     options, loops, device = pair.options, pair.loops, pair.loops.context.device
     steps: dict[str, Callable[[], torch.Tensor]] = {OURS: pair.our_step, PLAIN: pair.plain.step}
     if pair.captured is not None:
@@ -296,6 +298,7 @@ def _speeds(pair: _Pair, frames: list[pd.DataFrame]) -> list[Row]:
         reason = why_not_captured(device, 1, loops.dtype)
         rows.append(loops.context.absent_row(loops.work.name, "speedup", reason, **columns))
     frames.append(samples)
+    rows += _climbed(pair, by_loop, frames)
     products, precision = products_of(loops.work, options.compiled), pair.engine.precision
     alone: ProductsAlone | str
     try:
@@ -306,32 +309,41 @@ def _speeds(pair: _Pair, frames: list[pd.DataFrame]) -> list[Row]:
     return rows + [_products_row(loops, name, timing, alone) for name, timing in by_loop.items()]
 
 
-def _climbed(pair: _Pair, frames: list[pd.DataFrame]) -> list[Row]:
-    """Time the steps of all rungs of the speed ladder alternately, including their loaders."""
-    options, loops, device = pair.options, pair.loops, pair.loops.context.device
-    plain = pair.plain if pair.captured is None else pair.captured
-    uncaptured = why_not_captured(device, 1, loops.dtype)
+def _climbed(pair: _Pair, timings: dict[str, Timing], frames: list[pd.DataFrame]) -> list[Row]:
+    """Time the steps of all rungs of the speed ladder alternately, including their loaders.
 
-    def on_our_batches(loop: PlainImageLoop | CapturedImageLoop) -> torch.Tensor:
-        images, labels = pair.batches.next_batch()
-        return loop.train_on(images.float(), labels)
+    Args:
+        pair: both loops.
+        timings: timings of the loops. If the plain step cannot be captured, no other rung runs, and nothing is timed again.
+        frames: list to which the samples are added.
+    """
+    options, loops, device, captured = pair.options, pair.loops, pair.loops.context.device, pair.captured
+    adds = {
+        PLAIN: "",
+        CAPTURED: "the step is replayed as a graph",
+        OUR_LOADER: "this library's loader",
+        FUSED: "the fused update of SGD",
+        OURS: "this library's model and training step",
+    }
+    steps: dict[str, Callable[[], torch.Tensor] | str] = {PLAIN: pair.plain.step, OURS: pair.our_step}
+    if captured is None:
+        steps |= dict.fromkeys((CAPTURED, OUR_LOADER, FUSED), why_not_captured(device, 1, loops.dtype))
+    else:
 
-    def fused_step() -> Callable[[], torch.Tensor]:
-        loop = pair.fresh_plain(options.plain_compiled, fused=True)
-        step = partial(on_our_batches, loop if uncaptured else CapturedImageLoop(loop))
-        step()
-        wait_for(device)
-        return step
+        def on_our_batches(loop: CapturedImageLoop) -> torch.Tensor:
+            images, labels = pair.batches.next_batch()
+            return loop.train_on(images.float(), labels)
 
-    rungs = [
-        Rung(PLAIN, "", pair.plain.step),
-        Rung(CAPTURED, "the step is replayed as a graph", uncaptured or plain.step),
-        Rung(OUR_LOADER, "this library's loader", partial(on_our_batches, plain)),
-        Rung(FUSED, "the fused update of SGD", attempt(fused_step)),
-        Rung(OURS, "this library's model and training step", pair.our_step),
-    ]
-    timings = attempt(partial(time_rungs, device, rungs, options.ladder_s, options.steps_in_a_row))
-    rows, samples = ladder_rows(loops, rungs, timings)
+        def fused() -> Callable[[], torch.Tensor]:
+            step = partial(on_our_batches, CapturedImageLoop(pair.fresh_plain(options.plain_compiled, fused=True)))
+            step()
+            wait_for(device)
+            return step
+
+        steps |= {CAPTURED: captured.step, OUR_LOADER: partial(on_our_batches, captured), FUSED: attempt(fused)}
+    rungs = [Rung(name, change, steps[name]) for name, change in adds.items()]
+    climb = partial(time_rungs, device, rungs, options.ladder_s, options.steps_in_a_row)
+    rows, samples = ladder_rows(loops, rungs, timings if captured is None else attempt(climb))
     frames += samples
     return rows
 

@@ -307,7 +307,7 @@ def _climbed(
     for rung, loop in between.items():
         parity, losses = _parity(options, loops, {rung: loop, PLAIN: started[PLAIN]})
         rows.append(parity)
-        frames.append(losses[losses["loop"] == rung])
+        frames.append(losses.query("loop == @rung"))
     return rows, frames
 
 

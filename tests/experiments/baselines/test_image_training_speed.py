@@ -16,7 +16,7 @@ from hyperion.experiments.baselines.image_training_speed import (
     _parity,
     run,
 )
-from hyperion.experiments.baselines.plain_loops import PlainImageLoop, copy_weights, plain_model
+from hyperion.experiments.baselines.plain_loops import CapturedImageLoop, PlainImageLoop, copy_weights, plain_model
 from hyperion.hardware import detect_cpu
 from hyperion.models import resnet18
 from hyperion.training import Precision
@@ -59,11 +59,11 @@ def test_both_do_the_same_work_and_take_turns(one_thread, tmp_path):
     assert speedup.value == pytest.approx(ours.value / plain.value, rel=1e-6)
     times = {row.params["rung"]: row for row in ladder if row.metric == "step_time_s"}
     assert list(times) == [PLAIN, CAPTURED, OUR_LOADER, FUSED, OURS]
-    assert {name: row.value_reason for name, row in times.items() if row.value is None} == {CAPTURED: "a CPU has no graphs"}
-    ratios = {(row.params["over"], row.params["rung"]): row for row in ladder if row.metric == "speedup"}
-    assert list(ratios) == [(PLAIN, OUR_LOADER), (OUR_LOADER, FUSED), (FUSED, OURS)]
-    for (before, rung), row in ratios.items():
-        assert row.value == pytest.approx(times[before].value / times[rung].value, rel=1e-6) and row.n >= 5
+    reasons = {name: row.value_reason for name, row in times.items() if row.value is None}
+    assert reasons == dict.fromkeys((CAPTURED, OUR_LOADER, FUSED), "a CPU has no graphs")
+    (whole,) = [row for row in ladder if row.metric == "speedup"]
+    assert (whole.params["over"], whole.params["rung"]) == (PLAIN, OURS)
+    assert whole.value == pytest.approx(speedup.value) and whole.n == speedup.n, "nothing is timed twice"
     for row, step in zip((row for row in result.rows if row.metric == "share"), (ours, plain), strict=True):
         alone_s = row.params["convolutions_s"] + row.params["classifier_s"]
         assert row.value == pytest.approx(alone_s * step.value / 8, rel=1e-3) and row.ci_low < row.value < row.ci_high
@@ -137,34 +137,63 @@ def test_the_plain_loop_shows_every_image_once_an_epoch_shifted_and_mirrored():
     assert min(rows) >= 12 and max(rows) <= 20 and {c < 16 for c in columns} == {True, False}
 
 
+class EagerGraph:
+    """Runs the captured step, where a CPU has no graphs."""
+
+    def __init__(self, step, batch, model, optimizer, sharing=None):
+        self.replay = step
+
+
+def pair_with_graphs(monkeypatch, tmp_path) -> _Pair:
+    """Return both loops, and let the experiment believe that this device captures steps."""
+    monkeypatch.setattr("hyperion.experiments.baselines.image_training_speed.why_not_captured", lambda *ignored: "")
+    monkeypatch.setattr("hyperion.experiments.baselines.plain_loops.StepGraph", EagerGraph)
+    context = toy_context("image_training_speed", SIZES, tmp_path)
+    return _Pair.build(context, ImageTrainingSpeedOptions.of(context), *datasets.images(context), batch=8)
+
+
 @pytest.mark.slow
+def test_each_rung_is_compared_with_the_one_before_it(one_thread, tmp_path, monkeypatch):
+    rows = _climbed(pair_with_graphs(monkeypatch, tmp_path), {}, [])
+    times = {row.params["rung"]: row for row in rows if row.metric == "step_time_s"}
+    assert list(times) == [PLAIN, CAPTURED, OUR_LOADER, FUSED, OURS]
+    ratios = {(row.params["over"], row.params["rung"]): row for row in rows if row.metric == "speedup"}
+    assert list(ratios) == [(PLAIN, CAPTURED), (CAPTURED, OUR_LOADER), (OUR_LOADER, FUSED), (FUSED, OURS)]
+    for (before, rung), row in ratios.items():
+        assert row.value == pytest.approx(times[before].value / times[rung].value, rel=1e-6) and row.n >= 5
+
+
 def test_each_rung_uses_the_loop_and_the_loader_that_it_names(one_thread, tmp_path, monkeypatch):
-    """Every step of a rung is recorded: which optimizer it updates, and from which loader its batch comes."""
-    seen = []
+    """Every step of a rung is recorded: its graph, its loader and the kind of its update."""
+    pair, seen = pair_with_graphs(monkeypatch, tmp_path), []
 
     def time_rungs(device, rungs, *ignored):
         for rung in rungs:
-            if not isinstance(rung.step, str):
-                seen.append(rung.name)
-                rung.step()
+            seen.append(f"rung {rung.name}")
+            rung.step()
         raise RuntimeError("not timed here")
 
     def noted(name, method):
         return lambda *args: (seen.append(name), method(*args))[1]
 
-    context = toy_context("image_training_speed", SIZES, tmp_path)
-    pair = _Pair.build(context, ImageTrainingSpeedOptions.of(context), *datasets.images(context), batch=8)
+    def update(optimizer):
+        seen.append("fused" if optimizer.param_groups[0]["fused"] else "default")
+
     monkeypatch.setattr("hyperion.experiments.baselines.image_training_speed.time_rungs", time_rungs)
+    monkeypatch.setattr(CapturedImageLoop, "train_on", noted("graph", CapturedImageLoop.train_on))
     monkeypatch.setattr(type(pair.batches), "next_batch", noted("our loader", type(pair.batches).next_batch))
     monkeypatch.setattr(PlainImageLoop, "next_batch", noted("plain loader", PlainImageLoop.next_batch))
-    monkeypatch.setattr(torch.optim.SGD, "step", noted("SGD", torch.optim.SGD.step))
-    _climbed(pair, [])
-    first = ["our loader", "SGD"]  # of the new loop
-    assert seen == [*first, PLAIN, "plain loader", "SGD", OUR_LOADER, "our loader", "SGD", FUSED, "our loader", "SGD"] + [
-        OURS,
-        "our loader",
-        "SGD",
+    monkeypatch.setattr(torch.optim.SGD, "step", update)
+    rows = _climbed(pair, {}, [])
+    assert " ".join(seen).split("rung ") == [
+        "our loader graph fused ",  # the first step of the new loop
+        f"{PLAIN} plain loader default ",
+        f"{CAPTURED} plain loader graph default ",
+        f"{OUR_LOADER} our loader graph default ",
+        f"{FUSED} our loader graph fused ",
+        f"{OURS} our loader fused",
     ]
+    assert {row.value_reason for row in rows} == {"PyTorch refused the step: not timed here"}
 
 
 @pytest.mark.gpu
