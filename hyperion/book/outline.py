@@ -26,6 +26,8 @@ SUMMARY = "benchmarks/summary.png"
 UNFOLDED_LINES = 12
 _REFERENCE_STEPS = ("model_steps", "batch_scaling")
 _BASELINES, _RATES = ("language_model", "image_classifier"), ("tokens_per_s", "images_per_s")
+# Experiments that compare this library's loop with plain loops, and the unit of their batch sizes in a label.
+_COMPARED = {"image_training_speed": "", "language_training_speed": " tokens"}
 # For each baseline, as (experiment, metric): the name of its measure of quality, and the split on which it is measured.
 _REACHED = {
     ("language_model", "perplexity_token"): ("perplexity per token", "valid"),
@@ -361,12 +363,19 @@ def _baselines(rows: list[Row]) -> Iterator[tuple[str, Row]]:
         elif row.experiment in _BASELINES and row.metric in _RATES and row.params.get("step") == "steady":
             batch = f"{row.params['batch']:,}{' tokens' if row.metric == 'tokens_per_s' else ''}"
             yield f"{row.variant}, steady training step, {row.dtype}, batch {batch}", row
-        elif (row.experiment, row.metric) == ("language_training_speed", "speedup"):
-            # Not so for images: the host limits their plain loop, so the ratio depends on the host.
-            compiled = " compiled" if row.params.get("plain_compiled", row.params["compiled"]) else ""
-            yield f"{row.variant}, training, batch {row.params['batch']:,} tokens: over a plain{compiled} loop", row
-        elif (row.experiment, row.metric, row.params.get("over")) == ("image_training_speed", "speedup", "plain, captured"):
-            yield f"{row.variant}, training, batch {row.params['batch']:,}: over the same plain loop in a graph", row
+        elif row.experiment in _COMPARED and row.metric == "speedup" and "rung" not in row.params:
+            yield from _over_a_plain_loop(row)
+
+
+def _over_a_plain_loop(row: Row) -> Iterator[tuple[str, Row]]:
+    """Yield (label, row) for the speed-up of this library's loop over a plain loop, if the host does not limit the plain loop."""
+    unit = _COMPARED[row.experiment]
+    label = f"{row.variant}, training, batch {row.params['batch']:,}{unit}"
+    if row.params.get("over") == "plain, captured":
+        yield f"{label}: over the same plain loop in a graph", row
+    elif unit:  # not so for images: the host limits their plain loop, so the ratio depends on the host
+        compiled = " compiled" if row.params.get("plain_compiled", row.params["compiled"]) else ""
+        yield f"{label}: over a plain{compiled} loop", row
 
 
 def _precise(rows: list[Row]) -> Iterator[tuple[str, Row]]:

@@ -9,6 +9,15 @@ from hyperion.results import Row
 from tests.book.made_up_learning import CORE, step_samples
 
 _STEPS_S = {"hyperion": 0.110, "plain": 0.126}
+_CAPTURED_S = 0.124
+# Step time and reason of each rung of the language model's ladder.
+LADDER = {
+    "plain": (0.126, ""),
+    "plain, captured": (0.124, ""),
+    "plain, bf16 stream": (None, "in fp32 the residual stream is not bfloat16"),
+    "plain, loss kernel": (0.116, ""),
+    "hyperion": (0.110, ""),
+}
 _ROOF = {"products_s": 0.078, "optimizer_s": 0.001, "logits_s": 0.003, "activations_s": 0.0092, "roof_s": 0.0912}
 _OWN_ROOF = {"products_s": 0.092, "roof_s": 0.1052} | {name: _ROOF[name] for name in ("optimizer_s", "logits_s", "activations_s")}
 _RATES = {
@@ -108,16 +117,35 @@ def language_speed_rows(limited):
             _OWN_ROOF | {"bandwidth_gb_s": 4400.0, "what": "of the roof of its own products"},
         ],
     )
-    for loop, seconds in _STEPS_S.items():
+    steps = _STEPS_S | ({"plain, captured": _CAPTURED_S} if limited else {})
+    for loop, seconds in steps.items():
         spread = {"ci_low": 0.99 * seconds, "ci_high": 1.01 * seconds, "limit_source": "no limit: toy"}
         rows.append(Row(**common, metric="step_time_s", value=seconds, params=base | {"loop": loop}, **spread))
-        for roof in roofs if limited else []:
+        for roof in roofs if limited and loop in _STEPS_S else []:
             share = roof["roof_s"] / seconds
             rows.append(Row(**common, metric="share", value=share, params=base | {"loop": loop} | roof))
-    ratio = _STEPS_S["plain"] / _STEPS_S["hyperion"]
+    for over in (loop for loop in steps if loop != "hyperion"):
+        rows.append(_ratio_row(common, steps[over] / steps["hyperion"], base | {"loop": "hyperion", "over": over}))
+    return rows + ladder_rows(common, base)
+
+
+def ladder_rows(common, base):
+    """Each rung's step time or the reason why it has none, and its ratio to the last rung before it that has one."""
+    rows, before = [], None
+    for rung, (seconds, reason) in LADDER.items():
+        params = base | {"rung": rung, "adds": f"what {rung} adds"}
+        spread = {"ci_low": 0.99 * seconds, "ci_high": 1.01 * seconds} if seconds else {"n": None}
+        columns = common | {"limit_source": "no limit: toy"} | spread
+        rows.append(Row(**columns, metric="step_time_s", value=seconds, value_reason=reason, params=params))
+        if seconds and before:
+            rows.append(_ratio_row(common, LADDER[before][0] / seconds, params | {"over": before}))
+        before = rung if seconds else before
+    return rows
+
+
+def _ratio_row(common, ratio, params):
     spread = {"ci_low": 0.99 * ratio, "ci_high": 1.01 * ratio, "limit_source": "no limit: a ratio"}
-    over = base | {"loop": "hyperion", "over": "plain"}
-    return [*rows, Row(**common, metric="speedup", value=ratio, params=over, **spread)]
+    return Row(**common, metric="speedup", value=ratio, params=params, **spread)
 
 
 def _losses(batches):

@@ -75,6 +75,18 @@ def test_a_ratio_over_a_loop_that_the_host_limits_is_no_headline():
     }
 
 
+def test_the_ratio_over_a_plain_loop_in_a_graph_is_a_headline_and_no_ratio_of_two_rungs_is():
+    shared = {"batch": 65536, "compiled": True}
+    rows = [row("language_training_speed", "lm", "speedup", 1.11, over="plain, captured", **shared)]
+    rows += [row("language_training_speed", "lm", "speedup", 1.02, over="plain", rung="plain, captured", **shared)]
+    rows += [row("image_training_speed", "resnet18", "speedup", 1.03, over="plain, captured", **shared | {"batch": 512})]
+    rows += [row("image_training_speed", "resnet18", "speedup", 1.2, over="plain, captured", rung="x", **shared | {"batch": 512})]
+    assert told(*rows) == {
+        "lm, training, batch 65,536 tokens: over the same plain loop in a graph": 1.11,
+        "resnet18, training, batch 512: over the same plain loop in a graph": 1.03,
+    }
+
+
 def test_the_format_of_a_training_is_the_one_that_speeds_it_up_most():
     rates = [
         row("precision_variants", "resnet18", "speedup", value, dtype, batch=512, over="fp32")

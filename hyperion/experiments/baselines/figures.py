@@ -426,13 +426,13 @@ PLOTS = (
     Plot(
         "language_speed",
         "language_training_speed",
-        "Step times of two training loops and of their roofs, and the losses of both loops.",
+        "Step times of training loops and of their roofs, and the losses of two loops.",
         figures_speed.language_speed,
     ),
     Plot(
         "image_speed",
         "image_training_speed",
-        "Images per second of two training loops, and the losses of both loops.",
+        "Images per second of training loops, and the losses of two loops.",
         figures_speed.image_training_speed,
     ),
     Plot("recovery", "recovery", "Phase of each fault, and the number of steps that were repeated.", recovery),

@@ -1,11 +1,14 @@
-"""Figures of training speed: this library's training loops compared with plain public training loops."""
+"""Figures and a table of training speed: this library's training loops compared with plain public training loops."""
+
+from collections.abc import Iterable
+from textwrap import fill
 
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from hyperion.errors import not_none
-from hyperion.figures.material import Material, items, measured
+from hyperion.figures.material import Material, items, measured, number
 from hyperion.figures.style import COLOURS, INK, add_notes, errors_of, new_figure, whole_numbers, write_at
 from hyperion.results import Row
 
@@ -25,6 +28,7 @@ _PARTS = {
     "logits": COLOURS[4],
     "optimizer": COLOURS[3],
 }
+_FACTORS = "Factors: the step time of a loop divided by that of this library."
 # Label of a share, by the parameter "what" of its row.
 _OWN = "of the roof of its own products"
 _ROOFS = {"of the step's roof": "roof", _OWN: "roof of its\nown products"}
@@ -32,7 +36,7 @@ _ROOFS = {"of the step's roof": "roof", _OWN: "roof of its\nown products"}
 
 def image_training_speed(material: Material) -> Figure | None:
     """Draw the images per second of the loops by batch size, the speed-ups, and the losses of two loops on the same batches."""
-    rows = measured(material.of("image_training_speed"))
+    rows = _of_loops(material, "image_training_speed")
     rates = [row for row in rows if row.metric == "images_per_s"]
     if not rates:
         return None
@@ -58,10 +62,10 @@ def _draw_alone(axes: Axes, batches: list[int], shares: list[Row]) -> None:
 
     Each matrix product was timed by itself. The time of the hypothetical step is the sum of these times.
     """
-    for number, (batch, params) in enumerate({row.params["batch"]: row.params for row in shares}.items()):
+    for index, (batch, params) in enumerate({row.params["batch"]: row.params for row in shares}.items()):
         place = batches.index(batch)
         rate = batch / sum(seconds for name, seconds in params.items() if name.endswith("_s"))
-        label = None if number else "only its matrix products"
+        label = None if index else "only its matrix products"
         axes.plot([place - 0.4, place + 0.4], [rate, rate], color=INK, linestyle="--", linewidth=1, label=label)
 
 
@@ -108,8 +112,8 @@ def _draw_losses(axes: Axes, samples: pd.DataFrame, item: str) -> None:
 
 
 def language_speed(material: Material) -> Figure | None:
-    """Draw the step time of both loops, the parts of their roofs, and the losses of both loops on the same batches."""
-    rows = measured(material.of("language_training_speed"))
+    """Draw the step times of the loops, the parts of their roofs, and the losses of two loops on the same batches."""
+    rows = _of_loops(material, "language_training_speed")
     times = {row.params["loop"]: row for row in rows if row.metric == "step_time_s"}
     if not {"plain", "hyperion"} <= times.keys():
         return None
@@ -117,8 +121,7 @@ def language_speed(material: Material) -> Figure | None:
     title = f"Training {ours.variant}, {ours.params['batch']:,} tokens a step"
     figure, (left, right) = new_figure(title, material.machine("language_training_speed"), 2)
     shares = [row for row in rows if row.metric == "share"]
-    ratio = next(row for row in rows if row.metric == "speedup")
-    _draw_steps(left, times, shares, ratio)
+    _draw_steps(left, times, shares, [row for row in rows if row.metric == "speedup"])
     _draw_losses(right, material.samples("language_training_speed"), "token")
     add_notes(figure, _notes(shares, compiled=ours.params["compiled"]))
     return figure
@@ -127,7 +130,7 @@ def language_speed(material: Material) -> Figure | None:
 def _notes(shares: list[Row], compiled: bool) -> list[str]:
     notes = [] if compiled else ["Neither loop is compiled here. Both run the same operators one by one."]
     if not shares:
-        return [*notes, "There is no roof, because this run has measured no ceilings."]
+        return [*notes, _FACTORS, "There is no roof, because this run has measured no ceilings."]
     params = {name: value for row in shares for name, value in row.params.items()}
     ways = (
         [f"all at the highest rate that this run has measured, {params['gemm_tflops']:.4g} TFLOPS"]
@@ -140,11 +143,37 @@ def _notes(shares: list[Row], compiled: bool) -> list[str]:
     return [
         *notes,
         f"A roof is the time of the matrix products ({' or '.join(ways)}) plus the time of all other bytes at the rate of the "
-        f"fastest stream, {params['bandwidth_gb_s']:.4g} GB/s. Percentages: each roof as a share of the step time.",
+        f"fastest stream, {params['bandwidth_gb_s']:.4g} GB/s. Percentages: each roof as a share of the step time. {_FACTORS}",
     ]
 
 
-def _draw_steps(axes: Axes, times: dict[str, Row], shares: list[Row], ratio: Row) -> None:
+def speed_ladder_table(rows: Iterable[Row]) -> pd.DataFrame:
+    """Return a table with one line for each rung of the speed ladder, at each batch size, with 95 % intervals.
+
+    A rung is a training step. It adds one change to the rung before it. The first rung is the plain loop, and the last one is
+    this library's loop. A rung that was not timed has the reason, and the next rung is compared with the last one that was timed.
+    """
+    ladder = [row for row in rows if "rung" in row.params]
+    ratios = {(row.params["batch"], row.params["rung"]): row for row in ladder if row.metric == "speedup"}
+    lines, first = [], {}
+    for row in (row for row in ladder if row.metric == "step_time_s"):
+        batch, ratio = row.params["batch"], ratios.get((row.params["batch"], row.params["rung"]))
+        line = {"batch": f"{batch:,}", "rung": row.params["rung"], "adds": row.params["adds"]}
+        if row.value is None:
+            lines.append(line | {"ms a step": "", "× the rung before": f"not timed: {row.value_reason}", "× plain": ""})
+            continue
+        gain = "" if ratio is None else f"{ratio.value:.3f} [{ratio.ci_low:.3f}, {ratio.ci_high:.3f}]"
+        whole = first.setdefault(batch, row.value) / row.value
+        lines.append(line | {"ms a step": number(1e3 * row.value, 4), "× the rung before": gain, "× plain": f"{whole:.3f}"})
+    return pd.DataFrame(lines)
+
+
+def _of_loops(material: Material, experiment: str) -> list[Row]:
+    """Return the rows with values that compare whole loops. The rows of the speed ladder have a table of their own."""
+    return [row for row in measured(material.of(experiment)) if "rung" not in row.params]
+
+
+def _draw_steps(axes: Axes, times: dict[str, Row], shares: list[Row], ratios: list[Row]) -> None:
     names, drawn = [], set()
     for what, name in _ROOFS.items():
         for row in [row for row in shares if row.params["what"] == what][:1]:
@@ -156,7 +185,7 @@ def _draw_steps(axes: Axes, times: dict[str, Row], shares: list[Row], ratio: Row
                 bottom, drawn = bottom + height, drawn | {part} if height else drawn
             _annotate(axes, len(names), bottom, f"{bottom:.3g} ms")
             names.append(name)
-    for loop in ("hyperion", "plain"):
+    for loop in (loop for loop in reversed(_LOOPS) if loop in times):
         row, (colour, label) = times[loop], _LOOPS[loop]
         at, height = len(names), 1e3 * not_none(row.value)
         errors = errors_of([row])
@@ -165,11 +194,11 @@ def _draw_steps(axes: Axes, times: dict[str, Row], shares: list[Row], ratio: Row
         of_loop = [share for share in shares if share.params["loop"] == loop]
         if of_loop:
             lines.append(", ".join(f"{100 * not_none(share.value):.0f} %" for share in of_loop))
-        if loop == "hyperion":
-            lines.insert(0, f"{ratio.value:.3f} × [{ratio.ci_low:.3f}, {ratio.ci_high:.3f}]")
+        for ratio in (ratio for ratio in ratios if ratio.params["over"] == loop):
+            lines[:0] = [f"{ratio.value:.3f} ×", f"[{ratio.ci_low:.3f}, {ratio.ci_high:.3f}]"]
         _annotate(axes, at, 1e3 * (row.ci_high or not_none(row.value)), "\n".join(lines))
         names.append(label)
-    axes.set_xticks(range(len(names)), names)
+    axes.set_xticks(range(len(names)), [name if "\n" in name else fill(name, 12) for name in names])
     axes.margins(y=0.5)
     axes.grid(axis="x", visible=False)
     axes.set(ylabel="ms per step", ylim=(0, None), title="Time of a step, loops timed alternately; 95 % interval")
@@ -178,4 +207,4 @@ def _draw_steps(axes: Axes, times: dict[str, Row], shares: list[Row], ratio: Row
 
 
 def _annotate(axes: Axes, x: float, y: float, text: str) -> None:
-    write_at(axes, text, (x, y), (0, 4), ha="center", fontsize=9, fontweight="bold")
+    write_at(axes, text, (x, y), (0, 4), ha="center", fontsize=8, fontweight="bold")

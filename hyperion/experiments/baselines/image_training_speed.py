@@ -1,6 +1,8 @@
 """Speed of this library's ResNet-18 training, compared with a plain public training loop on one device.
 
-The steps of both loops are timed alternately, so that a drift of the clock affects both loops.
+The steps of both loops are timed alternately, so that a drift of the clock affects both loops. The speed ladder (see
+`speed_ladder`) leads from the plain loop to this library's loop, and adds a graph, the loader and the optimizer one after the
+other.
 """
 
 import copy
@@ -8,6 +10,7 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 import pandas as pd
@@ -30,6 +33,7 @@ from hyperion.experiments.baselines.plain_loops import (
     wait_for,
 )
 from hyperion.experiments.baselines.products_alone import ProductsAlone, products_of, time_alone
+from hyperion.experiments.baselines.speed_ladder import Rung, attempt, ladder_rows, time_rungs
 from hyperion.measure import FORMATS, Timing, time_interleaved
 from hyperion.models import resnet18
 from hyperion.results import Row
@@ -42,6 +46,7 @@ from hyperion.workloads.workloads import CLASSES, ImageSizes, Workload, workload
 
 OF_PRODUCTS = "of its products alone"
 UNCOMPILED = "plain, not compiled"
+OUR_LOADER, FUSED = "plain, our loader", "plain, fused optimizer"
 _HOST_UNKNOWN = (
     "no prediction: the time that the plain loop loses because its host launches kernels one by one is not in any data sheet"
 )
@@ -61,6 +66,7 @@ class ImageTrainingSpeedOptions(Options):
         parity_steps: number of steps whose losses are compared.
         steps_in_a_row: number of steps that one loop runs before the other loop continues.
         time_limit_s: seconds of timing for each measurement.
+        ladder_s: seconds of timing of the speed ladder of each batch size.
         tolerance: not used. It exists because older stored runs have this option.
     """
 
@@ -74,6 +80,7 @@ class ImageTrainingSpeedOptions(Options):
     parity_steps: int
     steps_in_a_row: int
     time_limit_s: float
+    ladder_s: float = 1.0
     tolerance: float | None = None
 
     def work(self, batch: int) -> Workload:
@@ -135,7 +142,8 @@ class _Pair:
         batches: loader of this library's loop.
         plain: the plain loop.
         published: name of the library that defines the model of the plain loop.
-        fresh_plain: function that returns a new plain loop with the initial weights. Its model is not compiled.
+        fresh_plain: function that returns a new plain loop with the initial weights. Its arguments `compiled` and `fused` are
+            those of `PlainImageLoop`, and False by default.
         fresh_batches: function that returns a new loader that starts at the first batch.
         captured: the plain loop whose step runs as a CUDA graph. None if the step cannot be captured on this device.
     """
@@ -147,7 +155,7 @@ class _Pair:
     plain: PlainImageLoop
     captured: CapturedImageLoop | None
     published: str
-    fresh_plain: Callable[[], PlainImageLoop]
+    fresh_plain: Callable[..., PlainImageLoop]
     fresh_batches: Callable[[], ImageBatches]
 
     @classmethod
@@ -179,9 +187,9 @@ class _Pair:
         # A copy that is never trained: each new plain loop starts from these weights.
         weights = copy.deepcopy(other)
 
-        def fresh_plain(compiled: bool = False) -> PlainImageLoop:
+        def fresh_plain(compiled: bool = False, fused: bool = False) -> PlainImageLoop:
             return PlainImageLoop(
-                copy.deepcopy(weights), images, labels, image_set.augmentations, batch, rate, precision, device, compiled
+                copy.deepcopy(weights), images, labels, image_set.augmentations, batch, rate, precision, device, compiled, fused
             )
 
         plain, batches = fresh_plain(options.plain_compiled), fresh_batches()
@@ -268,7 +276,10 @@ def _plain_losses(pair: _Pair, steps: int) -> list[float]:
 
 
 def _speeds(pair: _Pair, frames: list[pd.DataFrame]) -> list[Row]:
-    """Time the steps of all loops alternately, including their loaders. Then time each matrix product of the step by itself."""
+    """Time the steps of all loops alternately, including their loaders, and then those of the speed ladder.
+
+    Finally time each matrix product of the step by itself.
+    """
     options, loops, device = pair.options, pair.loops, pair.loops.context.device
     steps: dict[str, Callable[[], torch.Tensor]] = {OURS: pair.our_step, PLAIN: pair.plain.step}
     if pair.captured is not None:
@@ -290,6 +301,7 @@ def _speeds(pair: _Pair, frames: list[pd.DataFrame]) -> list[Row]:
         reason = why_not_captured(device, 1, loops.dtype)
         rows.append(loops.context.absent_row(loops.work.name, "speedup", reason, **columns))
     frames.append(samples)
+    rows += _climbed(pair, by_loop, frames)
     products, precision = products_of(loops.work, options.compiled), pair.engine.precision
     alone: ProductsAlone | str
     try:
@@ -298,6 +310,45 @@ def _speeds(pair: _Pair, frames: list[pd.DataFrame]) -> list[Row]:
     except torch.OutOfMemoryError as error:  # both loops are still in memory; their timings are valid anyway
         alone = out_of_memory_reason(error)
     return rows + [_products_row(loops, name, timing, alone) for name, timing in by_loop.items()]
+
+
+def _climbed(pair: _Pair, timings: dict[str, Timing], frames: list[pd.DataFrame]) -> list[Row]:
+    """Time the steps of all rungs of the speed ladder alternately, including their loaders.
+
+    Args:
+        pair: both loops.
+        timings: timings of the loops. If the plain step cannot be captured, no other rung runs, and nothing is timed again.
+        frames: list to which the samples are added.
+    """
+    options, loops, device, captured = pair.options, pair.loops, pair.loops.context.device, pair.captured
+    adds = {
+        PLAIN: "",
+        CAPTURED: "the step is replayed as a graph",
+        OUR_LOADER: "this library's loader",
+        FUSED: "the fused update of SGD",
+        OURS: "this library's model and training step",
+    }
+    steps: dict[str, Callable[[], torch.Tensor] | str] = {PLAIN: pair.plain.step, OURS: pair.our_step}
+    if captured is None:
+        steps |= dict.fromkeys((CAPTURED, OUR_LOADER, FUSED), why_not_captured(device, 1, loops.dtype))
+    else:
+
+        def on_our_batches(loop: CapturedImageLoop) -> torch.Tensor:
+            images, labels = pair.batches.next_batch()
+            return loop.train_on(images.float(), labels)
+
+        def fused() -> Callable[[], torch.Tensor]:
+            step = partial(on_our_batches, CapturedImageLoop(pair.fresh_plain(options.plain_compiled, fused=True)))
+            step()
+            wait_for(device)
+            return step
+
+        steps |= {CAPTURED: captured.step, OUR_LOADER: partial(on_our_batches, captured), FUSED: attempt(fused)}
+    rungs = [Rung(name, change, steps[name]) for name, change in adds.items()]
+    climb = partial(time_rungs, device, rungs, options.ladder_s, options.steps_in_a_row)
+    rows, samples = ladder_rows(loops, rungs, timings if captured is None else attempt(climb))
+    frames += samples
+    return rows
 
 
 def _products_row(loops: PairedLoops, name: str, timing: Timing, alone: ProductsAlone | str) -> Row:

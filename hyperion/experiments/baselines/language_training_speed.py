@@ -25,6 +25,10 @@ memory stream. These bytes are counted:
 The roof leaves out gradients of activations, repeated reads in the forward pass, the statistics of norms and of attention, 16-bit
 copies of weights, the lookups of the embedding, and the launches of kernels. A kernel that fuses a norm or a GELU with a matrix
 product could be faster than this roof. Neither loop uses such a kernel.
+
+The speed ladder (see `speed_ladder`) leads from the plain loop to this library's loop. Its first change is a graph: the step of
+the plain loop is captured and replayed. The rungs between both loops train from the same weights on the same batches, and their
+losses are compared with those of the plain loop.
 """
 
 import math
@@ -41,21 +45,32 @@ from torch import Tensor, nn
 
 from hyperion.chapter.context import Context, Experiment, Forecast, Options, Report, Result
 from hyperion.chapter.efficiency import TRAINING_STEP, expected_share
-from hyperion.chapter.rows import out_of_memory_reason, sample_frame, stream_ceiling, timed_row
+from hyperion.chapter.rows import out_of_memory_reason, sample_frame, speedup_row, stream_ceiling, timed_row
 from hyperion.data.batches import LanguageBatches
 from hyperion.errors import not_none
-from hyperion.experiments.baselines.plain_loops import OURS, PLAIN, PairedLoops, PlainLanguageLoop, wait_for, with_weights_of
+from hyperion.experiments.baselines.plain_loops import (
+    CAPTURED,
+    OURS,
+    PLAIN,
+    CapturedLanguageLoop,
+    PairedLoops,
+    PlainLanguageLoop,
+    wait_for,
+    with_weights_of,
+)
 from hyperion.experiments.baselines.products_alone import one_pass, products_of
+from hyperion.experiments.baselines.speed_ladder import Rung, attempt, ladder_rows, time_rungs
 from hyperion.hardware import Device
-from hyperion.kernels.token_loss import padded_classes
+from hyperion.kernels.token_loss import HAS_TRITON, padded_classes
 from hyperion.measure import FORMATS, PeakMemoryRegion, Timing, time_interleaved
 from hyperion.models import TransformerConfig, TransformerLM
 from hyperion.results import Estimate, Row, ratio_estimate
 from hyperion.training import LanguageEngine, choose_precision, compile_options
+from hyperion.training.captured import why_not_captured
 from hyperion.units import GIB
 from hyperion.workloads import datasets
 from hyperion.workloads.reference_steps import NO_CEILINGS
-from hyperion.workloads.training_rows import memory_released
+from hyperion.workloads.training_rows import NO_SPEEDUP_LIMIT, memory_released, speed_rows
 from hyperion.workloads.twins import SCATTER_BF16
 from hyperion.workloads.workloads import (
     ADAMW_BYTES_A_PARAMETER,
@@ -71,6 +86,14 @@ from hyperion.workloads.workloads import (
 # single steps averages out, and a lasting difference remains. In a test over 200 steps of a small model, the use of bfloat16
 # changed the mean loss of a window by 0.2 %, and a 10 % higher learning rate changed the mean loss by 1.4 %.
 WINDOWS = 10
+BF16_STREAM, LOSS_KERNEL = "plain, bf16 stream", "plain, loss kernel"
+_ADDS = {
+    PLAIN: "",
+    CAPTURED: "the step is replayed as a graph",
+    BF16_STREAM: "the residual stream is bfloat16",
+    LOSS_KERNEL: "this library's loss kernel",
+    OURS: "this library's model and training step",
+}
 ROOF, OWN_ROOF = "of the step's roof", "of the roof of its own products"
 _NO_ROOF = "no roof: this run has measured no ceilings (01_hardware_exploration)"
 _FLOAT32, _PASSES_OF_A_BLOCK, _PASSES_OF_THE_HEAD = 4, 14, 3
@@ -93,6 +116,7 @@ class LanguageTrainingSpeedOptions(Options):
         tolerance: largest allowed relative difference between the mean losses of both loops in a window. The difference that the
             padded vocabulary explains is allowed in addition.
         time_limit_s: seconds of timing.
+        ladder_s: seconds of timing of the speed ladder.
     """
 
     model: str
@@ -107,6 +131,7 @@ class LanguageTrainingSpeedOptions(Options):
     steps_in_a_row: int
     tolerance: float
     time_limit_s: float
+    ladder_s: float = 1.0
 
     @property
     def sizes(self) -> LanguageSizes:
@@ -218,12 +243,13 @@ def _compared(
 ) -> tuple[list[Row], pd.DataFrame]:
     context, started = loops.context, {}
     for number, (name, build) in enumerate({OURS: _ours, PLAIN: _plain}.items()):
-        report(number, 3, f"first steps of the loop {name}")
+        report(number, 4, f"first steps of the loop {name}")
         started[name] = _start(options, loops, tokens, build)
-    report(2, 3, "steps of both loops, alternately")
+    report(2, 4, "steps of both loops, alternately")
     timings, products = _timed(options, loops, started)
     parity, losses = _parity(options, loops, started)
-    speeds, samples = loops.speeds(timings, {"replayed": started[OURS].replayed})
+    how = {"replayed": started[OURS].replayed}
+    speeds, samples = loops.speeds(timings, how)
     frames = [losses, samples]
     own: StepRoof | str
     if isinstance(products, Timing):
@@ -237,7 +263,92 @@ def _compared(
     rows = [parity, *speeds, *shares, *_memory_rows(loops, started)]
     if options.compiled:
         rows += loops.first_steps({name: loop.first_s for name, loop in started.items()})
-    return rows, pd.concat(frames, ignore_index=True)
+    report(3, 4, "steps of the speed ladder, alternately")
+    climbed, more = _climbed(options, loops, tokens, started, timings, how)
+    return rows + climbed, pd.concat(frames + more, ignore_index=True)
+
+
+def _climbed(
+    options: LanguageTrainingSpeedOptions,
+    loops: PairedLoops,
+    tokens: np.ndarray,
+    started: dict[str, _Loop],
+    timings: dict[str, Timing],
+    how: dict,
+) -> tuple[list[Row], list[pd.DataFrame]]:
+    """Build the rungs between both loops, time all rungs alternately, and compare the losses of the new rungs.
+
+    Args:
+        options: options of the experiment.
+        loops: makes the rows that compare the loops.
+        tokens: token ids of the training split.
+        started: both loops, which have run the steps of the comparison.
+        timings: timings of both loops. If no other rung runs on this device, nothing is timed again.
+        how: further params of the row that compares this library's loop with the captured plain loop.
+
+    Returns:
+        (rows, tables of samples).
+    """
+    between, rungs = _rungs(options, loops, tokens, started)
+    context, name, work = loops.context, loops.work.name, loops.work
+    climb = partial(time_rungs, context.device, rungs, options.ladder_s, options.steps_in_a_row)
+    climbed = attempt(climb) if between else timings
+    rows, frames = ladder_rows(loops, rungs, climbed)
+    shared, ratio = loops.of(CAPTURED), loops.of(OURS)
+    ratio["params"] |= {"over": CAPTURED} | how
+    if CAPTURED in between and not isinstance(climbed, str):
+        timing = climbed[CAPTURED]
+        rows += speed_rows(context, name, work.item, work.items, timing, work.flops, work.least_flops, shared)
+        rows.append(speedup_row(context, name, climbed[OURS], timing, NO_SPEEDUP_LIMIT, **ratio))
+        rows += loops.first_steps({CAPTURED: between[CAPTURED].first_s})
+        frames.append(sample_frame(timing, name, loops.dtype, shared["params"]).assign(kind="step, loader included"))
+    else:
+        reason = next(row.value_reason for row in rows if row.params["rung"] == CAPTURED)
+        rows.append(context.absent_row(name, "speedup", reason, **ratio))
+    for rung, loop in between.items():
+        parity, losses = _parity(options, loops, {rung: loop, PLAIN: started[PLAIN]})
+        rows.append(parity)
+        frames.append(losses.query("loop == @rung"))
+    return rows, frames
+
+
+def _rungs(
+    options: LanguageTrainingSpeedOptions, loops: PairedLoops, tokens: np.ndarray, started: dict[str, _Loop]
+) -> tuple[dict[str, _Loop], list[Rung]]:
+    """Build the rungs between both loops, and run the first step of each.
+
+    Returns:
+        (loops of the new rungs that run on this device, by name; all rungs of the ladder, with both loops).
+    """
+    context, device, dtype = loops.context, loops.context.device, loops.dtype
+    uncaptured = why_not_captured(device, 1, dtype)
+    between: dict[str, _Loop] = {}
+    rungs = [Rung(PLAIN, _ADDS[PLAIN], started[PLAIN].step)]
+    changes: dict[str, bool] = {}
+    sharing: CapturedLanguageLoop | None = None
+
+    def build(changed: dict[str, bool]) -> tuple[CapturedLanguageLoop, _Loop]:
+        train = CapturedLanguageLoop(_plain_loop(options, context, loops.work, **changed), sharing)
+        loop = _Loop(train.train_on, _batches(options, context, tokens))
+        loop.first_s = _seconds_of(loop.step, device)
+        return train, loop
+
+    for name, change, missing in (
+        (CAPTURED, {}, ""),
+        (BF16_STREAM, {"bf16_stream": True}, "" if dtype == "bf16" else f"in {dtype} the residual stream is not bfloat16"),
+        (LOSS_KERNEL, {"loss_kernel": True}, "" if HAS_TRITON else "Triton is not installed"),
+    ):
+        built = uncaptured or missing or attempt(partial(build, changes | change))
+        if not isinstance(built, str):
+            sharing, between[name] = built
+            changes |= change
+        rungs.append(Rung(name, _ADDS[name], built if isinstance(built, str) else built[1].step))
+    return between, [*rungs, Rung(OURS, _ADDS[OURS], started[OURS].step)]
+
+
+def _batches(options: LanguageTrainingSpeedOptions, context: Context, tokens: np.ndarray) -> LanguageBatches:
+    where = context.device.torch_device
+    return LanguageBatches(tokens, options.sequence_length, options.batch_size, context.seed, where)
 
 
 def _start(options: LanguageTrainingSpeedOptions, loops: PairedLoops, tokens: np.ndarray, build: Callable) -> _Loop:
@@ -250,9 +361,8 @@ def _start(options: LanguageTrainingSpeedOptions, loops: PairedLoops, tokens: np
     accelerator = device.kind != "cpu"
     # The first loop still holds its tensors while the second one is built. They are subtracted.
     before = torch.cuda.memory_allocated(device.torch_device) if accelerator else 0
-    batches = LanguageBatches(tokens, options.sequence_length, options.batch_size, context.seed, device.torch_device)
     train_on, engine = build(options, context, loops.work)
-    loop = _Loop(train_on, batches)
+    loop = _Loop(train_on, _batches(options, context, tokens))
     loop.first_s = _seconds_of(loop.step, device)
     with PeakMemoryRegion(device) as region:
         loop.step()
@@ -290,9 +400,14 @@ def _ours(
 def _plain(
     options: LanguageTrainingSpeedOptions, context: Context, work: Workload
 ) -> tuple[Callable[[Tensor, Tensor], Tensor], None]:
-    model = with_weights_of(cast(TransformerLM, work.model(context.device, context.seed)))
+    return _plain_loop(options, context, work).train_on, None
+
+
+def _plain_loop(options: LanguageTrainingSpeedOptions, context: Context, work: Workload, **changes: bool) -> PlainLanguageLoop:
+    """Return a new plain loop. `changes` are arguments of `PlainTransformer`."""
+    model = with_weights_of(cast(TransformerLM, work.model(context.device, context.seed)), **changes)
     precision = choose_precision(context.device, options.precision)
-    return PlainLanguageLoop(model, work.schedule, precision, context.device, options.compiled).train_on, None
+    return PlainLanguageLoop(model, work.schedule, precision, context.device, options.compiled)
 
 
 def _timed(
@@ -328,21 +443,31 @@ def _timed(
 
 
 def _parity(options: LanguageTrainingSpeedOptions, loops: PairedLoops, started: dict[str, _Loop]) -> tuple[Row, pd.DataFrame]:
-    """Compare the mean losses of both loops in each window of the steps that both loops have done.
+    """Compare the mean losses of a loop and of the plain loop in each window of the steps that both loops have done.
 
     A window is a number of consecutive steps. The value of the row is the largest relative difference of all windows. The plain
-    model pads the vocabulary from V to P classes. This raises the loss of the plain model by at most ln(P / V), compared with an
-    initial loss of ln V. The tolerance allows this difference. The remaining part of the tolerance is for rounding.
+    model pads the vocabulary from V to P classes. This raises its loss by at most ln(P / V), compared with the initial loss ln V
+    of this library's model. The tolerance for this library's loop allows this difference. The remaining part of the tolerance is
+    for rounding.
+
+    Args:
+        options: options of the experiment.
+        loops: makes the row.
+        started: the plain loop and one other loop, by name.
     """
-    classes = not_none(loops.work.config).vocab_size
-    tolerance = options.tolerance + math.log(padded_classes(classes) / classes) / math.log(classes)
+    name, tolerance = next(name for name in started if name != PLAIN), options.tolerance
+    if name == OURS:
+        classes = not_none(loops.work.config).vocab_size
+        tolerance += math.log(padded_classes(classes) / classes) / math.log(classes)
     # The loops may have done different numbers of steps. Only common steps are compared.
     steps = min(len(loop.losses) for loop in started.values())
     curves = {name: torch.stack(loop.losses[:steps]).float().cpu().numpy() for name, loop in started.items()}
-    means = {name: np.array([part.mean() for part in np.array_split(curve, WINDOWS)]) for name, curve in curves.items()}
-    difference = float(np.max(np.abs(means[OURS] / means[PLAIN] - 1)))
-    how = f"mean loss of each of {WINDOWS} windows of the steps; {SCATTER_BF16}"
-    return loops.parity(steps, difference, how, tolerance), loops.curves_frame(curves)
+    means = {
+        name: np.array([part.mean() for part in np.array_split(curve, min(WINDOWS, steps))]) for name, curve in curves.items()
+    }
+    difference = float(np.max(np.abs(means[name] / means[PLAIN] - 1)))
+    how = f"mean loss of each of {min(WINDOWS, steps)} windows of the steps; {SCATTER_BF16}"
+    return loops.parity(steps, difference, how, tolerance, of=name), loops.curves_frame(curves)
 
 
 def _share_row(loops: PairedLoops, name: str, timing: Timing, what: str, roof: "StepRoof | str") -> Row:

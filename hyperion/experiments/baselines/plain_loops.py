@@ -6,7 +6,7 @@ Shape suffixes are the same as in hyperion.models.transformer. P is the vocabula
 that rows of the logits are aligned in memory. The padded classes take part in the softmax but are never a target.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -22,7 +22,7 @@ from hyperion.chapter.rows import sample_frame, speedup_row
 from hyperion.data import channel_statistics
 from hyperion.data.images.device_images import require_form
 from hyperion.hardware import Device
-from hyperion.kernels.token_loss import padded_classes
+from hyperion.kernels.token_loss import padded_classes, token_loss
 from hyperion.measure import Timing
 from hyperion.models import TransformerConfig, TransformerLM, resnet18
 from hyperion.results import Row
@@ -70,8 +70,8 @@ class PlainImageLoop:
     """A plain training loop for a ResNet-18.
 
     All images are on the device, as normalised float32. Batches are drawn and augmented by indexing. The loop uses autocast, the
-    channels-last memory format, torch.compile, and torch.optim.SGD with its default implementation, which on a GPU updates all
-    parameters with a few kernels. The loop never reads a loss, so it never waits for the device.
+    channels-last memory format, torch.compile, and torch.optim.SGD. By default it uses the default implementation of SGD, which
+    on a GPU updates all parameters with a few kernels. The loop never reads a loss, so it never waits for the device.
 
     Args:
         model: a ResNet-18 on the CPU.
@@ -83,6 +83,7 @@ class PlainImageLoop:
         precision: number format of the training.
         device: device of the training.
         compiled: whether to compile the model.
+        fused: whether one kernel updates the parameters. If False, PyTorch chooses the implementation.
     """
 
     def __init__(
@@ -96,6 +97,7 @@ class PlainImageLoop:
         precision: Precision,
         device: Device,
         compiled: bool,
+        fused: bool = False,
     ):
         require_form(images, labels)
         where = torch.device(device.torch_device)
@@ -105,7 +107,8 @@ class PlainImageLoop:
         # torch declares no overload with memory_format.
         self.model = model.to(where, memory_format=torch.channels_last).train()  # pyright: ignore[reportCallIssue]
         self.forward = torch.compile(self.model) if compiled else self.model
-        self.optimizer = torch.optim.SGD(self.model.parameters(), learning_rate, momentum=_MOMENTUM, nesterov=True)
+        parameters = self.model.parameters()
+        self.optimizer = torch.optim.SGD(parameters, learning_rate, momentum=_MOMENTUM, nesterov=True, fused=fused or None)
         self.augment, self.batch, self.precision, self.device = augment, batch, precision, device
         self.order, self.position = torch.randperm(len(labels), device=where), 0
 
@@ -152,8 +155,56 @@ def _cropped(images: Tensor) -> Tensor:
     return padded[image, channel, rows[:, None, :, None], columns[:, None, None, :]]
 
 
+class StepGraph:
+    """A training step of a plain loop as a graph, captured as PyTorch's documentation of CUDA graphs describes it.
+
+    The capture does not change weights, running statistics or random generators.
+
+    Args:
+        step: function that runs one optimizer step on a batch and returns the loss, on a GPU.
+        batch: tensors with the shapes of all batches.
+        model, optimizer: the model and the optimizer that the step modifies.
+        sharing: another graph, whose memory this graph uses too. Both graphs must be replayed on the same stream. None gives the
+            graph its own memory.
+    """
+
+    def __init__(
+        self,
+        step: Callable[..., Tensor],
+        batch: Sequence[Tensor],
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        sharing: "StepGraph | None" = None,
+    ):
+        self._batch = [part.clone(memory_format=torch.preserve_format) for part in batch]
+        # The allocator reuses memory only on the stream that freed it.
+        self._stream = torch.cuda.Stream() if sharing is None else sharing._stream
+        self._graph = torch.cuda.CUDAGraph()
+        with restored(model, optimizer, ()):
+            # The side stream must not read the weights before earlier work on the current stream has written them.
+            self._stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(self._stream):  # warm-up steps compile code and allocate the state of the optimizer
+                for _ in range(WARM_UP_STEPS):
+                    step(*self._batch)
+            # The current stream continues only after the warm-up steps, whose changes `restored` then reverts.
+            torch.cuda.current_stream().wait_stream(self._stream)
+        # Two graphs may share memory here, because nothing that a replay leaves in it is read after the next replay begins.
+        pool = None if sharing is None else sharing._graph.pool()
+        # With "thread_local", only unsafe calls of this thread invalidate the capture, not those of other threads.
+        with torch.cuda.graph(self._graph, pool=pool, stream=self._stream, capture_error_mode="thread_local"):
+            self._loss = step(*self._batch)
+
+    def replay(self, *batch: Tensor) -> Tensor:
+        """Run the step on a batch. Return the loss before the update."""
+        # A graph reads its inputs at fixed addresses, so each batch is copied there before the replay.
+        for own, part in zip(self._batch, batch, strict=True):
+            own.copy_(part)
+        self._graph.replay()
+        return self._loss.clone()  # the next replay overwrites the original
+
+
 class CapturedImageLoop:
-    """A plain loop for a ResNet-18 whose step is captured as a graph, as PyTorch's documentation of CUDA graphs describes it.
+    """A plain loop for a ResNet-18 whose step is captured as a graph.
 
     The graph contains the step and not the loader. The host launches the graph once per step, so it does not limit the speed of
     small batches. A comparison with the plain loop shows how much time a graph saves without any other change.
@@ -164,34 +215,13 @@ class CapturedImageLoop:
 
     def __init__(self, loop: PlainImageLoop):
         self.loop = loop
-        self._graph: torch.cuda.CUDAGraph | None = None
+        self._graph: StepGraph | None = None
 
     def train_on(self, images: Tensor, labels: Tensor) -> Tensor:
         """Run one optimizer step. Return the loss before the update. The first call captures the step."""
         if self._graph is None:
-            self._graph = self._capture(images, labels)
-        # A graph reads its inputs at fixed addresses, so each batch is copied there before the replay.
-        self._images.copy_(images)
-        self._labels.copy_(labels)
-        self._graph.replay()
-        return self._loss.clone()  # the next replay overwrites the original
-
-    def _capture(self, images: Tensor, labels: Tensor) -> torch.cuda.CUDAGraph:
-        """Capture the step. Weights, running statistics and random generators keep their values."""
-        self._images, self._labels = images.clone(memory_format=torch.preserve_format), labels.clone()
-        side, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
-        with restored(self.loop.model, self.loop.optimizer, ()):
-            # The side stream must not read the weights before earlier work on the current stream has written them.
-            side.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(side):  # warm-up steps compile code and allocate the state of the optimizer
-                for _ in range(WARM_UP_STEPS):
-                    self.loop.train_on(self._images, self._labels)
-            # The current stream continues only after the warm-up steps, whose changes `restored` then reverts.
-            torch.cuda.current_stream().wait_stream(side)
-        # With "thread_local", only unsafe calls of this thread invalidate the capture, not those of other threads.
-        with torch.cuda.graph(graph, stream=side, capture_error_mode="thread_local"):
-            self._loss = self.loop.train_on(self._images, self._labels)
-        return graph
+            self._graph = StepGraph(self.loop.train_on, (images, labels), self.loop.model, self.loop.optimizer)
+        return self._graph.replay(images, labels)
 
     def step(self) -> Tensor:
         """Run one optimizer step on the next batch. Return the loss before the update."""
@@ -219,10 +249,17 @@ class PlainBlock(nn.Module):
 
 
 class PlainTransformer(nn.Module):
-    """A GPT-2 with P classes. The head shares its weight with the token embedding."""
+    """A GPT-2 with P classes. The head shares its weight with the token embedding.
 
-    def __init__(self, config: TransformerConfig):
+    Args:
+        config: shape of the model. P follows from its vocabulary.
+        bf16_stream: whether the residual stream is bfloat16. If False, it has the dtype of the embeddings.
+        loss_kernel: whether `hyperion.kernels.token_loss` computes the loss. If False, the cross-entropy of PyTorch is used.
+    """
+
+    def __init__(self, config: TransformerConfig, bf16_stream: bool = False, loss_kernel: bool = False):
         super().__init__()
+        self.bf16_stream, self.loss_kernel = bf16_stream, loss_kernel
         self.classes = padded_classes(config.vocab_size)
         self.tokens = nn.Embedding(self.classes, config.width)
         self.positions = nn.Embedding(config.context, config.width)
@@ -235,23 +272,32 @@ class PlainTransformer(nn.Module):
         """Return logits_BTP, or the mean negative log-likelihood in nats if targets are given."""
         positions_T = torch.arange(inputs_BT.shape[1], device=inputs_BT.device)
         x_BTD = self.tokens(inputs_BT) + self.positions(positions_T)
+        if self.bf16_stream:
+            x_BTD = x_BTD.bfloat16()
         for block in self.blocks:
             x_BTD = block(x_BTD)
-        logits_BTP = self.head(self.norm(x_BTD))
+        x_BTD = self.norm(x_BTD)
+        if self.loss_kernel and targets_BT is not None:
+            return token_loss(x_BTD.flatten(0, 1), self.head.weight, targets_BT.flatten()).mean()
+        logits_BTP = self.head(x_BTD)
         if targets_BT is None:
             return logits_BTP
         return F.cross_entropy(logits_BTP.view(-1, self.classes), targets_BT.reshape(-1))
 
 
 @torch.no_grad()
-def with_weights_of(source: TransformerLM) -> PlainTransformer:
+def with_weights_of(source: TransformerLM, bf16_stream: bool = False, loss_kernel: bool = False) -> PlainTransformer:
     """Return a plain model with the weights of `source`.
 
     The plain model has the device and dtype of `source`. The embedding rows of padded tokens are zero.
+
+    Args:
+        source: the model whose weights are copied.
+        bf16_stream, loss_kernel: as for `PlainTransformer`.
     """
     weight = source.token_embedding.weight
     with torch.device(weight.device):
-        plain = PlainTransformer(source.config).to(weight.dtype)
+        plain = PlainTransformer(source.config, bf16_stream, loss_kernel).to(weight.dtype)
     plain.tokens.weight.zero_()[: len(weight)] = weight
     pairs = [(plain.positions, source.position_embedding), (plain.norm, source.final_norm)]
     for block, theirs in zip(plain.blocks, cast(Iterable[Any], source.blocks), strict=True):
@@ -298,6 +344,10 @@ class PlainLanguageLoop:
         self.steps += 1
         for group in self.optimizer.param_groups:
             group["lr"] = self.schedule(self.steps)
+        return self.update(inputs_BT, targets_BT)
+
+    def update(self, inputs_BT: Tensor, targets_BT: Tensor) -> Tensor:
+        """Run one optimizer step with the present learning rate. Return the loss before the update."""
         with self.precision.autocast(self.device):
             loss = self.forward(inputs_BT, targets_BT)
         loss.backward()
@@ -305,6 +355,36 @@ class PlainLanguageLoop:
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         return loss.detach()
+
+
+class CapturedLanguageLoop:
+    """A plain loop for a GPT-2 whose step is captured as a graph: forward pass, backward pass, clipping and update.
+
+    The graph reads the learning rate from a tensor, so that the schedule can change it. For this the optimizer has the option
+    `capturable`. Nothing else differs from the plain loop.
+
+    Args:
+        loop: the plain loop, on a GPU. From now on, only this object may do steps.
+        sharing: another captured loop that has done its first step. Both loops then use the same memory for activations and
+            gradients. None gives this loop its own memory.
+    """
+
+    def __init__(self, loop: PlainLanguageLoop, sharing: "CapturedLanguageLoop | None" = None):
+        self.loop, self._sharing = loop, sharing
+        self.learning_rate = torch.tensor(loop.schedule(1), device=loop.device.torch_device)
+        for group in loop.optimizer.param_groups:
+            group.update(lr=self.learning_rate, capturable=True)
+        self._graph: StepGraph | None = None
+
+    def train_on(self, inputs_BT: Tensor, targets_BT: Tensor) -> Tensor:
+        """Run one optimizer step. Return the loss before the update. The first call captures the step."""
+        loop = self.loop
+        if self._graph is None:
+            shared = None if self._sharing is None else self._sharing._graph
+            self._graph = StepGraph(loop.update, (inputs_BT, targets_BT), loop.model, loop.optimizer, shared)
+        loop.steps += 1
+        self.learning_rate.fill_(loop.schedule(loop.steps))
+        return self._graph.replay(inputs_BT, targets_BT)
 
 
 def wait_for(device: Device) -> None:

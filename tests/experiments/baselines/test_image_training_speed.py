@@ -5,15 +5,18 @@ import torch
 
 from hyperion.experiments.baselines.image_training_speed import (
     CAPTURED,
+    FUSED,
+    OUR_LOADER,
     OURS,
     PLAIN,
     UNCOMPILED,
     ImageTrainingSpeedOptions,
+    _climbed,
     _Pair,
     _parity,
     run,
 )
-from hyperion.experiments.baselines.plain_loops import PlainImageLoop, copy_weights, plain_model
+from hyperion.experiments.baselines.plain_loops import CapturedImageLoop, PlainImageLoop, copy_weights, plain_model
 from hyperion.hardware import detect_cpu
 from hyperion.models import resnet18
 from hyperion.training import Precision
@@ -31,6 +34,7 @@ SIZES = {
     "parity_steps": 4,
     "steps_in_a_row": 1,
     "time_limit_s": 0.05,
+    "ladder_s": 0.02,
 }
 
 
@@ -44,13 +48,22 @@ def own_data(tmp_path_factory):
 @pytest.mark.slow
 def test_both_do_the_same_work_and_take_turns(one_thread, tmp_path):
     result = perform(toy_context("image_training_speed", SIZES, tmp_path), tmp_path)
-    by_metric = {metric: [row for row in result.rows if row.metric == metric] for metric in ("images_per_s", "speedup")}
+    ladder = [row for row in result.rows if "rung" in row.params]
+    both = [row for row in result.rows if row not in ladder]
+    by_metric = {metric: [row for row in both if row.metric == metric] for metric in ("images_per_s", "speedup")}
     ours, plain = by_metric["images_per_s"]
     assert (ours.params["loop"], plain.params["loop"]) == (OURS, PLAIN) and ours.n == plain.n >= 30
     speedup, over_captured = by_metric["speedup"]
     assert over_captured.params["over"] == CAPTURED and over_captured.value_reason == "a CPU has no graphs"
     assert speedup.params["over"] == PLAIN and not speedup.params["replayed"]
     assert speedup.value == pytest.approx(ours.value / plain.value, rel=1e-6)
+    times = {row.params["rung"]: row for row in ladder if row.metric == "step_time_s"}
+    assert list(times) == [PLAIN, CAPTURED, OUR_LOADER, FUSED, OURS]
+    reasons = {name: row.value_reason for name, row in times.items() if row.value is None}
+    assert reasons == dict.fromkeys((CAPTURED, OUR_LOADER, FUSED), "a CPU has no graphs")
+    (whole,) = [row for row in ladder if row.metric == "speedup"]
+    assert (whole.params["over"], whole.params["rung"]) == (PLAIN, OURS)
+    assert whole.value == pytest.approx(speedup.value) and whole.n == speedup.n, "nothing is timed twice"
     for row, step in zip((row for row in result.rows if row.metric == "share"), (ours, plain), strict=True):
         alone_s = row.params["convolutions_s"] + row.params["classifier_s"]
         assert row.value == pytest.approx(alone_s * step.value / 8, rel=1e-3) and row.ci_low < row.value < row.ci_high
@@ -72,7 +85,8 @@ def test_products_that_find_no_memory_leave_a_reason(one_thread, tmp_path, monke
     result = run(toy_context("image_training_speed", SIZES, tmp_path), lambda *progress: None)
     reasons = [row.value_reason for row in result.rows if row.metric == "share"]
     assert reasons == ["out of memory: no room for the operands"] * 2
-    timed = [row for row in result.rows if row.metric in ("images_per_s", "speedup") and row.params.get("over") != CAPTURED]
+    both = [row for row in result.rows if "rung" not in row.params and row.params.get("over") != CAPTURED]
+    timed = [row for row in both if row.metric in ("images_per_s", "speedup")]
     assert len(timed) == 3 and all(row.value for row in timed)
 
 
@@ -121,6 +135,74 @@ def test_the_plain_loop_shows_every_image_once_an_epoch_shifted_and_mirrored():
     assert sorted(shown) == sorted(i % 10 for i in range(40))
     rows, columns = zip(*places, strict=True)
     assert min(rows) >= 12 and max(rows) <= 20 and {c < 16 for c in columns} == {True, False}
+
+
+class EagerGraph:
+    """Runs the captured step, where a CPU has no graphs."""
+
+    def __init__(self, step, batch, model, optimizer, sharing=None):
+        self.replay = step
+
+
+def pair_with_graphs(monkeypatch, tmp_path) -> _Pair:
+    """Return both loops, and let the experiment believe that this device captures steps."""
+    monkeypatch.setattr("hyperion.experiments.baselines.image_training_speed.why_not_captured", lambda *ignored: "")
+    monkeypatch.setattr("hyperion.experiments.baselines.plain_loops.StepGraph", EagerGraph)
+    context = toy_context("image_training_speed", SIZES, tmp_path)
+    return _Pair.build(context, ImageTrainingSpeedOptions.of(context), *datasets.images(context), batch=8)
+
+
+@pytest.mark.slow
+def test_each_rung_is_compared_with_the_one_before_it(one_thread, tmp_path, monkeypatch):
+    rows = _climbed(pair_with_graphs(monkeypatch, tmp_path), {}, [])
+    times = {row.params["rung"]: row for row in rows if row.metric == "step_time_s"}
+    assert list(times) == [PLAIN, CAPTURED, OUR_LOADER, FUSED, OURS]
+    ratios = {(row.params["over"], row.params["rung"]): row for row in rows if row.metric == "speedup"}
+    assert list(ratios) == [(PLAIN, CAPTURED), (CAPTURED, OUR_LOADER), (OUR_LOADER, FUSED), (FUSED, OURS)]
+    for (before, rung), row in ratios.items():
+        assert row.value == pytest.approx(times[before].value / times[rung].value, rel=1e-6) and row.n >= 5
+
+
+def test_each_rung_uses_the_loop_and_the_loader_that_it_names(one_thread, tmp_path, monkeypatch):
+    """Every step of a rung is recorded: its graph, its loader and the kind of its update."""
+    pair, seen = pair_with_graphs(monkeypatch, tmp_path), []
+
+    def time_rungs(device, rungs, *ignored):
+        for rung in rungs:
+            seen.append(f"rung {rung.name}")
+            rung.step()
+        raise RuntimeError("not timed here")
+
+    def noted(name, method):
+        return lambda *args: (seen.append(name), method(*args))[1]
+
+    def update(optimizer):
+        seen.append("fused" if optimizer.param_groups[0]["fused"] else "default")
+
+    monkeypatch.setattr("hyperion.experiments.baselines.image_training_speed.time_rungs", time_rungs)
+    monkeypatch.setattr(CapturedImageLoop, "train_on", noted("graph", CapturedImageLoop.train_on))
+    monkeypatch.setattr(type(pair.batches), "next_batch", noted("our loader", type(pair.batches).next_batch))
+    monkeypatch.setattr(PlainImageLoop, "next_batch", noted("plain loader", PlainImageLoop.next_batch))
+    monkeypatch.setattr(torch.optim.SGD, "step", update)
+    rows = _climbed(pair, {}, [])
+    assert " ".join(seen).split("rung ") == [
+        "our loader graph fused ",  # the first step of the new loop
+        f"{PLAIN} plain loader default ",
+        f"{CAPTURED} plain loader graph default ",
+        f"{OUR_LOADER} our loader graph default ",
+        f"{FUSED} our loader graph fused ",
+        f"{OURS} our loader fused",
+    ]
+    assert {row.value_reason for row in rows} == {"PyTorch refused the step: not timed here"}
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")
+def test_the_ladder_on_a_gpu_has_every_rung(tmp_path):
+    rows = perform(toy_context("image_training_speed", SIZES, tmp_path), tmp_path).rows
+    times = {row.params["rung"]: row for row in rows if "rung" in row.params and row.metric == "step_time_s"}
+    assert list(times) == [PLAIN, CAPTURED, OUR_LOADER, FUSED, OURS]
+    assert all(row.value for row in times.values()), {name: row.value_reason for name, row in times.items()}
 
 
 @pytest.mark.gpu

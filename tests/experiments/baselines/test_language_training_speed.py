@@ -7,6 +7,8 @@ import torch
 
 from hyperion.chapter import experiment_named
 from hyperion.experiments.baselines.language_training_speed import (
+    BF16_STREAM,
+    LOSS_KERNEL,
     OWN_ROOF,
     ROOF,
     LanguageTrainingSpeedOptions,
@@ -17,7 +19,7 @@ from hyperion.experiments.baselines.language_training_speed import (
     least_traffic,
     run,
 )
-from hyperion.experiments.baselines.plain_loops import OURS, PLAIN, PairedLoops, with_weights_of
+from hyperion.experiments.baselines.plain_loops import CAPTURED, OURS, PLAIN, PairedLoops, StepGraph, with_weights_of
 from hyperion.models import TransformerConfig, TransformerLM
 from hyperion.results import Row
 from hyperion.workloads import datasets
@@ -37,6 +39,7 @@ SIZES = {
     "steps_in_a_row": 2,
     "tolerance": 0.01,
     "time_limit_s": 0.05,
+    "ladder_s": 0.02,
 }
 OPTIONS = LanguageTrainingSpeedOptions.parse(SIZES, NAME)
 SMALL = TransformerConfig(vocab_size=70, context=8, width=16, heads=2, layers=2)
@@ -77,7 +80,10 @@ def own_data(tmp_path_factory):
 @pytest.mark.slow
 def test_both_do_the_same_work_and_take_turns(one_thread, tmp_path):
     result = perform(toy_context(NAME, SIZES, tmp_path, CEILINGS), tmp_path)
-    rows = {(row.metric, row.params.get("loop")): row for row in result.rows}
+    ladder = [row for row in result.rows if "rung" in row.params]
+    over_captured = next(row for row in result.rows if row.metric == "speedup" and row.params["over"] == CAPTURED)
+    assert over_captured.value is None and over_captured.value_reason == "a CPU has no graphs"
+    rows = {(row.metric, row.params.get("loop")): row for row in result.rows if row not in [*ladder, over_captured]}
     ours, plain = rows["step_time_s", OURS], rows["step_time_s", PLAIN]
     assert ours.n == plain.n >= 8 and not ours.params["compiled"]
     assert rows["speedup", OURS].value == pytest.approx(plain.value / ours.value, rel=1e-6)
@@ -91,6 +97,10 @@ def test_both_do_the_same_work_and_take_turns(one_thread, tmp_path):
         assert share.params["roof_s"] == pytest.approx(sum(parts) - share.params["bandwidth_gb_s"], rel=1e-3)
     products = result.samples.query("kind == 'its products alone'")
     assert len(products) == ours.n, "timed in turn with the steps"
+    reasons = {row.params["rung"]: row.value_reason for row in ladder if row.value is None}
+    assert reasons == dict.fromkeys((CAPTURED, BF16_STREAM, LOSS_KERNEL), "a CPU has no graphs")
+    (step,) = [row for row in ladder if row.metric == "speedup"]
+    assert (step.params["over"], step.params["rung"]) == (PLAIN, OURS) and step.n == ours.n, "nothing is timed twice"
     assert products["time_s"].median() == pytest.approx(shares[OWN_ROOF].params["products_s"], rel=1e-3)
     agreement = rows["relative_difference", None]
     assert agreement.check_error == agreement.value < agreement.check_tolerance and agreement.params["steps"] >= 20
@@ -156,7 +166,145 @@ def test_products_that_find_no_memory_leave_a_reason(one_thread, tmp_path, monke
     result = run(toy_context(NAME, SIZES, tmp_path, CEILINGS), lambda *progress: None)
     reasons = {row.value_reason for row in result.rows if row.metric == "share" and row.params["what"] == OWN_ROOF}
     assert reasons == {"out of memory: no room for the operands"}
-    assert all(row.value for row in result.rows if row.metric in ("step_time_s", "speedup"))
+    assert all(row.value for row in both_loops(result.rows) if row.metric in ("step_time_s", "speedup"))
+
+
+class EagerGraph:
+    """Runs the captured step, where a CPU has no graphs."""
+
+    def __init__(self, step, batch, model, optimizer, sharing=None):
+        self.step, self.sharing = step, sharing
+
+    def replay(self, *batch):
+        return self.step(*batch)
+
+
+def with_graphs(monkeypatch, graph) -> None:
+    """Let the experiment believe that this device captures steps, as objects of the class `graph`."""
+    module = "hyperion.experiments.baselines.language_training_speed"
+    monkeypatch.setattr(f"{module}.why_not_captured", lambda *ignored: "")
+    monkeypatch.setattr(f"{module}.HAS_TRITON", True)
+    monkeypatch.setattr("hyperion.experiments.baselines.plain_loops.StepGraph", graph)
+
+
+def both_loops(rows: list[Row]) -> list[Row]:
+    """Rows of the comparison of both loops, without the plain loop in a graph and without the ladder."""
+    return [row for row in rows if "rung" not in row.params and CAPTURED not in row.params.values()]
+
+
+@pytest.mark.slow
+def test_every_rung_is_compared_with_the_one_before_it(one_thread, tmp_path, monkeypatch):
+    with_graphs(monkeypatch, EagerGraph)
+    result = perform(toy_context(NAME, SIZES, tmp_path, CEILINGS), tmp_path)
+    times = {row.params["rung"]: row for row in result.rows if "rung" in row.params and row.metric == "step_time_s"}
+    assert list(times) == [PLAIN, CAPTURED, BF16_STREAM, LOSS_KERNEL, OURS]
+    assert times[BF16_STREAM].value_reason == "in fp32 the residual stream is not bfloat16"
+    ratios = [row for row in result.rows if "rung" in row.params and row.metric == "speedup"]
+    steps = [(row.params["over"], row.params["rung"]) for row in ratios]
+    assert steps == [(PLAIN, CAPTURED), (CAPTURED, LOSS_KERNEL), (LOSS_KERNEL, OURS)], "no rung is skipped but the absent one"
+    for row in ratios:
+        assert row.value == pytest.approx(times[row.params["over"]].value / times[row.params["rung"]].value, rel=1e-6)
+    captured = {row.metric: row for row in result.rows if row.params.get("loop") == CAPTURED}
+    assert captured["step_time_s"].value == times[CAPTURED].value
+    assert captured["tokens_per_s"].value == pytest.approx(64 / times[CAPTURED].value)
+    (over,) = [row for row in result.rows if row.params.get("over") == CAPTURED and row.params.get("loop") == OURS]
+    assert over.value == pytest.approx(times[CAPTURED].value / times[OURS].value, rel=1e-6)
+    compared = {row.params["of"]: row for row in result.rows if row.metric == "relative_difference"}
+    assert set(compared) == {OURS, CAPTURED, LOSS_KERNEL}
+    assert (
+        compared[CAPTURED].value < 1e-6 and compared[CAPTURED].check_tolerance == 0.01 and compared[CAPTURED].params["steps"] > 9
+    )
+    curves = result.samples.query("kind == 'parity'")
+    assert not curves.duplicated(["loop", "step"]).any() and set(curves["loop"]) == {OURS, PLAIN, CAPTURED, LOSS_KERNEL}
+
+
+@pytest.mark.slow
+def test_another_update_of_a_rung_is_noticed(one_thread, tmp_path, monkeypatch):
+    class Faster(EagerGraph):
+        def replay(self, *batch):
+            self.step.__self__.optimizer.param_groups[0]["lr"] = 2 * self.step.__self__.optimizer.param_groups[1]["lr"]
+            return super().replay(*batch)
+
+    with_graphs(monkeypatch, Faster)
+    rows = run(toy_context(NAME, SIZES | {"steps": 40}, tmp_path), lambda *progress: None).rows
+    (captured,) = [row for row in rows if row.metric == "relative_difference" and row.params["of"] == CAPTURED]
+    assert captured.check_error > captured.check_tolerance
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("error", [RuntimeError, torch.OutOfMemoryError])
+def test_a_refused_capture_is_a_row_with_the_reason(one_thread, tmp_path, monkeypatch, error):
+    class Refused:
+        def __init__(self, *ignored):
+            raise error("operation not permitted when stream is capturing\nmore about it")
+
+    with_graphs(monkeypatch, Refused)
+    rows = perform(toy_context(NAME, SIZES, tmp_path), tmp_path).rows
+    (over,) = [row for row in rows if row.params.get("over") == CAPTURED]
+    begin = "out of memory" if error is torch.OutOfMemoryError else "PyTorch refused the step"
+    assert over.value is None and over.value_reason == f"{begin}: operation not permitted when stream is capturing"
+    absent = {row.params["rung"] for row in rows if "rung" in row.params and row.value_reason == over.value_reason}
+    assert absent == {CAPTURED, LOSS_KERNEL}
+    (last,) = [row for row in rows if "rung" in row.params and row.metric == "speedup"]
+    assert (last.params["over"], last.params["rung"]) == (PLAIN, OURS)
+    assert all(row.value for row in both_loops(rows) if row.metric in ("step_time_s", "speedup"))
+
+
+@pytest.mark.slow
+def test_a_ladder_that_finds_no_memory_costs_no_other_row(one_thread, tmp_path, monkeypatch):
+    def full(*ignored, **also):
+        raise torch.OutOfMemoryError("five loops are too many")
+
+    with_graphs(monkeypatch, EagerGraph)
+    monkeypatch.setattr("hyperion.experiments.baselines.speed_ladder.time_interleaved", full)
+    rows = perform(toy_context(NAME, SIZES, tmp_path), tmp_path).rows
+    ladder = [row for row in rows if "rung" in row.params]
+    assert len(ladder) == 5 and {row.value for row in ladder} == {None}
+    (over,) = [row for row in rows if row.metric == "speedup" and row.params["over"] == CAPTURED]
+    assert over.value is None and over.value_reason == "out of memory: five loops are too many"
+    assert all(row.value for row in both_loops(rows) if row.metric in ("step_time_s", "speedup"))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")
+@pytest.mark.parametrize("compiled", [False, True])
+def test_the_ladder_on_a_gpu_has_every_rung_and_trains_as_the_plain_loop(tmp_path, compiled):
+    rows = perform(toy_context(NAME, SIZES | {"compiled": compiled, "precision": "bf16"}, tmp_path), tmp_path).rows
+    times = {row.params["rung"]: row for row in rows if "rung" in row.params and row.metric == "step_time_s"}
+    assert all(row.value for row in times.values()), {name: row.value_reason for name, row in times.items()}
+    parity = {row.params["of"]: row for row in rows if row.metric == "relative_difference"}
+    assert set(parity) == {OURS, CAPTURED, BF16_STREAM, LOSS_KERNEL}
+    assert all(row.check_error <= row.check_tolerance for row in parity.values())
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")
+def test_graphs_that_share_memory_do_not_disturb_each_other():
+    """Replays alternate, and each graph computes what it computes alone."""
+
+    def chain(seed: int):
+        torch.manual_seed(seed)
+        model = torch.nn.Sequential(*[torch.nn.Linear(256, 256) for _ in range(4)]).cuda()
+        optimizer = torch.optim.SGD(model.parameters(), 0.1, fused=True)
+
+        def step(x):
+            loss = model(x).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+            return loss.detach()
+
+        return step, model, optimizer
+
+    x = torch.randn(512, 256, device="cuda", generator=torch.Generator("cuda").manual_seed(0))
+    graphs: list[StepGraph] = []
+    for seed in (0, 1):
+        step, model, optimizer = chain(seed)
+        graphs.append(StepGraph(step, (x,), model, optimizer, graphs[0] if graphs else None))
+    alternately = [[float(graph.replay(x)) for graph in graphs] for _ in range(6)]
+    for seed, shared in zip((0, 1), zip(*alternately, strict=True), strict=True):
+        step, *_ = chain(seed)
+        assert shared == pytest.approx([float(step(x)) for _ in range(6)], rel=1e-4)
 
 
 def test_the_forecast_is_the_roof_or_says_what_is_missing(tmp_path):

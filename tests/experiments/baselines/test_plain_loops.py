@@ -10,6 +10,7 @@ import torch.nn.functional as F
 
 from hyperion.experiments.baselines.plain_loops import (
     _PADDING,
+    CapturedLanguageLoop,
     PlainImageLoop,
     PlainLanguageLoop,
     copy_weights,
@@ -89,6 +90,56 @@ def test_the_plain_language_loop_makes_the_steps_of_the_engine():
         torch.testing.assert_close(plains[kept], after[name][kept], rtol=2e-3, atol=2e-4)
 
 
+def test_the_captured_language_loop_makes_the_steps_of_the_plain_loop(monkeypatch):
+    class EagerGraph:  # a CPU has no graphs
+        def __init__(self, step, batch, model, optimizer, sharing):
+            self.replay, self.sharing = step, sharing
+
+    monkeypatch.setattr("hyperion.experiments.baselines.plain_loops.StepGraph", EagerGraph)
+    (_, plain), (_, other), (_, third) = (language_pair() for _ in range(3))
+    captured = CapturedLanguageLoop(other)
+    for step in range(STEPS):
+        assert float(captured.train_on(*text(step))) == pytest.approx(float(plain.train_on(*text(step))), rel=1e-6)
+        assert float(captured.learning_rate) == pytest.approx(SCHEDULE(step + 1)), "the graph reads this tensor"
+    for group in other.optimizer.param_groups:
+        assert group["lr"] is captured.learning_rate and group["capturable"]
+    expected = dict(plain.model.named_parameters())
+    for name, parameter in other.model.named_parameters():
+        if not name.endswith("qkv.bias"):  # the gradients of the keys' biases are only rounding
+            torch.testing.assert_close(parameter, expected[name], rtol=1e-4, atol=1e-6)
+    sharing = CapturedLanguageLoop(third, captured)
+    sharing.train_on(*text(0))
+    assert captured._graph is not None and sharing._graph.sharing is captured._graph and captured._graph.sharing is None
+
+
+def test_the_rungs_of_the_plain_model_compute_the_same_loss():
+    torch.manual_seed(0)
+    ours = TransformerLM(CONFIG)
+    inputs, targets = text(0)
+    loss = with_weights_of(ours)(inputs, targets)
+    torch.testing.assert_close(with_weights_of(ours, loss_kernel=True)(inputs, targets), loss)
+    rounded, streams = with_weights_of(ours, bf16_stream=True), []
+    for block in rounded.blocks:
+        block.register_forward_hook(lambda block, inputs, output: streams.append((inputs[0].dtype, output.dtype)))
+    with torch.autocast("cpu", torch.bfloat16):
+        assert rounded(inputs, targets).item() == pytest.approx(loss.item(), rel=1e-2)
+    assert streams == [(torch.bfloat16, torch.bfloat16)] * CONFIG.layers
+    assert with_weights_of(ours, loss_kernel=True)(inputs).shape == (4, 8, 64)
+
+
+def test_the_loss_of_the_rung_comes_from_the_librarys_function(monkeypatch):
+    seen = []
+
+    def loss(x_MD, weight_PD, targets_M):
+        seen.append((tuple(x_MD.shape), tuple(weight_PD.shape), tuple(targets_M.shape)))
+        return x_MD.sum(1)
+
+    monkeypatch.setattr("hyperion.experiments.baselines.plain_loops.token_loss", loss)
+    with_weights_of(TransformerLM(CONFIG), loss_kernel=True)(*text(0))
+    with_weights_of(TransformerLM(CONFIG))(*text(0))
+    assert seen == [((32, 16), (64, 16), (32,))]
+
+
 def settings_of(optimizer):
     """Of each group: how many numbers it trains, and every option but the rate and the choice of kernels."""
     left_out = ("params", "lr", "fused", "foreach", "initial_lr")
@@ -105,14 +156,14 @@ def test_both_language_loops_decay_the_same_weights_by_the_same_share():
     assert [options["weight_decay"] for _, options in theirs] == [0.1, 0.0] and theirs[0][0] > theirs[1][0] > 0
 
 
-def image_pair():
+def image_pair(fused=False):
     images = np.random.default_rng(0).integers(0, 256, (24, 3, 32, 32), dtype=np.uint8)
     labels = np.arange(24) % 10
     torch.manual_seed(0)
     model = resnet18(width=4)
     other, _ = plain_model(4)
     copy_weights(model, other)
-    plain = PlainImageLoop(other, images, labels, (), 8, 0.02, FP32, CPU, compiled=False)
+    plain = PlainImageLoop(other, images, labels, (), 8, 0.02, FP32, CPU, compiled=False, fused=fused)
     # As hyperion.experiments.baselines.image_training_speed builds ours.
     optimizer = sgd_nesterov(model, 0.02, weight_decay=0.0)
     return ImageEngine(model, optimizer, lambda step: 0.02, FP32, CPU, clip_norm=math.inf), plain
@@ -130,6 +181,14 @@ def test_the_plain_image_loop_makes_the_steps_of_the_engine():
     for group in [*engine.optimizer.param_groups, *plain.optimizer.param_groups]:
         assert {name: group[name] for name in wanted} == wanted
     assert engine.label_smoothing == 0.0
+
+
+def test_the_fused_update_of_the_plain_image_loop_is_the_default_one():
+    (_, plain), (_, other) = image_pair(), image_pair(fused=True)
+    assert [loop.optimizer.param_groups[0]["fused"] for loop in (plain, other)] == [None, True]
+    for _ in range(3):
+        batch = plain.next_batch()
+        assert float(other.train_on(*batch)) == pytest.approx(float(plain.train_on(*batch)), rel=1e-5)
 
 
 def test_a_plain_epoch_holds_each_image_once_normalised():
