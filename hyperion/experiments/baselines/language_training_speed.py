@@ -111,7 +111,7 @@ class LanguageTrainingSpeedOptions(Options):
         warmup_steps: number of steps of the warm-up.
         precision: number format, or "auto".
         compiled: whether to compile both models.
-        steps: smallest number of steps whose losses are compared.
+        steps: smallest number of steps of a loop or rung whose losses are compared.
         steps_in_a_row: number of steps that one loop runs before the other loop continues.
         tolerance: largest allowed relative difference between the mean losses of both loops in a window. The difference that the
             padded vocabulary explains is allowed in addition.
@@ -315,7 +315,7 @@ def _climbed(
 def _rungs(
     options: LanguageTrainingSpeedOptions, loops: PairedLoops, tokens: np.ndarray, started: dict[str, _Loop]
 ) -> tuple[dict[str, _Loop], list[Rung]]:
-    """Build the rungs between both loops, and run the first step of each.
+    """Build the rungs between both loops, and run the steps of each whose losses are compared.
 
     Returns:
         (loops of the new rungs that run on this device, by name; all rungs of the ladder, with both loops).
@@ -331,6 +331,8 @@ def _rungs(
         train = CapturedLanguageLoop(_plain_loop(options, context, loops.work, **changed), sharing)
         loop = _Loop(train.train_on, _batches(options, context, tokens))
         loop.first_s = _seconds_of(loop.step, device)
+        for _ in range(options.steps - 1):  # for the comparison of the losses; the timing alone has too few steps
+            loop.step()
         return train, loop
 
     for name, change, missing in (
