@@ -153,18 +153,22 @@ def saving(folder: Path, step: int, keep: int = 2) -> Iterator[Path]:
 
     try:
         on_rank_0(lambda: _begin(new, step))
+        # A rank that sees another file system would write shards that no other rank can read.
         agreed(lambda: _require_shared(new))
         try:
             with _explain_os_errors(folder, step):
                 yield new
         except Exception as raised:
+            # Every rank has raised this error at the same place, so no rank waits in `agreed` below.
             if getattr(raised, "on_all_ranks", False):
                 raise
+            # Perhaps only this rank has failed. It still takes part in `agreed`, where the other ranks wait.
             error = raised
         agreed(raise_error)  # an error on one rank is raised on all
         on_rank_0(lambda: _finish(new, target, step, keep))
     except BaseException:
         if rank_and_size()[0] == 0:
+            # Also after KeyboardInterrupt. If the process is killed, the folder remains, and the next `_begin` removes it.
             shutil.rmtree(new, ignore_errors=True)
         raise
 
@@ -182,6 +186,7 @@ def require_writable(folder: Path) -> None:
     def attempt() -> None:
         try:
             folder.mkdir(parents=True, exist_ok=True)
+            # A folder can exist although nothing can be written to it.
             with tempfile.TemporaryFile(dir=folder) as file:
                 file.write(b"checkpoint")
         except OSError as error:
@@ -249,6 +254,7 @@ def verify(path: Path) -> dict:
 def _verified(path: Path) -> dict:
     try:
         manifest = _manifest(path)
+        # Names and sizes come first, because they are cheap. Hashing reads every byte.
         entries, present = manifest["files"], _files(path)
         for name in sorted(present | entries.keys()):
             if name not in entries:
@@ -357,6 +363,8 @@ def _finish(new: Path, target: Path, step: int, keep: int) -> None:
     """Write the manifest, rename the folder to its final name, and remove old checkpoints."""
     folder = target.parent
     with _explain_os_errors(folder, step):
+        # The order makes the save atomic. The data reaches the disk before the rename makes it a checkpoint. The rename reaches
+        # the disk before older checkpoints are removed. So after a crash at any line there is a complete checkpoint.
         _seal(new, step)
         replaced = None
         if _is_checkpoint(
@@ -389,6 +397,7 @@ def _seal(new: Path, step: int) -> None:
     files = {name: {"bytes": (new / name).stat().st_size, "sha256": digest} for name, digest in digests.items()}
     manifest = {"format": FORMAT, "step": step, "files": files}
     (new / MANIFEST).write_text(json.dumps(manifest, indent=1), encoding="utf-8")
+    # fsync of a file does not flush its entry in the folder, so the folders are flushed too.
     for path in [*new.rglob("*"), new]:
         _flush(path)
 
@@ -466,6 +475,7 @@ def _digests(path: Path, names: list[str]) -> dict[str, str]:
 
     Several threads hash files, because one CPU core hashes slower than disks read.
     """
+    # hashlib releases the interpreter's lock for large buffers, so threads hash in parallel.
     with ThreadPoolExecutor(HASHING_THREADS) as threads:
         return dict(zip(names, threads.map(lambda name: sha256_of(path / name, EARLIER), names), strict=True))
 

@@ -53,6 +53,7 @@ def gathered(value: T) -> list[T]:
     _, size = rank_and_size()
     if size == 1:
         return [value]
+    # all_gather_object overwrites the entries.
     values = [value] * size
     dist.all_gather_object(values, value)
     return values
@@ -79,6 +80,7 @@ def agreed(work: Callable[[], T]) -> T:
         if rank_and_size()[1] == 1:
             raise
         error = raised
+    # The failed rank takes part in this collective, too. So all ranks leave it, and then raise together.
     faults = gathered(None if error is None else _fault(error))
     if any(faults):
         raise _first_fault(faults) from error
@@ -106,6 +108,7 @@ def on_rank_0(work: Callable[[], T]) -> T:
         except Exception as raised:
             error = raised
             outcome = None, _fault(raised)
+    # One broadcast carries the result or the error, so no rank waits for a result that does not come.
     box = [outcome]
     dist.broadcast_object_list(box, src=0)
     result, fault = box[0]
@@ -152,6 +155,7 @@ def write_sharded(folder: Path, state: dict[str, Any]) -> None:
     tensors: dict[str, Tensor] = {}
     storages: set[int] = set()
     tree = agreed(lambda: to_tree(state, tensors, lambda tensor: _separate(tensor.detach(), storages)))
+    # save_distributed: every rank writes its own shards into files of its own.
     writer = _Writer(str(folder), save_distributed=True)
     _call_dcp(lambda alone: save(tensors, storage_writer=writer, no_dist=alone), folder)
     agreed(writer.raise_error)
@@ -176,6 +180,7 @@ def read_sharded(folder: Path, state: dict[str, Any]) -> dict[str, Any]:
     """
     tensors: dict[str, Tensor] = {}
     to_tree(state, tensors, Tensor.detach)
+    # All checks come before `load`, because `load` writes into the tensors of the model.
     stored = agreed(lambda: _stored_state(folder, tensors))
     reader = _Reader(str(folder))
     _call_dcp(lambda alone: load(tensors, storage_reader=reader, no_dist=alone), folder)
@@ -251,6 +256,7 @@ def _separate(tensor: Tensor, storages: set[int]) -> Tensor:
     tensor = tensor.contiguous()
     local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
     place = local.untyped_storage().data_ptr()
+    # All empty shards have the address 0, but they share nothing.
     if place in storages and local.numel():
         return tensor.clone()
     storages.add(place)
@@ -295,6 +301,7 @@ def stored_tensors(folder: Path, others: tuple[str, ...] = (STATE,)) -> dict[str
         with reading(path, "holds no tensors"):
             open_regular(path, CheckpointError, EARLIER).close()
             if path.name not in others:
+                # Opening reads and checks only the header.
                 with safe_open(path, framework="pt"):
                     pass
     with reading(folder, "holds no shards of tensors"):
@@ -315,6 +322,7 @@ def _tile(whole: TensorStorageMetadata) -> bool:
 
     This is the case if the shards have as many elements as the tensor, and no two shards overlap.
     """
+    # If an axis is shorter than the number of ranks, some shards are empty.
     shards = sorted((tuple(c.offsets), tuple(c.sizes)) for c in whole.chunks if math.prod(c.sizes))
     if any(len(offset) != len(size) or min(offset, default=0) < 0 for offset, size in shards):
         return False
@@ -380,6 +388,7 @@ def non_finite_tensor(state: Any) -> str | None:
     if not tensors:
         return None
     device = tensors[0][1].device  # an optimizer may keep its step counters on the CPU
+    # One transfer to the host for all tensors together; a test of each tensor would wait for the device each time.
     finite = torch.stack([tensor.isfinite().all().to(device) for _, tensor in tensors]).tolist()
     return next((path for (path, _), ok in zip(tensors, finite, strict=True) if not ok), None)
 

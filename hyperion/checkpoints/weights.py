@@ -35,6 +35,7 @@ def full_state(model: nn.Module) -> dict[str, Tensor]:
 
     The names do not contain prefixes of wrappers such as DDP. All ranks must call this function, because it contains collectives.
     """
+    # Running statistics of BatchNorm differ between ranks until they are averaged.
     average_statistics(model)
     state = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
     return cast(dict[str, Tensor], state)
@@ -70,6 +71,7 @@ def _write_file(state: dict[str, Tensor], path: Path) -> None:
             new = Path(private) / path.name
             save_file({name: own_copy(tensor) for name, tensor in state.items()}, new, metadata={"format": "pt"})
             with new.open("rb") as file:
+                # Before the rename, so that after a crash the final name never belongs to an incomplete file.
                 os.fsync(file.fileno())
             new.replace(path)
     except (OSError, SafetensorError) as error:

@@ -90,6 +90,8 @@ def data_caches(root: Path = Path("/"), usable: set[int] | None = None) -> tuple
         for index in (root / f"sys/devices/system/cpu/cpu{cpu}/cache").glob("index*"):
             level, size = _integer(system_text(index / "level")), _cache_size(system_text(index / "size"))
             if level and size and system_text(index / "type") != "Instruction":
+                # A cache appears in the folder of every CPU that shares it. The list of these CPUs identifies it, so it is
+                # counted once.
                 sizes.setdefault(level, {})[system_text(index / "shared_cpu_list") or str(cpu)] = size
     return tuple(CacheLevel(level, tuple(sizes[level].values())) for level in sorted(sizes))
 
@@ -240,6 +242,7 @@ def _nominal_clock(root: Path, info: dict[str, str]) -> float | None:
     if named:
         return float(named.group(1)) * 1000
     if info.get("vendor_id") in ("GenuineIntel", "AuthenticAMD") and "bogomips" in info:
+        # The kernel of x86 computes bogomips as twice the frequency of the time-stamp counter.
         return float(info["bogomips"]) / 2
     return None
 
@@ -255,6 +258,7 @@ def _physical_cores(root: Path, usable: set[int]) -> int:
 
 def _cgroup_quota(root: Path) -> float | None:
     """Return the CPU quota of this cgroup (version 2 or 1) as a number of CPUs, or None if there is no quota."""
+    # Version 2 has one file with "quota period" in microseconds, version 1 has one file for each.
     text = system_text(root / "sys/fs/cgroup/cpu.max")
     if text:
         quota, period = text.split()

@@ -146,6 +146,7 @@ def _cuda_supports(device: Device, dtype: str) -> tuple[bool, str]:
         return True, "native"
     if dtype in FP8_FNUZ:
         return False, "fnuz fp8 formats exist on AMD CDNA 3 only; NVIDIA GPUs multiply float8_e4m3fn and float8_e5m2"
+    # First compute capability with tensor cores for the format: Volta, Turing, Ampere, and Ada (8.9) for fp8.
     first = {"fp16": 70, "int8": 75, "bf16": 80, "tf32": 80}.get(dtype, 89)
     if capability >= first:
         return True, f"tensor cores of {device.arch}"
@@ -156,6 +157,7 @@ def _cuda_supports(device: Device, dtype: str) -> tuple[bool, str]:
 
 def _rocm_supports(device: Device, dtype: str) -> tuple[bool, str]:
     arch = device.arch
+    # CDNA has MFMA instructions; RDNA 3 and 4 (gfx11, gfx12) have WMMA instructions.
     matrix = arch in _FP32_MATRIX or arch.startswith(("gfx11", "gfx12"))
     if dtype in ("fp64", "fp32"):
         return True, "native"

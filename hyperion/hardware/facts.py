@@ -26,6 +26,7 @@ VISIBLE_DEVICE_VARIABLES = (
     "HIP_VISIBLE_DEVICES",
     "ROCR_VISIBLE_DEVICES",
     "GPU_DEVICE_ORDINAL",
+    # Does not select devices, but decides which GPU has which number.
     "CUDA_DEVICE_ORDER",
 )
 # Environment variables that select the visible devices. The first variable that is set is used. If HIP_VISIBLE_DEVICES is not
@@ -211,6 +212,7 @@ def one_at_a_time(device: Device, count: int, environment: Mapping[str, str]) ->
     names = [name.strip() for name in named.split(",")][:count] if named else [str(number) for number in range(count)]
     sheet, _ = lookup(device)
     if sheet is not None and "(one GCD)" in sheet.name:
+        # Later entries of a dict replace earlier ones. In reversed order, the first die of each module remains.
         names = list({_module(place, name): name for place, name in reversed(list(enumerate(names)))}.values())[::-1]
     # All variables get the same value, because the build of torch determines which variable is read.
     return [dict.fromkeys(variables, name) for name in names]
@@ -272,6 +274,7 @@ def source_hash(folder: Path | None = None) -> str:
     files = (*folder.rglob("*.py"), *folder.rglob("*.toml"))
     for name, file in sorted((file.relative_to(folder).as_posix(), file) for file in files):
         content = file.read_bytes()
+        # With the length, no two sets of files give the same sequence of bytes.
         digest.update(f"{name}\0{len(content)}\0".encode())
         digest.update(content)
     return digest.hexdigest()
@@ -420,6 +423,7 @@ def collective_settings(variables: Mapping[str, str]) -> dict[str, str]:
 def _private(name: str, value: str) -> bool:
     if name in _HOST_SETTINGS or not _PLAIN.fullmatch(value) or _ADDRESS.search(value):
         return True
+    # The host name must be a whole word: a host named "a" must not hide every value with this letter.
     host = re.escape(socket.gethostname().partition(".")[0])
     return bool(host and re.search(rf"(?<![A-Za-z0-9]){host}(?![A-Za-z0-9])", value, re.IGNORECASE))
 

@@ -180,6 +180,7 @@ class MemoryEntry:
     @property
     def derived_gb_s(self) -> float:
         """Bandwidth from bus width and rate, in GB/s."""
+        # Gbit/s per pin times pins, in bytes.
         return self.bus_bits * self.rate_gbps / 8
 
 
@@ -303,6 +304,8 @@ class CpuRules:
         CPUs that names the same flags. If several rules apply, the rule with the most operations per cycle is returned.
         """
         fitting = [rule for rule in self.rule if path in rule.ops and rule.applies(set(flags), vendor, family)]
+        # A rule for one family replaces the general rule with the same flags, even if the general rule has more operations per
+        # cycle.
         own = {frozenset(rule.flags) for rule in fitting if rule.vendor}
         fitting = [rule for rule in fitting if rule.vendor or frozenset(rule.flags) not in own]
         return max(fitting, key=lambda rule: rule.ops[path], default=None)
@@ -411,6 +414,7 @@ def _gpu_specification(device: Device, entry: DeviceEntry, entries: Specificatio
         name=entry.name,
         peaks={path: _gpu_peak(device, entry, path, entries) for path in PATHS},
         memory_bandwidth_gb_s=memory.bandwidth_gb_s,
+        # Of two values that differ by rounding, a limit is the larger one, so that no correct measurement exceeds it.
         memory_bandwidth_limit_gb_s=max(memory.bandwidth_gb_s, memory.derived_gb_s),
         memory_bandwidth_source=f"{memory.bus_bits} bits x {memory.rate_gbps:g} Gbps / 8; {memory_source.cited}",
         link_gb_s=entry.link.gb_s,
@@ -504,6 +508,7 @@ class Ceilings:
     @property
     def ridge_flop_per_byte(self) -> float | None:
         """Arithmetic intensity in FLOP per byte above which an operation is compute-bound. None if the bandwidth is unknown."""
+        # 10¹² FLOP/s divided by 10⁹ bytes/s is 10³ FLOP per byte.
         return self.tflops * 1e3 / self.bandwidth_gb_s if self.bandwidth_gb_s else None
 
     def least_time_s(self, flops: float, traffic_bytes: float) -> float:

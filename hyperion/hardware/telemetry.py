@@ -126,6 +126,7 @@ class Sampler:
         try:
             while True:
                 reading = self._read()
+                # The time is appended first. So another thread that reads both lists finds a time for each reading.
                 self._moments_s.append(time.monotonic())
                 self._readings.append(reading)
                 if self._stop.wait(self._interval_s):
@@ -219,6 +220,7 @@ def nvml_reader(device: Device) -> Reader:
 
 def _nvml_handle(pynvml, device: Device):
     if device.uuid:
+        # torch reports the UUID without the prefix that NVML needs.
         uuid = device.uuid if device.uuid.startswith(("GPU-", "MIG-")) else f"GPU-{device.uuid}"
         return pynvml.nvmlDeviceGetHandleByUUID(uuid)
     return pynvml.nvmlDeviceGetHandleByPciBusId(device.pci_address) if device.pci_address else None
@@ -236,6 +238,7 @@ def _read_nvml(pynvml, handle) -> Telemetry:
     raw = {}
     for name, query in queries.items():
         try:
+            # Each query has its own try: a GPU without one sensor still reports the others.
             raw[name] = query()
         except pynvml.NVMLError:
             raw[name] = None
@@ -300,6 +303,7 @@ def read_amd_sysfs(pci_address: str, root: Path = Path("/")) -> dict[str, float 
     if not folders:
         return {}
     folder = folders[0]
+    # The numbers of sensors differ between GPUs, so sensors are found by their labels, such as "sclk" or "junction".
     sensors = {system_text(label): label.name.removesuffix("_label") for label in folder.glob("*_label")}
 
     def value(sensor: str | None, suffix: str, scale: float) -> float | None:
@@ -309,6 +313,7 @@ def read_amd_sysfs(pci_address: str, root: Path = Path("/")) -> dict[str, float 
     return {
         "clock_mhz": value(sensors.get("sclk", "freq1"), "input", 1e-6),
         "memory_clock_mhz": value(sensors.get("mclk", "freq2"), "input", 1e-6),
+        # hwmon reports Hz, microwatts and thousandths of a degree. Some GPUs report the current power ("input") and no average.
         "power_w": value("power1", "average", 1e-6) or value("power1", "input", 1e-6),
         "temperature_c": value(sensors.get("junction", "temp1"), "input", 1e-3),
     }
@@ -369,6 +374,7 @@ def interpret_amdsmi(metrics: dict) -> dict[str, float | str | None]:
         return None
 
     status = metrics.get("throttle_status")
+    # All bits set means that the device does not report the field.
     readable = isinstance(status, int) and 0 <= status < 0xFFFFFFFF
     return {
         "clock_mhz": value("current_gfxclk", "average_gfxclk_frequency"),

@@ -144,6 +144,7 @@ def _link_ends(nvml, handle) -> list[str]:
 
 def _nvlink(ends: list[list[str]], places: list[str], i: int, j: int) -> str:
     """Return "NV" and the number of NVLinks between two GPUs, direct or through a switch, or "" if there are none."""
+    # Through switches, a pair can use at most the links of the GPU that has fewer of them.
     count = ends[i].count(places[j]) or min(ends[i].count("switch"), ends[j].count("switch"))
     return f"NV{count}" if count else ""
 
@@ -164,6 +165,7 @@ def _amd(devices: Sequence[Device], root: Path) -> Topology | None:
     """Return the xGMI and PCIe links that the amdgpu driver lists, or None if it lists none."""
     nodes = {folder.name: _properties(folder / "properties") for folder in (root / _KFD_NODES).glob("*")}
     index_of = {device.pci_address: index for index, device in enumerate(devices)}
+    # Nodes without SIMD units are CPUs.
     gpu_of = {number: index_of.get(_kfd_place(node)) for number, node in nodes.items() if node.get("simd_count")}
     links, meanings = {}, {}
     for file in sorted((root / _KFD_NODES).glob("*/*_links/*/properties")):
@@ -176,6 +178,7 @@ def _amd(devices: Sequence[Device], root: Path) -> Topology | None:
         if word == "XGMI" and link.get("max_bandwidth"):
             word = f"XGMI{link['max_bandwidth'] // 1000}"
             meanings[word] = f"xGMI, {link['max_bandwidth'] / 1000:g} GB/s according to the driver"
+        # A pair can be listed with a PCIe link and an xGMI link.
         if not links.get(ends, "").startswith("XGMI"):
             links[ends] = word
     if not links:
@@ -190,6 +193,7 @@ def _amd(devices: Sequence[Device], root: Path) -> Topology | None:
 def _kfd_place(node: dict[str, int]) -> str:
     """Return the PCI address of a node. Its location_id contains bus, device and function; higher bits name a partition."""
     location = node.get("location_id", 0) & 0xFFFF
+    # 8 bits of the bus, 5 bits of the device, 3 bits of the function.
     return f"{node.get('domain', 0):04x}:{location >> 8:02x}:{location >> 3 & 31:02x}.{location & 7}"
 
 

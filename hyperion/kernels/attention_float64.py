@@ -55,9 +55,11 @@ def exact_attention(q_GTD: Tensor, k_TD: Tensor, v_TD: Tensor, grad_GTD: Tensor,
     q_GTD, k_TD, v_TD, grad_GTD = (tensor.double() for tensor in (q_GTD, k_TD, v_TD, grad_GTD))
     G, T, D = q_GTD.shape
     scale = 1 / math.sqrt(D)
+    # Tensors with the shapes of the fields of ExactAttention, in their order.
     like = q_GTD, q_GTD, k_TD, v_TD, q_GTD[..., 0], k_TD[:, 0]
     result = ExactAttention(*(torch.zeros_like(tensor) for tensor in like))
     position_T = torch.arange(T, device=q_GTD.device)
+    # 2^26 scores in float64 are 512 MiB for each tensor [G, R, T].
     rows = max(1, _SCORES // (G * T))
     for first in range(0, T, rows):
         here = slice(first, min(first + rows, T))
@@ -67,12 +69,15 @@ def exact_attention(q_GTD: Tensor, k_TD: Tensor, v_TD: Tensor, grad_GTD: Tensor,
             scores_GRT.masked_fill_(position_T[None, :] > position_T[here, None], -math.inf)
         p_GRT = scores_GRT.softmax(-1)
         result.output[:, here] = p_GRT @ v_TD
+        # All G heads share the keys and values, so the gradients of these are summed over the heads.
         result.grad_v.add_((p_GRT.mT @ grad_GRD).sum(0))
         of_p_GRT = grad_GRD @ v_TD.T
+        # Backward pass of softmax: dS = P ∘ (dP - δ), where δ is the sum of P ∘ dP over the keys of a query.
         delta_GR1 = (p_GRT * of_p_GRT).sum(-1, keepdim=True)
         of_scores_GRT = p_GRT * (of_p_GRT - delta_GR1) * scale
         result.grad_q[:, here] = of_scores_GRT @ k_TD
         result.grad_k.add_((of_scores_GRT.mT @ q_GRD).sum(0))
+        # Expected square of each element of dS, if the terms of dO·Vᵀ have random signs: squares add up without cancellation.
         squares_GRT = (p_GRT * scale).square() * (grad_GRD.square() @ v_TD.square().T + delta_GR1.square())
         result.size_q[:, here] = (squares_GRT @ k_TD.square().sum(1)).sqrt()
         result.size_k.add_((squares_GRT * q_GRD.square().sum(-1, keepdim=True)).sum((0, 1)))

@@ -32,6 +32,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor  # pyright: ignore[r
 
 from hyperion.kernels.typed_triton import jit
 
+# exp(x) = 2^(x·log2(e)).
 LOG2_E = 1.4426950408889634
 
 
@@ -103,9 +104,11 @@ def tiles_for(backend: str, architecture: int | str, features: int) -> Tiles:
 def _load_rows(source, head, first, rows, ROWS: tl.constexpr, D: tl.constexpr, DESCRIPTORS: tl.constexpr):
     """Return a block [ROWS, D] of one head. Rows from `rows` on are zero."""
     if DESCRIPTORS:
+        # The block of the descriptor is [1, ROWS, D]. It ends at row T of its head and never reaches into the next head.
         block = source.load([head, first, 0]).reshape([ROWS, D])
     else:
         row = first + tl.arange(0, ROWS)
+        # 64 bits, because N·T·D can exceed 2^31 elements.
         offsets = (head.to(tl.int64) * rows + row)[:, None] * D + tl.arange(0, D)[None, :]
         block = tl.load(source + offsets, mask=row[:, None] < rows, other=0.0)
     return block
@@ -126,8 +129,11 @@ def _store_rows(target, values, head, first, rows, ROWS: tl.constexpr, D: tl.con
 def _keys_of(first_query, rows, HELD: tl.constexpr, READ: tl.constexpr, CAUSAL: tl.constexpr):
     """Return how many keys a block of queries reads without a mask, and the end of the keys that it reads with a mask."""
     if CAUSAL:
+        # `held` is a multiple of `read`, so the keys before the first query are whole blocks that every query of the block
+        # sees.
         unmasked, last = first_query, tl.minimum(first_query + HELD, rows)
     else:
+        # Without causality, only the last, incomplete block of keys needs a mask.
         unmasked, last = rows // READ * READ, rows
     return unmasked, last
 
@@ -158,20 +164,27 @@ def _attend(
     query = first_query + tl.arange(0, HELD)[:, None]
     for start in tl.range(first, last, READ, num_stages=STAGES):
         k = _load_rows(keys, key_head, start, rows, READ, D, DESCRIPTORS)
+        # Scores [HELD, READ]. "ieee" concerns float32 operands only: they are not rounded to TF32.
         scores = tl.dot(q, k.T, input_precision="ieee")
         if MASKED:
             key = start + tl.arange(0, READ)[None, :]
             visible = key <= query if CAUSAL else key < rows
+            # Every query sees a key in its first masked block or before it. So `larger` is finite, and -inf - -inf does not
+            # occur.
             scores = tl.where(visible, scores * scale, float("-inf"))
             larger = tl.maximum(largest, tl.max(scores, 1))
             p = tl.exp2(scores - larger[:, None])
         else:
+            # The scale is positive. So the maximum is scaled after the reduction: once for a row, and not once for a score.
             larger = tl.maximum(largest, tl.max(scores, 1) * scale)
             p = tl.exp2(scores * scale - larger[:, None])
+        # In the first iteration `largest` is -inf. Then shrink is 2^-inf = 0, and the empty state adds nothing.
         shrink = tl.exp2(largest - larger)
         weight = weight * shrink + tl.sum(p, 1)
         total = total * shrink[:, None]
         v = _load_rows(values, key_head, start, rows, READ, D, DESCRIPTORS)
+        # Both operands of a matrix unit have one dtype, so the probabilities are rounded to that of the values. The sum is
+        # float32.
         total = tl.dot(p.to(v.dtype), v, total, input_precision="ieee")
         largest = larger
     return total, weight, largest
@@ -206,6 +219,7 @@ def attention_forward(
     weight = tl.zeros([HELD], tl.float32)
     largest = tl.full([HELD], float("-inf"), tl.float32)
     unmasked, last = _keys_of(first_query, rows, HELD, READ, CAUSAL)
+    # First the keys that need no mask, then those that need one. static_range compiles a separate loop for each.
     for masked in tl.static_range(2):
         total, weight, largest = _attend(
             total,
@@ -229,6 +243,7 @@ def attention_forward(
             masked,
         )
     row = first_query + tl.arange(0, HELD)
+    # The backward pass recomputes each probability as 2^(scale·score - log_sum). It needs this number and no matrix of scores.
     tl.store(log_sums + head.to(tl.int64) * rows + row, largest + tl.log2(weight), mask=row < rows)
     result = (total / weight[:, None]).to(output.dtype if DESCRIPTORS else output.dtype.element_ty)
     _store_rows(output, result, head, first_query, rows, HELD, D, DESCRIPTORS)
@@ -275,9 +290,11 @@ def attention_key_gradient(
     k = _load_rows(keys, key_head, first_key, rows, HELD, D, DESCRIPTORS)
     v = _load_rows(values, key_head, first_key, rows, HELD, D, DESCRIPTORS)
     grad_k, grad_v = tl.zeros([HELD, D], tl.float32), tl.zeros([HELD, D], tl.float32)
+    # With P = softmax and δ from `attention_delta`: dV += Pᵀ·dO, dS = P∘(dO·Vᵀ - δ), dK += dSᵀ·Q. Here all are transposed.
     for member in range(GROUP):
         head = key_head * GROUP + member
         first_row = head.to(tl.int64) * rows
+        # In causal attention, no query before the first key of this block sees the block.
         for start in tl.range(first_key if CAUSAL else 0, rows, READ, num_stages=STAGES):
             query = start + tl.arange(0, READ)
             q = _load_rows(queries, head, start, rows, READ, D, DESCRIPTORS)
@@ -293,6 +310,7 @@ def attention_key_gradient(
             start_values = tl.zeros([HELD, READ], tl.float32) - row_delta[None, :]
             grad_scores = p * tl.dot(v, g.T, start_values, input_precision="ieee")
             grad_k = tl.dot(grad_scores.to(q.dtype), q, grad_k, input_precision="ieee")
+    # `scale` contains log2(e) for exp2. The derivative of the scores is the plain scale, which is applied once after the loop.
     grad_k = (grad_k * natural_scale).to(k.dtype)
     _store_rows(grad_keys, grad_k, key_head, first_key, rows, HELD, D, DESCRIPTORS)
     _store_rows(grad_values, grad_v.to(v.dtype), key_head, first_key, rows, HELD, D, DESCRIPTORS)
@@ -395,6 +413,7 @@ def attention_query_gradient(
     _store_rows(grad_queries, (grad_q * natural_scale).to(q.dtype), head, first_query, rows, HELD, D, DESCRIPTORS)
 
 
+# Rows of a program of `attention_delta`.
 DELTA_ROWS = 32
 
 
@@ -435,6 +454,7 @@ def run_forward(q_NTD: Tensor, k_NTD: Tensor, v_NTD: Tensor, scale: float, causa
         log_sums_NT,
         scale * LOG2_E,
         rows,
+        # N is B·H for queries and B·K for keys. So the quotient is H / K, and head // GROUP stays in the same sequence.
         **constants_of(tile, heads // len(k_NTD), features, causal),
         num_warps=tile.warps,
     )
@@ -513,6 +533,7 @@ class Attention(torch.autograd.Function):
         return output_NTD.view(q_BHTD.shape)
 
     @staticmethod
+    # The kernels have no second derivative. Differentiating twice raises an error instead of returning a wrong result.
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (grad_BHTD,) = grads

@@ -110,11 +110,13 @@ class _GeluProjection(Function):
     def forward(ctx: Any, x_BTD: Tensor, weight_ED: Tensor, bias_E: Tensor) -> Tensor:
         rounded_ED = weight_ED.to(x_BTD.dtype)
         y_BTE = F.linear(x_BTD, rounded_ED, bias_E.to(x_BTD.dtype))
+        # Save y, the input of GELU, because the gradient of GELU is a function of its input.
         ctx.save_for_backward(x_BTD, rounded_ED, y_BTE)
         return gelu(y_BTE)
 
     @staticmethod
     def backward(ctx: Any, grad_BTE: Tensor) -> tuple[Tensor, ...]:
+        # Imported here, because the module needs Triton, which not every build of PyTorch contains.
         from hyperion.kernels.block_gradients_triton import gelu_gradient
 
         x_BTD, weight_ED, y_BTE = ctx.saved_tensors
@@ -145,6 +147,7 @@ class _ForkedNorm(Function):
     ) -> tuple[Tensor, Tensor]:
         ctx.sums_biases = before_D is not None
         rounded_D, values = weight_D.to(x_BTD.dtype), x_BTD.float()
+        # correction=0: LayerNorm divides by D, and not by D - 1.
         variance, mean = torch.var_mean(values, -1, correction=0, keepdim=True)
         inverse = torch.rsqrt(variance + eps)
         ctx.save_for_backward(x_BTD, mean, inverse, rounded_D)
@@ -158,6 +161,7 @@ class _ForkedNorm(Function):
 
         x_BTD, mean, inverse, weight_D = ctx.saved_tensors
         grad_x_BTD, sums_RD = norm_gradient(x_BTD, grad_y_BTD, grad_residual_BTD, mean, inverse, weight_D, ctx.sums_biases)
+        # R is 4 with the biases of the two neighbouring layers, otherwise 2.
         grad_weight_D, grad_bias_D, grad_before_D, grad_after_D = sums_RD if ctx.sums_biases else (*sums_RD, None, None)
         return grad_x_BTD, grad_weight_D, grad_bias_D, None, grad_before_D, grad_after_D
 
@@ -176,6 +180,7 @@ class _AddPositions(Function):
 
 def _linear_gradients(x_BTD: Tensor, weight_ED: Tensor, grad_y_ME: Tensor, grad_bias_E: Tensor) -> tuple[Tensor, ...]:
     """Return the gradients of the input, the weight and the bias of a linear layer."""
+    # For y = x·Wᵀ + b: dx = dy·W, dW = dyᵀ·x, db = sum of dy over the rows.
     return (grad_y_ME @ weight_ED).view_as(x_BTD), grad_y_ME.T @ x_BTD.flatten(0, 1), grad_bias_E
 
 
@@ -184,4 +189,5 @@ def _autocasts_to_bf16(device_type: str) -> bool:
 
 
 def _autocast_enabled(device_type: str) -> bool:
+    # PyTorch raises an error if it is asked for the autocast of the device meta, which has none.
     return device_type != "meta" and torch.is_autocast_enabled(device_type)

@@ -76,6 +76,7 @@ def gelu_strip(
         g = tl.load(grad_y + offsets, mask=mask, other=0.0).to(tl.float32)
         # x·sigmoid(z) with z = 2 √(2/π) (x + 0.044715 x³), and z' = 2 √(2/π) (1 + 3·0.044715 x²)
         sigmoid = 1 / (1 + tl.exp(-1.5957691216057308 * (x + 0.044715 * x * x * x)))
+        # Rows beyond the last have g = 0, so they add nothing to the sums of the columns.
         grad_x = g * (sigmoid + x * sigmoid * (1 - sigmoid) * 1.5957691216057308 * (1 + 0.134145 * x * x))
         tl.store(gradient + offsets, grad_x.to(gradient.dtype.element_ty), mask=mask)
         total += tl.sum(grad_x, 0)
@@ -83,6 +84,7 @@ def gelu_strip(
     tl.store(sums + strip * columns + column, total, mask=column < columns)
 
 
+# triton_op and wrap_triton let torch.compile trace the launch as an operator, without a graph break.
 @triton_op("hyperion::gelu_gradient", mutates_args={})
 def gelu_gradient(grad_y_ME: Tensor, x_ME: Tensor) -> tuple[Tensor, Tensor]:
     """Return the gradient of x_ME for y = GELU(x), and the sums of the columns of this gradient, of shape [E] in float32.
@@ -93,6 +95,7 @@ def gelu_gradient(grad_y_ME: Tensor, x_ME: Tensor) -> tuple[Tensor, Tensor]:
     """
     (M, E), grad_x_ME = x_ME.shape, torch.empty_like(x_ME, memory_format=torch.contiguous_format)
     grid = triton.cdiv(E, GELU.columns), triton.cdiv(M, STRIP)
+    # One row of sums for each strip. They are added after the kernel, because atomic additions have no fixed order.
     sums_SE = torch.empty(grid[1], E, dtype=torch.float32, device=x_ME.device)
     wrap_triton(gelu_strip)[grid](
         grad_y_ME.contiguous(),
@@ -129,6 +132,8 @@ def joined_strip(
     Also sum each column over the rows of the strip, and store the sums.
     """
     part, strip = tl.program_id(2), tl.program_id(1)
+    # The third dimension of the grid chooses the matrix. A kernel cannot index several pointers with a number known only at run
+    # time.
     source = first_part if part == 0 else (second_part if part == 1 else third_part)
     column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)[None, :]
     inside = column < columns
@@ -137,6 +142,7 @@ def joined_strip(
         row = strip.to(tl.int64) * STRIP + first + tl.arange(0, ROWS)[:, None]
         mask = inside & (row < rows)
         x = tl.load(source + row * columns + column, mask=mask, other=0.0)
+        # A row of the result [M, 3·D] consists of three rows of D columns.
         tl.store(joined + (3 * row + part) * columns + column, x, mask=mask)
         total += x.to(tl.float32)
     column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -197,24 +203,29 @@ def norm_strip(
     before, after = tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.float32)
     for first in tl.range(0, STRIP, ROWS, num_stages=STAGES):
         row = strip.to(tl.int64) * STRIP + first + tl.arange(0, ROWS)[:, None]
+        # A program needs whole rows here, so `inside` only masks the padding of the width to a power of 2.
         mask, offsets = inside & (row < rows), row * columns + column
         mean = tl.load(means + row, mask=row < rows, other=0.0)
         inverse = tl.load(inverses + row, mask=row < rows, other=0.0)
         x = tl.load(values + offsets, mask=mask, other=0.0).to(tl.float32)
         g = tl.load(grad_y + offsets, mask=mask, other=0.0).to(tl.float32)
         residual = tl.load(grad_residual + offsets, mask=mask, other=0.0).to(tl.float32)
+        # Padding is read as x = 0, so x - mean would be -mean there.
         normalized = tl.where(mask, (x - mean) * inverse, 0.0)
         weighted = g * w
         mean_weighted = tl.sum(weighted, 1)[:, None] / columns
         mean_product = tl.sum(weighted * normalized, 1)[:, None] / columns
+        # With x̂ the normalized row: dx = (g·w - mean(g·w) - x̂·mean(g·w·x̂)) / σ, plus the gradient that bypasses the norm.
         grad_x = inverse * (weighted - mean_weighted - normalized * mean_product) + residual
         tl.store(gradient + offsets, grad_x.to(gradient.dtype.element_ty), mask=mask)
         grad_weight += tl.sum(g * normalized, 0)
         grad_bias += tl.sum(g, 0)
         if SUMS == 4:
+            # In the padding, grad_x contains a mean, and is not 0 like the gradients that were loaded.
             before += tl.sum(tl.where(mask, grad_x, 0.0), 0)
             after += tl.sum(residual, 0)
     column = tl.arange(0, BLOCK)
+    # `sums` has the shape [S, SUMS, D].
     place, inside = sums + SUMS * strip * columns + column, column < columns
     tl.store(place, grad_weight, mask=inside)
     tl.store(place + columns, grad_bias, mask=inside)

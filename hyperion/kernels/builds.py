@@ -103,6 +103,7 @@ class Resources:
         if build.matrix and not self.matrix_instructions:
             faults.append("no matrix instruction")
         if build.warps * architecture.threads > 1024:
+            # CUDA and HIP both allow at most 1024 threads in a block.
             faults.append(f"{build.warps * architecture.threads} threads, 1024 are allowed")
         return faults
 
@@ -116,6 +117,8 @@ def compile_build(build: Build, architecture: Architecture) -> Resources:
         fn=build.kernel,
         signature=signature,
         constexprs=build.constants,
+        # At a launch, Triton detects by itself which arguments are multiples of 16, and uses wide loads for them. There is no
+        # launch here, so the hint is given.
         attrs={(list(signature).index(name),): [["tt.divisibility", 16]] for name in aligned},
     )
     target = GPUTarget(architecture.backend, architecture.target, architecture.threads)
@@ -150,10 +153,12 @@ def _nvidia(compiled: Any, build: Build, architecture: Architecture) -> Resource
     program = Path(triton.__path__[0]) / "backends/nvidia/bin/cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(compiled.asm["cubin"])
+        # cuobjdump is another process and opens the file by its name, so the bytes must have left the buffer of this process.
         file.flush()
         listing = subprocess.run([program, "--dump-resource-usage", file.name], capture_output=True, text=True, check=True).stdout
     registers, stack, local = (int(re.search(rf"\b{name}:(\d+)", listing)[1]) for name in ("REG", "STACK", "LOCAL"))  # pyright: ignore
     shared = compiled.metadata.shared
+    # The regular expression matches the name of the instruction in PTX; the machine code has another name for it.
     count, name = _matrix(compiled.asm["ptx"], architecture)
     return Resources(registers, stack + local, shared, _resident_warps(registers, shared, build.warps), count, name)
 
@@ -166,6 +171,7 @@ def _resident_warps(registers: int, shared: int, warps: int) -> int:
 
     Source: CUDA C++ Programming Guide, technical specifications per compute capability.
     """
+    # Round up to the allocation unit.
     of_warp = -(-registers * 32 // 256) * 256
     programs = min(65536 // (of_warp * warps), (228 << 10) // (shared + 1024), 64 // warps, 32)
     return programs * warps

@@ -52,15 +52,18 @@ def _rows() -> Iterator[Comparison]:
     x, y = torch.randn(5001), torch.randn(5001)
     yield Comparison("vector_add", "5001 elements", "sum", relative_error(rows_triton.run_add(x, y), x.double() + y.double()))
     x = 30 * torch.randn(5, 100)
+    # Without the subtraction of the maximum, exp(1e4) overflows, and all exponentials of the row near -200 underflow to 0.
     x[2, 3], x[3] = 1e4, -200 + torch.randn(100)
     yield Comparison("softmax", "rows of 100", "output", relative_error(rows_triton.run_softmax(x), torch.softmax(x.double(), 1)))
     M, D = 7, 100
+    # A mean that is not 0 tests the subtraction of the mean.
     x, grad = torch.randn(M, D) + 3, torch.randn(M, D)
     weight, bias = torch.randn(D), torch.randn(D)
     exact = [tensor.double().requires_grad_() for tensor in (x, weight, bias)]
     exact_y = F.layer_norm(exact[0], (D,), exact[1], exact[2], 1e-5)
     exact_y.backward(grad.double())
     y, means, inverses = rows_triton.run_layer_norm(x, weight, bias, 1e-5)
+    # 3 programs for 7 rows: the programs have different numbers of rows.
     grads = rows_triton.run_layer_norm_gradient(grad, x, weight, means, inverses, programs=3)
     yield Comparison("layer_norm", "rows of 100", "output", relative_error(y, exact_y))
     for name, found, tensor in zip(("x", "weight", "bias"), grads, exact, strict=True):
@@ -69,6 +72,7 @@ def _rows() -> Iterator[Comparison]:
 
 
 def _products() -> Iterator[Comparison]:
+    # The first sizes leave remainders in all dimensions. In the second, K is even, which uses the loop without a mask over K.
     for M, N, K in ((70, 48, 40), (33, 128, 64)):
         a, b, c = torch.randn(M, K), torch.randn(K, N), torch.empty(M, N)
         exact, case, blocks = a.double() @ b.double(), f"{M}x{N}x{K}", -(-M // 32) * -(-N // 32)
@@ -78,6 +82,7 @@ def _products() -> Iterator[Comparison]:
         c = torch.empty(M, N)
         shapes = ([32, 16], [16, 32], [32, 16])
         descriptors = [TensorDescriptor.from_tensor(one, shape) for one, shape in zip((a, b, c), shapes, strict=True)]
+        # 3 programs, so that one program computes several blocks.
         matmul_triton.matmul_persistent[(3,)](*descriptors, M, N, K, BLOCK_K=16, PROGRAMS=3, **sizes)
         yield Comparison("matmul with descriptors", case, "product", relative_error(c, exact))
 

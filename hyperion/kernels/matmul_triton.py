@@ -68,8 +68,10 @@ def _block_of(number, M, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUP:
     """Return the row and the column of a block of the output. Blocks are numbered band by band, GROUP rows of blocks in each."""
     across = tl.cdiv(N, BLOCK_N)
     band = number // (GROUP * across) * GROUP
+    # The last band may have fewer rows of blocks.
     height = tl.minimum(tl.cdiv(M, BLOCK_M) - band, GROUP)
     inside = number % (GROUP * across)
+    # Within a band, count down a column first. Consecutive programs then read the same columns of B and few rows of A.
     return band + inside % height, inside // height
 
 
@@ -90,6 +92,7 @@ def matmul_blocks(
 ):
     """Compute one block of C = A·B. All matrices are contiguous. If EVEN, K is a multiple of BLOCK_K."""
     block_row, block_column = _block_of(tl.program_id(0), M, N, BLOCK_M, BLOCK_N, GROUP)
+    # 64 bits, because offsets in a large matrix exceed 2^31.
     row = (block_row * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)[:, None]
     column = (block_column * BLOCK_N + tl.arange(0, BLOCK_N)).to(tl.int64)[None, :]
     inner = tl.arange(0, BLOCK_K)
@@ -97,10 +100,12 @@ def matmul_blocks(
     total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     for first in tl.range(0, K, BLOCK_K, num_stages=STAGES):
         if EVEN:
+            # Only the edges in M and N are masked. These masks do not change in the loop.
             a_block = tl.load(a_place, mask=row < M, other=0.0)
             b_block = tl.load(b_place, mask=column < N, other=0.0)
         else:
             a_block = tl.load(a_place, mask=(row < M) & (first + inner[None, :] < K), other=0.0)
+            # Elements beyond K must be zero, because they are part of the sum. Those beyond M and N are only not stored.
             b_block = tl.load(b_place, mask=(column < N) & (first + inner[:, None] < K), other=0.0)
         total = tl.dot(a_block, b_block, total, input_precision="ieee")
         a_place += BLOCK_K
@@ -131,6 +136,7 @@ def matmul_persistent(
     for number in tl.range(tl.program_id(0), blocks, PROGRAMS, flatten=True, num_stages=STAGES):
         block_row, block_column = _block_of(number, M, N, BLOCK_M, BLOCK_N, GROUP)
         total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+        # No mask over K: beyond the edges, descriptors read zeros, which do not change the sum.
         for step in range(steps):
             a_block = a.load([block_row * BLOCK_M, step * BLOCK_K])
             b_block = b.load([step * BLOCK_K, block_column * BLOCK_N])
@@ -138,6 +144,7 @@ def matmul_persistent(
         stored += PROGRAMS
         block_row, block_column = _block_of(stored, M, N, BLOCK_M, BLOCK_N, GROUP)
         # Store in two halves: then the copy in shared memory is half as large, and the pipeline has more stages.
+        # Triton cannot slice a block. `split` takes apart a last dimension of size 2, so move the halves there.
         left, right = total.reshape([BLOCK_M, 2, BLOCK_N // 2]).permute(0, 2, 1).split()
         c.store([block_row * BLOCK_M, block_column * BLOCK_N], left.to(c.dtype))
         c.store([block_row * BLOCK_M, block_column * BLOCK_N + BLOCK_N // 2], right.to(c.dtype))
@@ -186,7 +193,9 @@ def run_matmul(a_MK: Tensor, b_KN: Tensor, tiles: tuple[MatmulTile, ...]) -> tup
     c_MN = torch.empty(M, N, dtype=a_MK.dtype, device=a_MK.device)
     if tiles == HOPPER and all(has_descriptors(one) for one in (a_MK, b_KN, c_MN)):
         search, processors = _searched_persistent, torch.cuda.get_device_properties(a_MK.device).multi_processor_count
+        # The block shapes are placeholders: the pre_hook of each configuration sets them before the launch.
         blocks = [TensorDescriptor.from_tensor(one, [16, 16]) for one in (a_MK, b_KN, c_MN)]
+        # The grid is a function, because the number of blocks depends on the settings that the search tries.
         search[lambda chosen: (min(processors, _count(M, N, chosen)),)](*blocks, M, N, K, PROGRAMS=processors)
     else:
         search = _searched_blocks[SMALL if tiles == HOPPER else tiles]

@@ -124,6 +124,7 @@ def attention_reference(q_BHTD: Tensor, k_BKTD: Tensor, v_BKTD: Tensor, causal: 
 
 def attention_flops(B: int, H: int, T: int, D: int, causal: bool) -> dict[str, float]:
     """Return the FLOPs of the forward and the backward pass. Of a causal matrix of scores, half counts."""
+    # Forward: Q·Kᵀ and P·V, 2·T·T·D each for a head. Backward: five such products (scores again, dP, dV, dQ, dK), so 2.5 times.
     forward = 4 * B * H * T * T * D * (0.5 if causal else 1)
     return {"forward": forward, "backward": 2.5 * forward}
 
@@ -154,6 +155,7 @@ def architecture_of(device: torch.device) -> tuple[str, int | str]:
     """Return ("cuda", compute capability) or ("hip", name of the architecture) of a GPU."""
     properties = torch.cuda.get_device_properties(device)
     if torch.version.hip:
+        # gcnArchName also contains feature flags, as in "gfx90a:sramecc+:xnack-".
         return "hip", properties.gcnArchName.partition(":")[0]
     return "cuda", 10 * properties.major + properties.minor
 
@@ -182,6 +184,7 @@ def _require_kernel(*tensors: Tensor, gradients: bool = True) -> None:
     for x in tensors:
         fits = x.dtype in _DTYPES and x.numel() > 0
         _require(fits, f"an input on a GPU is {_told(x)}", "pass float32, float16 or bfloat16, and at least one element")
+        # Triton launches on the current device, whichever device its arguments are on.
         here = x.device.index == torch.cuda.current_device()
         _require(here, f"an input is on {x.device}", "pass tensors on the current device, see torch.cuda.set_device")
     wanted = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)

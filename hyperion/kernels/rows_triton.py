@@ -49,6 +49,7 @@ def softmax_row(x, y, columns, BLOCK: tl.constexpr):
     column = tl.arange(0, BLOCK)
     inside = column < columns
     values = tl.load(x + start + column, mask=inside, other=float("-inf")).to(tl.float32)
+    # Padding is -inf, so its power is 0 and adds nothing to the sum.
     powers = tl.exp2((values - tl.max(values, 0)) * LOG2)
     tl.store(y + start + column, (powers / tl.sum(powers, 0)).to(y.dtype.element_ty), mask=inside)
 
@@ -62,6 +63,7 @@ def layer_norm_row(x, weight, bias, y, means, inverses, columns, eps, BLOCK: tl.
     inside = column < columns
     values = tl.load(x + start + column, mask=inside, other=0.0).to(tl.float32)
     mean = tl.sum(values, 0) / columns
+    # The row is in registers, so a second pass for the variance reads nothing. E[x²] - E[x]² would cancel for large means.
     centered = tl.where(inside, values - mean, 0.0)
     inverse = 1 / tl.sqrt(tl.sum(centered * centered, 0) / columns + eps)
     w = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
@@ -101,6 +103,7 @@ def layer_norm_gradient(
         normalized = tl.where(inside, (values - mean) * inverse, 0.0)
         weighted = g * w
         along = tl.sum(weighted * normalized, 0) / columns
+        # With x̂ the normalized row: dx = (g·w - mean(g·w) - x̂·mean(g·w·x̂)) / σ.
         of_x = inverse * (weighted - tl.sum(weighted, 0) / columns - normalized * along)
         tl.store(grad_x + place, of_x.to(grad_x.dtype.element_ty), mask=inside)
         grad_weight += g * normalized
@@ -143,6 +146,7 @@ def run_layer_norm_gradient(
         programs: number of programs. Each program sums the gradients of its rows.
     """
     (M, D), grad_x_MD = x_MD.shape, torch.empty_like(x_MD)
+    # A program without rows would only add a row of zeros to the sums.
     programs = min(programs, M)
     sums_P2D = torch.empty(programs, 2, D, dtype=torch.float32, device=x_MD.device)
     layer_norm_gradient[(programs,)](
@@ -160,5 +164,6 @@ def run_layer_norm_gradient(
         STAGES=GRADIENT_STAGES,
         num_warps=gradient_warps(D),
     )
+    # The programs do not add atomically, so that the order of the sum does not change from run to run.
     of_weight_D, of_bias_D = sums_P2D.sum(0)
     return grad_x_MD, of_weight_D, of_bias_D

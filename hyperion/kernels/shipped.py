@@ -65,6 +65,7 @@ def training_builds() -> list[Build]:
         Build(
             "loss of the tokens",
             token_loss_triton.nll_and_slope,
+            # The vocabulary of GPT-2 and its size after `padded_classes`.
             {"logits": "*bf16", "targets": "*i64", "nll": "*fp32", "ignored": "i32"},
             {
                 "columns": 50304,
@@ -111,6 +112,7 @@ def _persistent_build(tile: matmul_triton.MatmulTile) -> Build:
     shapes = {"a": (tile.rows, tile.depth), "b": (tile.depth, tile.columns), "c": (tile.rows, tile.columns // 2)}
     signature = {one: f"tensordesc<{_DTYPE}[{rows}, {columns}]>" for one, (rows, columns) in shapes.items()}
     signature |= dict.fromkeys(("M", "N", "K"), "i32")
+    # An H100 or H200 (SXM) has 132 multiprocessors.
     constants = tile.constants | {"STAGES": tile.stages, "PROGRAMS": 132}
     options = {"num_stages": tile.stages}
     return Build(name, matmul_triton.matmul_persistent, signature, constants, tile.warps, options, matrix=True)

@@ -61,5 +61,6 @@ def token_loss(x_MD: Tensor, weight_VD: Tensor, targets_M: Tensor) -> Tensor:
     from hyperion.kernels.token_loss_triton import head_loss
 
     dtype = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else x_MD.dtype
+    # F.pad counts from the last dimension: no columns, and P - V rows of zeros at the end. The kernel ignores their logits.
     weight_PD = F.pad(weight_VD.to(dtype), (0, 0, 0, padded_classes(len(weight_VD)) - len(weight_VD)))
     return head_loss(x_MD.to(dtype), weight_PD, targets_M, len(weight_VD), IGNORE_INDEX, torch.is_grad_enabled())[0]

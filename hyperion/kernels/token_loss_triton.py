@@ -39,22 +39,27 @@ def nll_and_slope(
     start = logits + row * columns
     target = tl.load(targets + row)
     inside = (target >= 0) & (target < classes)
+    # A kernel cannot raise an error, so an invalid class gives a loss of NaN.
     of_target = tl.load(start + target, mask=inside, other=float("nan")).to(tl.float32)
     largest = float("-inf")
+    # A vector of sums, one for each place in a block. The reduction over the block happens once after the loop.
     total = tl.zeros([BLOCK], tl.float32)
     for first in tl.range(0, classes, BLOCK, num_stages=STAGES):
         place = first + tl.arange(0, BLOCK)
         # Use the aligned number of columns in the mask, because vector loads are not possible with an unaligned bound.
         x = tl.load(start + place, mask=place < columns, other=float("-inf"), eviction_policy="evict_last")
+        # The padding has logits of 0, which must not be in the sum.
         x = tl.where(place < classes, x.to(tl.float32) * LOG2_E, float("-inf"))
         larger = tl.maximum(largest, tl.max(x, 0))
         total = total * tl.exp2(largest - larger) + tl.exp2(x - larger)
         largest = larger
+    # Base 2 until here; the division by log2(e) below gives nats.
     log_sum = largest + tl.log2(tl.sum(total, 0))
     counts = target != ignored
     tl.store(nll + row, tl.where(counts, log_sum / LOG2_E - of_target, 0.0))
     if slope > 0:
         for back in tl.range(0, columns, BLOCK, num_stages=STAGES):
+            # `back` counts from the last block to the first one. Nothing reads the row again, so evict it first.
             place = (columns - 1) // BLOCK * BLOCK - back + tl.arange(0, BLOCK)
             x = tl.load(start + place, mask=place < columns, other=float("-inf"), eviction_policy="evict_first")
             softmax = tl.where((place < classes) & counts, tl.exp2(x.to(tl.float32) * LOG2_E - log_sum), 0.0)
@@ -63,6 +68,7 @@ def nll_and_slope(
             tl.store(start + place, value, mask=place < columns, eviction_policy="evict_first")
 
 
+# The kernel overwrites the logits, which this function allocates. So no argument is mutated.
 @triton_op("hyperion::head_loss", mutates_args={})
 def head_loss(
     x_MD: Tensor, weight_PD: Tensor, targets_M: Tensor, classes: int, ignored: int, slope: bool
@@ -102,11 +108,13 @@ def _slope(dtype: torch.dtype) -> float:
 
 def _save_for_backward(ctx: Any, inputs: tuple, output: tuple) -> None:
     ctx.save_for_backward(inputs[0], inputs[1], output[1])
+    # S is an output only because autograd can save outputs. It has no gradient of its own.
     ctx.mark_non_differentiable(output[1])
 
 
 def _backward(ctx: Any, gradient_M: Tensor, _: Tensor) -> tuple:
     x_MD, weight_PD, slope_MP = ctx.saved_tensors
+    # S contains the factor `_slope`; divide by it where the tensor is small.
     g_M1 = (gradient_M / _slope(x_MD.dtype))[:, None].to(x_MD.dtype)
     return g_M1 * (slope_MP @ weight_PD), slope_MP.T @ (g_M1 * x_MD), None, None, None, None
 

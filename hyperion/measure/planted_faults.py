@@ -82,6 +82,7 @@ class FaultResult:
 def _run(device: Device, fault: PlantedFault) -> FaultResult:
     started = time.monotonic()
     believed, raised = _measure(device, fault, broken=True)
+    # An exception of another check would be a coincidence, so the message must be the expected one.
     caught = isinstance(raised, HyperionError) and fault.refusal in raised.what
     _, objection = _measure(device, fault, broken=False)
     return FaultResult(
@@ -147,6 +148,7 @@ def _no_warm_up(device: Device, broken: bool, believe: Believe) -> None:
 
     If `broken` is True, the time limit ends the warm-up too early.
     """
+    # The time falls from four times the final value, with a decay of 50 calls.
     clock = Scripted(lambda call: _WORK_S * (1 + 3 * np.exp(-call / 50)))
     timing = time_function(lambda: None, device, cold=False, minimum_samples=30, time_limit_s=0.1 if broken else 5.0, clock=clock)
     believe(f"{timing.samples_s.mean() * 1e3:.2f} ms on average, but {_WORK_S * 1e3:.2f} ms after a complete warm-up")
@@ -154,6 +156,7 @@ def _no_warm_up(device: Device, broken: bool, believe: Believe) -> None:
 
 
 def _clock_drift(device: Device, broken: bool, believe: Believe) -> None:
+    # `broken` is 0 or 1. With 1, the time grows by 20 % in 1000 calls, above the tolerance of the drift.
     clock = Scripted(lambda call: _WORK_S * (1 + (broken * call / 5000)))
     timing = time_function(lambda: None, device, cold=False, minimum_samples=1000, time_limit_s=0.1, clock=clock)
     first, last = timing.drift.ends
@@ -189,6 +192,7 @@ def _skipped_work(device: Device, broken: bool, believe: Believe) -> None:
     def work() -> None:
         call = next(calls)
         if not broken or call % 4 == 0:
+            # One of four calls does the work of four. So the mean is right, and only the median is wrong.
             time.sleep(4 * _WORK_S if broken else _WORK_S)
 
     believe("a median of almost zero, because most calls return an earlier result")
@@ -391,6 +395,7 @@ class Queue:
 
     def __init__(self, waits: bool):
         self._waits, self._worker = waits, ThreadPoolExecutor(1)
+        # A finished dummy, so that `wait` works before the first launch.
         self._last: Future = self._worker.submit(int)
 
     def launch(self) -> None:
@@ -434,6 +439,7 @@ class BlockClock(WallClock):
         self._synchronized = 0
 
     def _synchronize(self) -> None:
+        # WallClock synchronises twice for each block: before it and after it.
         at_the_end = self._synchronized % 2 == 1
         self._synchronized += 1
         if self._waits or not at_the_end:

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 WEIGHTS_FOLDER = "llama"  # name of the folder, in a data mirror or in the cache, into which the user puts weights
 HUB_FOLDER = "hub"  # folder of the cache for models that were downloaded by their id on the Hugging Face Hub
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+# Usual suffixes of weights that are saved as pickles. Such files are named in the error and not opened.
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 _AGAIN = "copy the whole folder again from its source"
 # Embeddings are often padded to a round number of rows. More unused rows than this indicate the wrong tokenizer.
@@ -175,6 +176,7 @@ class LlamaLM(nn.Module):
             Without targets: logits_BTV in the dtype of the model. With targets: nll_BT in nats, in float32, and zero where
             the target is IGNORE_INDEX.
         """
+        # No cache: training and scoring process the whole sequence at once.
         logits_BTV = self.lm(input_ids=inputs_BT, use_cache=False).logits
         if targets_BT is None:
             return logits_BTV
@@ -199,6 +201,7 @@ class LlamaLM(nn.Module):
 def layer_shapes(config: LlamaShape | LlamaConfig) -> dict[str, tuple[int, int]]:
     """Return (d_in, d_out) of each linear layer of one decoder layer. The keys are the names of the linear layers."""
     D, wide = config.hidden_size, config.intermediate_size
+    # Newer configurations of transformers state the width of a head, which need not be D / N.
     head = getattr(config, "head_dim", None) or D // config.num_attention_heads
     key_value_heads = config.num_key_value_heads or config.num_attention_heads
     queries, keys = config.num_attention_heads * head, key_value_heads * head
@@ -264,6 +267,7 @@ def llama_flops_per_token(
     spared = sum(2 * shapes[name][0] * shapes[name][1] for name in entry)
     spared += sum(2 * lora_rank * shapes[name][0] for name in entry if name in targets)
     forward = linear + attention + adapters
+    # Backward pass: one product for each frozen weight, and two for each product of attention and of the adapters.
     return ModelFlops(forward, forward + linear + 2 * (attention + adapters) - spared)
 
 
@@ -351,6 +355,7 @@ def verify_llama_folder(folder: Path) -> LlamaForCausalLM:
         model = LlamaForCausalLM(LlamaConfig.from_dict(settings))
     tied = set(model._tied_weights_keys or ()) if model.config.tie_word_embeddings else set()
     for name, tensor in model.state_dict().items():
+        # A tied head is the same tensor as the embedding, so files need not contain it.
         if name not in shapes and name not in tied:
             raise HyperionError(f"no file contains the tensor {name}", where=folder, next_step=_AGAIN)
         if name in shapes and shapes[name] != list(tensor.shape):
@@ -436,6 +441,7 @@ def _from_hub(name: str) -> Path:
         )
     target = cache_root() / HUB_FOLDER / "--".join(parts)
     if not target.is_dir():
+        # The folder gets its final name only after the check. So a broken download is not taken for a model.
         with staged(target) as work:
             _download(name, work)
             verify_llama_folder(work)
@@ -448,6 +454,7 @@ def _download(name: str, work: Path) -> None:
     try:
         download(f"{hub_endpoint()}/api/models/{name}", listing)
     except DataUnavailable as error:
+        # These codes say something about this model. Other errors are those of the network.
         if getattr(error.__cause__, "code", None) not in (401, 403, 404):
             raise
         raise DataUnavailable(
@@ -462,6 +469,7 @@ def _download(name: str, work: Path) -> None:
             f"the hub's reply for {name} contains no list of files", where=hub_endpoint(), next_step="try again later"
         )
     files = [str(entry.get("rfilename", "")) for entry in siblings]
+    # transformers reads files at the top level only.
     wanted = [file for file in files if "/" not in file and file.endswith((".json", ".safetensors"))]
     if not any(file.endswith(".safetensors") for file in wanted):
         raise DataUnavailable(

@@ -112,6 +112,7 @@ class ResNet50(_Classifier):
 
         Each convolution is followed by a BatchNorm, which has two parameters per channel.
         """
+        # The convolutions have no bias.
         kernels = sum(out * (inputs * size**2 + 2) for inputs, out, size, _ in self._convolutions())
         return kernels + (self._features + 1) * self.classes
 
@@ -136,6 +137,7 @@ class ResNet50(_Classifier):
 
     def _convolutions(self) -> Iterator[tuple[int, int, int, int]]:
         """Yield (input channels, output channels, kernel size, output size) of every convolution, the stem first."""
+        # The stem has stride 2, and the max-pool after it has stride 2 again.
         yield 3, 64, 7, self.image_size // 2
         channels, side = 64, self.image_size // 4
         for stage, blocks in enumerate(_BOTTLENECKS):
@@ -147,6 +149,7 @@ class ResNet50(_Classifier):
                 yield inner, inner, 3, side
                 yield inner, out, 1, side
                 if block == 0:
+                    # The first block of each stage changes the number of channels, so its shortcut has a convolution.
                     yield channels, out, 1, side
                 channels = out
 
@@ -204,6 +207,7 @@ class VisionTransformer(_Classifier):
         classifier.
         """
         D = self.width
+        # Patch projection with bias, class token, and one position embedding for each position.
         embedding = (3 * PATCH**2 + 1) * D + (1 + self.positions) * D
         return embedding + _block_parameters(D, self.layers) + 2 * D + (D + 1) * self.classes
 
@@ -284,6 +288,7 @@ class Encoder(_Reference):
         The gradient with respect to the input of the model is not computed and not counted.
         """
         forward = _block_flops(self.width, self.layers, self.positions)
+        # 6·T·D² FLOPs: the input gradients of query, key and value of the first block are not needed.
         return ModelFlops(forward, 3 * forward - 6 * self.positions * self.width**2)
 
     @property

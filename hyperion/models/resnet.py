@@ -21,6 +21,7 @@ IMAGE_SIZE = 32  # height and width of a CIFAR-10 image in pixels
 
 
 def _conv3x3(channels_in: int, channels_out: int, stride: int = 1) -> nn.Conv2d:
+    # No bias: BatchNorm subtracts the mean, so a bias before it would have no effect.
     return nn.Conv2d(channels_in, channels_out, kernel_size=3, stride=stride, padding=1, bias=False)
 
 
@@ -44,6 +45,7 @@ class BasicBlock(nn.Module):
 
     def forward(self, x_BCYX: Tensor) -> Tensor:
         y_BCYX = F.relu(self.norm1(self.conv1(x_BCYX)))
+        # The second ReLU comes after the sum, as in the paper.
         return F.relu(self.norm2(self.conv2(y_BCYX)) + self.shortcut(x_BCYX))
 
 
@@ -86,6 +88,7 @@ class ResNet18(nn.Module):
         x_BCYX = F.relu(self.norm1(self.conv1(images_BCYX)))
         for block in self.blocks:
             x_BCYX = block(x_BCYX)
+        # Average over all pixels, so images of other sizes work too.
         return self.classifier(x_BCYX.mean(dim=(2, 3)))
 
     def layout(self) -> Layout:
@@ -125,4 +128,5 @@ def flops_per_image(num_classes: int = 10, width: int = 64, image_size: int = IM
         shortcut = channels_in if stride != 1 or channels_in != channels_out else 0
         forward += 2 * side**2 * channels_out * (9 * channels_in + 9 * channels_out + shortcut)
     forward += 2 * 8 * width * num_classes
+    # Three products for each convolution, without the gradient of the image.
     return ModelFlops(forward, 3 * forward - first)

@@ -132,6 +132,7 @@ class TransformerLM(nn.Module):
         of the residual stream does not grow with depth.
         """
         blocks = [module for module in self.modules() if isinstance(module, TransformerBlock)]
+        # Each block adds two terms to the residual stream, 2·L in total. Their variances add up.
         residual = {id(layer) for block in blocks for layer in (block.attention.output, block.mlp.down)}
         for module in self.modules():
             if isinstance(module, nn.Linear | nn.Embedding):
@@ -170,6 +171,7 @@ class TransformerLM(nn.Module):
             x_BTD = block(x_BTD)
         x_BTD = self.final_norm(x_BTD)
         if targets_BT is None:
+            # The head has no weight of its own, as in GPT-2.
             return F.linear(x_BTD, self.token_embedding.weight)
         # FSDP2 puts hooks on the output. A view would lose them if a caller modified it in place, so return a copy.
         return self._nll(x_BTD.flatten(0, 1), targets_BT.flatten()).view_as(targets_BT).clone()
@@ -183,6 +185,7 @@ class TransformerLM(nn.Module):
         size = self.loss_chunk_tokens if torch.is_grad_enabled() else EVALUATED_TOKENS
         chunks = list(zip(x_MD.split(size), targets_M.split(size), strict=True))
         if len(chunks) == 1 or not torch.is_grad_enabled():
+            # With one chunk, a recomputation would need as much memory as the saved logits.
             return torch.cat([token_loss(x, weight_VD, targets) for x, targets in chunks])
         # preserve_rng_state=False: the loss uses no random numbers, and the state of a generator cannot be read during the
         # capture of a CUDA graph.
@@ -236,12 +239,14 @@ class TransformerBlock(nn.Module):
         self.mlp = FeedForward(width)
 
     def forward(self, x_BTD: Tensor) -> Tensor:
+        # The two layers that write to the residual stream.
         last = self.attention.output, self.mlp.down
         # The backward kernel of the norm computes the gradient of a bias as a sum over tokens. With dropout, this sum is wrong.
         plain = all(type(layer) is nn.Linear for layer in last) and not (self.dropout and self.training)
         detached = plain and block_gradients.applies_to(x_BTD)
         x_BTD, normed_BTD = self.attention_norm.fork(x_BTD)
         x_BTD = x_BTD + _dropout(self.attention(normed_BTD, detached), self.dropout, self.training)
+        # Both biases get their gradients in the backward pass of this norm, so the layers above and below use them detached.
         x_BTD, normed_BTD = self.mlp_norm.fork(x_BTD, *[layer.bias for layer in last if detached])
         return x_BTD + _dropout(self.mlp(normed_BTD, detached), self.dropout, self.training)
 
@@ -281,6 +286,7 @@ class CausalSelfAttention(nn.Module):
         else:
             projected = (layer(x_BTD) for layer in layers)
         q_BNTH, k_BNTH, v_BNTH = (part_BTD.unflatten(-1, (-1, self.head_width)).transpose(1, 2) for part_BTD in projected)
+        # is_causal instead of a mask tensor, which some fused kernels do not accept.
         y_BNTH = F.scaled_dot_product_attention(q_BNTH, k_BNTH, v_BNTH, is_causal=True)
         y_BTD = y_BNTH.transpose(1, 2).flatten(-2)
         return block_gradients.projection(y_BTD, self.output) if detached_bias else self.output(y_BTD)

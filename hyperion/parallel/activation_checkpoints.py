@@ -71,6 +71,7 @@ def _checkpoint_block(block: nn.Module, policy: str, selective: bool, compiled: 
     def checkpointed(*args: Any, **kwargs: Any) -> Any:
         return checkpoint(forward, *args, **options, **kwargs)
 
+    # Blocks of the same structure are compared once.
     kind = tuple((name, type(module)) for name, module in block.named_modules())
 
     def compared_then_checkpointed(*args: Any, **kwargs: Any) -> Any:
@@ -209,7 +210,9 @@ def _gradients(block: nn.Module, forward: Callable, args: tuple, kwargs: dict) -
         leaves |= {f"the gradient of {name}": p for name, p in block.named_parameters() if p.requires_grad}
         outputs = [out for out in tree_leaves(forward(*args, **kwargs)) if isinstance(out, Tensor) and out.requires_grad]
         _seed(device, 1)
+        # Random gradients of the outputs, so that errors of different elements do not cancel as they could in a sum.
         directions = [torch.randn_like(output) for output in outputs]
+        # autograd.grad does not change the .grad of the parameters, so the training step is not disturbed.
         values = torch.autograd.grad(outputs, list(leaves.values()), directions, allow_unused=True) if outputs else ()
     gradients = {name: gradient for name, gradient in zip(leaves, values, strict=bool(outputs)) if gradient is not None}
     with torch.no_grad():

@@ -70,6 +70,7 @@ def start_sum(values: Tensor, ranks: int) -> Callable[[], Tensor]:
     """
     if ranks == 1:
         return lambda: values
+    # all_reduce works in place, and the caller still needs the values of this rank.
     total = values.clone()
     work = dist.all_reduce(total, async_op=True)
     assert work is not None, "this process belongs to the default group"
@@ -98,6 +99,8 @@ def clip_gradients(model: nn.Module, limit: float, norm: Tensor) -> None:
         limit: largest L2 norm of the gradients after scaling.
         norm: current L2 norm of the gradients over all ranks, as a scalar on the device.
     """
+    # The same 1e-6 as in torch.nn.utils, so the results agree. A tensor and not a number, so the host does not wait for the
+    # norm.
     factor = (limit / (norm + 1e-6)).clamp(max=1.0)
     torch._foreach_mul_(_local_gradients(model), factor)  # pyright: ignore[reportPrivateImportUsage] - no public name
 
@@ -133,6 +136,7 @@ def average_statistics(model: nn.Module) -> None:
     statistics = [s for norm in norms for s in (norm.running_mean, norm.running_var) if s is not None]
     if not statistics:
         return
+    # One collective for all statistics: they are small, so the latency of a collective decides.
     packed = torch.cat(statistics)
     dist.all_reduce(packed)
     packed /= ranks
@@ -219,6 +223,7 @@ def assert_same_shapes(model: nn.Module) -> None:
         DesyncError: parameters differ. The error is raised on every rank and names the ranks that differ from rank 0.
     """
     text = "\n".join(f"{name} {tuple(p.shape)} {p.dtype}" for name, p in model.named_parameters())
+    # Gather Python objects: a collective over tensors would already need equal shapes.
     digests: list = [None] * dist.get_world_size()
     dist.all_gather_object(digests, hashlib.sha256(text.encode()).hexdigest())
     if others := [rank for rank, digest in enumerate(digests) if digest != digests[0]]:

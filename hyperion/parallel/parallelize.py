@@ -113,6 +113,7 @@ def parallelize(model: nn.Module, plan: ParallelPlan, world: World) -> nn.Module
     """
     _require_ranks(plan, world)
     blocks = [model.get_submodule(name) for name in layout_of(model).blocks]
+    # Before the broadcast, because NCCL transfers only tensors on a GPU.
     model.to(world.device.torch_device)
     if world.size > 1:
         _broadcast_from_rank_0(model)
@@ -122,6 +123,7 @@ def parallelize(model: nn.Module, plan: ParallelPlan, world: World) -> nn.Module
         apply_checkpointing(model, chosen, plan.checkpointing, selective=selective, compiled=plan.compile_blocks)
     if plan.compile_blocks:
         for block in blocks:
+            # Replace `forward` and not the module, so that hooks of the outer steps stay outside of the compiled code.
             block.forward = torch.compile(block.forward)
     if plan.strategy == "fsdp":
         return _shard(model, blocks, plan, world)
@@ -168,6 +170,7 @@ def _shard(model: nn.Module, blocks: list[nn.Module], plan: ParallelPlan, world:
     policy = MixedPrecisionPolicy()
     if plan.param_dtype == "bf16":
         _require_no_batch_norm(model)
+        # Gradients are summed in float32, because a sum over many ranks would lose bits in bf16.
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     # FSDP2 warns that the views that it returns must not be modified in place. The engines only read these views.
     warnings.filterwarnings("ignore", message=r"FSDP2-wrapped module .* returned a view tensor")

@@ -41,6 +41,7 @@ TORCHRUN_VARIABLES = (
 # Prefix of variables that set defaults of torchrun's options (PET_NNODES …). They are meant for another call
 # of torchrun, so child processes do not inherit them.
 _TORCHRUN_OPTIONS = "PET_"
+# Option of prctl(2): send this process a signal when its parent ends.
 _PR_SET_PDEATHSIG = 1
 _POLL_S = 1.0
 
@@ -58,6 +59,7 @@ def child_environment() -> dict[str, str]:
         if name not in TORCHRUN_VARIABLES and not name.startswith(_TORCHRUN_OPTIONS)
     }
     path = os.pathsep.join([package_parent, *filter(None, [inherited.get("PYTHONPATH")])])
+    # Unbuffered, so that the launcher sees each line when it is printed. Python would collect lines for a pipe.
     return inherited | {"PYTHONPATH": path, "PYTHONUNBUFFERED": "1"}
 
 
@@ -88,6 +90,7 @@ def start(
         stdout=stdout,
         stderr=subprocess.STDOUT,
         text=True,
+        # A process that is killed can stop in the middle of a character.
         errors="replace",
         env=environment,
         start_new_session=new_session,
@@ -158,6 +161,7 @@ def descendants(leader: int) -> list[psutil.Process]:
         found.update(psutil.Process(leader).children(recursive=True))
     for process in psutil.process_iter():
         with contextlib.suppress(ProcessLookupError, PermissionError):
+            # A process whose parent has ended gets another parent, but keeps its session.
             if process.pid != leader and os.getsid(process.pid) == leader:
                 found.add(process)
     return list(found)

@@ -30,6 +30,7 @@ from hyperion.hardware.facts import VISIBLE_DEVICE_VARIABLES
 BACKENDS = ("nccl", "gloo")
 # Time limit for destroying a group after an error, in seconds. After it, the group remains until the process ends.
 _ABANDON_S = 5.0
+# _CONNECT_S: time limit for a connection to the job's store. _POLL_S: time between two looks at a barrier.
 _CONNECT_S = 30.0
 _POLL_S = 0.002
 
@@ -112,6 +113,7 @@ def process_group(timeout_s: float = 600.0, backend: str | None = None) -> Itera
     backend, device = choose_device(info, backend, _facts())
     torch_device = torch.device(device.torch_device)
     if torch_device.type != "cpu":
+        # Before the group exists, because NCCL and tensors on "cuda" use the current device of the process.
         torch.cuda.set_device(torch_device)
     _initialize(info or RankInfo(0, 1, 0, 1), backend, torch_device, timedelta(seconds=timeout_s), alone=info is None)
     try:
@@ -136,6 +138,7 @@ def rank_info(environment: Mapping[str, str]) -> RankInfo | None:
     if "RANK" not in environment and "WORLD_SIZE" not in environment:
         return None
     needed = ["RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"]
+    # A single rank has the local rank 0.
     needed += ["LOCAL_RANK"] * (environment.get("WORLD_SIZE") != "1")
     if missing := [name for name in needed if not environment.get(name)]:
         raise _environment_error(f"{', '.join(missing)} not set, though other variables of torchrun are")
@@ -150,6 +153,7 @@ def rank_info(environment: Mapping[str, str]) -> RankInfo | None:
 
 def _parse_number(environment: Mapping[str, str], name: str, default: int | None = None) -> int:
     text = environment.get(name) or str(default)
+    # isdecimal alone accepts the digits of other scripts.
     if not text.isascii() or not text.isdecimal() or len(text) > 9:
         raise _environment_error(f"{name} is {text!r}, not a whole number from 0")
     return int(text)
@@ -215,6 +219,7 @@ class StoreBarrier:
 
     def is_complete(self, name: str, ranks: int) -> bool:
         """Return True if at least `ranks` ranks have arrived."""
+        # Adding 0 reads the counter. `get` would block if no rank has arrived yet.
         return self._store.add(name, 0) >= ranks
 
     def wait(self, name: str, ranks: int) -> None:
@@ -257,6 +262,7 @@ def connect_store(host: str, port: int, timeout_s: float) -> Store:
 def _initialize(info: RankInfo, backend: str, device: torch.device, timeout: timedelta, alone: bool) -> None:
     """Initialize torch.distributed. Each group has its own prefix in the store, so it does not see keys of earlier groups."""
     try:
+        # A HashStore is a dict in this process, so a single process opens no port.
         store = HashStore() if alone else _shared_store(info, timeout)
         store.set_timeout(timeout)
         dist.init_process_group(
@@ -265,6 +271,7 @@ def _initialize(info: RankInfo, backend: str, device: torch.device, timeout: tim
             rank=info.rank,
             world_size=info.size,
             timeout=timeout,
+            # With a device, NCCL creates its communicator here and not in the first collective, so its errors appear here.
             device_id=None if device.type == "cpu" else device,
         )
     except (dist.DistStoreError, dist.DistNetworkError) as error:

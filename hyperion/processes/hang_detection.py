@@ -27,7 +27,9 @@ _STACKS_S, _EXIT_S = 2.0, 5.0
 _FRAMES = 4
 # If a frame of the main thread contains one of these texts, the rank waits for other ranks.
 _WAITING = ("/torch/distributed/", "/torch/cuda/", "in wait_for_peers\n")
+# More than any number of collectives, so a rank that has finished is never behind.
 _FINISHED = 2**62
+# Number of blocks so far. It is part of the prefix in the store, so a block does not see the progress of an earlier one.
 _blocks = 0
 
 
@@ -133,6 +135,7 @@ def _follow(counter: RollCall, here: World, store: Store, timeout_s: float, done
     """
     last_steps, since = None, time.monotonic()
     while True:
+        # Read the flag before the progress is published. So the final progress is always published, also after an exception.
         finished = done.is_set()
         _publish(store, here, RankProgress(counter.steps, counter.operation))
         if finished:
@@ -142,6 +145,7 @@ def _follow(counter: RollCall, here: World, store: Store, timeout_s: float, done
             last_steps, since = _steps(ranks), time.monotonic()
         elif time.monotonic() - since > timeout_s:
             _publish(store, here, RankProgress(counter.steps, counter.operation, _main_frames()))
+            # Wait for the stacks of the other ranks, then look again: a slow collective may have finished in the meantime.
             done.wait(_STACKS_S)
             ranks = _read(store, here)
             if _steps(ranks) == last_steps:

@@ -177,6 +177,7 @@ class OutputHandler:
             self.on_progress(*json.loads(line.removeprefix(_PROGRESS)))
             return
         self.last_lines.append(line)
+        # A job can print for hours; an error message needs only the end.
         del self.last_lines[:-_LAST_LINES]
         self.on_line(line.rstrip("\n"))
 
@@ -198,6 +199,8 @@ def _stream(worker: subprocess.Popen[str], timeout_s: float, output: OutputHandl
         timed_out.set()
         worker.terminate()
 
+    # Timers, because the loop below blocks while the worker prints nothing. SIGTERM lets the worker save its state; SIGKILL
+    # ends it.
     timers = [threading.Timer(timeout_s, on_timeout), threading.Timer(timeout_s + GRACE_S, worker.kill)]
     for timer in timers:
         timer.daemon = True

@@ -105,6 +105,7 @@ class _Ranks:
         torchrun usually ends its ranks itself, but a second signal interrupts it. When a launcher with several threads is
         killed, Linux sends one SIGTERM per thread. The second SIGTERM ends torchrun while the ranks still save their state.
         """
+        # Another SIGTERM must not interrupt the clean-up.
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         alive = [rank for rank in self.processes if is_alive(rank)]
         for rank in alive:
@@ -113,11 +114,13 @@ class _Ranks:
         while any(map(is_alive, alive)) and time.monotonic() < deadline:
             time.sleep(_POLL_S)
         for rank in self.processes:
+            # Child processes of a rank, such as loader workers, are in the session of the rank and end with it.
             kill_session(rank.pid, ours=rank.is_running())
 
 
 def arguments(request: dict, folder: str) -> list[str]:
     """Return torchrun's command line for a job."""
+    # On one host, torchrun chooses a free port itself.
     rendezvous = ["--standalone", "--nnodes=1"]
     if request["rendezvous"]:
         # The nodes of a job find each other by this id. Different jobs that use the same address have different ids.

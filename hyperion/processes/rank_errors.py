@@ -14,6 +14,7 @@ from pathlib import Path
 from hyperion.processes.job import INTERRUPTED, KILLED_REMEDY, Job, JobError, last_lines
 
 _FRAMES = 8
+# Part of the message with which NCCL's watchdog aborts a process.
 _WATCHDOG = "collective operation timeout"
 _FRAME = re.compile(r'  File "(?P<file>.+)", line (?P<line>\d+) in (?P<function>.+)')
 # _WAITING: a rank waits for other ranks if its stack contains a file with one of these paths. _CALLERS: files from which the
@@ -85,6 +86,8 @@ def first_failure(exits: list[RankExit]) -> RankExit | None:
 def _cause_order(end: RankExit) -> tuple[int, bool, float]:
     """Return a sort key with which the most likely root cause comes first. Equally likely causes are ordered by time."""
     if end.error:
+        # The smallest number is the likeliest cause: 0 a signal, 1 an exception or an abort, 2 saved after SIGTERM, 3 lost its
+        # peers, 4 ended by torchrun.
         likelihood = 3 if end.error["lost_peer"] else 2 if end.error["exit_code"] == INTERRUPTED else 1
         return likelihood, False, end.error["time"]
     code = end.code or 0
@@ -213,6 +216,7 @@ def collective_timeout_error(job: Job, error: RankError, stacks: list[RankStack]
         error: error of the rank whose collective timed out.
         stacks: stack of every rank at the time of the timeout.
     """
+    # The rank whose collective timed out wrote an error and no waiting stack, but it did join the collective.
     stacks = [replace(stack, waiting=True) if stack.rank == error.rank else stack for stack in stacks]
     missing = missing_rank(stacks)
     first = (

@@ -36,6 +36,7 @@ from hyperion.processes.rank_errors import (
 )
 from hyperion.results.files import write_atomically
 
+# Exit code of a process that a signal has ended, as shells report it.
 _ENDED_BY_SIGTERM = 128 + signal.SIGTERM
 _PROBE_S = 2.0
 _POLL_S = 0.1
@@ -77,6 +78,7 @@ def run_ranks(
         folder = Path(temporary)
         logs = folder / "logs" if log_folder is None else log_folder.resolve()
         logs.mkdir(parents=True, exist_ok=True)
+        # An earlier job in this folder may have had more ranks.
         for earlier in logs.glob("rank-*.log"):
             earlier.unlink()
         torchrun = Torchrun(job, folder, logs, OutputHandler(on_line, on_progress))
@@ -133,6 +135,7 @@ class Torchrun:
                 [str(self.files.folder)],
                 child_environment(),
                 stdout=log,
+                # A session of its own, so that Ctrl-C reaches only the launcher, which then ends the job in order.
                 new_session=True,
             )
 
@@ -246,6 +249,8 @@ class Torchrun:
         for rank, pid in self.files.pids().items():
             if rank not in self.ranks:
                 with contextlib.suppress(psutil.NoSuchProcess):
+                    # psutil also stores the start time of the process. So is_running() is False if another process has got the
+                    # number.
                     self.ranks[rank] = psutil.Process(pid)
 
     def _has_failed(self, rank: int) -> bool:
@@ -267,6 +272,7 @@ class Torchrun:
             file.seek(self._bytes_read)
             new = file.read()
         self._bytes_read += len(new)
+        # Split bytes and not text, because the last read may end in the middle of a character.
         *lines, self._partial_line = (self._partial_line + new).split(b"\n")
         for line in lines:
             self.output.handle(line.decode(errors="replace") + "\n")
@@ -287,6 +293,7 @@ def _forward_sigterm(torchrun: Torchrun) -> Iterator[threading.Event]:
     code has installed; in this case nothing is forwarded.
     """
     received = threading.Event()
+    # Python installs signal handlers in the main thread only.
     default = threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
     def forward(number, frame) -> None:

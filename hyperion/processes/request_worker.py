@@ -52,6 +52,7 @@ class RequestWorker:
         # Answers have their own pipe. Otherwise, text that is printed before `serve_requests` starts, for example by a
         # sitecustomize module, would be read as an answer.
         answers, end = os.pipe()
+        # Unbuffered, because select does not see bytes that are already in a buffer of Python.
         self._answers = os.fdopen(answers, "rb", buffering=0)
         # The worker is the leader of a new session, so Ctrl-C reaches only this process. This process then ends the worker and
         # its child processes.
@@ -67,6 +68,7 @@ class RequestWorker:
         )
         assert self._process.stdin is not None
         self._requests = self._process.stdin
+        # Close this process's copy of the writing end. Otherwise the pipe would stay open after the worker has ended.
         os.close(end)
         self.pid = self._process.pid
 
@@ -179,7 +181,9 @@ def serve_requests(functions: dict[str, Callable[..., dict]]) -> None:
             request and returns a dict that can be written as JSON.
     """
     die_with(int(os.environ.pop(_LAUNCHER)))
+    # Requests move to another descriptor, and stdin becomes empty. So a function that reads stdin does not take a request.
     requests, answers = os.fdopen(os.dup(0)), os.fdopen(int(os.environ.pop(_ANSWERS)), "w")
+    # A child process of a function must not keep the pipe open after the worker has ended.
     os.set_inheritable(answers.fileno(), False)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     faulthandler.enable()

@@ -66,10 +66,12 @@ def run_rank(folder: str, agent: str) -> None:
     """Join the process group, call the function of the job, and write the result or the error of this rank to a file."""
     files, rank = JobFolder(Path(folder)), int(os.environ["RANK"])
     request = read_json(files.request)
+    # First, so that everything that follows is in the rank's own log.
     _redirect_output(rank_log(Path(request["logs"]), rank))
     die_with(int(agent))
     do_not_outlive(int(agent))
     _dump_stack_on_signals(files.stack(rank))
+    # Only now, because the launcher sends SIGUSR1 to this number, which would end a process without the handler.
     write_json(files.pid(rank), os.getpid())
     with _record_errors(files, rank):
         answer, interruption = _work(request, files, rank)
@@ -88,6 +90,7 @@ def _dump_stack_on_signals(stack: Path) -> None:
     """
     file = open(stack, "w")  # noqa: SIM115 - open until the process ends
     faulthandler.register(signal.SIGUSR1, file=file)
+    # chain: after the stack is written, the signal still ends the process.
     faulthandler.register(signal.SIGTERM, file=file, chain=True)
     faulthandler.enable(all_threads=False)
 
@@ -100,6 +103,7 @@ def _work(request: dict, files: JobFolder, rank: int) -> tuple[dict | None, Hype
     """
     from hyperion.processes.group import process_group
 
+    # The inner context records an error before the group is left, because leaving it could wait for other ranks.
     with process_group() as world, _record_errors(files, rank):
         try:
             answer = load_entry(request["entry"])(**request["params"])

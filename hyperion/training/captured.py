@@ -73,18 +73,23 @@ class CapturedStep:
     ):
         started, where = time.perf_counter(), torch.device(device.torch_device)
         self._inputs = tuple(part.clone() for part in batch)
+        # A graph replays the numbers of its capture. A learning rate in a tensor can change between replays.
         self._learning_rate = torch.zeros((), device=where)
         self._graph = torch.cuda.CUDAGraph()
         with torch.cuda.device(where), _convolution_search():
             side = torch.cuda.Stream()  # PyTorch cannot capture on the default stream
             with restored(model, optimizer, counters), _learning_rate_from(optimizer, self._learning_rate):
+                # The copies of the batch were started on the current stream. The side stream must not read them before they are
+                # done.
                 side.wait_stream(torch.cuda.current_stream())
                 with torch.cuda.stream(side):
                     for _ in range(WARM_UP_STEPS):
                         step(self._inputs)
+                # The tensors are restored on the current stream, after the last warm-up step has written them.
                 torch.cuda.current_stream().wait_stream(side)
             # thread_local: a driver call that is illegal during a capture raises an error in this thread, but not in others.
             recording = torch.cuda.graph(self._graph, stream=side, capture_error_mode="thread_local")
+            # During a capture, kernels are recorded and do not run. So no tensor has to be restored afterwards.
             with _learning_rate_from(optimizer, self._learning_rate, capturable=True), recording:
                 self._numbers = step(self._inputs)
             torch.cuda.synchronize()
@@ -100,6 +105,7 @@ class CapturedStep:
             own.copy_(part)
         self._learning_rate.fill_(learning_rate)
         self._graph.replay()
+        # Some scalars are the same tensor, for example the loss and the loss of the rank. Copy each tensor once.
         copies = {id(number): number.clone() for number in self._numbers}
         return tuple(copies[id(number)] for number in self._numbers)
 
@@ -119,6 +125,7 @@ def restored(model: nn.Module, optimizer: torch.optim.Optimizer, counters: Seque
         known = {id(tensor) for tensor in tensors}
         with torch.no_grad():
             for tensor, values in zip(tensors, before, strict=True):
+                # In place, because the graph uses these addresses.
                 tensor.copy_(values)
             for tensor in _state_tensors(optimizer):
                 if id(tensor) not in known:

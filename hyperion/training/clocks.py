@@ -112,9 +112,12 @@ class Pulse:
         if self.ranks == 1:
             return stop, fault
         values = torch.tensor([stop, fault, step_s], dtype=torch.float64, device=self.device.torch_device)
+        # The maximum of 0 and 1 is a logical "or", and the maximum of the times is the slowest rank. So one collective is
+        # enough.
         dist.all_reduce(values, op=dist.ReduceOp.MAX)
         any_stop, any_fault, slowest_s = values.tolist()
         if self.device.kind != "cpu":
+            # All ranks compute this from the same number, so they next meet after the same step.
             self.steps = max(1, min(SYNC_STEPS, int(SYNC_S / slowest_s)))
         return bool(any_stop), bool(any_fault)
 
@@ -156,6 +159,7 @@ class EpochMeter:
         if self._since is not None:
             self.timed_items, self.timed_steps = self.timed_items + items, self.timed_steps + 1
         else:
+            # The clock starts after the last warm-up step has been counted.
             self.untimed_left -= 1
             self._start_clock()
 
@@ -209,6 +213,7 @@ class EpochMeter:
 
     def load_state_dict(self, state: dict) -> None:
         """Continue from the sums of a checkpoint. The new process has its own warm-up steps, which are not timed."""
+        # `untimed_left` is not in the state, so the new process has warm-up steps again.
         for name, value in state.items():
             setattr(self, name, value)
 

@@ -238,6 +238,7 @@ class TorchEngine(ABC):
                     with self.precision.autocast(self.device):
                         total = self.summed_loss(part)
                     if index == 0:
+                        # The sum is needed only here, after the first forward pass, which it overlaps with.
                         items = finish_count()
                     share = total / items  # the mean over the whole batch is the sum of these shares over all parts and ranks
                     # DDP and FSDP average gradients over ranks. The gradient of the mean loss is the sum over ranks, so multiply
@@ -247,6 +248,7 @@ class TorchEngine(ABC):
         total = sums[0] if len(sums) == 1 else torch.stack(sums).sum()
         share = total / items
         self.scaler.unscale(self.optimizer)
+        # After `unscale`, because the scale of fp16 would be part of the norm.
         norm, finish_loss = self._norm_and_loss(share)
         if math.isfinite(self.clip_norm):
             clip_gradients(self.model, self.clip_norm, norm)
@@ -254,6 +256,7 @@ class TorchEngine(ABC):
         self.optimizer.zero_grad()
         self._items_seen += items
         loss = finish_loss()
+        # A rank's part of a batch can consist of padding only.
         rank_loss = loss if self.ranks == 1 else total / rank_items.clamp(min=1)
         return loss, norm, items, rank_loss, rank_items, skipped
 
@@ -262,6 +265,7 @@ class TorchEngine(ABC):
         norm = local_gradient_norm(self.model)
         if self.ranks == 1 or not is_sharded(self.model):  # each rank has the complete gradient
             return norm, start_sum(share, self.ranks)
+        # Squares of the shards' norms add up to the square of the whole norm. The loss travels in the same collective.
         squared, loss = start_sum(torch.stack((norm.square(), share)), self.ranks)()
         return squared.sqrt(), lambda: loss
 
@@ -289,12 +293,15 @@ class TorchEngine(ABC):
         """
         here = self._state()
         state = read_sharded(folder, here)
+        # `read_sharded` has already written into the tensors of the model. If a check fails, `newest_good` tries the checkpoint
+        # before.
         agreed(lambda: require_finite(state, folder, CheckpointError, EARLIER))
         agreed(lambda: _require_same_structure(state, here, folder))
         set_model_state_dict(self.model, state["model"])
         with contextlib.nullcontext() if self._captured is None else same_tensors(self.optimizer):
             set_optimizer_state_dict(self.model, self.optimizer, state["optimizer"])
         self.steps = state["steps"]
+        # In place, because a captured graph adds to this tensor.
         self._items_seen.fill_(state["items_seen"])
         self.scaler.load_state_dict(state["scaler"])
 
@@ -484,8 +491,10 @@ def _micro_batches(
             where="gradient accumulation",
             next_step="use a larger batch or fewer micro-batches; drop the last batch of an epoch if it has fewer examples",
         )
+    # tensor_split allows parts whose lengths differ by one.
     parts = list(zip(*(tensor.tensor_split(count) for tensor in batch), strict=True))
     for part in parts[:-1]:
+        # Gradients are sums, so exchanging the accumulated gradient once gives the same result as an exchange of each part.
         yield part, without_exchange(model)
     yield parts[-1], contextlib.nullcontext()
 

@@ -93,9 +93,11 @@ def evaluate_language(
             scored = (targets_BT != IGNORE_INDEX).sum()
             if counts:
                 sums = sums + torch.stack((nll_BT.sum(), nll_BT.square().sum(), scored.double()))
+    # The only collective for results, and the only wait of the host. Both come after the last batch.
     total_nats, total_squares, n = start_sum(sums, ranks_of(model))().tolist()
     n = int(n)
     _require_some(n, "tokens")
+    # Rounding can make the difference of two nearly equal numbers slightly negative.
     variance = max(0.0, total_squares / n - (total_nats / n) ** 2)
     return LanguageEvaluation(total_nats, n, math.sqrt(variance / n))
 
@@ -161,6 +163,7 @@ def _evaluating(model: nn.Module) -> Iterator[None]:
     try:
         yield
     finally:
+        # Without a backward pass, FSDP2 keeps some gathered parameters.
         reshard(model)
         model.train(was_training)
 

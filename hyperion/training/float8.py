@@ -89,6 +89,7 @@ class Float8Linear(nn.Linear):
     """
 
     def __init__(self, layer: nn.Linear, formats: Formats):
+        # On meta, because the new layer takes over the parameters of the old one and needs no memory of its own.
         super().__init__(layer.in_features, layer.out_features, bias=False, device="meta")
         self.weight, self.bias, self.formats = layer.weight, layer.bias, formats
         _require_multiples("a linear layer", self.in_features, self.out_features)
@@ -116,6 +117,7 @@ class Float8Product(torch.autograd.Function):
         w8_NK, w_scale = quantized(w_NK, dtype)
         ctx.save_for_backward(x8_MK, x_scale, w8_NK, w_scale)
         ctx.gradient_dtype, ctx.x_dtype, ctx.w_dtype = gradient_dtype, x_MK.dtype, w_NK.dtype
+        # w is stored as [N, K] in row-major order, so w.t() is already the column-major operand that _scaled_mm needs.
         return _scaled_mm(x8_MK, w8_NK.t(), x_scale, w_scale, out_dtype=torch.bfloat16)
 
     @staticmethod

@@ -160,6 +160,7 @@ class History:
         """
         self.rank_epochs.extend(parts)
         time_s = max(part.time_s for part in parts)
+        # The items of each rank, divided by the time of the slowest rank.
         rates = [part.items_per_s * (part.time_s / time_s) for part in parts if part.items_per_s is not None]
         peaks = [part.peak_memory_gib for part in parts if part.peak_memory_gib is not None]
         whole = replace(
@@ -325,11 +326,14 @@ class _Run:
         if self.folder is not None:
             require_writable(self.folder)
         self.restore()
+        # If a run was stopped between the last step of an epoch and its evaluation, no batch is left, but the epoch must be
+        # finished.
         while self.step < self.total_steps or self.steps_in_epoch:
             self.train_epoch()
             self.finish_epoch()
         if self.folder is not None and self.saved_at != self.step:
             self.save()
+        # A request that arrived during the last save still counts: the exit code tells the batch system that it was heard.
         self.stopping, _ = self.pulse.agree(self.stop.requested, False, 0)
         if self.stopping:
             self.save_and_stop()
@@ -354,6 +358,7 @@ class _Run:
                 self.report(self.step, self.total_steps, f"loss {self.history.losses[-1]:.4f}")
             if self.stopping or (self.ranks == 1 and self.stop.requested):
                 self.save_and_stop()
+            # At the end of an epoch, `finish_epoch` saves after the evaluation, so that the checkpoint contains its result.
             if left and self.plan.checkpoint_every and self.step % self.plan.checkpoint_every == 0:
                 self.save()
                 self.start_clocks()
@@ -393,6 +398,7 @@ class _Run:
         )
         loss = _mean(self.history.losses[self.step - self.steps_in_epoch :])
         record = self.history.add_epoch(gathered(part), loss, self.earlier_items, evaluation)
+        # Before the save, so that a checkpoint at the end of an epoch resumes with an empty new epoch.
         self.begin_epoch(warmed_up=True)
         for callback in self.on_epoch:
             callback(record)
@@ -444,8 +450,10 @@ class _Run:
         )
         # If the fp16 gradients of a step overflowed, the update was skipped and the loss scale was halved. This is not an error,
         # so ignore the gradient norm of the step.
+        # One transfer to the host for all numbers of all unread steps.
         numbers = torch.stack((losses, norms.masked_fill(skipped, 0.0), rank_losses), dim=1).tolist()
         bad = not all(map(is_finite, numbers))
+        # Agree before raising: a rank that raised alone would leave the other ranks in their next collective.
         self.stopping, any_bad = self.pulse.agree(self.stop.requested, bad, len(numbers))
         if any_bad:
             first = self.step - len(numbers) + 1

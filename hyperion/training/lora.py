@@ -208,6 +208,7 @@ def frozen_sha256(model: nn.Module) -> str:
 def _digest(parameter: Tensor) -> str:
     local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
     digest = hashlib.sha256(f"{parameter.dtype} {tuple(parameter.shape)} ".encode())
+    # Hash the bytes, because NumPy has no bfloat16.
     digest.update(local.detach().contiguous().cpu().view(torch.uint8).numpy().data)
     return digest.hexdigest()
 
@@ -252,6 +253,7 @@ def _write(folder: Path, tensors: dict[str, Tensor], config: Any, base_sha256: s
 
 def _require_same_config(mine: Any, stored: dict[str, Any], path: Path) -> None:
     wanted = {"peft_type": "LORA", "r": mine.r, "lora_alpha": mine.lora_alpha, "use_rslora": mine.use_rslora}
+    # peft holds the targets as a set, whose order in the file is arbitrary.
     wanted["target_modules"] = sorted(mine.target_modules)
     theirs = {name: stored.get(name) for name in wanted}
     targets = theirs["target_modules"]

@@ -83,10 +83,12 @@ def estimate_memory(make: Make, device: Device, ask: bool = False) -> MemoryEsti
     accelerator = device.kind != "cpu"
     kernels = _KernelBytes(device if ask else None) if accelerator else None
     with FakeTensorMode() as fake, _PretendCuda() if accelerator else contextlib.nullcontext():
+        # `make` sees a device that runs on the CPU. _PretendCuda makes the code take the branches of a GPU anyway.
         with _WithoutMemo(fake):
             engine, batch = make(replace(device, torch_device="cpu"))
         engine.uncaptured = "fake tensors cannot be captured"
         engine.unchecked = False  # fake tensors have no values to check
+        # The steady state, not the first step, is estimated. So the state that the first step creates must exist.
         _create_optimizer_state(engine)
         persistent: dict[str, Iterable[Tensor]] = {**state_of(engine.model, engine.optimizer), "batch": batch}
         timeline = MemoryTimeline(engine.model, persistent, BLOCK_BYTES if accelerator else 1, kernels, in_place=True)
@@ -145,6 +147,8 @@ def largest_batch(peak: Callable[[int], float], memory: float, at_most: int = 2*
         if needed <= memory:
             fits, used, halve = guess, needed, False
         else:
+            # The first guess that fails ends the growth. After a further one, the line overestimates, so bisect until a guess
+            # fits.
             halve, fails = fails <= at_most, guess
     return fits
 
@@ -244,6 +248,7 @@ class ActivationBytes:
             recomputed = block.recomputed if checkpointed else 0
             moments.append(held + recomputed + block.transient + gradients)
             gradients += block.gradients
+            # After the backward pass of a block, its activations are freed, and the gradients of its parameters remain.
             held -= block.input + (0 if checkpointed else block.saved)
         return max(*moments, self.stem + gradients + self.stem_transient)
 
@@ -364,6 +369,7 @@ class _KernelBytes:
         name = operator._schema.name
         if "scaled_dot_product" in name and name.endswith(("_backward", "_backward_for_cpu")):
             # Flash attention allocates the gradient of the queries in float32, and one more float32 value per query.
+            # The first argument of the backward operator is the gradient of the output.
             query = arguments[1]
             return 4 * query.numel() + 4 * query.numel() // query.shape[-1]
         if self._ask is None or not name.startswith("aten::convolution"):
@@ -394,6 +400,7 @@ def _workspace_bytes(operator: Any, arguments: tuple, device: Device) -> int:
         torch.cuda.reset_peak_memory_stats(where)
         outputs = operator(*real)
         torch.cuda.synchronize(where)
+        # The outputs are counted as tensors already; only what the kernel needs in addition is its workspace.
         returned = torch.cuda.memory_allocated(where) - before
         peak = torch.cuda.max_memory_allocated(where) - before
         del outputs, real

@@ -129,6 +129,7 @@ class WarmupCosine:
         if step < self.warmup_steps:
             return self.peak * step / self.warmup_steps
         done = min(1.0, (step - self.warmup_steps) / (self.total_steps - self.warmup_steps))
+        # From peak to peak·final_fraction along (1 + cos(π·done)) / 2, which falls from 1 to 0.
         return self.peak * (self.final_fraction + (1 - self.final_fraction) * 0.5 * (1 + math.cos(math.pi * done)))
 
 
@@ -231,6 +232,7 @@ class LossScaler:
             return torch.zeros((), dtype=torch.bool, device=self._skipped.device)
         _initialize_momentum(optimizer)
         self._scaler.step(optimizer)
+        # Scaling a one returns the scale as a tensor on the device. get_scale() would wait for the device.
         overflowed = ~torch.isfinite(gradient_norm) & (self._scaler.scale(torch.ones_like(gradient_norm)) >= 1)
         self._scaler.update()
         self._skipped += overflowed
@@ -340,6 +342,8 @@ def seed_rank(seed: int, step: int, rank: int) -> None:
     """
     for name, value in (("seed", seed), ("step", step), ("rank", rank)):
         require_number(name, value, "seed_rank", whole=True, at_least=0)
+    # SeedSequence hashes its input. A sum such as seed + rank would give the same seed to rank 1 of run 0 and to rank 0 of run
+    # 1.
     seed_everything(int(np.random.SeedSequence((seed, step, rank)).generate_state(1)[0]))
 
 

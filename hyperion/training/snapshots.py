@@ -84,6 +84,7 @@ def write_run(folder: Path, step: int, keep: int, engine: Engine, shared: dict, 
     """
     rank, size = rank_and_size()
     with saving(folder, step, keep) as new:
+        # The other ranks wait here until rank 0 has created the folder.
         on_rank_0((new / "engine").mkdir)
         engine.save(new / "engine")
         _write(new / _rank_folder(rank), own)
@@ -112,6 +113,7 @@ def read_run(path: Path, engine: Engine, total_steps: int) -> tuple[dict, dict |
             next_step="train longer, or choose another checkpoint folder",
         )
     rank, size = rank_and_size()
+    # Before the engine is loaded, so that a damaged file is found before any tensor changes.
     own = agreed(lambda: _read_own(path / _rank_folder(rank), shared)) if shared["ranks"] == size else None
     engine.load(path / "engine")
     return shared, own
@@ -201,6 +203,7 @@ def non_finite(folder: Path | None, first: int, numbers: Sequence[Sequence[float
     """
     rank, size = rank_and_size()
     bad = [first + index for index, row in enumerate(numbers) if not is_finite(row)]
+    # All ranks report the same step: the first one that is bad on any rank.
     step = min(number for number in gathered(bad[0] if bad else None) if number is not None)
     loss, norm, own_loss = numbers[step - first]
     sources = [source for source, finite in enumerate(gathered(math.isfinite(own_loss))) if not finite] or [*range(size)]

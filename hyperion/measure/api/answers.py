@@ -276,6 +276,8 @@ def _order_interval(samples: np.ndarray, confidence: float) -> tuple[float, floa
     Source: Conover, Practical Nonparametric Statistics, 3rd edition, section 3.2.
     """
     ordered, n = np.sort(samples), len(samples)
+    # The number of samples below the median is binomial with p = 1/2. `outside` is the probability of both tails,
+    # 2·Σ C(n, j) / 2^n over j <= place.
     outside, place = 2.0 ** (1 - n), 0
     while place + 1 < n // 2 and outside + math.comb(n, place + 1) * 2.0 ** (1 - n) <= 1 - confidence:
         place += 1
@@ -288,6 +290,7 @@ def _doubts(timing: Timing, estimate: Estimate | None, minimum_samples: int) -> 
     taken = len(timing.samples_s)
     if taken < minimum_samples:
         doubts.append(f"only {taken} of {minimum_samples} samples fit into the time limit")
+    # All samples lie on one side of the median with probability 2·2^-n.
     coverage = 1 - 2.0 ** (1 - taken)
     if coverage < CONFIDENCE:
         doubts.append(f"the range of {taken} samples contains the median with a probability of {100 * coverage:.0f} %, not 95 %")

@@ -239,6 +239,7 @@ def _more_formulas() -> dict:
         return sdpa_backward_flop_count(gradient, query, key, value)
 
     def integer_product(a, b, *_, out_shape=None, **__) -> int:
+        # a and b are shapes: the counter passes shapes to formulas, and not tensors.
         return 2 * a[0] * a[1] * b[1]
 
     return {
@@ -274,6 +275,7 @@ class _OperatorsWithoutFormula(TorchDispatchMode):
 
 def watch_memory(function: Callable[[], object], device: Device) -> "PeakCounter":
     """Call a function twice: first to find the existing tensors that the function uses, then to count the live tensors."""
+    # The first mode cannot know what exists before the call until it has seen all of the call. So the call is repeated.
     with torch.compiler.set_stance("force_eager"):
         with _ExistingTensors(device) as existing:
             function()
@@ -293,6 +295,7 @@ class _ExistingTensors(TorchDispatchMode):
 
     def __torch_dispatch__(self, operator, types, arguments=(), named=None):
         named = named or {}
+        # An argument whose storage no operator of this call has returned must have existed before the call.
         for tensor in self._new((arguments, named)):
             self._existing.append(self._remember(tensor))
         output = operator(*arguments, **named)
@@ -303,6 +306,7 @@ class _ExistingTensors(TorchDispatchMode):
     def tensors(self) -> list[torch.Tensor]:
         """Return one tensor for each recorded storage that is still alive."""
         alive = [storage for reference in self._existing if (storage := reference()) is not None]
+        # An empty tensor that refers to the storage. No memory is allocated for it.
         return [torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage) for storage in alive]
 
     def _new(self, nest) -> list[torch.Tensor]:

@@ -210,6 +210,7 @@ def explain(
     with noting("explain", label):
         sampling = {"minimum_samples": minimum_samples, "time_limit_s": time_limit_s, "cold": False}
         in_a_row = 1 if device.kind == "cpu" else profiled_steps
+        # Time before the trace, because the profiler can slow down later work.
         timing = _time_steps(lambda: run_step(step, feed), device, in_a_row, sampling)
         trace = trace_steps(step, feed, device, profiled_steps)
         step_flops = flops(lambda: run_step(step, feed)).total if ceilings else None
@@ -218,6 +219,7 @@ def explain(
     window = trace.end_ns - trace.start_ns
     ideal_ns = None
     if ceilings is not None and step_flops is not None:
+        # FLOPs divided by FLOP/s, in nanoseconds, for all steps of the window.
         ideal_ns = step_flops * trace.steps / (ceilings.tflops * 1e12) * 1e9
     median = float(timing.estimate.value)
     parts = tuple(Part(name, ns, ns / window, ns / window * median) for name, ns in _named(kinds, ideal_ns).items())
@@ -279,6 +281,7 @@ def _feed(data: Callable[[], object] | Iterable | None) -> Callable[[], object] 
 
     def next_batch() -> object:
         nonlocal batches
+        # The second try is the first batch of the next epoch. If it fails too, the iterable is used up or empty.
         for _ in range(2):
             try:
                 return next(batches)

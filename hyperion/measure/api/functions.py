@@ -244,6 +244,7 @@ def _examine(
     if here.size > 1:
         _meet(here)
     outputs, call_s, used_s = _agreed(here, lambda: _before(functions, labels, device, tolerance))
+    # The budget follows from these times, so they must be the same on all ranks.
     call_s, used_s = _slowest(here, call_s), _slowest(here, used_s)
     limit_s = _limit(settings, call_s, used_s, labels)
     timed: list[Function] = functions
@@ -261,6 +262,8 @@ def _examine(
         time_limit_s=limit_s,
         back_to_back=0 if clock else settings.back_to_back,
         clock=clock,
+        # Leave out the time of the checks so far, of equal checks after the timing, and of one call: those checks call each
+        # function twice.
         budget_s=limit_s - 2 * used_s - call_s,
     )
     timings = [timing.per_call(calls) for timing in timings]
@@ -301,6 +304,7 @@ def _before(
     calls: list[list[Snapshot]] = [[] for _ in functions]
     watches = [WorkLeft(device) for _ in functions]
     work_left: list[list[str]] = [[] for _ in functions]
+    # For each function, two results of `state_changed` for its second call. The first call may create state at its first use.
     states: list[tuple[bool, bool]] = []
     call_s, started = 0.0, host_clock.monotonic()
     for call in range(2):
@@ -311,11 +315,13 @@ def _before(
             began = host_clock.monotonic()
             returned = call_from_seed(function, device)
             work_left[place].append(watches[place].after_a_call())
+            # Only the second call counts.
             call_s += call * (host_clock.monotonic() - began)
             calls[place].append(returned.snapshot())
             if call == 1:
                 states.append(state_changed(state, state_of(function)))
     for label, watch, left in zip(labels, watches, work_left, strict=True):
+        # Work was seen after the second call only.
         if left == ["", left[1]] and left[1]:
             left[0] = watch.after_a_while()  # the thread may have started after the first look
         require_nothing_left(left, label)
@@ -421,6 +427,7 @@ def _meet(here: World) -> None:
     global _meetings
     default_store = dist.distributed_c10d._get_default_store()
     store = dist.distributed_c10d.PrefixStore(f"hyperion/measure/{_meetings}", default_store)
+    # The store and not a collective, because a collective hangs if a rank does not come.
     store.set(str(here.rank), "here")
     ranks = [str(rank) for rank in range(here.size)]
     try:
@@ -451,6 +458,7 @@ def _agreed(here: World, work: Callable[[], Result]) -> Result:
     try:
         result = work()
     except Exception:
+        # The other ranks are in the same all-reduce and send 0. So a maximum above 0 is the highest failed rank + 1.
         _slowest(here, float(here.rank + 1))  # tell the other ranks about the failure before this rank leaves
         raise
     if failed := int(_slowest(here, 0.0)):

@@ -174,6 +174,7 @@ def _kind(tensor: torch.Tensor) -> str:
 def _leaf_difference(path: str, a: torch.Tensor, b: torch.Tensor, reduction: int, tolerance: float | None) -> Difference:
     shape = a.shape
     if a.is_complex():
+        # Each complex number becomes two floats; a lazy conjugation must be carried out first.
         a, b = torch.view_as_real(a.resolve_conj()), torch.view_as_real(b.resolve_conj())
     width = 2 if a.shape != shape else 1
     coarser = max((a.dtype, b.dtype), key=lambda dtype: OUTPUT_TOLERANCE.get(dtype, 0.0))
@@ -188,6 +189,7 @@ def _leaf_difference(path: str, a: torch.Tensor, b: torch.Tensor, reduction: int
     for start in range(0, a.numel(), _CHUNK):
         distance, reference = _distances(a[start : start + _CHUNK], b[start : start + _CHUNK])
         squares, scale = squares + distance.dot(distance).item(), scale + reference.dot(reference).item()
+    # A second pass is needed, because the error of an element is relative to the rms of all elements.
     rms = math.sqrt(scale / b.numel())
     worst, place = -1.0, 0
     for start in range(0, a.numel(), _CHUNK):
@@ -217,7 +219,9 @@ def _distances(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Te
     if not bool(torch.isfinite(distance).all() & torch.isfinite(reference).all()):
         strange = ~(torch.isfinite(a) & torch.isfinite(b))
         same = (a == b) | (torch.isnan(a) & torch.isnan(b))
+        # inf - inf and NaN - NaN are NaN, although the values agree.
         distance[strange & same], distance[strange & ~same] = 0.0, math.inf
+        # Non-finite values would make the norm of the reference non-finite.
         reference[strange] = 0.0
     return distance, reference
 
@@ -390,6 +394,7 @@ def require_written(function: Callable[[], object], device: Device, label: str) 
     ]
     if not unwritten:
         return first, ""
+    # This call can remove tensors from `unwritten`.
     unseen = _may_write_unseen(function, device, unwritten)
     if not unwritten:
         return first, ""
@@ -472,6 +477,7 @@ def _device_works(function: Callable[[], object], device: Device) -> bool | None
         marker = torch.zeros(1, device=place)
         torch.cuda.synchronize()
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+            # An event that must be recorded. If not even this one is seen, the profiler does not work here.
             marker.fill_(1.0)
             function()
             torch.cuda.synchronize()
@@ -509,6 +515,7 @@ def state_changed(before: dict, after: dict) -> tuple[bool, bool]:
 
 
 def _version(tensor: torch.Tensor) -> int:
+    # Tensors of inference mode have no version counter.
     return -1 if tensor.is_inference() else tensor._version
 
 
@@ -534,6 +541,8 @@ def _bits(tensor: torch.Tensor, most: int = _SAMPLE) -> torch.Tensor:
             tensor = tensor.narrow(dimension, 0, 1)
     while tensor.numel() > most:
         longest = max(range(tensor.dim()), key=lambda dimension: tensor.shape[dimension])
+        # Take every n-th element along the longest dimension. A view suffices, so nothing of the size of the tensor is
+        # allocated.
         every = min(-(-tensor.numel() // most), tensor.shape[longest])
         tensor = tensor[(slice(None),) * longest + (slice(None, None, every),)]
     tensor = tensor.resolve_conj().resolve_neg()

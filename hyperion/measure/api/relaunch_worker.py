@@ -75,6 +75,7 @@ class Launch:
         clock, timed = WallClock(self.device, calls), [self.functions[function]]
         with noting("relaunch", function):
             clock.sample(timed, None, 1)
+            # The first sample above is dropped: other launches have used the caches since the last turn.
             samples, end = [], clock.now() + seconds
             while not samples or clock.now() < end:
                 samples += clock.sample(timed, None, 1)[0]

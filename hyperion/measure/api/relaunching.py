@@ -139,6 +139,7 @@ def relaunch(
         team.start(1)
         for number in range(1, launches + 1):
             report(number - 1, launches, "launching")
+            # The next pair imports its modules while this pair prepares.
             if number < launches:
                 team.start(number + 1)
             team.prepare(number)
@@ -275,6 +276,8 @@ def _take_turns(team: _Team, plan: TurnPlan, report: Report) -> dict[str, dict[L
     for turn in range(plan.rounds):
         report(turn, plan.rounds, f"sampling for about {plan.expected_s:.0f} s")
         for name, calls in plan.calls.items():
+            # A new order in each round, so that no launch always runs after the same other launch, in the caches that this one
+            # leaves.
             for place in random.permutation(len(order)):
                 options = {"function": name, "calls": calls, "seconds": plan.slice_s}
                 turns[name][order[place]].append(team.partners[order[place]].call("turn", _TIMEOUT_S, **options))

@@ -68,6 +68,7 @@ class WorkLeft:
         if self.device.kind == "cpu":
             return ""
         with torch.cuda.device(self.device.torch_device):
+            # Wait for the current stream first. The time that the whole device then still needs is work on other streams.
             event = torch.cuda.Event()
             event.record()
             event.synchronize()
@@ -94,6 +95,7 @@ def _working(threads: list[tuple[int, int | None]]) -> int | None:
             return ident
         if new is None:
             continue  # the thread ended
+        # "R" is the state of a thread that runs or could run.
         if "R" in (old[0], new[0]) or old[1] != new[1] or _sleeps(ident, native):
             return ident
     return None
@@ -106,6 +108,7 @@ def _look(native: int | None) -> tuple[str, int] | None:
         fields = (task / "stat").read_text().rpartition(")")[2].split()
         with contextlib.suppress(OSError, IndexError, ValueError):
             return fields[0], int((task / "schedstat").read_text().split()[0])  # ns; `stat` has 10 ms ticks
+        # utime and stime in ticks.
         return fields[0], int(fields[11]) + int(fields[12])
     except (OSError, IndexError, ValueError):
         return None

@@ -86,10 +86,13 @@ class _EventClock:
     def sample(self, functions, flush, count: int) -> list[list[float]]:
         pairs: list[list[tuple]] = [[] for _ in functions]
         with torch.cuda.device(self.device):
+            # A kernel that spins for this many cycles. It occupies the stream and needs no memory bandwidth, so the cache stays
+            # as it is.
             torch.cuda._sleep(self.head_start_cycles * count * len(functions))
             if count * len(functions) < _CALLS_OF_A_FULL_QUEUE:
                 if flush is not None:
                     flush()
+                # The last function, because in the timed batch the last function also precedes the first.
                 functions[-1]()
             for _ in range(count):
                 for function, series in zip(functions, pairs, strict=True):
@@ -205,6 +208,7 @@ class RanksClock:
     def sample(self, functions: list[Callable], flush: Callable | None, count: int) -> list[list[float]]:
         """Call each function `count` times, alternately. Return for each call the seconds of the slowest rank."""
         own = self._clock.sample(functions, self._meet if flush is None else lambda: (flush(), self._meet()), count)
+        # The elapsed time travels with the samples, so that all ranks also agree when the time limit is reached.
         local = [seconds for series in own for seconds in series] + [time.monotonic() - self._started]
         agreed = torch.tensor(local, dtype=torch.float64, device=self._token.device)
         self._step("agreeing on the samples")

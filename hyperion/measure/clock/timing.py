@@ -218,11 +218,13 @@ def time_interleaved(
     samples: list[list[float]] = [[] for _ in functions]
     started, stopped = clock.now(), ""
     with Sampler(device) as sampler:
+        # The first batch is one round, because the duration of a round with flushes is not known yet.
         batch = 1
         while not stopped:
             batch_started = clock.now()
             for series, new in zip(samples, clock.sample(functions, flush, batch), strict=True):
                 series.extend(new)
+            # Includes flushes and launches, so it says how many rounds fit into the time that is left.
             per_round = max((clock.now() - batch_started) / batch, 1e-9)
             taken = len(samples[0])
             enough = taken >= minimum_samples
@@ -293,6 +295,7 @@ class CacheFlush:
     def __init__(self, device: Device, elements: int | None = None):
         count = elements or max(2 * (device.last_level_cache_bytes or 0), 1 << 24) // 4
         self._buffer = torch.ones(count, dtype=torch.float32, device=device.torch_device)
+        # The sum has a place to go, so that a flush allocates nothing.
         self._total = torch.zeros((), dtype=torch.float32, device=device.torch_device)
         self.calls, self.bytes = 0, self._buffer.nbytes
 
@@ -306,6 +309,7 @@ class CacheFlush:
 
         The buffer contains only ones, so their sum must be the number of elements.
         """
+        # A float32 sum of millions of ones is not exact.
         return math.isclose(self._total.item(), self._buffer.numel(), rel_tol=1e-3)
 
 
@@ -329,6 +333,7 @@ def _warm_up(clock, function, limit_s: float, window_s: float = _WARM_WINDOW_S, 
     while True:
         started = clock.now()
         medians.append(_call_s(clock, function, count))
+        # Calls that fill a window, from the speed of the last window.
         count = max(1, min(1000, int(window_s * count / max(clock.now() - started, 1e-6))))
         last = medians[-3:]
         if len(last) == 3 and max(last) - min(last) <= _WARM_TOLERANCE * min(last):
@@ -346,6 +351,7 @@ def _relative_half_width(samples: list[float]) -> float:
     """
     ordered = np.sort(samples)
     n = len(ordered)
+    # The number of samples below the median is binomial, with standard deviation √n / 2.
     reach = 1.96 * np.sqrt(n) / 2
     low, high = ordered[max(0, int(n / 2 - reach))], ordered[min(n - 1, int(np.ceil(n / 2 + reach)))]
     return float((high - low) / 2 / np.median(ordered))
@@ -468,8 +474,11 @@ def drift_of(samples) -> Drift:
     if n < 10:
         return Drift(0.0, 0.0, (float("nan"), float("nan")))
     first, last = float(np.median(values[:third])), float(np.median(values[-third:]))
+    # The centres of the outer thirds are n - third samples apart.
     slope = (last - first) / (n - third)
+    # Constant samples have no correlation: the division by their standard deviation would fail.
     correlation = np.corrcoef(pd.Series(values).rank(), np.arange(n))[0, 1] if np.ptp(values) else 0.0
+    # Without a trend, the rank correlation has mean 0 and variance 1 / (n - 1).
     return Drift(slope * n / float(np.median(values)), float(correlation * np.sqrt(n - 1)), (first, last))
 
 

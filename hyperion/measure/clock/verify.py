@@ -201,9 +201,11 @@ def verify_product(
         size: smallest number of checked rows and of checked columns.
         scale: product of the two scales by which the stored operands were divided.
     """
+    # size² elements of K multiplications each: as many as the limit of a complete check allows.
     size = max(size, math.isqrt(_PRODUCTS_OF_A_CHECK // max(1, a_MK.shape[1])))
     rows, columns = _spread(c_MN.shape[0], size, c_MN.device), _spread(c_MN.shape[1], size, c_MN.device)
     a, b = a_MK[rows].double().cpu() * scale, b_KN[:, columns].double().cpu()
+    # On the host, so that the reference does not come from the device that is checked.
     picked, reference = c_MN[rows][:, columns].cpu(), a @ b
     error = float("nan") if _unwritten(c_MN) else relative_error(picked, reference)
     terms = a.norm(dim=1)[:, None] * b.norm(dim=0)[None, :]
@@ -225,6 +227,7 @@ def verify_elementwise(output: torch.Tensor, operation, inputs: tuple[torch.Tens
             smallest subnormal number is first subtracted from the error of each element, because tiny results are rounded to a
             multiple of this number. With a tolerance of 0, all elements must be equal.
     """
+    # tiny·eps is the smallest subnormal number.
     step = torch.finfo(output.dtype).tiny * torch.finfo(output.dtype).eps if tolerance else 0.0
     squares = scale = worst = 0.0
     for pieces in zip(*(tensor.flatten().split(_CHUNK) for tensor in (output, *inputs)), strict=True):
@@ -241,6 +244,7 @@ def verify_elementwise(output: torch.Tensor, operation, inputs: tuple[torch.Tens
 
 def _worst_element(difference: torch.Tensor, size: torch.Tensor) -> float:
     """Return the largest value of difference / size. It is infinite if the size of an element is 0 and its difference is not."""
+    # 0 / 0 would be NaN: an exact element of size 0 is correct.
     relative = torch.where(difference == 0, 0.0, difference / size)
     return relative.max().item() if relative.numel() else 0.0
 

@@ -97,6 +97,7 @@ def root_of(ranks: int) -> int:
 def _around_the_ring(output: torch.Tensor, given: torch.Tensor) -> None:
     """Send to the next rank and receive from the previous rank at the same time."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
+    # Both messages in one batch. A blocking send before the receive could wait forever, because all ranks would send first.
     messages = [dist.P2POp(dist.isend, given, (rank + 1) % ranks), dist.P2POp(dist.irecv, output, (rank - 1) % ranks)]
     for work in dist.batch_isend_irecv(messages):
         wait_for_peers(work)
@@ -112,6 +113,7 @@ COLLECTIVES = {
         Collective(
             "all_reduce",
             "the buffer of each rank, which is input and output",
+            # Ring: reduce-scatter and all-gather each send (n - 1) / n of the buffer over every link.
             lambda n: 2 * (n - 1) / n,
             lambda output, _: dist.all_reduce(output),
             lambda value, rank, ranks, block, index: sum(value(peer, index) for peer in range(ranks)),
@@ -249,6 +251,7 @@ def measure_collective(
     buffers = Buffers(collective, size_bytes, dtype, here, roll)
     buffers.prepare()
     buffers.call()
+    # A wrong collective is reported before time is spent on its timing.
     buffers.require_exact("before it was timed")
     clock = RanksClock(here, buffers.prepare, roll.step)
     timing = time_function(buffers.call, here.device, cold=False, time_limit_s=time_limit_s, clock=clock)
@@ -268,6 +271,7 @@ class Buffers:
         options = {"dtype": DTYPES[dtype], "device": here.device.torch_device}
         self.input = torch.empty(self.block * (here.size if collective.whole_input else 1), **options)
         self.output = torch.empty(self.block * (here.size if collective.whole_output else 1), **options)
+        # Only the root has the data. Any other rank that kept its own values would pass the check without receiving anything.
         if collective.name == "broadcast" and here.rank != root_of(here.size):
             self.input.fill_(_POISON)
         else:
@@ -324,6 +328,7 @@ class Buffers:
         for start in range(0, self.output.numel(), _CHUNK):
             actual = self.output[start : start + _CHUNK]
             index = torch.arange(start, start + actual.numel(), device=actual.device)
+            # Any rank can compute the inputs of every other rank, so the check needs no communication.
             expected = self.collective.expected(self._values, self.here.rank, self.here.size, self.block, index).to(actual.dtype)
             differs = actual != expected
             here = int(differs.sum())
@@ -348,6 +353,7 @@ def _values_of(dtype: torch.dtype, terms: int) -> Callable:
     Raises:
         HyperionError: the sum of `terms` different integers is not exact in this dtype.
     """
+    # eps is 2^(1-p), so 2 / eps is 2^p.
     exact = int(2 / torch.finfo(dtype).eps) if dtype.is_floating_point else torch.iinfo(dtype).max
     values = min(exact // terms, _MOST_VALUES)
     if values < 2:
@@ -406,6 +412,7 @@ def kernels_launched(calls: Sequence[Callable[[], object]], device: Device) -> l
     with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as profiler:
         for call in calls:
             call()
+            # Kernels of two collectives must not overlap: their order in time assigns a kernel to its call.
             torch.cuda.synchronize(device.torch_device)
     on_device = [event for event in profiler.events() or () if event.device_type == DeviceType.CUDA]
     matches = [_KERNEL.match(event.name) for event in sorted(on_device, key=lambda event: event.time_range.start)]

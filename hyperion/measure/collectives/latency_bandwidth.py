@@ -55,6 +55,8 @@ def fit_latency_bandwidth(gigabytes: Sequence[float], times_s: Sequence[Sequence
 
     def fit(medians: np.ndarray) -> list[float]:
         # Non-negative least squares: a negative latency or cost per byte has no meaning.
+        # Each row is divided by its time, so the residuals are relative errors. Sizes are scaled to at most 1, so that both
+        # columns have similar magnitudes.
         scaled = nnls(np.column_stack([1 / medians, size / size.max() / medians]), np.ones(len(size)))[0]
         latency_s, s_per_gb = scaled / [1, size.max()]
         return [latency_s, s_per_gb, latency_s / max(s_per_gb, _SMALLEST_S_PER_GB)]
@@ -165,6 +167,7 @@ def recommended_bucket(
     # If the time per byte may be 0, every size reaches the bandwidth, so no size can be derived.
     if fit.s_per_gb.ci_low <= 0:
         return BucketSize(collective, share, None, "the times do not grow with the size by more than they scatter")
+    # share = (bytes / bandwidth) / (latency + bytes / bandwidth), solved for the bytes. n_1/2 is latency times bandwidth.
     size = crossing.map(lambda gigabytes: share / (1 - share) * gigabytes * 1e9 / bus_factor)
     warnings = []
     if size.value > max(measured_bytes):

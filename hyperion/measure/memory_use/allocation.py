@@ -84,6 +84,7 @@ def memory_cap(device: Device, gib: float) -> Iterator[MemoryCap]:
         NoMemoryCap: an allocation of 1.5 times the limit succeeded.
     """
     with (_resident_cap if device.kind == "cpu" else _device_cap)(device, gib) as cap:
+        # Some systems accept RLIMIT_DATA and do not enforce it. A test allocation detects this.
         if _refusal_of(int(1.5 * cap.gib * GIB), device) is None:
             raise NoMemoryCap(
                 f"{1.5 * cap.gib:.3g} GiB were granted under a cap of {cap.gib:.3g} GiB",
@@ -112,6 +113,8 @@ def _resident_cap(device: Device, gib: float) -> Iterator[MemoryCap]:
     _tune_malloc(mapped_from_bytes=_SMALL, trimmed_at_bytes=_SMALL)
     mapped, resident = _status_bytes("VmData"), _status_bytes("VmRSS")
     soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
+    # The limit counts all private writable memory, so add what the process has mapped already. The hard limit stays: once
+    # lowered, it could not be raised again without privileges.
     resource.setrlimit(resource.RLIMIT_DATA, (int(mapped + gib * GIB), hard))
     try:
         yield MemoryCap(gib, gib + resident / GIB)
@@ -197,6 +200,7 @@ def largest_allocation(device: Device, *, step_bytes: int = STEP_BYTES, cap_gib:
         cap_gib = _CPU_SHARE * free / GIB
     with memory_cap(device, cap_gib) if cap_gib is not None else contextlib.nullcontext() as cap:
         search = _Search(device, step_bytes)
+        # One step more than the memory of the device. If this succeeds, the device overcommits, and the search has no meaning.
         beyond = device.memory_bytes // step_bytes + 1
         steps, verification = search.verified(search.run(beyond, beyond if cap is None else int(cap.gib * GIB) // step_bytes))
     return LargestAllocation(
@@ -261,6 +265,7 @@ class _Search:
             steps -= 1
         held = self._allocate(steps)
         places = torch.linspace(0, held.numel() - 1, _TOUCHED, dtype=torch.float64).long().to(held.device)
+        # Values from 1 to 251, because 0 could be the content of fresh memory.
         numbers = (torch.arange(_TOUCHED, device=held.device) % 251 + 1).to(torch.uint8)
         held[places] = numbers
         wrong = torch.count_nonzero(held[places] != numbers).item() / _TOUCHED

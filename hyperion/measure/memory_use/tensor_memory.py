@@ -64,6 +64,7 @@ class TensorMemory(TorchDispatchMode):
 
     def __exit__(self, *exception) -> None:
         super().__exit__(*exception)
+        # Without the detach, memory that is freed after the block would still call `_forget`.
         for finalizer in self._storages.values():
             finalizer.detach()
         self._storages.clear()
@@ -217,6 +218,7 @@ def allocated_peak(device: Device, call: Callable[[], object], standing_bytes: i
         return torch.cuda.max_memory_allocated(device.torch_device)
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as watch:
         call()
+    # Memory events have positive sizes for allocations and negative sizes for releases.
     level = peak = standing_bytes
     profiler: Any = watch.profiler  # torch types neither the profiler's results nor its memory events
     for event in profiler.kineto_results.events():
@@ -348,6 +350,7 @@ class MemoryTimeline(TorchDispatchMode):
         for kind, tensors in standing.items():
             for tensor in tensors:
                 self._count(tensor, kind)
+        # Event 0 stands for everything that existed before the step.
         self._event = 1
         self._hooks: list = []
 
@@ -382,6 +385,7 @@ class MemoryTimeline(TorchDispatchMode):
             if isinstance(leaf, Tensor):
                 self._count(leaf, TEMPORARY)
         if self._inside is not None and (size := self._inside(func, args)):
+            # The workspace is released at once, but the event between makes it part of the peak.
             self._die(self._bear(size, WORKSPACE))
         return returned
 
@@ -406,6 +410,7 @@ class MemoryTimeline(TorchDispatchMode):
         self._kinds.append(kind)
         self._born.append(self._event)
         self._died.append(None)
+        # While standing tensors are counted, the number stays 0.
         self._event += self._event > 0
         return len(self._sizes) - 1
 

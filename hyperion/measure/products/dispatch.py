@@ -130,6 +130,7 @@ class _Recorder(TorchDispatchMode):
         if operation.namespace in ("prim", "profiler"):  # these read properties of a tensor, or mark regions for the profiler
             return operation(*arguments, **named)
         if _is_composite(operation):
+            # A mode is switched off inside its own __torch_dispatch__. Enter it again, so that the parts are recorded.
             with self:
                 return operation.decompose(*arguments, **named)
         output = operation(*arguments, **named)
@@ -217,6 +218,7 @@ def shapes_only(*modules: nn.Module) -> Iterator[None]:
         for tensors in (cast("dict[str, Any]", part._parameters), part._buffers):
             for name, tensor in tensors.items():
                 if tensor is not None:
+                    # A tied weight is one tensor in two modules. It must stay one tensor.
                     known[tensor] = known[tensor] if tensor in known else _without_values(mode, tensor, name)
                     tensors[name] = known[tensor]
     with mode:
@@ -304,6 +306,7 @@ _OPERANDS = {
 
 def _lies(matrix: TensorShape) -> str:
     rows, columns = matrix.stride[-2:]
+    # Column-major: the stride of the rows is 1. A matrix with a single column is both, and counts as row-major.
     return "T" if rows == 1 and columns != 1 and matrix.shape[-1] > 1 else "N"
 
 
@@ -333,6 +336,8 @@ def _unfolded(call: Call, image: TensorShape, output: TensorShape) -> tuple[tupl
     pixels = image if transposed else output
     positions = pixels.shape[0] * prod(pixels.shape[2:])
     channels, patch = kernel.shape[0] // call.arguments.get("groups", 1), prod(kernel.shape[1:])
+    # M = positions, K = elements of a patch (input channels of a group times kernel size), N = output channels of a group. The
+    # gradient of the image swaps N and K, and the gradient of the kernel sums over the positions.
     to_channels, to_patches = (positions, channels, patch), (positions, patch, channels)
     of_kernel = channels, patch, positions
     return (to_patches, to_channels, of_kernel) if transposed else (to_channels, to_patches, of_kernel)

@@ -52,6 +52,7 @@ def tile(m: int, n: int, batch: int, units: int, tile: tuple[int, int], splits: 
     """
     rows, columns = tile
     tiles = batch * ceil(m / rows) * ceil(n / columns) * splits
+    # All tiles take the same time, so a wave lasts as long with one tile as with a tile for every unit.
     waves = ceil(tiles / units)
     return Tiling(tile, tiles, waves, batch * m * n * splits / (waves * units * rows * columns))
 
@@ -188,6 +189,7 @@ def explain_gap(
         share = factor(rate) if callable(factor) else factor
         rate = rate if share is None else rate * share
         factors.append(GapFactor(name, share, rate, reason))
+    # The rest of the ratio, so that all factors together give the measured rate exactly.
     left = measured_tflops / peak.tflops / prod(step.factor for step in factors if step.factor is not None)
     return Gap(peak, measured_tflops, (*factors, GapFactor(UNEXPLAINED, left, measured_tflops, _residual(left))))
 
@@ -211,6 +213,7 @@ def _known(
     if bandwidth_gb_s is None:
         yield "memory", None, "no bandwidth was measured"
     else:
+        # FLOP/byte times 10⁹ bytes/s, in 10¹² FLOP/s.
         roof = product.intensity * bandwidth_gb_s / 1e3
         allowed = f"{roof:,.0f}" if roof >= 1e4 else f"{roof:.4g}"
         reason = f"{product.intensity:.4g} FLOP/byte at {bandwidth_gb_s:.4g} GB/s allow {allowed} TFLOPS"
@@ -220,6 +223,7 @@ def _known(
     else:
         work = product.flops / 1e12
         reason = f"{launch_time_s * 1e6:.3g} us of waiting beside the work"
+        # The rate with launch overhead is work / (work / rate + launch), so the factor is 1 / (1 + launch·rate / work).
         yield "launch", lambda rate: 1 / (1 + launch_time_s * rate / work), reason
 
 

@@ -88,6 +88,8 @@ class Gemm:
     def __init__(self, m: int, n: int, k: int, dtype: str, device: Device, seed: int = 0, data: str = "normal"):
         chosen = format_of(dtype, device)
         generator = torch.Generator(device.torch_device).manual_seed(seed)
+        # B is drawn as [N, K] and used transposed, as a Linear layer uses its weight. fp8 products need this column-major
+        # operand.
         a, b = (made_up(data, shape, chosen, device, generator) for shape in ((m, k), (n, k)))
         self._hold(a, b.transposed, _output(m, n, chosen, device), chosen, device, data)
 
@@ -301,6 +303,7 @@ def distinct_share(values: torch.Tensor, seed: int = 0) -> float:
     The formula is (d − 1) / (min(n, c) − 1). d is the number of distinct values among n elements, and c is the number of
     different values that the dtype can represent. At most 4096 elements are used, at random indices.
     """
+    # The transposed view of a column-major matrix is contiguous, so reshape copies nothing.
     flat = (values if values.is_contiguous() else values.T).reshape(-1)
     if len(flat) > _SAMPLED:
         places = torch.randint(len(flat), (_SAMPLED,), generator=torch.Generator().manual_seed(seed))
@@ -349,6 +352,7 @@ def require_product_flops(claimed: int, a_MK: torch.Tensor, b_KN: torch.Tensor) 
     Raises:
         HarnessError: the numbers differ.
     """
+    # PyTorch's own formula, so the count does not come from the code that is checked.
     counted = mm_flop(a_MK.shape, b_KN.shape)
     if counted != claimed:
         raise HarnessError(

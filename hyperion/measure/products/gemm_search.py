@@ -140,6 +140,7 @@ class SharedOperands:
         self.format, self.device, self.data = format_of(dtype, device), device, data
         generator = torch.Generator(device.torch_device).manual_seed(seed)
         self.a, self.b = (made_up(data, (largest**2,), self.format, device, generator) for _ in range(2))
+        # The first elements of one buffer serve every shape, so the whole grid needs the memory of its largest product only.
         self.c = torch.empty(largest**2, dtype=self.format.output, device=device.torch_device)
 
     def product(self, shape: Shape) -> Gemm:
@@ -327,6 +328,7 @@ class ShapeRanking:
 
     def _coarse(self) -> list[Shape]:
         sizes = sorted({shape[0] for shape in self.shapes})
+        # The middle and the largest K.
         inner = {sizes[(len(sizes) - 1) // 2], sizes[-1]}
         return [shape for shape in self.shapes if shape[2] in inner]
 
@@ -363,6 +365,7 @@ class ShapeRanking:
                     rate = flops_of(shape) / seconds
                     self.best_rate = max(self.best_rate, rate)
                     self._places.append(self.number[shape])
+                    # Logarithms, because a change of the clock multiplies all rates by the same factor.
                     self._log_rates.append(math.log(rate))
         return True
 
@@ -422,8 +425,10 @@ def _high_medians(values: np.ndarray, groups: np.ndarray) -> np.ndarray:
     Args:
         groups: for each value, the number of its group. The numbers start at 0 and have no gaps.
     """
+    # lexsort sorts by its last key first: by group, then by value within the group.
     ordered = values[np.lexsort((values, groups))]
     counts = np.bincount(groups)
+    # Start of each group plus the middle of it; for an even count this is the higher of the two middle values.
     return ordered[np.cumsum(counts) - counts + counts // 2]
 
 
@@ -492,6 +497,7 @@ class _Products:
 
     def sample(self, shapes: list[Shape]) -> list[float]:
         """Call the product of each shape once with cold caches, one shape after the other. Return the seconds of each call."""
+        # The first calls load or tune kernels, so they come before the timed calls.
         for shape in shapes:
             self.made_once(shape)
         started = self.clock.now()

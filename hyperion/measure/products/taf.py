@@ -137,6 +137,7 @@ def taf(captured: CapturedGemms, rate: Callable[[Product], Estimate | None] | Ma
         )
     work = {product: product.flops * captured.counts[product] / 1e12 for product in rates}
     total, seconds = sum(work.values()), sum(work[p] / rates[p].value for p in rates)
+    # The lower end of a rate is the upper end of a time. Independent errors of times add up in quadrature.
     slower = hypot(*(work[p] / rates[p].ci_low - work[p] / rates[p].value for p in rates))
     faster = hypot(*(work[p] / rates[p].value - work[p] / rates[p].ci_high for p in rates))
     tflops = Estimate(
@@ -209,6 +210,7 @@ def measure_products(captured: CapturedGemms, device: Device, time_limit_s: floa
         if begun and left_s <= 0:
             measured[_key(product)] = f"the {time_limit_s:g} s were over"
             continue
+        # Divide the time that is left evenly, so that time that fast products did not use goes to later ones.
         share_s = max(_LEAST_TIME_S, left_s / (len(waiting) - place))
         measured[_key(product)], begun = _timed(product, device, share_s), True
     return {product: measured[_key(product)] for product in captured.counts}
@@ -268,6 +270,7 @@ class BatchedGemm:
 
     def measure(self, *, cold: bool = True, time_limit_s: float = 5.0) -> tuple[Timing, Verification]:
         """Time the call, then verify the first, the middle and the last output of the batch."""
+        # Afterwards, an element that no call has written is still NaN.
         self.c_BMN.fill_(float("nan"))
         with matmul_precision(self.format):
             timing = time_function(self, self.device, cold=cold, time_limit_s=time_limit_s)

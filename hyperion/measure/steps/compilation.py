@@ -152,8 +152,10 @@ def measure_compilation(
         calls = _kernel_calls(folder)
     return compiled, Compilation(
         mode=mode,
+        # The fastest of the first calls is a call that compiles nothing.
         compile_time_s=sum(seconds) - len(seconds) * min(seconds),
         first_calls_s=tuple(seconds),
+        # A recompilation for other shapes makes another graph of the same code.
         graphs=counters["stats"]["unique_graphs"] - len(_recompiles()),
         break_reasons=_break_reasons(),
         recompiles=tuple(_recompiles()),
@@ -193,6 +195,7 @@ def count_graph_breaks(function: Callable, arguments: tuple) -> tuple[int, dict[
     from torch._dynamo.utils import counters
 
     _forget()
+    # dynamic=False: every shape is a constant, as in `measure_compilation`.
     torch.compile(function, backend="eager", dynamic=False)(*arguments)
     return max(counters["stats"]["unique_graphs"] - 1, 0), _break_reasons()
 
@@ -219,6 +222,7 @@ def _first_calls(compiled: Callable, arguments: tuple, device: Device) -> list[f
         before, started = _frames_compiled(), time.perf_counter()
         compiled(*arguments)
         if device.kind != "cpu":
+            # Launches are asynchronous. Without the wait, the time of a call would end before its work.
             torch.cuda.synchronize(device.torch_device)
         seconds.append(time.perf_counter() - started)
         settled = settled + 1 if _frames_compiled() == before else 0

@@ -123,6 +123,7 @@ class OperatorCost:
         def costs(medians) -> list[float]:
             few, many, few_convolving, many_convolving = medians
             operator = (many - few) / self.operators
+            # A part with a convolution also has other operators, whose time is subtracted.
             convolution = (many_convolving - few_convolving - self.other_operators * operator) / self.convolutions
             return [operator, convolution, few - self.layers[0].plain * operator]
 
@@ -204,6 +205,7 @@ def measure_block_cost(device: Device, dtype: str = "fp32", *, time_limit_s: flo
     parity = Verification(f"loss beside eager, mean of {_PARITY_STEPS} steps", deviation, _PARITY_TOLERANCE)
     few, many = _timed(steps, device, time_limit_s)
     torch._dynamo.reset()  # otherwise the compiled code would keep the networks alive
+    # The difference between two networks counts the products of the blocks only, and not those of the layer before them.
     kernels = 2 * (two - one) // (_FEW_BLOCKS - 1)
     return BlockCost(kernels, _MANY_BLOCKS - _FEW_BLOCKS, few, many, compile_time_s, parity)
 

@@ -72,6 +72,7 @@ class ProductRates:
         """
         filled: dict[int, float] = {}
         for m, n, k, tflops in measured:
+            # Divide by the share, because the interpolation over K must not contain the idle units of the measured sizes.
             filled[k] = max(filled.get(k, 0.0), tflops / best_tiling(m, n, units).share)
         if not filled:
             raise HyperionError(
@@ -88,9 +89,11 @@ class ProductRates:
         )
 
     def _splits(self, k: int) -> list[int]:
+        # Powers of two up to 128.
         return [1] + [1 << power for power in range(1, 8) if k / (1 << power) >= self.k[0]]
 
     def _filled(self, k: float) -> float:
+        # On logarithmic axes a power law is a straight line. Outside of the measured K, np.interp returns the value at the end.
         return float(np.exp(np.interp(np.log(k), np.log(self.k), np.log(self.filled_tflops))))
 
 
@@ -128,6 +131,8 @@ class MemoryStream:
                 next_step="measure the bandwidth at several sizes",
             )
         seconds = size / (np.array([rate for _, rate in measured]) * 1e9)
+        # Rows are divided by their time, so the residuals are relative errors. Non-negative least squares, because a negative
+        # latency has no meaning.
         columns = np.column_stack([1 / seconds, size / size.max() / seconds])
         from scipy.optimize import nnls  # here, because the import takes half a second in each worker
 
@@ -267,9 +272,11 @@ def predict_step(
     others = [call for call in calls if products_of(call) is None]
     update = [call for call in others if call.name.startswith(_OPTIMIZER)]
     moved, updated = (sum(call.bytes for call in some) for some in (others, update))
+    # From here on, `moved` is without the update, which the model lists as a part of its own.
     moved, small, host_s = moved - updated, len(others), ceilings.host_s(calls)
     if compiled is not None:
         fused = len(calls) - len(others)  # one fused kernel per product
+        # Fusion cannot increase the traffic or the number of kernels. So a step with few other operators keeps its own numbers.
         moved, small = min(moved, sum(product.bytes for product in products)), min(small, fused + len(update))
         entries_s = compiled.blocks * compiled.entry_time_s
         host_s = 2 * fused * compiled.kernel_time_s + entries_s + ceilings.host_s(update)
@@ -277,6 +284,7 @@ def predict_step(
         "products_s": sum(_product_s(product, ceilings) for product in products),
         "memory_s": moved / bandwidth,
         "optimizer_s": updated / bandwidth,
+        # On a CPU, the latency of an operator is already in its host time.
         "latency_s": small * ceilings.memory.latency_s if ceilings.overlapped else 0.0,
         "host_s": host_s,
     }

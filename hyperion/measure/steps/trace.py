@@ -64,6 +64,7 @@ def partition(events: Iterable[Event], start_ns: int, end_ns: int, order: Sequen
     Raises:
         ValueError: the kind of an event is not in `order`, or an event ends before it starts.
     """
+    # A sweep over time: at each moment, how many events of each kind start (+1) or end (-1).
     changes: dict[int, Counter] = {start_ns: Counter(), end_ns: Counter()}
     for event in events:
         if event.kind not in order or event.end_ns < event.start_ns:
@@ -91,6 +92,7 @@ def innermost(events: Iterable[Event]) -> list[Event]:
     for event in events:
         streams.setdefault(event.stream, []).append(event)
     for nested in streams.values():
+        # Of two events that start together, the longer one is the caller and comes first.
         pieces += _cut(sorted(nested, key=lambda event: (event.start_ns, -event.end_ns)))
     return pieces
 
@@ -211,6 +213,7 @@ def trace_steps(step: Callable[[], object], data: Callable[[], object] | None, d
         profiler.export_chrome_trace(str(path))
         raw = json.loads(path.read_text())["traceEvents"]
     windows = [_ends(event) for event in raw if event.get("cat") == "user_annotation" and event["name"] == _WINDOW]
+    # The median of three windows, so that one interruption does not decide.
     start, end = sorted(windows, key=lambda ends: ends[1] - ends[0])[_WINDOWS // 2]
     events = (gpu_events(raw, torch.device(device.torch_device).index) if gpu else cpu_events(raw)) + _regions(raw)
     if gpu and not any(event.kind in (GEMM, MEMORY) for event in events):
@@ -241,6 +244,7 @@ def kernel_kind(name: str) -> str:
 
     The kind is communication, GEMM (including convolutions and attention), or memory-bound for all other kernels.
     """
+    # Before the other patterns, because the name of a fused kernel can contain the name of a product.
     if _FUSED.match(name):
         return MEMORY
     if _COLLECTIVE.search(name):
@@ -366,6 +370,7 @@ class _Stamps:
         """Take samples with the clock of the device. Delete the records of steps that this clock runs without timing them."""
         before = len(self.steps)
         samples = self._clock.sample(functions, flush, count)
+        # Small batches of a GPU start with a call that is not timed.
         del self.steps[before : len(self.steps) - count * len(functions)]
         return samples
 

@@ -119,6 +119,7 @@ def measure_bandwidth(
     inputs = tuple(torch.randn(elements, generator=generator, **options) for _ in range(chosen.inputs))
     if chosen.reference is None:
         inputs[0].mul_(_DOT_SCALE)
+    # NaN until the first call writes. An element that no call has written fails the check.
     output = torch.full((elements,) if chosen.reference else (), float("nan"), **options)
     timing = time_function(
         lambda: chosen.run(output, *inputs), device, time_limit_s=time_limit_s, minimum_samples=minimum_samples
@@ -240,6 +241,7 @@ def measure_copy(
     poison_bits(destination, source)
     blocking = pinned is False
     timing = time_function(
+        # non_blocking lets the host enqueue the next copy. It has no effect on pageable memory.
         lambda: destination.copy_(source, non_blocking=not blocking),
         device,
         cold=False,
@@ -261,5 +263,6 @@ def measure_copy(
 def _random_bytes(count: int, seed: int) -> torch.Tensor:
     """Return a tensor of `count` random bytes on the host."""
     words = torch.empty(-(-count // _WORD), dtype=torch.int64)
+    # Draw 8 bytes at a time, over the whole range of int64.
     words.random_(-(2**63), None, generator=torch.Generator().manual_seed(seed))
     return words.view(torch.uint8)[:count]

@@ -180,11 +180,13 @@ def measure_cache_sweep(
     """
     capacities = cache_capacities(device)
     shared_up_to = capacities[-1].total_bytes if capacities else _BYTES_A_CALL
+    # The same call on one element: its time is the overhead that every other point contains.
     launch = _Work(operation, 1, dtype, device, seed, shared_up_to=0).calls.time(time_limit_s)
     points = []
     for size in sizes or sweep_sizes(capacities, device.memory_bytes):
         work = _Work(operation, size, dtype, device, seed, shared_up_to)
         level, basis = cache_level(work.working_set_bytes, work.sharers, capacities)
+        # After the construction, which has already called the function.
         work.poison()
         timing = work.calls.time(time_limit_s)
         points.append(
@@ -228,6 +230,7 @@ class _Work:
         options = {"device": device.torch_device, "dtype": self.format.storage}
         generator = torch.Generator(device.torch_device).manual_seed(seed)
         self.source = torch.randn(self.elements, generator=generator, **options)
+        # A stride of 0 makes every row the same memory, so a sum over the rows reads the working set `passes` times.
         self.rows = self.source.expand(self.passes, self.elements)
         self.output = torch.empty(self.passes if operation == "read" else self.elements, **options)
         # The call is not a method of this object. Otherwise this object and the captured calls would refer to each other, and
@@ -322,6 +325,7 @@ def is_long(seconds: float, device: Device) -> bool:
 
 
 def _seconds_of_a_call(function: Callable, device: Device) -> float:
+    # The first call loads a kernel. The minimum of the others is the least disturbed one.
     _, *seconds = device_clock(device).sample([function], None, 4)[0]
     return min(seconds)
 
@@ -331,6 +335,7 @@ def _captured(function: Callable, calls: int, device: Device) -> torch.cuda.CUDA
         before = torch.cuda.current_stream()
         # torch's default capture stream belongs to the device that captured a graph first. So use a new stream of this device.
         stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+        # The inputs were written on the other stream.
         stream.wait_stream(before)
         with torch.cuda.stream(stream):
             function()  # on the first call on a stream, libraries do set-up work that cannot be captured
