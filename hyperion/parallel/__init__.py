@@ -17,6 +17,7 @@ from hyperion.parallel.collectives import (
     start_sum,
     without_exchange,
 )
+from hyperion.parallel.memory_format import convolution_memory_format, image_memory_format
 from hyperion.parallel.parallelize import ParallelPlan, parallelize
 
 __all__ = [
@@ -25,9 +26,11 @@ __all__ = [
     "assert_ranks_agree",
     "average_statistics",
     "clip_gradients",
+    "convolution_memory_format",
     "differing_parameters",
     "fsdp_units",
     "full_parameter_bytes",
+    "image_memory_format",
     "is_replicated",
     "is_sharded",
     "local_gradient_norm",

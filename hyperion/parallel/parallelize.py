@@ -27,6 +27,7 @@ from hyperion.errors import HyperionError
 from hyperion.models.layout import layout_of
 from hyperion.parallel.activation_checkpoints import apply_checkpointing
 from hyperion.parallel.collectives import assert_same_shapes
+from hyperion.parallel.memory_format import image_memory_format
 from hyperion.processes import World
 
 STRATEGIES = ("single", "ddp", "fsdp")
@@ -200,8 +201,8 @@ def _require_no_batch_norm(model: nn.Module) -> None:
 def _replicate(model: nn.Module, world: World) -> nn.Module:
     device = torch.device(world.device.torch_device)
     # A gradient has the memory format of its parameter, and the buckets of DDP depend on this format. Therefore convert 4-d
-    # weights to channels-last, the format of ImageEngine, before DDP and not after it.
-    model.to(memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue]
+    # weights to the format of ImageEngine before DDP and not after it.
+    model.to(memory_format=image_memory_format(model))  # pyright: ignore[reportCallIssue]
     # By default DDP broadcasts the running statistics of rank 0 in every step. Here average_statistics averages them over
     # ranks before they are used, in evaluation and in checkpoints. torch 2.13 renamed the option.
     renamed = "forward_sync_buffers" in inspect.signature(DistributedDataParallel).parameters

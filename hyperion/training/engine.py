@@ -34,6 +34,7 @@ from hyperion.hardware import Device
 from hyperion.parallel import (
     average_statistics,
     clip_gradients,
+    image_memory_format,
     is_sharded,
     local_gradient_norm,
     ranks_of,
@@ -366,7 +367,7 @@ class ImageEngine(TorchEngine):
     """Engine for image classifiers. A batch is a pair (images_BCYX, labels_B).
 
     Images are normalized floating-point tensors of shape [B, C, Y, X]. Labels are int64 classes of shape [B]. Both are on the
-    device of the engine. The engine converts weights to the channels-last format, with which convolutions are fastest.
+    device of the engine. The engine converts weights and images to the format of `image_memory_format`.
 
     Args:
         model: module that maps images to logits [B, K]. All other arguments of TorchEngine follow.
@@ -411,8 +412,9 @@ class ImageEngine(TorchEngine):
     def __init__(self, model: nn.Module, *args: Any, label_smoothing: float = 0.0, **kwargs: Any):
         require_number("label_smoothing", label_smoothing, "ImageEngine", at_least=0, below=1)
         self.label_smoothing, self._highest_label = label_smoothing, 0
+        self._memory_format = image_memory_format(model)
         if not is_sharded(model):  # FSDP2 always gathers contiguous weights
-            model = model.to(memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue] - a private overload
+            model = model.to(memory_format=self._memory_format)  # pyright: ignore[reportCallIssue] - a private overload
         super().__init__(model, *args, **kwargs)
 
     def count_items(self, batch: tuple[Tensor, Tensor]) -> Tensor:
@@ -422,8 +424,8 @@ class ImageEngine(TorchEngine):
 
     def summed_loss(self, batch: tuple[Tensor, Tensor]) -> Tensor:
         images_BCYX, labels_B = batch
-        if is_sharded(self.model):  # otherwise contiguous weights would make all activations contiguous
-            images_BCYX = images_BCYX.contiguous(memory_format=torch.channels_last)
+        # With the sharded model's contiguous weights, contiguous images would make all activations contiguous.
+        images_BCYX = images_BCYX.contiguous(memory_format=self._memory_format)
         logits_BK = self.model(images_BCYX).float()
         if logits_BK.ndim != 2 or logits_BK.shape[1] <= self._highest_label:
             raise _batch_error(

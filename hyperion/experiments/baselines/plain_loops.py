@@ -25,6 +25,7 @@ from hyperion.hardware import Device
 from hyperion.kernels.token_loss import padded_classes, token_loss
 from hyperion.measure import Timing
 from hyperion.models import TransformerConfig, TransformerLM, resnet18
+from hyperion.parallel import image_memory_format
 from hyperion.results import Row
 from hyperion.training import Precision, adamw
 from hyperion.training.captured import WARM_UP_STEPS, restored
@@ -105,7 +106,8 @@ class PlainImageLoop:
         self.images = (torch.from_numpy(images).to(where).float() / 255 - mean) / deviation
         self.labels = torch.from_numpy(labels).to(where).long()
         # torch declares no overload with memory_format.
-        self.model = model.to(where, memory_format=torch.channels_last).train()  # pyright: ignore[reportCallIssue]
+        self.memory_format = image_memory_format(model)
+        self.model = model.to(where, memory_format=self.memory_format).train()  # pyright: ignore[reportCallIssue]
         self.forward = torch.compile(self.model) if compiled else self.model
         parameters = self.model.parameters()
         self.optimizer = torch.optim.SGD(parameters, learning_rate, momentum=_MOMENTUM, nesterov=True, fused=fused or None)
@@ -127,10 +129,11 @@ class PlainImageLoop:
             images = torch.where(mirrored[:, None, None, None], images.flip(3), images)
         if "crop" in self.augment:
             images = _cropped(images)
-        return images.contiguous(memory_format=torch.channels_last), self.labels[chosen]
+        return images, self.labels[chosen]
 
     def train_on(self, images: Tensor, labels: Tensor) -> Tensor:
         """Run one optimizer step. Return the loss before the update."""
+        images = images.contiguous(memory_format=self.memory_format)
         self.optimizer.zero_grad(set_to_none=True)
         with self.precision.autocast(self.device):
             loss = F.cross_entropy(self.forward(images), labels)

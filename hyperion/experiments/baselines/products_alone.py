@@ -24,6 +24,7 @@ from hyperion.kernels.token_loss import padded_classes
 from hyperion.measure import FORMATS, Timing, time_function
 from hyperion.models import TransformerConfig
 from hyperion.models.resnet import IMAGE_SIZE, block_shapes
+from hyperion.parallel import convolution_memory_format
 from hyperion.results.statistics import Estimate, estimates_of_medians
 from hyperion.training import Precision
 from hyperion.workloads.workloads import CLASSES, ImageSizes, Workload
@@ -260,7 +261,8 @@ def _convolution(
     device: torch.device,
 ) -> Call:
     sizes = (batch, channels_in, side, side), (channels_out, channels_in, kernel, kernel)
-    x_BCYX, weight = (torch.randn(size, dtype=dtype, device=device).to(memory_format=torch.channels_last) for size in sizes)
+    layout = convolution_memory_format(channels_in, kernel, stride)
+    x_BCYX, weight = (torch.randn(size, dtype=dtype, device=device).to(memory_format=layout) for size in sizes)
     padding = kernel // 2
     if way == "forward":
         return lambda: F.conv2d(x_BCYX, weight, stride=stride, padding=padding)
