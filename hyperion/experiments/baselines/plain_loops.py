@@ -129,11 +129,11 @@ class PlainImageLoop:
             images = torch.where(mirrored[:, None, None, None], images.flip(3), images)
         if "crop" in self.augment:
             images = _cropped(images)
-        return images, self.labels[chosen]
+        return images.contiguous(memory_format=self.memory_format), self.labels[chosen]
 
     def train_on(self, images: Tensor, labels: Tensor) -> Tensor:
         """Run one optimizer step. Return the loss before the update."""
-        images = images.contiguous(memory_format=self.memory_format)
+        images = images.contiguous(memory_format=self.memory_format)  # no copy for a batch of `next_batch`
         self.optimizer.zero_grad(set_to_none=True)
         with self.precision.autocast(self.device):
             loss = F.cross_entropy(self.forward(images), labels)

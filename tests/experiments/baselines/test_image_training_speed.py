@@ -128,7 +128,7 @@ def test_the_plain_loop_shows_every_image_once_an_epoch_shifted_and_mirrored():
     shown, places = [], set()
     for _ in range(4):
         batch, labels = loop.next_batch()
-        assert batch.is_contiguous(memory_format=torch.channels_last)
+        assert batch.is_contiguous(memory_format=loop.memory_format)
         peaks = (batch[:, 0] - batch[:, 0].amin(dim=(1, 2), keepdim=True)).flatten(1).argmax(dim=1)
         places |= {(int(at) // 32, int(at) % 32) for at in peaks}
         shown += labels.tolist()
