@@ -131,11 +131,6 @@ def _began(material: Material, measured_by: pd.DataFrame) -> str:
     return f" Version {first} is the oldest of them." if first and first in set(measured_by["commit"]) else ""
 
 
-def headline_markdown(run: Run) -> str:
-    """Return the table of the most important values of a run as Markdown."""
-    return markdown(_headline_table(Material(run)))
-
-
 def _sources(material: Material) -> str:
     return f", data source {markdown_code(', '.join(material.data_sources))}" if material.data_sources else ""
 
