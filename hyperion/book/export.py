@@ -5,6 +5,7 @@ import json
 import pandas as pd
 
 from hyperion.book.outline import (
+    ONE_LAUNCH,
     UNFOLDED_LINES,
     DrawnFigure,
     Section,
@@ -110,7 +111,7 @@ def _page(material: Material, first: DrawnFigure | None, found: list[Section]) -
         parts.append(f"![{markdown_text(first.caption)}]({first.path})")
     quoted = _headline_table(material)
     if len(quoted):
-        parts += ["## At a glance", markdown(quoted)]
+        parts += ["## At a glance", markdown(quoted), ONE_LAUNCH]
     for section in found:
         parts += [f"## {markdown_text(section.title)}", *_body(section)]
     absent = missing(material)

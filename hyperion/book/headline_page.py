@@ -354,8 +354,9 @@ def _link_runs(text: str, names: Iterable[str], place: str) -> str:
     """
     links = {name: f"[{name}]({place}/{name}/README.md)" for name in names}
 
-    def linked(found: re.Match) -> str:
-        return f"| {', '.join(links.get(name, name) for name in found[1].split(', '))} |"
+    def linked(found: re.Match[str]) -> str:
+        written = found.group(1).split(", ")
+        return f"| {', '.join(links.get(name, name) for name in written)} |"
 
     return re.sub(r"\| ([^|]+) \|$", linked, text, flags=re.MULTILINE)
 
