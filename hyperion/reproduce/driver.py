@@ -77,7 +77,11 @@ def reproduce(request: Request, *, machine: MachineProfile | None = None, consol
                 notice = f"NOTICE: {OPTIMIZE} removes assert statements. Notebooks and their workers run without this variable."
                 console.print(notice, markup=False, highlight=False, soft_wrap=True)
             require_page_templates()
-            machine = machine or examine_machine(request.profile, request.data_source, request.seed)
+            if machine is None:
+                # On a busy machine, the process that imports torch and examines the machine takes half a minute.
+                console.print("examining this machine", highlight=False)
+                console.file.flush()
+                machine = examine_machine(request.profile, request.data_source, request.seed)
             setting = setting_of(request, machine)
             reason = why_not_continued(results_folder(), setting) if request.run is None else ""
             claim = claimed_run(results_folder(), request.run, setting, machine.information)
