@@ -154,12 +154,12 @@ def verify(run: RunName = "latest") -> None:
     Prints one line for each statement that was proven. The last lines list what could not be proven: rows that cannot be
     recomputed from samples, and files that are missing in the manifest.
     """
-    from hyperion.results import Run, find_run, verify_run
+    from hyperion.results import Run, find_runs, verify_run
 
-    store = Run.open(find_run(run))
-    say(f"{store.folder}:")
-    for statement in verify_run(store):
-        say(f"  {statement}")
+    for store in map(Run.open, find_runs(run)):
+        say(f"{store.folder}:")
+        for statement in verify_run(store):
+            say(f"  {statement}")
 
 
 @app.command()
@@ -528,29 +528,62 @@ def clean(
 
 
 @app.command(name="headlines")
-def headlines_page(
-    page: Annotated[Path, typer.Argument(help="The Markdown page. Its markers name the runs.")] = Path("docs/headlines.md"),
+def headline_pages(
+    pages: Annotated[
+        list[Path] | None, typer.Argument(help="Markdown pages with markers.", show_default="README.md and docs/headlines.md")
+    ] = None,
 ) -> None:
-    """Make the tables of docs/headlines.md again from the rows of the reference runs.
+    """Make the headlines in README.md and docs/headlines.md again from the rows of the reference runs.
 
-    The page states for each value how many launches and machines measured it, and how much it differs within and between
-    launches.
+    A time or a rate is a headline if at least five launches of the same code measured it.
     """
     from hyperion.book.headline_page import update_page
 
-    for marker in update_page(page):
-        say(f"made again: {marker}")
+    for page in pages or [Path("README.md"), Path("docs/headlines.md")]:
+        for marker in update_page(page):
+            say(f"{page}: made again: {marker}")
 
 
 @app.command()
-def publish(run: RunName, name: Annotated[str, typer.Argument(help="Name of the machine, such as h200.")]) -> None:
+def launches(
+    name: Annotated[str, typer.Argument(help="Name of the folder of all launches, such as h200-launches.")],
+    experiments: Annotated[list[str], typer.Argument(help="Experiments, such as gemm bandwidth language_training_speed.")],
+    count: Annotated[int, typer.Option(min=1, help="Number of launches.")] = 5,
+    profile: Annotated[str, typer.Option(envvar="PROFILE", help="smoke, full, study or auto.")] = "auto",
+    data_source: Annotated[str, typer.Option(envvar="DATA_SOURCE", help="As in `hyperion reproduce`.")] = "auto",
+) -> None:
+    """Measure experiments in several launches, each in new processes. `hyperion headlines` needs at least five.
+
+    The runs are results/NAME/1, results/NAME/2, …. A second call measures only what is missing. `hyperion publish NAME NAME`
+    copies them to the reference results.
+    """
+    from hyperion.reproduce.launches import measure_launches
+    from hyperion.results.store import checked_name
+
+    folder = results_folder() / checked_name(name)
+    measure_launches(folder, experiments, count, profile=profile, data_source=data_source, on_line=say)
+    say(f"launches: {folder}")
+
+
+@app.command()
+def publish(
+    run: Annotated[str, typer.Argument(help="Path or name of a run, `latest`, or the name of a folder of launches.")],
+    name: Annotated[str, typer.Argument(help="Name of the machine, such as h200, or of the launches, such as h200-launches.")],
+) -> None:
     """Copy a run to results/reference/NAME/ as the reference of a machine. Other runs can be compared with a reference, and
     `--profile replay` uses its numbers.
-    """
-    from hyperion.reproduce.publishing import publish as publish_run
-    from hyperion.results import Run, find_run
 
-    folder, left_out = publish_run(Run.open(find_run(run)), name)
+    If RUN is a folder of launches, the rows and samples of all launches are copied. A replay does not use them.
+    """
+    from hyperion.reproduce.launches import publish_launches
+    from hyperion.reproduce.publishing import publish as publish_run
+    from hyperion.results import Run, find_runs
+
+    found = find_runs(run)
+    if len(found) > 1:
+        say(f"published: {publish_launches(found, name)}")
+        return
+    folder, left_out = publish_run(Run.open(found[0]), name)
     say(f"published: {folder}")
     if left_out:
         say(f"not published, because the size limit is reached: {', '.join(left_out)}")

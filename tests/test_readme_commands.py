@@ -11,10 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from hyperion.book import headline_markdown
-from hyperion.book.outline import headlines
+from hyperion.book.headline_page import runs_in, updated
 from hyperion.checkpoints import verify
-from hyperion.figures.material import Material, percent
 from hyperion.paths import reference_folder
 from hyperion.results import Run
 from tests.readme import PAGES, README, ROOT, commands, folders, needs_the_book, run
@@ -110,43 +108,21 @@ def test_links_and_pictures_are_there(page):
 
 
 @pytest.mark.slow
-def test_headline_tables_are_those_of_the_runs():
-    page = PAGES["docs/headlines.md"]
-    quoted = re.findall(r"<!-- headlines: (\S+) -->\n(.*?)\n<!-- end of headlines -->", page, re.DOTALL)
-    assert len(quoted) == page.count("<!-- headlines") >= 1
-    for folder, table in quoted:
-        assert table.strip() == headline_markdown(Run.open(ROOT / folder)).strip()
+@pytest.mark.parametrize("page", ["README.md", "docs/headlines.md"])
+def test_what_is_made_from_rows_is_what_the_rows_say(page, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    made, markers = updated(re.sub(r"\d", "9", PAGES[page]), Path(page))
+    assert len(markers) == {"README.md": 2, "docs/headlines.md": 1}[page] == PAGES[page].count("<!-- end of")
+    for kind in (marker.partition(":")[0] for marker in markers):
+        part = re.compile(rf"<!-- {kind}: .*?<!-- end of {kind} -->", re.DOTALL)
+        assert part.findall(made) == part.findall(PAGES[page])
 
 
-@pytest.mark.slow
-def test_headlines_of_the_readme_are_those_of_the_runs():
-    lines = re.findall(
-        r"^\| (.+?) \| (.+?) \| (.*?) ?\| (.*?) ?\| \[(\S+)\]\(results/reference/\5/README.md\) \|$", README, re.MULTILINE
-    )
-    assert 5 <= len(lines) == README.count("/README.md) |") <= 10
-    for label, value, share, limit, name in lines:
-        material = Material(Run.open(ROOT / "results" / "reference" / name))
-        (headline,) = [headline for headline in headlines(material) if headline.label == label]
-        bound = headline.limit.removeprefix("limit ") if headline.fraction is not None else ""
-        assert (value, share, limit) == (headline.value, percent(headline.fraction), bound)
-    labels = [line[0] for line in lines]
-    weak = [place for place, label in enumerate(labels) if "weak scaling" in label]
-    assert weak and all(labels[place + 1] == labels[place].replace("weak", "strong") for place in weak)
-
-
-def test_the_readme_counts_what_the_rows_of_the_references_state():
-    rows = [row for path in reference_folder().glob("*/run.json") for row in Run.open(path.parent).rows()]
-    limited = [row for row in rows if row.limit is not None]
+def test_every_row_without_a_limit_and_without_a_reason_needs_none():
+    """The README says that such rows have no value, or that their metric has no limit."""
+    rows = [row for run in runs_in(reference_folder()) for row in run.rows()]
     others = [row for row in rows if row.limit is None and not row.limit_source]
-    assert all(row.value is None or not row.definition.needs_limit for row in others)
-    unlimited = len(rows) - len(limited) - len(others)
-    intervals, checks = sum(row.ci_low is not None for row in rows), sum(bool(row.check) for row in rows)
-    said = (
-        f"Of the {len(rows):,} rows of the reference runs, {intervals:,} have an interval and {checks:,} have a check. "
-        f"{len(limited):,} state a limit, and {unlimited:,} state why there is none. The other {len(others):,} have no value, or "
-        "their metric has no limit"
-    )
-    assert said in README
+    assert others and all(row.value is None or not row.definition.needs_limit for row in others)
 
 
 def _wait_for_answer(url: str) -> None:

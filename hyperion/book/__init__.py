@@ -17,7 +17,7 @@ from hyperion.book.display import (
     teach,
     verdict,
 )
-from hyperion.book.export import export_run, headline_markdown, reference_readme
+from hyperion.book.export import export_run, reference_readme
 from hyperion.book.outline import environment
 from hyperion.book.plots import all_plots, draw
 from hyperion.book.report import write_report
@@ -37,7 +37,6 @@ __all__ = [
     "epoch_table",
     "export_run",
     "fill",
-    "headline_markdown",
     "kernels_chosen",
     "link_meanings",
     "links_between",

@@ -5,6 +5,7 @@ import json
 import pandas as pd
 
 from hyperion.book.outline import (
+    ONE_LAUNCH,
     UNFOLDED_LINES,
     DrawnFigure,
     Section,
@@ -110,7 +111,7 @@ def _page(material: Material, first: DrawnFigure | None, found: list[Section]) -
         parts.append(f"![{markdown_text(first.caption)}]({first.path})")
     quoted = _headline_table(material)
     if len(quoted):
-        parts += ["## At a glance", markdown(quoted)]
+        parts += ["## At a glance", markdown(quoted), ONE_LAUNCH]
     for section in found:
         parts += [f"## {markdown_text(section.title)}", *_body(section)]
     absent = missing(material)
@@ -129,11 +130,6 @@ def _began(material: Material, measured_by: pd.DataFrame) -> str:
     source = (material.information.get("environment") or {}).get("source") or {}
     first = (source.get("commit") or "")[:12]
     return f" Version {first} is the oldest of them." if first and first in set(measured_by["commit"]) else ""
-
-
-def headline_markdown(run: Run) -> str:
-    """Return the table of the most important values of a run as Markdown."""
-    return markdown(_headline_table(Material(run)))
 
 
 def _sources(material: Material) -> str:

@@ -1,31 +1,36 @@
-"""The tables of docs/headlines.md, made from the rows of reference runs.
+"""The tables of docs/headlines.md and of the README, made from the rows of the reference runs.
 
-The page has markers around its tables. `update_page` replaces the text between two markers:
+The pages have markers around everything that is made from rows. `update_page` replaces the text between two markers:
 
-    <!-- launches: FOLDER -->      headlines over several launches: all runs in FOLDER that measured the same kind of device
-    <!-- end of launches -->
+    <!-- headlines: FOLDER --> … <!-- end of headlines -->    all headlines of the runs in FOLDER
+    <!-- summary: FOLDER --> … <!-- end of summary -->        at most ten of them, for the README
+    <!-- counts: FOLDER --> … <!-- end of counts -->          a sentence that counts what the rows state
 
-    <!-- headlines: FOLDER -->     the headlines of the run in FOLDER
-    <!-- end of headlines -->
+FOLDER contains runs, such as `h200x2`, and folders of launches, such as `h200-launches`, whose subfolders are runs.
 
 A launch is one run of an experiment in new processes. Two launches of the same code differ by more than the samples within a
-launch, because memory is placed differently, the clock frequency differs, or the host differs. So a value of one launch says
-little about the next launch, and it is not a headline.
+launch, because memory is placed differently, the clock frequency differs, or the host differs. So a time or a rate of one launch
+says little about the next launch, and it is not a headline. Three kinds of values are headlines:
+
+- times, rates and ratios that at least five launches of one version of the code measured;
+- measures of quality, such as an accuracy, as the mean over several trainings with different seeds;
+- differences of values that must be equal. They are no times, and their rows state a tolerance.
 """
 
+import os
 import re
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import pandas as pd
 
-from hyperion.book.export import headline_markdown
 from hyperion.book.outline import Headline, headlines
 from hyperion.errors import HyperionError, not_none
-from hyperion.figures.material import Material, device_name, quoted_value
-from hyperion.figures.tables import markdown
+from hyperion.figures.material import ACCURACIES, Material, device_name, percent, quoted_value
+from hyperion.figures.tables import is_floor, markdown
 from hyperion.results import Row, Run
 from hyperion.results.statistics import Estimate, launches_estimate
 
@@ -33,30 +38,94 @@ from hyperion.results.statistics import Estimate, launches_estimate
 _NEAR_ITS_LIMIT = 0.85
 # Fewer launches do not show how much launches differ: with four, the true median is outside their range in one of eight cases.
 LEAST_LAUNCHES = 5
-_MARKED = re.compile(r"<!-- (headlines|launches): (\S+) -->\n.*?<!-- end of \1 -->", re.DOTALL)
+# Lines of the summary in the README, and the beginnings of their labels in this order. Weak and strong scaling come together,
+# because the efficiency of weak scaling alone promises too much.
+MOST_LINES = 10
+_SUMMARY = (
+    r"matrix product, bf16",
+    r"matrix product, fp8",
+    r"memory copy",
+    r"all-reduce over",
+    r"gpt2_124m, training, .* over a plain",
+    r"resnet18, training, .* over the same plain",
+    r".*, accuracy, test split, mean of",
+    r".*, perplexity per word, valid split, mean of",
+    r"DDP on .* loss apart",
+    r"FSDP on .* loss apart",
+    r".*FSDP: (weak|strong) scaling",
+)
+_MARKED = re.compile(r"<!-- (headlines|summary|counts): (\S+) -->(\n?).*?<!-- end of \1 -->", re.DOTALL)
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One headline of one run.
+
+    Args:
+        headline: label, value and row.
+        device: name of the device.
+        machine: fingerprint of the machine.
+        version: hash of the code that measured the row. "" if it was not stored.
+        run: name of the run. For a launch, it is the name of the folder that contains all launches.
+    """
+
+    headline: Headline
+    device: str
+    machine: str
+    version: str
+    run: str
+
+    @property
+    def row(self) -> Row:
+        return self.headline.row
 
 
 @dataclass(frozen=True)
 class Launches:
-    """One quantity, measured by several runs on the same kind of device.
+    """One quantity, measured by several launches on the same kind of device."""
 
-    Args:
-        device: name of the device.
-        headlines: the headline of each run.
-        machines: fingerprints of the machines, one for each run.
-        runs: names of the runs.
-    """
+    members: tuple[Measured, ...]
 
-    device: str
-    headlines: tuple[Headline, ...]
-    machines: tuple[str, ...]
-    runs: tuple[str, ...]
+    @property
+    def label(self) -> str:
+        return self.members[0].headline.label
+
+    @property
+    def device(self) -> str:
+        return self.members[0].device
+
+    @property
+    def unit(self) -> str:
+        return self.members[0].row.unit
+
+    @property
+    def runs(self) -> list[str]:
+        return list(dict.fromkeys(member.run for member in self.members))
+
+    @property
+    def machines(self) -> int:
+        return len({member.machine for member in self.members})
+
+    @property
+    def versions(self) -> int:
+        return len({member.version for member in self.members})
+
+    def of_one_version(self) -> "Launches":
+        """Return the launches of the version of the code that has the most launches."""
+        ((version, _),) = Counter(member.version for member in self.members).most_common(1)
+        return Launches(tuple(member for member in self.members if member.version == version))
 
     @property
     def estimate(self) -> Estimate:
         """Median over the launches, with its 95 % interval from a nested bootstrap."""
-        rows = [headline.row for headline in self.headlines]
+        rows = [member.row for member in self.members]
         return launches_estimate([not_none(r.value) for r in rows], [(r.ci_low, r.ci_high) for r in rows])
+
+    @property
+    def interval(self) -> str:
+        """The 95 % interval of the median over the launches, as text."""
+        estimate = self.estimate
+        return f"{quoted_value(estimate.ci_low, self.unit)} – {quoted_value(estimate.ci_high, self.unit)}"
 
     @property
     def within(self) -> float | None:
@@ -64,85 +133,170 @@ class Launches:
 
         None if the launches state no intervals.
         """
-        rows = [h.row for h in self.headlines if h.row.value and h.row.ci_low is not None and h.row.ci_high is not None]
+        rows = [m.row for m in self.members if m.row.value and m.row.ci_low is not None and m.row.ci_high is not None]
         halves = [(not_none(r.ci_high) - not_none(r.ci_low)) / 2 / abs(not_none(r.value)) for r in rows]
         return float(np.median(halves)) if halves else None
 
     @property
+    def fraction(self) -> float | None:
+        """Value divided by its limit, as the median over the launches. None if a launch has no limit, or if it is a floor."""
+        fractions = [None if is_floor(member.row) else member.row.fraction_of_limit for member in self.members]
+        return None if None in fractions else float(np.median([not_none(fraction) for fraction in fractions]))
+
+    @property
+    def steady(self) -> str:
+        """ "yes" if the samples of every launch were steady. "" if the value does not come from the samples of one timing."""
+        return "yes" if {member.headline.steady for member in self.members} == {"yes"} else ""
+
+    @property
     def bound(self) -> str:
         """What limits the value: the power limit of the device, or the limit of the rows. "" if it is not known."""
-        rows = [headline.row for headline in self.headlines]
+        rows = [member.row for member in self.members]
         if all("power" in (row.throttle or "") for row in rows):
             return "power limit of the device"
         is_rate = rows[0].unit.endswith("/s") or rows[0].unit.endswith("FLOPS")
-        near = is_rate and all((headline.fraction or 0) >= _NEAR_ITS_LIMIT for headline in self.headlines)
+        near = is_rate and all((member.headline.fraction or 0) >= _NEAR_ITS_LIMIT for member in self.members)
         return rows[0].limit_source.partition(";")[0] if near else ""
 
 
 def update_page(page: Path) -> list[str]:
-    """Replace the tables of a page between their markers.
+    """Replace everything between the markers of a page. See `updated`.
 
     Args:
-        page: a Markdown file. The folders in its markers are relative to the current folder.
+        page: a Markdown file.
 
     Returns:
         The markers that were found.
+    """
+    text, found = updated(page.read_text(encoding="utf-8"), page)
+    page.write_text(text, encoding="utf-8")
+    return found
+
+
+def updated(text: str, page: Path) -> tuple[str, list[str]]:
+    """Return the text of a page with everything between its markers made again, and the markers that were found.
+
+    Args:
+        text: Markdown. The folders in its markers are relative to the current folder.
+        page: path of the page. Links are relative to its folder.
 
     Raises:
-        HyperionError: the page has no markers, or a marker names a folder without runs.
+        HyperionError: the text has no markers, or a marker names a folder without runs.
     """
-    text = page.read_text(encoding="utf-8")
     found: list[str] = []
+    make = {"headlines": headlines_markdown, "summary": summary_markdown, "counts": counts_markdown}
 
     def replaced(match: re.Match) -> str:
-        kind, folder = match[1], Path(match[2])
+        kind, folder, newline = match[1], Path(match[2]), match[3]
         found.append(f"{kind}: {folder}")
-        table = headline_markdown(Run.open(folder)) if kind == "headlines" else launches_markdown(_runs_in(folder))
-        return f"<!-- {kind}: {match[2]} -->\n{table.strip()}\n<!-- end of {kind} -->"
+        runs = runs_in(folder)
+        made = _link_runs(make[kind](runs), runs.values(), os.path.relpath(folder, page.parent))
+        return f"<!-- {kind}: {match[2]} -->{newline}{made}{newline}<!-- end of {kind} -->"
 
     changed = _MARKED.sub(replaced, text)
     if not found:
         raise HyperionError(
             "the page has no markers of tables",
             where=page,
-            next_step="add `<!-- headlines: FOLDER OF A RUN -->` and `<!-- end of headlines -->`",
+            next_step="add `<!-- headlines: FOLDER OF RUNS -->` and `<!-- end of headlines -->`",
         )
-    page.write_text(changed, encoding="utf-8")
-    return found
+    return changed, found
 
 
-def launches_markdown(runs: Iterable[Run]) -> str:
-    """Return two tables as Markdown: the headlines, and the quantities of several launches that are too few for a headline.
+def runs_in(folder: Path) -> dict[Run, str]:
+    """Return the runs in a folder and in its folders of launches, each with its name.
 
-    A value of an unsteady or host-bound series is in neither table, and a quantity of one launch is in neither table.
+    The name of a launch is the name of the folder that contains all launches.
+
+    Raises:
+        HyperionError: the folder contains no run.
     """
-    quantities = launches_of(runs)
-    enough = [q for q in quantities if len(q.headlines) >= LEAST_LAUNCHES]
-    few = [q for q in quantities if 1 < len(q.headlines) < LEAST_LAUNCHES]
-    parts = [f"**Headlines: at least {LEAST_LAUNCHES} launches**", markdown(_table(enough)) if enough else "None yet."]
-    parts += [f"**Two to {LEAST_LAUNCHES - 1} launches, so not headlines**", markdown(_table(few)) if few else "None."]
+    paths = sorted([*folder.glob("*/run.json"), *folder.glob("*/*/run.json")])
+    if not paths:
+        raise HyperionError("no run is in this folder", where=folder, next_step="name a folder whose subfolders are runs")
+    return {Run.open(path.parent): path.relative_to(folder).parts[0] for path in paths}
+
+
+def headlines_markdown(runs: dict[Run, str]) -> str:
+    """Return the tables of all headlines as Markdown, and a table of the quantities whose launches are too few for a headline.
+
+    A value of an unsteady or host-bound series is in no table, and a time or a rate of one launch is in no table.
+    """
+    measured = list(_measured(runs))
+    enough, few = [], []
+    for quantity in _grouped(measured):
+        chosen = quantity.of_one_version()
+        if len(chosen.members) >= LEAST_LAUNCHES:
+            enough.append(_speed_line(chosen, [member for member in quantity.members if member not in chosen.members]))
+        elif len(quantity.members) > 1:
+            few.append(_few_line(quantity))
+    parts = [
+        f"**Times, rates and ratios: at least {LEAST_LAUNCHES} launches of one version of the code**",
+        _table(enough),
+        "**Quality: means over several trainings with different seeds**",
+        _table(map(_mean_line, _largest(measured, "mean", "seeds"))),
+        "**Correctness: differences of values that must be equal**",
+        _table(map(_difference_line, _largest(measured, "difference", "ranks"))),
+        f"**Not headlines: fewer than {LEAST_LAUNCHES} launches of one version of the code**",
+        _table(few),
+    ]
     return "\n\n".join(parts)
 
 
-def launches_of(runs: Iterable[Run]) -> list[Launches]:
-    """Return the quantities that the runs have as headlines, grouped by device and label, in the order of the first run."""
-    groups: dict[tuple[str, str], list[tuple[Headline, str, str]]] = {}
-    for run in runs:
+def summary_markdown(runs: dict[Run, str]) -> str:
+    """Return at most ten headlines as Markdown: the table of the README."""
+    measured = list(_measured(runs))
+    chosen = [quantity.of_one_version() for quantity in _grouped(measured)]
+    enough = [quantity for quantity in chosen if len(quantity.members) >= LEAST_LAUNCHES]
+    candidates = list(_short_lines(measured, enough))
+    lines = [(label, line) for pattern in _SUMMARY for label, line in candidates if re.match(pattern, label)][:MOST_LINES]
+    if lines and "weak scaling" in lines[-1][0]:  # the line of its strong scaling was cut off
+        lines.pop()
+    table = _table(line for _, line in lines)
+    none = f"No time and no rate is in this table yet, because at least {LEAST_LAUNCHES} launches must have measured it."
+    return table if enough else f"{table}\n\n{none}"
+
+
+def counts_markdown(runs: dict[Run, str]) -> str:
+    """Return a sentence that counts the intervals, the checks and the limits that the rows of the runs state."""
+    rows = [row for run in runs for row in run.rows()]
+    limited = [row for row in rows if row.limit is not None]
+    others = [row for row in rows if row.limit is None and not row.limit_source]
+    unlimited = len(rows) - len(limited) - len(others)
+    intervals, checks = sum(row.ci_low is not None for row in rows), sum(bool(row.check) for row in rows)
+    return (
+        f"Of the {len(rows):,} rows of the reference runs, {intervals:,} have an interval and {checks:,} have a check. "
+        f"{len(limited):,} state a limit, and {unlimited:,} state why there is none. The other {len(others):,} have no value, or "
+        "their metric has no limit, for example a count or a latency."
+    )
+
+
+def launches_page(name: str, runs: Iterable[Run]) -> str:
+    """Return the README.md of a folder of launches."""
+    own = dict.fromkeys(runs, name)
+    return (
+        f"# {name}\n\n"
+        f"Each of the {len(own)} numbered folders is the run of one launch: the same experiments, measured in new processes. "
+        "They contain rows and samples, and no pictures. The table shows the median over the launches. The value of a launch "
+        "does not count if its samples were not steady, or if the host limited the speed. "
+        "[docs/headlines.md](../../../docs/headlines.md) explains the columns.\n\n"
+        f"{_table(map(_few_line, _grouped(_measured(own))))}\n"
+    )
+
+
+def _measured(runs: dict[Run, str]) -> Iterator[Measured]:
+    """Yield the headlines of all runs, in the order of the runs."""
+    for run, name in runs.items():
         material = Material(run)
         for headline in headlines(material):
-            stored = _environment(material, headline.row)
-            key = (device_name({"environment": stored}), headline.label)
-            groups.setdefault(key, []).append((headline, _fingerprint(stored), run.folder.name))
-    return [Launches(device, *(tuple(part) for part in zip(*members, strict=True))) for (device, _), members in groups.items()]
+            provenance = material.finished.get(f"{headline.row.notebook}/{headline.row.experiment}", {}).get("provenance") or {}
+            stored = _environment(material, provenance)
+            version = (provenance.get("source") or stored.get("source") or {}).get("hash") or ""
+            yield Measured(headline, device_name({"environment": stored}), _fingerprint(stored), version, name)
 
 
-def _environment(material: Material, row: Row) -> dict:
-    """Return the stored environment with which a row was measured.
-
-    If the experiment of the row has stored an environment, it is returned. Otherwise the environment of the whole run is
-    returned.
-    """
-    provenance = material.finished.get(f"{row.notebook}/{row.experiment}", {}).get("provenance") or {}
+def _environment(material: Material, provenance: dict) -> dict:
+    """Return the environment that an experiment has stored. If it has stored none, return the environment of the whole run."""
     stored = provenance.get("environment") or material.information.get("environment") or {}
     return material.environments.get(stored, {}) if isinstance(stored, str) else stored
 
@@ -153,31 +307,130 @@ def _fingerprint(environment: dict) -> str:
     return " ".join([str(environment.get("host_hash")), *gpus])
 
 
-def _runs_in(folder: Path) -> Sequence[Run]:
-    runs = [Run.open(path) for path in sorted(folder.iterdir()) if (path / "run.json").is_file()]
-    if not runs:
-        raise HyperionError("no run is in this folder", where=folder, next_step="name a folder whose subfolders are runs")
-    return runs
+def _grouped(measured: Iterable[Measured]) -> list[Launches]:
+    """Return the times, rates and ratios, grouped by device and label, in the order of the first run.
+
+    Two runs may contain the same row, because a reference can take over rows of another one. This is one launch, not two.
+    """
+    groups: dict[tuple[str, str], dict[tuple, Measured]] = {}
+    for one in measured:
+        if _kind(one.row) == "speed":
+            members = groups.setdefault((one.device, one.headline.label), {})
+            members.setdefault((one.machine, one.row.value, one.row.ci_low, one.row.ci_high), one)
+    return [Launches(tuple(members.values())) for members in groups.values()]
 
 
-def _table(quantities: Iterable[Launches]) -> pd.DataFrame:
-    return pd.DataFrame([_line(quantity) for quantity in quantities])
+def _kind(row: Row) -> str:
+    """Return the kind of a headline: "difference", "mean" over seeds, "quality" of one training, or "speed"."""
+    if row.metric == "relative_difference":
+        return "difference"
+    if row.metric in ACCURACIES or row.metric.startswith("perplexity"):
+        return "mean" if "seeds" in row.params else "quality"
+    return "speed"
 
 
-def _line(quantity: Launches) -> dict[str, str]:
-    estimate, unit = quantity.estimate, quantity.headlines[0].row.unit
-    steady = {headline.steady for headline in quantity.headlines} - {""}
-    launches, within = len(quantity.headlines), quantity.within
-    ends = f"{quoted_value(estimate.ci_low, unit)} – {quoted_value(estimate.ci_high, unit)}"
+def _largest(measured: Iterable[Measured], kind: str, param: str) -> list[Measured]:
+    """Return the headlines of a kind. For each device, variant and metric, the one with the largest `param` counts."""
+    chosen: dict[tuple, Measured] = {}
+    for one in measured:
+        key = (one.device, one.row.variant, one.row.metric)
+        if _kind(one.row) == kind and (key not in chosen or one.row.params[param] > chosen[key].row.params[param]):
+            chosen[key] = one
+    return list(chosen.values())
+
+
+def _table(lines: Iterable[dict[str, str]]) -> str:
+    table = pd.DataFrame(list(lines))
+    return markdown(table).strip() if len(table) else "None yet."
+
+
+def _link_runs(text: str, names: Iterable[str], place: str) -> str:
+    """Return the tables with links to the pages of the runs, whose names are in the last column.
+
+    Args:
+        text: tables as Markdown.
+        names: names of the runs.
+        place: path of the folder of all runs, relative to the page.
+    """
+    links = {name: f"[{name}]({place}/{name}/README.md)" for name in names}
+
+    def linked(found: re.Match[str]) -> str:
+        written = found.group(1).split(", ")
+        return f"| {', '.join(links.get(name, name) for name in written)} |"
+
+    return re.sub(r"\| ([^|]+) \|$", linked, text, flags=re.MULTILINE)
+
+
+def _speed_line(quantity: Launches, others: Iterable[Measured] = ()) -> dict[str, str]:
+    """Return a line of the table of times, rates and ratios.
+
+    Args:
+        quantity: the launches of the line.
+        others: launches of other versions of the code. Their values are listed.
+    """
+    within = quantity.within
     return {
-        "": quantity.headlines[0].label,
+        "": quantity.label,
         "device": quantity.device,
-        "median": quoted_value(estimate.value, unit),
-        "launches": str(launches),
-        "machines": str(len(set(quantity.machines))),
+        "median": quoted_value(quantity.estimate.value, quantity.unit),
+        "launches": str(len(quantity.members)),
+        "machines": str(quantity.machines),
         "within one launch": "" if within is None else f"± {100 * within:.2g} %",
-        "between launches": ends,
-        "steady": "yes" if steady == {"yes"} else "",
+        "between launches": quantity.interval,
+        "steady": quantity.steady,
+        "% of limit": percent(quantity.fraction),
         "bounded by": quantity.bound,
+        "other versions of the code": ", ".join(f"{one.headline.value} ({one.run})" for one in others),
         "runs": ", ".join(quantity.runs),
     }
+
+
+def _few_line(quantity: Launches) -> dict[str, str]:
+    line = _speed_line(quantity) | {"other versions of the code": str(quantity.versions)}
+    return {"versions of the code" if name == "other versions of the code" else name: text for name, text in line.items()}
+
+
+def _mean_line(one: Measured) -> dict[str, str]:
+    return {
+        "": one.headline.label,
+        "device": one.device,
+        "mean": one.headline.value,
+        "seeds": str(one.row.params["seeds"]),
+        "95 % interval of the mean": one.headline.interval,
+        "% of limit": percent(one.headline.fraction),
+        "run": one.run,
+    }
+
+
+def _difference_line(one: Measured) -> dict[str, str]:
+    return {
+        "": one.headline.label,
+        "device": one.device,
+        "difference": one.headline.value,
+        "tolerance": "" if one.row.check_tolerance is None else f"{one.row.check_tolerance:.2g}",
+        "run": one.run,
+    }
+
+
+def _short_lines(measured: Sequence[Measured], enough: Iterable[Launches]) -> Iterator[tuple[str, dict[str, str]]]:
+    """Yield (label, line of the summary) for each headline."""
+
+    names = ("quantity", "device", "value", "from", "95 % interval", "% of limit", "run")
+
+    def line(
+        label: str, device: str, value: str, launches: str, interval: str, share: float | None, run: str
+    ) -> tuple[str, dict]:
+        return label, dict(zip(names, (label, device, value, launches, interval, percent(share), run), strict=True))
+
+    for quantity in enough:
+        machines = "1 machine" if quantity.machines == 1 else f"{quantity.machines} machines"
+        came_from = f"{len(quantity.members)} launches on {machines}"
+        value = quoted_value(quantity.estimate.value, quantity.unit)
+        yield line(
+            quantity.label, quantity.device, value, came_from, quantity.interval, quantity.fraction, ", ".join(quantity.runs)
+        )
+    for one in _largest(measured, "mean", "seeds"):
+        headline, seeds = one.headline, f"{one.row.params['seeds']} trainings"
+        yield line(headline.label, one.device, headline.value, seeds, headline.interval, headline.fraction, one.run)
+    for one in _largest(measured, "difference", "ranks"):
+        yield line(one.headline.label, one.device, one.headline.value, "1 training", "", None, one.run)

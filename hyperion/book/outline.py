@@ -22,6 +22,12 @@ from hyperion.figures.tables import is_floor, tables_of
 from hyperion.results import Row, StoreError
 
 SUMMARY = "benchmarks/summary.png"
+# Stands below the most important values of a run, because readers quote them.
+ONE_LAUNCH = (
+    "Each value was measured in one launch of the program. The interval contains the variation within this launch only: another "
+    "launch, or another host, can differ by more. The interval of a mean over seeds contains the variation between the seeds. "
+    "This also holds for the figures. docs/headlines.md lists the values that at least five launches measured."
+)
 # Tables with more lines are folded, so that the pictures stay close to each other on the page.
 UNFOLDED_LINES = 12
 _REFERENCE_STEPS = ("model_steps", "batch_scaling")

@@ -7,6 +7,7 @@ from pathlib import Path
 import pandas as pd
 
 from hyperion.book.outline import (
+    ONE_LAUNCH,
     UNFOLDED_LINES,
     DrawnFigure,
     Headline,
@@ -89,7 +90,8 @@ def _unexpected(material: Material) -> str:
 
 
 def _cards(found: list[Headline]) -> str:
-    return f'<section class="cards">{"".join(map(_card, found))}</section>'
+    note = f'<p class="limit">{escaped(ONE_LAUNCH)}</p>' if found else ""
+    return f'<section class="cards">{"".join(map(_card, found))}</section>{note}'
 
 
 def _card(headline: Headline) -> str:
@@ -100,8 +102,15 @@ def _card(headline: Headline) -> str:
         gauge = f'<div class="gauge"><i style="width:{width}%"></i></div><p>{percent(headline.fraction)} % of its limit</p>'
     return (
         f'<div class="card"><h3>{escaped(headline.label)}</h3><p class="value">{escaped(value)} <span>{escaped(unit)}</span></p>'
-        f'{gauge}<p class="limit" title="{escaped(headline.limit)}">{escaped(headline.limit)}</p></div>'
+        f'{_uncertainty(headline)}{gauge}<p class="limit" title="{escaped(headline.limit)}">{escaped(headline.limit)}</p></div>'
     )
+
+
+def _uncertainty(headline: Headline) -> str:
+    """Return the interval of a card and whether its samples were steady, as HTML. "" if neither is known."""
+    parts = [f"95 %: {headline.interval}" if headline.interval else "", "steady" if headline.steady == "yes" else ""]
+    text = ", ".join(filter(None, parts))
+    return f'<p class="limit">{escaped(text)}</p>' if text else ""
 
 
 def _contents(found: list[Section]) -> str:

@@ -17,9 +17,11 @@ from hyperion.figures.material import ACCURACIES, interval, made_from_rows, numb
 from hyperion.results import Prediction, Row, metric_named
 from hyperion.untrusted import printable
 
-# Header of the column of the interval. For a timing, this interval describes the scatter within one launch of the program. Two
-# launches differ more, because they have other memory addresses, clocks and other work on the machine.
-INTERVAL = "95 % interval"
+# Header of the column of the interval. Two launches of the program differ by more than this interval, because they have other
+# memory addresses, clocks and other work on the machine.
+INTERVAL = "95 % interval within one launch"
+# Headers of intervals that contain more than the variation within a launch.
+SEEDS_INTERVAL, TRIALS_INTERVAL = "95 % interval of the mean over seeds", "95 % interval over trials"
 PREDICTED_INTERVAL = "80 % interval of the prediction"
 
 
@@ -89,10 +91,19 @@ def metric_table(
     unit = chosen[0].unit
     identity = pd.DataFrame([_identity(row) for row in chosen], dtype=object)
     differing = [c for c in identity if len(set(identity[c].map(text_of))) > 1 or len(chosen) == 1 and c == "variant"]
-    header = INTERVAL + (" within one launch" if any(steadiness(row) for row in chosen) else "")
+    header = interval_header(chosen)
     values = pd.DataFrame([_value_columns(row, unit_mark(unit), steadiness(row), header, prediction(row)) for row in chosen])
     values = values[[column for column in values if values[column].ne("").to_numpy().any()]]
     return pd.concat([identity[differing].map(text_of), values], axis=1)
+
+
+def interval_header(rows: Iterable[Row]) -> str:
+    """Return the header of the intervals of these rows. It names the variation that they contain."""
+    rows = list(rows)
+    if all("seeds" in row.params for row in rows):
+        return SEEDS_INTERVAL
+    # `hyperion doctor --comparison` starts new processes for each of its trials.
+    return TRIALS_INTERVAL if all(row.experiment == "comparison" for row in rows) else INTERVAL
 
 
 def shared_identity(rows: Iterable[Row]) -> str:

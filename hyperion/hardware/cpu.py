@@ -143,6 +143,27 @@ class OtherLoad:
         return time.monotonic(), _busy_s(self._root, self._usable), _own_s(self._root)
 
 
+def waiting_threads(root: Path = Path("/"), samples: int = 10, pause_s: float = 0.05) -> float:
+    """Return how many threads of other processes run or wait for a CPU, as the mean of several samples.
+
+    The load average is not used, because it contains work that has ended a minute ago. Return 0 if the system does not report
+    the number.
+
+    Args:
+        root: folder that contains /proc.
+        samples: number of samples.
+        pause_s: seconds before each sample.
+    """
+    counts = []
+    for _ in range(samples):
+        time.sleep(pause_s)
+        found = re.search(r"^procs_running (\d+)$", system_text(root / "proc/stat") or "", re.MULTILINE)
+        if found is None:
+            return 0.0
+        counts.append(max(int(found[1]) - 1, 0))  # this thread reads the file, so it runs
+    return sum(counts) / samples
+
+
 def _busy_s(root: Path, usable: set[int]) -> float | None:
     ticks = 0
     for line in (system_text(root / "proc/stat") or "").splitlines():

@@ -124,7 +124,7 @@ class Display:
         """Return the expected seconds until all notebooks are done.
 
         If the notebooks so far took longer or shorter than expected, the expected times of the others are scaled accordingly. A
-        notebook that takes even longer is expected to need another tenth of the time that it has already taken.
+        notebook that takes even longer is expected to need another quarter of the time that it has already taken.
         """
         now, left = time.monotonic(), {}
         # Copied, because the thread that draws runs at the same time as the thread that changes the dict.
@@ -135,7 +135,8 @@ class Display:
         pace = took / (_PRIOR_S + self._expected_so_far + sum(self._expected.get(stem, 0.0) for stem in late))
         for stem, seconds in list(self._expected.items()):
             spent = spent_s.get(stem, 0.0)
-            left[stem] = max(pace * seconds - spent, spent / 10)
+            # It is late by an unknown factor, so a constant fraction bounds the relative error of the total time.
+            left[stem] = max(pace * seconds - spent, spent / (4 if stem in late else 10))
         return self._total_s(left)
 
     def _log_progress(self) -> None:

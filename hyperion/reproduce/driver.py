@@ -15,6 +15,7 @@ from typing import Any
 
 from rich.console import Console
 
+from hyperion.hardware.cpu import waiting_threads
 from hyperion.paths import SILENT_HOSTS, project_root, results_folder
 from hyperion.reproduce.display import Display, TableLine, show_failure, show_table
 from hyperion.reproduce.execution import (
@@ -41,6 +42,7 @@ from hyperion.results.execution import LOG, MEASURED, REMEASURE, UNEXPECTED_ROW,
 FINISHED, FAILED, UNFINISHED = 0, 1, 3
 # Statuses of notebooks whose rows other notebooks can use.
 _HAVE_ROWS = ("done", "up to date", "unexpected")
+_NOTICED_SLOWDOWN = 1.25  # smaller slowdowns are not mentioned
 _REMEASURED_NEXT = (
     "    The next call measures the experiments of this notebook again. Training runs in separate processes are not repeated "
     "unless one of their values was refused, because the same seed gives the same result. If a result is still unexpected then, "
@@ -75,7 +77,11 @@ def reproduce(request: Request, *, machine: MachineProfile | None = None, consol
                 notice = f"NOTICE: {OPTIMIZE} removes assert statements. Notebooks and their workers run without this variable."
                 console.print(notice, markup=False, highlight=False, soft_wrap=True)
             require_page_templates()
-            machine = machine or examine_machine(request.profile, request.data_source, request.seed)
+            if machine is None:
+                # On a busy machine, the process that imports torch and examines the machine takes half a minute.
+                console.print("examining this machine", highlight=False)
+                console.file.flush()
+                machine = examine_machine(request.profile, request.data_source, request.seed)
             setting = setting_of(request, machine)
             reason = why_not_continued(results_folder(), setting) if request.run is None else ""
             claim = claimed_run(results_folder(), request.run, setting, machine.information)
@@ -108,6 +114,17 @@ class _StartedNotebook:
         return round(time.monotonic() - self.started, 3)
 
 
+def _slowdown(on_accelerator: bool) -> float:
+    """Return how many times longer the notebooks take because other processes use the CPU. It is 1 on an idle machine.
+
+    The scheduler gives each thread that wants to run the same share of the CPUs. On a CPU, a measurement uses one thread for each
+    CPU. On an accelerator, the host needs one thread.
+    """
+    cpus = os.cpu_count() or 1
+    own = 1 if on_accelerator else cpus
+    return max((waiting_threads() + own) / cpus, 1.0)
+
+
 class _Call:
     """One call of `make reproduce`: runs the notebooks, stores their results, and prints the summary."""
 
@@ -122,7 +139,12 @@ class _Call:
         self.announced: set[tuple[str, ...]] = set()  # announcements of data sources that this call has printed
 
     def run(self, chosen: list[Notebook], continued: bool, why_new: str) -> int:
-        expected = {n.stem: self.freshness.expected_s(n) for n in chosen if not self.freshness.is_done(n)}
+        waiting = [notebook for notebook in chosen if not self.freshness.is_done(notebook)]
+        idle = {notebook.stem: self.freshness.expected_s(notebook) for notebook in waiting}
+        # Times of earlier executions already contain the other work on this machine.
+        unknown = [notebook.stem for notebook in waiting if self.freshness.known_s(notebook) is None]
+        slowdown = _slowdown(bool(self.machine.information.get("environment", {}).get("gpus"))) if unknown else 1.0
+        expected = idle | {stem: idle[stem] * slowdown for stem in unknown}
         verb = "continuing" if continued else "starting"
         where, device = _relative(self.run_store.folder), self.machine.setting["device"]
         self._print(f"{verb} {where}: profile {self.machine.profile}, {device}")
@@ -132,7 +154,10 @@ class _Call:
         def total_s(seconds: dict[str, float]) -> float:
             return self.lanes.lasting_s([notebook for notebook in chosen if notebook.stem in seconds], seconds)
 
-        self._print(f"{len(expected)} of {len(chosen)} notebooks to run, predicted {format_duration(total_s(expected))}")
+        predicted = format_duration(total_s(expected))
+        if slowdown > _NOTICED_SLOWDOWN:
+            predicted += f" ({format_duration(total_s(idle))} on an idle machine, but other processes use the CPU)"
+        self._print(f"{len(expected)} of {len(chosen)} notebooks to run, predicted {predicted}")
         places = len(self.lanes.places)
         if places > 1 and self.machine.profile == REPLAY:
             self._print(f"up to {places} notebooks run at the same time, because a replay measures nothing")
@@ -301,7 +326,10 @@ class _Call:
 
     def _close(self, code: int) -> int:
         # Pictures are drawn once per call, because drawing all of them takes longer than some notebooks.
-        export_failure = export_subjects(self.ledger) if code in (FINISHED, UNFINISHED) else ""
+        export_failure = ""
+        if code in (FINISHED, UNFINISHED):
+            self._print("drawing the figures and writing the report")
+            export_failure = export_subjects(self.ledger)
         if export_failure:
             self._print(export_failure)
         show_table(self.console, self.lines)

@@ -100,13 +100,17 @@ class Freshness:
 
         The function returns the duration of the latest complete execution in this run. If there is none, it returns the duration
         in an earlier run with the same setting. If there is no such run either, it returns the expected time from the metadata of
-        the notebook.
+        the notebook, which is the time on an idle machine.
         """
+        known = self.known_s(notebook)
+        return notebook.budget_s(self._machine.profile) if known is None else known
+
+    def known_s(self, notebook: Notebook) -> float | None:
+        """Return the seconds of the latest complete execution of a notebook on this machine. None if there is none."""
         entry = self._ledger.entries.get(notebook.stem)
         if entry is not None and entry.whole_s is not None:
             return entry.whole_s
-        earlier = earlier_seconds(results_folder(), self._ledger.setting, notebook.stem)
-        return notebook.budget_s(self._machine.profile) if earlier is None else earlier
+        return earlier_seconds(results_folder(), self._ledger.setting, notebook.stem)
 
     def _without_rows(self, notebook: Notebook) -> list[str]:
         return [name for name in notebook.produces if not self._ledger.run.rows(notebook.stem, name)]

@@ -110,7 +110,7 @@ def _is_folder(path: Path) -> bool:
 def _runs(results: Path) -> Iterator[Path]:
     """Yield the folders of runs that are not in use, and the link to the latest run.
 
-    Folders that `hyperion relaunch` wrote are included if they are not in use.
+    Folders that `hyperion relaunch` or `hyperion launches` wrote are included if they are not in use.
     """
     for path in sorted(results.iterdir()):
         if path.is_symlink():
@@ -133,23 +133,26 @@ def _is_run(folder: Path) -> bool:
     return all((folder / name).is_file() for name in ("run.json", "MANIFEST"))
 
 
-def _launches(folder: Path) -> list[Path]:
-    """Return the runs in a folder that `hyperion relaunch` wrote.
+def _sides(folder: Path) -> list[Path]:
+    """Return the folders that contain launches: A and B of `hyperion relaunch`, or the folder itself."""
+    return [folder / side for side in "AB" if _is_folder(folder / side)] or [folder]
 
-    The folder contains the folders A and B, one for each of the two compared versions of the code.
-    """
-    sides = [folder / side for side in "AB" if _is_folder(folder / side)]
-    return sorted(path for side in sides for path in side.iterdir() if _is_folder(path) and _is_run(path))
+
+def _launches(folder: Path) -> list[Path]:
+    """Return the runs in a folder that `hyperion relaunch` or `hyperion launches` wrote. Their names are numbers."""
+    paths = [path for side in _sides(folder) for path in side.iterdir()]
+    return sorted(path for path in paths if path.name.isdecimal() and _is_folder(path) and _is_run(path))
 
 
 def _foreign_in_run(folder: Path) -> list[Path]:
     """Return the files of a run that are not in its manifest or differ from their hash in the manifest.
 
-    `folder` can also be a folder that `hyperion relaunch` wrote.
+    `folder` can also be a folder that `hyperion relaunch` or `hyperion launches` wrote.
     """
     if launches := _launches(folder):
-        others = [path for path in folder.iterdir() if path.name not in ("A", "B") or not _is_folder(path)]
-        others += [path for side in {path.parent for path in launches} for path in side.iterdir() if path not in launches]
+        sides = _sides(folder)
+        others = [] if sides == [folder] else [path for path in folder.iterdir() if path not in sides]
+        others += [path for side in sides for path in side.iterdir() if path not in launches]
         return sorted(others) + [path for launch in launches for path in _foreign_in_run(launch)]
     listed, foreign = Run(folder).hashes(), []
     for place, folders, files in os.walk(folder):

@@ -296,7 +296,7 @@ def publish(run: Run, name: str, folder: Path | None = None) -> tuple[Path, list
     """
     folder = folder or reference_folder()
     target = folder / checked_name(name)
-    contents, left_out = _choose_files(run, LARGEST_BYTES - _size_of_others(folder, target))
+    contents, left_out = _choose_files(run, folder, target)
     staged = folder / f".{name}.new"
     shutil.rmtree(staged, ignore_errors=True)
     try:
@@ -306,13 +306,35 @@ def publish(run: Run, name: str, folder: Path | None = None) -> tuple[Path, list
         # Lock files are not results, and a reference in git must not contain them.
         for lock in staged.glob(".*lock"):
             lock.unlink()
-        _replace(staged, target)
+        replace_folder(staged, target)
     finally:
         shutil.rmtree(staged, ignore_errors=True)
     return target, left_out
 
 
-def _choose_files(run: Run, room: int) -> tuple[dict[str, bytes], list[str]]:
+def room_for(size: int, folder: Path, target: Path) -> int:
+    """Return how many bytes are left below the size limit after files of `size` bytes are added to the references.
+
+    Args:
+        size: size in bytes of the files that cannot be left out.
+        folder: folder of all references.
+        target: the reference that these files replace. Its present size does not count.
+
+    Raises:
+        HyperionError: the files exceed the limit.
+    """
+    files = (path for path in folder.rglob("*") if path.is_file() and not path.is_relative_to(target))
+    room = LARGEST_BYTES - sum(path.stat().st_size for path in files) - size
+    if room < 0:
+        raise HyperionError(
+            f"results/reference/ would be {-room / 1e6:.1f} MB larger than its limit of {LARGEST_BYTES / 1e6:.0f} MB",
+            where=target,
+            next_step="publish a run with fewer samples, or remove an old reference",
+        )
+    return room
+
+
+def _choose_files(run: Run, folder: Path, target: Path) -> tuple[dict[str, bytes], list[str]]:
     names = [name for name in run.verify() if not any(fnmatch(name, pattern) for pattern in ("*.ipynb", *_REBUILT))]
     contents = {name: run.read(name) for name in names}
     for name, content in contents.items():
@@ -323,13 +345,8 @@ def _choose_files(run: Run, room: int) -> tuple[dict[str, bytes], list[str]]:
         contents[name] = _link_pictures(name, contents[name], files)
     # Smallest first, so that as many pages as possible fit.
     pages = sorted((name for name in names if name.startswith(_PAGES)), key=lambda name: len(contents[name]))
-    room -= sum(len(content) for name, content in contents.items() if name not in pages)
-    if room < 0:
-        raise HyperionError(
-            f"results/reference/ would be {-room / 1e6:.1f} MB larger than its limit of {LARGEST_BYTES / 1e6:.0f} MB",
-            where=run.folder,
-            next_step="publish a run with fewer samples, or remove an old reference",
-        )
+    size = sum(len(content) for name, content in contents.items() if name not in pages)
+    room = room_for(size, folder, target)
     left_out = []
     for name in pages:
         room -= len(contents[name])
@@ -385,7 +402,8 @@ def _write_readme(reference: Run) -> None:
     reference.write(files)
 
 
-def _replace(staged: Path, target: Path) -> None:
+def replace_folder(staged: Path, target: Path) -> None:
+    """Move the folder `staged` to `target`. If `target` exists, it is replaced."""
     old = target.with_name(f".{target.name}.old")
     shutil.rmtree(old, ignore_errors=True)
     if target.exists():
@@ -393,8 +411,3 @@ def _replace(staged: Path, target: Path) -> None:
         target.rename(old)
     staged.rename(target)
     shutil.rmtree(old, ignore_errors=True)
-
-
-def _size_of_others(folder: Path, target: Path) -> int:
-    files = (path for path in folder.rglob("*") if path.is_file() and not path.is_relative_to(target))
-    return sum(path.stat().st_size for path in files)

@@ -16,7 +16,7 @@ from hyperion.results.statistics import (
     proportion_estimate,
     ratio_estimate,
 )
-from hyperion.results.store import Prediction, Run, find_run, new_run_folder, set_latest
+from hyperion.results.store import Prediction, Run, find_run, find_runs, new_run_folder, set_latest
 
 __all__ = [
     "REGISTRY",
@@ -35,6 +35,7 @@ __all__ = [
     "compare",
     "estimates_of_medians",
     "find_run",
+    "find_runs",
     "independent_ratio_estimate",
     "mean_estimate",
     "median_estimate",

@@ -5,7 +5,6 @@ A launch is one process that measures one version of the code. Its results are s
 
 from collections import defaultdict
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import numpy as np
 
@@ -13,7 +12,7 @@ from hyperion.errors import HyperionError
 from hyperion.results.circumstances import require_distinct
 from hyperion.results.rows import Row
 from hyperion.results.statistics import DIVISIONS, Power, fenced, log_deviations, randomization_test
-from hyperion.results.store import RUN, Run, find_run
+from hyperion.results.store import Run, find_runs
 
 # Five launches of each version have comb(10, 5) = 252 divisions. A division and its mirror image have the same statistic, so
 # the smallest p-value is 2/252, which is far below 5 %.
@@ -73,15 +72,9 @@ def relaunches(name: str) -> list[Run]:
     The name is either the name of one run, or a folder that contains several runs. Links to the same run count once.
 
     Raises:
-        HyperionError: there is no run of this name, or the folder contains no run.
+        HyperionError: there is no run and no folder of runs of this name.
     """
-    folder = Path(name)
-    if folder.is_dir() and not (folder / RUN).is_file():
-        runs = sorted({path.parent.resolve() for path in folder.glob(f"*/{RUN}")})
-        if not runs:
-            raise HyperionError("no run in this folder", where=folder, next_step="name a run, or a folder of relaunches")
-        return [Run.open(run) for run in runs]
-    return [Run.open(find_run(name))]
+    return [Run.open(run) for run in find_runs(name)]
 
 
 def compare(runs_a: list[Run], runs_b: list[Run]) -> list[Comparison]:

@@ -607,6 +607,23 @@ def find_run(name: str) -> Path:
     )
 
 
+def find_runs(name: str) -> list[Path]:
+    """Return the folders of the runs that a name stands for: one run, or all runs of a folder of launches.
+
+    Args:
+        name: as in `find_run`, or the path or the name of a folder that contains runs.
+
+    Raises:
+        HyperionError: there is no such run and no such folder.
+    """
+    for place in (Path(name), results_folder() / name, reference_folder() / name):
+        # A set, because `latest` is a link to one of the other runs.
+        runs = set() if (place / RUN).is_file() else {path.parent.resolve() for path in place.glob(f"*/{RUN}")}
+        if runs:
+            return sorted(runs)
+    return [find_run(name)]
+
+
 def environment_digest(environment: dict) -> str:
     """Return the digest of an environment: 16 hexadecimal digits. It is used in environments.json and in provenances."""
     return hashlib.sha256(_json(environment)).hexdigest()[:16]

@@ -1,68 +1,208 @@
-"""A headline has at least five launches; its interval contains what differs between launches; the page is what the rows say."""
+"""A headline has at least five launches of one version; its interval contains what differs between launches."""
 
-import shutil
+import re
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pandas as pd
 import pytest
 
-from hyperion.book.headline_page import LEAST_LAUNCHES, launches_markdown, launches_of, update_page
+from hyperion.book.headline_page import (
+    LEAST_LAUNCHES,
+    MOST_LINES,
+    counts_markdown,
+    headlines_markdown,
+    launches_page,
+    runs_in,
+    summary_markdown,
+    update_page,
+)
 from hyperion.errors import HyperionError
 from hyperion.results import Row, Run
 from hyperion.results.statistics import launches_estimate
 
-PAGE = Path(__file__).parents[2] / "docs" / "headlines.md"
+FEW = "**Not headlines"
 
 
-def _run(folder: Path, value: float, device: str = "NVIDIA H200", uuid: str = "GPU-1", throttle: str = "sw_power_cap") -> Run:
+def _speed_row(value: float, **changes) -> Row:
+    row = {
+        "notebook": "nb",
+        "experiment": "gemm",
+        "variant": "square",
+        "metric": "gemm_tflops",
+        "value": value,
+        "ci_low": value * 0.998,
+        "ci_high": value * 1.002,
+        "n": 30,
+        "dtype": "bf16",
+        "params": {"m": 8, "n": 8, "k": 8},
+        "limit": 1000.0,
+        "limit_source": "the peak at the maximum clock; data sheet",
+        "check": "relative error",
+        "check_error": 1e-4,
+        "check_tolerance": 1e-2,
+        "throttle": "sw_power_cap",
+    }
+    return Row(**(row | changes))
+
+
+def _run(folder: Path, rows: list[Row], device: str = "NVIDIA H200", uuid: str = "GPU-1", version: str = "v1") -> Run:
     environment = {"gpus": [{"name": device, "uuid": uuid}], "host_hash": "h"}
     run = Run.create(folder, {"environment": environment, "profile": "full"})
-    row = Row(
-        notebook="nb",
-        experiment="gemm",
-        variant="square",
-        metric="gemm_tflops",
-        value=value,
-        ci_low=value * 0.998,
-        ci_high=value * 1.002,
-        n=30,
-        dtype="bf16",
-        params={"m": 8, "n": 8, "k": 8},
-        limit=1000.0,
-        limit_source="the peak at the maximum clock; data sheet",
-        check="relative error",
-        check_error=1e-4,
-        check_tolerance=1e-2,
-        throttle=throttle,
-    )
-    run.record("nb", "gemm", [row], pd.DataFrame({"x": [1.0]}), input_hash="x", environment=environment)
+    for experiment in dict.fromkeys(row.experiment for row in rows):
+        chosen = [row for row in rows if row.experiment == experiment]
+        provenance = {"source": {"hash": version}}
+        run.record(
+            "nb", experiment, chosen, pd.DataFrame({"x": [1.0]}), input_hash="x", provenance=provenance, environment=environment
+        )
     return run
 
 
-def _runs(folder: Path, values, **options) -> list[Run]:
-    return [_run(folder / str(number), value, uuid=f"GPU-{number % 2}", **options) for number, value in enumerate(values)]
+def _launches(folder: Path, values, **options) -> dict[Run, str]:
+    runs = [_run(folder / str(n), [_speed_row(value)], uuid=f"GPU-{n % 2}", **options) for n, value in enumerate(values)]
+    return dict.fromkeys(runs, folder.name)
 
 
 def test_five_launches_make_a_headline_and_four_do_not(tmp_path):
     values = [700.0, 710.0, 720.0, 730.0, 740.0]
-    headline, others = launches_markdown(_runs(tmp_path / "five", values)).split("**Two to 4 launches")
-    assert "| matrix product, bf16, cold caches | NVIDIA H200 | 720 TFLOPS | 5 | 2 | ± 0.2 % |" in headline
-    assert "power limit of the device" in headline and "None." in others
-    headline, others = launches_markdown(_runs(tmp_path / "four", values[:4])).split("**Two to 4 launches")
-    assert "None yet." in headline and "| 4 | 2 |" in others
-    assert "matrix product" not in launches_markdown(_runs(tmp_path / "one", values[:1]))
+    headlines, few = headlines_markdown(_launches(tmp_path / "five", values)).split(FEW)
+    assert "| matrix product, bf16, cold caches | NVIDIA H200 | 720 TFLOPS | 5 | 2 | ± 0.2 % |" in headlines
+    assert "| 72.0 | power limit of the device |" in headlines and "None yet." in few
+    headlines, few = headlines_markdown(_launches(tmp_path / "four", values[:4])).split(FEW)
+    assert "matrix product" not in headlines and "| 4 | 2 |" in few
+    assert "matrix product" not in headlines_markdown(_launches(tmp_path / "one", values[:1]))
     assert LEAST_LAUNCHES == 5
 
 
+def test_launches_of_different_versions_are_not_added_up(tmp_path):
+    old = _launches(tmp_path / "old", [600.0, 601.0, 602.0, 603.0])
+    new = _launches(tmp_path / "new", [700.0, 710.0, 720.0], version="v2")
+    headlines, few = headlines_markdown(old | new).split(FEW)
+    assert "matrix product" not in headlines and "| 7 | 2 |" in few and "| 2 | old, new |" in few
+    more = _launches(tmp_path / "more", [730.0, 740.0], version="v2")
+    headlines, few = headlines_markdown(old | new | more).split(FEW)
+    assert "| 720 TFLOPS | 5 |" in headlines and "matrix product" not in few
+    assert "600 TFLOPS (old), 601 TFLOPS (old), 602 TFLOPS (old), 603 TFLOPS (old) | new, more |" in headlines
+
+
+def test_the_same_row_in_two_runs_is_one_launch(tmp_path):
+    runs = _launches(tmp_path / "a", [700.0, 710.0, 720.0, 730.0])
+    copy = _run(tmp_path / "copy", [_speed_row(730.0)], uuid="GPU-1")
+    assert "| 4 | 2 |" in headlines_markdown(runs | {copy: "copy"}).split(FEW)[1]
+
+
 def test_launches_on_different_devices_are_different_quantities(tmp_path):
-    runs = [_run(tmp_path / "a", 700.0), _run(tmp_path / "b", 300.0, device="AMD Instinct MI250X")]
-    assert [(q.device, len(q.headlines)) for q in launches_of(runs)] == [("NVIDIA H200", 1), ("AMD Instinct MI250X", 1)]
+    runs = _launches(tmp_path / "a", [700.0, 701.0, 702.0, 703.0, 704.0])
+    others = _launches(tmp_path / "b", [300.0, 301.0, 302.0, 303.0, 304.0], device="AMD Instinct MI250X")
+    summary = summary_markdown(runs | others)
+    assert "| NVIDIA H200 | 702 TFLOPS | 5 launches on 2 machines |" in summary
+    assert "| AMD Instinct MI250X | 302 TFLOPS |" in summary
 
 
 def test_a_launch_below_its_power_limit_leaves_the_bound_open(tmp_path):
-    (quantity,) = launches_of([*_runs(tmp_path / "a", [700.0]), *_runs(tmp_path / "b", [701.0], throttle="none")])
-    assert quantity.bound == ""
+    runs = {}
+    for number in range(5):
+        row = _speed_row(700.0 + number, throttle="none" if number == 3 else "sw_power_cap")
+        runs[_run(tmp_path / str(number), [row])] = "launches"
+    assert "power limit" not in headlines_markdown(runs)
+
+
+def _trained(notebook: str = "nb") -> list[Row]:
+    common = {"notebook": notebook, "n": 5, "check": "", "limit": None, "data_source": "mirror"}
+    mean = {"split": "test, mean of seeds", "seeds": 5}
+    parity = {"ranks": 2, "steps": 20}
+    limit = "no limit: a property of the task"
+    return [
+        Row(
+            **common | {"limit": 1.0, "limit_source": "all images", "n": 5},
+            experiment="image_classifier",
+            variant="resnet18",
+            metric="accuracy",
+            value=0.94,
+            ci_low=0.93,
+            ci_high=0.95,
+            params=mean,
+        ),
+        Row(
+            **common | {"limit": 1.0, "limit_source": "all images"},
+            experiment="image_classifier",
+            variant="vit",
+            metric="accuracy",
+            value=0.91,
+            ci_low=0.90,
+            ci_high=0.92,
+            params={"split": "test"},
+        ),
+        Row(
+            **common | {"n": None, "check": "losses of one device", "check_error": 1e-7, "check_tolerance": 1e-4},
+            experiment="parallel_parity",
+            variant="ddp",
+            metric="relative_difference",
+            value=1e-7,
+            params=parity,
+            limit_source=limit,
+        ),
+    ]
+
+
+def test_one_run_gives_means_over_seeds_and_differences_and_no_speed(tmp_path):
+    runs = {_run(tmp_path / "a", [_speed_row(700.0), *_trained()]): "h200"}
+    headlines, few = headlines_markdown(runs).split(FEW)
+    assert re.search(r"\| resnet18, accuracy, test split, mean of 5 seeds[^|]*\| NVIDIA H200 \| 94.0 % \| 5 \|", headlines)
+    assert "DDP on 2 ranks: loss apart from one device's | NVIDIA H200 | 1.0e-07 | 0.0001 | h200 |" in headlines
+    assert "vit" not in headlines and "matrix product" not in headlines + few
+    summary = summary_markdown(runs)
+    assert "5 trainings" in summary and "matrix product" not in summary and "No time and no rate is in this table yet" in summary
+
+
+def test_the_summary_has_at_most_ten_lines_and_no_weak_scaling_without_strong(tmp_path):
+    products = [_speed_row(700.0, dtype=dtype) for dtype in ("bf16", "fp8_e4m3fn", "fp8_e5m2", "fp32")]
+    links = [
+        _speed_row(
+            300.0, experiment="collectives", variant="all_reduce", metric="busbw_gb_s", params={"ranks": ranks, "bytes": 8}
+        )
+        for ranks in (2, 3, 4, 5, 6, 8)
+    ]
+    scaled = [
+        _speed_row(
+            0.9,
+            experiment="scaling",
+            variant="fsdp",
+            metric="scaling_efficiency",
+            params={"ranks": 2, "model": "lm", "strategy": "fsdp", "mode": mode},
+            limit=None,
+            limit_source="no limit: ideal is 1",
+        )
+        for mode in ("strong", "weak")
+    ]
+    runs = {}
+    for number in range(5):
+        rows = [_scaled_row(row, 1 + number / 1000) for row in (*products, *links, *scaled)]
+        runs[_run(tmp_path / str(number), rows)] = "launches"
+    summary = summary_markdown(runs)
+    lines = [line for line in summary.splitlines() if line.startswith("| ") and "quantity" not in line and "---" not in line]
+    assert len(lines) == MOST_LINES - 1 and "scaling" not in summary and "fp32" not in summary
+    assert "No time" not in summary
+    page = headlines_markdown(runs)
+    assert page.count("weak scaling") == page.count("strong scaling") == 1
+
+
+def _scaled_row(row: Row, factor: float) -> Row:
+    ends = {name: getattr(row, name) * factor for name in ("value", "ci_low", "ci_high")}
+    return replace(row, **ends)
+
+
+def test_rows_are_counted(tmp_path):
+    sentence = counts_markdown({_run(tmp_path / "a", [_speed_row(700.0), *_trained()]): "a"})
+    assert sentence.startswith(
+        "Of the 4 rows of the reference runs, 3 have an interval and 2 have a check. 3 state a limit, and 1 "
+    )
+
+
+def test_the_page_of_launches_names_their_number_and_their_median(tmp_path):
+    page = launches_page("h200-launches", _launches(tmp_path / "a", [700.0, 710.0, 720.0]))
+    assert page.startswith("# h200-launches\n") and "Each of the 3 numbered folders" in page and "| 710 TFLOPS | 3 |" in page
 
 
 @pytest.mark.parametrize("between, within", [(0.02, 0.002), (0.0, 0.01), (0.01, 0.01)])
@@ -83,15 +223,26 @@ def test_one_launch_keeps_the_interval_within_it():
     )
 
 
-@pytest.mark.slow
-def test_the_committed_page_is_what_the_rows_say(tmp_path, monkeypatch):
-    monkeypatch.chdir(PAGE.parents[1])
-    copy = Path(shutil.copy(PAGE, tmp_path))
-    text = PAGE.read_text()
-    copy.write_text(text.replace("| 2 | 2 |", "| 9 | 9 |"))
-    assert copy.read_text() != text
-    assert len(update_page(copy)) == text.count("<!-- end of")
-    assert copy.read_text() == text
+def test_a_page_gets_tables_with_links_to_the_runs(tmp_path, monkeypatch):
+    """Folders of launches are found one level deeper than runs, and their link leads to the folder of all launches."""
+    monkeypatch.chdir(tmp_path)
+    _launches(tmp_path / "reference/h200-launches", [700.0, 710.0, 720.0, 730.0, 740.0])
+    _run(tmp_path / "reference/h200", _trained())
+    assert sorted(set(runs_in(Path("reference")).values())) == ["h200", "h200-launches"]
+    page = Path("docs/page.md")
+    page.parent.mkdir()
+    page.write_text(
+        "before <!-- counts: reference -->old<!-- end of counts --> after\n"
+        "<!-- summary: reference -->\nold\n<!-- end of summary -->\n\nend\n"
+    )
+    assert update_page(page) == ["counts: reference", "summary: reference"]
+    text = page.read_text()
+    assert text.startswith("before <!-- counts: reference -->Of the 8 rows") and text.endswith("<!-- end of summary -->\n\nend\n")
+    assert (
+        "| [h200-launches](../reference/h200-launches/README.md) |" in text and "| [h200](../reference/h200/README.md) |" in text
+    )
+    update_page(page)
+    assert page.read_text() == text
 
 
 def test_a_page_without_markers_and_a_folder_without_runs_are_named(tmp_path):
@@ -99,7 +250,7 @@ def test_a_page_without_markers_and_a_folder_without_runs_are_named(tmp_path):
     page.write_text("nothing\n")
     with pytest.raises(HyperionError, match="no markers"):
         update_page(page)
-    page.write_text(f"<!-- launches: {tmp_path} -->\nold\n<!-- end of launches -->\n")
+    page.write_text(f"<!-- headlines: {tmp_path} -->\nold\n<!-- end of headlines -->\n")
     with pytest.raises(HyperionError, match="no run is in this folder"):
         update_page(page)
     assert "old" in page.read_text()

@@ -11,6 +11,7 @@ from hyperion.figures.material import Material
 from hyperion.figures.tables import (
     epoch_table,
     html,
+    interval_header,
     markdown,
     metric_table,
     prediction_basis,
@@ -49,6 +50,15 @@ def test_a_null_value_shows_its_reason(material):
     table = metric_table(material.of("gemm"), "gemm_tflops")
     assert table[table["dtype"] == "fp8"]["why there is none"].tolist() == ["unsupported: torch.mm takes no fp8"]
     assert table[table["dtype"] == "fp8"]["gemm_tflops [TFLOPS]"].tolist() == ["none"]
+
+
+def test_the_header_of_an_interval_names_the_variation_that_it_contains(material):
+    speedups = [row for row in material.rows if row.metric == "speedup" and row.ci_low is not None]
+    assert speedups and "95 % interval within one launch" in metric_table(speedups, "speedup")
+    seeds = [replace(row, params=row.params | {"seeds": 3}) for row in speedups]
+    assert interval_header(seeds) == "95 % interval of the mean over seeds"
+    assert interval_header([*seeds, speedups[0]]) == "95 % interval within one launch"
+    assert interval_header([replace(row, experiment="comparison") for row in speedups]) == "95 % interval over trials"
 
 
 def test_columns_that_nothing_fills_are_left_out(cpu_material):

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hyperion.hardware.cpu import CacheLevel, OtherLoad, _cache_size, data_caches, read_cpu, usable_cpus
+from hyperion.hardware.cpu import CacheLevel, OtherLoad, _cache_size, data_caches, read_cpu, usable_cpus, waiting_threads
 
 
 def machine(
@@ -195,3 +195,10 @@ def test_a_process_beside_this_one_is_seen_and_this_one_is_not():
         assert load.share() > 0.5 / (2 * cores)
     finally:
         os.kill(pid, signal.SIGKILL)
+
+
+def test_threads_that_wait_for_a_cpu_are_counted_without_the_one_that_counts(tmp_path):
+    assert waiting_threads(tmp_path, samples=2, pause_s=0.0) == 0.0
+    (tmp_path / "proc").mkdir()
+    (tmp_path / "proc/stat").write_text("cpu  1 2 3\nctxt 9\nprocs_running 7\nprocs_blocked 0\n")
+    assert waiting_threads(tmp_path, samples=3, pause_s=0.0) == 6.0

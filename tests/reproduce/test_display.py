@@ -35,7 +35,7 @@ def test_the_time_left_follows_how_long_notebooks_have_taken(monkeypatch):
         assert progress.left_s() == 180
         now = 150.0  # late, by more than the whole prior
         pace = (30 + 150) / (30 + 60)
-        assert progress.left_s() == pytest.approx(120 * pace + 15)
+        assert progress.left_s() == pytest.approx(120 * pace + 150 / 4)
         now = 180.0
         progress.finish("01_x", "done", whole=True)
         assert progress.left_s() == pytest.approx(120 * (30 + 180) / (30 + 60))
@@ -44,6 +44,21 @@ def test_the_time_left_follows_how_long_notebooks_have_taken(monkeypatch):
         now += 5
         progress.finish("01_x", "failed at once", whole=False)  # says nothing about the other
         assert progress.left_s() == 120
+
+
+@pytest.mark.parametrize("takes_s", [55, 100, 150, 260])
+def test_the_expected_total_is_at_most_two_times_too_long_or_too_short(takes_s, monkeypatch):
+    """130 s are expected, and the notebook takes from half to twice as long."""
+    now = 0.0
+    monkeypatch.setattr(display.time, "monotonic", lambda: now)
+    with Display(Console(file=io.StringIO(), force_terminal=True), {"01_x": 130.0}) as progress:
+        progress.start("01_x", 5)
+        wrong = [2.0]
+        while now < takes_s:
+            total = now + progress.left_s()
+            wrong.append(max(total / takes_s, takes_s / total))
+            now += 1.0
+    assert max(wrong) <= (130 / 55 if takes_s == 55 else 2)
 
 
 def test_a_log_gets_plain_lines():

@@ -15,7 +15,7 @@ from rich.console import Console
 
 from hyperion.errors import HyperionError
 from hyperion.processes.child_process import has_ended
-from hyperion.reproduce import Request, reproduce
+from hyperion.reproduce import Request, driver, reproduce
 from hyperion.reproduce.machine import MachineProfile
 from hyperion.reproduce.publishing import require_no_machine_paths
 from hyperion.results import Run
@@ -26,7 +26,8 @@ NVIDIA_SWITCHES = ("NCCL_NVLS_ENABLE", "TORCH_SYMM_MEM_DISABLE_MULTICAST", "NVSH
 
 @pytest.fixture
 def root(tmp_path, monkeypatch):
-    """An empty checkout that is the working folder."""
+    """An empty checkout that is the working folder, on an idle machine."""
+    monkeypatch.setattr("hyperion.reproduce.driver.waiting_threads", lambda: 0.0)
     (tmp_path / "pyproject.toml").write_text("")
     (tmp_path / "phase1_hardware").mkdir()
     monkeypatch.chdir(tmp_path)
@@ -63,6 +64,27 @@ def the_run(root) -> Run:
 
 def statuses(run: Run) -> dict:
     return {stem: entry["status"] for stem, entry in json.loads(run.read("reproduce.json"))["notebooks"].items()}
+
+
+@pytest.mark.parametrize(
+    ("threads", "on_accelerator", "expected"), [(0.0, False, 1.0), (8.0, False, 5.0), (1.0, True, 1.0), (7.0, True, 4.0)]
+)
+def test_threads_that_wait_for_the_cpu_make_a_first_run_longer(threads, on_accelerator, expected, monkeypatch):
+    monkeypatch.setattr(driver, "waiting_threads", lambda: threads)
+    monkeypatch.setattr(driver.os, "cpu_count", lambda: 2)
+    assert driver._slowdown(on_accelerator) == expected
+
+
+@pytest.mark.book
+@pytest.mark.process
+def test_a_busy_machine_is_named_with_the_time_on_an_idle_one(root, monkeypatch):
+    make_book(root)
+    monkeypatch.setattr(driver, "_slowdown", lambda on_accelerator: 3.0)
+    code, text = call()
+    assert code == 0 and "predicted 1.0 min (20 s on an idle machine, but other processes use the CPU)" in text
+    assert text.index("drawing the figures") < text.index("01_first", text.index("drawing the figures"))
+    code, text = call(run="new")  # now the durations on this machine are known
+    assert code == 0 and "on an idle machine" not in text
 
 
 @pytest.mark.book

@@ -22,7 +22,7 @@ def checkout(tmp_path, monkeypatch):
     (tmp_path / "pyproject.toml").write_text('[project]\nname = "hyperion"\n')
     for name in ("reference/h100", "no-run"):
         (tmp_path / "results" / name).mkdir(parents=True)
-    for name in ("old", "relaunch/A/1", "relaunch/B/1"):
+    for name in ("old", "relaunch/A/1", "relaunch/B/1", "h200-launches/1"):
         run = Run.create(tmp_path / "results" / name, {"profile": "smoke"})
         row = Row(notebook="n", experiment="e", variant="v", metric="count", value=1.0)
         run.record("n", "e", [row], pd.DataFrame({"x": [1.0]}), input_hash="h")
@@ -49,7 +49,7 @@ def everything(folder: Path) -> set[Path]:
 
 
 CACHES = {".pytest_cache", "hyperion/x/__pycache__", "phase1_hardware/.ipynb_checkpoints"}
-RUNS = {"results/old", "results/latest", "results/relaunch"}
+RUNS = {"results/old", "results/latest", "results/relaunch", "results/h200-launches"}
 DATA = {"data/raw", "data/processed"}
 
 
@@ -81,6 +81,8 @@ def test_caches_go_and_runs_and_data_only_when_asked(checkout):
         ("results/relaunch/thesis.tex", "runs"),
         ("results/relaunch/A/thesis.tex", "runs"),
         ("results/relaunch/B/1/thesis.tex", "runs"),
+        ("results/h200-launches/thesis.tex", "runs"),
+        ("results/h200-launches/1/thesis.tex", "runs"),
     ],
 )
 def test_what_hyperion_did_not_write_is_listed_and_nothing_is_removed(checkout, place, option):

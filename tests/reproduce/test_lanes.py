@@ -33,7 +33,8 @@ while not other.exists():
 
 @pytest.fixture
 def root(tmp_path, monkeypatch):
-    """An empty checkout that is the working folder."""
+    """An empty checkout that is the working folder, on an idle machine."""
+    monkeypatch.setattr("hyperion.reproduce.driver.waiting_threads", lambda: 0.0)
     (tmp_path / "pyproject.toml").write_text("")
     monkeypatch.chdir(tmp_path)
     for name in ("HYPERION_RESULTS", "HYPERION_DATA_MIRROR", "CUDA_VISIBLE_DEVICES"):

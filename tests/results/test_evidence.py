@@ -10,7 +10,7 @@ RECOMPUTED = {"cpu-2cores": 46, "cpu-2cores-comparison": 0, "h200-study": 100, "
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("folder", sorted(reference_folder().glob("*/")), ids=lambda folder: folder.name)
+@pytest.mark.parametrize("folder", sorted(path.parent for path in reference_folder().rglob("run.json")), ids=str)
 def test_every_committed_reference_is_proven(folder):
     run = Run.open(folder)
     statements = verify_run(run)

@@ -160,11 +160,16 @@ def speed_ladder_table(rows: Iterable[Row]) -> pd.DataFrame:
         batch, ratio = row.params["batch"], ratios.get((row.params["batch"], row.params["rung"]))
         line = {"batch": f"{batch:,}", "rung": row.params["rung"], "adds": row.params["adds"]}
         if row.value is None:
-            lines.append(line | {"ms a step": "", "× the rung before": f"not timed: {row.value_reason}", "× plain": ""})
+            lines.append(
+                line | {"ms a step": "", "× the rung before [95 %, one launch]": f"not timed: {row.value_reason}", "× plain": ""}
+            )
             continue
         gain = "" if ratio is None else f"{ratio.value:.3f} [{ratio.ci_low:.3f}, {ratio.ci_high:.3f}]"
         whole = first.setdefault(batch, row.value) / row.value
-        lines.append(line | {"ms a step": number(1e3 * row.value, 4), "× the rung before": gain, "× plain": f"{whole:.3f}"})
+        lines.append(
+            line
+            | {"ms a step": number(1e3 * row.value, 4), "× the rung before [95 %, one launch]": gain, "× plain": f"{whole:.3f}"}
+        )
     return pd.DataFrame(lines)
 
 

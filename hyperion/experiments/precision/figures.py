@@ -221,7 +221,7 @@ def ladder_table(rows: Iterable[Row]) -> pd.DataFrame:
                 "rung": step.name,
                 "format": step.time.dtype,
                 "ms a step": number(1e3 * not_none(step.time.value), 3),
-                "Δ time": _change_of_time(step.speedup),
+                "Δ time [95 %, one launch]": _change_of_time(step.speedup),
                 "GiB": number(not_none(step.memory.value), 3) if step.memory else "not counted",
                 "Δ memory": _change_of_memory(before, step),
                 "Δ loss early": _change_of_loss(step.early),

@@ -39,10 +39,10 @@ def test_the_table_of_the_ladder_has_a_line_a_rung_and_compares_it_with_the_last
     table = speed_ladder_table(language_speed_rows(limited=True))
     assert list(table["rung"]) == list(LADDER) and list(table["batch"]) == ["65,536"] * 5
     assert list(table["ms a step"]) == ["126", "124", "", "116", "110"]
-    gains = [cell.partition(" ")[0] for cell in table["× the rung before"]]
+    gains = [cell.partition(" ")[0] for cell in table["× the rung before [95 %, one launch]"]]
     assert gains == ["", "1.016", "not", "1.069", "1.055"]
-    assert table["× the rung before"][2] == "not timed: in fp32 the residual stream is not bfloat16"
-    assert table["× the rung before"][4] == "1.055 [1.044, 1.065]"
+    assert table["× the rung before [95 %, one launch]"][2] == "not timed: in fp32 the residual stream is not bfloat16"
+    assert table["× the rung before [95 %, one launch]"][4] == "1.055 [1.044, 1.065]"
     assert list(table["× plain"]) == ["1.000", "1.016", "", "1.086", "1.145"]
     assert list(table["adds"]) == [f"what {rung} adds" for rung in LADDER]
 

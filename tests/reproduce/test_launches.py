@@ -1,0 +1,105 @@
+"""Launches are runs of new processes in numbered folders; published, they are no reference machine of a replay."""
+
+from pathlib import Path
+
+import pandas as pd
+import pytest
+
+from hyperion.book.headline_page import runs_in
+from hyperion.chapter.profiles import reference_runs
+from hyperion.errors import HyperionError
+from hyperion.reproduce import launches as module
+from hyperion.reproduce import publishing
+from hyperion.reproduce.launches import measure_launch, measure_launches, notebook_of, publish_launches
+from hyperion.results import Row, Run, find_runs, verify_run
+
+
+def _launch(folder: Path, value: float) -> Path:
+    run = Run.create(folder, {"environment": {"gpus": []}, "profile": "smoke"})
+    row = Row(notebook="nb", experiment="counting", variant="v", metric="count", value=value)
+    run.record("nb", "counting", [row], pd.DataFrame({"x": [value]}), input_hash="h")
+    run.write({"notebooks/nb.html": b"page", "benchmarks/counting/a.png": b"picture", "report.html": b"report"})
+    return folder
+
+
+@pytest.fixture
+def five(tmp_path):
+    return [_launch(tmp_path / "results/h200-launches" / str(number), float(number)) for number in range(1, 6)]
+
+
+def test_published_launches_have_rows_and_samples_and_are_no_reference_machine(five, tmp_path, monkeypatch):
+    reference = tmp_path / "reference"
+    _launch(reference / "h200", 0.0)
+    folder = publish_launches(five, "h200-launches", reference)
+    assert sorted(path.name for path in folder.iterdir()) == ["1", "2", "3", "4", "5", "README.md"]
+    for number in range(1, 6):
+        run = Run.open(folder / str(number))
+        assert [row.value for row in run.rows()] == [float(number)] and verify_run(run)
+        assert set(run.verify()) == {"run.json", "rows.csv", "experiments.json", "samples/nb.counting.parquet"}
+        assert not list(run.folder.glob(".*lock"))
+    assert sorted(runs_in(reference).values()) == ["h200", *["h200-launches"] * 5]
+    monkeypatch.setattr("hyperion.chapter.profiles.reference_folder", lambda: reference)
+    assert [run.folder.name for run in reference_runs()] == ["h200"]
+
+
+def test_publishing_again_replaces_all_launches(five, tmp_path):
+    publish_launches(five, "launches", tmp_path / "reference")
+    folder = publish_launches(five[:3], "launches", tmp_path / "reference")
+    assert sorted(path.name for path in folder.iterdir()) == ["1", "2", "3", "README.md"]
+    assert [path.name for path in folder.parent.iterdir()] == ["launches"]
+
+
+def test_a_copy_of_a_launch_a_machine_of_this_name_and_too_large_launches_are_refused(five, tmp_path, monkeypatch):
+    reference = tmp_path / "reference"
+    copy = _launch(tmp_path / "results/h200-launches/6", 5.0)
+    with pytest.raises(HyperionError, match="launches 5 and 6 have the same rows"):
+        publish_launches([*five, copy], "launches", reference)
+    with pytest.raises(HyperionError, match="today: launches are the runs 1, 2"):
+        publish_launches([five[0], _launch(tmp_path / "results/today", 1.0)], "launches", reference)
+    _launch(reference / "h200", 0.0)
+    with pytest.raises(HyperionError, match="reference of a machine"):
+        publish_launches(five, "h200", reference)
+    monkeypatch.setattr(publishing, "LARGEST_BYTES", 1000)
+    with pytest.raises(HyperionError, match="larger than its limit"):
+        publish_launches(five, "launches", reference)
+    assert [path.name for path in reference.iterdir()] == ["h200"]
+
+
+def test_an_edited_launch_and_a_path_of_the_machine_are_refused(five, tmp_path):
+    Run.open(five[0]).write({"experiments.json": b'{"a": "/home/me/x"}'})
+    with pytest.raises(HyperionError, match="/home/me/x"):
+        publish_launches(five, "launches", tmp_path / "reference")
+    (five[1] / "rows.csv").write_text("edited")
+    with pytest.raises(HyperionError):
+        publish_launches(five[1:], "launches", tmp_path / "reference")
+    assert not (tmp_path / "reference/launches").exists()
+
+
+def test_a_folder_of_launches_has_a_name_on_the_command_line(five, tmp_path, monkeypatch):
+    monkeypatch.setenv("HYPERION_RESULTS", str(tmp_path / "results"))
+    assert find_runs("h200-launches") == five
+    assert find_runs("h200-launches/2") == [five[1]]
+    with pytest.raises(HyperionError, match="no run 'absent'"):
+        find_runs("absent")
+
+
+def test_each_launch_is_a_job_with_the_notebook_of_each_experiment(tmp_path, monkeypatch):
+    jobs = []
+    monkeypatch.setattr(module, "run_job", lambda job, on_line: jobs.append(job))
+    measure_launches(tmp_path, ["gemm", "language_training_speed"], 5, profile="smoke")
+    assert [Path(job.params["folder"]).name for job in jobs] == ["1", "2", "3", "4", "5"]
+    pairs = [("01_hardware_exploration", "gemm"), ("02_core_framework", "language_training_speed")]
+    assert all((job.function, job.params["pairs"]) == (measure_launch, pairs) for job in jobs)
+    with pytest.raises(HyperionError, match="no chapter has the experiment 'nothing'"):
+        notebook_of("nothing")
+
+
+@pytest.mark.slow
+@pytest.mark.process
+def test_two_launches_have_rows_of_their_own_and_a_second_call_measures_nothing(tmp_path):
+    lines: list[str] = []
+    measure_launches(tmp_path, ["leakage"], 2, profile="smoke", data_source="synthetic", on_line=lines.append)
+    runs = [Run.open(tmp_path / number) for number in ("1", "2")]
+    assert [len(run.rows()) > 0 for run in runs] == [True, True]
+    measure_launches(tmp_path, ["leakage"], 2, profile="smoke", data_source="synthetic", on_line=lines.append)
+    assert sum("nothing measured again" in line for line in lines) == 2
