@@ -245,3 +245,9 @@ def test_a_run_is_not_its_own_reference(material, tmp_path):
     name = sorted(names)[0]
     replayed = Material(made_up_run(tmp_path / "again", replay=f"replay:{name}:"))
     assert name not in {m.run.folder.name for m in reference_machines(replayed)}
+
+
+@pytest.mark.parametrize("page", sorted(reference_folder().glob("*/README.md")), ids=lambda page: page.parent.name)
+def test_committed_pages_say_which_variation_an_interval_contains(page):
+    headers = set(re.findall(r"(?<=\| )95 % interval[^|]*(?= \|)", page.read_text()))
+    assert headers <= {INTERVAL, SEEDS_INTERVAL, TRIALS_INTERVAL}
