@@ -20,6 +20,8 @@ from hyperion.book.plots import all_plots, draw, results_folder
 from hyperion.book.report import comparison_table, reference_machines, report_page, write_report
 from hyperion.errors import HyperionError
 from hyperion.figures.material import Material
+from hyperion.figures.tables import INTERVAL, SEEDS_INTERVAL, TRIALS_INTERVAL
+from hyperion.paths import reference_folder
 from hyperion.results import Row, Run, StoreError, rows_from_csv
 from tests.book.made_up import made_up_run
 
