@@ -46,7 +46,7 @@ _SUMMARY = (
     r"matrix product, fp8",
     r"memory copy",
     r"all-reduce over",
-    r"gpt2_124m, training, .* over a plain",
+    r"gpt2_124m\S*, training, .* over (a|the same) plain",
     r"resnet18, training, .* over the same plain",
     r".*, accuracy, test split, mean of",
     r".*, perplexity per word, valid split, mean of",

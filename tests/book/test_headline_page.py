@@ -193,6 +193,26 @@ def _scaled_row(row: Row, factor: float) -> Row:
     return replace(row, **ends)
 
 
+@pytest.mark.parametrize("name", ["gpt2_124m", "gpt2_124m_cut_to_l4"])
+def test_the_summary_names_the_training_loop_in_each_profile(name, tmp_path):
+    params = {"batch": 65536, "compiled": True, "over": "plain"}
+    runs = {}
+    for number in range(5):
+        speed = _speed_row(
+            1.1 + number / 1000,
+            experiment="language_training_speed",
+            variant=name,
+            metric="speedup",
+            params=params,
+            limit=None,
+            limit_source="no limit: not bounded",
+        )
+        runs[_run(tmp_path / str(number), [speed])] = "launches"
+    assert f"| {name}, training, batch 65,536 tokens: over a plain compiled loop | NVIDIA H200 | 1.102 × | 5 launches" in (
+        summary_markdown(runs)
+    )
+
+
 def test_rows_are_counted(tmp_path):
     sentence = counts_markdown({_run(tmp_path / "a", [_speed_row(700.0), *_trained()]): "a"})
     assert sentence.startswith(

@@ -20,6 +20,8 @@ from hyperion.book.plots import all_plots, draw, results_folder
 from hyperion.book.report import comparison_table, reference_machines, report_page, write_report
 from hyperion.errors import HyperionError
 from hyperion.figures.material import Material
+from hyperion.figures.tables import INTERVAL, SEEDS_INTERVAL, TRIALS_INTERVAL
+from hyperion.paths import reference_folder
 from hyperion.results import Row, Run, StoreError, rows_from_csv
 from tests.book.made_up import made_up_run
 
@@ -245,3 +247,9 @@ def test_a_run_is_not_its_own_reference(material, tmp_path):
     name = sorted(names)[0]
     replayed = Material(made_up_run(tmp_path / "again", replay=f"replay:{name}:"))
     assert name not in {m.run.folder.name for m in reference_machines(replayed)}
+
+
+@pytest.mark.parametrize("page", sorted(reference_folder().glob("*/README.md")), ids=lambda page: page.parent.name)
+def test_committed_pages_say_which_variation_an_interval_contains(page):
+    headers = set(re.findall(r"(?<=\| )95 % interval[^|]*(?= \|)", page.read_text()))
+    assert headers <= {INTERVAL, SEEDS_INTERVAL, TRIALS_INTERVAL}
