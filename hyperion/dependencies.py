@@ -10,6 +10,7 @@ module that defines the name counts as imported, and not all modules that the `_
 import ast
 import functools
 import hashlib
+import json
 from collections.abc import Iterable
 from importlib.machinery import PathFinder
 from pathlib import Path
@@ -71,6 +72,11 @@ def files_hash(files: Iterable[Path]) -> str:
     for path in files:
         digest.update(_place(path).encode() + b"\0" + path.read_bytes() + b"\0")
     return digest.hexdigest()
+
+
+def json_hash(content: object) -> str:
+    """Return the hash of a JSON-serializable value, as 16 hexadecimal digits. The order of the keys of dicts does not matter."""
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def imported_modules(source: str, package: str = "", packages: frozenset[str] = frozenset({"hyperion"})) -> set[str]:

@@ -63,22 +63,22 @@ def require_seed(seed: int) -> int:
     return int(seed)
 
 
-def refused_write(error: OSError, kind: type[Error], *, action: str, kept: str, where: object, elsewhere: str) -> Error:
+def refused_write(error: OSError, kind: type[Error], *, action: str, unchanged: str, where: object, elsewhere: str) -> Error:
     """Return an exception for a failed write. The reason can be a full disk, a read-only file system, or missing permissions.
 
     Args:
         error: the error of the operating system.
         kind: class of the returned exception.
         action: text that says what failed, such as "cannot write".
-        kept: text that says what is unchanged, such as "nothing was changed".
+        unchanged: text that says what is unchanged, such as "nothing was changed".
         where: the file or folder.
         elsewhere: text that says how to choose another place, such as "name another one with …".
     """
     reason = error.strerror or str(error)
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        what, remedy = f"the disk is full; {kept} ({reason})", "free some space and run the same command again"
+        what, remedy = f"the disk is full; {unchanged} ({reason})", "free some space and run the same command again"
     elif error.errno == errno.EROFS:
-        what, remedy = f"{action}: {reason}; {kept}", "make its file system writable"
+        what, remedy = f"{action}: {reason}; {unchanged}", "make its file system writable"
     else:
         what, remedy = f"{action}: {reason}", "make the folder writable"
     return kind(what, where=where, next_step=f"{remedy}, or {elsewhere}")

@@ -81,6 +81,18 @@ def expanded(name: str) -> Path:
     )
 
 
+def flush(path: Path) -> None:
+    """Write a file, or the list of entries of a folder, to the disk with fsync.
+
+    A folder cannot be opened with `open`, but its descriptor can be synchronised.
+    """
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
 def home_folder() -> Path:
     """Return the home folder of the user. If it is unknown, return the folder for temporary files."""
     with contextlib.suppress(RuntimeError):

@@ -17,7 +17,7 @@ class RoomError(HyperionError):
 def told(number):
     error = OSError(number, os.strerror(number))
     return refused_write(
-        error, RoomError, action="cannot write", kept="nothing was changed", where="/place", elsewhere="go elsewhere"
+        error, RoomError, action="cannot write", unchanged="nothing was changed", where="/place", elsewhere="go elsewhere"
     )
 
 

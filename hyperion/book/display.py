@@ -242,9 +242,9 @@ def fill(template: str, **named: Row | float) -> str:
 
 
 def verdict(speedup: Row) -> str:
-    """Return a text that says whether the row of a speed-up shows a difference, given its interval.
+    """Return a phrase that compares the two times of a speed-up. There is a difference if the interval excludes 1.
 
-    It is "faster than", "slower than", or "as fast, within noise, as".
+    The phrase is "faster than", "slower than", or "as fast, within noise, as".
     """
     if not_none(speedup.ci_low) > 1:
         return "faster than"

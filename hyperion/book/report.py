@@ -21,9 +21,9 @@ from hyperion.book.outline import (
 from hyperion.figures.material import Material, device_name, made_from_rows, number, percent
 from hyperion.figures.published import published_bandwidth, published_baseline, published_gemm, published_source, published_tables
 from hyperion.figures.tables import escaped, html
-from hyperion.paths import reference_folder
 from hyperion.results import Run
 from hyperion.results.execution import unexpected_in
+from hyperion.results.store import stored_references
 
 REPORT = "report.html"
 # Bytes 16 to 19 of a PNG file are the width in pixels, big-endian (in the header chunk IHDR).
@@ -189,7 +189,7 @@ def reference_machines(material: Material) -> list[Material]:
 
     This run itself and the reference runs that it replays are left out.
     """
-    found = [Material(Run.open(path.parent)) for path in sorted(reference_folder().glob("*/run.json"))]
+    found = [Material(run) for run in stored_references()]
     own = {material.run.folder.resolve().name, *material.replayed}
     return [m for m in found if "synthetic" not in m.data_sources and m.run.folder.name not in own]
 

@@ -6,8 +6,6 @@ measured: the rows come from a reference run, which is a stored run of another m
 """
 
 import functools
-import hashlib
-import json
 import shutil
 from collections.abc import Iterable
 from dataclasses import replace
@@ -22,7 +20,7 @@ from hyperion.chapter.profiles import REPLAY, default_profile, finished_in, load
 from hyperion.chapter.subjects import experiment_named, module_of
 from hyperion.chapter.variants import run_isolated
 from hyperion.data.prepare.catalog import data_identity
-from hyperion.dependencies import reached_source_hash
+from hyperion.dependencies import json_hash, reached_source_hash
 from hyperion.errors import HyperionError, not_none, require_seed
 from hyperion.hardware import detect, fingerprint
 from hyperion.paths import results_folder
@@ -167,7 +165,7 @@ class Chapter:
         if self.reference is not None:
             return self._replay(experiment)
         digest, data = self._input_hash(experiment), self._data(experiment)
-        if self._holds(experiment, digest) and not self._asked_anew(experiment):
+        if self._holds(experiment, digest) and not self._must_repeat(experiment):
             return self._keep(experiment, digest)
         # Taken after the predictions are stored and before the first sample: `Run.verify` compares the times.
         provenance, environment, started_at = self._provenance(experiment), self.environment, utc_now()
@@ -203,10 +201,10 @@ class Chapter:
 
     def _holds(self, experiment: str, digest: str) -> bool:
         """Return True if the run folder has the rows of this experiment for the same inputs and the same data."""
-        kept = self.results.finished(self.notebook, experiment)
-        return kept is not None and (kept["input_hash"], kept.get("data")) == (digest, self._data(experiment))
+        finished = self.results.finished(self.notebook, experiment)
+        return finished is not None and (finished["input_hash"], finished.get("data")) == (digest, self._data(experiment))
 
-    def _asked_anew(self, experiment: str) -> bool:
+    def _must_repeat(self, experiment: str) -> bool:
         """Return True if a stored experiment must be measured again.
 
         This is the case if a check of one of its values failed, or if a check in the notebook that uses its values failed. If
@@ -218,7 +216,7 @@ class Chapter:
         lacking = any(row.is_unexpected for row in self.results.rows(self.notebook, experiment))
         if not lacking and (not must_remeasure() or experiment_named(experiment).isolated):
             return False
-        why = "a value of it" if lacking else "a claim of this notebook on what was measured before"
+        why = "a value of it" if lacking else "a check of this notebook on earlier results"
         print(f"{experiment}: measured again, because {why} was unexpected")
         if lacking and self._workspace(experiment).exists():  # the checkpoints would restore the refused value
             shutil.rmtree(self._workspace(experiment))
@@ -248,7 +246,7 @@ class Chapter:
         chosen = experiment_named(experiment)
         # The name of the folder contains a hash of the inputs and the data. So an experiment never resumes from checkpoints of
         # another configuration or of other data.
-        folder = self._workspace(experiment) / _digest([digest, data])
+        folder = self._workspace(experiment) / json_hash([digest, data])
         context = self._context(experiment, chosen.reads, folder)
         with tqdm(desc=experiment, leave=False) as bar:
 
@@ -282,7 +280,7 @@ class Chapter:
         chosen = experiment_named(experiment)
         context = self._context(experiment, chosen.reads)
         asked = {"source": self.data_source, "synthetic": context.synthetic, "allowed": context.allow_synthetic}
-        return _digest(
+        return json_hash(
             {
                 "experiment": experiment,
                 "sizes": context.sizes,
@@ -360,7 +358,7 @@ class Chapter:
     def _replay(self, experiment: str) -> Result:
         reference = not_none(self.reference)
         machine = reference.folder.name
-        kept = finished_in(reference, self.notebook, experiment)
+        finished = finished_in(reference, self.notebook, experiment)
         provenance, environment = measured_under(reference, self.notebook, experiment)
         # Earlier versions stored ceilings as predictions. They are left out here, so that a notebook never shows a ceiling as a
         # prediction.
@@ -375,13 +373,13 @@ class Chapter:
             experiment,
             rows,
             samples,
-            input_hash=f"replay:{machine}:{kept['input_hash']}",
-            source=kept["source"],
+            input_hash=f"replay:{machine}:{finished['input_hash']}",
+            source=finished["source"],
             provenance=provenance,
             environment=environment,
         )
         self._report_unexpected(rows)
-        return Result(rows, samples, kept["source"], replayed_from=machine)
+        return Result(rows, samples, finished["source"], replayed_from=machine)
 
 
 def _truth(holds: Any, otherwise: str) -> bool:
@@ -409,7 +407,7 @@ def _with_predictions(rows: list[Row], predictions: list[Prediction]) -> list[Ro
 
 def _values_of(rows: list[Row]) -> str:
     """Return a hash of measured rows without their predictions. Return "" if there are no rows."""
-    return _digest(rows_to_csv([replace(row, predicted=None) for row in rows])) if rows else ""
+    return json_hash(rows_to_csv([replace(row, predicted=None) for row in rows])) if rows else ""
 
 
 def torch_version() -> str:
@@ -417,10 +415,6 @@ def torch_version() -> str:
     import torch
 
     return torch.__version__
-
-
-def _digest(content) -> str:
-    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def _run_folder(output: str) -> Path:

@@ -224,18 +224,6 @@ def with_interval(device: Device, kind: str, forecast: Forecast) -> Forecast:
     return replace(forecast, low=low, high=high)
 
 
-def only_ceiling(forecast: Forecast, why: str) -> Forecast:
-    """Remove the estimate of a forecast, so that only its ceiling remains, and return the result.
-
-    Args:
-        forecast: the forecast.
-        why: reason why there is no estimate, for the basis of the result.
-    """
-    if forecast.ceiling is None:
-        return forecast
-    return replace(forecast, estimate=None, low=None, high=None, basis=f"{why}; ceiling: {forecast.basis.split('ceiling: ')[-1]}")
-
-
 def product_work(device: Device, ceilings: Ceilings, dtype: str, m: int, n: int, k: int) -> Work:
     """Return the work of a matrix product. If the memory bandwidth is unknown, the time of its traffic is 0."""
     flops = 2 * m * n * k

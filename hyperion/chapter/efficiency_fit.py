@@ -201,8 +201,8 @@ def score_unseen(fitted: Sequence[Reference], others: Sequence[Reference], curve
         curves: the curves. None uses the stored curves.
     """
     scored: list[Scored] = []
-    made = list(curves) if curves is not None else [c for r in fitted for c in fit_curves(r, points_of(r))]
-    known = {(curve.arch, curve.kind, curve.name): curve for curve in made}
+    all_curves = list(curves) if curves is not None else [c for r in fitted for c in fit_curves(r, points_of(r))]
+    known = {(curve.arch, curve.kind, curve.name): curve for curve in all_curves}
     for reference in others:
         for point in points_of(reference):
             if not _predicted_in_book(point):

@@ -14,6 +14,7 @@ from hyperion.chapter.subjects import Subject, experiment_named, subjects
 from hyperion.errors import HyperionError
 from hyperion.paths import reference_folder
 from hyperion.results import Run, find_run
+from hyperion.results.store import stored_references
 
 REPLAY = "replay"
 _FILE = Path(__file__).with_name("profiles.toml")
@@ -147,7 +148,6 @@ def reference_runs() -> list[Run]:
 
     Runs on real data come before runs on synthetic data. Within each of these two groups, runs with more GPUs come first.
     """
-    runs = [Run.open(path.parent) for path in sorted(reference_folder().glob("*/run.json"))]
 
     def place(run: Run) -> tuple:
         asked = run.information()
@@ -155,7 +155,7 @@ def reference_runs() -> list[Run]:
         # False sorts before True, and more GPUs give a smaller key. The name makes the order unique.
         return asked.get("data_source") == "synthetic", -len(gpus), run.folder.name
 
-    return sorted(runs, key=place)
+    return sorted(stored_references(), key=place)
 
 
 def reference_run(machine: str, notebook: str) -> Run:
@@ -182,14 +182,14 @@ def finished_in(reference: Run, notebook: str, experiment: str) -> dict:
     Raises:
         HyperionError: the reference run does not contain the experiment.
     """
-    kept = reference.finished(notebook, experiment)
-    if kept is None:
+    finished = reference.finished(notebook, experiment)
+    if finished is None:
         raise HyperionError(
             f"the reference run of {reference.folder.name} holds no experiment {experiment}",
             where=reference.folder,
             next_step="run the experiment with PROFILE=smoke or PROFILE=full, or choose another reference run",
         )
-    return kept
+    return finished
 
 
 def measured_under(reference: Run, notebook: str, experiment: str) -> tuple[dict, dict]:

@@ -3,7 +3,6 @@
 A ceiling is the highest rate of matrix products, or the highest memory bandwidth, that an earlier chapter of the run measured.
 """
 
-import json
 from collections.abc import Iterable
 
 import pandas as pd
@@ -14,9 +13,11 @@ from hyperion.hardware import Device, gemm_path, lookup, peak
 from hyperion.measure import FORMATS, Ceilings, Collective, Timing, Verification, format_of
 from hyperion.measure.clock.timing import require_cache_label
 from hyperion.results import Estimate, Row, ratio_estimate
-from hyperion.results.rows import idle_rows
+from hyperion.results.rows import canonical_params, idle_rows
 from hyperion.units import MIB
 
+# The basis of a forecast that needs the ceilings of chapter 1.1.
+NO_CEILINGS = "no estimate: this run has measured no ceilings (01_hardware_exploration)"
 # Smallest traffic of a call, as a multiple of the size of the last-level cache, for which the memory bandwidth is a limit. At
 # most a tenth of this traffic can stay in the cache.
 _CACHE_MULTIPLE = 10
@@ -111,7 +112,7 @@ def sample_frame(timing: Timing, variant: str, dtype: str, params: dict) -> pd.D
         {
             "variant": variant,
             "dtype": dtype,
-            "params": json.dumps(params, sort_keys=True),
+            "params": canonical_params(params),
             "index": range(len(timing.samples_s)),
             "time_s": timing.samples_s,
             "warm": timing.warm,
@@ -242,10 +243,17 @@ def wrong_product(dtype: str, verification: Verification) -> str:
     """Return the reason why the output of a matrix product is wrong for its number format, or "" if it is correct."""
     if not verification.passed:
         return f"wrong output: relative error {verification.error:.3g} above {verification.tolerance:.3g}"
+    return unused_tf32(dtype, verification.error)
+
+
+def unused_tf32(dtype: str, error: float) -> str:
+    """Return the reason why a product with this relative error was not computed in TF32, or "" if it was, or for other formats.
+
+    A library may ignore the permission to use TF32. The rate of its product would then be wrong for this format.
+    """
     # TF32 rounds operands to 10 bits of mantissa, so a smaller error shows that the units for TF32 were not used.
-    if dtype == "tf32" and verification.error < FORMATS["fp32"].gemm_tolerance:
-        return "TF32 was allowed, but the product has the accuracy of fp32"
-    return ""
+    ignored = dtype == "tf32" and error < FORMATS["fp32"].gemm_tolerance
+    return "TF32 was allowed, but the product has the accuracy of fp32" if ignored else ""
 
 
 def maf_row(rows: Iterable[Row], dtype: str) -> Row | None:

@@ -29,6 +29,7 @@ from hyperion.checkpoints.sharded import agreed, on_rank_0, rank_and_size
 from hyperion.checkpoints.states import EARLIER, CheckpointError, read_state, write_state
 from hyperion.errors import refused_write, require_number
 from hyperion.forms import FieldError, read_form
+from hyperion.paths import flush
 from hyperion.untrusted import inner_path, open_regular, printable, read_json
 
 MANIFEST = "manifest.json"
@@ -196,7 +197,7 @@ def require_writable(folder: Path) -> None:
                 where=folder,
                 elsewhere="choose another checkpoint folder",
                 action="cannot write checkpoints",
-                kept="training has not started",
+                unchanged="training has not started",
             ) from error
 
     on_rank_0(attempt)
@@ -355,7 +356,7 @@ def _explain_os_errors(folder: Path, step: int) -> Iterator[None]:
             where=folder,
             elsewhere="choose another checkpoint folder",
             action=f"cannot write the checkpoint of step {step}",
-            kept=f"the checkpoint of step {step} was not written; earlier ones are unchanged",
+            unchanged=f"the checkpoint of step {step} was not written; earlier ones are unchanged",
         ) from error
 
 
@@ -375,7 +376,7 @@ def _finish(new: Path, target: Path, step: int, keep: int) -> None:
             _set_aside(target)
         new.rename(target)
         for place in (folder, folder.parent):  # flush folder.parent too, because the folder may be new
-            _flush(place)
+            flush(place)
         others = [path for path in _newest_first(folder) if path != target and _is_checkpoint(path)]
         for old in ([replaced] if replaced else []) + others[keep - 1 :]:
             shutil.rmtree(old)
@@ -399,7 +400,7 @@ def _seal(new: Path, step: int) -> None:
     (new / MANIFEST).write_text(json.dumps(manifest, indent=1), encoding="utf-8")
     # fsync of a file does not flush its entry in the folder, so the folders are flushed too.
     for path in [*new.rglob("*"), new]:
-        _flush(path)
+        flush(path)
 
 
 def _files(path: Path) -> set[str]:
@@ -490,12 +491,3 @@ def sha256_of(path: Path, next_step: str) -> str:
     with open_regular(path, CheckpointError, next_step) as file:
         # The annotation in typeshed does not allow BinaryIO.
         return hashlib.file_digest(file, "sha256").hexdigest()  # pyright: ignore[reportArgumentType]
-
-
-def _flush(path: Path) -> None:
-    """Flush a file, or the list of entries of a folder, to the disk with fsync."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -35,6 +35,7 @@ from hyperion.errors import HyperionError, refused_write
 from hyperion.untrusted import inner_path, open_regular
 
 SHARDS = "*.safetensors"
+NO_GROUP = "torch.distributed is disabled, unavailable or uninitialized"  # a warning of DCP in a process without a group
 
 
 T = TypeVar("T")
@@ -218,7 +219,7 @@ class _Writer(_StoresError, HuggingFaceStorageWriter):
                 where=self.path,
                 elsewhere="choose another checkpoint folder",
                 action="cannot write the tensors",
-                kept="no checkpoint was written",
+                unchanged="no checkpoint was written",
             ) from self.error
         if self.error is not None:
             raise self.error
@@ -239,7 +240,7 @@ def _call_dcp(call: Callable[[bool], object], folder: Path) -> None:
     DCP raises its own errors on all ranks as a CheckpointException. This class is not a subclass of Exception.
     """
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
+        warnings.filterwarnings("ignore", message=NO_GROUP)
         try:
             call(rank_and_size()[1] == 1)
         except CheckpointException as error:

@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from torch.distributed.checkpoint.state_dict_loader import load
 
 from hyperion.checkpoints.folders import MANIFEST, sha256_of, verify
-from hyperion.checkpoints.sharded import on_rank_0, stored_tensors
+from hyperion.checkpoints.sharded import NO_GROUP, on_rank_0, stored_tensors
 from hyperion.checkpoints.states import STATE, CheckpointError, own_copy, read_tensors, reading
 from hyperion.errors import refused_write
 from hyperion.parallel import average_statistics
@@ -84,7 +84,7 @@ def _write_file(state: dict[str, Tensor], path: Path) -> None:
             where=path,
             elsewhere="choose another file",
             action="cannot export the model",
-            kept="nothing was changed",
+            unchanged="nothing was changed",
         ) from error
 
 
@@ -129,7 +129,7 @@ def _read_checkpoint(folder: Path) -> dict[str, Tensor]:
     if not metadata:
         raise CheckpointError("the checkpoint holds no model", where=folder, next_step="name the checkpoint of a training run")
     with warnings.catch_warnings(), reading(folder, "holds no weights"):
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
+        warnings.filterwarnings("ignore", message=NO_GROUP)
         tensors = {name: torch.empty(tensor.size, dtype=tensor.properties.dtype) for name, tensor in metadata.items()}
         try:
             load(tensors, storage_reader=HuggingFaceStorageReader(str(folder)), no_dist=True)

@@ -12,7 +12,7 @@ import typer
 from hyperion.book.plots import draw, plots_of
 from hyperion.chapter import Context, default_profile, experiment_named, load_profile, run_information
 from hyperion.checkpoints.weights import read_weights
-from hyperion.commands.console import one_of, run_app
+from hyperion.commands.console import existing_folder, one_of, run_app
 from hyperion.errors import LARGEST_SEED, HyperionError
 from hyperion.experiments.compilation.compilation import CompilationOptions
 from hyperion.experiments.compilation.compilation_models import IMAGENET_STEM, ModelSpec, fit_to_weights, weight_faults
@@ -20,7 +20,6 @@ from hyperion.experiments.compilation.figures import compilation_csv, compilatio
 from hyperion.figures.material import Material
 from hyperion.hardware import detect
 from hyperion.measure.steps.compilation import EAGER, MODES
-from hyperion.paths import expanded
 from hyperion.results import Run, new_run_folder
 from hyperion.results.files import make_folder, write_atomically
 from hyperion.terminal import run_command, say
@@ -66,18 +65,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return run_command(lambda: run_app(app, f"{PROGRAM}.py", given), PROGRAM)
 
 
-def _folder(given: Path) -> Path:
-    path = expanded(str(given)).resolve()
-    if not path.is_dir():
-        raise typer.BadParameter(f"{str(given)!r} is not a folder; create it, or use another folder")
-    return path
-
-
 @app.command()
 def compilation(
-    base_dir: Annotated[Path, typer.Option("--base_dir", callback=_folder, help="Folder in which results/ is created.")] = Path(
-        "."
-    ),
+    base_dir: Annotated[
+        Path, typer.Option("--base_dir", callback=existing_folder, help="Folder in which results/ is created.")
+    ] = Path("."),
     dtype: Annotated[
         str, typer.Option(callback=one_of(DTYPES), help=f"Number format of weights and arithmetic: {', '.join(DTYPES)}.")
     ] = "fp32",

@@ -5,6 +5,7 @@ import io
 import re
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import typer
@@ -12,6 +13,7 @@ from rich.console import Console
 from rich.text import Text
 
 from hyperion.errors import HyperionError
+from hyperion.paths import expanded
 from hyperion.terminal import INTERRUPTED
 from hyperion.untrusted import printable
 
@@ -88,3 +90,15 @@ def run_app(app: typer.Typer, program: str, arguments: Sequence[str]) -> int:
         print(printable(shown.getvalue()), end="", file=sys.stderr)
         return error.exit_code
     return 0
+
+
+def existing_folder(given: Path | str) -> Path:
+    """Return the absolute path of a folder that an option names.
+
+    Raises:
+        typer.BadParameter: there is no such folder.
+    """
+    path = expanded(str(given)).resolve()
+    if not path.is_dir():
+        raise typer.BadParameter(f"{str(given)!r} is not a folder; create it, or use another folder")
+    return path

@@ -11,7 +11,7 @@ from typing import Annotated, cast
 import typer
 
 from hyperion.chapter.profiles import default_profile, lineage
-from hyperion.commands.console import UsageError, one_of
+from hyperion.commands.console import UsageError, existing_folder, one_of
 from hyperion.data.store.sources import SOURCES
 from hyperion.errors import HyperionError, not_none, require_seed
 from hyperion.hardware import Device
@@ -49,13 +49,6 @@ def _count(text: str) -> int:
     return value
 
 
-def _folder(text: str) -> str:
-    path = expanded(text).resolve()
-    if not path.is_dir():
-        raise typer.BadParameter(f"{text!r} is not a folder; create it, or use another folder")
-    return str(path)
-
-
 def _existing(text: str) -> str:
     """Return the absolute path if `text` is a folder. Return any other text unchanged."""
     path = expanded(text)
@@ -86,7 +79,7 @@ class CommandOptions:
         str | None,
         typer.Option(
             "--base_dir",
-            parser=_folder,
+            parser=lambda text: str(existing_folder(text)),
             help="Folder in which results/ is created.",
             show_default="the repository, or HYPERION_RESULTS",
         ),

@@ -9,12 +9,11 @@ from dataclasses import replace
 
 import torch
 
-from hyperion.chapter.rows import bandwidth_limit, gemm_limit, out_of_memory_reason, timed_columns
+from hyperion.chapter.rows import bandwidth_limit, gemm_limit, out_of_memory_reason, timed_columns, unused_tf32
 from hyperion.experiments.interconnect.collectives import busbw_limit
 from hyperion.hardware import Device
 from hyperion.measure import (
     COLLECTIVES,
-    FORMATS,
     Energy,
     Gemm,
     energy_of,
@@ -59,9 +58,8 @@ def gemm_rows(device: Device, dtype: str, size: int, *, cold: bool, time_limit_s
         return [replace(row, value_reason=out_of_memory_reason(error))]
     except RefusedProduct as refusal:
         return [replace(row, value_reason=f"unsupported: {refusal.what}")]
-    # An error as small as in fp32 shows that the product was not computed in TF32. Its rate would be wrong for this format.
-    if dtype == "tf32" and verification.error < FORMATS["fp32"].gemm_tolerance:
-        return [replace(row, value_reason="TF32 was allowed, but the product has the accuracy of fp32")]
+    if unused := unused_tf32(dtype, verification.error):
+        return [replace(row, value_reason=unused)]
     rate = timing.estimate.map(lambda seconds: product.flops / seconds / 1e12)
     limit, source = gemm_limit(device, dtype)
     columns = timed_columns(rate, timing, verification)

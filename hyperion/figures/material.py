@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, ParamSpec, TypeVar
 import pandas as pd
 
 from hyperion.errors import HyperionError, not_none
-from hyperion.paths import reference_folder
 from hyperion.results import Prediction, Row, Run
-from hyperion.results.store import samples_name
+from hyperion.results.rows import canonical_params
+from hyperion.results.store import samples_name, stored_references
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -93,8 +93,9 @@ class Material:
         For a replayed experiment, the identity is read from the reference run.
         """
         reference, entries = self.replayed_from(notebook, experiment), self.finished
-        if reference and (folder := reference_folder() / reference).is_dir():
-            entries = Run.open(folder).experiments()
+        for run in stored_references() if reference else ():
+            if run.folder.name == reference:
+                entries = run.experiments()
         return entries.get(f"{notebook}/{experiment}", {}).get("data") or {}
 
     @cached_property
@@ -140,7 +141,7 @@ class Material:
                 continue
             series = samples.dropna(subset=["params", "unsteady"]).drop_duplicates(["variant", "dtype", "params"])
             for line in series.to_dict("records"):
-                key = (notebook, experiment, line["variant"], line["dtype"], _canonical(json.loads(line["params"])))
+                key = (notebook, experiment, line["variant"], line["dtype"], canonical_params(json.loads(line["params"])))
                 # If there are two reasons, the text in "unsteady" states both, separated by a semicolon.
                 drifts = line["unsteady"] and (line["warm"] or ";" in line["unsteady"])
                 reasons = [] if line["warm"] else ["warm-up"]
@@ -155,7 +156,7 @@ class Material:
             "yes", or "no" with the reason. There are two possible reasons: the times still changed at the end of the warm-up, or
             they drifted during the timing. "" if the row was not timed, or if its samples do not state the steadiness.
         """
-        return self._steadiness.get((row.notebook, row.experiment, row.variant, row.dtype, _canonical(row.params)), "")
+        return self._steadiness.get((row.notebook, row.experiment, row.variant, row.dtype, canonical_params(row.params)), "")
 
     def replayed_from(self, notebook: str, experiment: str) -> str:
         """Return the reference machine from which an experiment was replayed, or "" if it was measured in this run."""
@@ -196,10 +197,6 @@ def _image_caveat(data: dict, source: str) -> str:
     if entry.get("official") or source not in ("mirror", "cache"):
         return ""
     return f"Unofficial {source}: no published checksum proves the pixels of this CIFAR-10, so {_NOT_COMPARABLE}"
-
-
-def _canonical(params: dict) -> str:
-    return json.dumps(params, sort_keys=True)
 
 
 def device_name(information: dict) -> str:
@@ -364,7 +361,7 @@ def memory_unit(gib: list[float]) -> tuple[float, str]:
 
 
 def _decimals(value: float | None, low: float | None, high: float | None) -> int | None:
-    """Return the number of decimals with which a value is shown, given its interval.
+    """Return the number of decimals of a displayed value, which depends on the width of its interval.
 
     None if there is no interval or the value is tiny.
     """

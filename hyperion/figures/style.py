@@ -224,3 +224,18 @@ def spread_labels(axes: Axes, labels: Iterable[tuple[float, str, str]], gap_poin
             color=colour,
             annotation_clip=False,
         )
+
+
+def name_bars(axes: Axes, names: Sequence[str], label: str, room: float = 1.5) -> None:
+    """Name horizontal bars from top to bottom, and make room for a text at the right of each bar.
+
+    Args:
+        axes: the axes with the bars, which are at 0, 1, 2, ….
+        names: names of the bars.
+        label: label of the x axis.
+        room: factor by which the x axis becomes longer.
+    """
+    axes.set_yticks(range(len(names)), names)
+    axes.invert_yaxis()
+    axes.grid(axis="y", visible=False)
+    axes.set(xlabel=label, xlim=(0, axes.get_xlim()[1] * room))

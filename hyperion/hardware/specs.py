@@ -396,7 +396,7 @@ def _same_name(name: str, entry: DeviceEntry) -> bool:
 
 
 def _difference(device: Device, entry: DeviceEntry) -> str | None:
-    """Return a text that says how the device differs from the data sheet entry with its name, or None if it does not differ."""
+    """Describe how the device differs from the data sheet entry with its name. Return None if it does not differ."""
     if device.kind != entry.kind or device.arch != entry.arch:
         return f"architecture {device.arch}, expected {entry.arch}"
     if device.compute_units not in (entry.enumerated_units or [entry.compute_units]):
@@ -453,7 +453,7 @@ def _cpu_specification(device: Device, rules: CpuRules) -> Specification:
         peaks={path: _cpu_peak(device, rules, path) for path in PATHS},
         memory_bandwidth_gb_s=None,
         memory_bandwidth_limit_gb_s=None,
-        memory_bandwidth_source="unknown: the system does not tell how many memory channels of which speed are fitted",
+        memory_bandwidth_source="unknown: the system does not report the number and speed of the memory channels",
         link_gb_s=None,
         link="a CPU has no GPU-to-GPU link",
     )

@@ -401,7 +401,7 @@ def cpu_reader(device: Device, root: Path = Path("/")) -> Reader:
             clock_mhz = statistics.median(float(system_text(file) or 0) / 1000 for file in files)
         elif "hypervisor" not in device.isa:
             clock_mhz = _cpuinfo_clock(root)
-        reading = from_raw({"clock_mhz": clock_mhz}, "the system does not tell it for a CPU")
+        reading = from_raw({"clock_mhz": clock_mhz}, "the system does not report it for a CPU")
         reading.unreadable["power_w"] = power
         return reading
 

@@ -38,7 +38,7 @@ def vector_add(x: Tensor, y: Tensor) -> Tensor:
     Args:
         x, y: tensors with the same shape and dtype.
     """
-    _require(x.shape == y.shape and x.dtype == y.dtype, f"x is {_told(x)}, y is {_told(y)}", "pass the same shape and dtype")
+    _require(x.shape == y.shape and x.dtype == y.dtype, f"x is {_form(x)}, y is {_form(y)}", "pass the same shape and dtype")
     if implementation(x) == REFERENCE:
         return x + y
     from hyperion.kernels.rows_triton import run_add
@@ -63,7 +63,7 @@ def layer_norm(x_MD: Tensor, weight_D: Tensor, bias_D: Tensor, eps: float = 1e-5
     """Return the layer norm of each row, (x - mean) / sqrt(variance + eps) · weight + bias. It has gradients."""
     _require_matrix(x_MD)
     shape = (x_MD.shape[1],)
-    _require(weight_D.shape == bias_D.shape == shape, f"x is {_told(x_MD)}, weight {_told(weight_D)}", f"pass weights {shape}")
+    _require(weight_D.shape == bias_D.shape == shape, f"x is {_form(x_MD)}, weight {_form(weight_D)}", f"pass weights {shape}")
     if implementation(x_MD) == REFERENCE:
         return F.layer_norm(x_MD, shape, weight_D, bias_D, eps)
     from hyperion.kernels.rows_triton import WIDEST, WIDEST_GRADIENT
@@ -78,7 +78,7 @@ def matmul(a_MK: Tensor, b_KN: Tensor) -> Tensor:
     """Return the matrix product A·B in the dtype of A. Sums are accumulated in float32."""
     _require_matrix(a_MK)
     fits = b_KN.dim() == 2 and a_MK.shape[1] == b_KN.shape[0] and a_MK.dtype == b_KN.dtype
-    _require(fits, f"A is {_told(a_MK)}, B is {_told(b_KN)}", "pass A [M, K] and B [K, N] of the same dtype")
+    _require(fits, f"A is {_form(a_MK)}, B is {_form(b_KN)}", "pass A [M, K] and B [K, N] of the same dtype")
     if implementation(a_MK) == REFERENCE:
         return a_MK @ b_KN
     from hyperion.kernels.matmul_triton import run_matmul, tiles_for
@@ -97,17 +97,17 @@ def attention(q_BHTD: Tensor, k_BKTD: Tensor, v_BKTD: Tensor, causal: bool = Tru
     """
     (B, H, T, D), (B2, K, T2, D2) = _shape(q_BHTD), _shape(k_BKTD)
     fits = (B, T, D) == (B2, T2, D2) and k_BKTD.shape == v_BKTD.shape and K > 0 and H % K == 0
-    told = f"queries {_told(q_BHTD)}, keys {_told(k_BKTD)}, values {_told(v_BKTD)}"
-    _require(fits, told, "pass [B, H, T, D] and [B, K, T, D], where K divides H")
-    _require(q_BHTD.dtype == k_BKTD.dtype == v_BKTD.dtype, told, "pass tensors of one dtype")
+    shapes = f"queries {_form(q_BHTD)}, keys {_form(k_BKTD)}, values {_form(v_BKTD)}"
+    _require(fits, shapes, "pass [B, H, T, D] and [B, K, T, D], where K divides H")
+    _require(q_BHTD.dtype == k_BKTD.dtype == v_BKTD.dtype, shapes, "pass tensors of one dtype")
     if implementation(q_BHTD) == REFERENCE:
         return attention_reference(q_BHTD, k_BKTD, v_BKTD, causal)
     from hyperion.kernels.attention_triton import Attention, tiles_for
 
     _require(D in HEAD_DIMS, f"the heads have {D} features", f"use heads of {' or '.join(map(str, HEAD_DIMS))} features")
     _require_kernel(q_BHTD, k_BKTD, v_BKTD)
-    _require(B * H <= _MOST_HEADS, told, f"pass at most {_MOST_HEADS} heads of all sequences together")
-    _require(q_BHTD.dtype in _DTYPES[1:], told, "pass float16 or bfloat16; the tiles do not fit into registers in float32")
+    _require(B * H <= _MOST_HEADS, shapes, f"pass at most {_MOST_HEADS} heads of all sequences together")
+    _require(q_BHTD.dtype in _DTYPES[1:], shapes, "pass float16 or bfloat16; the tiles do not fit into registers in float32")
     return Attention.apply(q_BHTD, k_BKTD, v_BKTD, causal, tiles_for(*architecture_of(q_BHTD.device), D))
 
 
@@ -160,18 +160,18 @@ def architecture_of(device: torch.device) -> tuple[str, int | str]:
     return "cuda", 10 * properties.major + properties.minor
 
 
-def _told(x: Tensor) -> str:
+def _form(x: Tensor) -> str:
     return f"{list(x.shape)} {str(x.dtype).removeprefix('torch.')}"
 
 
 def _shape(x: Tensor) -> tuple[int, ...]:
-    _require(x.dim() == 4, f"a tensor is {_told(x)}", "pass tensors of four dimensions: sequences, heads, positions, features")
+    _require(x.dim() == 4, f"a tensor is {_form(x)}", "pass tensors of four dimensions: sequences, heads, positions, features")
     return tuple(x.shape)
 
 
 def _require_matrix(x: Tensor) -> None:
     fits = x.dim() == 2 and x.numel() > 0 and x.dtype in (*_DTYPES, torch.float64)
-    _require(fits, f"the input is {_told(x)}", "pass a matrix that is not empty, of a floating-point dtype")
+    _require(fits, f"the input is {_form(x)}", "pass a matrix that is not empty, of a floating-point dtype")
 
 
 def _require_kernel(*tensors: Tensor, gradients: bool = True) -> None:
@@ -183,7 +183,7 @@ def _require_kernel(*tensors: Tensor, gradients: bool = True) -> None:
     """
     for x in tensors:
         fits = x.dtype in _DTYPES and x.numel() > 0
-        _require(fits, f"an input on a GPU is {_told(x)}", "pass float32, float16 or bfloat16, and at least one element")
+        _require(fits, f"an input on a GPU is {_form(x)}", "pass float32, float16 or bfloat16, and at least one element")
         # Triton launches on the current device, whichever device its arguments are on.
         here = x.device.index == torch.cuda.current_device()
         _require(here, f"an input is on {x.device}", "pass tensors on the current device, see torch.cuda.set_device")

@@ -344,8 +344,8 @@ class _Call:
             set_latest(self.run_store.folder)
         folder = _relative(self.run_store.folder)
         # An interrupted call has no report, and perhaps no executed notebook.
-        made = {"report": "report.html", "executed notebooks": "notebooks"}
-        there = {what: name for what, name in made.items() if (self.run_store.folder / name).exists()}
+        outputs = {"report": "report.html", "executed notebooks": "notebooks"}
+        there = {what: name for what, name in outputs.items() if (self.run_store.folder / name).exists()}
         self._print("   ".join([f"results: {folder}", *(f"{what}: {folder}/{name}" for what, name in there.items())]))
         if code != FINISHED:
             self._print("not finished; the same command continues where this call ended")

@@ -5,12 +5,11 @@ of files are not used.
 """
 
 import hashlib
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from hyperion.chapter.subjects import module_of
-from hyperion.dependencies import files_hash, imported_modules, reached_files
+from hyperion.dependencies import files_hash, imported_modules, json_hash, reached_files
 from hyperion.errors import HyperionError
 from hyperion.paths import reference_folder, results_folder
 from hyperion.reproduce.execution import NotebookFailure
@@ -131,11 +130,7 @@ def hashed_inputs(notebook: Notebook, parameters: Mapping, upstream: Mapping[str
         **parameters,
         **{f"rows of {stem}": digest for stem, digest in upstream.items()},
     }
-    return {name: _hash(value) for name, value in inputs.items()}
-
-
-def _hash(value: object) -> str:
-    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]
+    return {name: json_hash(value) for name, value in inputs.items()}
 
 
 def library_modules(notebook: Notebook) -> set[str]:
@@ -213,4 +208,4 @@ def _reference_digest(run: Run, notebook: Notebook, finished: list[dict | None])
     # but other rows and samples, so the hashes of its files are included.
     names = {RUN, ROWS, METRICS, PREDICTIONS, *(samples_name(notebook.stem, experiment) for experiment in notebook.produces)}
     files = {name: digest for name, digest in run.hashes().items() if name in names}
-    return hashlib.sha256(json.dumps([finished, files], sort_keys=True).encode()).hexdigest()[:16]
+    return json_hash([finished, files])

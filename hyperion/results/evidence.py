@@ -1,6 +1,5 @@
 """Verify a run: files are unchanged, rows are valid, counts agree, and values of rows agree with the stored samples."""
 
-import json
 from collections import Counter
 from collections.abc import Callable
 from typing import cast
@@ -9,7 +8,7 @@ import numpy as np
 import pandas as pd
 
 from hyperion.results.files import LOCK, MANIFEST, WRITER_LOCK, StoreError
-from hyperion.results.rows import Row
+from hyperion.results.rows import Row, canonical_params
 from hyperion.results.statistics import Estimate, median_estimate
 from hyperion.results.store import Run
 from hyperion.untrusted import parse_json
@@ -83,7 +82,7 @@ def _sample_groups(samples: pd.DataFrame, experiment: str) -> dict[tuple, np.nda
     for names, group in timed.groupby([named[column] for column in named], sort=False):
         variant, dtype, params, phase = cast(tuple[str, str, str, str], names)
         parsed = parse_json(params, StoreError, _NEXT, where=f"params of the samples of {experiment}")
-        groups[variant, dtype, _key(parsed), phase] = _numbers(cast(pd.Series, group["time_s"]), experiment)
+        groups[variant, dtype, canonical_params(parsed), phase] = _numbers(cast(pd.Series, group["time_s"]), experiment)
     return groups
 
 
@@ -110,7 +109,9 @@ def _recomputed(row: Row, groups: dict[tuple, np.ndarray], where: str) -> str:
     phase = row.metric.removesuffix("_time_s")
     phases = ("", phase if phase in _PHASES else "step")
     # More than one match is ambiguous: the samples do not say which of the two series the row used.
-    matching = [groups[key] for key in ((row.variant, row.dtype, _key(row.params), p) for p in phases) if key in groups]
+    matching = [
+        groups[key] for key in ((row.variant, row.dtype, canonical_params(row.params), p) for p in phases) if key in groups
+    ]
     if len(matching) != 1:
         return ""
     estimate, work = median_estimate(matching[0]), _work(row)
@@ -181,7 +182,3 @@ def _strangers(run: Run, names: list[str]) -> list[str]:
     known = {*names, MANIFEST, LOCK, WRITER_LOCK, ".driver.lock"}
     files = (path.relative_to(run.folder).as_posix() for path in run.folder.rglob("*") if not path.is_dir())
     return sorted(set(files) - known)
-
-
-def _key(params: dict) -> str:
-    return json.dumps(params, sort_keys=True)

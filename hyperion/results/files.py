@@ -23,6 +23,7 @@ import pandas as pd
 
 from hyperion.errors import HyperionError, refused_write
 from hyperion.locks import file_lock
+from hyperion.paths import flush
 from hyperion.untrusted import inner_path, open_regular, read_json
 
 MANIFEST = "MANIFEST"
@@ -33,7 +34,7 @@ LARGEST_FILE_BYTES = 2**30  # largest file of a run; samples usually take a few 
 LARGEST_ROWS, LARGEST_CELLS, LARGEST_DECODED_BYTES = 20_000_000, 100_000_000, 2**30
 _OWN = (MANIFEST, PENDING, LOCK, WRITER_LOCK)
 _SHA256 = re.compile(r"[0-9a-f]{64}")
-_RESTORE = "restore the file from where it was copied, or delete the run and measure again"
+RESTORE = "restore the file from where it was copied, or delete the run and measure again"
 _MOVE_AWAY = "restore the file, or move the folder away and run again"
 _DISTRUST = "do not use this folder: its files contain names that Hyperion never writes; delete it or copy it again"
 
@@ -84,26 +85,26 @@ class Manifest:
     def _opened(self, name: str) -> Iterator[BinaryIO]:
         path = self.folder / name
         if name not in self.entries:
-            raise StoreError("file is not in the run's manifest", where=path, next_step=_RESTORE)
+            raise StoreError("file is not in the run's manifest", where=path, next_step=RESTORE)
         # During an unfinished commit, the new content is still under its temporary name.
         place = inner_path(self.folder, self.moved.get(name, name), StoreError, _DISTRUST)
         try:
-            with open_regular(place, StoreError, _RESTORE) as file:
+            with open_regular(place, StoreError, RESTORE) as file:
                 # Check the size before reading, so that an enormous file is not hashed.
                 self._check(name, os.fstat(file.fileno()).st_size)
                 yield file
         except (FileNotFoundError, NotADirectoryError) as error:
-            raise StoreError("file named by the manifest is missing", where=path, next_step=_RESTORE) from error
+            raise StoreError("file named by the manifest is missing", where=path, next_step=RESTORE) from error
         except OSError as error:
-            raise StoreError(f"file cannot be read: {error.strerror}", where=path, next_step=_RESTORE) from error
+            raise StoreError(f"file cannot be read: {error.strerror}", where=path, next_step=RESTORE) from error
 
     def _check(self, name: str, size: int, digest: str | None = None) -> None:
         path, entry = self.folder / name, self.entries[name]
         if size != entry["size"]:
             fault = f"file has {size} bytes, but its manifest says {entry['size']}: it was truncated or edited"
-            raise StoreError(fault, where=path, next_step=_RESTORE)
+            raise StoreError(fault, where=path, next_step=RESTORE)
         if digest is not None and digest != entry["sha256"]:
-            raise StoreError("file does not match the sha256 in its manifest: it was edited", where=path, next_step=_RESTORE)
+            raise StoreError("file does not match the sha256 in its manifest: it was edited", where=path, next_step=RESTORE)
 
 
 def write_atomically(path: Path, content: bytes) -> None:
@@ -125,7 +126,7 @@ def write_atomically(path: Path, content: bytes) -> None:
         temporary.unlink(missing_ok=True)
         raise
     # A rename is durable only after an fsync of the folder that contains the name.
-    _sync_folder(path.parent)
+    flush(path.parent)
 
 
 def commit(folder: Path, contents: dict[str, bytes]) -> None:
@@ -273,7 +274,7 @@ def read_samples(content: bytes, where: object) -> pd.DataFrame:
         table.validate(full=True)  # without this check, texts that are not UTF-8 would fail later in pandas
         return table.to_pandas(ignore_metadata=True)
     except (pa.ArrowException, ValueError, OSError, OverflowError) as error:
-        raise StoreError(f"unreadable samples: {str(error)[:200]}", where=where, next_step=_RESTORE) from error
+        raise StoreError(f"unreadable samples: {str(error)[:200]}", where=where, next_step=RESTORE) from error
 
 
 def _pending(folder: Path) -> dict[str, str]:
@@ -308,7 +309,7 @@ def _finish(folder: Path) -> None:
                 os.replace(folder / temporary, folder / name)
             except OSError as error:
                 raise _write_error(error, folder / name) from error
-            _sync_folder((folder / name).parent)
+            flush((folder / name).parent)
     # The list is removed last: until then, a repetition of the renames is harmless.
     (folder / PENDING).unlink(missing_ok=True)
 
@@ -388,19 +389,10 @@ def _write_error(error: OSError, path: Path) -> StoreError:
         error,
         StoreError,
         action="cannot write",
-        kept="nothing was changed",
+        unchanged="nothing was changed",
         where=path,
         elsewhere="name another folder with HYPERION_RESULTS=/some/folder",
     )
-
-
-def _sync_folder(folder: Path) -> None:
-    # A folder cannot be opened with `open`, but its descriptor can be synchronised.
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def _samples_table(content: bytes, where: object):
@@ -422,7 +414,7 @@ def _samples_table(content: bytes, where: object):
 
     schema = metadata.schema.to_arrow_schema()
     if len(set(schema.names)) != len(schema.names):
-        raise StoreError("samples with two columns of the same name", where=where, next_step=_RESTORE)
+        raise StoreError("samples with two columns of the same name", where=where, next_step=RESTORE)
     for field in schema:
         if not _is_plain(field.type):
             fault = f"samples with a column of type {field.type} ({field.name!r:.40})"
@@ -470,4 +462,4 @@ def _is_text(kind) -> bool:
 
 def _require_size(holds: bool, size: str, where: object) -> None:
     if not holds:
-        raise StoreError(f"samples of {size} are more than Hyperion records", where=where, next_step=_RESTORE)
+        raise StoreError(f"samples of {size} are more than Hyperion records", where=where, next_step=RESTORE)

@@ -478,6 +478,11 @@ def _is_bounded(value) -> bool:
     return not isinstance(value, int | float) or abs(value) <= sys.float_info.max
 
 
+def canonical_params(params: dict) -> str:
+    """Return params as a JSON text. Two equal dicts have the same text, whatever the order of their keys."""
+    return json.dumps(params, sort_keys=True)
+
+
 def _json(params: dict) -> str:
     # NaN and Infinity are not JSON, and other readers reject them.
     return json.dumps(params, sort_keys=True, allow_nan=False)

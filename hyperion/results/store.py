@@ -22,6 +22,7 @@ from hyperion.forms import read_form
 from hyperion.paths import reference_folder, results_folder
 from hyperion.results.execution import KEPT, MEASURED, note_experiment
 from hyperion.results.files import (
+    RESTORE,
     WRITER_LOCK,
     StoreError,
     commit,
@@ -38,6 +39,7 @@ from hyperion.results.rows import (
     SCHEMA_VERSION,
     Row,
     RowError,
+    canonical_params,
     own_metrics,
     own_metrics_from_json,
     own_metrics_to_json,
@@ -53,7 +55,6 @@ ENVIRONMENTS, METRICS = "environments.json", "metrics.json"
 LATEST, PASSPORTS = "latest", "passports"
 # A name never starts with a dot or a minus sign, so it is no hidden file, no parent folder and no option of a command.
 _RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
-_ANEW = "restore the file from where it was copied, or delete the run and measure again"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -341,8 +342,8 @@ class Run:
         # new ones, so that two writers cannot lose each other's rows.
         with locked(self.folder, WRITER_LOCK, create=True):
             if started_at:
-                made = [p for p in self.predictions(notebook, experiment) if p.input_hash == input_hash]
-                entry |= {"started_at": started_at, "predictions": predictions_digest(made)}
+                predicted = [p for p in self.predictions(notebook, experiment) if p.input_hash == input_hash]
+                entry |= {"started_at": started_at, "predictions": predictions_digest(predicted)}
             entry["provenance"], files = dict(provenance or {}), {}
             if environment is not None:
                 # All experiments of one session share the environment. It is stored once, under its digest.
@@ -395,7 +396,7 @@ class Run:
         for digest, environment in environments.items():
             if digest != environment_digest(environment):
                 fault = f"environment {digest!r:.40} does not match its digest: it was edited"
-                raise StoreError(fault, where=self.folder / ENVIRONMENTS, next_step=_ANEW)
+                raise StoreError(fault, where=self.folder / ENVIRONMENTS, next_step=RESTORE)
         return environments
 
     def predict(self, predictions: Iterable[Prediction]) -> None:
@@ -420,7 +421,7 @@ class Run:
         predictions = read_form(list[Prediction], self.document(PREDICTIONS), PREDICTIONS)
         for p in (p for p in predictions if (p.digest or p.made_at) and p.digest != p.sealed().digest):
             fault = f"the prediction of {p.metric} by {p.experiment!r:.60} does not match its digest: it was edited"
-            raise StoreError(fault, where=self.folder / PREDICTIONS, next_step=_ANEW)
+            raise StoreError(fault, where=self.folder / PREDICTIONS, next_step=RESTORE)
         return [
             p
             for p in predictions
@@ -449,9 +450,9 @@ class Run:
         content = read_verified(self.folder, name)
         if len(content) > DOCUMENT_BYTES:
             raise StoreError(
-                f"{len(content)} bytes of JSON are more than Hyperion writes", where=self.folder / name, next_step=_ANEW
+                f"{len(content)} bytes of JSON are more than Hyperion writes", where=self.folder / name, next_step=RESTORE
             )
-        return parse_json(content, StoreError, _ANEW, where=self.folder / name)
+        return parse_json(content, StoreError, RESTORE, where=self.folder / name)
 
     def verify(self) -> list[str]:
         """Verify that files match the manifest, that rows follow their rules, and that the JSON files agree with each other.
@@ -470,21 +471,21 @@ class Run:
         for name, metrics in self.own_metrics().items():
             if unused := [metric.name for metric in metrics if (name, metric.name) not in used]:
                 fault = f"{METRICS} defines {unused[0]} for {name!r:.200}, which has no row of this metric in {ROWS}"
-                raise StoreError(fault, where=self.folder / METRICS, next_step=_ANEW)
+                raise StoreError(fault, where=self.folder / METRICS, next_step=RESTORE)
         self.information()  # reading this file validates it
         self._verify_predictions(experiments)
         counted = Counter(f"{row.notebook}/{row.experiment}" for row in rows)
         for name, entry in experiments.items():
             if entry["rows"] != counted[name]:
                 fault = f"{name} has {counted[name]} rows in {ROWS}, but {EXPERIMENTS} says {entry['rows']}"
-                raise StoreError(fault, where=self.folder / ROWS, next_step=_ANEW)
+                raise StoreError(fault, where=self.folder / ROWS, next_step=RESTORE)
             digest = entry.get("provenance", {}).get("environment")
             if digest is not None and digest not in environments:
                 fault = f"{name} was measured in environment {digest!r:.40}, which {ENVIRONMENTS} lacks"
-                raise StoreError(fault, where=self.folder / EXPERIMENTS, next_step=_ANEW)
+                raise StoreError(fault, where=self.folder / EXPERIMENTS, next_step=RESTORE)
         if unknown := sorted(counted.keys() - experiments.keys()):
             fault = f"{unknown[0]} has rows in {ROWS} and no entry in {EXPERIMENTS}"
-            raise StoreError(fault, where=self.folder / ROWS, next_step=_ANEW)
+            raise StoreError(fault, where=self.folder / ROWS, next_step=RESTORE)
         return names
 
     def _verify_predictions(self, experiments: dict[str, dict]) -> None:
@@ -500,16 +501,16 @@ class Run:
             # Runs of earlier versions have no times. There is nothing to compare.
             if not entry.get("started_at"):
                 continue
-            made = [p for p in predictions if (f"{p.notebook}/{p.experiment}", p.input_hash) == (name, entry["input_hash"])]
-            if any(p.basis.endswith(LATE) for p in made):
+            predicted = [p for p in predictions if (f"{p.notebook}/{p.experiment}", p.input_hash) == (name, entry["input_hash"])]
+            if any(p.basis.endswith(LATE) for p in predicted):
                 continue
             # ISO 8601 times in UTC with a fixed number of digits compare like texts.
-            late = next((p for p in made if p.made_at > entry["started_at"]), None)
+            late = next((p for p in predicted if p.made_at > entry["started_at"]), None)
             fault = f"a prediction of {name} was made at {late.made_at}, after the first sample" if late else ""
-            if not fault and predictions_digest(made) != entry.get("predictions"):
+            if not fault and predictions_digest(predicted) != entry.get("predictions"):
                 fault = f"the predictions of {name} are not those that were stored before its first sample"
             if fault:
-                raise StoreError(fault, where=self.folder / PREDICTIONS, next_step=_ANEW)
+                raise StoreError(fault, where=self.folder / PREDICTIONS, next_step=RESTORE)
 
     def _rows_files(self, notebook: str, experiment: str, rows: list[Row]) -> dict[str, bytes]:
         """Return the new content of rows.csv and metrics.json. The given rows replace earlier rows of the experiment."""
@@ -624,6 +625,11 @@ def find_runs(name: str) -> list[Path]:
     return [find_run(name)]
 
 
+def stored_references() -> list[Run]:
+    """Return the reference runs in git, in the order of the names of their machines."""
+    return [Run.open(path.parent) for path in sorted(reference_folder().glob("*/run.json"))]
+
+
 def environment_digest(environment: dict) -> str:
     """Return the digest of an environment: 16 hexadecimal digits. It is used in environments.json and in provenances."""
     return hashlib.sha256(_json(environment)).hexdigest()[:16]
@@ -668,7 +674,7 @@ def _with_prediction(written: list[Prediction], new: Prediction) -> list[Predict
         return p.notebook, p.experiment, p.input_hash
 
     def key(p: Prediction) -> tuple:
-        return configuration(p), p.variant, p.dtype, json.dumps(p.params, sort_keys=True), p.metric, p.upstream_hash
+        return configuration(p), p.variant, p.dtype, canonical_params(p.params), p.metric, p.upstream_hash
 
     # The same prediction again: only a guess that was missing is added.
     for place, stored in enumerate(written):
@@ -684,7 +690,7 @@ def _text(content: bytes, where: Path) -> str:
     try:
         return content.decode()
     except UnicodeDecodeError as error:
-        raise StoreError(f"not UTF-8: {error}", where=where, next_step=_ANEW) from error
+        raise StoreError(f"not UTF-8: {error}", where=where, next_step=RESTORE) from error
 
 
 def _json(value) -> bytes:

@@ -43,7 +43,7 @@ from hyperion.parallel import (
 )
 from hyperion.processes import World
 from hyperion.training.captured import CapturedStep, same_tensors, why_not_captured
-from hyperion.training.evaluate import evaluate_images, evaluate_language, require_nll
+from hyperion.training.evaluate import ONE_CLASS_EACH, evaluate_images, evaluate_language, require_nll
 from hyperion.training.recipe import Precision
 
 
@@ -393,10 +393,7 @@ class ImageEngine(TorchEngine):
                 "pass normalised floating-point images: (images / 255 - mean) / deviation, as ImageBatches does",
             )
         if labels_B.shape != images_BCYX.shape[:1] or labels_B.dtype != torch.int64:
-            raise _batch_error(
-                f"labels {_form(labels_B)} for images {_form(images_BCYX)}",
-                "pass one class per image, int64 [B]; use argmax(dim=1) for one-hot labels",
-            )
+            raise _batch_error(f"labels {_form(labels_B)} for images {_form(images_BCYX)}", ONE_CLASS_EACH)
         lowest, highest = _range(images_BCYX)
         if (
             lowest >= 0 and highest > 100

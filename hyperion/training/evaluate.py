@@ -20,6 +20,9 @@ from hyperion.hardware import Device
 from hyperion.parallel import average_statistics, ranks_of, reshard, start_sum
 from hyperion.training.recipe import Precision
 
+# Next step of an error about labels.
+ONE_CLASS_EACH = "pass one class per image, int64 [B]; use argmax(dim=1) for one-hot labels"
+
 
 @dataclass(frozen=True)
 class LanguageEvaluation:
@@ -150,7 +153,7 @@ def _require_classes(logits_BK: Tensor, labels_B: Tensor) -> None:
         raise HyperionError(
             f"labels are {labels_B.dtype} {list(labels_B.shape)} for logits {list(logits_BK.shape)}",
             where="evaluate_images",
-            next_step="pass one class per image, int64 [B]; use argmax(dim=1) for one-hot labels",
+            next_step=ONE_CLASS_EACH,
         )
 
 

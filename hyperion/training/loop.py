@@ -21,8 +21,6 @@ from hyperion.training.engine import Engine, NonFiniteError, StepMetrics
 from hyperion.training.recipe import rng_state, seed_rank, set_rng_state
 from hyperion.training.snapshots import is_finite, non_finite, read_run, write_run
 
-Report = Callable[[int, int, str], object]
-
 
 @dataclass(frozen=True)
 class TrainingPlan:
@@ -208,7 +206,7 @@ def train(
     validation: Callable[[], Iterable] | None = None,
     folder: Path | None = None,
     on_epoch: Sequence[Callable[[EpochRecord], object]] = (),
-    report: Report = lambda done, total, note: None,
+    report: Callable[[int, int, str], object] = lambda done, total, note: None,
 ) -> History:
     """Train according to the plan. If `folder` contains a checkpoint, resume from it.
 
@@ -260,7 +258,7 @@ class _Run:
         folder: Path | None,
         on_epoch: Sequence[Callable[[EpochRecord], object]],
         stop: StopFlag,
-        report: Report,
+        report: Callable[[int, int, str], object],
     ):
         self.rank, self.ranks = rank_and_size()
         self.engine, self.batches, self.plan = engine, batches, plan

@@ -60,11 +60,6 @@ class MemoryEstimate:
         return self.history.parts
 
     @property
-    def at_peak(self) -> dict[str, int]:
-        """Bytes of each kind of tensor at the time of the overall peak."""
-        return self.history.at(self.history.fullest())
-
-    @property
     def phase(self) -> str:
         """Phase of the step in which the overall peak occurs."""
         return self.history.phase_of(self.history.fullest())

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from hyperion.chapter.context import Context, Forecast
 from hyperion.chapter.efficiency import REFERENCE_STEP, with_interval
-from hyperion.chapter.rows import sample_frame, stream_ceiling, timed_row
+from hyperion.chapter.rows import NO_CEILINGS, sample_frame, stream_ceiling, timed_row
 from hyperion.errors import HyperionError, not_none
 from hyperion.hardware import Device, lookup
 from hyperion.measure import (
@@ -45,7 +45,6 @@ from hyperion.workloads.workloads import ADAMW_BYTES_A_PARAMETER, SGD_BYTES_A_PA
 EAGER, COMPILED = "eager", "compiled"
 CONTIGUOUS, CHANNELS_LAST = "contiguous", "channels_last"
 LEAST_MEMORY = "weights, gradients and moments in float32, and the batch"
-NO_CEILINGS = "no estimate: this run has measured no ceilings (01_hardware_exploration)"
 # Seconds that the host needs for one operator of an eager training step, including Python, autograd and dispatch. These values
 # are used only if the run has measured neither this time nor the time of a launch. The value for GPUs was measured on the host of
 # an H200. The host of another H200 needs 1.5 times as long.

@@ -18,9 +18,17 @@ from typing import Any
 import pandas as pd
 import torch
 
-from hyperion.chapter.context import Context, Forecast, Result
+from hyperion.chapter.context import Context, Forecast, Report, Result
 from hyperion.chapter.efficiency import TRAINING_STEP, Expected, expected_share
-from hyperion.chapter.rows import gemm_limit, out_of_memory_reason, sample_frame, speedup_row, stream_ceiling, timed_row
+from hyperion.chapter.rows import (
+    NO_CEILINGS,
+    gemm_limit,
+    out_of_memory_reason,
+    sample_frame,
+    speedup_row,
+    stream_ceiling,
+    timed_row,
+)
 from hyperion.errors import not_none
 from hyperion.hardware import Device, gemm_path, peak
 from hyperion.measure import Timing, Verification, time_function, time_interleaved
@@ -32,6 +40,8 @@ from hyperion.workloads.workloads import Batch, Workload
 
 # The `limit_source` of the rows of a speed-up.
 NO_SPEEDUP_LIMIT = "no limit: how far the slower of the two stays below its own limit is not bounded"
+# The `value_reason` of the rows of an epoch without a timed step.
+NOT_TIMED = "no step of this epoch was timed, or the system does not report it"
 _NO_LIMIT = "no limit: "
 
 
@@ -53,7 +63,7 @@ def epoch_rows(context: Context, variant: str, dtype: str, engine: TorchEngine, 
             record.peak_memory_metric: (peak_gib, _NO_LIMIT + "the least memory that a step needs is not derived yet"),
         }
         for metric, (value, limit_source) in values.items():
-            reason = "" if value is not None else "no step of this epoch was timed, or the system cannot tell"
+            reason = "" if value is not None else NOT_TIMED
             rows.append(
                 context.row(
                     variant,
@@ -259,38 +269,57 @@ def _gemm_dtype(dtype: str) -> str:
     return "tf32" if dtype == "fp32" and torch.backends.cuda.matmul.fp32_precision == "tf32" else dtype
 
 
+def step_ceiling(
+    context: Context, dtype: str, items: int, flops: ModelFlops, traffic: dict[str, float]
+) -> tuple[float | None, str]:
+    """Compute the ceiling of the throughput of a step after warm-up on one device.
+
+    It is computed from the shapes of the model and from the rates that this run has measured. It ignores the time of the host, of
+    element-wise kernels and of communication.
+
+    Args:
+        context: context of the experiment.
+        dtype: number format of the step.
+        items: number of tokens or images in a batch.
+        flops: FLOPs of the step for each token or image.
+        traffic: a dict that maps a cause, such as the optimizer, to the bytes that a step moves outside of matrix products.
+
+    Returns:
+        (tokens or images per second, how they were computed), or (None, the reason) if this run has measured no rates.
+    """
+    gemm, stream = context.best_upstream("gemm_tflops", dtype), stream_ceiling(context.upstream)
+    if gemm is None or stream is None:
+        return None, NO_CEILINGS
+    tflops, bandwidth_gb_s = not_none(gemm.value), not_none(stream.value)
+    arithmetic = flops.forward_backward * items / (tflops * 1e12)
+    moving = sum(traffic.values()) / (bandwidth_gb_s * 1e9)
+    basis = (
+        f"{arithmetic * 1e3:.3g} ms of products at the measured {tflops:.4g} TFLOPS, "
+        f"then {moving * 1e3:.3g} ms for {' and '.join(traffic)} at {bandwidth_gb_s:.4g} GB/s"
+    )
+    return items / (arithmetic + moving), basis
+
+
 def step_forecasts(
     context: Context, variant: str, dtype: str, item: str, items: int, flops: ModelFlops, traffic: dict[str, float]
 ) -> list[Forecast]:
     """Predict the throughput of a step after warm-up on one device.
 
-    The ceiling of the throughput is computed from the shapes of the model and from the rates that this run has measured. It
-    ignores the time of the host, of element-wise kernels and of communication. The prediction is the ceiling times the share of
-    it that a reference machine reached.
+    The prediction is the ceiling, see `step_ceiling`, times the share of it that a reference machine reached.
 
     Args:
         context: context of the experiment.
         variant: variant of the predicted row.
         dtype: number format of the step.
         item: what the throughput counts, "token" or "image".
-        items: number of tokens or images in a batch.
-        flops: FLOPs of the step for each token or image.
-        traffic: a dict that maps a cause, such as the optimizer, to the bytes that a step moves outside of matrix products.
+        items, flops, traffic: arguments of `step_ceiling`.
     """
-    params = {"batch": items, "step": "steady"}
-    gemm, stream = context.best_upstream("gemm_tflops", dtype), stream_ceiling(context.upstream)
-    if gemm is None or stream is None:
-        expected = Expected(None, None, None, None, "no estimate: this run has measured no ceilings (01_hardware_exploration)")
+    ceiling, basis = step_ceiling(context, dtype, items, flops, traffic)
+    if ceiling is None:
+        expected = Expected(None, None, None, None, basis)
     else:
-        tflops, bandwidth_gb_s = not_none(gemm.value), not_none(stream.value)
-        arithmetic = flops.forward_backward * items / (tflops * 1e12)
-        moving = sum(traffic.values()) / (bandwidth_gb_s * 1e9)
-        basis = (
-            f"{arithmetic * 1e3:.3g} ms of products at the measured {tflops:.4g} TFLOPS, "
-            f"then {moving * 1e3:.3g} ms for {' and '.join(traffic)} at {bandwidth_gb_s:.4g} GB/s"
-        )
-        expected = expected_share(context.device, TRAINING_STEP, items / (arithmetic + moving), basis)
-    return [expected.forecast(variant, f"{item}s_per_s", dtype, params)]
+        expected = expected_share(context.device, TRAINING_STEP, ceiling, basis)
+    return [expected.forecast(variant, f"{item}s_per_s", dtype, {"batch": items, "step": "steady"})]
 
 
 def rate_forecast(context: Context, work: Workload, dtype: str) -> Forecast:
@@ -365,6 +394,17 @@ def compare_steps(
         shared = {"dtype": contender.dtype, "params": params, "data_source": source}
         rows.append(speedup_row(context, work.name, timing, timings[0], NO_SPEEDUP_LIMIT, **shared))
     return Result(rows, pd.concat(frames, ignore_index=True), source)
+
+
+def part_report(report: Report, part: int, parts: int) -> Report:
+    """Return a function that reports the progress of one of several parts, such as the training with one seed.
+
+    Args:
+        report: reports the progress of all parts together.
+        part: number of the part, from 0.
+        parts: number of parts. All parts have the same number of steps.
+    """
+    return lambda done, total, note: report(part * total + done, parts * total, note)
 
 
 @contextmanager

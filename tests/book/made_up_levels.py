@@ -45,7 +45,7 @@ def _level_rows(random, gpu: bool) -> list[Row]:
     for operation, share in (("read", 1.0), ("copy", 0.8)):
         for size in sizes:
             rate = share * (_gpu_rate(size) if gpu else _cpu_rate(size))
-            limit, source = None, "no limit: another level than device memory, and data sheets tell no rate of caches"
+            limit, source = None, "no limit: another level than device memory, and data sheets state no rate of caches"
             if gpu and size > 20 * 60 * MIB:
                 limit, source = 4800.0, "device memory: data sheet, HBM3e"
             elif size > caches[list(caches)[-1]][0]:
@@ -143,7 +143,7 @@ def _gpu_transfers(random, gpus: int) -> list[Row]:
         for destination in set(range(gpus)) - {source}:
             params = {"source": source, "destination": destination, "bytes": 2**28, "cache": "hot", "direct": True}
             rows.append(_copy(random, "peer to peer", 380.0, 450.0, params, "any peer; data sheet"))
-    return [*rows, _tensor(138.1, 139.8, "all of the device's memory, as PyTorch tells it")]
+    return [*rows, _tensor(138.1, 139.8, "all of the device's memory, as reported by PyTorch")]
 
 
 def cpu_transfers() -> list[Row]:

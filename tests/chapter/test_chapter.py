@@ -269,7 +269,8 @@ def test_replay_takes_rows_from_the_reference_and_measures_nothing(run_folder, t
     reference = tmp_path / "reference"
     reference.mkdir()
     (reference / "machine").symlink_to(run_folder)
-    monkeypatch.setattr("hyperion.chapter.profiles.reference_folder", lambda: reference)
+    for module in ("chapter.profiles", "results.store"):
+        monkeypatch.setattr(f"hyperion.{module}.reference_folder", lambda: reference)
     chapter = open_chapter(NOTEBOOK, profile="replay", output=str(tmp_path / "replayed"))
     assert "BANNER: replay" in capsys.readouterr().out
     result = chapter.run("leakage")
@@ -289,7 +290,8 @@ def test_replay_keeps_this_readers_guess_and_shows_no_estimate_of_another_config
     reference = tmp_path / "reference"
     reference.mkdir()
     (reference / "machine").symlink_to(run_folder)
-    monkeypatch.setattr("hyperion.chapter.profiles.reference_folder", lambda: reference)
+    for module in ("chapter.profiles", "results.store"):
+        monkeypatch.setattr(f"hyperion.{module}.reference_folder", lambda: reference)
     stale = Run.open(run_folder).predictions(NOTEBOOK, "leakage")[0]
     Run.open(run_folder).predict([replace(stale, input_hash="another", guess=None, estimate=99.0)])
     chapter = open_chapter(NOTEBOOK, profile="replay", output=str(tmp_path / "replayed"))
@@ -438,7 +440,8 @@ def test_files_that_a_run_fetched_itself_leave_it_fresh_and_other_files_do_not(t
 
 
 def test_replay_without_a_reference_says_what_to_do(tmp_path, monkeypatch):
-    monkeypatch.setattr("hyperion.chapter.profiles.reference_folder", lambda: tmp_path)
+    for module in ("chapter.profiles", "results.store"):
+        monkeypatch.setattr(f"hyperion.{module}.reference_folder", lambda: tmp_path)
     with pytest.raises(HyperionError, match="no reference run holds") as error:
         open_chapter(NOTEBOOK, profile="replay", output=str(tmp_path / "out"))
     assert "PROFILE=smoke" in error.value.next_step

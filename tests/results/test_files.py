@@ -176,7 +176,7 @@ def test_an_interruption_just_after_the_change_was_made_keeps_its_files(tmp_path
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr("hyperion.results.files._sync_folder", interrupted)
+        patch.setattr("hyperion.results.files.flush", interrupted)
         with pytest.raises(KeyboardInterrupt):
             commit(tmp_path, {"a": b"new"})
     assert read_verified(tmp_path, "a") == b"new"

@@ -102,7 +102,7 @@ def test_parts_are_those_of_the_model():
     assert estimate.parts["parameters"] == estimate.parts[GRADIENTS] == weights
     assert estimate.parts["optimizer state"] == pytest.approx(2 * weights, rel=1e-3)  # and a counter for each parameter
     assert estimate.parts[ACTIVATIONS] == pytest.approx(work.activations(False).saved(), rel=0.02)
-    assert sum(estimate.at_peak.values()) == estimate.peak_bytes
+    assert sum(estimate.history.at(estimate.history.fullest()).values()) == estimate.peak_bytes
 
 
 @pytest.mark.parametrize("memory", [99, 100, 109, 110, 1234, 5000, 10**6])

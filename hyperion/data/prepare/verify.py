@@ -161,25 +161,27 @@ def quarantine(folder: Path, findings: list[DataFinding]) -> Path:
     Raises:
         DataError: the folder cannot be moved.
     """
-    kept = folder.parent / QUARANTINE / f"{folder.name}.{uuid.uuid4().hex[:8]}"
+    quarantined = folder.parent / QUARANTINE / f"{folder.name}.{uuid.uuid4().hex[:8]}"
     try:
-        kept.parent.mkdir(exist_ok=True)
-        os.rename(folder, kept)
+        quarantined.parent.mkdir(exist_ok=True)
+        os.rename(folder, quarantined)
         reasons = {"was": folder.name, "findings": [asdict(finding) for finding in findings]}
         # If the folder is a symbolic link, only the link was moved. Its target may belong to another user and is not changed.
-        report = kept.with_name(f"{kept.name}.{REASON_FILE}") if kept.is_symlink() else kept / REASON_FILE
+        report = (
+            quarantined.with_name(f"{quarantined.name}.{REASON_FILE}") if quarantined.is_symlink() else quarantined / REASON_FILE
+        )
         report.write_text(json.dumps(reasons, indent=1) + "\n", encoding="utf-8")
     except OSError as error:
-        there = kept if kept.is_dir() else folder
+        there = quarantined if quarantined.is_dir() else folder
         raise refused_write(
             error,
             DataError,
             action="cannot move damaged data to quarantine",
-            kept=f"the data are in {there}",
+            unchanged=f"the data are in {there}",
             where=there,
             elsewhere="move that folder yourself",
         ) from error
-    return kept
+    return quarantined
 
 
 def _file_findings(folder: Path, manifest: DataManifest) -> Iterator[DataFinding]:
@@ -258,8 +260,8 @@ def _verdict(folder: Path) -> FolderVerdict:
         publisher = "" if official is None else "official, " if official is True else "not official, "
         origin = f"{publisher}{manifest.source}: {manifest.detail}"
     findings = examine(folder)
-    kept = quarantine(folder, findings) if findings else None
-    return FolderVerdict(folder, findings, kept, PREPARE_AGAIN if findings else "", origin)
+    quarantined = quarantine(folder, findings) if findings else None
+    return FolderVerdict(folder, findings, quarantined, PREPARE_AGAIN if findings else "", origin)
 
 
 def _manifest_of(folder: Path) -> DataManifest | None:

@@ -21,7 +21,7 @@ from typing import cast
 
 from hyperion.errors import HyperionError, refused_write
 from hyperion.forms import FieldError, read_form
-from hyperion.paths import data_folder
+from hyperion.paths import data_folder, flush
 from hyperion.untrusted import inner_path, open_regular, printable, read_json
 
 # `staged` writes this file, the mark, into every folder. It contains the size and the modification time of each file, by
@@ -83,7 +83,7 @@ def staged(target: Path) -> Iterator[Path]:
         (work / MARK).write_text(json.dumps({"made_by": "hyperion", "files": files}, indent=1), encoding="utf-8")
         # Files and folders are flushed before the rename. Otherwise a power cut could leave the final name with empty files.
         for path in (work, *sorted(work.rglob("*"))):
-            _flush(path)
+            flush(path)
         _take_the_name(work, target)
     except OSError as error:
         raise explained(error, target) from error
@@ -178,15 +178,7 @@ def _take_the_name(work: Path, target: Path) -> None:
         if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
             raise
         return  # another process staged it first
-    _flush(target.parent)
-
-
-def _flush(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+    flush(target.parent)
 
 
 def explained(error: OSError, target: Path) -> DataError:
@@ -195,7 +187,7 @@ def explained(error: OSError, target: Path) -> DataError:
         error,
         DataError,
         action="cannot stage data",
-        kept="nothing was staged",
+        unchanged="nothing was staged",
         where=error.filename or target,
         elsewhere="name another folder with HYPERION_DATA=/some/folder",
     )

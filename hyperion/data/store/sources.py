@@ -321,9 +321,9 @@ def download(url: str, path: Path, md5: str | None = None, sha256: str | None = 
         raise DataUnavailable(f"the download ended after {received} of {announced} bytes", where=url, next_step="try again")
     for name, (digest, expected) in digests.items():
         if expected and digest.hexdigest() != expected:
-            kept = _quarantine(path)
+            quarantined = _quarantine(path)
             raise DataUnavailable(
-                f"{path.name} has {name} {digest.hexdigest()}, expected {expected}; moved to {QUARANTINE}/{kept.name}",
+                f"{path.name} has {name} {digest.hexdigest()}, expected {expected}; moved to {QUARANTINE}/{quarantined.name}",
                 where=url,
                 next_step="look at the file in quarantine, which is often the login page of a proxy, then try again",
             )
@@ -394,9 +394,9 @@ def _is_local(error: Exception) -> bool:
 
 
 def _quarantine(path: Path) -> Path:
-    kept = cache_root() / QUARANTINE / f"{path.name}.{uuid.uuid4().hex[:8]}"
-    kept.parent.mkdir(parents=True, exist_ok=True)
-    return path.rename(kept)
+    quarantined = cache_root() / QUARANTINE / f"{path.name}.{uuid.uuid4().hex[:8]}"
+    quarantined.parent.mkdir(parents=True, exist_ok=True)
+    return path.rename(quarantined)
 
 
 def _unreachable(host: str, fault: str) -> DataUnavailable:

@@ -35,7 +35,7 @@ from hyperion.training import (
     train,
 )
 from hyperion.workloads import datasets
-from hyperion.workloads.training_rows import epoch_rows, loss_curve, seed_statistics, steady_rows, step_forecasts
+from hyperion.workloads.training_rows import epoch_rows, loss_curve, part_report, seed_statistics, steady_rows, step_forecasts
 from hyperion.workloads.twins import captured_parity
 from hyperion.workloads.workloads import CLASSES, SGD_BYTES_A_PARAMETER
 
@@ -141,10 +141,7 @@ def run(context: Context, report: Report) -> Result:
     seeds = [context.seed + number for number in range(options.seeds)]
     rows, samples, runs = [], [], []
     for number, seed in enumerate(seeds):
-
-        def report_seed(done: int, total: int, note: str, number: int = number) -> None:
-            report(number * total + done, len(seeds) * total, note)
-
+        report_seed = part_report(report, number, len(seeds))
         engine, batches, trained = _train(data, seed, report_seed)
         samples.append(_curve(trained))
         if number == 0:

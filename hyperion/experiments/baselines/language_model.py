@@ -31,7 +31,7 @@ from hyperion.training import (
     train,
 )
 from hyperion.workloads import datasets
-from hyperion.workloads.training_rows import epoch_rows, loss_curve, seed_statistics, steady_rows, step_forecasts
+from hyperion.workloads.training_rows import epoch_rows, loss_curve, part_report, seed_statistics, steady_rows, step_forecasts
 from hyperion.workloads.twins import captured_parity
 from hyperion.workloads.workloads import ADAMW_BYTES_A_PARAMETER, LOGIT_BYTES, NO_VOCABULARY
 
@@ -162,10 +162,7 @@ def run(context: Context, report: Report) -> Result:
     seeds = [context.seed + number for number in range(text.options.seeds)]
     rows, samples, runs = [], [], []
     for number, seed in enumerate(seeds):
-
-        def report_seed(done: int, total: int, note: str, number: int = number) -> None:
-            report(number * total + done, len(seeds) * total, note)
-
+        report_seed = part_report(report, number, len(seeds))
         engine, batches, trained = _train(text, seed, report_seed)
         for split in text.options.scores:
             report_seed(engine.steps, engine.steps, f"scoring {split}")

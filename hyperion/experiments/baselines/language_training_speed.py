@@ -45,7 +45,7 @@ from torch import Tensor, nn
 
 from hyperion.chapter.context import Context, Experiment, Forecast, Options, Report, Result
 from hyperion.chapter.efficiency import TRAINING_STEP, expected_share
-from hyperion.chapter.rows import out_of_memory_reason, sample_frame, speedup_row, stream_ceiling, timed_row
+from hyperion.chapter.rows import NO_CEILINGS, out_of_memory_reason, sample_frame, speedup_row, stream_ceiling, timed_row
 from hyperion.data.batches import LanguageBatches
 from hyperion.errors import not_none
 from hyperion.experiments.baselines.plain_loops import (
@@ -69,7 +69,6 @@ from hyperion.training import LanguageEngine, choose_precision, compile_options
 from hyperion.training.captured import why_not_captured
 from hyperion.units import GIB
 from hyperion.workloads import datasets
-from hyperion.workloads.reference_steps import NO_CEILINGS
 from hyperion.workloads.training_rows import NO_SPEEDUP_LIMIT, memory_released, speed_rows
 from hyperion.workloads.twins import SCATTER_BF16
 from hyperion.workloads.workloads import (

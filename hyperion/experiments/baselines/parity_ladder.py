@@ -110,7 +110,7 @@ def rungs(micro_batches: int) -> list[ParityRung]:
         unit=2.0**-8,
         why="the operands of matrix products are rounded to 8 significant bits",
     )
-    kept = replace(
+    captured_stream = replace(
         half,
         name="checkpointed",
         checkpointing="every block",
@@ -119,7 +119,7 @@ def rungs(micro_batches: int) -> list[ParityRung]:
         why="activations are recomputed by the same operations",
     )
     compiled = replace(
-        kept,
+        captured_stream,
         name="compiled",
         compiled=True,
         tolerance=1e-2,
@@ -134,7 +134,7 @@ def rungs(micro_batches: int) -> list[ParityRung]:
         unit=0.0,
         why="the checkpoint contains everything that the next step depends on",
     )
-    return [plain, again, parts, half, kept, compiled, resumed]
+    return [plain, again, parts, half, captured_stream, compiled, resumed]
 
 
 def forecast(context: Context) -> list[Forecast]:
@@ -219,7 +219,8 @@ def _losses(context: Context, options: ParityLadderOptions, rung: ParityRung, to
         # Operators without a deterministic implementation warn and run anyway.
         torch.use_deterministic_algorithms(torch.are_deterministic_algorithms_enabled(), warn_only=True)
         torch._dynamo.reset()  # otherwise compiled code would keep the model of the rung before in memory
-        engine, batches = _engine(context, options, rung, tokens), _batches(context, options, tokens)
+        engine, where = _engine(context, options, rung, tokens), context.device.torch_device
+        batches = LanguageBatches(tokens, options.sequence_length, options.batch_size, context.seed, where)
         # If a block is recompiled too often, the compiler runs it eagerly by default and gives no error. With this setting it
         # raises.
         with torch._dynamo.config.patch(recompile_limit=_MOST_GRAPHS, fail_on_recompile_limit_hit=True):
@@ -245,11 +246,6 @@ def _engine(context: Context, options: ParityLadderOptions, rung: ParityRung, to
     return LanguageEngine(model, optimizer, schedule, precision, context.device, micro_batches=rung.micro_batches)
 
 
-def _batches(context: Context, options: ParityLadderOptions, tokens: np.ndarray) -> LanguageBatches:
-    where = context.device.torch_device
-    return LanguageBatches(tokens, options.sequence_length, options.batch_size, context.seed, where)
-
-
 def _rows(
     context: Context, options: ParityLadderOptions, rung: ParityRung, curves: dict[str, list[float]], reason: str, source: str
 ) -> list[Row]:
@@ -264,17 +260,17 @@ def _rows(
     total = sum(other.tolerance for other in rungs(options.micro_batches))
     allowed = {before: tolerance, FIRST: total if before != FIRST else tolerance}
     rows = []
-    for beside in dict.fromkeys((before, FIRST)):
-        difference = float(np.max(np.abs(np.array(curves[rung.name]) / np.array(curves[beside]) - 1)))
+    for other in dict.fromkeys((before, FIRST)):
+        difference = float(np.max(np.abs(np.array(curves[rung.name]) / np.array(curves[other]) - 1)))
         rows.append(
             context.error_row(
                 rung.name,
                 "relative_difference",
                 difference,
-                f"losses of the rung {beside!r}, step by step; {SCATTER_BF16}",
-                allowed[beside],
+                f"losses of the rung {other!r}, step by step; {SCATTER_BF16}",
+                allowed[other],
                 dtype=rung.dtype,
-                params=params if beside == before else params | {"beside": beside},
+                params=params if other == before else params | {"beside": other},
                 n=options.steps,
                 data_source=source,
             )

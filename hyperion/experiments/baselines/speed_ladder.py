@@ -40,7 +40,7 @@ class Rung:
 
 
 def attempt(build: Callable[[], Built]) -> Built | str:
-    """Return the result of `build`, which builds or times rungs, or the reason why PyTorch refused to capture or run a step."""
+    """Call `build`, which builds or times rungs, and return its result. If a step fails, return PyTorch's reason."""
     try:
         return build()
     except torch.OutOfMemoryError as error:

@@ -17,6 +17,7 @@ from pydantic import Field
 
 from hyperion.chapter.context import Context, Experiment, Forecast, Options, Report, Result
 from hyperion.chapter.rows import (
+    NO_CEILINGS,
     check_columns,
     checked,
     gemm_limit,
@@ -87,7 +88,7 @@ def _model_forecasts(context: Context, spec: ModelSpec) -> tuple[Forecast, list[
     dtype, modes = spec.dtype, spec.modes
     gemm, stream = context.best_upstream("gemm_tflops", dtype), stream_ceiling(context.upstream)
     seconds: dict[str, float | None] = dict.fromkeys(modes)
-    basis = "no estimate: this run has measured no ceilings (01_hardware_exploration)"  # for all models alike
+    basis = NO_CEILINGS  # for all models alike
     if gemm is not None and gemm.value and stream is not None and stream.value:
         model = make_model(spec, "meta", context.seed)
         census = count_operations(lambda: model.module(*model.inputs))

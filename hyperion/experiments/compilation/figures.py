@@ -14,7 +14,7 @@ from matplotlib.figure import Figure
 
 from hyperion.errors import not_none
 from hyperion.figures.material import Material, Plot, items, measured, number
-from hyperion.figures.style import COLOURS, INK, MUTED, add_notes, errors_of, log_ticks, new_figure, write_at
+from hyperion.figures.style import COLOURS, INK, MUTED, add_notes, errors_of, log_ticks, name_bars, new_figure, write_at
 from hyperion.results import Row
 from hyperion.units import GIB
 
@@ -128,7 +128,7 @@ def _draw_times(axes: Axes, title: str, rows: list[Row]) -> None:
             axes.plot([1e3 * eager] * 2, [place - 0.31, place + 0.31], color=INK, linewidth=1.6)
         label = f"{number(1e3 * seconds, 3)} ms" + (f"  ({number(speedup, 3)} ×)" if speedup else "")
         _name_bar(axes, place, 1e3 * max(row.ci_high or seconds, eager), label)
-    _finish(axes, [row.variant for row in times], "ms per call")
+    name_bars(axes, [row.variant for row in times], "ms per call", room=1.6)
     axes.set_title(title)
 
 
@@ -144,7 +144,7 @@ def _draw_memory(axes: Axes, rows: list[Row]) -> None:
             y = place + (step - (len(kinds) - 1) / 2) * height
             axes.barh(y, value, height=height * 0.92, color=_colour(mode), alpha=1 - 0.5 * step)
             _name_bar(axes, y, value, f"{number(value, 3)} {_MEMORY[kind]}")
-    _finish(axes, modes, "peak GiB during calls, one model loaded")
+    name_bars(axes, modes, "peak GiB during calls, one model loaded", room=1.6)
     limit = next((row.limit for kind in kinds for row in _of(rows, kind) if row.limit), None)
     if limit is not None:
         axes.axvline(limit, color=MUTED, linestyle=(0, (5, 3)), linewidth=1.2)
@@ -153,13 +153,6 @@ def _draw_memory(axes: Axes, rows: list[Row]) -> None:
 
 def _name_bar(axes: Axes, y: float, x: float, label: str) -> None:
     write_at(axes, label, (x, y), (5, 0), va="center", fontsize=8.5)
-
-
-def _finish(axes: Axes, names: list[str], label: str) -> None:
-    axes.set_yticks(range(len(names)), names)
-    axes.invert_yaxis()
-    axes.grid(axis="y", visible=False)
-    axes.set(xlabel=label, xlim=(0, axes.get_xlim()[1] * 1.6))
 
 
 def _colour(mode: str) -> str:

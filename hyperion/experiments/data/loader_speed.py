@@ -12,7 +12,7 @@ import pandas as pd
 import torch
 
 from hyperion.chapter.context import Context, Experiment, Forecast, Options, Report, Result
-from hyperion.chapter.rows import bandwidth_limit, sample_frame, stream_ceiling, timed_row
+from hyperion.chapter.rows import NO_CEILINGS, bandwidth_limit, sample_frame, stream_ceiling, timed_row
 from hyperion.data import IGNORE_INDEX, PreparedText, Tokenizer
 from hyperion.data.batches import LanguageBatches, PaddedBatches, Prefetched, ResumableBatches
 from hyperion.errors import not_none
@@ -98,7 +98,7 @@ def forecast(context: Context) -> list[Forecast]:
     dtype = choose_precision(context.device).dtype
     gemm, stream = context.best_upstream("gemm_tflops", dtype), stream_ceiling(context.upstream)
     if vocabulary is None or gemm is None or stream is None:
-        basis = "no estimate: this run has measured no ceilings (01_hardware_exploration)"
+        basis = NO_CEILINGS
         return [Forecast(_PACKED, "share", None, basis, params=params, dtype=dtype)]
     config = named_config(options.model, vocab_size=int(not_none(vocabulary.value)), context=options.sequence_length)
     tokens = options.batch_size * options.sequence_length

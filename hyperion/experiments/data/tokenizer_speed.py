@@ -26,7 +26,7 @@ from hyperion.workloads import datasets
 
 _OURS, _THEIRS = "each distinct word once", "datasets.map"
 _WINDOW = 128
-_NO_LIMIT = "no limit: what the least work of a tokenizer is has no bound"
+_NO_LIMIT = "no limit: there is no lower bound on the work of a tokenizer"
 
 
 class TokenizerSpeedOptions(Options):

@@ -21,7 +21,7 @@ from hyperion.results import Row, proportion_estimate
 from hyperion.training import EpochRecord, History, choose_precision, mean_over_ranks, train
 from hyperion.workloads import datasets
 from hyperion.workloads.recipes import Recipe, Training, set_up
-from hyperion.workloads.training_rows import loss_curve, step_forecasts
+from hyperion.workloads.training_rows import NOT_TIMED, loss_curve, step_forecasts
 from hyperion.workloads.workloads import ADAMW_BYTES_A_PARAMETER
 
 _NO_LIMIT = "no limit: loading is part of it; the steady step of chapter 2.8 has one"
@@ -156,7 +156,7 @@ def _record_rows(context: Context, recipe: Recipe, training: Training, record: E
             dtype=training.engine.precision.dtype,
             rank=record.rank,
             params=params,
-            value_reason="" if value is not None else "no step of this epoch was timed, or the system cannot tell",
+            value_reason="" if value is not None else NOT_TIMED,
             limit_source=source,
             data_source=training.source,
         )

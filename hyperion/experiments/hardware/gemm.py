@@ -5,8 +5,16 @@ import torch
 
 from hyperion.chapter.context import Context, Experiment, Forecast, Options, Report, Result
 from hyperion.chapter.efficiency import expected_product
-from hyperion.chapter.rows import absent_product, all_samples, out_of_memory_reason, rate_row, sample_frame, speedup_row
-from hyperion.measure import FORMATS, Gemm, Timing, Verification, format_of
+from hyperion.chapter.rows import (
+    absent_product,
+    all_samples,
+    out_of_memory_reason,
+    rate_row,
+    sample_frame,
+    speedup_row,
+    unused_tf32,
+)
+from hyperion.measure import Gemm, Timing, Verification, format_of
 from hyperion.results import Row
 
 VARIANT = "torch.mm"
@@ -82,9 +90,8 @@ def _measure_cell(context: Context, dtype: str, size: int, time_limit_s: float) 
         for cache in ("cold", "hot"):
             timing, verification = product.measure(cold=cache == "cold", time_limit_s=time_limit_s)
             name = product.format.name
-            # If the error is as small as in fp32, the BLAS library did not compute in TF32.
-            if name == "tf32" and verification.error < FORMATS["fp32"].gemm_tolerance:
-                return [_absent(context, dtype, size, "TF32 was allowed, but the product has the accuracy of fp32")], []
+            if unused := unused_tf32(name, verification.error):
+                return [_absent(context, dtype, size, unused)], []
             rows.append(_rate_row(context, product.function, product, _params(size, cache), timing, verification))
             frames.append(sample_frame(timing, product.function, name, _params(size, cache)))
     except torch.OutOfMemoryError as error:

@@ -96,7 +96,7 @@ def point_row(context: Context, variant: str, point: CachePoint, *, limit: float
 
 
 def _how_timed(point: CachePoint, device: Device) -> str:
-    """Return a text that says how the calls were made and timed.
+    """Describe how the calls were made and timed.
 
     The text is part of the identity of a row. So it does not contain the number of calls, which differs between runs.
     """
@@ -132,7 +132,7 @@ def _limit(device: Device, working_set: int) -> tuple[float | None, str]:
     if cache is None:
         return None, "no limit: a cache of unknown size may serve it"
     if working_set <= cache:
-        return None, "no limit: another level than device memory, and data sheets tell no rate of caches"
+        return None, "no limit: another level than device memory, and data sheets state no rate of caches"
     if working_set < _BEYOND_CACHE * cache:
         sizes = f"{working_set / MIB:.4g} MiB of working set, {cache / MIB:.4g} MiB of last-level cache"
         return None, f"no limit: a cache still serves part of it ({sizes})"

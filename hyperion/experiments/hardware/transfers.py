@@ -186,7 +186,7 @@ def _allocation_limit(options: TransfersOptions, device: Device) -> tuple[float,
     cap = options.cap_gib(device)
     if cap is not None:
         return cap, "the profile's cap on this process: a CPU's memory is never taken whole"
-    return device.memory_bytes / GIB, "all of the device's memory, as PyTorch tells it"
+    return device.memory_bytes / GIB, "all of the device's memory, as reported by PyTorch"
 
 
 def _allocation_row(context: Context, options: TransfersOptions) -> Row:

@@ -36,20 +36,19 @@ from hyperion.measure import (
     recommended_bucket,
 )
 from hyperion.measure.collectives.collectives import Buffers, algorithm_of, kernels_of_collectives, memory_needed
-from hyperion.measure.collectives.latency_bandwidth import SHARE
+from hyperion.measure.collectives.latency_bandwidth import FLAT, SHARE
 from hyperion.processes import RollCall, World, process_group, roll_call, world
 from hyperion.results import Estimate, Row
 from hyperion.units import GIB
 
 Cell = tuple[Collective, str, int]  # one measurement: (collective, dtype, message size in bytes)
 _ONE_DEVICE = "one device: no byte crosses a link"
-_NO_PEER = "one device: there is nobody to send to"
+_NO_PEER = "one device: there is no peer to send to"
 _TOGETHER = (
     "1: the links carry bytes while other parts of the device multiply; what the library's kernels take of those parts is "
     "left out"
 )
 _IN_TURNS = "0: gloo copies by the very cores that compute"
-_FLAT = "the times do not grow with the size by more than they scatter"
 # Memory traffic in bytes for each byte sent over loopback. The byte is copied into the buffer of a socket and out of this buffer.
 # Each of these two copies reads the byte once and writes it once.
 _LOOPBACK_TRAFFIC = 4
@@ -293,7 +292,7 @@ def _sweep_rows(context: Context, sweep: list[CollectiveMeasurement]) -> list[Ro
         row("latency_s", fit.latency_s),
         row("fit_deviation", fit.deviation),
         row("half_busbw_bytes", half, "the smallest size already reaches half"),
-        row("asymptotic_busbw_gb_s", rate, _FLAT),
+        row("asymptotic_busbw_gb_s", rate, FLAT),
         row("recommended_bytes", bucket.bytes, bucket.reason, note),
     ]
 
@@ -342,7 +341,7 @@ def _kernel_rows(context: Context, options: CollectivesOptions, here: World, rol
     called = [(collective, options.dtype, size) for collective in ALL_COLLECTIVES.values() for size in (min(sizes), max(sizes))]
     names, reason = None, ""
     if here.device.kind == "cpu":
-        called, reason = called[:1], f"{here.backend} does not tell which algorithm it chose"
+        called, reason = called[:1], f"{here.backend} does not report which algorithm it chose"
     else:
         names = kernels_of_collectives(called, here, roll)
         reason = "the profiler saw no kernel for each call" if names is None else ""

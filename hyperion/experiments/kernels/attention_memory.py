@@ -64,8 +64,8 @@ def forecast(context: Context) -> list[Forecast]:
         basis = f"outputs and gradients {linear / GIB:.3g} GiB"
         basis += f", and three matrices of scores {quadratic / GIB:.3g} GiB" if quadratic else ", no matrix of scores"
         share = quadratic / (quadratic + linear)
-        told = {"dtype": options.dtype, "params": _params(options)}
-        forecasts.append(Forecast(name, "quadratic_share", share, basis, **told))
+        identity = {"dtype": options.dtype, "params": _params(options)}
+        forecasts.append(Forecast(name, "quadratic_share", share, basis, **identity))
         peak = (quadratic + linear) / GIB
         params = _params(options, longest)
         forecasts.append(Forecast(name, "peak_memory_gib", peak, basis, options.dtype, params, ceiling=linear / GIB))

@@ -171,8 +171,8 @@ def _measure(context: Context, options: AttentionSpeedOptions, shape: AttentionS
         params = shape.params | {"pass": which, "cache": "cold"}
         calls = {name: one.calls[which] for name, one in contenders.items()}
         # The outputs that are verified are those of timed calls, so a call that skips work in the timing fails the check.
-        timings, kept = time_and_keep(calls, device, options.time_limit_s * len(calls))
-        checks = {name: _verification(outputs, exact, dtype, which) for name, outputs in kept.items()}
+        timings, outputs_by_name = time_and_keep(calls, device, options.time_limit_s * len(calls))
+        checks = {name: _verification(outputs, exact, dtype, which) for name, outputs in outputs_by_name.items()}
         for name, timing in timings.items():
             seen = dict(zip(("ran", "kernel"), contenders[name].seen[which], strict=True))
             rows.append(_rate_row(context, name, timing, checks[name], dtype, params | seen, shape.flops()[which]))

@@ -1,6 +1,6 @@
-"""Claims of the chapter on kernels about its rows: each is a pair of whether it holds, and the sentence that says why not.
+"""Claims of the chapter on kernels. A claim is a pair: True if its rows support it, and the sentence to print if they do not.
 
-A claim about a row that is missing, or whose value was refused, does not hold.
+A claim is false if its row is missing or if the value of its row was refused.
 """
 
 from collections.abc import Sequence

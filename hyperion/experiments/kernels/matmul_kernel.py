@@ -92,17 +92,19 @@ def _measure(context: Context, options: MatmulKernelOptions, shape: ProductShape
         del calls[TRITON]
     else:
         rows.append(_search_row(context, a_MK, b_KN, dtype, params))
-    timings, kept = time_and_keep(calls, device, options.time_limit_s)
+    timings, outputs_by_name = time_and_keep(calls, device, options.time_limit_s)
     tolerance = FORMATS[dtype].gemm_tolerance
-    checks = {name: verify_product(a_MK, b_KN, outputs[0], tolerance) for name, outputs in kept.items()}
+    checks = {name: verify_product(a_MK, b_KN, outputs[0], tolerance) for name, outputs in outputs_by_name.items()}
     flops = 2 * shape.m * shape.n * shape.k
     for name, timing in timings.items():
         rate = timing.estimate.map(lambda seconds: flops / seconds / 1e12)
         rows.append(rate_row(context, name, dtype, params, rate, timing, checks[name], backends[name]))
     if TRITON in timings:
         why = "no limit: two implementations of the same product"
-        told = {"dtype": dtype, "params": params}
-        rows.append(speedup_row(context, "triton over torch.mm", timings[TRITON], timings[TORCH], why, checks[TRITON], **told))
+        identity = {"dtype": dtype, "params": params}
+        rows.append(
+            speedup_row(context, "triton over torch.mm", timings[TRITON], timings[TORCH], why, checks[TRITON], **identity)
+        )
     return rows, [sample_frame(timing, name, dtype, params) for name, timing in timings.items()]
 
 

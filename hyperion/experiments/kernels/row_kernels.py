@@ -21,7 +21,7 @@ from hyperion.kernels.availability import why_no_kernels
 from hyperion.measure import FORMATS, Verification, error_of_rows, largest_error
 from hyperion.results import Row, ratio_estimate
 
-# Layer norm also reads the statistics and parameters of rows, which are negligible beside the arrays.
+# Layer norm also reads the statistics and parameters of rows, which are negligible compared with the arrays.
 OPERATIONS = {"vector_add": 3, "softmax": 2, "layer_norm": 2, "layer_norm_backward": 3}  # arrays that are read or written
 TRITON, TORCH, COPY = "triton", "torch", "copy"
 _EPS = 1e-5
@@ -105,12 +105,12 @@ def _measure(context: Context, options: RowKernelsOptions, operation: str) -> tu
     source = torch.randn(traffic_bytes // 8, device=device.torch_device)
     target = torch.empty_like(source)
     calls = work.calls | {COPY: lambda: (target.copy_(source),)}
-    timings, kept = time_and_keep(calls, device, options.time_limit_s)
+    timings, outputs_by_name = time_and_keep(calls, device, options.time_limit_s)
     limit = bandwidth_limit(device, traffic_bytes)
     columns: dict = {"dtype": dtype, "params": params}
     checks: dict[str, Verification] = {}
     for name in work.calls:
-        error = largest_error(error_of_rows(*pair, tolerance) for pair in zip(kept.pop(name), work.exact, strict=True))
+        error = largest_error(error_of_rows(*pair, tolerance) for pair in zip(outputs_by_name.pop(name), work.exact, strict=True))
         checks[name] = Verification("float64", error, tolerance)
         timing = timings[name]
         rate = timing.estimate.map(lambda seconds: traffic_bytes / seconds / 1e9)

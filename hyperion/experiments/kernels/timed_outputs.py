@@ -20,17 +20,17 @@ def time_and_keep(
     Before, each function is called once, and its outputs are filled with NaN. A function frees its last outputs before it
     allocates new ones, so on a GPU the allocator gives it the same memory again. An element that it does not write stays NaN.
     """
-    kept: dict[str, Outputs] = {}
+    outputs_by_name: dict[str, Outputs] = {}
 
     def call(name: str) -> None:
         # Frees the last outputs first, so that the allocator can reuse their memory for the new ones.
-        kept.pop(name, None)
-        kept[name] = calls[name]()
+        outputs_by_name.pop(name, None)
+        outputs_by_name[name] = calls[name]()
 
     functions = {name: partial(call, name) for name in calls}
     for name, function in functions.items():
         function()
-        for output in kept[name]:
+        for output in outputs_by_name[name]:
             output.detach().fill_(math.nan)
     timings = time_interleaved(list(functions.values()), device, time_limit_s=time_limit_s)
-    return dict(zip(calls, timings, strict=True)), kept
+    return dict(zip(calls, timings, strict=True)), outputs_by_name

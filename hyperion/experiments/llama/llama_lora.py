@@ -12,7 +12,6 @@ import torch
 from torch import nn
 
 from hyperion.chapter.context import Context, Experiment, Forecast, Report, Result
-from hyperion.chapter.efficiency import only_ceiling
 from hyperion.chapter.rows import checked, out_of_memory_reason, sample_frame, timed_row
 from hyperion.chapter.variants import merged, run_variant
 from hyperion.data import Completions
@@ -47,7 +46,7 @@ from hyperion.workloads.fine_tuning import (
     trained_parameters,
     with_lora,
 )
-from hyperion.workloads.training_rows import epoch_rows, loss_curve, speed_rows, step_forecasts
+from hyperion.workloads.training_rows import epoch_rows, loss_curve, speed_rows, step_ceiling
 
 METHODS = (LORA, FULL)
 MERGED_TOLERANCE = 1e-4  # for the logits of merged adapters: merging rounds W + B A, and terms are added in another order
@@ -78,12 +77,15 @@ def forecast(context: Context) -> list[Forecast]:
     dtype = choose_precision(context.device, options.precision).dtype
     counts = count_tokens(_batches(context, options, data).next_batch())
     flops, traffic = step_flops(shape, LORA, counts.length), _traffic(shape, dtype, counts)
-    rates = step_forecasts(context, LORA, dtype, "token", counts.tokens, flops, traffic)
+    ceiling, basis = step_ceiling(context, dtype, counts.tokens, flops, traffic)
+    if ceiling is not None:
+        basis = f"no reference run shows which share of it LoRA reaches; ceiling: {basis}"
+    step = {"batch": counts.tokens, "step": "steady"}
     memory = ["tensor_memory_gib", *(["peak_memory_gib"] if context.device.kind != "cpu" else [])]
     return [
         *(_memory_forecast(data, shape, method, dtype, counts, metric) for metric in memory for method in METHODS),
         _share_forecast(shape),
-        *(only_ceiling(f, "no reference run shows which share of it LoRA reaches") for f in rates),
+        Forecast(LORA, "tokens_per_s", None, basis, dtype=dtype, params=step, ceiling=ceiling),
         Forecast(
             LORA,
             "validation_loss",

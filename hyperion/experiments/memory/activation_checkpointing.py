@@ -172,7 +172,7 @@ def measure_memory(context: Context, report: Report, kind: str, checkpointing: s
         return Result([row("tensor_memory_gib", None, value_reason=out_of_memory_reason(error))], pd.DataFrame())
     rows = [row("tensor_memory_gib", peak / GIB)]
     if device.kind != "cpu":  # on a CPU, the measured peak would be that of the whole process
-        limit_source = "no limit: the tensors' own peak stands beside it"
+        limit_source = "no limit: the row of the tensors' own peak is the comparison"
         rows.append(row(region.peak.metric, region.peak.gib, limit_source=limit_source))
     return Result(rows, pd.DataFrame())
 
@@ -186,7 +186,7 @@ class PassMemory:
         peak: largest number of bytes that exist at the same time, including weights, optimizer state and batch.
     """
 
-    kept: int
+    saved_bytes: int
     peak: int
 
 
@@ -198,9 +198,9 @@ def forward_and_backward(engine: TorchEngine, batch: Batch) -> PassMemory:
         with SavedForBackward([*present, *batch]) as saved, engine.precision.autocast(engine.device):
             loss = engine.summed_loss(batch) / items
         # Read between forward and backward pass, when all saved activations exist.
-        kept = saved.bytes
+        saved_bytes = saved.bytes
         engine.scaler.backward(loss)
-    return PassMemory(kept, memory.peak_bytes)
+    return PassMemory(saved_bytes, memory.peak_bytes)
 
 
 def largest_difference(tensors: dict[str, Tensor], reference: dict[str, Tensor]) -> float:
@@ -297,10 +297,10 @@ def _depth_row(setup: _Setup, work: Workload, policy: str) -> Row:
     context, plan = setup.context, ParallelPlan(checkpointing=policy)
     row = partial(context.row, work.name, "allocated_memory_gib", dtype=setup.dtype, params=_depth_params(work, policy))
     try:
-        kept = forward_and_backward(*build_step(work, setup.dtype, plan, context.device, context.seed)).kept
+        saved_bytes = forward_and_backward(*build_step(work, setup.dtype, plan, context.device, context.seed)).saved_bytes
     except torch.OutOfMemoryError as error:
         return row(None, value_reason=out_of_memory_reason(error))
-    return row(kept / GIB)
+    return row(saved_bytes / GIB)
 
 
 def _depth_params(work: Workload, policy: str) -> dict:

@@ -30,7 +30,7 @@ from hyperion.workloads.workloads import BASIS, ImageSizes, LanguageSizes, Workl
 PARTS = ("parameters", "optimizer state", GRADIENTS, ACTIVATIONS)
 LARGEST_BATCH = "largest batch that fits"
 WARM_UP_STEPS = 2  # the first step allocates the state of the optimizer and the workspaces of libraries such as cuBLAS
-_NO_LIMIT = "no limit: the estimate of this very step stands beside it"
+_NO_LIMIT = "no limit: the row is compared with the estimate of the same step"
 _TOO_LARGE = 1.25  # a batch that is this many times as large as the predicted largest batch must not fit
 
 

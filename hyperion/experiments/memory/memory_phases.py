@@ -210,6 +210,6 @@ def _rows(
     )
     rows.append(row("reserved_memory_gib", moment.allocator["reserved"] / GIB, params=params))
     if moment is not first:
-        limit_source = "no limit: the tensors' own peak of the same phase stands beside it"
+        limit_source = "no limit: the row of the tensors' own peak in the same phase is the comparison"
         rows.append(row("peak_memory_gib", moment.allocator["peak"] / GIB, params=params, limit_source=limit_source))
     return rows

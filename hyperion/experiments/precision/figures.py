@@ -18,6 +18,7 @@ from hyperion.figures.style import (
     add_notes,
     errors_of,
     look,
+    name_bars,
     new_figure,
     spread_labels,
     whole_numbers,
@@ -101,7 +102,7 @@ def _draw_times(axes: Axes, title: str, rows: list[Row]) -> None:
         axes.barh(place, time_ms, xerr=errors, height=0.62, color=look(dtype)["color"], ecolor=INK, capsize=2.5)
         speedup = f"  ({number(not_none(speedups[dtype].value), 3)} × {_REFERENCE})" if dtype in speedups else ""
         _label_bar(axes, place, 1e3 * not_none(row.ci_high), f"{number(time_ms, 3)} ms{speedup}")
-    _finish_bars(axes, list(times), "ms per step")
+    name_bars(axes, list(times), "ms per step")
     axes.set_title(title)
 
 
@@ -119,18 +120,11 @@ def _draw_memory(axes: Axes, rows: list[Row]) -> None:
             axes.plot([per_gib * peak_gib] * 2, [place - 0.31, place + 0.31], color=INK, linewidth=1.6)
             furthest = max(furthest, peak_gib)
         _label_bar(axes, place, per_gib * furthest, f"{number(per_gib * held_gib, 3)} {unit}")
-    _finish_bars(axes, list(tensors), f"{unit} of tensors at the peak of a step")
+    name_bars(axes, list(tensors), f"{unit} of tensors at the peak of a step")
 
 
 def _label_bar(axes: Axes, y: float, x: float, label: str) -> None:
     write_at(axes, label, (x, y), (6, 0), va="center", fontsize=8.5)
-
-
-def _finish_bars(axes: Axes, names: list[str], label: str) -> None:
-    axes.set_yticks(range(len(names)), names)
-    axes.invert_yaxis()
-    axes.grid(axis="y", visible=False)
-    axes.set(xlabel=label, xlim=(0, axes.get_xlim()[1] * 1.5))
 
 
 def _draw_differences(axes: Axes, samples: pd.DataFrame, rows: list[Row]) -> None:

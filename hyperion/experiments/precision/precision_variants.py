@@ -14,10 +14,10 @@ import pandas as pd
 import torch
 
 from hyperion.chapter.context import Context, Experiment, Forecast, Options, Report, Result
-from hyperion.chapter.rows import out_of_memory_reason
+from hyperion.chapter.rows import out_of_memory_reason, unused_tf32
 from hyperion.chapter.variants import merged, run_side_by_side
 from hyperion.hardware import Device
-from hyperion.measure import FORMATS, Gemm, PeakMemoryRegion, TensorMemory, state_of
+from hyperion.measure import Gemm, PeakMemoryRegion, TensorMemory, state_of
 from hyperion.measure.clock.timing import MINIMUM_SAMPLES
 from hyperion.parallel import ParallelPlan
 from hyperion.results import Row
@@ -249,10 +249,9 @@ def _why_unsupported(device: Device, dtype: str) -> str:
     possible, how = device.supports(dtype)
     if not possible:
         return f"unsupported: {how}"
-    # A library may ignore the permission to use TF32. Only the accuracy of a product shows which units it used.
-    if dtype == "tf32" and Gemm(256, 256, 256, "tf32", device).verify().error < FORMATS["fp32"].gemm_tolerance:
-        return "unsupported: TF32 was allowed, but a product has the accuracy of fp32"
-    return ""
+    # Only the accuracy of a product shows which units it used.
+    unused = unused_tf32(dtype, Gemm(256, 256, 256, dtype, device).verify().error) if dtype == "tf32" else ""
+    return f"unsupported: {unused}" if unused else ""
 
 
 def _why_emulated(device: Device, dtype: str) -> str:

@@ -332,9 +332,9 @@ def _difference_rows(
 
 
 def _exposed_row(context: Context, dtype: str, training: ScaledTraining, own: pd.DataFrame, params: dict) -> Row:
-    """Return the row that holds the share of time in which a rank communicates and does not compute, from profiled steps.
+    """Return the row that holds the exposed communication: the share of a step in which a rank communicates but does not compute.
 
-    The value is the mean over the ranks.
+    The value comes from profiled steps and is the mean over the ranks.
     """
     about = params | {"what": EXPOSED, "of": "profiled step, mean of the ranks"}
     traced = own.query("kind == 'traced' and ranks == @params['ranks'] and mode == @params['mode']")

@@ -219,7 +219,7 @@ class _Bench:
         if eager is not None:
             blocks = len(model.layout().blocks)
             self.rows.append(_row(context, options, cell, "compile_time_s", compiling_s, {"blocks": blocks}))
-            # Twins of the eager training: their scatter tells how far the losses of correct steps may differ.
+            # Twins of the eager training: their scatter shows how far the losses of correct steps may differ.
             twins = train_twins(
                 twin_format(variant.dtype), context.seed, lambda: self._losses_after(self._step(cell, _eager(variant))).tolist()
             )

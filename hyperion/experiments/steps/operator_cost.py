@@ -17,7 +17,7 @@ from hyperion.results import Row
 
 # Variants of the rows. hyperion/workloads/reference_steps.py reads the rows with these variants.
 PLAIN, CONVOLUTION, ONCE, BLOCK = "operator", "convolution", "once a step", "compiled block"
-_NO_LIMIT = "no limit: no data sheet tells of Python, autograd and dispatch"
+_NO_LIMIT = "no limit: no data sheet covers Python, autograd and dispatch"
 _NO_ESTIMATE = "no data sheet states the time that Python, autograd, dispatcher and driver take on this host"
 
 

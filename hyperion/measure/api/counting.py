@@ -266,9 +266,9 @@ class _OperatorsWithoutFormula(TorchDispatchMode):
         name = operator._schema.name
         tensors = [leaf for leaf in tree_leaves((arguments, named)) if isinstance(leaf, torch.Tensor)]
         if tensors and operator._overloadpacket not in self._known and name not in _NO_ARITHMETIC and not is_view(operator):
-            made = [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)]
+            outputs = [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)]
             calls, elements, _ = self.counts.get(name, (0, 0, False))
-            elements += sum(tensor.numel() for tensor in (*tensors, *made))
+            elements += sum(tensor.numel() for tensor in (*tensors, *outputs))
             self.counts[name] = (calls + 1, elements, torch.Tag.pointwise in operator.tags)
         return output
 

@@ -22,7 +22,7 @@ from hyperion.measure.steps.trace import (
     GEMM,
     GPU_ORDER,
     MEMORY,
-    NOBODY,
+    UNEXPLAINED,
     partition,
     run_step,
     trace_steps,
@@ -253,7 +253,7 @@ def _named(kinds: dict[str, int], ideal_ns: float | None) -> dict[str, int]:
     else:
         named[GEMM_IDEAL] = min(kinds[GEMM], round(ideal_ns))
         named[GEMM_LOST] = kinds[GEMM] - named[GEMM_IDEAL]
-    return named | {NOBODY: kinds[NOBODY]}
+    return named | {UNEXPLAINED: kinds[UNEXPLAINED]}
 
 
 def _notes(gemm_ns: int, ideal_ns: float | None, ceilings: Ceilings | None, overhead: float) -> list[str]:

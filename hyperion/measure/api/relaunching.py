@@ -42,7 +42,6 @@ _TURN_OVERHEAD_S = 2e-3  # time in each turn to send the request, wake up the la
 _TIMEOUT_S = 600.0  # limit for the import, for the preparation, and for each turn
 _WORKER = ("-P", "-m", "hyperion.measure.api.relaunch_worker")
 
-Report = Callable[[int, int, str], object]
 LaunchId = tuple[str, int]  # side ("A" or "B") and number of the launch
 
 
@@ -108,7 +107,7 @@ def relaunch(
     *,
     launches: int = LAUNCHES,
     seconds: float = SECONDS,
-    report: Report = lambda done, total, note: None,
+    report: Callable[[int, int, str], object] = lambda done, total, note: None,
 ) -> Relaunched:
     """Time the functions of a file with two versions of the code that they import.
 
@@ -264,7 +263,7 @@ def environment_of(folder: Path) -> dict[str, str]:
     return inherited | {"PYTHONPATH": f"{folder}{os.pathsep}{inherited['PYTHONPATH']}"}
 
 
-def _take_turns(team: _Team, plan: TurnPlan, report: Report) -> dict[str, dict[LaunchId, list[dict]]]:
+def _take_turns(team: _Team, plan: TurnPlan, report: Callable[[int, int, str], object]) -> dict[str, dict[LaunchId, list[dict]]]:
     """Run all turns, one launch at a time.
 
     Returns:

@@ -434,7 +434,7 @@ def algorithm_of(kernel: str, *, switch_may_add: bool) -> str:
     if "TREE" in kernel:
         return "tree"
     if "RING" not in kernel:
-        return "not told by the kernel's name"
+        return "the kernel's name does not state it"
     return "ring, or by way of the switch (NVLS)" if switch_may_add else "ring"
 
 

@@ -102,6 +102,8 @@ def share_of_best(size: float, sizes: Sequence[float], rates: Sequence[float]) -
 
 
 SHARE = 0.9
+# Reason why no size can be derived from a fit.
+FLAT = "the times do not grow with the size by more than they scatter"
 # Default of bucket_cap_mb in torch.nn.parallel.DistributedDataParallel.
 DDP_DEFAULT_MIB = 25
 
@@ -166,7 +168,7 @@ def recommended_bucket(
     crossing = fit.half_rate_gb
     # If the time per byte may be 0, every size reaches the bandwidth, so no size can be derived.
     if fit.s_per_gb.ci_low <= 0:
-        return BucketSize(collective, share, None, "the times do not grow with the size by more than they scatter")
+        return BucketSize(collective, share, None, FLAT)
     # share = (bytes / bandwidth) / (latency + bytes / bandwidth), solved for the bytes. n_1/2 is latency times bandwidth.
     size = crossing.map(lambda gigabytes: share / (1 - share) * gigabytes * 1e9 / bus_factor)
     warnings = []

@@ -174,11 +174,6 @@ class LargestAllocation:
         """Size of the allocation in GiB."""
         return self.granted_bytes / GIB
 
-    @property
-    def share_of_memory(self) -> float:
-        """Size of the allocation divided by the total memory of the device, 0 to 1."""
-        return self.granted_bytes / self.memory_bytes
-
 
 def largest_allocation(device: Device, *, step_bytes: int = STEP_BYTES, cap_gib: float | None = None) -> LargestAllocation:
     """Find the largest single tensor that can be allocated on a device, by bisection. The memory is freed afterwards.

@@ -222,7 +222,7 @@ def _known(
         yield "launch", None, "no launch time given"
     else:
         work = product.flops / 1e12
-        reason = f"{launch_time_s * 1e6:.3g} us of waiting beside the work"
+        reason = f"{launch_time_s * 1e6:.3g} us of waiting in addition to the work"
         # The rate with launch overhead is work / (work / rate + launch), so the factor is 1 / (1 + launch·rate / work).
         yield "launch", lambda rate: 1 / (1 + launch_time_s * rate / work), reason
 

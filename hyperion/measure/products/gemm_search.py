@@ -480,7 +480,7 @@ class _Products:
 
     def __init__(self, product: Callable[[Shape], Gemm], clock: Clock, flush: Callable[[], object]):
         self.product, self.clock, self.flush = product, clock, flush
-        self.made: dict[Shape, Gemm] = {}
+        self.products: dict[Shape, Gemm] = {}
         self._samples, self._around_s = 0, 0.0
 
     @property
@@ -490,10 +490,10 @@ class _Products:
 
     def made_once(self, shape: Shape) -> Gemm:
         """Return the product of a shape. If it is new, create it and make its first call."""
-        if shape not in self.made:
-            self.made[shape] = self.product(shape)
-            self.made[shape].first_call()
-        return self.made[shape]
+        if shape not in self.products:
+            self.products[shape] = self.product(shape)
+            self.products[shape].first_call()
+        return self.products[shape]
 
     def sample(self, shapes: list[Shape]) -> list[float]:
         """Call the product of each shape once with cold caches, one shape after the other. Return the seconds of each call."""
@@ -501,7 +501,7 @@ class _Products:
         for shape in shapes:
             self.made_once(shape)
         started = self.clock.now()
-        seconds = [series[0] for series in self.clock.sample([self.made[shape] for shape in shapes], self.flush, 1)]
+        seconds = [series[0] for series in self.clock.sample([self.products[shape] for shape in shapes], self.flush, 1)]
         self._samples, self._around_s = (self._samples + len(shapes), self._around_s + self.clock.now() - started - sum(seconds))
         return seconds
 

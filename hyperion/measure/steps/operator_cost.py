@@ -202,7 +202,7 @@ def measure_block_cost(device: Device, dtype: str = "fp32", *, time_limit_s: flo
     steps = [_block_step(device, count, dtype, compiled=True) for count in (_FEW_BLOCKS, _MANY_BLOCKS)]
     compile_time_s = measure_first_calls(lambda: [step() for step in steps], device)
     deviation = abs(steps[0].mean_loss(_PARITY_STEPS) / eager[1].mean_loss(_PARITY_STEPS) - 1)
-    parity = Verification(f"loss beside eager, mean of {_PARITY_STEPS} steps", deviation, _PARITY_TOLERANCE)
+    parity = Verification(f"loss compared with eager, mean of {_PARITY_STEPS} steps", deviation, _PARITY_TOLERANCE)
     few, many = _timed(steps, device, time_limit_s)
     torch._dynamo.reset()  # otherwise the compiled code would keep the networks alive
     # The difference between two networks counts the products of the blocks only, and not those of the layer before them.

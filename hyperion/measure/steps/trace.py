@@ -26,7 +26,7 @@ from hyperion.measure.clock.clocks import device_clock
 from hyperion.measure.clock.timing import MINIMUM_SAMPLES, Timing, time_function
 from hyperion.measure.clock.verify import Verification
 
-NOBODY = "unexplained"
+UNEXPLAINED = "unexplained"
 PHASE_TOLERANCE = 0.05
 
 Phase = Callable[[str], AbstractContextManager]
@@ -73,11 +73,11 @@ def partition(events: Iterable[Event], start_ns: int, end_ns: int, order: Sequen
         if first < last:
             changes.setdefault(first, Counter())[event.kind] += 1
             changes.setdefault(last, Counter())[event.kind] -= 1
-    parts = dict.fromkeys((*order, NOBODY), 0)
+    parts = dict.fromkeys((*order, UNEXPLAINED), 0)
     active: Counter = Counter()
     for moment, following in pairwise(sorted(changes)):
         active.update(changes[moment])
-        parts[next((kind for kind in order if active[kind] > 0), NOBODY)] += following - moment
+        parts[next((kind for kind in order if active[kind] > 0), UNEXPLAINED)] += following - moment
     return parts
 
 

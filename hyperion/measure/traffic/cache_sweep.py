@@ -139,7 +139,7 @@ def cache_level(working_set: int, sharers: int, capacities: Sequence[CacheCapaci
         `capacities` is empty, (None, reason).
     """
     if not capacities:
-        return None, "the system does not tell the sizes of the caches"
+        return None, "the system does not report the sizes of the caches"
     for capacity in capacities:
         room = capacity.room(sharers)
         if working_set <= room:

@@ -114,7 +114,7 @@ def test_a_cpu_forecasts_from_the_measured_memory_and_not_without(tmp_path):
         ("ncclDevKernel_AllReduce_Sum_f32_RING_LL", False, "ring"),
         ("ncclDevKernel_AllReduce_Sum_f32_RING_LL", True, "ring, or by way of the switch (NVLS)"),
         ("ncclDevKernel_SendRecv", False, "messages between pairs"),
-        ("ncclDevKernel_Generic_1", False, "not told by the kernel's name"),
+        ("ncclDevKernel_Generic_1", False, "the kernel's name does not state it"),
     ],
 )
 def test_a_kernels_name_tells_no_more_of_the_algorithm_than_it_can(kernel, may_add, algorithm):

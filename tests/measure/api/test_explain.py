@@ -21,7 +21,7 @@ from hyperion.measure.steps.trace import (
     GEMM,
     GPU_ORDER,
     MEMORY,
-    NOBODY,
+    UNEXPLAINED,
     Event,
     gpu_events,
     innermost,
@@ -60,10 +60,10 @@ def test_parts_add_up_exactly_and_none_is_negative(timeline):
 @given(timelines)
 def test_each_moment_belongs_to_the_first_kind_that_goes_on_then(timeline):
     owners = [
-        next((kind for kind in ORDER if any(e.kind == kind and e.start_ns <= t < e.end_ns for e in timeline)), NOBODY)
+        next((kind for kind in ORDER if any(e.kind == kind and e.start_ns <= t < e.end_ns for e in timeline)), UNEXPLAINED)
         for t in range(100)
     ]
-    assert partition(timeline, 0, 100, ORDER) == {kind: owners.count(kind) for kind in (*ORDER, NOBODY)}
+    assert partition(timeline, 0, 100, ORDER) == {kind: owners.count(kind) for kind in (*ORDER, UNEXPLAINED)}
 
 
 @given(timelines, st.data())
@@ -107,7 +107,7 @@ def test_innermost_pieces_overlap_nowhere_on_a_stream_and_cover_what_the_events_
 
 def test_an_operator_keeps_its_own_time_without_that_of_the_ones_it_calls():
     linear, addmm, copy = Event("linear", 0, 10, 0, "a"), Event("addmm", 2, 9, 0, "b"), Event("copy", 3, 4, 0, "c")
-    assert partition(innermost([copy, linear, addmm]), 0, 10, ORDER) == {"a": 3, "b": 6, "c": 1, NOBODY: 0}
+    assert partition(innermost([copy, linear, addmm]), 0, 10, ORDER) == {"a": 3, "b": 6, "c": 1, UNEXPLAINED: 0}
 
 
 # A GPU's trace, as PyTorch's profiler writes it
@@ -146,7 +146,7 @@ def test_kernels_of_a_gpu_timeline_find_their_parts():
         COMMUNICATION: 15,
         MEMORY: 7,
         GAPS: 28,
-        NOBODY: 10,
+        UNEXPLAINED: 10,
     }
 
 
@@ -243,7 +243,7 @@ def test_the_parts_of_a_real_step_add_up_and_hold_what_it_does(clean):
     assert all(part.nanoseconds >= 0 for part in clean.parts)
     assert min(clean[name].nanoseconds for name in (GEMM, MEMORY, GAPS)) > 0
     assert clean[COMMUNICATION].share == clean[COPIES].share == 0
-    assert clean[NOBODY].share < 0.5  # nothing but the loop itself; a busy machine may take the core away just there
+    assert clean[UNEXPLAINED].share < 0.5  # nothing but the loop itself; a busy machine may take the core away just there
 
 
 def test_it_prints_the_table_both_step_times_and_draws(clean):

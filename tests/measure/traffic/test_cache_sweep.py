@@ -51,7 +51,7 @@ def test_a_working_set_is_in_the_innermost_level_with_room(size, sharers, level)
 
 
 def test_unknown_levels_are_not_invented():
-    assert cache_level(4 * KIB, 1, ()) == (None, "the system does not tell the sizes of the caches")
+    assert cache_level(4 * KIB, 1, ()) == (None, "the system does not report the sizes of the caches")
     nameless = gpu("H200", name="NVIDIA Something", l2_cache_bytes=None)
     assert cache_capacities(detect(facts(gpus=(nameless,)))) == ()
 
