@@ -1,0 +1,1 @@
+"""Inference and quantisation: runtimes, operators, quantised weights, the speed of decoding."""
