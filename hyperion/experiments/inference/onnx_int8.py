@@ -12,6 +12,7 @@ import importlib.util
 import io
 import json
 import logging
+import math
 import os
 import warnings
 from collections import Counter
@@ -93,13 +94,12 @@ def quantise(kind: str, source: Path, target: Path, calibration: Sequence[Tensor
     """
     from onnxruntime.quantization import CalibrationDataReader, QuantFormat, QuantType, quantize_dynamic, quantize_static
 
-    options = {"MatMulConstBOnly": True, "WeightSymmetric": True}
     shared: dict[str, Any] = {
         "per_channel": True,
         "weight_type": QuantType.QUInt8,
         "op_types_to_quantize": list(_PRODUCTS),
-        "nodes_to_exclude": _wide_products(source, skip_width),
-        "extra_options": options,
+        "nodes_to_exclude": _float_products(source, skip_width),
+        "extra_options": {"WeightSymmetric": True},
     }
     if kind == DYNAMIC:
         with _quiet():
@@ -144,7 +144,10 @@ class Session:
         self._session = self._open(profiling="")
 
     def __call__(self, x: Tensor) -> Tensor:
-        return torch.from_numpy(self._session.run(None, {"x": x.numpy()})[0])
+        """Return the outputs. A batch that is smaller than the exported one is filled up with copies of its first example."""
+        missing = self._session.get_inputs()[0].shape[0] - len(x)
+        full = torch.cat([x, x[:1].expand(missing, *x.shape[1:])]) if missing else x
+        return torch.from_numpy(self._session.run(None, {"x": full.numpy()})[0][: len(x)])
 
     def _open(self, profiling: str) -> Any:
         import onnxruntime
@@ -214,16 +217,21 @@ def static_ranges(path: Path) -> Ranges:
     return Ranges(*first, *(last if len(found) > 1 else (0.0, 0.0, 0.0)))
 
 
-def weight_error(weight: Tensor) -> Tensor:
-    """Return a bound for the error of each weight: one step of its output, as the centre of the range is rounded, too."""
-    rows = weight.double().flatten(1)
+def _by_output(kind: str, dimensions: int) -> bool:
+    """Return True if each output has its own scale. The integer convolution of the dynamic kind takes a single scale."""
+    return kind == STATIC or dimensions == 2
+
+
+def weight_error(kind: str, weight: Tensor) -> Tensor:
+    """Return a bound for the error of each weight: one step, as the centre of the range is rounded, too."""
+    rows = weight.double().flatten(1) if _by_output(kind, weight.dim()) else weight.double().view(1, -1)
     step = 2 * rows.abs().amax(1) / _STEPS
     return step.view(-1, *[1] * (weight.dim() - 1)).expand(weight.shape)
 
 
-def weight_bytes(shapes: Sequence[tuple[int, ...]]) -> int:
-    """Return the bytes of int8 weights of these shapes, with a float32 scale and an 8-bit zero point for each output."""
-    return sum(torch.Size(shape).numel() + 5 * shape[0] for shape in shapes)
+def weight_bytes(kind: str, shapes: Sequence[tuple[int, ...]]) -> int:
+    """Return the bytes of 8-bit weights of these shapes. Each scale is a float32 number with an 8-bit zero point."""
+    return sum(math.prod(shape) + 5 * (shape[0] if _by_output(kind, len(shape)) else 1) for shape in shapes)
 
 
 def stored_weight_bytes(path: Path) -> int:
@@ -245,13 +253,18 @@ def _outside(values: Tensor, low: float, high: float) -> Tensor:
     return (values - high).clamp_min(0) + (low - values).clamp_min(0)
 
 
-def _wide_products(path: Path, width: int) -> list[str]:
-    """Return the names of the products with `width` outputs."""
+def _float_products(path: Path, width: int) -> list[str]:
+    """Return the names of the products that stay in float32: those of two activations, and those with `width` outputs."""
     import onnx
 
     graph = onnx.load(str(path)).graph
-    wide = {one.name for one in graph.initializer if len(one.dims) == 2 and width in one.dims}
-    return [node.name for node in graph.node if node.op_type in _PRODUCTS and wide & set(node.input)]
+    dimensions = {one.name: one.dims for one in graph.initializer}
+    names = []
+    for node in (node for node in graph.node if node.op_type in _PRODUCTS):
+        weights = [dimensions[name] for name in node.input if len(dimensions.get(name, ())) >= 2]
+        if not weights or any(len(one) == 2 and width in one for one in weights):
+            names.append(node.name)
+    return names
 
 
 @contextlib.contextmanager

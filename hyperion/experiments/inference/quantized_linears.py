@@ -24,6 +24,7 @@ from hyperion.measure import FORMATS, bytes_of
 GROUP = 32  # inputs that share a scale in the int4 format
 NF4_BLOCK, NESTED_BLOCK = 64, 256  # weights, and scales, that share a scale in bitsandbytes
 _INT8, _INT4 = 127.0, 7.0
+_TINY = torch.finfo(torch.float32).tiny  # smallest scale, for a group of zeros
 _SCALE_ROUNDING = 2.0**-15  # a scale in float32 is off by 2^-24 of itself, so a value of 127 scales is off by 2^-16 of half a step
 _CODE_BYTES, _NESTED_CODE_BYTES, _OFFSET_BYTES = 16 * 4, 256 * 4, 4  # tables of bitsandbytes, float32
 
@@ -55,9 +56,10 @@ class Int8Linear(nn.Module):
 
     def __init__(self, weight_NK: Tensor):
         super().__init__()
-        scale_N = weight_NK.abs().amax(1).clamp_min(torch.finfo(weight_NK.dtype).tiny) / _INT8
+        weight_NK = weight_NK.float()  # in 16 bits, the division by the scale would add its own error
+        scale_N = weight_NK.abs().amax(1).clamp_min(_TINY) / _INT8
         self.register_buffer("q_NK", (weight_NK / scale_N[:, None]).round().clamp(-_INT8, _INT8).to(torch.int8))
-        self.register_buffer("scale_N", scale_N.float())
+        self.register_buffer("scale_N", scale_N)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the outputs in the dtype of x. The scale is applied to the product, so the weights need no copy in float32."""
@@ -76,11 +78,12 @@ class Int4Linear(nn.Module):
 
     def __init__(self, weight_NK: Tensor):
         super().__init__()
+        weight_NK = weight_NK.float()
         groups = weight_NK.unflatten(1, (-1, GROUP))
-        scale_NG = groups.abs().amax(2).clamp_min(torch.finfo(weight_NK.dtype).tiny) / _INT4
+        scale_NG = groups.abs().amax(2).clamp_min(_TINY) / _INT4
         values = (groups / scale_NG[..., None]).round().clamp(-_INT4, _INT4).flatten(1)
         self.register_buffer("packed", pack_int4(values))
-        self.register_buffer("scale_NG", scale_NG.float())
+        self.register_buffer("scale_NG", scale_NG)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the outputs in the dtype of x."""
@@ -112,9 +115,9 @@ class Fp8Linear(nn.Module):
         self.register_buffer("scale", scale)
 
     def _quantise(self, values: Tensor, storage: torch.dtype) -> tuple[Tensor, Tensor]:
-        largest = torch.finfo(storage).max
+        largest, values = torch.finfo(storage).max, values.float()
         absmax = values.abs().amax(1, keepdim=True) if self.by_row else values.abs().amax()
-        scale = (absmax.float() / largest).clamp_min(torch.finfo(torch.float32).tiny)
+        scale = (absmax / largest).clamp_min(_TINY)
         return (values / scale).clamp(-largest, largest).to(storage), scale
 
     def forward(self, x: Tensor) -> Tensor:
