@@ -325,7 +325,7 @@ class Nf4(Scheme):
             k, n, bias=False, compute_dtype=weight_NK.dtype, compress_statistics=self.double, quant_type="nf4"
         )
         layer.weight = bnb.nn.Params4bit(
-            weight_NK.cpu(), requires_grad=False, compress_statistics=self.double, quant_type="nf4"
+            weight_NK, requires_grad=False, compress_statistics=self.double, quant_type="nf4"
         )
         return layer.to(device.torch_device)
 
