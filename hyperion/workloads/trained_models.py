@@ -217,15 +217,18 @@ class TrainedModel:
         """Return 64 inputs of the train split on the device, for the calibration of activations."""
         return self._inputs(load_file(self.folder / HELD_OUT)["calibration"], device)
 
-    def score(self, logits_of: Callable[[Tensor], Tensor], device: Device, batch_size: int = 64) -> Scores:
+    def score(
+        self, logits_of: Callable[[Tensor], Tensor], device: Device, batch_size: int = 64, records: int | None = None
+    ) -> Scores:
         """Score a variant of the model on the held-out data.
 
         Args:
             logits_of: function that maps inputs, as `held_out` returns them, to logits. A module or any other function.
             device: device of the inputs.
             batch_size: windows or images of a call. The last batch may be smaller.
+            records: number of windows or images to score, from the first. None scores all.
         """
-        inputs, targets = self.held_out(device)
+        inputs, targets = (part[:records] for part in self.held_out(device))
         losses, correct = [], []
         with torch.no_grad():
             for first in range(0, len(inputs), batch_size):
