@@ -211,9 +211,7 @@ class _Material:
         for name, timing in timings.items():
             columns = self.columns(calls[name][0], batch=len(self.batch()), cache="hot")
             limit = (None, _NO_TIME_LIMIT)
-            rows.append(
-                timed_row(self.context, name, "inference_time_s", timing.estimate, timing, limit=limit, **columns)
-            )
+            rows.append(timed_row(self.context, name, "inference_time_s", timing.estimate, timing, limit=limit, **columns))
             if name != ORIGINAL:
                 rows.append(speedup_row(self.context, name, timing, timings[ORIGINAL], _NO_TIME_LIMIT, **columns))
             frames.append(sample_frame(timing, name, columns["dtype"], columns["params"]))
