@@ -1,6 +1,6 @@
 """Can a model be trained with 4-bit weights, or with 8-bit states of the optimizer?
 
-- QLoRA: the base model is frozen in NF4, and adapters in float32 are trained. Its twin has the same adapters on the original base.
+- QLoRA: the base model is frozen in NF4, and adapters in float32 are trained. Its twin has the same adapters on its own weights.
 - AdamW with 8-bit moments trains all parameters. Its twin is AdamW with float32 moments.
 
 Both members of a pair start from the same trained model and get the same batches of instruction rows.
