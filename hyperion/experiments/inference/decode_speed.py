@@ -12,7 +12,15 @@ import torch
 from torch import Tensor
 
 from hyperion.chapter.context import Context, Experiment, Forecast, Options, Report, Result
-from hyperion.chapter.rows import all_samples, bandwidth_limit, out_of_memory_reason, sample_frame, speedup_row, stream_ceiling, timed_row
+from hyperion.chapter.rows import (
+    all_samples,
+    bandwidth_limit,
+    out_of_memory_reason,
+    sample_frame,
+    speedup_row,
+    stream_ceiling,
+    timed_row,
+)
 from hyperion.experiments.inference import metrics_quantization as metrics
 from hyperion.experiments.inference.decoder import CAPTURED, COMPILED, EAGER, MODES, StaticDecoder, tokens_of_plain_forward
 from hyperion.experiments.inference.quantized_linears import SCHEMES, Scheme, replace_linears, stored_tensors
@@ -23,6 +31,7 @@ from hyperion.models.llama import build_random_llama, layer_shapes
 from hyperion.results import Row
 from hyperion.training import seed_everything
 from hyperion.workloads.datasets import TEXT
+from hyperion.workloads.fine_tuning import shape_of
 from hyperion.workloads.trained_models import LANGUAGE_MODELS, trained_language_model
 
 ORIGINAL = "original"
@@ -90,7 +99,7 @@ def run(context: Context, report: Report) -> Result:
     schemes = (None, *options.chosen_schemes())
     total = len(schemes) * len(_shapes(options))
     source = ""
-    for place, (name, shape) in enumerate(_shapes(options)):
+    for place, (name, _) in enumerate(_shapes(options)):
         for number, scheme in enumerate(schemes):
             report(place * len(schemes) + number, total, f"{name}, {scheme.name if scheme else ORIGINAL}")
             columns = {"dtype": _dtype(options, scheme), "params": _params(options, name, MODES[0])}
@@ -103,7 +112,7 @@ def run(context: Context, report: Report) -> Result:
                     lm, prompt, source = _model(context, options, name)
                     if scheme:
                         replace_linears(lm, scheme, context.device)
-                    new_rows, new_frames = _measure(context, options, name, shape, scheme, lm, prompt)
+                    new_rows, new_frames = _measure(context, options, name, scheme, lm, prompt)
             except torch.OutOfMemoryError as error:
                 rows.append(context.absent_row(variant, "decode_time_s", out_of_memory_reason(error), **columns))
                 continue
@@ -141,7 +150,7 @@ def bytes_of_step(decoder: StaticDecoder) -> int:
 
 
 def _measure(
-    context: Context, options: DecodeSpeedOptions, name: str, shape: LlamaShape, scheme: Scheme | None, lm: Any, prompt: list[int]
+    context: Context, options: DecodeSpeedOptions, name: str, scheme: Scheme | None, lm: Any, prompt: list[int]
 ) -> tuple[list[Row], list[pd.DataFrame]]:
     """Time a model in all modes in turn, and verify the tokens of each."""
     variant, dtype = (scheme.name if scheme else ORIGINAL), _dtype(options, scheme)
@@ -156,7 +165,7 @@ def _measure(
     calls = [lambda one=one: decode(one) for one in decoders.values()]
     found = time_interleaved(calls, context.device, cold=False, time_limit_s=options.time_limit_s * len(calls))
     timings = {mode: timing.per_call(options.new_tokens) for mode, timing in zip(decoders, found, strict=True)}
-    bytes_read, rows, frames = step_bytes(shape, options, scheme), [], []
+    bytes_read, rows, frames = step_bytes(shape_of(lm), options, scheme), [], []
     for mode, timing in timings.items():
         check = _verified(decoders[mode], options, len(prompt))
         columns = {"dtype": dtype, "params": _params(options, name, mode)}
@@ -171,9 +180,7 @@ def _measure(
     return [*rows, context.row(variant, "weight_bytes", counted, dtype=dtype, params=params, **check)], frames
 
 
-def _time_rows(
-    context: Context, variant: str, timing: Timing, check: Verification, bytes_read: int, columns: dict
-) -> list[Row]:
+def _time_rows(context: Context, variant: str, timing: Timing, check: Verification, bytes_read: int, columns: dict) -> list[Row]:
     """Return the rows of the time of a token, and of its share of the bandwidth of a copy."""
     ceiling, source = bandwidth_limit(context.device, bytes_read)
     least_s = None if ceiling is None else bytes_read / (ceiling * 1e9)
@@ -200,7 +207,9 @@ def _verified(decoder: StaticDecoder, options: DecodeSpeedOptions, prompt_length
     if options.dtype == "fp32":
         return Verification("tokens that differ from a plain forward pass", (best != tokens).sum().item(), 0)
     below = (logits.amax(-1) - logits.gather(-1, tokens[:, None])[:, 0]).max().item()
-    return Verification("distance of a token from the largest logit of a plain forward pass", below, _logit_rounding(decoder, logits))
+    return Verification(
+        "distance of a token from the largest logit of a plain forward pass", below, _logit_rounding(decoder, logits)
+    )
 
 
 def _logit_rounding(decoder: StaticDecoder, logits: Tensor) -> float:

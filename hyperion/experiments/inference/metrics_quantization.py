@@ -19,7 +19,9 @@ METRICS = tuple(
             "accuracy of the quantised model minus that of the original, on the same images",
             needs_interval=True,
         ),
-        Metric("weight_bytes", "B", "lower", "bytes of the stored weights of all quantised layers, with scales", needs_check=True),
+        Metric(
+            "weight_bytes", "B", "lower", "bytes of the stored weights of all quantised layers, with scales", needs_check=True
+        ),
         Metric(
             "decode_time_s",
             "s",

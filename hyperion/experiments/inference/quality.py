@@ -1,6 +1,6 @@
 """The difference between two models on the same data, with an interval.
 
-Two models are compared in pairs: the same tokens, the same images. The difference then has a far smaller interval than each value.
+Two models are compared in pairs: the same tokens, the same images. The difference has a far smaller interval than each value.
 """
 
 import math

@@ -43,14 +43,7 @@ from hyperion.hardware import Device, detect_cpu
 from hyperion.measure import FORMATS, matmul_precision, time_interleaved
 from hyperion.results import Row, proportion_estimate
 from hyperion.workloads.datasets import IMAGES, TEXT
-from hyperion.workloads.trained_models import (
-    CLASSIFIERS,
-    LANGUAGE_MODELS,
-    Scores,
-    TrainedModel,
-    trained_classifier,
-    trained_language_model,
-)
+from hyperion.workloads.trained_models import LANGUAGE_MODELS, Scores, TrainedModel, trained_classifier, trained_language_model
 
 ORIGINAL = "original"
 EAGER, ORT = "PyTorch", "ONNX Runtime"
@@ -211,9 +204,7 @@ class _Material:
         for name, timing in timings.items():
             columns = self.columns(calls[name][0], batch=len(self.batch()), cache="hot")
             limit = (None, _NO_TIME_LIMIT)
-            rows.append(
-                timed_row(self.context, name, "inference_time_s", timing.estimate, timing, limit=limit, **columns)
-            )
+            rows.append(timed_row(self.context, name, "inference_time_s", timing.estimate, timing, limit=limit, **columns))
             if name != ORIGINAL:
                 rows.append(speedup_row(self.context, name, timing, timings[ORIGINAL], _NO_TIME_LIMIT, **columns))
             frames.append(sample_frame(timing, name, columns["dtype"], columns["params"]))

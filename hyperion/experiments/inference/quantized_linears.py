@@ -25,7 +25,9 @@ GROUP = 32  # inputs that share a scale in the int4 format
 NF4_BLOCK, NESTED_BLOCK = 64, 256  # weights, and scales, that share a scale in bitsandbytes
 _INT8, _INT4 = 127.0, 7.0
 _TINY = torch.finfo(torch.float32).tiny  # smallest scale, for a group of zeros
-_SCALE_ROUNDING = 2.0**-15  # a scale in float32 is off by 2^-24 of itself, so a value of 127 scales is off by 2^-16 of half a step
+_SCALE_ROUNDING = (
+    2.0**-15
+)  # a scale in float32 is off by 2^-24 of itself, so a value of 127 scales is off by 2^-16 of half a step
 _CODE_BYTES, _NESTED_CODE_BYTES, _OFFSET_BYTES = 16 * 4, 256 * 4, 4  # tables of bitsandbytes, float32
 
 
@@ -324,9 +326,7 @@ class Nf4(Scheme):
         layer = bnb.nn.Linear4bit(
             k, n, bias=False, compute_dtype=weight_NK.dtype, compress_statistics=self.double, quant_type="nf4"
         )
-        layer.weight = bnb.nn.Params4bit(
-            weight_NK, requires_grad=False, compress_statistics=self.double, quant_type="nf4"
-        )
+        layer.weight = bnb.nn.Params4bit(weight_NK, requires_grad=False, compress_statistics=self.double, quant_type="nf4")
         return layer.to(device.torch_device)
 
     def weight_bytes(self, n: int, k: int) -> int:
@@ -461,9 +461,7 @@ def output_bound(
     return disturbed - exact + roundoff * disturbed
 
 
-def layer_error(
-    scheme: Scheme, weight_NK: Tensor, layer: nn.Module, x: Tensor, y: Tensor
-) -> tuple[float, float, float]:
+def layer_error(scheme: Scheme, weight_NK: Tensor, layer: nn.Module, x: Tensor, y: Tensor) -> tuple[float, float, float]:
     """Compare a quantised layer with float64.
 
     Returns:
@@ -473,9 +471,7 @@ def layer_error(
     x_MK, y_MN = x.flatten(0, -2), y.flatten(0, -2).double()
     dw = scheme.weight_error(weight_NK)
     exact = F.linear(x_MK.double(), weight_NK.double())
-    bound = output_bound(
-        F.linear, x_MK, weight_NK, scheme.input_error(x_MK), dw, scheme.roundoff(weight_NK.shape[1], x.dtype)
-    )
+    bound = output_bound(F.linear, x_MK, weight_NK, scheme.input_error(x_MK), dw, scheme.roundoff(weight_NK.shape[1], x.dtype))
     of_weight = (represented_weight(layer) - weight_NK.double()).abs()
     of_output = (y_MN - exact).abs()
     return (of_output.norm() / exact.norm()).item(), _largest_ratio(of_weight, dw), _largest_ratio(of_output, bound)
