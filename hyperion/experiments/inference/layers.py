@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten
 
 from hyperion.experiments.inference.rounding import Case
 
@@ -62,7 +63,7 @@ LAYERS = {
     "nn.LSTM": Layer(lambda: nn.LSTM(8, 12, batch_first=True), (2, 5, 8)),
     "nn.GRU": Layer(lambda: nn.GRU(8, 12, batch_first=True), (2, 5, 8)),
     "nn.MultiheadAttention": Layer(lambda: nn.MultiheadAttention(16, 4, batch_first=True), (2, 6, 16), copies=3),
-    "nn.TransformerEncoderLayer": Layer(lambda: nn.TransformerEncoderLayer(16, 4, 32, 0.0, batch_first=True), (2, 6, 16)),
+    "nn.TransformerEncoderLayer": Layer(lambda: nn.TransformerEncoderLayer(16, 4, 32, 0.0, "gelu", batch_first=True), (2, 6, 16)),
 }
 
 
@@ -105,7 +106,7 @@ def round_trip(name: str, device: torch.device, seed: int) -> tuple[int, int]:
 
 
 def _tensors(outputs: object) -> list[Tensor]:
-    return [one for one in torch.utils._pytree.tree_flatten(outputs)[0] if isinstance(one, Tensor)]
+    return [one for one in tree_flatten(outputs)[0] if isinstance(one, Tensor)]
 
 
 def _module(name: str, device: torch.device, dtype: torch.dtype, seed: int) -> nn.Module:

@@ -1,9 +1,9 @@
 """Which operators of PyTorch compute the right numbers on this device, forward and backward, in each number format?
 
 Each operator is called with the sample inputs of PyTorch's own tests, and its outputs and gradients are compared with float64 on
-the CPU. `rounding` derives the tolerances, and `operator_checks` lists the operators. Operators that are wrong or not supported make
-the gap report. The operators run in a process of their own. If an operator ends the process, it is reported, and the others follow
-in a new process.
+the CPU. `rounding` derives the tolerances, and `operator_checks` lists the operators. Operators that are wrong or not supported
+make the gap report. The operators run in a process of their own. If an operator ends the process, it is reported, and the others
+follow in a new process.
 """
 
 import json
@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pandas as pd
+import torch
 
 from hyperion.chapter.context import Context, Experiment, Forecast, Options, Report, Result
 from hyperion.chapter.rows import checked
@@ -55,7 +56,7 @@ def forecast(context: Context) -> list[Forecast]:
 
 
 def run(context: Context, report: Report) -> Result:
-    """Check all operators and layers. Return counts, errors over tolerances, the gap report, and the state dicts of the layers."""
+    """Check all operators and layers. Return counts, errors over tolerances, gaps, and the state dicts of the layers."""
     options = OperatorSuiteOptions.of(context)
     outcomes, unavailable = collect_outcomes(context, options, [*KIND_OF, *LAYERS], report)
     rows: list[Row] = []
@@ -67,7 +68,7 @@ def run(context: Context, report: Report) -> Result:
         for which in PASSES:
             rows += _counts(context, outcomes, dtype, which)
     for name in LAYERS:
-        tensors, differing = round_trip(name, context.device.torch_device, context.seed)
+        tensors, differing = round_trip(name, torch.device(context.device.torch_device), context.seed)
         check = checked("tensors and outputs that differ in a bit after saving and loading the state dict", differing, 0)
         rows.append(context.row(name, "count", tensors, params={"what": "tensors of the state dict"}, **check))
     lines = [{"name": name} | one for name, found in outcomes.items() for one in found]
@@ -78,12 +79,16 @@ EXPERIMENT = Experiment(forecast, run, options=OperatorSuiteOptions)
 
 
 def collect_outcomes(
-    context: Context, options: OperatorSuiteOptions, names: list[str], report: Report, check: Callable[..., dict] = check_operators
+    context: Context,
+    options: OperatorSuiteOptions,
+    names: list[str],
+    report: Report,
+    check: Callable[..., dict] = check_operators,
 ) -> tuple[dict[str, list[dict]], str]:
     """Run `check_operators` in worker processes until each operator has an outcome.
 
-    If a worker ends early, the operator that it was checking gets the outcome "failed" with the reason, and a new worker goes on with
-    the operator after it.
+    If a worker ends early, the operator that it was checking gets the outcome "failed" with the reason, and a new worker
+    continues with the next operator.
 
     Returns:
         ({name: outcomes}, reason why PyTorch's database cannot be used, or "").
