@@ -118,7 +118,7 @@ def count_table(rows: Iterable[Row]) -> pd.DataFrame:
     for row in rows:
         if (row.variant, row.metric) == (_ALL, "count"):
             line = lines.setdefault(_group(row), {"dtype": row.dtype, "pass": row.params["pass"]})
-            line[row.params["what"]] = number(row.value)
+            line[row.params["what"]] = number(row.value) or row.value_reason
     return pd.DataFrame(lines.values())
 
 

@@ -60,13 +60,11 @@ def run(context: Context, report: Report) -> Result:
     options = OperatorSuiteOptions.of(context)
     outcomes, unavailable = collect_outcomes(context, options, [*KIND_OF, *LAYERS], report)
     rows: list[Row] = []
-    if unavailable:
-        rows += [context.absent_row(ALL, METRIC, unavailable, dtype=dtype, params={"kind": "all"}) for dtype in options.formats]
     for name, found in outcomes.items():
         rows += _rows_of(context, name, found)
     for dtype in options.formats:
         for which in PASSES:
-            rows += _counts(context, outcomes, dtype, which)
+            rows += _counts(context, outcomes, unavailable, dtype, which)
     for name in LAYERS:
         tensors, differing = round_trip(name, torch.device(context.device.torch_device), context.seed)
         check = checked("tensors and outputs that differ in a bit after saving and loading the state dict", differing, 0)
@@ -139,8 +137,14 @@ def _read(file: Path) -> dict[str, list[dict]]:
     return dict(json.loads(line) for line in lines)
 
 
-def _counts(context: Context, outcomes: dict[str, list[dict]], dtype: str, which: str) -> list[Row]:
-    """Return the number of operators for each status. Together they must be all operators of the list."""
+def _counts(context: Context, outcomes: dict[str, list[dict]], unavailable: str, dtype: str, which: str) -> list[Row]:
+    """Return the number of operators for each status. Together they must be all operators of the list.
+
+    If PyTorch's database is unavailable, return one row with the reason.
+    """
+    if unavailable:
+        params = {"what": "passed", "pass": which}
+        return [context.absent_row(ALL, "count", unavailable, dtype=dtype, params=params)]
     statuses = [status_of(found, dtype, which) for found in outcomes.values() if found]
     missing = len(KIND_OF) + len(LAYERS) - len(statuses)
     check = checked("operators without an outcome", missing, 0)
