@@ -1,1 +1,1 @@
-"""Inference and quantisation: runtimes, operators, quantised weights, the speed of decoding."""
+"""Experiments on inference: runtimes, quantised weights, decode speed, QLoRA, and PyTorch's operators and architectures."""
