@@ -54,5 +54,13 @@ def percentile(samples: Sequence[float] | np.ndarray, share: float) -> Estimate:
     # Order statistics k and l with P(k samples or more below) and P(fewer than l below) of at least 97.5 % each.
     low = int(stats.binom.ppf(tail, n, share)) - 1
     high = int(stats.binom.ppf(1 - tail, n, share))
-    value = float(np.quantile(ordered, share))
+    value = float(np.quantile(ordered, share, method="higher"))  # no interpolation, because a failed request is infinite
     return Estimate(value, min(value, float(ordered[max(low, 0)])), max(value, float(ordered[min(high, n - 1)])), n)
+
+
+def latencies_of_requests(seconds: Sequence[float], succeeded: Sequence[bool]) -> np.ndarray:
+    """Return one latency for each request. A request that failed has an infinite latency: its caller never got the answer.
+
+    Without it, the percentiles of a server that refuses every slow request would be excellent.
+    """
+    return np.where(np.asarray(succeeded, dtype=bool), np.asarray(seconds, dtype=float), np.inf)
