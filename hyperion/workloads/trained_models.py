@@ -37,7 +37,7 @@ from hyperion.data.prepare.verify import DataFinding, quarantine
 from hyperion.data.store.folders import FILE_NAME, processed_root, read_manifest, staged, write_manifest
 from hyperion.data.text.tokenizer import train_tokenizer
 from hyperion.dependencies import reached_source_hash
-from hyperion.errors import HyperionError
+from hyperion.errors import HyperionError, not_none
 from hyperion.hardware import Device
 from hyperion.models import LlamaLM, parameter_count, resnet18
 from hyperion.training import LanguageEngine, TrainingPlan, WarmupCosine, adamw, choose_precision, seed_everything, train
@@ -387,7 +387,7 @@ def _train_classifier(context: Context, name: str, recipe: ClassifierRecipe, wor
     _, prepared = datasets.images(context)
     arrays = prepared.arrays
     # The constants of the images that the model was trained on.
-    mean, deviation = training.normalisation
+    mean, deviation = not_none(training.normalisation)
     config = {
         "architectures": ["ResNet18"],
         "model_type": "hyperion_resnet18",

@@ -28,11 +28,11 @@ from tests.book.made_up_learning import (
 )
 from tests.book.made_up_levels import levels_chapters
 from tests.book.made_up_llama import llama_chapter
+from tests.book.made_up_operators import operator_chapters
 from tests.book.made_up_precision import precision_chapters
 from tests.book.made_up_products import products_chapters
-from tests.book.made_up_recovery import recovery_chapters
-from tests.book.made_up_operators import operator_chapters
 from tests.book.made_up_quantization import quantization_chapters
+from tests.book.made_up_recovery import recovery_chapters
 from tests.book.made_up_runtimes import runtime_chapters
 from tests.book.made_up_triton import triton_chapters
 

@@ -20,7 +20,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from hyperion.errors import HyperionError
 from hyperion.hardware import Device, detect_cpu
-from hyperion.measure import FORMATS
+from hyperion.measure import FORMATS, matmul_precision
 from hyperion.measure.steps.compilation import measure_first_calls, missing_compiler
 
 EAGER, COMPILED, GRAPH = "eager", "torch.compile", "CUDA graph"
@@ -108,7 +108,9 @@ def why_no_provider(runtime: str, device: Device, find: Callable[[str], object] 
     return f"unavailable: onnxruntime {onnxruntime.__version__} has only {', '.join(present)}, none of {', '.join(wanted)}"
 
 
-def prepare(runtime: str, model: nn.Module, example: Tensor, device: Device, dtype: str, folder: Path) -> Prepared:
+def prepare(
+    runtime: str, model: nn.Module, example: Tensor, device: Device, dtype: str, folder: Path, batches: tuple[int, ...] = (1,)
+) -> Prepared:
     """Prepare a model in one of the runtimes of `IN_PROCESS`.
 
     Args:
@@ -118,12 +120,16 @@ def prepare(runtime: str, model: nn.Module, example: Tensor, device: Device, dty
         device: the device.
         dtype: number format, for the runtimes of PyTorch. ONNX Runtime and MIGraphX run the float32 graph.
         folder: folder for files.
+        batches: batch sizes for which torch.compile compiles.
     """
     if runtime == EAGER:
         return Prepared(_cast(model, dtype), device, dtype)
     if runtime == COMPILED:
-        call = torch.compile(_cast(model, dtype), dynamic=True)
-        return Prepared(call, device, dtype, {"compile_time_s": measure_first_calls(lambda: call(example[:1]), device)})
+        compiled = _Compiled(_cast(model, dtype), batches)
+        first = example.to(FORMATS[dtype].storage) if example.is_floating_point() else example
+        with torch.no_grad(), matmul_precision(FORMATS[dtype]):
+            seconds = measure_first_calls(lambda: compiled(first[:1]), device)
+        return Prepared(compiled, device, dtype, {"compile_time_s": seconds}, ran={"compiled_for": list(batches)})
     if runtime == GRAPH:
         return Prepared(_Captured(_cast(model, dtype)), device, dtype)
     path = folder / "model.onnx"
@@ -234,6 +240,8 @@ def count_kernels(prepared: Prepared, inputs: Tensor) -> int:
     if isinstance(prepared.call, OrtSession):
         return len(prepared.call.node_providers(inputs))
     gpu = prepared.device.kind != "cpu"
+    with torch.no_grad():
+        prepared.call(inputs)  # a first call compiles, captures or allocates
     with torch.no_grad(), profile(activities=[ProfilerActivity.CUDA if gpu else ProfilerActivity.CPU]) as watch:
         prepared.call(inputs)
         if gpu:
@@ -258,6 +266,27 @@ def _gpu_provider(device: Device) -> str:
     import onnxruntime
 
     return next(name for name in GPU_PROVIDERS[device.kind] if name in onnxruntime.get_available_providers())
+
+
+class _Compiled:
+    """A model that is compiled for a few batch sizes. Other batches are cut into pieces of these sizes.
+
+    One compilation takes longer than all other measurements of the model. Without the sizes, each new batch would cause another.
+    """
+
+    def __init__(self, model: nn.Module, batches: tuple[int, ...]):
+        self._compiled, self._sizes = torch.compile(model, dynamic=False), sorted({1, *batches}, reverse=True)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        if len(x) in self._sizes:
+            return self._compiled(x)
+        outputs, first = [], 0
+        while first < len(x):
+            size = next(size for size in self._sizes if size <= len(x) - first)
+            # A copy, because a slice has other strides for a batch of one, and strides are part of what is compiled.
+            outputs.append(self._compiled(x[first : first + size].clone()))
+            first += size
+        return torch.cat(outputs)
 
 
 class _Captured:

@@ -14,6 +14,7 @@ The work of a language model is one forward pass over windows of tokens. Chapter
 import copy
 import gc
 import math
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -35,6 +36,7 @@ from hyperion.chapter.variants import run_variant
 from hyperion.data import IGNORE_INDEX
 from hyperion.experiments.inference.backends import (
     AOTI,
+    COMPILED,
     EAGER,
     IN_PROCESS,
     ORT_CPU,
@@ -68,6 +70,7 @@ from hyperion.workloads.trained_models import (
 RUNTIMES = (*IN_PROCESS[:3], AOTI, *IN_PROCESS[3:])
 HOST_BOUND_SHARE = 0.5
 _LATENCY_EXAMPLES = 1
+Found = tuple[list[Row], list[pd.DataFrame]]
 _COMPARED = 8  # examples whose logits are compared with float64
 
 
@@ -78,6 +81,7 @@ class RuntimesOptions(Options):
         language_model, classifier: names of trained models, see `hyperion.workloads.trained_models`.
         dtype: number format of PyTorch's runtimes. ONNX Runtime and MIGraphX run the float32 graph.
         batches: batch sizes among which the search finds the best one.
+        compiled_batches: batch sizes for which torch.compile compiles the model, and among which it is searched. They include 1.
         latency_samples: calls for the percentiles of the latency. The 99th percentile needs at least 368.
         time_limit_s: seconds of timing for each comparison.
         held_out: largest number of windows or images that are scored. None scores all.
@@ -87,6 +91,7 @@ class RuntimesOptions(Options):
     classifier: str
     dtype: str
     batches: tuple[int, ...]
+    compiled_batches: tuple[int, ...] = (1,)
     latency_samples: int
     time_limit_s: float
     held_out: int | None = None
@@ -140,7 +145,9 @@ def measure_in_process(context: Context, report: Report, folder: str) -> Result:
         device = detect_cpu() if runtime == ORT_CPU else context.device
         try:
             # Outside of `matmul_precision`: PyTorch 2.13 refuses to export while its old and new settings of TF32 differ.
-            prepared = prepare(runtime, trained.load(device), _inputs(trained, device)[:2], device, dtype, context.workspace)
+            example = _inputs(trained, device)[:2]
+            model, batches = trained.load(device), options.compiled_batches
+            prepared = prepare(runtime, model, example, device, dtype, context.workspace, batches)
             with matmul_precision(FORMATS[dtype]):
                 reference = references.get(device) or _Reference(trained, device, options)
                 references[device] = reference
@@ -222,7 +229,7 @@ class _Reference:
             self._eager[dtype] = self.trained.load(self.device, FORMATS[dtype].storage)
         return self._eager[dtype]
 
-    def score(self, call) -> Scores:
+    def score(self, call: Callable[[Tensor], Tensor]) -> Scores:
         """Score a variant on the held-out data that the options name."""
         return self.trained.score(call, self.device, records=self.options.held_out)
 
@@ -273,7 +280,15 @@ def _measure(
     return rows, all_samples(frames + more)
 
 
-def _latency(context, options, runtime, call, prepared, reference, base) -> tuple[list[Row], list[pd.DataFrame]]:
+def _latency(
+    context: Context,
+    options: RuntimesOptions,
+    runtime: str,
+    call: Callable[[Tensor], Tensor],
+    prepared: Prepared,
+    reference: _Reference,
+    base: dict,
+) -> Found:
     """Return rows with the percentiles of one example, on the host's clock, and whether the host limits them."""
     device, dtype = prepared.device, prepared.dtype
     one = reference.inputs[:_LATENCY_EXAMPLES].clone()
@@ -307,7 +322,16 @@ def _latency(context, options, runtime, call, prepared, reference, base) -> tupl
     return rows, frames
 
 
-def _throughput(context, options, runtime, call, prepared, reference, base, check) -> tuple[list[Row], list[pd.DataFrame]]:
+def _throughput(
+    context: Context,
+    options: RuntimesOptions,
+    runtime: str,
+    call: Callable[[Tensor], Tensor],
+    prepared: Prepared,
+    reference: _Reference,
+    base: dict,
+    check: Verification,
+) -> Found:
     """Search the batch with the highest rate, then time it and eager mode in turn. Also compare a single example with eager."""
     device, dtype = prepared.device, prepared.dtype
     eager, rows, frames, rates = reference.eager(dtype), [], [], {}
@@ -320,7 +344,7 @@ def _throughput(context, options, runtime, call, prepared, reference, base, chec
         repeats = -(-size // len(reference.inputs))
         return reference.inputs.repeat(repeats, *[1] * (reference.inputs.ndim - 1))[:size].clone()
 
-    for size in options.batches:
+    for size in options.compiled_batches if runtime == COMPILED else options.batches:
         x = batch_of(size)
         params = base | {"batch": size, "role": "search"}
         try:
