@@ -117,6 +117,7 @@ class Training:
         base_sha256: SHA-256 of the frozen weights that the adapters belong to. An empty string if the recipe has no adapters.
         test: function that returns an iterable of the batches of the test split, for one evaluation after the last step. None if
             the recipe has no test split.
+        normalisation: means and standard deviations of the channels of the images. None if the task has no images.
     """
 
     engine: LanguageEngine | ImageEngine
@@ -125,6 +126,7 @@ class Training:
     source: str
     base_sha256: str = ""
     test: Callable[[], Iterable] | None = None
+    normalisation: tuple[tuple[float, ...], tuple[float, ...]] | None = None
 
 
 def set_up(context: Context, recipe: Recipe) -> Training:
@@ -239,9 +241,9 @@ def _images(context: Context, recipe: Recipe) -> Training:
         return _first(batches, recipe.evaluation_batches)
 
     if recipe.evaluation_batches == 0:
-        return Training(engine, batches, None, image_set.source)
+        return Training(engine, batches, None, image_set.source, normalisation=normalisation)
     held_out, test = partial(scored, "train", first_held_out), partial(scored, "test", 0)
-    return Training(engine, batches, held_out, image_set.source, test=test)
+    return Training(engine, batches, held_out, image_set.source, test=test, normalisation=normalisation)
 
 
 def _llama(context: Context, recipe: Recipe) -> Training:

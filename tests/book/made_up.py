@@ -28,9 +28,12 @@ from tests.book.made_up_learning import (
 )
 from tests.book.made_up_levels import levels_chapters
 from tests.book.made_up_llama import llama_chapter
+from tests.book.made_up_operators import operator_chapters
 from tests.book.made_up_precision import precision_chapters
 from tests.book.made_up_products import products_chapters
+from tests.book.made_up_quantization import quantization_chapters
 from tests.book.made_up_recovery import recovery_chapters
+from tests.book.made_up_runtimes import runtime_chapters
 from tests.book.made_up_triton import triton_chapters
 
 GPU = {
@@ -91,6 +94,9 @@ def made_up_run(folder, *, source="mirror", peaks=None, bandwidth=4800.0, enviro
         *products_chapters(np.random.default_rng(5), limited=bandwidth is not None),
         *kernel_chapters(np.random.default_rng(7), peaks),
         *triton_chapters(),
+        *runtime_chapters(),
+        *quantization_chapters(),
+        *operator_chapters(),
         *baseline_chapters(np.random.default_rng(1), limited=bandwidth is not None),
         (DATA, "text_pipeline", text_rows(source), text_samples(random)),
         (DATA, "image_pipeline", image_rows(source), image_samples(random)),

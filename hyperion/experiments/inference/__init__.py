@@ -1,0 +1,1 @@
+"""Experiments on inference: runtimes, quantised weights, decode speed, QLoRA, and PyTorch's operators and architectures."""

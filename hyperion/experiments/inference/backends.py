@@ -1,0 +1,341 @@
+"""Runtimes for a trained model: PyTorch eager, compiled and captured, AOTInductor, ONNX Runtime, and MIGraphX.
+
+Each function `prepare_…` makes a function from inputs to logits, and records what it cost to make it and what will run.
+"""
+
+import importlib
+import importlib.util
+import json
+import re
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.profiler import ProfilerActivity, profile
+
+from hyperion.errors import HyperionError
+from hyperion.hardware import Device, detect_cpu
+from hyperion.measure import FORMATS, matmul_precision
+from hyperion.measure.steps.compilation import measure_first_calls, missing_compiler
+
+EAGER, COMPILED, GRAPH = "eager", "torch.compile", "CUDA graph"
+AOTI, ORT_CPU, ORT_GPU, MIGRAPHX = "AOTInductor", "ONNX Runtime CPU", "ONNX Runtime GPU", "MIGraphX"
+# All but AOTInductor run in one process. AOTInductor has processes of its own, because to load a package may end a process.
+IN_PROCESS = (EAGER, COMPILED, GRAPH, ORT_CPU, ORT_GPU, MIGRAPHX)
+CPU_PROVIDER = "CPUExecutionProvider"
+GPU_PROVIDERS = {"cuda": ("CUDAExecutionProvider",), "rocm": ("MIGraphXExecutionProvider", "ROCMExecutionProvider")}
+_MOST_EXAMPLES = 4096
+# Operators that only change the form of a tensor, or allocate it. They launch no kernel.
+_NO_WORK = re.compile(
+    r"_?(unsafe_)?(view|reshape|transpose|permute|expand|slice|select|narrow|squeeze|unsqueeze|split|unbind|chunk|flatten)\w*"
+    r"|t|to|size|alias|detach|lift_fresh|as_strided|contiguous|empty\w*|resize_|result_type|item|_local_scalar_dense|is_nonzero"
+    r"|resolve_\w+|_reshape_alias"
+)
+
+
+class Logits(nn.Module):
+    """A model as a module with one input `x` and one output, as exporters need it."""
+
+    def __init__(self, model: nn.Module):
+        super().__init__()
+        self.model = model
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.model(x)
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A model in a runtime.
+
+    Attributes:
+        call: function from inputs to logits. It has returned when the work is enqueued on the device.
+        device: device on which the work runs.
+        dtype: number format of weights and activations.
+        seconds: seconds of each step of the preparation, by the name of its metric.
+        stored_bytes: bytes of the file from which the runtime starts. None if there is no such file.
+        ran: what will run, for the params of rows, such as the providers of a session.
+    """
+
+    call: Callable[[Tensor], Tensor]
+    device: Device
+    dtype: str
+    seconds: dict[str, float] = field(default_factory=dict)
+    stored_bytes: int | None = None
+    ran: dict[str, Any] = field(default_factory=dict)
+
+
+def why_absent(runtime: str, device: Device) -> str:
+    """Return the reason why a runtime cannot be used on this machine, or ""."""
+    if runtime in (COMPILED, AOTI):
+        missing = missing_compiler(device)
+        return f"unavailable: {missing}" if missing else ""
+    if runtime == GRAPH:
+        return "" if device.kind != "cpu" else "unavailable: a CPU has no graphs of kernels"
+    if runtime == MIGRAPHX:
+        return why_no_migraphx(device)
+    if runtime in (ORT_CPU, ORT_GPU):
+        return why_no_provider(runtime, device)
+    return ""
+
+
+def why_no_migraphx(device: Device, find: Callable[[str], object] = importlib.util.find_spec) -> str:
+    """Return the reason why MIGraphX cannot be used, or "". It is a part of ROCm and is not in the package index."""
+    if device.kind != "rocm":
+        return f"unavailable: MIGraphX needs an AMD GPU, and this device is of the kind {device.kind}"
+    return "" if find("migraphx") else "unavailable: migraphx is not installed; next step: install migraphx with ROCm's packages"
+
+
+def why_no_provider(runtime: str, device: Device, find: Callable[[str], object] = importlib.util.find_spec) -> str:
+    """Return the reason why ONNX Runtime or a provider for this device cannot be used, or ""."""
+    missing = [name for name in ("onnx", "onnxscript", "onnxruntime") if find(name) is None]
+    if missing:
+        return f"unavailable: {' and '.join(missing)} not installed; next step: pip install {' '.join(missing)}"
+    if runtime == ORT_CPU:
+        return ""
+    if device.kind == "cpu":
+        return "unavailable: this machine has no GPU"
+    import onnxruntime
+
+    present, wanted = onnxruntime.get_available_providers(), GPU_PROVIDERS[device.kind]
+    if set(wanted) & set(present):
+        return ""
+    return f"unavailable: onnxruntime {onnxruntime.__version__} has only {', '.join(present)}, none of {', '.join(wanted)}"
+
+
+def prepare(
+    runtime: str, model: nn.Module, example: Tensor, device: Device, dtype: str, folder: Path, batches: tuple[int, ...] = (1,)
+) -> Prepared:
+    """Prepare a model in one of the runtimes of `IN_PROCESS`.
+
+    Args:
+        runtime: name of the runtime, for which `why_absent` returns "".
+        model: module that maps inputs to logits, in float32 on the device.
+        example: inputs with at least two examples.
+        device: the device.
+        dtype: number format, for the runtimes of PyTorch. ONNX Runtime and MIGraphX run the float32 graph.
+        folder: folder for files.
+        batches: batch sizes for which torch.compile compiles.
+    """
+    if runtime == EAGER:
+        return Prepared(_cast(model, dtype), device, dtype)
+    if runtime == COMPILED:
+        compiled = _Compiled(_cast(model, dtype), batches)
+        first = example.to(FORMATS[dtype].storage) if example.is_floating_point() else example
+        with torch.no_grad(), matmul_precision(FORMATS[dtype]):
+            seconds = measure_first_calls(lambda: compiled(first[:1]), device)
+        return Prepared(compiled, device, dtype, {"compile_time_s": seconds}, ran={"compiled_for": list(batches)})
+    if runtime == GRAPH:
+        return Prepared(_Captured(_cast(model, dtype)), device, dtype)
+    path = folder / "model.onnx"
+    began = time.perf_counter()
+    if not path.exists():
+        export_onnx(model, example, path)
+    seconds = {"export_time_s": time.perf_counter() - began}
+    if runtime == MIGRAPHX:
+        return _migraphx(path, device, seconds)
+    provider = CPU_PROVIDER if runtime == ORT_CPU else _gpu_provider(device)
+    # The CPU provider is compared with PyTorch on the CPU, also on a machine with a GPU.
+    where = detect_cpu() if runtime == ORT_CPU else device
+    session = OrtSession(path, provider)
+    return Prepared(session, where, "fp32", seconds, path.stat().st_size, session.ran)
+
+
+def exported(model: nn.Module, example: Tensor) -> torch.export.ExportedProgram:
+    """Return the graph of a model for batches of 1 to 4,096 examples."""
+    batch = torch.export.Dim("batch", min=1, max=_MOST_EXAMPLES)
+    with torch.no_grad():
+        return torch.export.export(Logits(model), (example,), dynamic_shapes={"x": {0: batch}})
+
+
+def export_onnx(model: nn.Module, example: Tensor, path: Path) -> None:
+    """Export a float32 model to one ONNX file, for batches of any size."""
+    cpu_model, cpu_example = model.to("cpu"), example.to("cpu")
+    try:
+        program = exported(cpu_model, cpu_example)
+        torch.onnx.export(
+            program, (), str(path), dynamo=True, external_data=False, input_names=["x"], output_names=["y"], verbose=False
+        )
+    finally:
+        model.to(example.device)
+
+
+def build_package(model: nn.Module, example: Tensor, path: Path) -> float:
+    """Compile a model ahead of time with AOTInductor into one file, and return the seconds."""
+    began = time.perf_counter()
+    torch._inductor.aoti_compile_and_package(exported(model, example), package_path=str(path))
+    return time.perf_counter() - began
+
+
+def load_package(path: Path, device: Device, dtype: str, build_s: float) -> Prepared:
+    """Load a file of `build_package`. On some versions of PyTorch this ends the process: call it in a process of its own."""
+    began = time.perf_counter()
+    package = torch._inductor.aoti_load_package(str(path))
+    seconds = {"export_time_s": build_s, "compile_time_s": time.perf_counter() - began}
+    return Prepared(package, device, dtype, seconds, path.stat().st_size, {"package": type(package).__name__})
+
+
+class OrtSession:
+    """An ONNX model in ONNX Runtime, callable on a tensor. Inputs and outputs are arrays of the host.
+
+    Attributes:
+        ran: the provider that was asked for, and the providers of the session.
+
+    Raises:
+        HyperionError: the session does not have the provider. ONNX Runtime itself only warns and runs on the CPU.
+    """
+
+    def __init__(self, path: Path, provider: str):
+        import onnxruntime
+
+        self._path, self._provider = path, provider
+        options = onnxruntime.SessionOptions()
+        options.intra_op_num_threads = torch.get_num_threads()
+        self._session = onnxruntime.InferenceSession(str(path), options, providers=[provider])
+        require_provider(provider, self._session.get_providers())
+        self.ran = {"asked_provider": provider, "providers": ", ".join(self._session.get_providers())}
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return torch.from_numpy(self._session.run(None, {"x": x.cpu().numpy()})[0])
+
+    def node_providers(self, x: Tensor) -> list[str]:
+        """Run once with ONNX Runtime's profiler. Return the provider of each node that ran."""
+        import onnxruntime
+
+        options = onnxruntime.SessionOptions()
+        options.enable_profiling, options.profile_file_prefix = True, str(self._path.with_suffix(""))
+        session = onnxruntime.InferenceSession(str(self._path), options, providers=[self._provider])
+        session.run(None, {"x": x.cpu().numpy()})
+        trace = Path(session.end_profiling())
+        events = json.loads(trace.read_text())
+        trace.unlink()
+        return [event["args"]["provider"] for event in events if event.get("cat") == "Node" and "provider" in event["args"]]
+
+
+def require_provider(asked: str, present: list[str]) -> None:
+    """Check that a session has the provider that was asked for, as its first one.
+
+    Raises:
+        HyperionError: it has another one.
+    """
+    if not present or present[0] != asked:
+        raise HyperionError(
+            f"ONNX Runtime was asked for {asked}, but the session runs on {', '.join(present) or 'nothing'}",
+            where="OrtSession",
+            next_step="install the build of ONNX Runtime for this device, or read its warnings about missing libraries",
+        )
+
+
+def count_kernels(prepared: Prepared, inputs: Tensor) -> int:
+    """Return the number of kernels that one call launches.
+
+    On a CPU, count the operators that compute: those without inner operators that do not only change the form of a tensor. The
+    fused loops of Inductor count as one operator each. For ONNX Runtime, count the nodes that ran.
+    """
+    if isinstance(prepared.call, OrtSession):
+        return len(prepared.call.node_providers(inputs))
+    gpu = prepared.device.kind != "cpu"
+    with torch.no_grad():
+        prepared.call(inputs)  # a first call compiles, captures or allocates
+    with torch.no_grad(), profile(activities=[ProfilerActivity.CUDA if gpu else ProfilerActivity.CPU]) as watch:
+        prepared.call(inputs)
+        if gpu:
+            torch.cuda.synchronize(prepared.device.torch_device)
+    events: list[Any] = list(watch.events() or [])
+    if gpu:
+        return sum(event.device_type.name != "CPU" and not event.name.startswith(("Memcpy", "Memset")) for event in events)
+    leaves = [event for event in events if not event.cpu_children]
+    return sum(_computes(event.name) for event in leaves)
+
+
+def _computes(name: str) -> bool:
+    space, _, operator = name.rpartition("::")
+    return (space not in ("", "profiler") and not _NO_WORK.fullmatch(operator)) or "cpp_fused" in name
+
+
+def _cast(model: nn.Module, dtype: str) -> nn.Module:
+    return model.to(FORMATS[dtype].storage)
+
+
+def _gpu_provider(device: Device) -> str:
+    import onnxruntime
+
+    return next(name for name in GPU_PROVIDERS[device.kind] if name in onnxruntime.get_available_providers())
+
+
+class _Compiled:
+    """A model that is compiled for a few batch sizes. Other batches are cut into pieces of these sizes.
+
+    One compilation takes longer than all other measurements of the model. Without the sizes, each new batch would cause another.
+    """
+
+    def __init__(self, model: nn.Module, batches: tuple[int, ...]):
+        self._compiled, self._sizes = torch.compile(model, dynamic=False), sorted({1, *batches}, reverse=True)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        if len(x) in self._sizes:
+            return self._compiled(x)
+        outputs, first = [], 0
+        while first < len(x):
+            size = next(size for size in self._sizes if size <= len(x) - first)
+            # A copy, because a slice has other strides for a batch of one, and strides are part of what is compiled.
+            outputs.append(self._compiled(x[first : first + size].clone()))
+            first += size
+        return torch.cat(outputs)
+
+
+class _Captured:
+    """A model whose kernels are captured once for each shape and then launched as one graph.
+
+    The output of a call is overwritten by the next call.
+    """
+
+    def __init__(self, model: nn.Module):
+        self._model, self._graphs = model, {}
+
+    def __call__(self, x: Tensor) -> Tensor:
+        if x.shape not in self._graphs:
+            self._graphs[x.shape] = self._capture(x.clone())
+        graph, source, output = self._graphs[x.shape]
+        source.copy_(x)
+        graph.replay()
+        return output
+
+    @torch.no_grad()
+    def _capture(self, source: Tensor) -> tuple[torch.cuda.CUDAGraph, Tensor, Tensor]:
+        # Libraries allocate their workspaces in the first calls, which must not be captured.
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(3):
+                self._model(source)
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            output = self._model(source)
+        return graph, source, output
+
+
+def _migraphx(path: Path, device: Device, seconds: dict[str, float], module: ModuleType | None = None) -> Prepared:
+    """Prepare an ONNX file in MIGraphX, which compiles it for each shape.
+
+    Args:
+        module: the module `migraphx`. None imports it.
+    """
+    migraphx: Any = module or importlib.import_module("migraphx")
+    programs: dict[tuple[int, ...], Any] = {}
+
+    def call(x: Tensor) -> Tensor:
+        shape = tuple(x.shape)
+        if shape not in programs:
+            programs[shape] = migraphx.parse_onnx(str(path), map_input_dims={"x": list(shape)})
+            programs[shape].compile(migraphx.get_target("gpu"))
+        (output,) = programs[shape].run({"x": migraphx.argument(x.cpu().numpy())})
+        return torch.tensor(output.tolist()).view(*output.get_shape().lens())
+
+    return Prepared(call, device, "fp32", seconds, path.stat().st_size, {"target": "gpu"})

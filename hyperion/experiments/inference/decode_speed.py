@@ -1,0 +1,276 @@
+"""How fast can one sequence be decoded, and how near is that to reading all weights once per token?
+
+With one sequence, every weight is read for every token and used for a single multiply-add. So the least time of a token is the
+bytes of the weights and of the cache, divided by the memory bandwidth. Fewer bytes per weight make this time shorter.
+"""
+
+import math
+from typing import Any
+
+import pandas as pd
+import torch
+from torch import Tensor
+
+from hyperion.chapter.context import Context, Experiment, Forecast, Options, Report, Result
+from hyperion.chapter.rows import (
+    all_samples,
+    bandwidth_limit,
+    out_of_memory_reason,
+    sample_frame,
+    speedup_row,
+    stream_ceiling,
+    timed_row,
+)
+from hyperion.experiments.inference import metrics_quantization as metrics
+from hyperion.experiments.inference.decoder import CAPTURED, COMPILED, EAGER, MODES, StaticDecoder, tokens_of_plain_forward
+from hyperion.experiments.inference.quantized_linears import SCHEMES, Scheme, replace_linears, stored_tensors
+from hyperion.hardware import Device
+from hyperion.measure import FORMATS, Timing, Verification, bytes_of, matmul_precision, time_interleaved
+from hyperion.models import LlamaShape, random_llama_shape
+from hyperion.models.llama import build_random_llama, layer_shapes
+from hyperion.results import Row
+from hyperion.training import seed_everything
+from hyperion.workloads.datasets import TEXT
+from hyperion.workloads.fine_tuning import shape_of
+from hyperion.workloads.trained_models import LANGUAGE_MODELS, trained_language_model
+
+ORIGINAL = "original"
+METRICS = metrics.METRICS
+_COPY = "copy"
+# Roundings of a layer to its number format that change the stream which the next layer reads.
+_ROUNDINGS = 8
+_DEVIATIONS = 4
+
+
+class DecodeSpeedOptions(Options):
+    """Options of `decode_speed`.
+
+    Args:
+        trained_model: name of a trained language model, see `hyperion.workloads.trained_models`.
+        random_model: name of a random Llama, whose speed is that of trained weights of this shape. None leaves it out.
+        vocabulary: vocabulary of the random Llama.
+        dtype: number format of the original weights, of the cache and of the arithmetic.
+        schemes: names of the schemes of quantised weights.
+        prompt_tokens: tokens of the prompt.
+        new_tokens: tokens of a timed decode.
+        positions: positions of the cache, which are all read for each token.
+        time_limit_s: seconds of timing for each variant.
+    """
+
+    trained_model: str
+    random_model: str | None = None
+    vocabulary: int = 32000
+    dtype: str
+    schemes: tuple[str, ...]
+    prompt_tokens: int
+    new_tokens: int
+    positions: int
+    time_limit_s: float
+
+    def chosen_schemes(self) -> list[Scheme]:
+        """Return the schemes of this profile."""
+        return [scheme for scheme in SCHEMES if scheme.name in self.schemes]
+
+
+def forecast(context: Context) -> list[Forecast]:
+    """Predict the time of a token: bytes of weights and cache over the bandwidth that this run measured for a copy."""
+    options = DecodeSpeedOptions.of(context)
+    copy = _copy_row(context)
+    forecasts = []
+    for name, shape in _shapes(options):
+        for scheme in (None, *options.chosen_schemes()):
+            bytes_read = step_bytes(shape, options, scheme)
+            if copy is None or not copy.value:
+                estimate, basis = None, "no estimate: this run has no measured copy bandwidth (chapter 1.1)"
+            else:
+                estimate = bytes_read / (copy.value * 1e9)
+                basis = f"{bytes_read / 1e6:,.1f} MB of weights and cache at the measured {copy.value:.4g} GB/s of a copy"
+            variant, mode = (scheme.name if scheme else ORIGINAL), _modes(scheme, context.device)[-1]
+            forecasts.append(
+                Forecast(variant, "decode_time_s", estimate, basis, _dtype(options, scheme), _params(options, name, mode))
+            )
+    return forecasts[::-1] if options.random_model else forecasts
+
+
+def run(context: Context, report: Report) -> Result:
+    """Decode with the original and with quantised weights. The tokens of timed decodes are verified by a plain forward pass."""
+    options = DecodeSpeedOptions.of(context)
+    rows, frames = [], []
+    schemes = (None, *options.chosen_schemes())
+    total = len(schemes) * len(_shapes(options))
+    source = ""
+    for place, (name, _) in enumerate(_shapes(options)):
+        for number, scheme in enumerate(schemes):
+            report(place * len(schemes) + number, total, f"{name}, {scheme.name if scheme else ORIGINAL}")
+            columns = {"dtype": _dtype(options, scheme), "params": _params(options, name, MODES[0])}
+            variant = scheme.name if scheme else ORIGINAL
+            try:
+                if reason := scheme.why_absent(context.device) if scheme else "":
+                    rows.append(context.absent_row(variant, "decode_time_s", reason, **columns))
+                    continue
+                with matmul_precision(FORMATS[options.dtype]):
+                    lm, prompt, source = _model(context, options, name)
+                    if scheme:
+                        replace_linears(lm, scheme, context.device)
+                    new_rows, new_frames = _measure(context, options, name, scheme, lm, prompt)
+            except torch.OutOfMemoryError as error:
+                rows.append(context.absent_row(variant, "decode_time_s", out_of_memory_reason(error), **columns))
+                continue
+            rows += new_rows
+            frames += new_frames
+    report(total, total, "done")
+    return Result(rows, all_samples(frames), source)
+
+
+EXPERIMENT = Experiment(forecast, run, options=DecodeSpeedOptions, reads=("bandwidth",), data=TEXT)
+
+
+def step_bytes(shape: LlamaShape, options: DecodeSpeedOptions, scheme: Scheme | None) -> int:
+    """Return the bytes that a step must read: the weights of all layers, of the norms and of the head, and the whole cache.
+
+    Of the embedding, a step reads one row, which does not count.
+    """
+    size = FORMATS[options.dtype].bytes
+    L, D = shape.num_hidden_layers, shape.hidden_size
+    layers = layer_shapes(shape).values()
+    linear = sum(scheme.weight_bytes(n, k) if scheme else n * k * size for k, n in layers)
+    head = D // shape.num_attention_heads
+    cache = 2 * L * options.positions * shape.num_key_value_heads * head * size
+    return L * linear + size * (shape.vocab_size * D + (2 * L + 1) * D) + cache
+
+
+def bytes_of_step(decoder: StaticDecoder) -> int:
+    """Return the bytes of the tensors that a step reads, found in the model and in the decoder."""
+    total = bytes_of([decoder.lm.lm_head.weight, decoder.lm.model.norm.weight])
+    for block in decoder.blocks:
+        leaves = [module for module in block.modules() if module is not block and not list(module.children())]
+        # Layer by layer, because layers may share the table of a format.
+        total += sum(bytes_of(stored_tensors(leaf)) for leaf in leaves) + bytes_of([block.keys_KSH, block.values_KSH])
+    return total
+
+
+def _measure(
+    context: Context, options: DecodeSpeedOptions, name: str, scheme: Scheme | None, lm: Any, prompt: list[int]
+) -> tuple[list[Row], list[pd.DataFrame]]:
+    """Time a model in all modes in turn, and verify the tokens of each."""
+    variant, dtype = (scheme.name if scheme else ORIGINAL), _dtype(options, scheme)
+    decoders = {mode: StaticDecoder(lm, options.positions, context.device, mode) for mode in _modes(scheme, context.device)}
+
+    def decode(decoder: StaticDecoder) -> None:
+        decoder.rewind(len(prompt))
+        decoder.continue_(options.new_tokens)
+
+    for decoder in decoders.values():
+        decoder.decode(prompt, 0)
+    calls = [lambda one=one: decode(one) for one in decoders.values()]
+    found = time_interleaved(calls, context.device, cold=False, time_limit_s=options.time_limit_s * len(calls))
+    timings = {mode: timing.per_call(options.new_tokens) for mode, timing in zip(decoders, found, strict=True)}
+    bytes_read, rows, frames = step_bytes(shape_of(lm), options, scheme), [], []
+    for mode, timing in timings.items():
+        check = _verified(decoders[mode], options, len(prompt))
+        columns = {"dtype": dtype, "params": _params(options, name, mode)}
+        rows += _time_rows(context, variant, timing, check, bytes_read, columns)
+        if mode != EAGER and EAGER in timings:
+            why = "no limit: the same arithmetic, launched in another way"
+            rows.append(speedup_row(context, f"{variant}, {mode}", timing, timings[EAGER], why, check, **columns))
+        frames.append(sample_frame(timing, variant, dtype, columns["params"]))
+    counted = bytes_of_step(next(iter(decoders.values())))
+    check = {"check": "bytes computed from shapes and format", "check_error": abs(counted - bytes_read), "check_tolerance": 0}
+    params = _params(options, name, "any") | {"what": "weights and cache that a step reads"}
+    return [*rows, context.row(variant, "weight_bytes", counted, dtype=dtype, params=params, **check)], frames
+
+
+def _time_rows(context: Context, variant: str, timing: Timing, check: Verification, bytes_read: int, columns: dict) -> list[Row]:
+    """Return the rows of the time of a token, and of its share of the bandwidth of a copy."""
+    ceiling, source = bandwidth_limit(context.device, bytes_read)
+    least_s = None if ceiling is None else bytes_read / (ceiling * 1e9)
+    rows = [timed_row(context, variant, "decode_time_s", timing.estimate, timing, check, (least_s, source), **columns)]
+    copy = _copy_row(context)
+    if copy is None or not copy.value:
+        reason = "no share: this run has no measured copy bandwidth (chapter 1.1)"
+        return [*rows, context.absent_row(variant, "decode_bandwidth_share", reason, **columns)]
+    measured = copy.value
+    share = timing.estimate.map(lambda seconds: bytes_read / seconds / (measured * 1e9))
+    limit = (None, source) if ceiling is None else (ceiling / measured, f"{source}, over the measured copy")
+    return [*rows, timed_row(context, variant, "decode_bandwidth_share", share, timing, None, limit, **columns)]
+
+
+def _verified(decoder: StaticDecoder, options: DecodeSpeedOptions, prompt_length: int) -> Verification:
+    """Compare the tokens of the last timed decode with those of a plain forward pass over the same sequence.
+
+    In fp32, every token must be the most probable one. In a 16-bit format, the logit of a token may be below the largest logit by
+    what rounding can change.
+    """
+    end = prompt_length + options.new_tokens
+    best, logits = tokens_of_plain_forward(decoder.lm, decoder.tokens_S[:end], prompt_length)
+    tokens = decoder.tokens_S[prompt_length:end]
+    if options.dtype == "fp32":
+        return Verification("tokens that differ from a plain forward pass", (best != tokens).sum().item(), 0)
+    below = (logits.amax(-1) - logits.gather(-1, tokens[:, None])[:, 0]).max().item()
+    return Verification(
+        "distance of a token from the largest logit of a plain forward pass", below, _logit_rounding(decoder, logits)
+    )
+
+
+def _logit_rounding(decoder: StaticDecoder, logits: Tensor) -> float:
+    """Return how much the difference of two logits can change between two orders of the same arithmetic in 16 bits.
+
+    Each of `_ROUNDINGS` roundings of a layer changes the stream by at most half a unit, uniformly, so by u / sqrt(3) of itself;
+    they add like a random walk, in both passes, to both logits. The limit is four standard deviations, and the spacing of the
+    largest logit.
+    """
+    half_unit = torch.finfo(decoder.lm.lm_head.weight.dtype).eps / 2
+    roundings = _ROUNDINGS * len(decoder.blocks)
+    walk = half_unit / math.sqrt(3) * math.sqrt(roundings * 2 * 2) * logits.std().item()
+    return _DEVIATIONS * walk + 2 * half_unit * logits.abs().max().item()
+
+
+def _model(context: Context, options: DecodeSpeedOptions, name: str) -> tuple[Any, list[int], str]:
+    """Return (transformers' model, prompt, data source)."""
+    device, storage = context.device, FORMATS[options.dtype].storage
+    if name == options.trained_model:
+        trained = trained_language_model(context, name)
+        prompt = trained.held_out(device)[0][0, : options.prompt_tokens].tolist()
+        return trained.load(device, storage).get_submodule("lm"), prompt, trained.source
+    seed_everything(context.seed)
+    lm = build_random_llama(name, options.vocabulary, storage, device.torch_device)
+    prompt = torch.randint(options.vocabulary, (options.prompt_tokens,)).tolist()
+    return lm.eval().requires_grad_(False), prompt, ""
+
+
+def _shapes(options: DecodeSpeedOptions) -> list[tuple[str, LlamaShape]]:
+    """Return the names and shapes of the models of this profile."""
+    recipe = LANGUAGE_MODELS[options.trained_model]
+    sizes = recipe.width, recipe.layers, recipe.heads, recipe.key_value_heads, recipe.mlp_width
+    shapes = [(options.trained_model, LlamaShape(*sizes, recipe.vocabulary or _GPT2_VOCABULARY, tie_word_embeddings=True))]
+    if options.random_model:
+        shapes.append((options.random_model, random_llama_shape(options.random_model, options.vocabulary)))
+    return shapes
+
+
+_GPT2_VOCABULARY = 50257
+
+
+def _modes(scheme: Scheme | None, device: Device) -> tuple[str, ...]:
+    """Return the modes of a variant. Without a GPU there is no graph, and compiling takes longer than all decodes of smoke.
+
+    The kernels of bitsandbytes are called as they are; the layers of this library need a compiler to fuse their conversion.
+    """
+    if device.kind == "cpu":
+        return (EAGER,)
+    if scheme is None:
+        return MODES
+    return (CAPTURED,) if scheme.dtype == "nf4" else (COMPILED,)
+
+
+def _dtype(options: DecodeSpeedOptions, scheme: Scheme | None) -> str:
+    return scheme.dtype if scheme else options.dtype
+
+
+def _params(options: DecodeSpeedOptions, name: str, mode: str) -> dict:
+    return {"model": name, "mode": mode, "positions": options.positions, "new_tokens": options.new_tokens, "cache": "hot"}
+
+
+def _copy_row(context: Context) -> Row | None:
+    """Return the fastest copy of the largest arrays of this run."""
+    return stream_ceiling(row for row in context.upstream if row.variant == _COPY)

@@ -1,0 +1,178 @@
+"""A greedy decoder of one sequence with a static cache, whose step always launches the same kernels on the same memory.
+
+The decoder uses the layers of transformers' Llama, also after they were quantised. Its own part is the attention of one new token
+to the cache, and the cache: tensors of a fixed length, to which the step writes at the position that another tensor states. So a
+step can be captured as a graph and replayed, and all blocks share one compiled function.
+
+Shape suffixes: D width, K key-value heads, G query heads of a key-value head, S positions of the cache, H width of a head.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hyperion.hardware import Device
+
+EAGER, CAPTURED, COMPILED = "eager", "captured graph", "compiled, captured graph"
+MODES = (EAGER, CAPTURED, COMPILED)
+# Calls before a graph is captured: the first ones compile, and choose and load kernels.
+_WARM_UP = 3
+
+
+class DecodeBlock(nn.Module):
+    """One decoder layer of a Llama for a single new token, with its cache.
+
+    Args:
+        layer: the layer of transformers' model.
+        heads, key_heads: heads of queries, and of keys and values.
+        positions: positions of the cache.
+        like: a tensor with the dtype and the device of the cache.
+    """
+
+    keys_KSH: Tensor
+    values_KSH: Tensor
+
+    def __init__(self, layer: Any, heads: int, key_heads: int, positions: int, like: Tensor):
+        super().__init__()
+        attention, mlp = layer.self_attn, layer.mlp
+        self.q, self.k, self.v, self.o = attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj
+        self.gate, self.up, self.down = mlp.gate_proj, mlp.up_proj, mlp.down_proj
+        self.norm1, self.norm2 = layer.input_layernorm, layer.post_attention_layernorm
+        self.groups, self.key_heads = heads // key_heads, key_heads
+        shape = key_heads, positions, attention.head_dim
+        self.register_buffer("keys_KSH", like.new_zeros(shape))
+        self.register_buffer("values_KSH", like.new_zeros(shape))
+
+    def forward(self, x_1D: Tensor, cosine_1H: Tensor, sine_1H: Tensor, position_1: Tensor, hidden_S: Tensor) -> Tensor:
+        """Return the output of the layer for the token at `position_1`, and write its keys and values to the cache.
+
+        Args:
+            x_1D: output of the layer below.
+            cosine_1H, sine_1H: rotation of this position.
+            position_1: position of the token.
+            hidden_S: True for positions after it.
+        """
+        h_1D = self.norm1(x_1D)
+        q_KGH = _rotated(self.q(h_1D).view(self.key_heads, self.groups, -1), cosine_1H, sine_1H)
+        k_K1H = _rotated(self.k(h_1D).view(self.key_heads, 1, -1), cosine_1H, sine_1H)
+        self.keys_KSH.index_copy_(1, position_1, k_K1H)
+        self.values_KSH.index_copy_(1, position_1, self.v(h_1D).view(self.key_heads, 1, -1))
+        # Products and sums instead of matrix products: a compiler fuses them, and with one query they read the cache once, too.
+        scores_KGS = (q_KGH[:, :, None].float() * self.keys_KSH[:, None].float()).sum(-1) / math.sqrt(q_KGH.shape[-1])
+        weights_KGS = scores_KGS.masked_fill(hidden_S, -math.inf).softmax(-1)
+        mixed_KGH = (weights_KGS[..., None] * self.values_KSH[:, None].float()).sum(-2)
+        x_1D = x_1D + self.o(mixed_KGH.to(x_1D.dtype).view(1, -1))
+        h_1D = self.norm2(x_1D)
+        return x_1D + self.down(nn.functional.silu(self.gate(h_1D)) * self.up(h_1D))
+
+
+def _rotated(x: Tensor, cosine_1H: Tensor, sine_1H: Tensor) -> Tensor:
+    """Return x after the rotary embedding in transformers' layout, in which the halves of a head are rotated together."""
+    first, second = x.chunk(2, -1)
+    return x * cosine_1H + torch.cat([-second, first], -1) * sine_1H
+
+
+class StaticDecoder:
+    """Greedy decoder of one sequence with a static cache.
+
+    Args:
+        lm: transformers' LlamaForCausalLM, on its device.
+        positions: largest number of tokens of a sequence, prompt included.
+        device: device of the model.
+        mode: one of `MODES`. The two with a graph need a GPU.
+
+    Attributes:
+        blocks: the decode blocks, which hold the cache.
+        tokens_S: the tokens of the last sequence.
+    """
+
+    def __init__(self, lm: Any, positions: int, device: Device, mode: str):
+        config, embedding = lm.config, lm.get_input_embeddings()
+        self.lm, self.mode, self.device = lm, mode, device
+        self.blocks = [
+            DecodeBlock(layer, config.num_attention_heads, config.num_key_value_heads, positions, embedding.weight)
+            for layer in lm.model.layers
+        ]
+        # One compiled function for all blocks, which differ only in the tensors that they hold. With coordinate descent,
+        # Inductor turns the product of a matrix and a vector into a reduction, into which it fuses the steps around it.
+        forward: Any = DecodeBlock.forward
+        if mode == COMPILED:
+            forward = torch.compile(forward, fullgraph=True, dynamic=False, options={"coordinate_descent_tuning": True})
+        self._forward = forward
+        where = {"device": device.torch_device, "dtype": torch.int64}
+        self.tokens_S = torch.zeros(positions, **where)
+        self._position = torch.zeros(1, **where)
+        self._places = torch.arange(positions, **where)
+        self._replay = self._capture() if mode != EAGER else self._step
+
+    @torch.inference_mode()
+    def decode(self, prompt: Sequence[int], new_tokens: int) -> None:
+        """Decode `new_tokens` tokens after a prompt. The tokens of the prompt are processed one by one, like the others."""
+        self.tokens_S[: len(prompt)] = torch.tensor(list(prompt), device=self.tokens_S.device)
+        self._position.zero_()
+        self.prompt_length = len(prompt)
+        for _ in range(len(prompt) - 1):
+            # The step writes its prediction behind the token that it reads. The next token of the prompt is put back.
+            kept = self.tokens_S[self._position + 1]
+            self._replay()
+            self.tokens_S.index_copy_(0, self._position, kept)
+        self.continue_(new_tokens)
+
+    @torch.inference_mode()
+    def continue_(self, new_tokens: int) -> None:
+        """Decode `new_tokens` more tokens."""
+        for _ in range(new_tokens):
+            self._replay()
+
+    @torch.inference_mode()
+    def rewind(self, length: int) -> None:
+        """Go back to the sequence's first `length` tokens, the last of which is processed next."""
+        self._position.fill_(length - 1)
+
+    def _step(self) -> None:
+        """Read the token at the position, write the most probable next token behind it, and advance the position."""
+        model, position = self.lm.model, self._position
+        x_1D = model.embed_tokens(self.tokens_S[position])
+        cosine, sine = model.rotary_emb(x_1D[None], position[None])
+        hidden_S = self._places > position
+        for block in self.blocks:
+            x_1D = self._forward(block, x_1D, cosine[0], sine[0], position, hidden_S)
+        logits_1V = self.lm.lm_head(model.norm(x_1D))
+        position.add_(1)
+        self.tokens_S.index_copy_(0, position, logits_1V.argmax(-1))
+
+    @torch.inference_mode()
+    def _capture(self) -> Callable[[], None]:
+        """Return a function that replays the step as a graph."""
+        stream = torch.cuda.Stream(self.device.torch_device)
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(_WARM_UP):
+                self._position.zero_()
+                self._step()
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        self._position.zero_()
+        with torch.cuda.graph(graph):
+            self._step()
+        return graph.replay
+
+
+def tokens_of_plain_forward(lm: Any, tokens_T: Tensor, first: int) -> tuple[Tensor, Tensor]:
+    """Run the model on a whole sequence without a cache.
+
+    Args:
+        lm: transformers' LlamaForCausalLM.
+        tokens_T: the sequence.
+        first: number of tokens of the prompt.
+
+    Returns:
+        (most probable token after each prefix from the prompt on, float32 logits of all tokens there). Their length is the number
+        of tokens after the prompt.
+    """
+    with torch.inference_mode():
+        logits_TV = lm(input_ids=tokens_T[None, :-1], use_cache=False).logits[0, first - 1 :]
+    return logits_TV.argmax(-1), logits_TV.float()

@@ -1,0 +1,76 @@
+"""Figures of the chapter on inference. Those of quantised weights and of operators are in modules of their own."""
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from hyperion.errors import not_none
+from hyperion.experiments.inference import figures_operators, figures_quantization
+from hyperion.figures.material import Material, Plot, measured, number
+from hyperion.figures.style import absences, add_notes, errors_of, look, new_figure, write_at
+from hyperion.results import Row
+
+TITLES = {"runtimes": "Runtimes of trained models", **figures_quantization.TITLES, **figures_operators.TITLES}
+_PERCENTILES = ("latency_p50_s", "latency_p95_s", "latency_p99_s")
+
+
+def runtime_latency(material: Material) -> Figure | None:
+    """Draw the percentiles of the latency of one example, one panel for each model."""
+    rows = [row for row in material.of("runtimes") if row.metric in _PERCENTILES]
+    return _panels(material, rows, "Latency of one example", "ms, one example", 1e3)
+
+
+def runtime_throughput(material: Material) -> Figure | None:
+    """Draw the rate of the best batch of each runtime, one panel for each model."""
+    rows = [row for row in material.of("runtimes") if row.metric == "samples_per_s"]
+    best = [row for row in rows if row.value is None or row.params.get("role") == "best batch"]
+    return _panels(material, best, "Throughput of the best batch", "examples/s", 1.0)
+
+
+def kernel_counts(material: Material) -> Figure | None:
+    """Draw the number of kernels that one call launches, one panel for each model."""
+    rows = [row for row in material.of("runtimes") if row.metric == "kernels_per_call"]
+    return _panels(material, rows, "Kernels of one call", "kernels", 1.0)
+
+
+def _panels(material: Material, rows: list[Row], title: str, label: str, factor: float) -> Figure | None:
+    known = measured(rows)
+    if not known:
+        return None
+    models = list(dict.fromkeys(row.params["model"] for row in known))
+    most = max(len([row for row in known if row.params["model"] == model]) for model in models)
+    figure, panels = new_figure(title, material.machine("runtimes"), len(models), height=2.2 + 0.3 * most)
+    for axes, model in zip(panels, models, strict=True):
+        _bars(axes, [row for row in known if row.params["model"] == model], factor)
+        axes.set(xlabel=label, xlim=(0, axes.get_xlim()[1] * 1.3))
+        axes.set_title(model)
+    # A runtime has the same reason in the rows of every metric and model.
+    add_notes(figure, dict.fromkeys(absences(rows, lambda row: row.variant)))
+    return figure
+
+
+def _bars(axes: Axes, rows: list[Row], factor: float) -> None:
+    names = list(dict.fromkeys(row.variant for row in rows))
+    for place, row in enumerate(rows):
+        value = factor * not_none(row.value)
+        colour = look(row.variant, names.index(row.variant))["color"]
+        axes.barh([place], [value], xerr=errors_of([row], factor), height=0.7, color=colour)
+        end = factor * (row.ci_high if row.ci_high is not None else not_none(row.value))
+        write_at(axes, number(value, 3), (end, place), (4, 0), va="center", fontsize=8)
+    axes.set_yticks(range(len(rows)), [_name(row) for row in rows], fontsize=8)
+    axes.invert_yaxis()
+    axes.grid(axis="y", visible=False)
+
+
+def _name(row: Row) -> str:
+    if row.metric in _PERCENTILES:
+        return f"{row.variant}, {row.metric.split('_')[1]}"
+    return f"{row.variant}, batch {row.params['batch']}" if row.metric == "samples_per_s" else row.variant
+
+
+PLOTS = (
+    Plot("runtime_latency", "runtimes", "Median, 95th and 99th percentile of the latency by runtime.", runtime_latency),
+    Plot("runtime_throughput", "runtimes", "Rate of the best batch by runtime.", runtime_throughput),
+    Plot("kernel_counts", "runtimes", "Kernels that one call launches, by runtime.", kernel_counts),
+    *figures_quantization.PLOTS,
+    *figures_operators.PLOTS,
+)

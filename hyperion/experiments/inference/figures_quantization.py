@@ -1,0 +1,101 @@
+"""Figures of quantised weights, of decoding, and of training with few bits."""
+
+from matplotlib.figure import Figure
+
+from hyperion.errors import not_none
+from hyperion.figures.material import Material, Plot, measured, number
+from hyperion.figures.style import absences, add_notes, errors_of, look, new_figure, write_at
+from hyperion.results import Row
+
+TITLES = {"quantization": "Quantised weights", "decode_speed": "Decoding one sequence", "qlora": "Training with few bits"}
+_ORIGINAL = "original"
+
+
+def quantization(material: Material) -> Figure | None:
+    """Draw the perplexity of each scheme over that of the original, by the bytes of its weights, and the times of a batch."""
+    rows = material.of("quantization")
+    ratios = measured(row for row in rows if row.metric == "perplexity_ratio")
+    if not ratios:
+        return None
+    figure, (quality, speed) = new_figure("Quantised weights", material.machine("quantization"), 2, height=4.6)
+    stored = {(row.variant, row.params["runtime"]): not_none(row.value) for row in measured(rows) if row.metric == "weight_bytes"}
+    drawn = [row for row in ratios if (row.variant, row.params["runtime"]) in stored]
+    for position, row in enumerate(drawn):
+        megabytes = stored[row.variant, row.params["runtime"]] / 1e6
+        percent, error = 100 * (not_none(row.value) - 1), errors_of([row], 100)
+        style = look(row.variant, position)
+        quality.errorbar([megabytes], [percent], yerr=error, fmt=style["marker"], color=style["color"], label=_name(row))
+    quality.axhline(0, color="0.6", linewidth=0.8)
+    quality.set(xlabel="MB of quantised weights", ylabel="perplexity above the original, %", xscale="log")
+    quality.legend(fontsize=7.5)
+    times = measured(row for row in rows if row.metric == "speedup")
+    names = [f"{_name(row)}, {row.params['model']}" for row in times]
+    speed.barh(range(len(times)), [not_none(row.value) for row in times], xerr=errors_of(times), height=0.7)
+    for place, row in enumerate(times):
+        write_at(speed, number(row.value, 3), (not_none(row.ci_high), place), (4, 0), va="center", fontsize=7.5)
+    speed.set_yticks(range(len(times)), names, fontsize=7.5)
+    speed.invert_yaxis()
+    speed.axvline(1, color="0.6", linewidth=0.8)
+    speed.set(xlabel="speed-up over the original in the same runtime", xlim=(0, speed.get_xlim()[1] * 1.2))
+    add_notes(figure, absences([row for row in rows if row.metric == "weight_bytes"], lambda row: row.variant))
+    return figure
+
+
+def decode_speed(material: Material) -> Figure | None:
+    """Draw the time of a token of each model, variant and mode, with its limit."""
+    rows = [row for row in material.of("decode_speed") if row.metric == "decode_time_s"]
+    known = measured(rows)
+    if not known:
+        return None
+    models = list(dict.fromkeys(row.params["model"] for row in known))
+    figure, panels = new_figure("Decoding one sequence", material.machine("decode_speed"), len(models), height=4.2)
+    for axes, model in zip(panels, models, strict=True):
+        series = [row for row in known if row.params["model"] == model]
+        axes.barh(range(len(series)), [1e3 * not_none(row.value) for row in series], xerr=errors_of(series, 1e3), height=0.6)
+        for place, row in enumerate(series):
+            write_at(axes, number(1e3 * not_none(row.value), 3), (1e3 * not_none(row.ci_high), place), (4, 0), va="center")
+            for bound, colour in ((row.limit, "black"), (row.predicted, "tab:orange")):
+                if bound is not None:
+                    axes.plot([1e3 * bound] * 2, [place - 0.4, place + 0.4], color=colour, linewidth=1.5)
+        axes.set_yticks(range(len(series)), [f"{row.variant}, {row.params['mode']}" for row in series])
+        axes.invert_yaxis()
+        axes.set(xlabel="ms per token", xlim=(0, axes.get_xlim()[1] * 1.25))
+        axes.set_title(model)
+    notes = ["Black: limit by the data sheet's bandwidth. Orange: predicted from the measured bandwidth of a copy."]
+    add_notes(figure, [*notes, *absences(rows, lambda row: row.variant)])
+    return figure
+
+
+def qlora(material: Material) -> Figure | None:
+    """Draw the losses of the variants, and the bytes of their optimizer states."""
+    samples, rows = material.samples("qlora"), material.of("qlora")
+    if samples.empty or not len(rows):
+        return None
+    figure, (curves, states) = new_figure("Training with few bits", material.machine("qlora"), 2, height=4.2)
+    for position, name in enumerate(dict.fromkeys(samples["variant"])):
+        series = samples[samples["variant"] == name]
+        style = look(name, position) | {"marker": ""}
+        # Twins lie on each other, so the quantised one is dashed.
+        curves.plot(series["step"], series["loss"], label=name, **style, linestyle="--" if position % 2 else "-")
+    curves.set(xlabel="step", ylabel="training loss, nats per completion token")
+    curves.legend(fontsize=8)
+    bytes_rows = measured(row for row in rows if row.metric == "optimizer_state_bytes")
+    states.barh(range(len(bytes_rows)), [not_none(row.value) / 1e6 for row in bytes_rows], height=0.6)
+    for place, row in enumerate(bytes_rows):
+        write_at(states, number(not_none(row.value) / 1e6, 3), (not_none(row.value) / 1e6, place), (4, 0), va="center")
+    states.set_yticks(range(len(bytes_rows)), [row.variant for row in bytes_rows])
+    states.invert_yaxis()
+    states.set(xlabel="MB of optimizer state", xlim=(0, states.get_xlim()[1] * 1.2))
+    add_notes(figure, absences([row for row in rows if row.metric == "loss_difference_nats"], lambda row: row.variant))
+    return figure
+
+
+def _name(row: Row) -> str:
+    return f"{row.variant} ({row.params['runtime']})"
+
+
+PLOTS = (
+    Plot("quantization", "quantization", "Perplexity and time of quantised models by scheme.", quantization),
+    Plot("decode_speed", "decode_speed", "Time of a token by model, weights and way to launch.", decode_speed),
+    Plot("qlora", "qlora", "Losses and optimizer states with few bits.", qlora),
+)

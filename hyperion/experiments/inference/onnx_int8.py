@@ -1,0 +1,280 @@
+"""Quantise a model to int8 with the tools of ONNX Runtime, and run it with the CPU provider.
+
+Weights are unsigned 8-bit integers around 128, with one scale for each output or output channel. Unsigned weights are exact on
+every CPU: without VNNI instructions, the product of unsigned inputs and signed weights saturates at 16 bits.
+
+- dynamic: the inputs of a product are quantised when it runs, with the range of the values at hand.
+- static: the ranges of inputs and outputs are fixed before, from calibration data.
+"""
+
+import contextlib
+import importlib.util
+import io
+import json
+import logging
+import math
+import os
+import warnings
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hyperion.errors import HyperionError
+
+PROVIDER = "CPUExecutionProvider"
+DYNAMIC, STATIC = "int8 dynamic", "int8 static"
+KINDS = (DYNAMIC, STATIC)
+# Operators of ONNX Runtime that multiply integers. Its optimiser makes the fused ones from those of the ONNX standard.
+INTEGER_PRODUCTS = (
+    "MatMulInteger",
+    "MatMulIntegerToFloat",
+    "DynamicQuantizeMatMul",
+    "QLinearMatMul",
+    "ConvInteger",
+    "QLinearConv",
+    "QGemm",
+)
+_PRODUCTS = ("MatMul", "Gemm", "Conv")
+_STEPS = 255  # steps between the smallest and the largest of 256 values
+
+
+def why_no_onnx() -> str:
+    """Return the reason why ONNX Runtime or the exporter of PyTorch cannot be used here, or ""."""
+    missing = [name for name in ("onnx", "onnxscript", "onnxruntime") if importlib.util.find_spec(name) is None]
+    names = " and ".join(missing)
+    return f"unavailable: {names} not installed; next step: pip install {' '.join(missing)}" if missing else ""
+
+
+def export(model: nn.Module, example: Tensor, path: Path) -> Path:
+    """Export a model with one input and one output to ONNX, with the shape of the example. Prepare it for quantisation.
+
+    The preparation folds batch norms into convolutions, so that a convolution and its norm are quantised as one operation.
+
+    Returns:
+        Path of the prepared ONNX file, which is `path`.
+    """
+    import onnx
+    from onnxruntime.quantization.shape_inference import quant_pre_process
+
+    plain = path.with_suffix(".plain.onnx")
+    with torch.no_grad(), _quiet():
+        torch.onnx.export(
+            model.eval(), (example,), str(plain), dynamo=True, input_names=["x"], output_names=["y"], external_data=False
+        )
+        # Symbolic shapes are not needed, because all shapes are fixed.
+        quant_pre_process(str(plain), str(path), skip_symbolic_shape=True)
+    plain.unlink()
+    prepared = onnx.load(str(path))
+    # The quantiser transposes the weights of a Gemm and infers shapes again, and refuses shapes that are stored for the old ones.
+    del prepared.graph.value_info[:]
+    onnx.save(prepared, str(path))
+    return path
+
+
+def quantise(kind: str, source: Path, target: Path, calibration: Sequence[Tensor] = (), skip_width: int = 0) -> Path:
+    """Quantise the products of an exported model with constant weights.
+
+    Args:
+        kind: one of `KINDS`.
+        source: the exported model.
+        target: path of the quantised model.
+        calibration: inputs with which ranges are measured, for `STATIC`.
+        skip_width: products with this number of outputs stay in float32, such as the head of a language model.
+
+    Returns:
+        The path `target`.
+
+    Raises:
+        HyperionError: `STATIC` without calibration data.
+    """
+    from onnxruntime.quantization import CalibrationDataReader, QuantFormat, QuantType, quantize_dynamic, quantize_static
+
+    shared: dict[str, Any] = {
+        "per_channel": True,
+        "weight_type": QuantType.QUInt8,
+        "op_types_to_quantize": list(_PRODUCTS),
+        "nodes_to_exclude": _float_products(source, skip_width),
+        "extra_options": {"WeightSymmetric": True},
+    }
+    if kind == DYNAMIC:
+        with _quiet():
+            quantize_dynamic(str(source), str(target), **shared)
+        return target
+    if not calibration:
+        raise HyperionError(
+            "static quantisation without calibration data", where="quantise", next_step="give inputs of the training split"
+        )
+
+    class Reader(CalibrationDataReader):
+        def __init__(self):
+            self.inputs = iter(calibration)
+
+        def get_next(self) -> dict | None:
+            found = next(self.inputs, None)
+            return None if found is None else {"x": found.numpy()}
+
+    with _quiet():
+        quantize_static(
+            str(source),
+            str(target),
+            Reader(),
+            quant_format=QuantFormat.QDQ,
+            activation_type=QuantType.QUInt8,
+            calibration_providers=[PROVIDER],
+            **shared,
+        )
+    return target
+
+
+class Session:
+    """An ONNX model in ONNX Runtime's CPU provider, callable on a tensor.
+
+    Args:
+        path: the ONNX file.
+        threads: number of threads.
+    """
+
+    def __init__(self, path: Path, threads: int):
+        self.path, self.threads = path, threads
+        self._session = self._open(profiling="")
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Return the outputs. A batch that is smaller than the exported one is filled up with copies of its first example."""
+        missing = self._session.get_inputs()[0].shape[0] - len(x)
+        full = torch.cat([x, x[:1].expand(missing, *x.shape[1:])]) if missing else x
+        return torch.from_numpy(self._session.run(None, {"x": full.numpy()})[0][: len(x)])
+
+    def _open(self, profiling: str) -> Any:
+        import onnxruntime
+
+        options = onnxruntime.SessionOptions()
+        options.intra_op_num_threads = self.threads
+        if profiling:
+            options.enable_profiling, options.profile_file_prefix = True, profiling
+        return onnxruntime.InferenceSession(str(self.path), options, providers=[PROVIDER])
+
+    def what_ran(self, x: Tensor) -> tuple[Counter[str], set[str]]:
+        """Run once with ONNX Runtime's profiler. Return the number of calls of each operator, and the providers that ran them."""
+        session = self._open(profiling=str(self.path.with_suffix("")))
+        session.run(None, {"x": x.numpy()})
+        trace = Path(session.end_profiling())
+        events = [event["args"] for event in json.loads(trace.read_text()) if event.get("cat") == "Node"]
+        trace.unlink()
+        # The first word of a name is the operator; each node has one event with a provider.
+        ran = [(event["op_name"], event["provider"]) for event in events if "provider" in event]
+        return Counter(operator for operator, _ in ran), {provider for _, provider in ran}
+
+
+@dataclass(frozen=True)
+class Ranges:
+    """Steps and ranges of a quantised layer with a single product.
+
+    Args:
+        input_step: distance between neighbouring values of the input.
+        input_low, input_high: range of the input. Values outside are clipped.
+        output_step, output_low, output_high: the same of the output; a step of 0 if the output is not quantised.
+    """
+
+    input_step: float
+    input_low: float
+    input_high: float
+    output_step: float
+    output_low: float
+    output_high: float
+
+    def input_error(self, x: Tensor) -> Tensor:
+        """Return a bound for the error of each input: one step, and the distance from the range for values outside of it."""
+        return self.input_step + _outside(x.double(), self.input_low, self.input_high)
+
+    def output_error(self, y: Tensor) -> Tensor:
+        """Return a bound for the error that the quantisation of the output adds to each value."""
+        return self.output_step + _outside(y.double(), self.output_low, self.output_high)
+
+
+def dynamic_ranges(x: Tensor) -> Ranges:
+    """Return the ranges of a dynamically quantised layer, which follow from its input."""
+    low, high = min(x.min().item(), 0.0), max(x.max().item(), 0.0)
+    return Ranges((high - low) / _STEPS, low, high, 0.0, 0.0, 0.0)
+
+
+def static_ranges(path: Path) -> Ranges:
+    """Return the ranges that are stored in a statically quantised model with a single product."""
+    import onnx
+    from onnx import numpy_helper
+
+    graph = onnx.load(str(path)).graph
+    values = {one.name: numpy_helper.to_array(one) for one in graph.initializer}
+    found = []
+    for node in (node for node in graph.node if node.op_type == "QuantizeLinear"):
+        step, zero = float(values[node.input[1]]), int(values[node.input[2]])
+        found.append((step, -zero * step, (_STEPS - zero) * step))
+    (first, *_), last = found, found[-1]
+    return Ranges(*first, *(last if len(found) > 1 else (0.0, 0.0, 0.0)))
+
+
+def _by_output(kind: str, dimensions: int) -> bool:
+    """Return True if each output has its own scale. The integer convolution of the dynamic kind takes a single scale."""
+    return kind == STATIC or dimensions == 2
+
+
+def weight_error(kind: str, weight: Tensor) -> Tensor:
+    """Return a bound for the error of each weight: one step, as the centre of the range is rounded, too."""
+    rows = weight.double().flatten(1) if _by_output(kind, weight.dim()) else weight.double().view(1, -1)
+    step = 2 * rows.abs().amax(1) / _STEPS
+    return step.view(-1, *[1] * (weight.dim() - 1)).expand(weight.shape)
+
+
+def weight_bytes(kind: str, shapes: Sequence[tuple[int, ...]]) -> int:
+    """Return the bytes of 8-bit weights of these shapes. Each scale is a float32 number with an 8-bit zero point."""
+    return sum(math.prod(shape) + 5 * (shape[0] if _by_output(kind, len(shape)) else 1) for shape in shapes)
+
+
+def stored_weight_bytes(path: Path) -> int:
+    """Return the bytes of the 8-bit weights in an ONNX file, with their scales and zero points."""
+    import onnx
+    from onnx import numpy_helper
+
+    graph = onnx.load(str(path)).graph
+    sizes = {one.name: numpy_helper.to_array(one) for one in graph.initializer}
+    total = 0
+    for name, array in sizes.items():
+        if array.ndim >= 2 and array.dtype.itemsize == 1:
+            stem = name.removesuffix("_quantized")
+            total += array.nbytes + sum(sizes[f"{stem}{end}"].nbytes for end in ("_scale", "_zero_point"))
+    return total
+
+
+def _outside(values: Tensor, low: float, high: float) -> Tensor:
+    return (values - high).clamp_min(0) + (low - values).clamp_min(0)
+
+
+def _float_products(path: Path, width: int) -> list[str]:
+    """Return the names of the products that stay in float32: those of two activations, and those with `width` outputs."""
+    import onnx
+
+    graph = onnx.load(str(path)).graph
+    dimensions = {one.name: one.dims for one in graph.initializer}
+    names = []
+    for node in (node for node in graph.node if node.op_type in _PRODUCTS):
+        weights = [dimensions[name] for name in node.input if len(dimensions.get(name, ())) >= 2]
+        if not weights or any(len(one) == 2 and width in one for one in weights):
+            names.append(node.name)
+    return names
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Hide the progress and the advice that the exporter and the quantiser print."""
+    level, logging.root.manager.disable = logging.root.manager.disable, logging.WARNING
+    try:
+        with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()), open(os.devnull, "w") as nowhere:
+            warnings.simplefilter("ignore")
+            with contextlib.redirect_stderr(nowhere):
+                yield
+    finally:
+        logging.root.manager.disable = level

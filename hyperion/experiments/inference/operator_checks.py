@@ -1,0 +1,237 @@
+"""The operators of models, with the sample inputs that PyTorch's own tests use for them (its OpInfo database).
+
+The database imports PyTorch's test package. That package freezes settings of the backends, so it is used in a process of its own.
+"""
+
+import functools
+import importlib.util
+import itertools
+import json
+from collections.abc import Callable
+
+import torch
+
+from hyperion.experiments.inference.layers import LAYERS, layer_case
+from hyperion.experiments.inference.rounding import Case, errors_over_tolerance, forward_backward
+from hyperion.measure import FORMATS
+from hyperion.measure.clock.verify import matmul_precision
+from hyperion.processes import report_progress, world
+
+# Operators that the models of the book and the architectures of `architectures` use in training or inference, by kind. Operators
+# with random results are left out, because float64 gives other random numbers. Names are those of the OpInfo database.
+OPERATORS = {
+    "element-wise": (
+        *("add", "sub", "mul", "div", "neg", "abs", "exp", "log", "log1p", "sqrt", "rsqrt", "reciprocal", "pow", "square"),
+        *("sin", "cos", "tanh", "sigmoid", "erf", "clamp", "where", "maximum", "minimum", "addcmul", "addcdiv", "lerp"),
+        *("masked_fill", "float_power", "exp2", "expm1"),
+    ),
+    "activations": (
+        *("nn.functional.relu", "nn.functional.gelu", "nn.functional.silu", "nn.functional.mish", "nn.functional.softplus"),
+        *("nn.functional.elu", "nn.functional.leaky_relu", "nn.functional.glu", "nn.functional.hardswish", "nn.functional.relu6"),
+        *("nn.functional.logsigmoid", "softmax", "log_softmax", "nn.functional.softmin", "nn.functional.prelu"),
+    ),
+    "reductions": (
+        *("sum", "mean", "var", "std", "amax", "amin", "prod", "cumsum", "cumprod", "logsumexp", "logcumsumexp", "linalg.norm"),
+        *(
+            "linalg.vector_norm",
+            "norm",
+            "argmax",
+            "max",
+            "topk",
+            "sort",
+            "nn.functional.normalize",
+            "nn.functional.cosine_similarity",
+        ),
+    ),
+    "products": (
+        *("mm", "bmm", "matmul", "addmm", "baddbmm", "mv", "dot", "outer", "einsum", "tensordot", "nn.functional.linear"),
+        *("nn.functional.bilinear", "nn.functional.scaled_dot_product_attention", "nn.functional.multi_head_attention_forward"),
+    ),
+    "convolutions": (
+        *("nn.functional.conv1d", "nn.functional.conv2d", "nn.functional.conv3d", "nn.functional.conv_transpose1d"),
+        *("nn.functional.conv_transpose2d", "nn.functional.unfold"),
+    ),
+    "normalisation and pooling": (
+        *("nn.functional.layer_norm", "nn.functional.rms_norm", "nn.functional.batch_norm", "nn.functional.group_norm"),
+        *("nn.functional.instance_norm", "nn.functional.max_pool2d", "nn.functional.avg_pool2d", "nn.functional.avg_pool1d"),
+        *("nn.functional.adaptive_avg_pool2d", "nn.functional.adaptive_avg_pool1d"),
+    ),
+    "losses": (
+        *("nn.functional.cross_entropy", "nn.functional.nll_loss", "nn.functional.mse_loss", "nn.functional.l1_loss"),
+        *("nn.functional.smooth_l1_loss", "nn.functional.kl_div", "nn.functional.binary_cross_entropy_with_logits"),
+        *("nn.functional.huber_loss", "nn.functional.ctc_loss"),
+    ),
+    "indexing and shapes": (
+        *("gather", "scatter", "scatter_add", "index_select", "index_add", "index_put", "take_along_dim", "__getitem__"),
+        *("nn.functional.embedding", "cat", "stack", "split", "chunk", "unbind", "reshape", "view"),
+        *("permute", "transpose", "expand", "repeat", "repeat_interleave", "roll", "flip", "tril", "triu", "narrow", "squeeze"),
+        *("unsqueeze", "flatten", "nn.functional.pad", "nn.functional.pixel_shuffle", "clone", "contiguous", "masked_select"),
+    ),
+    "resampling": ("nn.functional.interpolate", "nn.functional.grid_sample"),
+    "spectra": ("fft.rfft", "fft.irfft"),
+}
+# Gaps of PyTorch itself: (operator, pass) with the formats and the cause. Their errors are reported, and not refused.
+KNOWN_GAPS = {
+    ("logcumsumexp", "backward"): (
+        ("fp32", "bf16", "fp16"),
+        "the gradient is computed as exp(log|g| - y + x), which loses the digits of g where |y| is large",
+    ),
+    ("linalg.vector_norm", "backward"): (("fp16",), "the powers |x|^(p - 1) of small numbers are below the smallest fp16 number"),
+    ("nn.functional.grid_sample", "backward"): (
+        ("bf16", "fp16"),
+        "the position in pixels is rounded to the format, so it can be in another pixel, where the gradient is another one",
+    ),
+}
+# Entries that are steps: where the exact quotient is just below an integer, rounding gives the integer.
+_STEPS = ("div (trunc_rounding)", "div (floor_rounding)")
+# Kinds whose kernels on a GPU add to elements in memory, in the format of the tensor.
+_IN_STORAGE = ("indexing and shapes", "resampling")
+KIND_OF = {name: kind for kind, names in OPERATORS.items() for name in names}
+# Of an operator with many sample inputs, only the first ones are generated: as many times the number that is tested.
+_GENERATED = 8
+
+
+def why_no_database() -> str:
+    """Return the reason why PyTorch's operator database cannot be used here, or "" if nothing is missing."""
+    if importlib.util.find_spec("expecttest") is None:
+        return (
+            "unavailable: PyTorch's operator database imports the package expecttest, which is not installed; "
+            "next step: pip install expecttest"
+        )
+    return ""
+
+
+def check_operators(
+    names: list[str], formats: list[str], samples: int, probes: int, compiled: list[str], seed: int, file: str
+) -> dict:
+    """Check operators and layers, and append the outcomes to a file after each operator. This is the function of a Job.
+
+    Args:
+        names: operators and layers to check, in this order.
+        formats: names of number formats.
+        samples: number of sample inputs for each operator and format; 0 for all of them.
+        probes: number of changed references, see `rounding`.
+        compiled: operators whose first sample input is also checked with torch.compile.
+        seed: seed of the sample inputs.
+        file: path of the file. Each line is a JSON list [name, outcomes]. An outcome is a dict with the keys entry, dtype, pass,
+            mode, status, ratio, samples and reason.
+
+    Returns:
+        {"unavailable": reason why there is no database, or ""}.
+    """
+    checker = _Checker(formats, samples, probes, seed)
+    for done, name in enumerate(names):
+        report_progress(done, len(names), name)
+        outcomes = checker.check(name, name in compiled)
+        with open(file, "a", encoding="utf-8") as stream:
+            stream.write(json.dumps([name, outcomes]) + "\n")
+    return {"unavailable": checker.unavailable}
+
+
+class _Checker:
+    def __init__(self, formats: list[str], samples: int, probes: int, seed: int):
+        self.device = torch.device(world().device.torch_device)
+        self.formats, self.samples, self.probes, self.seed = formats, samples, probes, seed
+        self.unavailable, self._entries = why_no_database(), {}
+        # The import below freezes these settings, so they are made first, and they stay: the process has no other work.
+        matmul_precision(FORMATS["fp32"]).__enter__()
+        if not self.unavailable:
+            try:
+                self._entries = _database()
+            except Exception as error:
+                self.unavailable = f"unavailable: PyTorch's operator database cannot be imported: {_text(error)}"
+
+    def check(self, name: str, compiled: bool) -> list[dict]:
+        """Return the outcomes of all entries of an operator: one for each format, pass and mode."""
+        if name in LAYERS:
+            outcomes = []
+            for dtype in self.formats:
+                cases = functools.partial(self._layer_cases, name, dtype)
+                outcomes += self._outcomes(name, dtype, "eager", cases)
+            return outcomes
+        outcomes = []
+        for entry, operator in self._entries.get(name, {}).items():
+            for dtype in self.formats:
+                cases = functools.partial(self._cases, operator, dtype)
+                outcomes += self._outcomes(entry, dtype, "eager", cases)
+                if compiled:
+                    outcomes += self._outcomes(entry, dtype, "compiled", lambda cases=cases: cases()[:1])
+        return outcomes
+
+    def _layer_cases(self, name: str, dtype: str) -> list[Case]:
+        return [layer_case(name, self.device, FORMATS[dtype].storage, self.seed)]
+
+    def _cases(self, operator, dtype: str) -> list[Case]:
+        torch.manual_seed(self.seed)
+        found = operator.sample_inputs(self.device, FORMATS[dtype].storage, requires_grad=operator.supports_autograd)
+        taken = list(itertools.islice(found, self.samples * _GENERATED or None))
+        chosen = taken[:: max(1, len(taken) // self.samples)][: self.samples] if self.samples else taken
+        in_storage = KIND_OF[operator.name] in _IN_STORAGE and self.device.type != "cpu"
+        return [Case(operator.op, (one.input, *one.args), one.kwargs, in_storage) for one in chosen]
+
+    def _outcomes(self, entry: str, dtype: str, mode: str, make_cases: Callable[[], list[Case]]) -> list[dict]:
+        compute = forward_backward
+        if mode == "compiled":
+            torch._dynamo.reset()
+            compute = _compiled
+        ratios: dict[str, list[float]] = {}
+        errors: dict[str, Exception] = {}
+        try:
+            cases = make_cases()
+        except Exception as error:
+            cases, errors = [], {"forward": error}
+        for case in cases:
+            try:
+                found = errors_over_tolerance(case, FORMATS[dtype].storage, self.seed, self.probes, compute)
+            except Exception as error:
+                found = self._forward_alone(case, dtype, compute)
+                errors.setdefault("backward" if found else "forward", error)
+            for which, ratio in found.items():
+                ratios.setdefault(which, []).append(ratio)
+        common = {"entry": entry, "dtype": dtype, "mode": mode}
+        outcomes = []
+        for which, found in ratios.items():
+            status = "passed" if max(found) <= 1 else "failed"
+            outcomes.append(common | {"pass": which, "status": status, "ratio": max(found), "samples": len(found)})
+        for which, error in errors.items():
+            status = "unsupported" if _is_unsupported(error) else "failed"
+            outcomes.append(common | {"pass": which, "status": status, "reason": _text(error)})
+        return outcomes
+
+    def _forward_alone(self, case: Case, dtype: str, compute: Callable) -> dict[str, float]:
+        """Return the ratio of a call whose backward pass may have raised an error, or {} if the forward pass raises it."""
+        if self.device.type != "cpu":
+            # An error inside a kernel makes the whole process unusable. This call raises it again, and the process ends.
+            torch.cuda.synchronize()
+        try:
+            with torch.no_grad():
+                return errors_over_tolerance(case, FORMATS[dtype].storage, self.seed, self.probes, compute)
+        except Exception:
+            return {}
+
+
+def _compiled(function: Callable, *rest):
+    return forward_backward(torch.compile(function, dynamic=False), *rest)
+
+
+def _database() -> dict[str, dict]:
+    """Return the entries of the database, as {name of the operator: {name of the entry: OpInfo}}."""
+    from torch.testing._internal.common_methods_invocations import op_db
+
+    entries: dict[str, dict] = {}
+    for one in op_db:
+        label = f"{one.name} ({one.variant_test_name})" if one.variant_test_name else one.name
+        if label not in _STEPS:
+            entries.setdefault(one.name, {})[label] = one
+    return entries
+
+
+def _is_unsupported(error: Exception) -> bool:
+    """Return True if an error says that there is no kernel for this format or device."""
+    words = ("not implemented for", "not supported", "unsupported", "only supports", "expected scalar type")
+    return isinstance(error, NotImplementedError) or any(word in str(error).lower() for word in words)
+
+
+def _text(error: Exception) -> str:
+    lines = str(error).strip().splitlines() or [""]
+    return f"{type(error).__name__}: {lines[0]}"[:300]

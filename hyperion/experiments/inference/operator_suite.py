@@ -1,0 +1,179 @@
+"""Which operators of PyTorch compute the right numbers on this device, forward and backward, in each number format?
+
+Each operator is called with the sample inputs of PyTorch's own tests, and its outputs and gradients are compared with float64 on
+the CPU. `rounding` derives the tolerances, and `operator_checks` lists the operators. Operators that are wrong or not supported
+make the gap report. The operators run in a process of their own. If an operator ends the process, it is reported, and the others
+follow in a new process.
+"""
+
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+
+import pandas as pd
+import torch
+
+from hyperion.chapter.context import Context, Experiment, Forecast, Options, Report, Result
+from hyperion.chapter.rows import checked
+from hyperion.experiments.inference.layers import LAYERS, round_trip
+from hyperion.experiments.inference.operator_checks import KIND_OF, KNOWN_GAPS, check_operators
+from hyperion.processes import Job, run_job
+from hyperion.processes.job import JobError
+from hyperion.results import Row
+
+METRIC = "error_over_tolerance"
+PASSES = ("forward", "backward")
+STATUSES = ("passed", "failed", "unsupported", "no gradient")
+ALL = "all operators"
+
+
+class OperatorSuiteOptions(Options):
+    """Options of `operator_suite`.
+
+    Args:
+        formats: number formats.
+        samples: number of sample inputs for each operator and format; 0 for all sample inputs.
+        probes: number of references with changed inputs, for each of the two sizes of the change.
+        compiled: operators that are also checked with torch.compile.
+    """
+
+    formats: tuple[str, ...]
+    samples: int
+    probes: int
+    compiled: tuple[str, ...] = ()
+
+
+def forecast(context: Context) -> list[Forecast]:
+    """Predict how many operators and layers pass: all of them."""
+    basis = "PyTorch has a kernel for every operator of the list in each format, and each kernel is as accurate as its formula"
+    names = [*KIND_OF, *LAYERS]
+    return [
+        Forecast(ALL, "count", float(len(names)), basis, dtype, {"what": "passed", "pass": which})
+        for dtype in OperatorSuiteOptions.of(context).formats
+        for which in PASSES
+    ]
+
+
+def run(context: Context, report: Report) -> Result:
+    """Check all operators and layers. Return counts, errors over tolerances, gaps, and the state dicts of the layers."""
+    options = OperatorSuiteOptions.of(context)
+    outcomes, unavailable = collect_outcomes(context, options, [*KIND_OF, *LAYERS], report)
+    rows: list[Row] = []
+    for name, found in outcomes.items():
+        rows += _rows_of(context, name, found)
+    for dtype in options.formats:
+        for which in PASSES:
+            rows += _counts(context, outcomes, unavailable, dtype, which)
+    for name in LAYERS:
+        tensors, differing = round_trip(name, torch.device(context.device.torch_device), context.seed)
+        check = checked("tensors and outputs that differ in a bit after saving and loading the state dict", differing, 0)
+        rows.append(context.row(name, "count", tensors, params={"what": "tensors of the state dict"}, **check))
+    lines = [{"name": name} | one for name, found in outcomes.items() for one in found]
+    return Result(rows, pd.DataFrame(lines))
+
+
+EXPERIMENT = Experiment(forecast, run, options=OperatorSuiteOptions)
+
+
+def collect_outcomes(
+    context: Context,
+    options: OperatorSuiteOptions,
+    names: list[str],
+    report: Report,
+    check: Callable[..., dict] = check_operators,
+) -> tuple[dict[str, list[dict]], str]:
+    """Run `check_operators` in worker processes until each operator has an outcome.
+
+    If a worker ends early, the operator that it was checking gets the outcome "failed" with the reason, and a new worker
+    continues with the next operator.
+
+    Returns:
+        ({name: outcomes}, reason why PyTorch's database cannot be used, or "").
+    """
+    context.workspace.mkdir(parents=True, exist_ok=True)
+    file = context.workspace / "operators.jsonl"
+    file.unlink(missing_ok=True)
+    unavailable, total = "", len(names)
+
+    def advance(done: int, of: int, note: str) -> None:
+        report(total - of + done, total, note)
+
+    while names:
+        params = {"names": names, "formats": list(options.formats), "samples": options.samples, "probes": options.probes}
+        params |= {"compiled": list(options.compiled), "seed": context.seed, "file": str(file)}
+        try:
+            unavailable = run_job(Job(check, params, timeout_s=options.timeout_s), on_progress=advance)["unavailable"]
+            break
+        except JobError as error:
+            finished = _read(file)
+            names = [name for name in names if name not in finished]
+            lines = error.what.strip().splitlines()
+            reason = f"the process ended: {lines[0]}" + (f": {lines[-1]}"[:200] if len(lines) > 1 else "")
+            ended = {"status": "failed", "reason": reason, "mode": "eager", "entry": names[0]}
+            outcomes = [ended | {"dtype": dtype, "pass": which} for dtype in options.formats for which in PASSES]
+            with file.open("a", encoding="utf-8") as stream:
+                stream.write(json.dumps([names[0], outcomes]) + "\n")
+            names = names[1:]
+    report(total, total, "done")
+    return _read(file), unavailable
+
+
+def status_of(outcomes: list[dict], dtype: str, which: str) -> str:
+    """Return the status of an operator in a format and a pass, without torch.compile.
+
+    An operator fails if one of its entries fails. It is unsupported if it has entries, and none of them has a kernel.
+    """
+    wanted = (dtype, which, "eager")
+    statuses = {one["status"] for one in outcomes if (one["dtype"], one["pass"], one["mode"]) == wanted}
+    missing = {one["status"] for one in outcomes if (one["dtype"], one["pass"], one["mode"]) == (dtype, "forward", "eager")}
+    # Without a forward pass there is no backward pass either.
+    otherwise = "unsupported" if missing == {"unsupported"} else "no gradient"
+    return next((status for status in ("failed", "passed", "unsupported") if status in statuses), otherwise)
+
+
+def _read(file: Path) -> dict[str, list[dict]]:
+    lines = file.read_text(encoding="utf-8").splitlines() if file.exists() else []
+    return dict(json.loads(line) for line in lines)
+
+
+def _counts(context: Context, outcomes: dict[str, list[dict]], unavailable: str, dtype: str, which: str) -> list[Row]:
+    """Return the number of operators for each status. Together they must be all operators of the list.
+
+    If PyTorch's database is unavailable, return one row with the reason.
+    """
+    if unavailable:
+        params = {"what": "passed", "pass": which}
+        return [context.absent_row(ALL, "count", unavailable, dtype=dtype, params=params)]
+    statuses = [status_of(found, dtype, which) for found in outcomes.values() if found]
+    missing = len(KIND_OF) + len(LAYERS) - len(statuses)
+    check = checked("operators without an outcome", missing, 0)
+    return [
+        context.row(ALL, "count", statuses.count(status), dtype=dtype, params={"what": status, "pass": which}, **check)
+        for status in STATUSES
+    ]
+
+
+def _rows_of(context: Context, name: str, outcomes: list[dict]) -> list[Row]:
+    """Return the errors of each entry of an operator over their tolerances, and a row with the reason for each gap."""
+    kind = KIND_OF.get(name, "layers")
+    groups: dict[tuple, list[dict]] = {}
+    rows: list[Row] = []
+    for one in outcomes:
+        params = {"kind": kind, "mode": one["mode"]}
+        if "ratio" in one:
+            groups.setdefault((one["entry"], one["dtype"], one["mode"]), []).append(one)
+        else:
+            reason = f"{one['status']}: {one['reason']}"
+            params |= {"pass": one["pass"]}
+            rows.append(context.absent_row(one["entry"], METRIC, reason, dtype=one["dtype"], params=params))
+    for (entry, dtype, mode), found in groups.items():
+        worst = max(found, key=lambda one: one["ratio"])
+        params = {"kind": kind, "mode": mode, "worst pass": worst["pass"], "sample inputs": worst["samples"]}
+        formats, cause = KNOWN_GAPS.get((name, worst["pass"]), ((), ""))
+        if worst["ratio"] > 1 and dtype in formats and math.isfinite(worst["ratio"]):
+            rows.append(context.row(entry, METRIC, worst["ratio"], dtype=dtype, params=params | {"cause": cause}))
+        else:
+            check = checked("float64", worst["ratio"], 1.0)
+            rows.append(context.row(entry, METRIC, worst["ratio"], dtype=dtype, params=params, **check))
+    return rows

@@ -1,0 +1,66 @@
+"""Percentiles of latencies with intervals that assume no distribution.
+
+The interval of a percentile lies between two samples in sorted order. How many samples fall below the true percentile follows a
+binomial distribution, whatever the distribution of the latencies is. A bootstrap cannot do this for the 99th percentile of few
+samples: it never draws a value above the largest sample.
+
+Source: Conover, Practical Nonparametric Statistics, 3rd edition, section 3.2.
+"""
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+from hyperion.errors import HyperionError
+from hyperion.results import Estimate
+
+CONFIDENCE = 0.95
+
+
+def samples_needed(share: float) -> int:
+    """Return the smallest number of samples for which a percentile has an interval.
+
+    With fewer samples, the largest sample is below the true percentile with a probability of more than 2.5 %. So no sample can be
+    the upper end of the interval. 72 samples are needed for the 95th percentile, and 368 for the 99th.
+
+    Args:
+        share: the percentile as a share, such as 0.99.
+    """
+    tail = (1 - CONFIDENCE) / 2
+    return max(math.ceil(math.log(tail) / math.log(max(share, 1 - share))), 6)
+
+
+def percentile(samples: Sequence[float] | np.ndarray, share: float) -> Estimate:
+    """Return a percentile with its 95 % interval.
+
+    Args:
+        samples: the samples. They must contain every request, also those that failed or timed out: see `latencies_of_requests`.
+        share: the percentile as a share, such as 0.99.
+
+    Raises:
+        HyperionError: there are fewer samples than `samples_needed(share)`.
+    """
+    from scipy import stats  # slow to import
+
+    ordered, n, needed = np.sort(np.asarray(samples, dtype=float)), len(samples), samples_needed(share)
+    if n < needed:
+        raise HyperionError(
+            f"{n} samples give no interval of the percentile {100 * share:g}",
+            where="percentile",
+            next_step=f"take {needed} samples",
+        )
+    tail = (1 - CONFIDENCE) / 2
+    # Order statistics k and l with P(k samples or more below) and P(fewer than l below) of at least 97.5 % each.
+    low = int(stats.binom.ppf(tail, n, share)) - 1
+    high = int(stats.binom.ppf(1 - tail, n, share))
+    value = float(np.quantile(ordered, share, method="higher"))  # no interpolation, because a failed request is infinite
+    return Estimate(value, min(value, float(ordered[max(low, 0)])), max(value, float(ordered[min(high, n - 1)])), n)
+
+
+def latencies_of_requests(seconds: Sequence[float], succeeded: Sequence[bool]) -> np.ndarray:
+    """Return one latency for each request. A request that failed has an infinite latency: its caller never got the answer.
+
+    Without it, the percentiles of a server that refuses every slow request would be excellent.
+    """
+    return np.where(np.asarray(succeeded, dtype=bool), np.asarray(seconds, dtype=float), np.inf)

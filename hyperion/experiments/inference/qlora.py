@@ -1,0 +1,258 @@
+"""Can a model be trained with 4-bit weights, or with 8-bit states of the optimizer?
+
+- QLoRA: the base model is frozen in NF4, and adapters in float32 are trained. Its twin has the same adapters on its own weights.
+- AdamW with 8-bit moments trains all parameters. Its twin is AdamW with float32 moments.
+
+Both members of a pair start from the same trained model and get the same batches of instruction rows.
+"""
+
+import hashlib
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import torch
+from torch import nn
+
+from hyperion.chapter.context import Context, Experiment, Forecast, Options, Report, Result
+from hyperion.chapter.rows import checked
+from hyperion.data.batches import InstructionBatches
+from hyperion.experiments.inference import metrics_quantization as metrics
+from hyperion.experiments.inference.quality import clustered_mean
+from hyperion.experiments.inference.quantized_linears import (
+    Nf4,
+    replace_linears,
+    stored_tensors,
+    weight_bytes_of,
+    why_no_bitsandbytes,
+)
+from hyperion.measure import bytes_of, state_of
+from hyperion.models import LlamaLM
+from hyperion.results import Row
+from hyperion.training import (
+    LanguageEngine,
+    TrainingPlan,
+    WarmupCosine,
+    adamw,
+    choose_precision,
+    decay_groups,
+    frozen_sha256,
+    seed_everything,
+    train,
+)
+from hyperion.workloads.datasets import TEXT
+from hyperion.workloads.fine_tuning import FineTuningData, base_model, fine_tuning_data, frozen_dtype, with_lora
+from hyperion.workloads.trained_models import LANGUAGE_MODELS, LanguageRecipe, trained_language_model
+
+LORA, QLORA, ADAMW, ADAMW_8BIT = "LoRA", "QLoRA", "AdamW", "8-bit AdamW"
+TWINS = {QLORA: LORA, ADAMW_8BIT: ADAMW}
+METRICS = metrics.METRICS
+BASE = Nf4(double=True)
+_SMALLEST_8BIT, _BLOCK, _TABLE_BYTES = 4096, 256, 256 * 4  # of bitsandbytes: smaller tensors have float32 moments
+_CLUSTER = 5  # steps whose losses are treated as one sample, because losses of neighbouring steps are correlated
+_GPT2_VOCABULARY = 50257
+
+
+class QloraOptions(Options):
+    """Options of `qlora`.
+
+    Args:
+        trained_model: name of a trained language model, see `hyperion.workloads.trained_models`.
+        sequence_length: largest number of tokens of an instruction row.
+        batch_size: rows of an optimizer step.
+        held_out_rows: held-out rows on which losses are compared. None uses all.
+        steps: optimizer steps of each variant.
+        adapter_rate: largest learning rate of the adapters.
+        full_rate: largest learning rate if all parameters are trained.
+    """
+
+    trained_model: str
+    sequence_length: int
+    batch_size: int
+    held_out_rows: int | None = None
+    steps: int
+    adapter_rate: float
+    full_rate: float
+
+
+def forecast(context: Context) -> list[Forecast]:
+    """Predict the bytes of the optimizer's state from the shapes of the parameters and the format of the moments."""
+    options = QloraOptions.of(context)
+    sizes = _parameter_sizes(LANGUAGE_MODELS[options.trained_model])
+    params = {"model": options.trained_model}
+    return [
+        Forecast(variant, "optimizer_state_bytes", state_bytes(variant, sizes), basis, params=params)
+        for variant, basis in (
+            (ADAMW_8BIT, "two moments of a byte, a float32 scale for each block of 256, two tables of 256 values"),
+            (ADAMW, "two float32 moments of each parameter, and a step count of each tensor"),
+        )
+    ]
+
+
+def run(context: Context, report: Report) -> Result:
+    """Train all four variants for the same steps. Without bitsandbytes, two of them have rows with the reason."""
+    options = QloraOptions.of(context)
+    trained = trained_language_model(context, options.trained_model)
+    data = fine_tuning_data(
+        context, str(trained.folder), options.sequence_length, held_out_rows=options.held_out_rows, quiet=True
+    )
+    shared = {"params": {"model": options.trained_model}, "data_source": data.rows.source}
+    rows: list[Row] = []
+    losses: dict[str, list[float]] = {}
+    for done, variant in enumerate((LORA, QLORA, ADAMW, ADAMW_8BIT)):
+        report(done, 4, variant)
+        if variant in TWINS and (reason := why_no_bitsandbytes(context.device)):
+            rows.append(context.absent_row(variant, "loss_difference_nats", reason, **shared))
+            continue
+        losses[variant], new_rows = _train(context, options, data, variant, shared)
+        rows += new_rows
+    for variant, twin in TWINS.items():
+        if variant in losses:
+            rows.append(_difference_row(context, variant, np.array(losses[variant]), np.array(losses[twin]), shared))
+    report(4, 4, "done")
+    curves = [
+        pd.DataFrame({"kind": "loss curve", "variant": variant, "step": range(1, len(curve) + 1), "loss": curve})
+        for variant, curve in losses.items()
+    ]
+    return Result(rows, pd.concat(curves, ignore_index=True), data.rows.source)
+
+
+EXPERIMENT = Experiment(forecast, run, options=QloraOptions, data=(*TEXT, "instructions"))
+
+
+def state_bytes(variant: str, sizes: Sequence[int]) -> int:
+    """Return the bytes of the state of an optimizer.
+
+    Args:
+        variant: `ADAMW` or `ADAMW_8BIT`.
+        sizes: number of elements of each trained parameter.
+    """
+    if variant == ADAMW:
+        return sum(8 * size + 4 for size in sizes)
+    large = [size for size in sizes if size >= _SMALLEST_8BIT]
+    moments = sum(2 * size + 2 * 4 * math.ceil(size / _BLOCK) for size in large)
+    # The tables of both moments exist once. Small parameters have float32 moments.
+    return moments + sum(8 * size for size in sizes if size < _SMALLEST_8BIT) + (2 * _TABLE_BYTES if large else 0)
+
+
+@dataclass(frozen=True)
+class _Base:
+    """The frozen base of adapters.
+
+    Args:
+        model: transformers' model.
+        layers: its quantised layers; none if it has its original weights.
+    """
+
+    model: nn.Module
+    layers: tuple[nn.Module, ...]
+
+    def sha256(self) -> str:
+        """Return the hash of all frozen weights, and of the scales and tables of quantised weights."""
+        digest = hashlib.sha256(frozen_sha256(self.model).encode())
+        for layer in self.layers:
+            for tensor in stored_tensors(layer):
+                digest.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+        return digest.hexdigest()
+
+
+def _train(
+    context: Context, options: QloraOptions, data: FineTuningData, variant: str, shared: dict
+) -> tuple[list[float], list[Row]]:
+    """Train a variant. Return its loss of each step, and its rows."""
+    device, precision = context.device, choose_precision(context.device, "auto")
+    adapters = variant in (LORA, QLORA)
+    model = base_model(context, data, frozen_dtype(precision) if adapters else torch.float32)
+    layers: tuple[nn.Module, ...] = ()
+    if variant == QLORA:
+        names = list(replace_linears(model, BASE, device))
+        layers = tuple(model.get_submodule(name) for name in names)
+        # peft then chooses its adapter for the layers of bitsandbytes.
+        model.is_loaded_in_4bit = True  # pyright: ignore[reportAttributeAccessIssue]
+    base = _Base(model, layers)
+    before = base.sha256() if adapters else ""
+    lm = with_lora(model, context.seed) if adapters else LlamaLM(model)
+    rate = options.adapter_rate if adapters else options.full_rate
+    optimizer = _optimizer(variant, lm, rate)
+    schedule = WarmupCosine(rate, max(1, options.steps // 10), options.steps + 1)
+    seed_everything(context.seed)
+    engine = LanguageEngine(lm, optimizer, schedule, precision, device)
+
+    def held_out() -> InstructionBatches:
+        where = device.torch_device
+        return InstructionBatches(data.held_out, options.batch_size, shuffle=False, drop_last=False, device=where)
+
+    start = engine.evaluate(held_out())
+    batches = InstructionBatches(data.train, options.batch_size, context.seed, device=device.torch_device)
+    history = train(engine, batches, TrainingPlan(steps=options.steps))
+    end = engine.evaluate(held_out())
+    dtype = precision.dtype
+    rows = [_loss_row(context, variant, dtype, step, one, shared) for step, one in ((0, start), (options.steps, end))]
+    if adapters:
+        check = checked("sha256 of the frozen weights, scales and tables", float(base.sha256() != before), 0)
+        columns = shared | {"params": shared["params"] | {"what": "base weights after training"}, "dtype": dtype}
+        rows.append(context.row(variant, "relative_difference", check["check_error"], **columns, **check))
+    rows += _byte_rows(context, variant, lm, optimizer, base, shared)
+    return history.losses, rows
+
+
+def _optimizer(variant: str, model: nn.Module, rate: float) -> torch.optim.Optimizer:
+    """Return the optimizer of a variant. Both kinds have the same betas, epsilon and weight decay."""
+    if variant != ADAMW_8BIT:
+        return adamw(model, rate, weight_decay=0.0)
+    import bitsandbytes as bnb
+
+    return bnb.optim.AdamW8bit(decay_groups(model, 0.0), lr=rate, betas=(0.9, 0.95), eps=1e-8)
+
+
+def _byte_rows(
+    context: Context, variant: str, model: nn.Module, optimizer: torch.optim.Optimizer, base: _Base, shared: dict
+) -> list[Row]:
+    """Return the rows of the bytes of the optimizer's state and, with adapters on a quantised base, of the base's weights."""
+    sizes = [parameter.numel() for parameter in model.parameters() if parameter.requires_grad]
+    # A step count of torch is a tensor, that of bitsandbytes is a number.
+    measured = bytes_of(state_of(model, optimizer)["optimizer state"])
+    computed = state_bytes(ADAMW_8BIT if variant == ADAMW_8BIT else ADAMW, sizes)
+    check = checked("bytes computed from shapes and format", abs(measured - computed), 0)
+    rows = [context.row(variant, "optimizer_state_bytes", measured, **shared, **check)]
+    if base.layers:
+        stored = weight_bytes_of(base.layers)
+        shapes: list[Any] = list(base.layers)
+        expected = sum(BASE.weight_bytes(layer.out_features, layer.in_features) for layer in shapes)
+        check = checked("bytes computed from the format", abs(stored - expected), 0)
+        rows.append(context.row(variant, "weight_bytes", stored, dtype=BASE.dtype, **shared, **check))
+    return rows
+
+
+def _loss_row(context: Context, variant: str, dtype: str, step: int, scored: dict[str, float], shared: dict) -> Row:
+    """Return the row of the mean loss of a held-out completion token."""
+    half = 1.96 * scored["standard_error_nats"]
+    return context.row(
+        variant,
+        "validation_loss",
+        scored["loss"],
+        dtype=dtype,
+        n=int(scored["tokens"]),
+        ci_low=scored["loss"] - half,
+        ci_high=scored["loss"] + half,
+        limit=None,
+        limit_source="no limit: what rows say is not certain",
+        **(shared | {"params": shared["params"] | {"step": step, "split": "held out", "tokens": "completion"}}),
+    )
+
+
+def _difference_row(context: Context, variant: str, losses: np.ndarray, twin: np.ndarray, shared: dict) -> Row:
+    """Return the row of the mean difference of the training losses of a variant and its twin, over all steps."""
+    mean = clustered_mean(losses - twin, np.arange(len(losses)) // _CLUSTER)
+    params = shared["params"] | {"twin": TWINS[variant], "steps": len(losses)}
+    return context.row(variant, "loss_difference_nats", mean, **(shared | {"params": params}))
+
+
+def _parameter_sizes(recipe: LanguageRecipe) -> list[int]:
+    """Return the number of elements of each parameter of a trained Llama, whose head is its embedding."""
+    D, wide, key_width = recipe.width, recipe.mlp_width, recipe.width // recipe.heads * recipe.key_value_heads
+    layer = [D * D, D * D, D * key_width, D * key_width, D * wide, D * wide, D * wide, D, D]
+    return [(recipe.vocabulary or _GPT2_VOCABULARY) * D, *recipe.layers * layer, D]

@@ -1,0 +1,504 @@
+"""Linear layers with quantised weights: how each format stores them, how many bytes that takes, and how large its error can be.
+
+A format replaces a weight by an integer or by a short code, and by scales. Its error is at most half of the distance between two
+neighbouring values. From this follows a bound for the error of each element of a layer's output.
+
+Shape suffixes: N outputs, K inputs, M rows of the input, G groups of inputs that share a scale.
+"""
+
+import importlib.util
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable
+from typing import Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.profiler import ProfilerActivity, profile
+
+from hyperion.errors import HyperionError
+from hyperion.hardware import Device, fp8_format
+from hyperion.measure import FORMATS, bytes_of
+
+GROUP = 32  # inputs that share a scale in the int4 format
+NF4_BLOCK, NESTED_BLOCK = 64, 256  # weights, and scales, that share a scale in bitsandbytes
+_INT8, _INT4 = 127.0, 7.0
+_TINY = torch.finfo(torch.float32).tiny  # smallest scale, for a group of zeros
+_SCALE_ROUNDING = (
+    2.0**-15
+)  # a scale in float32 is off by 2^-24 of itself, so a value of 127 scales is off by 2^-16 of half a step
+_CODE_BYTES, _NESTED_CODE_BYTES, _OFFSET_BYTES = 16 * 4, 256 * 4, 4  # tables of bitsandbytes, float32
+
+
+def pack_int4(values_NK: Tensor) -> Tensor:
+    """Return two 4-bit integers in each byte. The first value of a pair is in the upper four bits, as in bitsandbytes.
+
+    Args:
+        values_NK: integers from -8 to 7. K is even.
+
+    Returns:
+        uint8 tensor of shape [N, K / 2].
+    """
+    codes = (values_NK + 8).to(torch.uint8)
+    return codes[:, 0::2] << 4 | codes[:, 1::2]
+
+
+def unpack_int4(packed: Tensor) -> Tensor:
+    """Return the integers that `pack_int4` packed, as an int8 tensor of shape [N, K]."""
+    codes = torch.stack([packed >> 4, packed & 15], dim=-1).flatten(-2)
+    return codes.to(torch.int8) - 8
+
+
+class Int8Linear(nn.Module):
+    """Linear layer with int8 weights and one scale for each output: y = (x Q^T) * scale."""
+
+    q_NK: Tensor
+    scale_N: Tensor
+
+    def __init__(self, weight_NK: Tensor):
+        super().__init__()
+        weight_NK = weight_NK.float()  # in 16 bits, the division by the scale would add its own error
+        scale_N = weight_NK.abs().amax(1).clamp_min(_TINY) / _INT8
+        self.register_buffer("q_NK", (weight_NK / scale_N[:, None]).round().clamp(-_INT8, _INT8).to(torch.int8))
+        self.register_buffer("scale_N", scale_N)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the outputs in the dtype of x. The scale is applied to the product, so the weights need no copy in float32."""
+        return (F.linear(x, self.q_NK.to(x.dtype)) * self.scale_N).to(x.dtype)
+
+    def weight(self) -> Tensor:
+        """Return the weights that the stored values represent, in float64."""
+        return self.q_NK.double() * self.scale_N.double()[:, None]
+
+
+class Int4Linear(nn.Module):
+    """Linear layer with packed 4-bit weights and one scale for each group of `GROUP` inputs of an output."""
+
+    packed: Tensor
+    scale_NG: Tensor
+
+    def __init__(self, weight_NK: Tensor):
+        super().__init__()
+        weight_NK = weight_NK.float()
+        groups = weight_NK.unflatten(1, (-1, GROUP))
+        scale_NG = groups.abs().amax(2).clamp_min(_TINY) / _INT4
+        values = (groups / scale_NG[..., None]).round().clamp(-_INT4, _INT4).flatten(1)
+        self.register_buffer("packed", pack_int4(values))
+        self.register_buffer("scale_NG", scale_NG)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the outputs in the dtype of x."""
+        groups = unpack_int4(self.packed).unflatten(1, (-1, GROUP)).to(x.dtype)
+        return F.linear(x, (groups * self.scale_NG[..., None].to(x.dtype)).flatten(1))
+
+    def weight(self) -> Tensor:
+        """Return the weights that the stored values represent, in float64."""
+        return (unpack_int4(self.packed).double().unflatten(1, (-1, GROUP)) * self.scale_NG.double()[..., None]).flatten(1)
+
+
+class Fp8Linear(nn.Module):
+    """Linear layer with fp8 weights and inputs, multiplied by `torch._scaled_mm` in the fp8 units of the device.
+
+    Args:
+        weight_NK: the weights. N and K are multiples of 16.
+        storage: the fp8 format of the device.
+        by_row: whether each output and each row of the input has its own scale. Otherwise each tensor has one scale.
+    """
+
+    q_NK: Tensor
+    scale: Tensor
+
+    def __init__(self, weight_NK: Tensor, storage: torch.dtype, by_row: bool):
+        super().__init__()
+        self.by_row = by_row
+        q_NK, scale = self._quantise(weight_NK, storage)
+        self.register_buffer("q_NK", q_NK)
+        self.register_buffer("scale", scale)
+
+    def _quantise(self, values: Tensor, storage: torch.dtype) -> tuple[Tensor, Tensor]:
+        largest, values = torch.finfo(storage).max, values.float()
+        absmax = values.abs().amax(1, keepdim=True) if self.by_row else values.abs().amax()
+        scale = (absmax / largest).clamp_min(_TINY)
+        return (values / scale).clamp(-largest, largest).to(storage), scale
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the outputs in the dtype of x, rounded to bf16."""
+        rows, scale = self._quantise(x.flatten(0, -2), self.q_NK.dtype)
+        scale_b = self.scale.T if self.by_row else self.scale
+        multiply: Any = torch._scaled_mm
+        y = multiply(rows, self.q_NK.T, scale_a=scale, scale_b=scale_b, out_dtype=torch.bfloat16)
+        return y.view(*x.shape[:-1], -1).to(x.dtype)
+
+    def weight(self) -> Tensor:
+        """Return the weights that the stored values represent, in float64."""
+        return self.q_NK.double() * self.scale.double()
+
+
+class Scheme(ABC):
+    """One way to quantise linear layers.
+
+    Attributes:
+        name: name of the variant in rows.
+        dtype: number format of the stored weights in rows.
+    """
+
+    name: ClassVar[str]
+    dtype: ClassVar[str]
+
+    def why_absent(self, device: Device) -> str:
+        """Return the reason why the scheme cannot run on a device, or ""."""
+        return ""
+
+    @abstractmethod
+    def convert(self, weight_NK: Tensor, device: Device) -> nn.Module:
+        """Return the quantised layer, on the device of the weight."""
+
+    @abstractmethod
+    def weight_bytes(self, n: int, k: int) -> int:
+        """Return the bytes of a stored weight [N, K] with its scales, from the format alone."""
+
+    @abstractmethod
+    def weight_error(self, weight_NK: Tensor) -> Tensor:
+        """Return a bound for the error of each stored weight, in float64 and of the shape of the weight."""
+
+    def input_error(self, x_MK: Tensor) -> Tensor:
+        """Return a bound for the error of each input of the product. It is 0 if the inputs are not quantised."""
+        return torch.zeros_like(x_MK, dtype=torch.float64)
+
+    def roundoff(self, k: int, dtype: torch.dtype) -> float:
+        """Return a bound for the rounding errors of a product of K terms, relative to the sum of the magnitudes of its terms.
+
+        With a float32 sum and one rounding of inputs, weights and output to `dtype`: three units and K units of float32.
+        """
+        return 1.5 * torch.finfo(dtype).eps + k * torch.finfo(torch.float32).eps
+
+
+class Int8WeightOnly(Scheme):
+    """int8 weights with a scale for each output. Inputs are not quantised."""
+
+    name, dtype = "int8 weight-only", "int8"
+
+    def convert(self, weight_NK: Tensor, device: Device) -> nn.Module:
+        return Int8Linear(weight_NK)
+
+    def weight_bytes(self, n: int, k: int) -> int:
+        return n * k + 4 * n
+
+    def weight_error(self, weight_NK: Tensor) -> Tensor:
+        return (weight_NK.double().abs().amax(1, keepdim=True) / _INT8 / 2).expand(weight_NK.shape)
+
+
+class Int4WeightOnly(Scheme):
+    """Packed 4-bit integers with a scale for each group of inputs. Inputs are not quantised."""
+
+    name, dtype = "int4 weight-only", "int4"
+
+    def convert(self, weight_NK: Tensor, device: Device) -> nn.Module:
+        return Int4Linear(weight_NK)
+
+    def weight_bytes(self, n: int, k: int) -> int:
+        return n * k // 2 + 4 * (n * k // GROUP)
+
+    def weight_error(self, weight_NK: Tensor) -> Tensor:
+        groups = weight_NK.double().unflatten(1, (-1, GROUP))
+        return (groups.abs().amax(2, keepdim=True) / _INT4 / 2).expand(groups.shape).flatten(1)
+
+
+class Fp8(Scheme):
+    """fp8 weights and inputs with 3 bits of mantissa (e4m3).
+
+    Args:
+        by_row: whether each row has its own scale.
+    """
+
+    dtype = "fp8"
+
+    def __init__(self, by_row: bool):
+        self.by_row = by_row
+        self.name = "fp8, a scale for each row" if by_row else "fp8, a scale for each tensor"  # pyright: ignore[reportAttributeAccessIssue]
+        # The bound is the same for the OCP and the fnuz format: both have 3 bits of mantissa. The OCP format has the larger
+        # smallest number relative to its maximum, so its bound is the larger one.
+        self._info = torch.finfo(torch.float8_e4m3fn)
+
+    def why_absent(self, device: Device) -> str:
+        supported, reason = device.supports("fp8")
+        return "" if supported else f"unsupported: {reason}"
+
+    def convert(self, weight_NK: Tensor, device: Device) -> nn.Module:
+        return Fp8Linear(weight_NK, FORMATS[str(fp8_format(device))].storage, self.by_row)
+
+    def weight_bytes(self, n: int, k: int) -> int:
+        return n * k + 4 * (n if self.by_row else 1)
+
+    def weight_error(self, weight_NK: Tensor) -> Tensor:
+        return self._error(weight_NK)
+
+    def input_error(self, x_MK: Tensor) -> Tensor:
+        return self._error(x_MK)
+
+    def _error(self, values: Tensor) -> Tensor:
+        """Half of the distance between neighbouring values: relative for normal numbers, absolute below the smallest one."""
+        magnitudes, info = values.double().abs(), self._info
+        absmax = magnitudes.amax(1, keepdim=True) if self.by_row else magnitudes.amax()
+        smallest = info.tiny * info.eps / 2 * absmax / info.max
+        return torch.maximum(magnitudes * info.eps / 2, smallest)
+
+    def roundoff(self, k: int, dtype: torch.dtype) -> float:
+        # The output is rounded to bf16. Hopper sums blocks of 128 terms with 14 bits: at most 2^-9 of the sum of magnitudes.
+        return 2.0**-8 + 2.0**-9 + super().roundoff(k, torch.float32)
+
+
+def why_no_bitsandbytes(device: Device) -> str:
+    """Return the reason why bitsandbytes cannot be used here, or ""."""
+    if importlib.util.find_spec("bitsandbytes") is None:
+        return "unavailable: bitsandbytes is not installed; next step: pip install bitsandbytes"
+    try:
+        import bitsandbytes
+    except Exception as error:  # its native library is loaded at import, and fails with errors of several types
+        return f"unavailable: bitsandbytes cannot be imported: {error}"
+    native: Any = bitsandbytes.cextension.lib
+    if type(native).__name__ == "ErrorHandlerMockBNBNativeLibrary":
+        return f"unavailable: bitsandbytes has no native library for {device.name}"
+    return ""
+
+
+class LlmInt8(Scheme):
+    """LLM.int8() of bitsandbytes: int8 weights and inputs with a scale for each row; inputs above 6 are multiplied in 16 bits.
+
+    Source: Dettmers et al. 2022, arXiv 2208.07339.
+    """
+
+    name, dtype = "LLM.int8()", "int8"
+    _OUTLIER = 6.0
+
+    def why_absent(self, device: Device) -> str:
+        return why_no_bitsandbytes(device)
+
+    def convert(self, weight_NK: Tensor, device: Device) -> nn.Module:
+        import bitsandbytes as bnb
+
+        n, k = weight_NK.shape
+        layer = bnb.nn.Linear8bitLt(k, n, bias=False, has_fp16_weights=False, threshold=self._OUTLIER)
+        # Weights are quantised when they move to a device, also when they move from the CPU to the CPU.
+        layer.weight = bnb.nn.Int8Params(weight_NK.cpu(), requires_grad=False, has_fp16_weights=False)
+        return layer.to(device.torch_device)
+
+    def weight_bytes(self, n: int, k: int) -> int:
+        return n * k + 4 * n
+
+    def weight_error(self, weight_NK: Tensor) -> Tensor:
+        # bitsandbytes converts weights to fp16 before it quantises them, which adds half a unit of fp16.
+        magnitudes = weight_NK.double().abs()
+        return magnitudes.amax(1, keepdim=True) / _INT8 / 2 * 1.001 + magnitudes * 2.0**-11
+
+    def input_error(self, x_MK: Tensor) -> Tensor:
+        magnitudes = x_MK.double().abs()
+        return magnitudes.amax(1, keepdim=True) / _INT8 / 2 * 1.001 + magnitudes * 2.0**-11
+
+    def roundoff(self, k: int, dtype: torch.dtype) -> float:
+        return super().roundoff(k, torch.float16)
+
+
+class Nf4(Scheme):
+    """NF4 of bitsandbytes: 16 values at the quantiles of a normal distribution, with a scale for each block of 64 weights.
+
+    With double quantisation, the scales themselves are stored with 8 bits in blocks of 256.
+    Source: Dettmers et al. 2023, arXiv 2305.14314.
+
+    Args:
+        double: whether scales are quantised, too.
+    """
+
+    dtype = "nf4"
+
+    def __init__(self, double: bool):
+        self.double = double
+        self.name = "NF4, double quantisation" if double else "NF4"  # pyright: ignore[reportAttributeAccessIssue]
+
+    def why_absent(self, device: Device) -> str:
+        return why_no_bitsandbytes(device)
+
+    def convert(self, weight_NK: Tensor, device: Device) -> nn.Module:
+        import bitsandbytes as bnb
+
+        n, k = weight_NK.shape
+        layer = bnb.nn.Linear4bit(
+            k, n, bias=False, compute_dtype=weight_NK.dtype, compress_statistics=self.double, quant_type="nf4"
+        )
+        layer.weight = bnb.nn.Params4bit(weight_NK, requires_grad=False, compress_statistics=self.double, quant_type="nf4")
+        return layer.to(device.torch_device)
+
+    def weight_bytes(self, n: int, k: int) -> int:
+        blocks = math.ceil(n * k / NF4_BLOCK)
+        nested = math.ceil(blocks / NESTED_BLOCK)
+        scales = blocks + 4 * nested + _NESTED_CODE_BYTES + _OFFSET_BYTES if self.double else 4 * blocks
+        return n * k // 2 + scales + _CODE_BYTES
+
+    def weight_error(self, weight_NK: Tensor) -> Tensor:
+        absmax = weight_NK.double().flatten().unflatten(0, (-1, NF4_BLOCK)).abs().amax(1)
+        error = absmax * _largest_gap(_nf4_code()) / 2
+        if self.double:
+            # Scales minus their mean are stored with the codes of an 8-bit table. An error of a scale is multiplied by a code
+            # of magnitude 1 at most.
+            centred = absmax - absmax.mean()
+            nested = F.pad(centred, (0, -len(centred) % NESTED_BLOCK)).unflatten(0, (-1, NESTED_BLOCK)).abs().amax(1)
+            gaps = nested * _largest_gap(_nested_code()) / 2
+            error = error + 1.001 * gaps.repeat_interleave(NESTED_BLOCK)[: len(absmax)]
+        return error.repeat_interleave(NF4_BLOCK).view(weight_NK.shape)
+
+
+SCHEMES: tuple[Scheme, ...] = (
+    Int8WeightOnly(),
+    Int4WeightOnly(),
+    LlmInt8(),
+    Nf4(double=False),
+    Nf4(double=True),
+    Fp8(by_row=False),
+    Fp8(by_row=True),
+)
+
+
+def _nf4_code() -> Tensor:
+    import bitsandbytes.functional as functional
+
+    return functional.get_4bit_type("nf4", device="cpu").double()
+
+
+def _nested_code() -> Tensor:
+    import bitsandbytes.functional as functional
+
+    return functional.create_dynamic_map().double()
+
+
+def _largest_gap(code: Tensor) -> float:
+    """Return the largest distance between neighbouring values of a table. Values outside of the table have the same error."""
+    values = code.sort().values
+    # A table that does not reach -1 or 1 rounds -1 or 1 to its last value, as if the gap were twice as large.
+    ends = 2 * (1 - min(abs(values[0].item()), values[-1].item()))
+    return max(values.diff().max().item(), ends)
+
+
+def stored_tensors(layer: nn.Module) -> list[Tensor]:
+    """Return the tensors that a quantised layer stores for its weight: codes, scales, and tables."""
+    weight: Any = getattr(layer, "weight", None)
+    state: Any = getattr(weight, "quant_state", None)
+    if state is not None:
+        nested = [state.state2.absmax, state.state2.code, state.offset] if state.nested else []
+        return [weight.data, state.absmax, state.code, *nested]
+    if hasattr(weight, "SCB"):
+        return [weight.data, _row_scales(layer)]
+    return [*layer.parameters(), *layer.buffers()]
+
+
+def represented_weight(layer: nn.Module) -> Tensor:
+    """Return the weights [N, K] that the stored values of a quantised layer represent, computed in float64 by this library.
+
+    The stored bytes of bitsandbytes are decoded here, and not by bitsandbytes, so that its kernels are verified.
+    """
+    module: Any = layer
+    if isinstance(layer, Int8Linear | Int4Linear | Fp8Linear):
+        return layer.weight()
+    state: Any = getattr(module.weight, "quant_state", None)
+    if state is None:
+        return module.weight.data.double() * _row_scales(layer).double()[:, None] / _INT8
+    absmax = state.absmax
+    if state.nested:
+        scales = state.state2.absmax.double().repeat_interleave(state.state2.blocksize)[: len(absmax)]
+        absmax = state.state2.code.double()[absmax.long()] * scales + state.offset.double()
+    codes = (unpack_int4(module.weight.data.view(1, -1)).flatten() + 8).long()
+    values = state.code.double()[codes].unflatten(0, (-1, state.blocksize)) * absmax.double()[:, None]
+    return values.flatten().view(*state.shape)
+
+
+def _row_scales(layer: Any) -> Tensor:
+    """Return the scales of a layer of LLM.int8(), which its first call moves from the weight to its state."""
+    return layer.weight.SCB if layer.weight.SCB is not None else layer.state.SCB
+
+
+def replace_linears(model: nn.Module, scheme: Scheme, device: Device, within: str = "layers") -> dict[str, Tensor]:
+    """Quantise the linear layers of the blocks of a model in place. The embedding and the head stay as they are.
+
+    Args:
+        model: the model.
+        scheme: how to quantise.
+        device: device of the model.
+        within: name of the list of blocks.
+
+    Returns:
+        The original weights by the names of the layers.
+
+    Raises:
+        HyperionError: no linear layer is in a block, or a layer has a bias.
+    """
+    linears = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear) and f".{within}." in name}
+    if not linears or any(module.bias is not None for module in linears.values()):
+        raise HyperionError(
+            f"{len(linears)} linear layers in {within!r}, or a layer with a bias",
+            where=f"replace_linears in {type(model).__name__}",
+            next_step="name the list of blocks of a Llama, whose linear layers have no bias",
+        )
+    for name, linear in linears.items():
+        model.set_submodule(name, scheme.convert(linear.weight.detach(), device))
+    return {name: linear.weight.detach() for name, linear in linears.items()}
+
+
+def output_bound(
+    product: Callable[[Tensor, Tensor], Tensor], x: Tensor, weight: Tensor, dx: Tensor, dw: Tensor, roundoff: float
+) -> Tensor:
+    """Return a bound for the error of each element of product(x, weight), for a product that is linear in both arguments.
+
+    |y' - y| <= |x| dw + dx |w| + dx dw + roundoff (|x| + dx) (|w| + dw), in float64.
+
+    Args:
+        product: the layer as a function of input and weight, such as `torch.nn.functional.linear`.
+        x, weight: input and weight.
+        dx, dw: bounds of their errors.
+        roundoff: bound of the rounding errors of the product, relative to the sum of the magnitudes of its terms.
+    """
+    x, weight = x.double().abs(), weight.double().abs()
+    exact, disturbed = product(x, weight), product(x + dx, weight + dw)
+    return disturbed - exact + roundoff * disturbed
+
+
+def layer_error(scheme: Scheme, weight_NK: Tensor, layer: nn.Module, x: Tensor, y: Tensor) -> tuple[float, float, float]:
+    """Compare a quantised layer with float64.
+
+    Returns:
+        (relative Frobenius error of the output, largest error of a stored weight over its bound, largest error of an output
+        over its bound).
+    """
+    x_MK, y_MN = x.flatten(0, -2), y.flatten(0, -2).double()
+    dw = scheme.weight_error(weight_NK)
+    exact = F.linear(x_MK.double(), weight_NK.double())
+    bound = output_bound(F.linear, x_MK, weight_NK, scheme.input_error(x_MK), dw, scheme.roundoff(weight_NK.shape[1], x.dtype))
+    of_weight = (represented_weight(layer) - weight_NK.double()).abs()
+    of_output = (y_MN - exact).abs()
+    return (of_output.norm() / exact.norm()).item(), _largest_ratio(of_weight, dw), _largest_ratio(of_output, bound)
+
+
+def _largest_ratio(errors: Tensor, bounds: Tensor) -> float:
+    """Return the largest error over its bound. NaN stays NaN, and an error of 0 is within a bound of 0."""
+    return (errors / (bounds * (1 + _SCALE_ROUNDING)).clamp_min(torch.finfo(torch.float64).tiny)).max().item()
+
+
+def what_ran(call: Callable[[], object], device: Device) -> str:
+    """Call a function once under the profiler. Return its longest kernel, or on a CPU its longest operator.
+
+    On a CPU, an operator of bitsandbytes is named rather than a longer operator of PyTorch around it.
+    """
+    gpu = device.kind != "cpu"
+    with profile(activities=[ProfilerActivity.CUDA if gpu else ProfilerActivity.CPU]) as watch:
+        call()
+        if gpu:  # the profiler records only kernels that have finished before it stops
+            torch.cuda.synchronize(device.torch_device)
+    events: list[Any] = list(watch.key_averages())
+    own = [event for event in events if event.key.startswith(("bitsandbytes::", "MatMul8bit", "MatMul4Bit"))]
+    if gpu:
+        return max(events, key=lambda event: event.self_device_time_total).key
+    return max(own or events, key=lambda event: event.self_cpu_time_total).key
+
+
+def weight_bytes_of(layers: Iterable[nn.Module]) -> int:
+    """Return the bytes of the stored weights of quantised layers."""
+    return sum(bytes_of(stored_tensors(layer)) for layer in layers)

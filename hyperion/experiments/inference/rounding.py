@@ -1,0 +1,193 @@
+"""Compare a function in a number format with float64. The tolerance is derived from the function and its inputs.
+
+Rounding to a format with the unit roundoff u changes a number x to x·(1 + δ) with |δ| ≤ u. A stable algorithm returns
+what it would return, without rounding, for inputs that are changed by a few u. So the float64 reference is computed again for
+changed inputs:
+
+    tolerance of an element = MARGIN · (1 + √n · v/u) · (a + u · (b + c)) + underflow
+
+- a is the largest change of the element if each input is changed at random by up to u. It is large where terms cancel. It also
+  covers ties (two equal numbers, of which a sort may take either) and steps of the function.
+- b is the largest element of the exact tensor. Results of intermediate steps are about as large, and are rounded too.
+- c is the largest change of an element if each input is changed by up to the unit roundoff of float64, 2⁻⁵³, divided by 2⁻⁵³.
+  This is the rounding error of the float64 kernel itself in units of its roundoff. It is large where a kernel computes a small
+  number as the difference of two large ones. A kernel of the same formula in a smaller format has the same error in units of u.
+- √n · v/u accounts for sums. n is the number of elements of the largest tensor, which bounds the number of terms. v is the unit
+  roundoff of the accumulator: that of float32 for 16-bit formats. Rounding errors with random signs grow with √n (Higham and
+  Mary, A new approach to probabilistic rounding error analysis, 2019).
+- MARGIN allows for the roundings of intermediate results.
+
+A gradient is checked in the same way. The gradient of the output is then one more input.
+
+False alarms: FALSE_ALARMS
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+MARGIN = 8.0
+# A gradient below this share of the gradient of the output is 0 in exact arithmetic, or nearly, because large terms cancel. An
+# example is the layer norm of a single number. Its rounding errors have no scale, so the check is only that it is finite.
+_VANISHING = 1e-5
+_FLOAT64_UNIT = 2.0**-53
+_FLOAT32_UNIT = 2.0**-24
+
+
+@dataclass(frozen=True)
+class Case:
+    """A call of a function.
+
+    Args:
+        function: the function. It returns a tensor or a structure of tensors.
+        args, kwargs: its arguments. Tensors that require a gradient are the inputs of the backward pass.
+        in_storage: whether sums are accumulated in the format of the tensors and not in float32. This is so where several
+            threads of a GPU add to the same element in memory.
+    """
+
+    function: Callable
+    args: tuple
+    kwargs: dict
+    in_storage: bool = False
+
+
+Derivatives = tuple[list[Tensor], list[Tensor], list[Tensor]]
+
+
+def forward_backward(function: Callable, leaves: list, structure: Any, cotangents: list[Tensor] | None, seed: int) -> Derivatives:
+    """Call a function and differentiate its outputs. Return (outputs, gradients of the inputs, gradients of the outputs).
+
+    Args:
+        function: the function.
+        leaves, structure: its arguments, as `tree_flatten((args, kwargs))` returns them.
+        cotangents: gradients of the outputs, one for each differentiable output. None for random numbers.
+        seed: seed of these random numbers.
+    """
+    args, kwargs = tree_unflatten(leaves, structure)
+    tensors = [one for one in tree_flatten(function(*args, **kwargs))[0] if isinstance(one, Tensor)]
+    outputs = [torch.view_as_real(one.resolve_conj()) if one.is_complex() else one for one in tensors]
+    inputs = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad]
+    differentiable = [output for output in outputs if output.requires_grad]
+    if not inputs or not differentiable:
+        return [one.detach() for one in outputs], [], []
+    if cotangents is None:
+        generator = torch.Generator().manual_seed(seed)
+        cotangents = [torch.randn(one.shape, generator=generator).to(one.device, one.dtype) for one in differentiable]
+    found = torch.autograd.grad(differentiable, inputs, cotangents, allow_unused=True)
+    gradients = [torch.zeros_like(leaf) if one is None else one for one, leaf in zip(found, inputs, strict=True)]
+    return [one.detach() for one in outputs], gradients, cotangents
+
+
+def errors_over_tolerance(
+    case: Case, dtype: torch.dtype, seed: int, probes: int, compute: Callable[..., Derivatives] = forward_backward
+) -> dict[str, float]:
+    """Return the largest error of the outputs and of the gradients of a call, divided by the tolerance of the element.
+
+    The reference is computed in float64 on the CPU from the same numbers. Integers and truth values must be equal, except where a
+    changed input changes them too. Exact values beyond the largest number of the format are not compared, and neither
+    are gradients of outputs with such values.
+
+    Args:
+        case: the call, with tensors of `dtype` on the device to be tested.
+        dtype: number format that is tested.
+        seed: seed of the gradient of the output and of the random changes.
+        probes: number of changed references of each of the two kinds.
+        compute: function that computes the tested result, with the arguments of `forward_backward`.
+
+    Returns:
+        {"forward": ratio, "backward": ratio}, without "backward" if the call has no gradient. A ratio of at most 1 passes. It is
+        infinite for outputs of another shape.
+    """
+    leaves, structure = tree_flatten((case.args, case.kwargs))
+    outputs, gradients, cotangents = compute(case.function, leaves, structure, None, seed)
+    unit = torch.finfo(dtype).eps / 2
+    generator = torch.Generator().manual_seed(seed)
+
+    def reference(change: float) -> tuple[list[Tensor], list[Tensor]]:
+        changed = [_in_float64(leaf, change, generator) for leaf in leaves]
+        given = [_in_float64(one, change, generator) for one in cotangents]
+        return forward_backward(case.function, changed, structure, given, seed)[:2]
+
+    with torch.no_grad():
+        plain = forward_backward(case.function, [_in_float64(leaf, 0.0, generator) for leaf in leaves], structure, None, seed)[0]
+    if [one.shape for one in outputs] != [one.shape for one in plain]:
+        return {"forward": math.inf}
+    exact = reference(0.0)
+    rounded, noisy = ([reference(change) for _ in range(probes)] for change in (unit, _FLOAT64_UNIT))
+    sizes = [one.numel() for one in (*leaves, *outputs) if isinstance(one, Tensor)]
+    accumulator = unit if case.in_storage else min(unit, _FLOAT32_UNIT)
+    factor = MARGIN * (1 + math.sqrt(max(sizes, default=1)) * accumulator / unit)
+    given = max((one.abs().max().item() for one in cotangents if one.numel()), default=0.0)
+    # A gradient at an output that is beyond the range of the format is not a number that could be compared.
+    largest = torch.finfo(dtype).max
+    overflows = any(_largest(one) > largest for one in exact[0] if one.is_floating_point())
+    ratios = {}
+    for which, (name, tested) in enumerate({"forward": outputs, "backward": gradients}.items()):
+        if which and (not tested or overflows):
+            continue
+        columns = (zip(*(probe[which] for probe in probes_of), strict=True) for probes_of in (rounded, noisy))
+        lines = zip(tested, exact[which], *columns, strict=True)
+        vanishing = _VANISHING * given if which else 0.0
+        ratios[name] = max((_worst(*line, unit=unit, factor=factor, vanishing=vanishing) for line in lines), default=0.0)
+    return ratios
+
+
+def _in_float64(leaf: Any, change: float, generator: torch.Generator) -> Any:
+    """Return an argument for the reference: floating-point tensors in float64 on the CPU, changed at random by up to `change`."""
+    if isinstance(leaf, torch.dtype):
+        return torch.float64 if leaf.is_floating_point else leaf
+    if isinstance(leaf, torch.device):
+        return torch.device("cpu")
+    if not isinstance(leaf, Tensor):
+        return leaf
+    tensor = leaf.detach().cpu()
+    if tensor.is_floating_point():
+        tensor = tensor.double()
+        if change:
+            tensor = tensor * (1 + change * (2 * torch.rand(tensor.shape, generator=generator, dtype=torch.float64) - 1))
+    return tensor.requires_grad_(leaf.requires_grad)
+
+
+def _worst(
+    tested: Tensor,
+    exact: Tensor,
+    rounded: Sequence[Tensor],
+    noisy: Sequence[Tensor],
+    *,
+    unit: float,
+    factor: float,
+    vanishing: float,
+) -> float:
+    """Return the largest error of an element, divided by its tolerance. It is infinite if a number should be there and is not."""
+    tested = tested.detach().cpu()
+    if not tested.numel():
+        return 0.0
+    if not exact.is_floating_point():
+        unequal = torch.stack([tested != one for one in (exact, *rounded)]).all(0)
+        return math.inf if unequal.any() else 0.0
+    result, info = tested.double(), torch.finfo(tested.dtype)
+    if _largest(exact) < vanishing and exact.isfinite().all():
+        return 0.0 if result.isfinite().all() else math.inf
+    change = torch.stack([(one - exact).abs() for one in rounded]).amax(0)
+    # Where a changed input leaves the domain of the function, the change bounds nothing.
+    change = torch.where(change.isnan() & ~exact.isnan(), math.inf, change)
+    noise = _largest(torch.stack([one - exact for one in noisy])) / _FLOAT64_UNIT
+    size = min(_largest(exact), info.max)
+    # Numbers below the smallest normal number lose digits, and devices may replace them by 0. For fp16 they lose digits only.
+    underflow = info.smallest_normal * (info.eps if tested.dtype == torch.float16 else 1.0)
+    tolerance = factor * (change + unit * (size + noise)) + underflow
+    beyond = (exact.abs() > info.max) & ~result.isfinite()
+    same = (result == exact) | (result.isnan() & exact.isnan()) | beyond
+    ratio = torch.where(same, 0.0, (result - exact).abs() / tolerance)
+    return torch.where(ratio.isnan(), math.inf, ratio).max().item()
+
+
+def _largest(tensor: Tensor) -> float:
+    """Return the largest absolute value among the finite elements, or 0 if there is none."""
+    finite = tensor[tensor.isfinite()].abs()
+    return finite.max().item() if finite.numel() else 0.0

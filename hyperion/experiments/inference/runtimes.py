@@ -1,0 +1,441 @@
+"""How fast and how exact is a trained model in each runtime?
+
+The trained language model and the trained classifier run in PyTorch eager, compiled and as a captured graph, in AOTInductor, in
+ONNX Runtime and in MIGraphX. For each runtime, rows hold:
+
+- the error of the logits against float64, and against PyTorch eager, with a tolerance from the rounding of the products;
+- perplexity or accuracy on the held-out data, relative to the float32 model in eager mode on the same tokens or images;
+- percentiles of the latency of one example, the speed-up over eager, and the rate of the best batch, which a search finds;
+- seconds of export and compilation, bytes of the file, and kernels launched per call.
+
+The work of a language model is one forward pass over windows of tokens. Chapter 2.12's `decode_speed` measures single tokens.
+"""
+
+import copy
+import gc
+import math
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import torch
+from torch import Tensor, nn
+
+from hyperion.chapter.context import Context, Experiment, Forecast, Options, Report, Result
+from hyperion.chapter.rows import (
+    all_samples,
+    check_columns,
+    gemm_limit,
+    out_of_memory_reason,
+    sample_frame,
+    speedup_row,
+    timed_columns,
+)
+from hyperion.chapter.variants import run_variant
+from hyperion.data import IGNORE_INDEX
+from hyperion.experiments.inference.backends import (
+    AOTI,
+    COMPILED,
+    EAGER,
+    IN_PROCESS,
+    ORT_CPU,
+    ORT_GPU,
+    Prepared,
+    build_package,
+    count_kernels,
+    load_package,
+    prepare,
+    why_absent,
+)
+from hyperion.experiments.inference.metrics import LATENCIES
+from hyperion.experiments.inference.percentiles import percentile, samples_needed
+from hyperion.experiments.inference.quality import accuracy_difference, perplexity_ratio
+from hyperion.hardware import Device, detect_cpu
+from hyperion.measure import FORMATS, Verification, matmul_precision, relative_error, time_function, time_interleaved
+from hyperion.measure.products.dispatch import count_operations
+from hyperion.processes.job import JobError
+from hyperion.results import Row
+from hyperion.workloads.datasets import IMAGES, TEXT
+from hyperion.workloads.trained_models import (
+    CLASSIFIER,
+    LANGUAGE,
+    Scores,
+    TrainedModel,
+    read_trained_model,
+    trained_classifier,
+    trained_language_model,
+)
+
+RUNTIMES = (*IN_PROCESS[:3], AOTI, *IN_PROCESS[3:])
+HOST_BOUND_SHARE = 0.5
+_LATENCY_EXAMPLES = 1
+Found = tuple[list[Row], list[pd.DataFrame]]
+_COMPARED = 8  # examples whose logits are compared with float64
+
+
+class RuntimesOptions(Options):
+    """Options of `runtimes`.
+
+    Args:
+        language_model, classifier: names of trained models, see `hyperion.workloads.trained_models`.
+        dtype: number format of PyTorch's runtimes. ONNX Runtime and MIGraphX run the float32 graph.
+        batches: batch sizes among which the search finds the best one.
+        compiled_batches: batch sizes for which torch.compile compiles the model, and among which it is searched. They include 1.
+        latency_samples: calls for the percentiles of the latency. The 99th percentile needs at least 368.
+        time_limit_s: seconds of timing for each comparison.
+        held_out: largest number of windows or images that are scored. None scores all.
+    """
+
+    language_model: str
+    classifier: str
+    dtype: str
+    batches: tuple[int, ...]
+    compiled_batches: tuple[int, ...] = (1,)
+    latency_samples: int
+    time_limit_s: float
+    held_out: int | None = None
+
+
+def forecast(context: Context) -> list[Forecast]:
+    """Predict that no runtime changes the perplexity or the accuracy. The reader guesses the first one."""
+    options = RuntimesOptions.of(context)
+    forecasts = []
+    for kind, name in ((LANGUAGE, options.language_model), (CLASSIFIER, options.classifier)):
+        metric, same = ("perplexity_ratio", 1.0) if kind == LANGUAGE else ("accuracy_difference", 0.0)
+        for runtime in RUNTIMES:
+            if why_absent(runtime, context.device):
+                continue
+            dtype = _dtype(runtime, options)
+            basis = f"the same weights; rounding in {dtype} changes each logit by far less than the loss of a token varies"
+            forecasts.append(Forecast(runtime, metric, same, basis, dtype=dtype, params={"model": name}))
+    return forecasts
+
+
+def run(context: Context, report: Report) -> Result:
+    """Measure both models in every runtime. A runtime that cannot be used, or whose process ends, has rows with the reason."""
+    options = RuntimesOptions.of(context)
+    report(0, 8, "trained models")
+    models = trained_language_model(context, options.language_model), trained_classifier(context, options.classifier)
+    results = []
+    for done, trained in enumerate(models):
+        report(2 + 3 * done, 8, f"{trained.name}, runtimes in one process")
+        results.append(run_variant(context, _quiet, measure_in_process, {"folder": str(trained.folder)}))
+        report(3 + 3 * done, 8, f"{trained.name}, {AOTI}")
+        results.append(_ahead_of_time(context, options, trained))
+    report(8, 8, "done")
+    rows = [row for result in results for row in result.rows]
+    return Result(rows, all_samples([result.samples for result in results if len(result.samples)]), models[0].source)
+
+
+EXPERIMENT = Experiment(forecast, run, options=RuntimesOptions, data=(*TEXT, *IMAGES))
+
+
+def measure_in_process(context: Context, report: Report, folder: str) -> Result:
+    """Measure one model in all runtimes of `IN_PROCESS`. A worker process calls this function."""
+    options, trained = RuntimesOptions.of(context), read_trained_model(Path(folder))
+    rows: list[Row] = []
+    frames: list[pd.DataFrame] = []
+    references: dict[Device, _Reference] = {}
+    for runtime in IN_PROCESS:
+        dtype = _dtype(runtime, options)
+        if reason := why_absent(runtime, context.device):
+            rows += _absent(context, trained, runtime, dtype, reason)
+            continue
+        device = detect_cpu() if runtime == ORT_CPU else context.device
+        try:
+            # Outside of `matmul_precision`: PyTorch 2.13 refuses to export while its old and new settings of TF32 differ.
+            example = _inputs(trained, device)[:2]
+            model, batches = trained.load(device), options.compiled_batches
+            prepared = prepare(runtime, model, example, device, dtype, context.workspace, batches)
+            with matmul_precision(FORMATS[dtype]):
+                reference = references.get(device) or _Reference(trained, device, options)
+                references[device] = reference
+                found, frame = _measure(context, options, trained, runtime, prepared, reference)
+        except torch.OutOfMemoryError as error:
+            found, frame = _absent(context, trained, runtime, dtype, out_of_memory_reason(error)), pd.DataFrame()
+        except Exception as error:
+            # A runtime that refuses the model must not stop the others. The reason is the first line of its message.
+            if runtime == EAGER:
+                raise
+            found, frame = _absent(context, trained, runtime, dtype, _reason(error)), pd.DataFrame()
+        rows += found
+        frames += [frame] if len(frame) else []
+        prepared = None
+        gc.collect()
+    (context.workspace / "model.onnx").unlink(missing_ok=True)
+    return Result(rows, all_samples(frames))
+
+
+def build_in_process(context: Context, report: Report, folder: str) -> Result:
+    """Compile one model ahead of time into a package. A worker process calls this function."""
+    options, trained = RuntimesOptions.of(context), read_trained_model(Path(folder))
+    device, storage = context.device, FORMATS[options.dtype].storage
+    example = _inputs(trained, device)[:2]
+    example = example.to(storage) if example.is_floating_point() else example
+    seconds = build_package(trained.load(device, storage), example, _package(context, trained))
+    params = {"model": trained.name, "what": "export and compilation into a package"}
+    return Result([context.row(AOTI, "export_time_s", seconds, dtype=options.dtype, params=params)], pd.DataFrame())
+
+
+def load_in_process(context: Context, report: Report, folder: str, build_s: float) -> Result:
+    """Load the package of `build_in_process` and measure it. A worker process calls this function."""
+    options, trained = RuntimesOptions.of(context), read_trained_model(Path(folder))
+    with matmul_precision(FORMATS[options.dtype]):
+        reference = _Reference(trained, context.device, options)
+        prepared = load_package(_package(context, trained), context.device, options.dtype, build_s)
+        rows, frame = _measure(context, options, trained, AOTI, prepared, reference)
+    return Result(rows, frame)
+
+
+def output_tolerance(model: nn.Module, dtype: str) -> float:
+    """Return the tolerance for the relative error of logits, from the rounding of each product.
+
+    A product that sums K terms in float32 has an error of about sqrt(K) roundings of float32, and one rounding of its output. The
+    errors of all layers are added, as if none cancelled, and doubled for the element-wise operations between the products.
+
+    Source: Higham, Accuracy and Stability of Numerical Algorithms, section 2.8, on statistical rounding errors.
+    """
+    single, stored = torch.finfo(torch.float32).eps / 2, torch.finfo(FORMATS[dtype].storage).eps / 2
+    layers = [module.weight for module in model.modules() if isinstance(module, nn.Linear | nn.Conv2d)]
+    return 2 * sum(math.sqrt(weight[0].numel()) * single + stored for weight in layers)
+
+
+class _Reference:
+    """The model in eager mode on a device, with its inputs, its scores in float32 and its logits in float64.
+
+    Args:
+        trained: the model.
+        device: device of the eager model.
+        options: options of the experiment.
+    """
+
+    def __init__(self, trained: TrainedModel, device: Device, options: RuntimesOptions):
+        self.trained, self.device, self.options = trained, device, options
+        self.inputs = _inputs(trained, device)
+        model = trained.load(device)
+        self.model = model
+        with torch.no_grad():
+            compared = self.inputs[:_COMPARED]
+            double = copy.deepcopy(model).double()
+            self.exact = double(compared.double() if compared.is_floating_point() else compared)
+        with matmul_precision(FORMATS["fp32"]):
+            self.scores = self.score(model)
+        self._eager: dict[str, nn.Module] = {}
+
+    def eager(self, dtype: str) -> nn.Module:
+        """Return the model in eager mode in a number format."""
+        if dtype not in self._eager:
+            self._eager[dtype] = self.trained.load(self.device, FORMATS[dtype].storage)
+        return self._eager[dtype]
+
+    def score(self, call: Callable[[Tensor], Tensor]) -> Scores:
+        """Score a variant on the held-out data that the options name."""
+        return self.trained.score(call, self.device, records=self.options.held_out)
+
+    def tolerance(self, dtype: str) -> float:
+        """Return the tolerance of logits in a number format."""
+        return output_tolerance(self.model, dtype)
+
+
+def _measure(
+    context: Context, options: RuntimesOptions, trained: TrainedModel, runtime: str, prepared: Prepared, reference: _Reference
+) -> tuple[list[Row], pd.DataFrame]:
+    """Return the rows and the samples of a model in a runtime."""
+    dtype, device = prepared.dtype, prepared.device
+    storage, base = FORMATS[dtype].storage, {"model": trained.name}
+    host = {"device": device.kind} | prepared.ran
+
+    def call(x: Tensor) -> Tensor:
+        # A captured graph overwrites its output, and a package needs inputs of its own number format.
+        return prepared.call(x.to(storage) if x.is_floating_point() else x)
+
+    rows: list[Row] = []
+    with torch.no_grad():
+        compared = reference.inputs[:_COMPARED]
+        output = call(compared).clone().to(reference.exact.device)
+        check = Verification("logits against float64", relative_error(output, reference.exact), reference.tolerance(dtype))
+        eager = reference.eager(dtype)
+        theirs = eager(compared.to(storage) if compared.is_floating_point() else compared)
+        agreement = relative_error(output, theirs)
+        for name, error, tolerance in (
+            ("float64", check.error, check.tolerance),
+            # Both have an error of at most the tolerance.
+            ("PyTorch eager", agreement, 2 * check.tolerance),
+        ):
+            params = base | host | {"against": name}
+            checked = f"logits against {name}"
+            rows.append(context.error_row(runtime, "relative_difference", error, checked, tolerance, dtype=dtype, params=params))
+        rows.append(_quality_row(context, trained, runtime, dtype, reference.score(call), reference))
+        for metric, seconds in prepared.seconds.items():
+            rows.append(context.row(runtime, metric, seconds, dtype=dtype, params=base))
+        if prepared.stored_bytes is not None:
+            rows.append(context.row(runtime, "stored_gb", prepared.stored_bytes / 1e9, dtype=dtype, params=base))
+        kernels = count_kernels(Prepared(call, device, dtype) if runtime != ORT_CPU else prepared, reference.inputs[:1])
+        rows.append(context.row(runtime, "kernels_per_call", kernels, dtype=dtype, params=base | {"batch": 1}))
+        latency, frames = _latency(context, options, runtime, call, prepared, reference, base)
+        rows += latency
+        found, more = _throughput(context, options, runtime, call, prepared, reference, base, check)
+        rows += found
+    return rows, all_samples(frames + more)
+
+
+def _latency(
+    context: Context,
+    options: RuntimesOptions,
+    runtime: str,
+    call: Callable[[Tensor], Tensor],
+    prepared: Prepared,
+    reference: _Reference,
+    base: dict,
+) -> Found:
+    """Return rows with the percentiles of one example, on the host's clock, and whether the host limits them."""
+    device, dtype = prepared.device, prepared.dtype
+    one = reference.inputs[:_LATENCY_EXAMPLES].clone()
+    params = base | {"batch": _LATENCY_EXAMPLES, "cache": "hot"}
+    timing = time_function(
+        lambda: call(one),
+        device,
+        cold=False,
+        back_to_back=1,  # one call between two synchronisations: what a caller waits for
+        minimum_samples=options.latency_samples,
+        time_limit_s=options.time_limit_s,
+    )
+    rows = []
+    for share, metric in LATENCIES.items():
+        needed = samples_needed(share)
+        if len(timing.samples_s) < needed:
+            reason = f"{len(timing.samples_s)} samples; an interval of this percentile needs {needed}"
+            rows.append(context.absent_row(runtime, metric, reason, dtype=dtype, params=params))
+            continue
+        estimate = percentile(timing.samples_s, share)
+        columns = timed_columns(estimate, timing)
+        rows.append(context.row(runtime, metric, estimate.value, dtype=dtype, params=params, **columns))
+    frames = [sample_frame(timing, runtime, dtype, params)]
+    if device.kind != "cpu":
+        busy = time_function(lambda: call(one), device, cold=False, time_limit_s=options.time_limit_s)
+        share = min(busy.estimate.value / timing.estimate.value, 1.0)
+        note = "host-bound" if share < HOST_BOUND_SHARE else "device-bound"
+        rows.append(
+            context.row(runtime, "share", share, dtype=dtype, params=params | {"what": "device time over latency", "label": note})
+        )
+    return rows, frames
+
+
+def _throughput(
+    context: Context,
+    options: RuntimesOptions,
+    runtime: str,
+    call: Callable[[Tensor], Tensor],
+    prepared: Prepared,
+    reference: _Reference,
+    base: dict,
+    check: Verification,
+) -> Found:
+    """Search the batch with the highest rate, then time it and eager mode in turn. Also compare a single example with eager."""
+    device, dtype = prepared.device, prepared.dtype
+    eager, rows, frames, rates = reference.eager(dtype), [], [], {}
+    storage = FORMATS[dtype].storage
+    flops = _flops_per_example(reference)
+    peak, source = gemm_limit(device, dtype)
+    limit = (None, source) if peak is None else (peak * 1e12 / flops, f"{flops / 1e9:.4g} GFLOP of an example at {source}")
+
+    def batch_of(size: int) -> Tensor:
+        repeats = -(-size // len(reference.inputs))
+        return reference.inputs.repeat(repeats, *[1] * (reference.inputs.ndim - 1))[:size].clone()
+
+    for size in options.compiled_batches if runtime == COMPILED else options.batches:
+        x = batch_of(size)
+        params = base | {"batch": size, "role": "search"}
+        try:
+            timing = time_function(
+                lambda x=x: call(x), device, cold=False, minimum_samples=3, time_limit_s=options.time_limit_s / 4
+            )
+        except torch.OutOfMemoryError as error:
+            reason = out_of_memory_reason(error)
+            rows.append(context.absent_row(runtime, "samples_per_s", reason, dtype=dtype, params=params))
+            continue
+        rates[size] = size / timing.estimate.value
+        columns = {"limit": limit[0], "limit_source": limit[1], "dtype": dtype, "params": params}
+        rows.append(context.row(runtime, "samples_per_s", timing.estimate.map(lambda s, n=size: n / s), **columns))
+    best = max(rates, key=lambda size: rates[size])
+    for size in dict.fromkeys((1, best)):
+        x = batch_of(size)
+        cast = x.to(storage) if x.is_floating_point() else x
+        functions = [lambda x=x: call(x)] + ([lambda cast=cast: eager(cast)] if runtime != EAGER else [])
+        mine, *others = time_interleaved(functions, device, cold=False, time_limit_s=options.time_limit_s)
+        params = base | {"batch": size, "cache": "hot", "role": "best batch" if size == best else "one example"}
+        rate = mine.estimate.map(lambda seconds, size=size: size / seconds)
+        columns = {"limit": limit[0], "limit_source": limit[1], "dtype": dtype, "params": params}
+        columns |= timed_columns(rate, mine) | check_columns(check)
+        rows.append(context.row(runtime, "samples_per_s", rate.value, **columns))
+        frames.append(sample_frame(mine, f"{runtime}, in turn", dtype, params))
+        if others:
+            why = "no limit: two runtimes of the same model"
+            rows.append(speedup_row(context, runtime, mine, others[0], why, check, dtype=dtype, params=params))
+    return rows, frames
+
+
+def _quality_row(context: Context, trained: TrainedModel, runtime: str, dtype: str, scores: Scores, reference: _Reference) -> Row:
+    """Return the row of perplexity or accuracy relative to the float32 model in eager mode, in pairs."""
+    params, original = {"model": trained.name}, reference.scores
+    if trained.kind == CLASSIFIER:
+        difference = accuracy_difference(scores.correct, original.correct)
+        return context.row(runtime, "accuracy_difference", difference, dtype=dtype, params=params)
+    targets = trained.held_out(detect_cpu())[1][: reference.options.held_out]
+    windows = np.nonzero((targets != IGNORE_INDEX).numpy())[0]
+    ratio = perplexity_ratio(scores.losses, original.losses, windows)
+    return context.row(runtime, "perplexity_ratio", ratio, dtype=dtype, params=params)
+
+
+def _ahead_of_time(context: Context, options: RuntimesOptions, trained: TrainedModel) -> Result:
+    """Build a package in one process, and load and measure it in another. If a process ends, the rows hold the reason."""
+    if reason := why_absent(AOTI, context.device):
+        return Result(_absent(context, trained, AOTI, options.dtype, reason), pd.DataFrame())
+    folder, step = {"folder": str(trained.folder)}, "builds"
+    try:
+        built = run_variant(context, _quiet, build_in_process, folder)
+        step = "loads and runs"
+        seconds = built.rows[0].value
+        return run_variant(context, _quiet, load_in_process, folder | {"build_s": seconds})
+    except JobError as error:
+        reason = f"the process that {step} the package: {_reason(error)}"
+        return Result(_absent(context, trained, AOTI, options.dtype, reason), pd.DataFrame())
+    finally:
+        _package(context, trained).unlink(missing_ok=True)
+
+
+def _flops_per_example(reference: _Reference) -> float:
+    example = reference.inputs[:1]
+    with torch.no_grad():
+        return count_operations(lambda: reference.model(example)).total_flops
+
+
+def _absent(context: Context, trained: TrainedModel, runtime: str, dtype: str, reason: str) -> list[Row]:
+    quality = "perplexity_ratio" if trained.kind == LANGUAGE else "accuracy_difference"
+    metrics = (quality, "relative_difference", "samples_per_s", *LATENCIES.values())
+    return [context.absent_row(runtime, metric, reason, dtype=dtype, params={"model": trained.name}) for metric in metrics]
+
+
+def _dtype(runtime: str, options: RuntimesOptions) -> str:
+    """Return the number format of a runtime. The graphs of ONNX are exported in float32."""
+    return "fp32" if runtime in (ORT_CPU, ORT_GPU, IN_PROCESS[-1]) else options.dtype
+
+
+def _inputs(trained: TrainedModel, device: Device) -> Tensor:
+    inputs = trained.held_out(device)[0]
+    return inputs.contiguous(memory_format=torch.channels_last) if trained.kind == CLASSIFIER else inputs
+
+
+def _package(context: Context, trained: TrainedModel) -> Path:
+    return context.workspace / f"{trained.name}.pt2"
+
+
+def _reason(error: Exception) -> str:
+    """Return the first line of an error that says something, in at most 200 characters."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or ["no message"]
+    return f"{type(error).__name__}: {lines[0]}"[:200]
+
+
+def _quiet(done: int, total: int, note: str = "") -> None:
+    """Ignore the progress of a worker process: its steps are not those of the experiment."""

@@ -1,0 +1,447 @@
+"""Small trained models for the chapters on inference and serving: a Llama on WikiText-2, and a ResNet-18 on CIFAR-10.
+
+A change of the number format changes the loss of a trained model in a meaningful way. With random weights it would not. Each
+model is trained once per machine, with the loop of chapter 2.2, and stored in data/processed/ in Hugging Face's layout:
+config.json and model.safetensors, and for the language model the files of its tokenizer.
+`LlamaForCausalLM.from_pretrained(folder)` loads it. The folder also contains the held-out data on which variants of the model are
+scored, so a worker process needs only its path.
+
+The small language model has a byte-level BPE of 2,048 entries, which is trained on the train split. With GPT-2's 50,257 tokens,
+most of the parameters and of the time would belong to the embedding, which no number format of this chapter changes. No text is
+lost, because every byte has a token. A perplexity per token depends on the tokenizer: compare it only between variants of one
+model, and with the loss of a unigram model on the same tokens.
+
+Shape suffixes: W windows, T tokens of a window, N images, C channels, Y rows, X columns, V vocabulary, K classes.
+"""
+
+import hashlib
+import json
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from hyperion.chapter.context import Context, Table
+from hyperion.data import IGNORE_INDEX, DataError, Tokenizer, load_wikitext2, read_tokenizer, unigram_baseline
+from hyperion.data.batches import LanguageBatches, evaluation_windows
+from hyperion.data.prepare.catalog import data_identity
+from hyperion.data.prepare.verify import DataFinding, quarantine
+from hyperion.data.store.folders import FILE_NAME, processed_root, read_manifest, staged, write_manifest
+from hyperion.data.text.tokenizer import train_tokenizer
+from hyperion.dependencies import reached_source_hash
+from hyperion.errors import HyperionError, not_none
+from hyperion.hardware import Device
+from hyperion.models import LlamaLM, parameter_count, resnet18
+from hyperion.training import LanguageEngine, TrainingPlan, WarmupCosine, adamw, choose_precision, seed_everything, train
+from hyperion.workloads import datasets
+from hyperion.workloads.recipes import CLASSES, Recipe, set_up
+
+LANGUAGE, CLASSIFIER = "language", "classifier"
+WEIGHTS, HELD_OUT, CONFIG = "model.safetensors", "held_out.safetensors", "config.json"
+_REMEDY = "run the experiment again: it trains the model again"
+_CALIBRATION = 64  # windows or images of the train split, for the calibration of activations
+# transformers' server refuses a tokenizer without a template. The model has seen no dialogues, so the template adds nothing.
+_CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'] }}\n{% endfor %}"
+
+
+class LanguageRecipe(Table):
+    """Training of a Llama on WikiText-2.
+
+    Args:
+        vocabulary: number of entries of a byte-level BPE that is trained on the train split. None uses GPT-2's tokenizer.
+        width, layers, heads, key_value_heads, mlp_width: shape of the model. The embedding and the head share their weights.
+        context: largest number of positions that the model accepts.
+        sequence_length, batch_size: tokens of a sequence, and sequences of a step.
+        steps: number of optimizer steps.
+        initial_deviation: standard deviation of the initial weights. The default is that of transformers.
+        learning_rate: largest learning rate, after a warm-up of a tenth of the steps.
+        weight_decay: weight decay of AdamW.
+        held_out_tokens: number of tokens of the test split on which variants are scored. None uses all.
+    """
+
+    vocabulary: int | None = None
+    width: int
+    layers: int
+    heads: int
+    key_value_heads: int
+    mlp_width: int
+    context: int = 2048
+    sequence_length: int
+    batch_size: int
+    steps: int
+    initial_deviation: float = 0.02
+    learning_rate: float
+    weight_decay: float = 0.1
+    held_out_tokens: int | None = None
+
+
+class ClassifierRecipe(Table):
+    """Training of a ResNet-18 on CIFAR-10.
+
+    Args:
+        width: channels of the first stage.
+        batch_size: images of a step.
+        steps: number of optimizer steps.
+        learning_rate: largest learning rate, after a warm-up of a fifth of the steps.
+        weight_decay: weight decay of SGD.
+        held_out_images: number of images of the test split on which variants are scored. None uses all.
+    """
+
+    width: int
+    batch_size: int
+    steps: int
+    learning_rate: float
+    weight_decay: float = 5e-4
+    held_out_images: int | None = None
+
+
+# The models by name. An experiment states the name in its options. The toys train in seconds, for tests.
+LANGUAGE_MODELS = {
+    "llama_toy": LanguageRecipe(
+        vocabulary=640, width=64, layers=2, heads=2, key_value_heads=1, mlp_width=128, context=256, sequence_length=32,
+        batch_size=16, steps=200, initial_deviation=0.125, learning_rate=5e-3, held_out_tokens=512,
+    ),
+    "llama_d128_l2": LanguageRecipe(
+        vocabulary=2048, width=128, layers=2, heads=2, key_value_heads=1, mlp_width=384, sequence_length=128, batch_size=8,
+        steps=200, learning_rate=4e-3, held_out_tokens=16384,
+    ),
+    "llama_d512_l8": LanguageRecipe(
+        width=512, layers=8, heads=8, key_value_heads=4, mlp_width=1408, sequence_length=512, batch_size=32,
+        steps=600, learning_rate=1e-3, held_out_tokens=131072,
+    ),
+}  # fmt: skip
+CLASSIFIERS = {
+    "resnet18_toy": ClassifierRecipe(width=8, batch_size=32, steps=30, learning_rate=0.05, held_out_images=100),
+    "resnet18_w8": ClassifierRecipe(width=8, batch_size=64, steps=200, learning_rate=0.1, held_out_images=1000),
+    "resnet18": ClassifierRecipe(width=64, batch_size=512, steps=900, learning_rate=0.4),
+}
+
+
+@dataclass(frozen=True)
+class Scores:
+    """Scores of a model on held-out data, one entry for each token or image, in a fixed order.
+
+    Attributes:
+        losses: negative log-likelihoods in nats, float64 [n].
+        correct: whether the most probable token or class is the right one, bool [n].
+    """
+
+    losses: np.ndarray
+    correct: np.ndarray
+
+    @property
+    def loss(self) -> float:
+        """Mean negative log-likelihood in nats."""
+        return math.fsum(self.losses) / len(self.losses)
+
+    @property
+    def perplexity(self) -> float:
+        """Perplexity per token, exp(loss)."""
+        return math.exp(self.loss)
+
+    @property
+    def accuracy(self) -> float:
+        """Share of tokens or images whose most probable token or class is the right one."""
+        return float(self.correct.mean())
+
+
+@dataclass(frozen=True)
+class TrainedModel:
+    """A trained model in a folder. Use `trained_language_model`, `trained_classifier` or `read_trained_model` to create it.
+
+    Attributes:
+        kind: "language" or "classifier".
+        name: name of the recipe.
+        folder: folder with the weights.
+        source: name of the data source.
+        facts: the recipe, the seed, and the results of the training: `loss` and `accuracy` on the held-out data, `baseline_loss`
+            (of a unigram model on the same tokens, or of equal probabilities for all classes), `parameters`, `sha256` of the
+            weights.
+    """
+
+    kind: str
+    name: str
+    folder: Path
+    source: str
+    facts: dict[str, Any]
+
+    @property
+    def loss(self) -> float:
+        """Held-out loss in nats that was computed after the training."""
+        return self.facts["loss"]
+
+    @property
+    def weight_bytes(self) -> int:
+        """Size of the file of weights in bytes."""
+        return (self.folder / WEIGHTS).stat().st_size
+
+    def load(self, device: Device, dtype: torch.dtype = torch.float32) -> nn.Module:
+        """Return the model in evaluation mode, a module that maps inputs to logits.
+
+        For a language model it is a `LlamaLM`, which maps ids [W, T] to logits [W, T, V] and whose attribute `lm` is
+        transformers' LlamaForCausalLM. For a classifier it is a `ResNet18`, which maps images [N, 3, 32, 32] to logits [N, K].
+        """
+        if self.kind == LANGUAGE:
+            from transformers import LlamaForCausalLM
+
+            model: nn.Module = LlamaLM(LlamaForCausalLM.from_pretrained(self.folder, dtype=dtype))
+        else:
+            config = json.loads((self.folder / CONFIG).read_text())
+            model = resnet18(config["num_classes"], config["width"])
+            model.load_state_dict(load_file(self.folder / WEIGHTS))
+            model.to(dtype)
+        return model.to(device.torch_device).eval().requires_grad_(False)
+
+    def tokenizer(self) -> Tokenizer:
+        """Return the tokenizer of a language model."""
+        return read_tokenizer(self.folder)
+
+    def held_out(self, device: Device) -> tuple[Tensor, Tensor]:
+        """Return the held-out data of the test split on the device.
+
+        For a language model: ids int64 [W, T] and targets int64 [W, T], where IGNORE_INDEX marks tokens that an earlier window
+        scores. For a classifier: normalised float32 images [N, 3, 32, 32] and classes int64 [N].
+        """
+        tensors = load_file(self.folder / HELD_OUT)
+        return self._inputs(tensors["inputs"], device), tensors["targets"].long().to(device.torch_device)
+
+    def calibration(self, device: Device) -> Tensor:
+        """Return 64 inputs of the train split on the device, for the calibration of activations."""
+        return self._inputs(load_file(self.folder / HELD_OUT)["calibration"], device)
+
+    def score(
+        self, logits_of: Callable[[Tensor], Tensor], device: Device, batch_size: int = 64, records: int | None = None
+    ) -> Scores:
+        """Score a variant of the model on the held-out data.
+
+        Args:
+            logits_of: function that maps inputs, as `held_out` returns them, to logits. A module or any other function.
+            device: device of the inputs.
+            batch_size: windows or images of a call. The last batch may be smaller.
+            records: number of windows or images to score, from the first. None scores all.
+        """
+        inputs, targets = (part[:records] for part in self.held_out(device))
+        losses, correct = [], []
+        with torch.no_grad():
+            for first in range(0, len(inputs), batch_size):
+                logits = logits_of(inputs[first : first + batch_size]).flatten(0, -2)
+                expected = targets[first : first + batch_size].flatten().to(logits.device)
+                scored = expected != IGNORE_INDEX
+                losses.append(F.cross_entropy(logits[scored].double(), expected[scored], reduction="none").cpu())
+                correct.append((logits.argmax(-1) == expected)[scored].cpu())
+        return Scores(torch.cat(losses).numpy(), torch.cat(correct).numpy())
+
+    def _inputs(self, stored: Tensor, device: Device) -> Tensor:
+        if self.kind == LANGUAGE:
+            return stored.long().to(device.torch_device)
+        config = json.loads((self.folder / CONFIG).read_text())
+        mean, deviation = (torch.tensor(config[name]).view(3, 1, 1) for name in ("image_mean", "image_std"))
+        return ((stored.float() / 255 - mean) / deviation).to(device.torch_device)
+
+
+def trained_language_model(context: Context, name: str) -> TrainedModel:
+    """Return the trained Llama of a recipe. If this machine has not trained it yet, train it.
+
+    Args:
+        context: context of the experiment, with its seed, its device and its data source.
+        name: a name in LANGUAGE_MODELS.
+
+    Raises:
+        HyperionError: no recipe has this name.
+        DataError: the data are wrong or no source has them.
+    """
+    return _trained(context, LANGUAGE, name, LANGUAGE_MODELS, datasets.TEXT, _train_language)
+
+
+def trained_classifier(context: Context, name: str) -> TrainedModel:
+    """Return the trained ResNet-18 of a recipe. If this machine has not trained it yet, train it.
+
+    Args:
+        context: context of the experiment, with its seed, its device and its data source.
+        name: a name in CLASSIFIERS.
+
+    Raises:
+        HyperionError: no recipe has this name.
+        DataError: the data are wrong or no source has them.
+    """
+    return _trained(context, CLASSIFIER, name, CLASSIFIERS, datasets.IMAGES, _train_classifier)
+
+
+def read_trained_model(folder: Path) -> TrainedModel:
+    """Return the trained model in a folder. The size and the hash of each file are checked.
+
+    Raises:
+        DataError: a file is missing or damaged.
+    """
+    manifest = read_manifest(folder)
+    if manifest is None:
+        raise DataError(f"the trained model has no {FILE_NAME}", where=folder, next_step=_REMEDY)
+    manifest.verify(folder)
+    facts = manifest.facts
+    if facts.get("kind") not in (LANGUAGE, CLASSIFIER):
+        raise DataError(f"the folder holds {facts.get('kind')!r}, not a trained model", where=folder, next_step=_REMEDY)
+    return TrainedModel(facts["kind"], manifest.name, folder, manifest.source, facts)
+
+
+def _trained(
+    context: Context, kind: str, name: str, recipes: dict[str, Any], data: tuple[str, ...], train_into: Callable[..., None]
+) -> TrainedModel:
+    recipe = recipes.get(name)
+    if recipe is None:
+        known = ", ".join(recipes)
+        raise HyperionError(f"no trained model is named {name!r}", where=f"{kind} model", next_step=f"use one of {known}")
+    determines = {
+        "recipe": recipe.model_dump(),
+        "seed": context.seed,
+        "data": data_identity(data, context.data_source),
+        "synthetic": [context.allow_synthetic, context.synthetic],
+        "device": context.device.name,
+        "torch": torch.__version__,
+        "source": reached_source_hash(__name__),
+    }
+    digest = hashlib.sha256(json.dumps(determines, sort_keys=True).encode()).hexdigest()
+    folder = processed_root() / f"trained-{name}-{digest[:12]}"
+    if folder.is_dir():
+        try:
+            return read_trained_model(folder)
+        except (DataError, SafetensorError) as error:
+            moved = quarantine(folder, [DataFinding(Path(str(getattr(error, "where", folder))).name, str(error))])
+            print(f"WARNING: the trained model {name} is damaged and is trained again: {error} It was moved to {moved}.")
+    with staged(folder) as work:
+        seed_everything(context.seed)
+        train_into(context, name, recipe, work, determines)
+    return read_trained_model(folder)
+
+
+def _train_language(context: Context, name: str, recipe: LanguageRecipe, work: Path, determines: dict) -> None:
+    from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast
+
+    device = context.device
+    tokenizer, train_tokens, test_tokens, source = _streams(context, recipe)
+    held_out_tokens = test_tokens[: recipe.held_out_tokens]
+    config = LlamaConfig(
+        hidden_size=recipe.width,
+        num_hidden_layers=recipe.layers,
+        num_attention_heads=recipe.heads,
+        num_key_value_heads=recipe.key_value_heads,
+        intermediate_size=recipe.mlp_width,
+        vocab_size=tokenizer.vocab_size,
+        max_position_embeddings=recipe.context,
+        tie_word_embeddings=True,
+        initializer_range=recipe.initial_deviation,
+        bos_token_id=tokenizer.eos_id,
+        eos_token_id=tokenizer.eos_id,
+        pad_token_id=tokenizer.eos_id,
+    )
+    with torch.device(device.torch_device):
+        model = LlamaLM(AutoModelForCausalLM.from_config(config))
+    length = recipe.sequence_length
+    batches = LanguageBatches(train_tokens, length, recipe.batch_size, context.seed, device.torch_device)
+    schedule = WarmupCosine(recipe.learning_rate, max(1, recipe.steps // 10), recipe.steps)
+    optimizer = adamw(model, recipe.learning_rate, recipe.weight_decay)
+    engine = LanguageEngine(model, optimizer, schedule, choose_precision(device, "auto"), device)
+    print(f"{name}: {parameter_count(model):,} parameters, {tokenizer.vocab_size} tokens, {engine.precision}")
+    history = train(engine, batches, TrainingPlan(steps=recipe.steps))
+    model.lm.save_pretrained(work)
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer.library_tokenizer(),
+        eos_token="<|endoftext|>",
+        bos_token="<|endoftext|>",
+        pad_token="<|endoftext|>",
+        model_max_length=recipe.context,
+        chat_template=_CHAT_TEMPLATE,
+    ).save_pretrained(work)
+    windows = list(evaluation_windows(held_out_tokens, length, length, tokenizer.eos_id, 1))
+    starts = np.linspace(0, len(train_tokens) - length, min(_CALIBRATION, len(train_tokens) // length)).astype(int)
+    calibration = np.stack([train_tokens[start : start + length].astype(np.int32) for start in starts])
+    tensors = {
+        "inputs": torch.cat([inputs for inputs, _ in windows]).int(),
+        "targets": torch.cat([targets for _, targets in windows]).int(),
+        "calibration": torch.from_numpy(calibration),
+    }
+    baseline = unigram_baseline(np.asarray(train_tokens), np.asarray(held_out_tokens), tokenizer.vocab_size)
+    facts = {"baseline_loss": baseline.total_nll_nats / baseline.tokens, "baseline": "unigram model", "tokenizer": tokenizer.name}
+    _store(work, LANGUAGE, name, source, tensors, device, determines, facts | {"train_loss": history.losses[-1]})
+
+
+def _train_classifier(context: Context, name: str, recipe: ClassifierRecipe, work: Path, determines: dict) -> None:
+    values = recipe.model_dump(exclude={"held_out_images"})
+    training = set_up(
+        context,
+        Recipe(
+            task="images", model="resnet18", strategy="single", precision="auto", warmup_share=0.2, evaluation_batches=0, **values
+        ),
+    )
+    history = train(training.engine, training.batches, TrainingPlan(steps=recipe.steps))
+    model = training.engine.model
+    state = {key: value.detach().cpu().contiguous() for key, value in model.state_dict().items()}
+    save_file(state, work / WEIGHTS, metadata={"format": "pt"})
+    _, prepared = datasets.images(context)
+    arrays = prepared.arrays
+    # The constants of the images that the model was trained on.
+    mean, deviation = not_none(training.normalisation)
+    config = {
+        "architectures": ["ResNet18"],
+        "model_type": "hyperion_resnet18",
+        "width": recipe.width,
+        "num_classes": CLASSES,
+        "image_mean": list(mean),
+        "image_std": list(deviation),
+    }
+    (work / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
+    tensors = {
+        "inputs": torch.from_numpy(np.array(arrays["test_images"][: recipe.held_out_images])),
+        "targets": torch.from_numpy(np.array(arrays["test_labels"][: recipe.held_out_images]).astype(np.int32)),
+        "calibration": torch.from_numpy(np.array(arrays["train_images"][:_CALIBRATION])),
+    }
+    facts = {"baseline_loss": math.log(CLASSES), "baseline": "equal probabilities", "train_loss": history.losses[-1]}
+    _store(work, CLASSIFIER, name, training.source, tensors, context.device, determines, facts)
+
+
+def _store(
+    work: Path,
+    kind: str,
+    name: str,
+    source: str,
+    tensors: dict[str, Tensor],
+    device: Device,
+    determines: dict,
+    facts: dict[str, Any],
+) -> None:
+    """Write the held-out data and the manifest. The stored loss is that of the stored weights, read back from the file."""
+    save_file(tensors, work / HELD_OUT)
+    stored = TrainedModel(kind, name, work, source, {})
+    model = stored.load(device)
+    scores = stored.score(model, device)
+    facts |= {"kind": kind, "loss": scores.loss, "accuracy": scores.accuracy, "parameters": parameter_count(model)}
+    write_manifest(work, name=name, source=source, detail=f"{kind} model", facts=facts | determines)
+
+
+def _streams(context: Context, recipe: LanguageRecipe) -> tuple[Tokenizer, np.ndarray, np.ndarray, str]:
+    """Return the tokenizer, the token ids of the train split and of the test split, and the name of the data source."""
+    if recipe.vocabulary is None:
+        corpus, tokenizer, prepared = datasets.text(context)
+        return tokenizer, prepared.tokens["train"], prepared.tokens["test"], corpus.source
+    corpus = load_wikitext2(
+        context.data_source,
+        allow_synthetic=context.allow_synthetic,
+        synthetic_lines=context.synthetic["lines"],
+        seed=context.seed,
+    )
+    tokenizer = train_tokenizer(corpus, recipe.vocabulary)
+    streams = {}
+    with tokenizer.encoding() as encoding:
+        for split in ("train", "test"):
+            parts = list(encoding.encode(corpus.splits[split]))
+            if lost := next((part.lost for part in parts if part.lost), ""):
+                raise DataError(f"decoding does not reproduce {lost[:60]!r}", where=tokenizer.name, next_step=_REMEDY)
+            streams[split] = np.concatenate([part.ids for part in parts])
+    return tokenizer, streams["train"], streams["test"], corpus.source

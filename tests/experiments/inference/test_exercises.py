@@ -1,0 +1,34 @@
+"""The exercises on runtimes: the planted bugs are caught, and a right answer passes."""
+
+import numpy as np
+
+from hyperion.chapter.exercises import solved
+from hyperion.experiments.inference.exercises import P99_SAMPLES, judge_parity, judge_percentile
+from hyperion.experiments.inference.percentiles import latencies_of_requests, percentile
+
+
+def solved_cases(table):
+    return table.set_index(table.columns[0])["right"].to_dict()
+
+
+def test_a_check_without_shapes_misses_a_fixed_batch_and_nan():
+    found = solved_cases(judge_parity(lambda a, b: not ((a - b).abs() > 1e-3).any()))
+    assert not found["the batch is fixed at 1, and all examples are equal"] and not found["only NaN"]
+    assert found["the last class is cut off"] and found["one logit is off by 0.1"] and found["float32 rounding"]
+
+
+def test_a_check_of_shapes_and_values_passes():
+    assert solved(judge_parity(lambda a, b: a.shape == b.shape and bool(((a - b).abs() <= 1e-3).all())))
+
+
+def test_a_percentile_of_successes_only_is_caught():
+    found = solved_cases(judge_percentile(lambda seconds, ok: np.quantile(np.asarray(seconds)[np.asarray(ok)], 0.99)))
+    assert not found["2 % are slow and are refused"] and found["every request succeeds"]
+
+
+def test_a_percentile_of_all_requests_passes():
+    assert solved(judge_percentile(lambda seconds, ok: percentile(latencies_of_requests(seconds, ok), 0.99).value))
+
+
+def test_the_number_of_samples():
+    assert P99_SAMPLES.judge(368).lower().startswith("right") and not P99_SAMPLES.judge(100).lower().startswith("right")

@@ -1,0 +1,89 @@
+"""What the figures of runtimes show, and which rows the claims about runtimes refuse."""
+
+from dataclasses import replace
+
+import pytest
+
+from hyperion.experiments.inference.claims_runtimes import fusion_claims, parity_claims, provider_claims, quality_claims
+from hyperion.experiments.inference.figures import PLOTS, TITLES, kernel_counts, runtime_latency, runtime_throughput
+from hyperion.figures.material import Material
+from hyperion.figures.style import styled
+from hyperion.results import Run
+from tests.book.made_up import GPU
+from tests.book.made_up_runtimes import made_up_row, runtime_chapters
+
+
+@pytest.fixture
+def rows():
+    return runtime_chapters()[0][2]
+
+
+@pytest.fixture
+def material(tmp_path):
+    run = Run.create(tmp_path / "run", {"environment": GPU})
+    for chapter, experiment, rows, samples in runtime_chapters():
+        run.record(chapter, experiment, rows, samples, input_hash="h")
+    return Material(run)
+
+
+def drawn(function, material):
+    with styled():
+        return function(material)
+
+
+def labels(axes):
+    return [label.get_text() for label in axes.get_yticklabels()]
+
+
+def test_each_model_has_a_panel_with_a_bar_for_each_percentile(material):
+    figure = drawn(runtime_latency, material)
+    assert [axes.get_title(loc="left") for axes in figure.axes] == ["llama", "resnet18"]
+    assert labels(figure.axes[0])[:3] == ["eager, p50", "eager, p95", "eager, p99"]
+    assert [bar.get_width() for bar in figure.axes[0].patches][:3] == pytest.approx([2.0, 3.0, 4.0])
+    assert figure.get_supxlabel().count("AOTInductor") == 1 and "SIGSEGV" in figure.get_supxlabel()
+
+
+def test_the_best_batch_is_drawn_and_not_the_search(material):
+    axes = drawn(runtime_throughput, material).axes[0]
+    assert [bar.get_width() for bar in axes.patches] == [990.0, 991.0, 992.0]
+    assert labels(axes)[0] == "eager, batch 16"
+
+
+def test_kernels_have_one_bar_for_each_runtime(material):
+    assert [bar.get_width() for bar in drawn(kernel_counts, material).axes[1].patches] == [60.0, 30.0, 20.0]
+
+
+def test_without_rows_there_is_no_figure(tmp_path):
+    empty = Material(Run.create(tmp_path / "run", {}))
+    assert [function(empty) for function in (runtime_latency, runtime_throughput, kernel_counts)] == [None] * 3
+
+
+def test_every_figure_belongs_to_a_titled_experiment():
+    assert {plot.experiment for plot in PLOTS} == set(TITLES)
+
+
+def test_claims_hold_for_good_rows(rows):
+    measured = [row for row in rows if row.value is not None]
+    claims = parity_claims(measured) + quality_claims(rows) + fusion_claims(rows)
+    assert len(claims) == 6 + 6 + 2 and all(holds for holds, _ in claims)
+
+
+def test_a_changed_perplexity_refutes_its_claim_but_not_in_sixteen_bits(rows):
+    wrong = made_up_row("AOTInductor", "perplexity_ratio", 1.01, {"model": "llama"})
+    assert not all(holds for holds, _ in quality_claims([wrong]))
+    assert all(holds for holds, _ in quality_claims([replace(wrong, dtype="bf16")]))
+
+
+def test_a_session_on_another_provider_or_device_refutes_its_claim():
+    params = {"model": "llama", "against": "float64", "asked_provider": "CPUExecutionProvider", "device": "cpu"}
+    good = made_up_row("ONNX Runtime CPU", "relative_difference", 1e-6, params | {"providers": "CPUExecutionProvider"})
+    assert all(holds for holds, _ in provider_claims([good]))
+    asked_gpu = params | {"asked_provider": "CUDAExecutionProvider", "providers": "CPUExecutionProvider", "device": "cuda"}
+    assert not all(holds for holds, _ in provider_claims([replace(good, params=asked_gpu)]))
+    assert not all(holds for holds, _ in provider_claims([replace(good, params=good.params | {"device": "cuda"})]))
+
+
+def test_no_fusion_and_no_rows_refute_their_claims(rows):
+    same = [replace(row, value=60.0, ci_low=None, ci_high=None) if row.metric == "kernels_per_call" else row for row in rows]
+    assert not any(holds for holds, _ in fusion_claims(same))
+    assert not any(holds for holds, _ in parity_claims([]) + quality_claims([]))

@@ -1,0 +1,143 @@
+"""The operator suite at toy sizes: counts, gaps with reasons, crashes that name the operator, and planted faults."""
+
+import importlib.util
+import json
+import os
+
+import pytest
+import torch
+
+from hyperion.chapter import experiment_named, load_profile
+from hyperion.experiments.inference import operator_checks, operator_suite
+from hyperion.experiments.inference.claims_operators import operator_claims
+from hyperion.experiments.inference.figures_operators import count_table, gaps
+from hyperion.experiments.inference.operator_checks import KIND_OF
+from hyperion.experiments.inference.operator_suite import OperatorSuiteOptions, collect_outcomes, status_of
+from tests.chapter.toy import perform, toy_context
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+SIZES = {"formats": ["fp32", "bf16"], "samples": 1, "probes": 2}
+
+
+@pytest.fixture(autouse=True)
+def metrics_of_the_subject():
+    """Looking up an experiment registers the metrics of its subject."""
+    experiment_named("operator_suite")
+
+
+@pytest.fixture(scope="module")
+def checker(one_thread):
+    """A checker in this process. The database must not freeze the settings of the backends for other tests."""
+    pytest.importorskip("expecttest")
+    patch = pytest.MonkeyPatch()
+    patch.setattr(torch.backends, "disable_global_flags", lambda: None)
+    with operator_checks.matmul_precision(operator_checks.FORMATS["fp32"]):
+        yield operator_checks._Checker(["fp32"], 2, 4, 0)
+    patch.undo()
+
+
+def check_fake(names, formats, samples, probes, compiled, seed, file):
+    """Like `check_operators`, but the operator "boom" ends the process, and "bad" is wrong."""
+    for name in names:
+        if name == "boom":
+            os._exit(7)
+        ratio = 3.0 if name == "bad" else 0.1
+        one = {"entry": name, "mode": "eager", "status": "failed" if ratio > 1 else "passed", "ratio": ratio, "samples": 1}
+        outcomes = [one | {"dtype": dtype, "pass": which} for dtype in formats for which in ("forward", "backward")]
+        with open(file, "a", encoding="utf-8") as stream:
+            stream.write(json.dumps([name, outcomes]) + "\n")
+    return {"unavailable": ""}
+
+
+@pytest.mark.process
+def test_an_operator_that_ends_the_process_is_named_and_the_others_are_checked(tmp_path):
+    context = toy_context("operator_suite", SIZES, tmp_path)
+    options, names = OperatorSuiteOptions.of(context), ["first", "boom", "bad", "last"]
+    outcomes, unavailable = collect_outcomes(context, options, names, lambda *_: None, check_fake)
+    assert list(outcomes) == names and not unavailable
+    statuses = [status_of(outcomes[name], "bf16", "backward") for name in names]
+    assert statuses == ["passed", "failed", "failed", "passed"]
+    assert "exit code 7" in outcomes["boom"][0]["reason"]
+    rows = [row.without_failed_value() for name in names for row in operator_suite._rows_of(context, name, outcomes[name])]
+    report = {(line["operator"], line["dtype"]): line for line in gaps(rows)}
+    assert set(report) == {(name, dtype) for name in ("boom", "bad") for dtype in ("fp32", "bf16")}
+    assert "the process ended" in report["boom", "fp32"]["reason"] and "failed its check" in report["bad", "bf16"]["reason"]
+
+
+def test_real_operators_pass_and_those_without_a_kernel_are_gaps(checker):
+    for name in ("add", "softmax", "nn.functional.conv2d", "gather", "fft.rfft"):
+        outcomes = checker.check(name, False)
+        assert {status_of(outcomes, "fp32", which) for which in ("forward", "backward")} == {"passed"}, outcomes
+    checker.formats = ["bf16"]
+    (outcome,) = checker.check("fft.rfft", False)
+    checker.formats = ["fp32"]
+    assert outcome["status"] == "unsupported" and "BFloat16" in outcome["reason"]
+    assert status_of([outcome], "bf16", "backward") == "unsupported"
+
+
+def test_a_patched_operator_fails(checker, monkeypatch):
+    (operator,) = checker._entries["tanh"].values()
+    monkeypatch.setattr(operator, "op", lambda x: torch.tanh(x) * (1 if x.dtype == torch.float64 else 1.0001))
+    assert status_of(checker.check("tanh", False), "fp32", "forward") == "failed"
+
+
+def test_an_operator_that_raises_an_error_in_the_backward_pass_alone_passes_forward(checker, monkeypatch):
+    class Refusing(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return torch.tanh(x)
+
+        @staticmethod
+        def backward(ctx, *grads):
+            raise NotImplementedError("no gradient here")
+
+    (operator,) = checker._entries["tanh"].values()
+    monkeypatch.setattr(operator, "op", lambda x: torch.tanh(x) if x.dtype == torch.float64 else Refusing.apply(x))
+    outcomes = checker.check("tanh", False)
+    assert status_of(outcomes, "fp32", "forward") == "passed" and status_of(outcomes, "fp32", "backward") == "unsupported"
+
+
+def test_every_operator_of_the_list_is_in_the_database(checker):
+    assert not [name for name in KIND_OF if name not in checker._entries]
+    assert len(KIND_OF) >= 80 and all((name, which)[0] in KIND_OF for name, which in operator_checks.KNOWN_GAPS)
+
+
+def test_a_known_gap_has_its_cause_and_an_unknown_one_is_refused(tmp_path):
+    context = toy_context("operator_suite", SIZES, tmp_path)
+    one = {"entry": "logcumsumexp", "dtype": "bf16", "mode": "eager", "pass": "backward", "status": "failed", "samples": 1}
+    (known,) = operator_suite._rows_of(context, "logcumsumexp", [one | {"ratio": 30.0}])
+    (unknown,) = operator_suite._rows_of(context, "logcumsumexp", [one | {"ratio": 30.0, "pass": "forward"}])
+    assert known.without_failed_value().value == 30 and [line["status"] for line in gaps([known])] == ["known"]
+    assert unknown.without_failed_value().value is None
+    assert [holds for holds, _ in operator_claims([known])] == [False]  # nothing was counted
+    assert "logcumsumexp, bf16, forward" in operator_claims([unknown.without_failed_value()])[0][1]
+
+
+def test_without_the_database_the_rows_have_the_reason_and_the_layers_are_checked(tmp_path, monkeypatch):
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None if name == "expecttest" else find(name, *rest))
+    reason = operator_checks.why_no_database()
+    assert reason.startswith("unavailable") and "pip install expecttest" in reason
+    layer = "nn.Linear"
+    checker = operator_checks._Checker(["fp32"], 1, 2, 0)
+    found = {name: checker.check(name, False) for name in ("add", layer)}
+    assert not found["add"] and status_of(found[layer], "fp32", "backward") == "passed"
+    monkeypatch.setattr(operator_suite, "collect_outcomes", lambda *_: (found, reason))
+    rows = perform(toy_context("operator_suite", SIZES | {"formats": ["fp32"]}, tmp_path), tmp_path).rows
+    counts = [row for row in rows if row.variant == operator_suite.ALL]
+    assert len(counts) == 2 and {row.value_reason for row in counts} == {reason}
+    assert not any(holds for holds, _ in operator_claims(counts))
+
+
+@pytest.mark.parametrize("profile", ["smoke", "full", "study"])
+def test_the_sizes_of_the_profiles_are_valid(profile):
+    options = OperatorSuiteOptions.parse(load_profile(profile).sizes("operator_suite"), "operator_suite")
+    assert options.formats == ("fp32", "bf16", "fp16") and set(options.compiled) <= set(KIND_OF)
+    assert bool(options.compiled) == (profile != "smoke")
+
+
+def test_the_table_of_counts_has_a_line_for_each_format_and_pass(tmp_path):
+    context = toy_context("operator_suite", SIZES, tmp_path)
+    one = {"entry": "add", "dtype": "fp32", "mode": "eager", "pass": "forward", "status": "passed", "ratio": 0.1, "samples": 1}
+    table = count_table(operator_suite._counts(context, {"add": [one]}, "", "fp32", "forward"))
+    assert table.to_dict("records")[0]["passed"] == "1"

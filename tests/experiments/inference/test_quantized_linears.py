@@ -1,0 +1,179 @@
+"""Formats of weights: packed values, bytes, error bounds, and planted faults that the bounds find."""
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from hyperion.errors import HyperionError
+from hyperion.experiments.inference import quantized_linears
+from hyperion.experiments.inference.exercises_quantization import quantise_without_scale, quantise_wrong_axis, unpack_wrong_nibble
+from hyperion.experiments.inference.quantized_linears import (
+    SCHEMES,
+    Fp8,
+    Fp8Linear,
+    Int4WeightOnly,
+    Int8Linear,
+    Int8WeightOnly,
+    LlmInt8,
+    Nf4,
+    layer_error,
+    pack_int4,
+    replace_linears,
+    represented_weight,
+    unpack_int4,
+    weight_bytes_of,
+    what_ran,
+)
+from hyperion.hardware import detect_cpu
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+CPU = detect_cpu()
+# One scheme of each storage form.
+HERE = [scheme for scheme in SCHEMES if not scheme.why_absent(CPU)]
+BY_NAME = pytest.mark.parametrize("scheme", HERE, ids=lambda scheme: scheme.name)
+
+
+def case(dtype=torch.float32, n=48, k=192):
+    """A weight whose outputs have sizes from 1/30 to 30, and inputs with an outlier."""
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(n, k, generator=generator) * torch.logspace(-1.5, 1.5, n)[:, None]
+    x = torch.randn(2, 5, k, generator=generator)
+    x[0, 0, 3] = 20.0
+    return weight.to(dtype), x.to(dtype)
+
+
+def test_the_first_value_of_a_pair_is_in_the_upper_four_bits():
+    assert pack_int4(torch.tensor([[-8, 7, 1, -2]])).tolist() == [[0x0F, 0x96]]
+    values = torch.randint(-8, 8, (5, 14), generator=torch.Generator().manual_seed(1))
+    assert (unpack_int4(pack_int4(values)) == values).all()
+    assert (unpack_wrong_nibble(pack_int4(values)) != values).any()
+
+
+@BY_NAME
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_errors_are_within_the_bounds_and_bytes_are_those_of_the_format(scheme, dtype):
+    weight, x = case(dtype)
+    layer = scheme.convert(weight, CPU)
+    assert weight_bytes_of([layer]) == scheme.weight_bytes(*weight.shape)
+    error, of_weight, of_output = layer_error(scheme, weight, layer, x, layer(x))
+    assert 0 < error < 0.2
+    # The bound is tight: some weight is near the middle between two values.
+    assert 0.8 < of_weight <= 1 and 0.01 < of_output <= 1
+    # The bytes are still those of the format after a call, in which bitsandbytes moves its scales.
+    assert weight_bytes_of([layer]) == scheme.weight_bytes(*weight.shape)
+
+
+@BY_NAME
+def test_the_kernel_multiplies_the_weights_that_the_bytes_represent(scheme):
+    weight, x = case()
+    layer = scheme.convert(weight, CPU)
+    expected = F.linear(x.double(), represented_weight(layer))
+    assert ((layer(x).double() - expected).norm() / expected.norm()).item() < 1e-3
+
+
+def output_ratio(scheme, layer):
+    weight, x = case()
+    _, of_weight, of_output = layer_error(scheme, weight, layer, x, layer(x))
+    return of_weight, of_output
+
+
+def test_a_wrong_nibble_is_found(monkeypatch):
+    layer = Int4WeightOnly().convert(case()[0], CPU)
+    assert max(output_ratio(Int4WeightOnly(), layer)) <= 1
+    monkeypatch.setattr(quantized_linears, "unpack_int4", unpack_wrong_nibble)
+    assert min(output_ratio(Int4WeightOnly(), layer)) > 1
+
+
+def test_the_wrong_nibble_of_bitsandbytes_is_found(monkeypatch):
+    scheme = Nf4(double=True)
+    if reason := scheme.why_absent(CPU):
+        pytest.skip(reason)
+    layer = scheme.convert(case()[0], CPU)
+    monkeypatch.setattr(quantized_linears, "unpack_int4", unpack_wrong_nibble)
+    of_weight, of_output = output_ratio(scheme, layer)
+    # The kernel is right, and what this library decodes is not.
+    assert of_weight > 1 >= of_output
+
+
+@pytest.mark.parametrize("fault", [quantise_without_scale, quantise_wrong_axis, "not applied"])
+def test_a_missing_scale_and_a_scale_of_the_wrong_axis_are_found(fault, monkeypatch):
+    weight = case(n=48, k=48)[0]
+    layer = Int8Linear(weight)
+    x = case(k=48)[1]
+    if fault == "not applied":
+        monkeypatch.setattr(Int8Linear, "forward", lambda self, x: F.linear(x, self.q_NK.to(x.dtype)))
+    else:
+        layer.q_NK, layer.scale_N = fault(weight)
+    _, of_weight, of_output = layer_error(Int8WeightOnly(), weight, layer, x, layer(x))
+    assert of_output > 1 and (of_weight > 1) == (fault != "not applied")
+
+
+def test_nan_is_beyond_every_bound():
+    scheme = Int8WeightOnly()
+    weight, x = case()
+    layer = scheme.convert(weight, CPU)
+    y = layer(x)
+    y[0, 0, 0] = math.nan
+    assert math.isnan(layer_error(scheme, weight, layer, x, y)[2])
+
+
+def test_a_group_of_zeros_has_no_error():
+    weight, x = case()
+    weight[3] = 0
+    for scheme in (Int8WeightOnly(), Int4WeightOnly()):
+        layer = scheme.convert(weight, CPU)
+        assert not layer(x)[..., 3].any() and max(layer_error(scheme, weight, layer, x, layer(x))[1:]) <= 1
+
+
+def scaled_mm(a, b, scale_a, scale_b, out_dtype, fault=""):
+    """What `torch._scaled_mm` computes, in float64."""
+    rows = scale_a.double() if fault != "one scale" else scale_a.double().flatten()[:1]
+    return ((a.double() @ b.double()) * rows * (scale_b.double() if fault != "no scale" else 1)).to(out_dtype)
+
+
+@pytest.mark.parametrize("by_row", [False, True])
+@pytest.mark.parametrize("storage", [torch.float8_e4m3fn, torch.float8_e4m3fnuz], ids=str)
+def test_fp8_is_within_its_bound_and_a_missing_scale_is_not(by_row, storage, monkeypatch):
+    """The product of fp8 units is replaced by float64, so the scales and the bound are tested without a GPU."""
+    monkeypatch.setattr(torch, "_scaled_mm", scaled_mm)
+    weight, x = case()
+    scheme, layer = Fp8(by_row), Fp8Linear(weight, storage, by_row)
+    assert weight_bytes_of([layer]) == scheme.weight_bytes(*weight.shape)
+    error, of_weight, of_output = layer_error(scheme, weight, layer, x, layer(x))
+    assert error < 0.05 and 0.9 < of_weight <= 1 and of_output <= 1
+    monkeypatch.setattr(torch, "_scaled_mm", lambda *a, **k: scaled_mm(*a, **k, fault="no scale"))
+    assert layer_error(scheme, weight, layer, x, layer(x))[2] > 1
+    if by_row:
+        monkeypatch.setattr(torch, "_scaled_mm", lambda *a, **k: scaled_mm(*a, **k, fault="one scale"))
+        assert layer_error(scheme, weight, layer, x, layer(x))[2] > 1
+
+
+def test_what_cannot_run_here_has_a_reason(monkeypatch):
+    assert Fp8(False).why_absent(CPU).startswith("unsupported: this CPU has no fp8")
+    monkeypatch.setattr(quantized_linears.importlib.util, "find_spec", lambda name: None)
+    assert "next step: pip install bitsandbytes" in Nf4(False).why_absent(CPU)
+
+
+def test_only_the_layers_of_blocks_are_replaced():
+    class Model(torch.nn.Module):
+        def __init__(self, bias):
+            super().__init__()
+            self.model = torch.nn.Module()
+            self.model.layers = torch.nn.ModuleList([torch.nn.Sequential(torch.nn.Linear(32, 64, bias=bias))])
+            self.head = torch.nn.Linear(64, 8, bias=False)
+
+    model = Model(bias=False)
+    assert list(replace_linears(model, Int8WeightOnly(), CPU)) == ["model.layers.0.0"]
+    assert type(model.head) is torch.nn.Linear
+    with pytest.raises(HyperionError, match="a layer with a bias"):
+        replace_linears(Model(bias=True), Int8WeightOnly(), CPU)
+
+
+def test_the_profiler_names_the_operator_of_the_library():
+    x = case()[1]
+    assert what_ran(lambda: x @ x.mT, CPU).startswith("aten::")
+    if not LlmInt8().why_absent(CPU):
+        layer = LlmInt8().convert(case()[0], CPU)
+        assert what_ran(lambda: layer(x), CPU).startswith(("MatMul8bit", "bitsandbytes::"))

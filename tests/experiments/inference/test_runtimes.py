@@ -1,0 +1,185 @@
+"""Runtimes of toy models: rows of eager mode and ONNX Runtime, planted errors that checks find, and runtimes that are absent."""
+
+import math
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from hyperion.errors import HyperionError
+from hyperion.experiments.inference import backends, runtimes
+from hyperion.experiments.inference.backends import (
+    AOTI,
+    CPU_PROVIDER,
+    EAGER,
+    ORT_CPU,
+    ORT_GPU,
+    Prepared,
+    count_kernels,
+    prepare,
+    require_provider,
+    why_absent,
+    why_no_migraphx,
+    why_no_provider,
+)
+from hyperion.experiments.inference.runtimes import RuntimesOptions, output_tolerance
+from hyperion.hardware import detect_cpu
+from hyperion.results.rows import UNEXPECTED
+from hyperion.workloads.trained_models import trained_classifier, trained_language_model
+from tests.chapter.toy import toy_context
+from tests.experiments.inference import dying_jobs
+
+CPU = detect_cpu()
+SIZES = {
+    "language_model": "llama_toy",
+    "classifier": "resnet18_toy",
+    "dtype": "fp32",
+    "batches": [1, 3],
+    "latency_samples": 80,
+    "time_limit_s": 0.01,
+    "held_out": 8,
+}
+
+
+@pytest.fixture(scope="module")
+def material(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("runtimes")
+    torch.set_num_threads(1)
+    context = toy_context("runtimes", SIZES, folder)
+    context.workspace.mkdir(parents=True)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HYPERION_DATA", str(folder / "data"))
+        yield context, trained_classifier(context, "resnet18_toy"), trained_language_model(context, "llama_toy")
+
+
+def measured(material, runtime, change=lambda logits: logits, model=1):
+    """Rows of a model in a runtime, whose logits are changed."""
+    context, trained = material[0], material[model]
+    options = RuntimesOptions.of(context)
+    reference = runtimes._Reference(trained, CPU, options)
+    prepared = prepare(runtime, trained.load(CPU), reference.inputs[:2], CPU, "fp32", context.workspace)
+    changed = Prepared(lambda x: change(prepared.call(x)), CPU, "fp32", prepared.seconds, prepared.stored_bytes, prepared.ran)
+    kernels_of = prepared if runtime == ORT_CPU else changed
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(runtimes, "count_kernels", lambda one, x: count_kernels(kernels_of, x))
+        rows, _ = runtimes._measure(context, options, trained, runtime, changed, reference)
+    return [row.without_failed_value() for row in rows]
+
+
+def of(rows, metric, **params):
+    return [row for row in rows if row.metric == metric and all(row.params.get(name) == one for name, one in params.items())]
+
+
+@pytest.mark.parametrize("model", [1, 2], ids=["classifier", "language"])
+def test_eager_mode_is_itself(material, model):
+    rows = measured(material, EAGER, model=model)
+    assert [row.value for row in of(rows, "relative_difference", against="PyTorch eager")] == [0.0]
+    assert 0 < of(rows, "relative_difference", against="float64")[0].value < 1e-5
+    quality = rows[2]
+    assert quality.value == pytest.approx(1.0 if model == 2 else 0.0, abs=1e-9)
+    # 80 samples give an interval of the median and of the 95th percentile, and none of the 99th.
+    assert of(rows, "latency_p95_s")[0].ci_high >= of(rows, "latency_p50_s")[0].value > 0
+    assert of(rows, "latency_p99_s")[0].value_reason.endswith("samples; an interval of this percentile needs 368")
+    assert [row.params["batch"] for row in of(rows, "samples_per_s", role="search")] == [1, 3]
+    assert len(of(rows, "samples_per_s", role="best batch")) == 1 and not of(rows, "speedup")
+
+
+def test_onnx_runtime_agrees_and_says_which_provider_ran(material):
+    pytest.importorskip("onnxruntime")
+    pytest.importorskip("onnxscript")
+    rows = measured(material, ORT_CPU)
+    parity = of(rows, "relative_difference")
+    assert all(row.value is not None and row.params["providers"] == CPU_PROVIDER for row in parity)
+    assert of(rows, "stored_gb")[0].value * 1e9 > 4 * material[1].facts["parameters"] * 0.95
+    assert of(rows, "kernels_per_call")[0].value >= 20, "at least the convolutions"
+    assert of(rows, "speedup")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [lambda y: y * 1.01, lambda y: y.roll(1, -1), lambda y: y[:1].expand(len(y), -1), lambda y: y * torch.nan],
+    ids=["a missing scale", "shifted classes", "a fixed batch", "NaN"],
+)
+def test_a_wrong_runtime_has_no_value(material, change):
+    rows = measured(material, EAGER, change)
+    for row in of(rows, "relative_difference"):
+        assert row.value is None and row.value_reason.startswith(UNEXPECTED)
+
+
+def test_the_tolerance_adds_the_roundings_of_each_product():
+    model = nn.Sequential(nn.Linear(16, 4), nn.ReLU(), nn.Conv2d(2, 3, 3))
+    single, half = 2.0**-24, 2.0**-8
+    wanted = (math.sqrt(16) + math.sqrt(18) + 2) * single * 2
+    assert output_tolerance(model, "fp32") == pytest.approx(wanted)
+    assert output_tolerance(model, "bf16") == pytest.approx(2 * ((math.sqrt(16) + math.sqrt(18)) * single + 2 * half))
+
+
+def test_a_compiled_model_cuts_other_batches_into_the_compiled_sizes(monkeypatch):
+    seen = []
+
+    def compile_nothing(model, dynamic):
+        return lambda x: seen.append(len(x)) or model(x)
+
+    monkeypatch.setattr(torch, "compile", compile_nothing)
+    model, x = nn.Linear(4, 2), torch.randn(7, 4)
+    assert torch.allclose(backends._Compiled(model, (1, 3))(x), model(x)) and seen == [3, 3, 1]
+
+
+def test_only_operators_that_compute_are_counted():
+    model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Flatten(0), nn.Softmax(0))
+    assert count_kernels(Prepared(model, CPU, "fp32"), torch.randn(4, 8)) == 3
+
+
+def test_a_session_on_another_provider_is_refused():
+    require_provider("CUDAExecutionProvider", ["CUDAExecutionProvider", CPU_PROVIDER])
+    with pytest.raises(HyperionError, match="asked for CUDAExecutionProvider, but the session runs on CPUExecutionProvider"):
+        require_provider("CUDAExecutionProvider", [CPU_PROVIDER])
+
+
+def test_what_is_absent_says_why_and_the_next_step():
+    cpu, rocm = SimpleNamespace(kind="cpu"), SimpleNamespace(kind="rocm")
+    assert "needs an AMD GPU" in why_no_migraphx(cpu)
+    assert "next step: install migraphx" in why_no_migraphx(rocm, lambda name: None)
+    assert why_no_migraphx(rocm, lambda name: object()) == ""
+    missing = why_no_provider(ORT_CPU, cpu, lambda name: None if name == "onnxruntime" else object())
+    assert missing == "unavailable: onnxruntime not installed; next step: pip install onnxruntime"
+    assert why_no_provider(ORT_GPU, cpu, lambda name: object()) == "unavailable: this machine has no GPU"
+    assert "no graphs" in why_absent(backends.GRAPH, CPU)
+
+
+def test_migraphx_compiles_once_for_each_shape_and_gets_the_inputs(tmp_path):
+    parsed = []
+
+    class Program:
+        def compile(self, target):
+            assert target == "the target gpu"
+
+        def run(self, inputs):
+            doubled = 2 * inputs["x"]
+            return [SimpleNamespace(tolist=doubled.ravel().tolist, get_shape=lambda: SimpleNamespace(lens=lambda: doubled.shape))]
+
+    def parse_onnx(path, map_input_dims):
+        parsed.append(map_input_dims["x"])
+        return Program()
+
+    fake = SimpleNamespace(parse_onnx=parse_onnx, get_target=lambda name: f"the target {name}", argument=np.asarray)
+    path = tmp_path / "model.onnx"
+    path.write_bytes(b"12345")
+    prepared = backends._migraphx(path, CPU, {}, fake)
+    x = torch.arange(6.0).view(2, 3)
+    assert torch.equal(prepared.call(x), 2 * x) and torch.equal(prepared.call(x), 2 * x)
+    assert torch.equal(prepared.call(x[:1]), 2 * x[:1])
+    assert parsed == [[2, 3], [1, 3]] and prepared.stored_bytes == 5
+
+
+@pytest.mark.process
+def test_a_package_that_ends_its_process_is_a_row_with_the_reason(material, monkeypatch):
+    context, trained, _ = material
+    monkeypatch.setattr(runtimes, "build_in_process", dying_jobs.build)
+    monkeypatch.setattr(runtimes, "load_in_process", dying_jobs.load_and_die)
+    rows = runtimes._ahead_of_time(context, RuntimesOptions.of(context), trained).rows
+    assert {row.variant for row in rows} == {AOTI} and all(row.value is None for row in rows)
+    assert all("the process that loads and runs the package" in row.value_reason for row in rows)
+    assert all("was killed by SIGSEGV" in row.value_reason for row in rows)

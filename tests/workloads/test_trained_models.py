@@ -1,0 +1,113 @@
+"""Small trained models: they learned something, a stored one reproduces its loss, and a damaged one is trained again."""
+
+import json
+import shutil
+
+import numpy as np
+import pytest
+import torch
+
+from hyperion.data import DataError
+from hyperion.errors import HyperionError
+from hyperion.workloads.trained_models import HELD_OUT, WEIGHTS, read_trained_model, trained_classifier, trained_language_model
+from tests.chapter.toy import toy_context
+
+TRAIN = {"llama_toy": trained_language_model, "resnet18_toy": trained_classifier}
+NAMES = pytest.mark.parametrize("name", TRAIN)
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("trained")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HYPERION_DATA", str(folder / "data"))
+        yield folder
+
+
+@pytest.fixture
+def copied(home, tmp_path, monkeypatch):
+    """The data folder of the module, in which a test may damage files."""
+    shutil.copytree(home / "data", tmp_path / "data")
+    monkeypatch.setenv("HYPERION_DATA", str(tmp_path / "data"))
+    return toy_context("toy", {}, tmp_path)
+
+
+@pytest.fixture(scope="module")
+def trained(home):
+    torch.set_num_threads(1)
+    context = toy_context("toy", {}, home)
+    return {name: function(context, name) for name, function in TRAIN.items()}, context.device
+
+
+@NAMES
+def test_training_lowers_the_loss_below_a_model_without_context(trained, name):
+    model = trained[0][name]
+    assert model.loss < model.facts["baseline_loss"] - 0.1
+    assert model.source == "synthetic"
+
+
+@NAMES
+def test_a_model_that_is_read_again_reproduces_its_loss_and_its_accuracy(trained, name):
+    models, device = trained
+    again = read_trained_model(models[name].folder)
+    scores = again.score(again.load(device), device)
+    assert scores.loss == pytest.approx(again.loss, rel=1e-6)
+    assert scores.accuracy == again.facts["accuracy"]
+    # Batches of another size give the same scores in the same order.
+    other = again.score(again.load(device), device, batch_size=3)
+    np.testing.assert_allclose(other.losses, scores.losses, rtol=1e-4, atol=1e-5)
+
+
+def test_each_held_out_token_is_scored_once(trained):
+    models, device = trained
+    model = models["llama_toy"]
+    assert len(model.score(model.load(device), device).losses) == 512
+
+
+def test_transformers_loads_the_language_model_and_its_tokenizer(trained):
+    from transformers import AutoTokenizer, LlamaForCausalLM
+
+    models, device = trained
+    model = models["llama_toy"]
+    theirs, ids = LlamaForCausalLM.from_pretrained(model.folder), model.held_out(device)[0][:2]
+    assert torch.equal(theirs(input_ids=ids).logits, model.load(device)(ids))
+    tokenizer = AutoTokenizer.from_pretrained(model.folder)
+    text = " ".join(model.tokenizer().decode(ids[0]).split())
+    assert tokenizer(text)["input_ids"] == model.tokenizer().encode([text])[0].tolist()
+    assert tokenizer.eos_token_id == theirs.config.eos_token_id == model.tokenizer().eos_id
+
+
+def test_the_second_call_does_not_train_again(trained, home):
+    before = trained[0]["llama_toy"]
+    stamp = (before.folder / WEIGHTS).stat().st_mtime_ns
+    again = trained_language_model(toy_context("toy", {}, home), "llama_toy")
+    assert again == before and (again.folder / WEIGHTS).stat().st_mtime_ns == stamp
+    assert not list(before.folder.parent.glob(".*.part"))
+
+
+@pytest.mark.parametrize("file", [WEIGHTS, HELD_OUT, "config.json"])
+def test_a_damaged_model_is_refused_moved_away_and_trained_again(trained, copied, capsys, file):
+    first = trained_classifier(copied, "resnet18_toy")
+    path = first.folder / file
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(DataError):
+        read_trained_model(first.folder)
+    again = trained_classifier(copied, "resnet18_toy")
+    assert again.loss == first.loss and "is damaged and is trained again" in capsys.readouterr().out
+    moved = next((first.folder.parent / "quarantine").iterdir())
+    assert json.loads((moved / "REASON.json").read_text())["was"] == first.folder.name
+
+
+def test_another_seed_is_another_model(trained, copied):
+    from dataclasses import replace
+
+    other = trained_classifier(replace(copied, seed=1), "resnet18_toy")
+    assert other.folder.name != trained[0]["resnet18_toy"].folder.name
+
+
+def test_an_unknown_name_is_refused_with_the_known_names(tmp_path):
+    with pytest.raises(HyperionError, match="no trained model is named 'gpt5'") as error:
+        trained_language_model(toy_context("toy", {}, tmp_path), "gpt5")
+    assert "llama_toy" in str(error.value)
