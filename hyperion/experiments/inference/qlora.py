@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import torch
+from pydantic import Field
 from torch import nn
 
 from hyperion.chapter.context import Context, Experiment, Forecast, Options, Report, Result
@@ -64,7 +65,7 @@ class QloraOptions(Options):
         sequence_length: largest number of tokens of an instruction row.
         batch_size: rows of an optimizer step.
         held_out_rows: held-out rows on which losses are compared. None uses all.
-        steps: optimizer steps of each variant.
+        steps: optimizer steps of each variant, at least ten.
         adapter_rate: largest learning rate of the adapters.
         full_rate: largest learning rate if all parameters are trained.
     """
@@ -73,7 +74,7 @@ class QloraOptions(Options):
     sequence_length: int
     batch_size: int
     held_out_rows: int | None = None
-    steps: int
+    steps: int = Field(ge=2 * _CLUSTER)
     adapter_rate: float
     full_rate: float
 
