@@ -160,7 +160,7 @@ ARCHITECTURES = {
     "marian": _pair(decoder_start_token_id=3, pad_token_id=3),
     "pegasus": _pair(),
     "mbart": _pair(decoder_start_token_id=2),
-    "m2m_100": _pair(scale_embedding=False),
+    "m2m_100": _pair(scale_embedding=False, tie_word_embeddings=False),
     "vit": _vision(**_VISION),
     "dinov2": _vision(**_VISION, mlp_ratio=1),
     "swin": _vision(**_PIXELS | {"patch_size": 4}, embed_dim=16, depths=[1, 1], num_heads=[2, 4], window_size=4),
