@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -46,7 +47,7 @@ class Architecture:
     family: str
     auto: str
     sizes: dict = field(repr=False)
-    inputs: Callable[[torch.Generator], dict[str, Tensor]] = field(repr=False)
+    inputs: Callable[[torch.Generator], dict[str, Any]] = field(repr=False)
 
 
 def _tokens(generator: torch.Generator) -> dict[str, Tensor]:
@@ -59,7 +60,7 @@ def _pixels(generator: torch.Generator) -> dict[str, Tensor]:
     return {"pixel_values": torch.randn(2, 3, 32, 32, generator=generator), "labels": torch.tensor([1, 3])}
 
 
-def _pairs(generator: torch.Generator) -> dict[str, Tensor]:
+def _pairs(generator: torch.Generator) -> dict[str, Any]:
     return {"input_ids": _tokens(generator)["input_ids"], "pixel_values": _pixels(generator)["pixel_values"], "return_loss": True}
 
 
