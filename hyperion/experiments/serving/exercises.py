@@ -23,7 +23,7 @@ def judge_percentile(my_percentile: Callable[[Sequence[float | None], float], fl
     Returns:
         A table with one line for each run: whether the answer is right, and what was observed.
     """
-    slow: list[float | None] = [0.1] * 90 + [2.0] * 10
+    slow: list[float | None] = [*[0.1] * 90, *[2.0] * 10]
     runs: dict[str, tuple[list[float | None], float, float | None]] = {
         "100 answers, p50": (slow, 50, 0.1),
         "100 answers, p99": (slow, 99, 2.0),

@@ -1,6 +1,5 @@
 """Figures of the chapter on serving: throughput and latencies by number of users, memory in the soak, bytes of the cache."""
 
-import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
@@ -70,16 +69,14 @@ def server_soak(material: Material) -> Figure | None:
         return None
     figure, (axes,) = new_figure("Memory of the server in the soak", material.machine("server_soak"), 1, height=3.8)
     for place, row in enumerate(growth):
-        series = samples[["requests", row.variant]].dropna()
-        first = float(series[row.variant].iloc[0])
-        slope = f"{number(not_none(row.value) / KIB, 3)} KiB a request, {row.variant}"
-        axes.plot(series["requests"], (series[row.variant] - first) / MIB, color=COLOURS[place], label=slope)
-        # The line starts at the reading after the warm-up. The fit does not use earlier readings.
-        bound = not_none(row.check_tolerance)
-        start = int(0.2 * series["requests"].max())
-        level = float(series[series["requests"] >= start][row.variant].iloc[0]) - first
-        x = np.array([start, series["requests"].max()])
-        axes.plot(x, (level + bound * (x - start)) / MIB, color=MUTED, linestyle=(0, (5, 3)), linewidth=1.2)
+        requests, memory, fitted = samples[["requests", row.variant, "fitted"]].dropna().to_numpy(float).T
+        slope = f"{row.variant}: {number(not_none(row.value) / KIB, 3)} KiB a request"
+        axes.plot(requests, (memory - memory[0]) / MIB, color=COLOURS[place], label=slope)
+        # The line of the bound starts where the fit starts.
+        first = int(fitted.argmax())
+        x = requests[[first, -1]]
+        allowed = memory[first] - memory[0] + not_none(row.check_tolerance) * (x - x[0])
+        axes.plot(x, allowed / MIB, color=MUTED, linestyle=(0, (5, 3)), linewidth=1.2)
     bound = number(not_none(growth[0].check_tolerance) / KIB, 3)
     axes.plot([], [], color=MUTED, linestyle=(0, (5, 3)), linewidth=1.2, label=f"bound: {bound} KiB a request")
     axes.set(xlabel="answered requests", ylabel="MiB above the first reading")

@@ -5,6 +5,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -64,11 +65,11 @@ class ServedModel:
         features = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
         return 2 * config["num_hidden_layers"] * config["num_key_value_heads"] * features * FORMATS[dtype].bytes * tokens
 
-    def load(self, dtype: str, device: str):
+    def load(self, dtype: str, device: str) -> Any:
         """Return the model, a LlamaForCausalLM in evaluation mode."""
         from transformers import AutoModelForCausalLM
 
-        model = AutoModelForCausalLM.from_pretrained(self.folder, dtype=FORMATS[dtype].storage)
+        model: Any = AutoModelForCausalLM.from_pretrained(self.folder, dtype=FORMATS[dtype].storage)
         return model.to(device).eval().requires_grad_(False)
 
 

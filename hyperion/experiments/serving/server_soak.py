@@ -8,7 +8,6 @@ import asyncio
 import time
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -25,9 +24,12 @@ from hyperion.results import Estimate, Row
 SOAK, HANG_UPS, OVERLOAD, DRAIN = "steady requests", "clients that hang up", "overload", "SIGTERM"
 RSS, DEVICE_MEMORY = "resident memory of all processes", "used device memory"
 _SEGMENTS = 10  # the line is fitted to medians of segments, because neighbouring readings are not independent
-WARM_SHARE = 0.2  # readings before this share of the requests are not used: caches still fill
-_BUSY_SHARE = 0.5  # CPU time over time of a backend that still generates is about 1, and of an idle one about 0
-_PAUSE_S, _WATCH_S = 1.0, 1.0
+_WARM_SHARE = 0.2  # readings before this share of the requests are not used: caches still fill
+# An answer whose client hung up after the first token takes far less than half of the work of a whole answer, with its prompt.
+_LEFT_SHARE = 0.5
+# A backend is idle if it uses at most one tick of the CPU clock in a window.
+_CLOCK_S, _WINDOW_S, _SETTLE_S = 0.01, 0.5, 30.0
+_PAUSE_S = 0.5  # between SIGTERM and the request that must be refused
 
 
 class ServerSoakOptions(Options):
@@ -104,7 +106,7 @@ def run(context: Context, report: Report) -> Result:
 EXPERIMENT = Experiment(forecast, run, options=ServerSoakOptions, data=DATA)
 
 
-def slope_estimate(requests: Sequence[float], readings: Sequence[float]) -> Estimate:
+def slope_estimate(requests: np.ndarray, readings: np.ndarray) -> Estimate:
     """Fit a line to the medians of segments and return its slope with Student's 95 % interval.
 
     Args:
@@ -115,9 +117,12 @@ def slope_estimate(requests: Sequence[float], readings: Sequence[float]) -> Esti
 
     segments = np.array_split(np.column_stack([requests, readings]).astype(float), _SEGMENTS)
     x, y = np.array([np.median(segment, axis=0) for segment in segments]).T
-    fit: Any = stats.linregress(x, y)  # scipy does not state the fields of the result
-    reach = stats.t.ppf(0.975, len(x) - 2) * fit.stderr
-    return Estimate(float(fit.slope), float(fit.slope - reach), float(fit.slope + reach), len(x))
+    x, y = x - x.mean(), y - y.mean()
+    slope = float(x @ y / (x @ x))
+    # The standard error of a slope. Readings that are all equal have none.
+    error = float(np.sqrt(np.sum((y - slope * x) ** 2) / (len(x) - 2) / (x @ x)))
+    reach = float(stats.t.ppf(0.975, len(x) - 2)) * error
+    return Estimate(slope, slope - reach, slope + reach, len(x))
 
 
 def _soak(context: Context, options: ServerSoakOptions, server: Server, prompts: list[str]) -> tuple[list[Reply], pd.DataFrame]:
@@ -130,8 +135,9 @@ def _soak(context: Context, options: ServerSoakOptions, server: Server, prompts:
     async def user(session) -> None:
         for prompt in waiting:
             replies.append(await complete(session, endpoint, prompt, options.output_tokens))
-            reading = {"requests": len(replies), RSS: server.rss_bytes(), DEVICE_MEMORY: _used_device_memory(context)}
-            readings.append(reading)
+            reading = {RSS: server.rss_bytes(), DEVICE_MEMORY: _used_device_memory(context)}
+            fitted = len(replies) > _WARM_SHARE * options.requests
+            readings.append({"requests": len(replies), "fitted": fitted, **reading})
             if len(replies) % options.hang_up_every == 0:
                 await hang_up(session, endpoint, next(leaving), options.long_tokens)
 
@@ -166,37 +172,53 @@ def _growth_rows(context: Context, options: ServerSoakOptions, readings: pd.Data
     identity = {"dtype": options.dtype, "params": _params(options)}
     rows = []
     for name in (RSS, DEVICE_MEMORY):
-        later = readings[readings["requests"] > WARM_SHARE * options.requests]
-        if later[name].isna().all():
+        later = readings.loc[readings["fitted"], ["requests", name]].dropna().to_numpy(float)
+        if not len(later):
             reason = "not measured: there is no device memory besides the memory of the host"
             rows.append(context.absent_row(name, "growth_bytes", reason, **identity))
             continue
-        slope = slope_estimate(list(later["requests"]), list(later[name]))
+        slope = slope_estimate(later[:, 0], later[:, 1])
         check = checked("upper end of the interval, bytes for each request", slope.ci_high, options.growth_bound_bytes)
         rows.append(context.row(name, "growth_bytes", slope, **identity, **check))
-        rows.append(context.row(name, "server_memory_bytes", float(later[name].iloc[-1]), **identity))
+        rows.append(context.row(name, "server_memory_bytes", float(later[-1, 1]), **identity))
     return rows
 
 
 def _hang_up_row(context: Context, options: ServerSoakOptions, server: Server, prompts: list[str]) -> Row:
-    """Let a client hang up at the start of a long answer. An idle backend shows that nothing is generated for it any more."""
+    """Compare the CPU time of the backend for a whole answer and for an answer whose client hangs up after the first token.
 
-    async def work() -> Reply:
+    CPU time is compared and not the time on the clock, because other processes may use the cores.
+    """
+
+    async def work() -> tuple[float, float, Reply]:
         async with server.endpoint.session() as session:
-            await hang_up(session, server.endpoint, prompts[-1], options.long_tokens)
-            # The answer would take `long_tokens` steps. The pause is the time to notice that the connection is closed.
-            await asyncio.sleep(_PAUSE_S)
-            before = server.backend_cpu_s()
-            await asyncio.sleep(_WATCH_S)
-            shares.append((server.backend_cpu_s() - before) / _WATCH_S)
-            return await complete(session, server.endpoint, prompts[-2], options.output_tokens)
+            whole = await complete(session, server.endpoint, prompts[-1], options.long_tokens)
+            whole_s = await _cpu_until_idle(server, before_s)
+            start_s = server.backend_cpu_s()
+            await hang_up(session, server.endpoint, prompts[-2], options.long_tokens)
+            left_s = await _cpu_until_idle(server, start_s)
+            after = await complete(session, server.endpoint, prompts[-3], options.output_tokens)
+            return whole_s, left_s, after if not whole.error else whole
 
-    shares: list[float] = []
-    reply = in_event_loop(work)
-    identity = {"dtype": options.dtype, "params": {"what": "CPU time of the backend over time, after a client hung up"}}
+    before_s = server.backend_cpu_s()
+    whole_s, left_s, reply = in_event_loop(work)
+    what = "CPU time of an answer whose client hung up, over that of a whole answer"
+    identity = {"dtype": options.dtype, "params": {"what": what, "tokens": options.long_tokens}}
     if reply.error:
-        return context.absent_row(HANG_UPS, "share", f"invalid: the next request failed: {reply.error}", **identity)
-    return context.row(HANG_UPS, "share", shares[0], **identity, **checked("CPU share of the backend", shares[0], _BUSY_SHARE))
+        return context.absent_row(HANG_UPS, "share", f"invalid: a request failed: {reply.error}", **identity)
+    share = left_s / max(whole_s, _CLOCK_S)
+    return context.row(HANG_UPS, "share", share, **identity, **checked("share of the CPU time", share, _LEFT_SHARE))
+
+
+async def _cpu_until_idle(server: Server, start_s: float) -> float:
+    """Wait until the backend is idle, and return its CPU time since `start_s`, in seconds."""
+    used_s = server.backend_cpu_s()
+    for _ in range(round(_SETTLE_S / _WINDOW_S)):
+        await asyncio.sleep(_WINDOW_S)
+        earlier_s, used_s = used_s, server.backend_cpu_s()
+        if used_s - earlier_s <= _CLOCK_S:
+            break
+    return used_s - start_s
 
 
 def _refusal_rows(context: Context, options: ServerSoakOptions, server: Server, prompts: list[str]) -> list[Row]:
@@ -259,7 +281,7 @@ def _drain_rows(context: Context, options: ServerSoakOptions, server: Server, pr
             await hang_up(session, server.endpoint, prompts[-1], options.long_tokens)
             signalled.append(time.perf_counter())
             server.drain()
-            await asyncio.sleep(_PAUSE_S / 2)
+            await asyncio.sleep(_PAUSE_S)
             async with server.endpoint.session() as fresh:
                 late = await complete(fresh, server.endpoint, prompts[-2], 1)
             return await asyncio.gather(*running), late
