@@ -31,6 +31,7 @@ from tests.book.made_up_llama import llama_chapter
 from tests.book.made_up_precision import precision_chapters
 from tests.book.made_up_products import products_chapters
 from tests.book.made_up_recovery import recovery_chapters
+from tests.book.made_up_serving import serving_chapters
 from tests.book.made_up_triton import triton_chapters
 
 GPU = {
@@ -91,6 +92,7 @@ def made_up_run(folder, *, source="mirror", peaks=None, bandwidth=4800.0, enviro
         *products_chapters(np.random.default_rng(5), limited=bandwidth is not None),
         *kernel_chapters(np.random.default_rng(7), peaks),
         *triton_chapters(),
+        *serving_chapters(),
         *baseline_chapters(np.random.default_rng(1), limited=bandwidth is not None),
         (DATA, "text_pipeline", text_rows(source), text_samples(random)),
         (DATA, "image_pipeline", image_rows(source), image_samples(random)),

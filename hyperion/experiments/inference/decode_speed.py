@@ -12,15 +12,7 @@ import torch
 from torch import Tensor
 
 from hyperion.chapter.context import Context, Experiment, Forecast, Options, Report, Result
-from hyperion.chapter.rows import (
-    all_samples,
-    bandwidth_limit,
-    out_of_memory_reason,
-    sample_frame,
-    speedup_row,
-    stream_ceiling,
-    timed_row,
-)
+from hyperion.chapter.rows import all_samples, bandwidth_limit, out_of_memory_reason, sample_frame, speedup_row, stream_ceiling, timed_row
 from hyperion.experiments.inference import metrics_quantization as metrics
 from hyperion.experiments.inference.decoder import CAPTURED, COMPILED, EAGER, MODES, StaticDecoder, tokens_of_plain_forward
 from hyperion.experiments.inference.quantized_linears import SCHEMES, Scheme, replace_linears, stored_tensors

@@ -43,7 +43,14 @@ from hyperion.hardware import Device, detect_cpu
 from hyperion.measure import FORMATS, matmul_precision, time_interleaved
 from hyperion.results import Row, proportion_estimate
 from hyperion.workloads.datasets import IMAGES, TEXT
-from hyperion.workloads.trained_models import LANGUAGE_MODELS, Scores, TrainedModel, trained_classifier, trained_language_model
+from hyperion.workloads.trained_models import (
+    CLASSIFIERS,
+    LANGUAGE_MODELS,
+    Scores,
+    TrainedModel,
+    trained_classifier,
+    trained_language_model,
+)
 
 ORIGINAL = "original"
 EAGER, ORT = "PyTorch", "ONNX Runtime"

@@ -6,8 +6,6 @@ import time
 
 import pytest
 
-pytest.importorskip("httpx")
-
 from hyperion.experiments.serving.client import (
     Endpoint,
     Reply,

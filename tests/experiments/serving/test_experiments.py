@@ -22,8 +22,6 @@ from hyperion.processes.child_process import has_ended
 from hyperion.results import RowError
 from tests.chapter.toy import perform, toy_context
 
-for name in ("httpx", "uvicorn", "starlette"):
-    pytest.importorskip(name)
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 SIZES = {"max_requests": 8, "blocks": 64, "block_tokens": 16, "batch_tokens": 128, "start_timeout_s": 60.0}
@@ -203,12 +201,8 @@ def test_command_lines(tmp_path):
     serve = BACKENDS["transformers serve"].options(tmp_path, 8001, "fp32", "cpu", sizes)
     assert serve[:3] == ["serve", str(tmp_path), "--continuous-batching"]
     pairs = dict(zip(serve[3::2], serve[4::2], strict=True))
-    assert (pairs["--host"], pairs["--device"], pairs["--dtype"], pairs["--cb-num-blocks"]) == (
-        "127.0.0.1",
-        "cpu",
-        "float32",
-        "64",
-    )
+    assert (pairs["--host"], pairs["--device"], pairs["--dtype"]) == ("127.0.0.1", "cpu", "float32")
+    assert pairs["--cb-num-blocks"] == "64"
 
 
 def test_without_the_packages_the_rows_have_the_reason(tmp_path, monkeypatch):

@@ -6,11 +6,9 @@ import socket
 import threading
 import time
 
+import httpx
 import pytest
-
-httpx = pytest.importorskip("httpx")
-uvicorn = pytest.importorskip("uvicorn")
-pytest.importorskip("starlette")
+import uvicorn
 
 from hyperion.experiments.serving.client import Endpoint, complete, in_event_loop
 from hyperion.experiments.serving.front import Forward, application
