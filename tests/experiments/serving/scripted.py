@@ -95,13 +95,15 @@ async def _answer(script: Script, turn: asyncio.Lock, reader, writer) -> None:
             writer.write(start)
         for token in range(body["max_tokens"]):
             await asyncio.sleep(script.gap_s if token else 0.0)
-            if reader.at_eof():
+            hung_up = reader.at_eof()
+            if hung_up and script.stops:
                 script.hung_up += 1
-                if script.stops:
-                    return
+                return
             busy_until_s = time.process_time() + script.work_s
             while time.process_time() < busy_until_s:
                 pass
+            if hung_up:
+                continue  # the token is computed for a client that has gone
             event = {"choices": [{"text": f" {token}", "finish_reason": None}]}
             writer.write(f"data: {json.dumps(event)}\n\n".encode())
             await writer.drain()
