@@ -55,7 +55,7 @@ def server_load(material: Material) -> Figure | None:
         "Bars: 95 % intervals between runs. Percentiles over the requests of a run; hollow marks: open loop, at the share of "
     ]
     shares = sorted({row.params["load"] for row in rates if "load" in row.params})
-    notes[0] += f"{', '.join(f'{share:.0%}' for share in shares) or 'no'} of the throughput of the most users."
+    notes[0] += f"{', '.join(f'{100 * share:g} %' for share in shares) or 'no'} of the throughput of the most users."
     failed = [row for row in rows if row.value is None and "percentile" not in row.params]
     add_notes(figure, [*notes, *absences(failed, lambda row: row.variant)])
     return figure

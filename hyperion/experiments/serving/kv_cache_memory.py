@@ -89,7 +89,7 @@ def run(context: Context, report: Report) -> Result:
         value = predicted if not error else sum(tensor.nbytes for tensor in tensors)
         rows.append(context.row(TENSORS, "kv_cache_bytes", value, **identity, **checked("predicted bytes", error, 0)))
         if context.device.kind == "cpu":
-            reason = "not measured: PyTorch does not count the memory of a CPU"
+            reason = "PyTorch does not count the memory of a CPU"
             rows.append(context.absent_row(DEVICE, "kv_cache_bytes", reason, **identity))
             continue
         check = checked("predicted bytes", abs(added - predicted), len(tensors) * _GRANULE)

@@ -174,7 +174,7 @@ def _growth_rows(context: Context, options: ServerSoakOptions, readings: pd.Data
     for name in (RSS, DEVICE_MEMORY):
         later = readings.loc[readings["fitted"], ["requests", name]].dropna().to_numpy(float)
         if not len(later):
-            reason = "not measured: there is no device memory besides the memory of the host"
+            reason = "the device is the CPU, whose memory is that of the processes"
             rows.append(context.absent_row(name, "growth_bytes", reason, **identity))
             continue
         slope = slope_estimate(later[:, 0], later[:, 1])
@@ -193,10 +193,11 @@ def _hang_up_row(context: Context, options: ServerSoakOptions, server: Server, p
     async def work() -> tuple[float, float, Reply]:
         async with server.endpoint.session() as session:
             whole = await complete(session, server.endpoint, prompts[-1], options.long_tokens)
-            whole_s = await _cpu_until_idle(server, before_s)
+            whole_s = await _cpu_until_idle(server, before_s, 0.0)
             start_s = server.backend_cpu_s()
             await hang_up(session, server.endpoint, prompts[-2], options.long_tokens)
-            left_s = await _cpu_until_idle(server, start_s)
+            # A backend that ignores the client works about as long as for the whole answer.
+            left_s = await _cpu_until_idle(server, start_s, whole.request_time_s)
             after = await complete(session, server.endpoint, prompts[-3], options.output_tokens)
             return whole_s, left_s, after if not whole.error else whole
 
@@ -210,8 +211,9 @@ def _hang_up_row(context: Context, options: ServerSoakOptions, server: Server, p
     return context.row(HANG_UPS, "share", share, **identity, **checked("share of the CPU time", share, _LEFT_SHARE))
 
 
-async def _cpu_until_idle(server: Server, start_s: float) -> float:
-    """Wait until the backend is idle, and return its CPU time since `start_s`, in seconds."""
+async def _cpu_until_idle(server: Server, start_s: float, least_s: float) -> float:
+    """Wait for `least_s` seconds and until the backend is idle. Return its CPU time since it had used `start_s`, in seconds."""
+    await asyncio.sleep(least_s)
     used_s = server.backend_cpu_s()
     for _ in range(round(_SETTLE_S / _WINDOW_S)):
         await asyncio.sleep(_WINDOW_S)

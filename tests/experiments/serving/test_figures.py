@@ -44,7 +44,7 @@ def test_latencies_have_a_line_for_each_percentile_and_hollow_marks_for_the_open
     closed, opened = ttft.containers[0].lines[0], ttft.containers[1].lines[0]
     assert list(closed.get_xdata()) == [1, 16] and list(closed.get_ydata()) == pytest.approx([50, 100])
     assert opened.get_fillstyle() == "none" and list(opened.get_ydata()) == pytest.approx([150])
-    assert "50% of the throughput" in figure.get_supxlabel() and "vllm: not measured" in figure.get_supxlabel()
+    assert "50 % of the throughput" in figure.get_supxlabel() and "vllm: not measured" in figure.get_supxlabel()
 
 
 def test_the_bound_of_the_memory_starts_where_the_fit_starts(material):
