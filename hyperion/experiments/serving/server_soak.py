@@ -192,8 +192,11 @@ def _hang_up_row(context: Context, options: ServerSoakOptions, server: Server, p
 
     async def work() -> tuple[float, float, Reply]:
         async with server.endpoint.session() as session:
+            # Work that is left from the soak would count as work of the whole answer.
+            await _cpu_until_idle(server, 0.0, _WINDOW_S)
+            start_s = server.backend_cpu_s()
             whole = await complete(session, server.endpoint, prompts[-1], options.long_tokens)
-            whole_s = await _cpu_until_idle(server, before_s, 0.0)
+            whole_s = await _cpu_until_idle(server, start_s, 0.0)
             start_s = server.backend_cpu_s()
             await hang_up(session, server.endpoint, prompts[-2], options.long_tokens)
             # A backend that ignores the client works about as long as for the whole answer.
@@ -201,7 +204,6 @@ def _hang_up_row(context: Context, options: ServerSoakOptions, server: Server, p
             after = await complete(session, server.endpoint, prompts[-3], options.output_tokens)
             return whole_s, left_s, after if not whole.error else whole
 
-    before_s = server.backend_cpu_s()
     whole_s, left_s, reply = in_event_loop(work)
     what = "CPU time of an answer whose client hung up, over that of a whole answer"
     identity = {"dtype": options.dtype, "params": {"what": what, "tokens": options.long_tokens}}
