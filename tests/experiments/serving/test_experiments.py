@@ -302,7 +302,7 @@ def test_the_sizes_of_the_profiles_share_a_server():
         most = max(level.users for level in load.levels)
         assert most <= 16 and max(most, soak.users) <= load.server.max_requests
         # A request must fit, and so must all requests at the same time.
-        tokens = load.server.max_requests * (load.prompt_tokens + load.output_tokens)
+        tokens = load.server.max_requests * (soak.prompt_tokens + max(load.output_tokens, soak.long_tokens))
         assert tokens <= load.server.blocks * load.server.block_tokens
         assert any(level.requests >= 100 for level in load.levels), "a 99th percentile needs 100 requests"
         assert load.runs >= 5
