@@ -1,4 +1,4 @@
-"""The front: a reverse proxy that protects a backend. It demands a key, limits requests, and drains when it is told to end.
+"""The front: a reverse proxy that protects a backend. It demands a key, limits requests, and drains after SIGTERM.
 
 `transformers serve` has no keys and no limits. The front has them, and forwards all other requests unchanged:
 
