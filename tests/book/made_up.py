@@ -34,6 +34,7 @@ from tests.book.made_up_products import products_chapters
 from tests.book.made_up_quantization import quantization_chapters
 from tests.book.made_up_recovery import recovery_chapters
 from tests.book.made_up_runtimes import runtime_chapters
+from tests.book.made_up_serving import serving_chapters
 from tests.book.made_up_triton import triton_chapters
 
 GPU = {
@@ -97,6 +98,7 @@ def made_up_run(folder, *, source="mirror", peaks=None, bandwidth=4800.0, enviro
         *runtime_chapters(),
         *quantization_chapters(),
         *operator_chapters(),
+        *serving_chapters(),
         *baseline_chapters(np.random.default_rng(1), limited=bandwidth is not None),
         (DATA, "text_pipeline", text_rows(source), text_samples(random)),
         (DATA, "image_pipeline", image_rows(source), image_samples(random)),

@@ -1,0 +1,127 @@
+"""Backends: the programs that generate text behind the front, their command lines, and why one is unavailable.
+
+`transformers serve` and vLLM have an OpenAI-compatible endpoint. Both run as they are installed. This module is also the program
+that starts a backend: it ends the backend when the front ends.
+"""
+
+import importlib.util
+import os
+import runpy
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from hyperion.chapter.context import Table
+from hyperion.processes.child_process import die_with, pin_to_cores
+
+_DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+# The front and the client need these packages for every backend.
+_COMMON = ("httpx", "starlette", "uvicorn")
+
+
+class ServerSizes(Table):
+    """Sizes of a server.
+
+    Args:
+        max_requests: requests that the front accepts at once. It refuses further requests.
+        blocks: blocks of the KV cache.
+        block_tokens: tokens in a block.
+        batch_tokens: largest number of tokens in one pass of the model.
+        max_tokens: largest number of tokens of a prompt with its answer. Only vLLM has this option.
+        start_timeout_s: seconds until the first answer.
+    """
+
+    max_requests: int
+    blocks: int
+    block_tokens: int
+    batch_tokens: int
+    max_tokens: int = 1024
+    start_timeout_s: float = 120.0
+
+
+@dataclass(frozen=True)
+class Backend:
+    """A program with an OpenAI-compatible endpoint.
+
+    Args:
+        name: name of the program.
+        module: module that `python -m` runs.
+        packages: packages that it needs.
+        options: function of (folder of the model, port, dtype, device, sizes) that returns the command line.
+        log_mark: text in the log that shows that requests are batched continuously, or "" if the program does nothing else.
+    """
+
+    name: str
+    module: str
+    packages: tuple[str, ...]
+    options: Callable[[Path, int, str, str, ServerSizes], list[str]]
+    log_mark: str = ""
+
+    def why_absent(self, is_installed: Callable[[str], bool] | None = None) -> str:
+        """Return why this backend cannot run, or "" if all its packages are installed.
+
+        Args:
+            is_installed: function that tells whether a package is installed. By default, the packages are searched for.
+        """
+        is_installed = is_installed or (lambda name: importlib.util.find_spec(name) is not None)
+        missing = [name for name in (*_COMMON, *self.packages) if not is_installed(name)]
+        if not missing:
+            return ""
+        return f"unavailable: {', '.join(missing)} not installed; next step: install {' '.join(missing)}"
+
+
+def _transformers_options(folder: Path, port: int, dtype: str, device: str, sizes: ServerSizes) -> list[str]:
+    return [
+        "serve",
+        str(folder),
+        "--continuous-batching",
+        *("--host", "127.0.0.1", "--port", str(port)),
+        *("--dtype", _DTYPES[dtype], "--device", device),
+        # Without these limits, the cache takes most of the free memory.
+        *("--cb-num-blocks", str(sizes.blocks), "--cb-block-size", str(sizes.block_tokens)),
+        *("--cb-max-batch-tokens", str(sizes.batch_tokens)),
+    ]
+
+
+def _vllm_options(folder: Path, port: int, dtype: str, device: str, sizes: ServerSizes) -> list[str]:
+    # vLLM chooses the device by its build, so `device` is not an option.
+    return [
+        *("--model", str(folder), "--served-model-name", str(folder)),
+        *("--host", "127.0.0.1", "--port", str(port), "--dtype", _DTYPES[dtype]),
+        *("--max-model-len", str(sizes.max_tokens), "--max-num-batched-tokens", str(max(sizes.batch_tokens, sizes.max_tokens))),
+        *("--block-size", str(sizes.block_tokens), "--num-gpu-blocks-override", str(sizes.blocks)),
+    ]
+
+
+BACKENDS = {
+    backend.name: backend
+    for backend in (
+        Backend(
+            "transformers serve",
+            "transformers.cli.transformers",
+            ("transformers", "fastapi", "openai"),
+            _transformers_options,
+            log_mark="CB: True",
+        ),
+        Backend("vllm", "vllm.entrypoints.openai.api_server", ("vllm",), _vllm_options),
+    )
+}
+
+
+def tethered_command(module: str, options: list[str]) -> list[str]:
+    """Return the command that runs a module as a child process of this process, and ends it when this process ends."""
+    return [sys.executable, "-m", "hyperion.experiments.serving.backends", str(os.getpid()), module, *options]
+
+
+def main() -> None:
+    """Run a module with its options. The arguments are the process number of the launcher, the module and its options."""
+    launcher, module, *options = sys.argv[1:]
+    die_with(int(launcher))
+    pin_to_cores()
+    sys.argv = [module, *options]
+    runpy.run_module(module, run_name="__main__", alter_sys=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,210 @@
+"""The front: a reverse proxy that protects a backend. It demands a key, limits requests, and drains after SIGTERM.
+
+`transformers serve` has no keys and no limits. The front has them, and forwards all other requests unchanged:
+
+    401  no key, or a wrong key                    413  a body that is too large
+    400  a body that is no JSON object             503  too many requests at once, with Retry-After
+    502  the backend does not answer
+
+After SIGTERM, the front accepts no connection, finishes the answers that are running, ends the backend, and exits with code 0.
+If a client hangs up, the front closes its connection to the backend, so that the backend stops to generate.
+
+This module is also the program of the front. The launcher passes the key in the environment variable `KEY`, because command lines
+are visible to all users.
+"""
+
+import argparse
+import contextlib
+import hmac
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
+
+import httpx
+import uvicorn
+from starlette.applications import Starlette
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
+
+from hyperion.errors import not_none
+from hyperion.experiments.serving.backends import tethered_command
+from hyperion.processes.child_process import die_with, do_not_outlive
+
+KEY = "HYPERION_SERVING_KEY"
+PATHS = ("/v1/completions", "/v1/chat/completions")
+# Seconds that the backend may be silent within an answer, and seconds that it has to end.
+SILENCE_S, END_S = 120.0, 5.0
+
+
+class Forward:
+    """The ASGI application of the front.
+
+    Args:
+        backend: address of the backend, such as "http://127.0.0.1:8000".
+        key: the key that clients must send as `Authorization: Bearer <key>`.
+        max_requests: requests that are forwarded at once. Further requests get the status 503.
+        max_body_bytes: largest body of a request.
+    """
+
+    def __init__(self, backend: str, key: str, max_requests: int, max_body_bytes: int):
+        self.client = httpx.AsyncClient(
+            base_url=backend,
+            timeout=httpx.Timeout(SILENCE_S, connect=5.0),
+            # `max_requests` limits the connections. A second limit here would hide a queue.
+            limits=httpx.Limits(max_connections=None, max_keepalive_connections=max_requests),
+            trust_env=False,
+        )
+        self.key, self.max_requests, self.max_body_bytes = key, max_requests, max_body_bytes
+        self.active = 0
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer one request."""
+        request = Request(scope, receive)
+        if refusal := self._refuse_at_once(request):
+            await refusal(scope, receive, send)
+            return
+        # Counted before the first `await`. Otherwise requests that arrive together would all be accepted.
+        self.active += 1
+        try:
+            with contextlib.suppress(ClientDisconnect):
+                body = await self._body(request)
+                if refusal := _refuse_body(body):
+                    await refusal(scope, receive, send)
+                else:
+                    await self._forward(not_none(body), request, scope, receive, send)
+        finally:
+            self.active -= 1
+
+    async def health(self, request: Request) -> Response:
+        """Return the state of the backend and the number of requests that are being answered. This path needs no key."""
+        try:
+            answer = await self.client.get("/health", timeout=2.0)
+            status = answer.status_code
+        except httpx.HTTPError:
+            status = 503
+        return JSONResponse({"backend": status, "active": self.active}, 200 if status == 200 else 503)
+
+    def _refuse_at_once(self, request: Request) -> Response | None:
+        """Return the refusal of a request that needs no body to be refused, or None."""
+        sent = request.headers.get("authorization", "").encode()
+        # The comparison takes equally long for all wrong keys, so that its time does not reveal the key.
+        if not hmac.compare_digest(sent, f"Bearer {self.key}".encode()):
+            return _refusal(401, "the key is missing or wrong", {"WWW-Authenticate": "Bearer"})
+        if self.active >= self.max_requests:
+            return _refusal(503, f"{self.active} requests are running; try again later", {"Retry-After": "1"})
+        return None
+
+    async def _body(self, request: Request) -> bytes | None:
+        """Return the body, or None if it is too large. A client may send no length or a wrong length, so bytes are counted."""
+        body = bytearray()
+        async for chunk in request.stream():
+            body += chunk
+            if len(body) > self.max_body_bytes:
+                return None
+        return bytes(body)
+
+    async def _forward(self, body: bytes, request: Request, scope: Scope, receive: Receive, send: Send) -> None:
+        headers = {"Content-Type": "application/json"}
+        try:
+            async with self.client.stream("POST", request.url.path, content=body, headers=headers) as answer:
+                response = StreamingResponse(
+                    answer.aiter_raw(), answer.status_code, media_type=answer.headers.get("content-type")
+                )
+                # Returns early if the client hangs up. Leaving the `with` block then closes the connection to the backend.
+                await response(scope, receive, send)
+        except httpx.ConnectError as error:
+            await _refusal(502, f"the backend does not answer: {error}")(scope, receive, send)
+
+
+def _refusal(status: int, message: str, headers: dict[str, str] | None = None) -> Response:
+    return JSONResponse({"error": {"message": message, "code": status}}, status, headers)
+
+
+def _refuse_body(body: bytes | None) -> Response | None:
+    """Return the refusal of a body that is too large (None) or is no JSON object."""
+    if body is None:
+        return _refusal(413, "the body is too large")
+    try:
+        is_object = isinstance(json.loads(body), dict)
+    except (ValueError, RecursionError):
+        is_object = False
+    return None if is_object else _refusal(400, "the body is no JSON object")
+
+
+def application(forward: Forward) -> Starlette:
+    """Return the web application with the paths of the front."""
+
+    @contextlib.asynccontextmanager
+    async def lifespan(app: Starlette) -> AsyncIterator[None]:
+        yield
+        await forward.client.aclose()
+
+    routes = [Route(path, forward, methods=["POST"]) for path in PATHS]
+    return Starlette(routes=[*routes, Route("/health", forward.health)], lifespan=lifespan)
+
+
+def serve_until_signal(app: Starlette, listener: socket.socket, drain_timeout_s: float) -> None:
+    """Serve until SIGTERM or SIGINT. Then close the listener and return when all answers are finished.
+
+    Args:
+        app: the application.
+        listener: a socket that is bound to the address of the front.
+        drain_timeout_s: seconds after which answers that still run are cut off.
+    """
+    # uvicorn handles both signals. When it has finished, it sends them again to the handlers that were installed before. The
+    # default handler would end this process before it has ended the backend.
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda number, frame: None)
+    config = uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=max(1, round(drain_timeout_s)))
+    uvicorn.Server(config).run(sockets=[listener])
+
+
+def free_port() -> int:
+    """Return a port that no process uses now. The backend opens it itself, so another process could take it first."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return listener.getsockname()[1]
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Start a backend and serve in front of it. The ports and process numbers are written to the file `--state`."""
+    parser = argparse.ArgumentParser(description=main.__doc__)
+    parser.add_argument("--launcher", type=int, required=True, help="process number of the launcher")
+    parser.add_argument("--state", type=Path, required=True, help="JSON file with the port and the process of the backend")
+    parser.add_argument("--max-requests", type=int, required=True)
+    parser.add_argument("--max-body-bytes", type=int, required=True)
+    parser.add_argument("--drain-timeout-s", type=float, required=True)
+    parser.add_argument("--backend-port", type=int, required=True)
+    parser.add_argument("--module", required=True, help="module of the backend")
+    parser.add_argument("options", nargs="*", help="command line of the backend, after --")
+    given = parser.parse_args(arguments)
+    die_with(given.launcher)
+    do_not_outlive(given.launcher)
+    key = os.environ.pop(KEY)  # the backend needs no key
+    backend = subprocess.Popen(tethered_command(given.module, given.options), stdin=subprocess.DEVNULL)
+    try:
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            state = {"port": listener.getsockname()[1], "backend": backend.pid}
+            partial = given.state.with_suffix(".part")
+            partial.write_text(json.dumps(state), encoding="utf-8")
+            partial.replace(given.state)  # the launcher sees a whole file or none
+            forward = Forward(f"http://127.0.0.1:{given.backend_port}", key, given.max_requests, given.max_body_bytes)
+            serve_until_signal(application(forward), listener, given.drain_timeout_s)
+    finally:
+        backend.terminate()
+        try:
+            backend.wait(END_S)
+        except subprocess.TimeoutExpired:
+            backend.kill()
+            backend.wait()
+
+
+if __name__ == "__main__":
+    main()
+    sys.exit(0)

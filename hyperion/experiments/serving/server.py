@@ -1,0 +1,212 @@
+"""A running server: the front and its backend in a session of their own, with a log, and ended with this process.
+
+Experiments of the same process share a server, because a start takes longer than most measurements.
+"""
+
+import atexit
+import contextlib
+import json
+import os
+import secrets
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psutil
+
+from hyperion.errors import HyperionError
+from hyperion.experiments.serving.backends import Backend, ServerSizes
+from hyperion.experiments.serving.client import Endpoint, complete, in_event_loop
+from hyperion.processes.child_process import child_environment, is_alive, kill_session, start
+
+MAX_BODY_BYTES = 256 << 10
+DRAIN_S = 30.0
+_POLL_S = 0.1
+_LOG_LINES = 15
+
+
+class ServerError(HyperionError):
+    """Raised if a server does not start, or does not end."""
+
+
+@dataclass
+class Server:
+    """A front with its backend.
+
+    Args:
+        front: the process of the front.
+        endpoint: where clients send requests.
+        log: file with the output of both processes.
+        backend_pid: number of the process of the backend.
+        start_s: seconds from the start to the first answer.
+    """
+
+    front: subprocess.Popen
+    endpoint: Endpoint
+    log: Path
+    backend_pid: int
+    start_s: float = field(default=0.0)
+
+    def processes(self) -> list[psutil.Process]:
+        """Return all processes of the server that are running: the front, the backend, and processes that they have started."""
+        with contextlib.suppress(psutil.NoSuchProcess):
+            front = psutil.Process(self.front.pid)
+            return [process for process in (front, *front.children(recursive=True)) if is_alive(process)]
+        return []
+
+    def rss_bytes(self) -> int:
+        """Return the resident memory of all processes of the server, in bytes."""
+        total = 0
+        for process in self.processes():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                total += process.memory_info().rss
+        return total
+
+    def backend_cpu_s(self) -> float:
+        """Return the CPU time of the backend, in seconds."""
+        times = psutil.Process(self.backend_pid).cpu_times()
+        return times.user + times.system
+
+    def log_text(self) -> str:
+        """Return the log of both processes."""
+        return self.log.read_text(encoding="utf-8", errors="replace")
+
+    def drain(self) -> None:
+        """Send SIGTERM to the front."""
+        self.front.send_signal(signal.SIGTERM)
+
+    def wait(self, timeout_s: float) -> int:
+        """Wait until the front has ended and return its exit code.
+
+        Raises:
+            ServerError: it did not end in time.
+        """
+        try:
+            return self.front.wait(timeout_s)
+        except subprocess.TimeoutExpired as error:
+            raise ServerError(
+                f"the front did not end within {timeout_s:g} s", where=self.log, next_step="read the log"
+            ) from error
+
+    def close(self) -> None:
+        """End the server: with SIGTERM, and after the time limit with SIGKILL."""
+        if self.front.poll() is None:
+            self.drain()
+            with contextlib.suppress(ServerError):
+                self.wait(10.0)
+        kill_session(self.front.pid, ours=self.front.poll() is None)
+        self.front.wait()
+
+
+_running: dict[tuple, Server] = {}
+
+
+def running_server(backend: Backend, folder: Path, dtype: str, device: str, sizes: ServerSizes) -> Server:
+    """Return a server of this process with these properties. Start it if there is none.
+
+    Args:
+        backend: the backend.
+        folder: folder of the model in the layout of Hugging Face.
+        dtype: number format of the weights and of the arithmetic.
+        device: device of the backend, as PyTorch names it.
+        sizes: sizes of the server.
+
+    Raises:
+        ServerError: the server ended at its start, or gave no answer in time.
+    """
+    key = (backend.name, folder, dtype, device, sizes)
+    server = _running.get(key)
+    if server is None or server.front.poll() is not None:
+        # One server at a time: each of them takes memory and, on a CPU, cores.
+        close_servers()
+        _running[key] = server = start_server(backend, folder, dtype, device, sizes)
+    return server
+
+
+@atexit.register
+def close_servers() -> None:
+    """End all servers of this process."""
+    while _running:
+        _running.popitem()[1].close()
+
+
+def start_server(backend: Backend, folder: Path, dtype: str, device: str, sizes: ServerSizes) -> Server:
+    """Start a front and a backend, and wait for the first answer. The arguments and errors are those of `running_server`."""
+    from hyperion.experiments.serving.front import KEY, free_port  # needs packages that a machine may lack
+
+    began = time.perf_counter()
+    where = Path(tempfile.mkdtemp(prefix="hyperion-server-"))
+    state, log, port, secret = where / "state.json", where / "server.log", free_port(), secrets.token_urlsafe(16)
+    # The model is on this machine. Without these variables, transformers asks the network for a newer version of itself.
+    environment = child_environment() | {KEY: secret, "HF_HUB_OFFLINE": "1", "HF_HUB_DISABLE_UPDATE_CHECK": "1"}
+    limits = [
+        "--max-requests",
+        str(sizes.max_requests),
+        "--max-body-bytes",
+        str(MAX_BODY_BYTES),
+        "--drain-timeout-s",
+        str(DRAIN_S),
+    ]
+    options = backend.options(folder, port, dtype, device, sizes)
+    arguments = ["--launcher", str(os.getpid()), "--state", str(state), *limits, "--backend-port", str(port)]
+    with log.open("w") as output:
+        front = start(
+            sys.executable,
+            "hyperion.experiments.serving.front",
+            [*arguments, "--module", backend.module, "--", *options],
+            environment,
+            stdout=output,
+            new_session=True,
+        )
+    server = Server(front, Endpoint("", secret, str(folder)), log, 0)
+    try:
+        _wait_until_healthy(server, state, began + sizes.start_timeout_s)
+        _require_answer(server, began + sizes.start_timeout_s)
+    except BaseException:
+        server.close()
+        raise
+    server.start_s = time.perf_counter() - began
+    return server
+
+
+def _wait_until_healthy(server: Server, state: Path, until_s: float) -> None:
+    import httpx
+
+    while time.perf_counter() < until_s:
+        if server.front.poll() is not None:
+            raise _start_error(server, f"it ended with exit code {server.front.returncode}")
+        if state.exists() and not server.backend_pid:
+            known = json.loads(state.read_text(encoding="utf-8"))
+            server.backend_pid = known["backend"]
+            server.endpoint = Endpoint(f"http://127.0.0.1:{known['port']}", server.endpoint.key, server.endpoint.model)
+        if server.backend_pid:
+            if not psutil.pid_exists(server.backend_pid) or not is_alive(psutil.Process(server.backend_pid)):
+                raise _start_error(server, "the backend ended")
+            with contextlib.suppress(httpx.HTTPError):
+                if httpx.get(f"{server.endpoint.address}/health", timeout=3.0, trust_env=False).status_code == 200:
+                    return
+        time.sleep(_POLL_S)
+    raise _start_error(server, "it is not healthy in time")
+
+
+def _require_answer(server: Server, until_s: float) -> None:
+    """Send one request. It makes the backend allocate its cache and shows that it generates text."""
+    endpoint = Endpoint(
+        server.endpoint.address, server.endpoint.key, server.endpoint.model, max(1.0, until_s - time.perf_counter())
+    )
+
+    async def ask():
+        async with endpoint.session() as session:
+            return await complete(session, endpoint, "The first request", 2)
+
+    if error := in_event_loop(ask).error:
+        raise _start_error(server, error)
+
+
+def _start_error(server: Server, why: str) -> ServerError:
+    end = "\n".join(server.log_text().splitlines()[-_LOG_LINES:])
+    return ServerError(f"the server did not start: {why}. The end of its log:\n{end}", where=server.log, next_step="read the log")

@@ -1,0 +1,204 @@
+"""Are the answers of a server the answers of the model?
+
+A server batches requests that have nothing to do with each other, and stores their keys and values in blocks. Neither may change
+an answer. The experiment compares greedy answers with `generate`. In fp32, every token must be equal. In bf16, two correct
+programs may differ where the two largest logits are closer than the rounding errors, and then everything after this position
+differs too. So the comparison ends there.
+"""
+
+from dataclasses import dataclass
+
+import pandas as pd
+import torch
+
+from hyperion.chapter.context import Context, Experiment, Forecast, Options, Report, Result
+from hyperion.chapter.rows import checked
+from hyperion.experiments.serving.backends import BACKENDS, Backend, ServerSizes
+from hyperion.experiments.serving.client import closed_loop, in_event_loop, why_invalid
+from hyperion.experiments.serving.served_models import DATA, ServedModel, pieces_of, prompts_of, served_model
+from hyperion.experiments.serving.server import Server, ServerError, running_server
+from hyperion.results import Row
+
+COMPARED = "tokens equal to generate"
+SHARE = "share of tokens before the first undecided one"
+
+
+class ServerAnswersOptions(Options):
+    """Options of `server_answers`.
+
+    Args:
+        model: name of the model, a trained one.
+        dtypes: number formats, in the order of their servers.
+        backends: names of the servers.
+        server: sizes of the server.
+        prompts: number of prompts, which are sent at the same time.
+        prompt_tokens: tokens of a prompt.
+        output_tokens: tokens of an answer.
+    """
+
+    model: str
+    dtypes: tuple[str, ...]
+    backends: tuple[str, ...]
+    server: ServerSizes
+    prompts: int
+    prompt_tokens: int
+    output_tokens: int
+
+
+@dataclass(frozen=True)
+class Reference:
+    """The answer of `generate` to one prompt.
+
+    Args:
+        pieces: its texts, one for each token that completes a character.
+        decided: number of pieces before the first position whose two largest logits are too close.
+        tokens: number of its tokens.
+        error: largest difference of its logits from the fp32 logits for the same tokens. 0 for fp32.
+    """
+
+    pieces: tuple[str, ...]
+    decided: int
+    tokens: int
+    error: float
+
+
+def forecast(context: Context) -> list[Forecast]:
+    """Predict the number of compared tokens in fp32: all of them."""
+    options = ServerAnswersOptions.of(context)
+    if "fp32" not in options.dtypes:
+        return []
+    basis = "in fp32, every token of every answer is compared, and no answer ends early"
+    tokens = float(options.prompts * options.output_tokens)
+    return [
+        Forecast(name, "count", tokens, basis, "fp32", _params(options, COMPARED))
+        for name in options.backends
+        if not BACKENDS[name].why_absent()
+    ]
+
+
+def run(context: Context, report: Report) -> Result:
+    """Compare the answers of each server in each number format. The prompts are sent at the same time, so they are batched."""
+    options = ServerAnswersOptions.of(context)
+    present = [BACKENDS[name] for name in options.backends if not BACKENDS[name].why_absent()]
+    rows = [
+        context.absent_row(name, "count", reason, dtype=dtype, params=_params(options, COMPARED))
+        for name in options.backends
+        for dtype in options.dtypes
+        if (reason := BACKENDS[name].why_absent())
+    ]
+    if not present:
+        return Result(rows, pd.DataFrame())
+    model = served_model(context, options.model)
+    prompts = prompts_of(context, model.folder, options.prompts, options.prompt_tokens, context.seed)
+    steps = len(options.dtypes) * (1 + len(present))
+    for number, dtype in enumerate(options.dtypes):
+        report(number * (1 + len(present)), steps, f"generate in {dtype}")
+        references = reference_answers(model, prompts, options.output_tokens, dtype, context.device.torch_device)
+        if dtype != "fp32":
+            rows.append(
+                context.row("generate", "logit_error", references[0].error, dtype=dtype, params=_params(options, "logits"))
+            )
+        for place, backend in enumerate(present, 1):
+            report(number * (1 + len(present)) + place, steps, f"{backend.name} in {dtype}")
+            rows += _compare(context, options, backend, model, prompts, dtype, references)
+    report(steps, steps, "done")
+    return Result(rows, pd.DataFrame(), model.source)
+
+
+EXPERIMENT = Experiment(forecast, run, options=ServerAnswersOptions, data=DATA)
+
+
+@torch.no_grad()
+def reference_answers(model: ServedModel, prompts: list[str], tokens: int, dtype: str, device: str) -> list[Reference]:
+    """Return the answers of `generate` to each prompt alone.
+
+    In bf16, the largest error E of a logit is measured against fp32 for the same tokens, over all positions and the whole
+    vocabulary. Two programs whose errors are at most E choose the same token if the two largest fp32 logits differ by more than
+    2 E. So a position is undecided if they differ by 2 E or less.
+    """
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(model.folder)
+    lm = model.load(dtype, device)
+    exact = None if dtype == "fp32" else model.load("fp32", device)
+    answers, errors, gaps = [], [], []
+    for prompt in prompts:
+        ids_BT = tokenizer(prompt, return_tensors="pt").input_ids.to(device)
+        length = ids_BT.shape[1]
+        whole_BT = lm.generate(ids_BT, attention_mask=torch.ones_like(ids_BT), do_sample=False, max_new_tokens=tokens)
+        answers.append(whole_BT[0, length:].tolist())
+        if exact is not None:
+            # The logits at a position decide about the next token.
+            exact_TV = exact(whole_BT).logits[0, length - 1 : -1]
+            errors.append((lm(whole_BT).logits[0, length - 1 : -1].float() - exact_TV).abs().max().item())
+            gaps.append((-exact_TV.topk(2).values.diff(dim=-1)).squeeze(-1).tolist())
+    error = max(errors, default=0.0)
+    decided = [first_undecided(some, 2 * error) for some in gaps] or [len(answer) for answer in answers]
+    return [
+        Reference(pieces_of(model.folder, answer), len(pieces_of(model.folder, answer[:most])), len(answer), error)
+        for answer, most in zip(answers, decided, strict=True)
+    ]
+
+
+def first_undecided(gaps: list[float], bound: float) -> int:
+    """Return the first position whose gap is at most the bound, or the number of positions if there is none."""
+    return next((position for position, gap in enumerate(gaps) if gap <= bound), len(gaps))
+
+
+def differing_pieces(answer: tuple[str, ...], reference: Reference) -> int:
+    """Return how many of the decided pieces differ from the reference. A missing piece differs, and so does an extra piece."""
+    decided = reference.decided
+    differing = sum(left != right for left, right in zip(answer[:decided], reference.pieces[:decided], strict=False))
+    differing += abs(decided - len(answer[:decided]))
+    # If all pieces are decided, the answer must end where the reference ends.
+    return differing + (max(0, len(answer) - decided) if decided == len(reference.pieces) else 0)
+
+
+def _compare(
+    context: Context,
+    options: ServerAnswersOptions,
+    backend: Backend,
+    model: ServedModel,
+    prompts: list[str],
+    dtype: str,
+    references: list[Reference],
+) -> list[Row]:
+    params = _params(options, COMPARED)
+    try:
+        server = running_server(backend, model.folder, dtype, context.device.torch_device, options.server)
+    except ServerError as error:
+        return [context.absent_row(backend.name, "count", f"{error.what}", dtype=dtype, params=params)]
+    # One user for each prompt, so that all requests are in one batch.
+    replies = in_event_loop(lambda: closed_loop(server.endpoint, prompts, options.output_tokens, len(prompts)))
+    reason = why_invalid(replies, len(prompts)) or why_not_batched(server, backend)
+    if reason:
+        return [context.absent_row(backend.name, "count", reason, dtype=dtype, params=params)]
+    by_prompt = dict(zip((reply.prompt for reply in replies), replies, strict=True))
+    pairs = [(by_prompt[prompt].pieces, reference) for prompt, reference in zip(prompts, references, strict=True)]
+    differing = sum(differing_pieces(*pair) for pair in pairs)
+    decided, whole = sum(reference.decided for reference in references), sum(len(reference.pieces) for reference in references)
+    identity = {"dtype": dtype, "data_source": model.source}
+    rows = [
+        context.row(backend.name, "count", decided, params=params, **identity, **checked("tokens that differ", differing, 0)),
+        context.row(backend.name, "start_time_s", server.start_s, params={"model": options.model}, **identity),
+    ]
+    if dtype != "fp32":
+        rows.append(context.row(backend.name, "share", decided / whole, params=_params(options, SHARE), **identity))
+    return rows
+
+
+def why_not_batched(server: Server, backend: Backend) -> str:
+    """Return why the log does not show that the backend batches requests, or ""."""
+    if backend.log_mark in server.log_text():
+        return ""
+    return f"refused: the log of {backend.name} does not contain {backend.log_mark!r}, so it does not batch continuously"
+
+
+def _params(options: ServerAnswersOptions, what: str) -> dict:
+    return {
+        "what": what,
+        "model": options.model,
+        "prompts": options.prompts,
+        "prompt_tokens": options.prompt_tokens,
+        "output_tokens": options.output_tokens,
+    }

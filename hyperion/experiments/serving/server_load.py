@@ -1,0 +1,267 @@
+"""How fast is a server for one user, for several users, and for requests that arrive at random?
+
+Percentiles are computed for each run, and the interval of a percentile is a bootstrap over runs: requests of one run are not
+independent, because they wait for each other. A run counts only if all its requests succeeded.
+"""
+
+import itertools
+import statistics
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
+
+import pandas as pd
+
+from hyperion.chapter.context import Context, Experiment, Forecast, Options, Report, Result, Table
+from hyperion.chapter.rows import checked
+from hyperion.experiments.serving.backends import BACKENDS, ServerSizes
+from hyperion.experiments.serving.client import (
+    Endpoint,
+    Reply,
+    closed_loop,
+    in_event_loop,
+    open_loop,
+    percentile,
+    throughput,
+    why_invalid,
+)
+from hyperion.experiments.serving.kv_cache_memory import decoding_limit
+from hyperion.experiments.serving.served_models import DATA, ServedModel, prompts_of, served_model
+from hyperion.experiments.serving.server import Server, ServerError, running_server
+from hyperion.experiments.serving.server_answers import why_not_batched
+from hyperion.results import Row, median_estimate
+
+LATENCIES = ("ttft_s", "tpot_s", "request_time_s")
+RATES = ("output_tokens_per_s", "requests_per_s")
+PERCENTILES = (50, 95, 99)
+IN_SYSTEM = "mean number of requests in the system over users"
+OPEN = "open"
+_NO_LIMIT = {
+    "ttft_s": "no limit: it includes the time of the prompt and of waiting",
+    "request_time_s": "no limit: it includes the time of the prompt and of waiting",
+    "output_tokens_per_s": "no limit: it depends on the number of users",
+    "requests_per_s": "no limit: it depends on the number of users",
+}
+
+
+class Level(Table):
+    """A number of users in a closed loop.
+
+    Args:
+        users: number of users.
+        requests: requests of a run.
+    """
+
+    users: int
+    requests: int
+
+
+class ServerLoadOptions(Options):
+    """Options of `server_load`.
+
+    Args:
+        model: name of the model.
+        dtype: number format.
+        backends: names of the servers.
+        server: sizes of the server.
+        prompt_tokens, output_tokens: tokens of a prompt and of an answer.
+        levels: the closed loops, at least one.
+        open_load: arrivals of the open loop, as a share of the requests/s of the last closed loop.
+        open_requests: requests of a run of the open loop.
+        runs: runs of each loop.
+        run_limit_s: seconds after which the requests of a run count as failed.
+    """
+
+    model: str
+    dtype: str
+    backends: tuple[str, ...]
+    server: ServerSizes
+    prompt_tokens: int
+    output_tokens: int
+    levels: tuple[Level, ...]
+    open_load: float
+    open_requests: int
+    runs: int
+    run_limit_s: float
+
+
+@dataclass(frozen=True)
+class Measured:
+    """All runs of one loop.
+
+    Args:
+        params: parameters of its rows.
+        requests: requests of a run.
+        runs: the replies of each run.
+    """
+
+    params: dict
+    requests: int
+    runs: list[list[Reply]]
+
+    @property
+    def reason(self) -> str:
+        """Why the loop is invalid, or "" if each request of each run succeeded."""
+        return next((reason for run in self.runs if (reason := why_invalid(run, self.requests))), "")
+
+
+def forecast(context: Context) -> list[Forecast]:
+    """Predict TPOT for one user from the step of decoding that this run has timed, and the throughput of more users.
+
+    A step takes the same time for one request as for several if it is limited by the weights. Then N users get N times as many
+    tokens. This prediction is too optimistic where the time of a step grows with the number of requests.
+    """
+    options = ServerLoadOptions.of(context)
+    if any(BACKENDS[name].why_absent() for name in options.backends[:1]):
+        return []
+    step = next((row for row in context.upstream if row.metric == "tpot_s" and row.value is not None), None)
+    limit, source = decoding_limit(context, served_model(context, options.model), options.dtype)
+    backend, forecasts = options.backends[0], []
+    for level in options.levels:
+        params = _params(options, level)
+        known = f"the step of decoding that kv_cache_memory timed, {step.value:.3g} s" if step else f"no step is timed; {source}"
+        tpot = step.value if step and level.users == 1 else None
+        if level.users == 1:
+            forecasts.append(Forecast(backend, "tpot_s", tpot, known, options.dtype, params | {"percentile": 50}, ceiling=limit))
+        rate = level.users / step.value if step and step.value else None
+        basis = f"{level.users} x one token in {known}; the prompt takes no time"
+        forecasts.append(Forecast(backend, "output_tokens_per_s", rate, basis if step else known, options.dtype, params))
+    return forecasts
+
+
+def run(context: Context, report: Report) -> Result:
+    """Measure each server: closed loops with more and more users, then an open loop at a share of the last throughput."""
+    options = ServerLoadOptions.of(context)
+    rows: list[Row] = []
+    lines: list[dict] = []
+    source = ""
+    for place, name in enumerate(options.backends):
+        backend = BACKENDS[name]
+        if reason := backend.why_absent():
+            rows.append(
+                context.absent_row(name, "output_tokens_per_s", reason, dtype=options.dtype, params=_model_params(options))
+            )
+            continue
+        model = served_model(context, options.model)
+        source = model.source
+        try:
+            server = running_server(backend, model.folder, options.dtype, context.device.torch_device, options.server)
+        except ServerError as error:
+            reason = error.what
+            rows.append(
+                context.absent_row(name, "output_tokens_per_s", reason, dtype=options.dtype, params=_model_params(options))
+            )
+            continue
+        steps = (len(options.levels) + 1) * options.runs
+
+        def show(done: int, note: str, place=place, steps=steps) -> None:
+            report(place * steps + done, len(options.backends) * steps, note)
+
+        for measured in _loops(context, options, server, model, show):
+            reason = measured.reason or why_not_batched(server, backend)
+            rows += _rows(context, options, name, model, measured, reason)
+            lines += _samples(name, measured)
+    report(1, 1, "done")
+    return Result(rows, pd.DataFrame(lines), source)
+
+
+EXPERIMENT = Experiment(forecast, run, options=ServerLoadOptions, forecast_reads=("kv_cache_memory",), data=DATA)
+
+
+def _loops(
+    context: Context, options: ServerLoadOptions, server: Server, model: ServedModel, show: Callable[[int, str], None]
+) -> list[Measured]:
+    """Run all loops. Each run has its own prompts. The first prompts warm the server up and are not measured."""
+    numbers = itertools.count()
+    tokens, most = options.output_tokens, max(level.users for level in options.levels)
+    measured = options.runs * (sum(level.requests for level in options.levels) + options.open_requests)
+    texts = iter(prompts_of(context, model.folder, 2 * most + measured, options.prompt_tokens, context.seed))
+
+    def all_runs(what: str, count: int, start: Callable[[Endpoint, list[str], int], Coroutine]) -> list[list[Reply]]:
+        runs = []
+        for _ in range(options.runs):
+            number = next(numbers)
+            show(number, what)
+            endpoint, prompts = server.endpoint.within(options.run_limit_s), list(itertools.islice(texts, count))
+            seed = 1000 * context.seed + number  # arrivals differ between runs
+            runs.append(in_event_loop(lambda endpoint=endpoint, prompts=prompts, seed=seed: start(endpoint, prompts, seed)))
+        return runs
+
+    warm_up = list(itertools.islice(texts, 2 * most))
+    in_event_loop(lambda: closed_loop(server.endpoint.within(options.run_limit_s), warm_up, tokens, most))
+    loops = []
+    for level in options.levels:
+        runs = all_runs(
+            f"{level.users} users",
+            level.requests,
+            lambda endpoint, prompts, seed, users=level.users: closed_loop(endpoint, prompts, tokens, users),
+        )
+        loops.append(Measured(_params(options, level), level.requests, runs))
+    if loops[-1].reason:
+        return loops
+    rate = options.open_load * statistics.median(throughput(run)[0] for run in loops[-1].runs)
+    runs = all_runs(
+        f"{rate:.3g} requests/s",
+        options.open_requests,
+        lambda endpoint, prompts, seed: open_loop(endpoint, prompts, tokens, rate, seed),
+    )
+    return [*loops, Measured(_params(options, None), options.open_requests, runs)]
+
+
+def _rows(
+    context: Context, options: ServerLoadOptions, name: str, model: ServedModel, measured: Measured, reason: str
+) -> list[Row]:
+    identity = {"dtype": options.dtype, "data_source": model.source}
+    if reason:
+        metrics = (*LATENCIES, *RATES)
+        return [context.absent_row(name, metric, reason, params=measured.params, **identity) for metric in metrics]
+    check = checked("failed requests", 0, 0)
+    rows = []
+    for metric in LATENCIES:
+        limit, source = decoding_limit(context, model, options.dtype) if metric == "tpot_s" else (None, _NO_LIMIT[metric])
+        for percent in PERCENTILES:
+            params = measured.params | {"percentile": percent}
+            # Below this number of requests, the percentile is the largest value, whatever its distribution.
+            least = round(100 / (100 - percent))
+            if measured.requests < least:
+                why = (
+                    f"not computed: the {percent}th percentile needs {least} requests in a run, and there are {measured.requests}"
+                )
+                rows.append(context.absent_row(name, metric, why, params=params, **identity))
+                continue
+            values = [percentile([getattr(reply, metric) for reply in run], percent) for run in measured.runs]
+            columns = identity | check | {"params": params, "limit": limit, "limit_source": source}
+            rows.append(context.row(name, metric, median_estimate(values), **columns))
+    totals = [throughput(run) for run in measured.runs]
+    for place, metric in ((1, "output_tokens_per_s"), (0, "requests_per_s")):
+        estimate = median_estimate([total[place] for total in totals])
+        columns = identity | check | {"params": measured.params, "limit_source": _NO_LIMIT[metric]}
+        rows.append(context.row(name, metric, estimate, **columns))
+    if users := measured.params.get("users"):
+        # Little's law: the mean number of requests in the system is arrivals/s times the mean time of a request. In a closed loop
+        # it is the number of users, except at the end of a run, when the first users have no more requests.
+        shares = [total[2] / users for total in totals]
+        tail = 1 - min(shares)
+        what = {"params": measured.params | {"what": IN_SYSTEM}}
+        law = checked("1 - share, at most one request of each user", tail, users / measured.requests)
+        rows.append(context.row(name, "share", sorted(shares)[len(shares) // 2], **identity, **what, **law))
+    return rows
+
+
+def _samples(name: str, measured: Measured) -> list[dict]:
+    lines = []
+    for number, replies in enumerate(measured.runs):
+        for reply in replies:
+            times = {metric: getattr(reply, metric) for metric in LATENCIES}
+            shown = {key: value for key, value in measured.params.items() if key in ("loop", "users", "load")}
+            lines.append({"variant": name, "run": number, **shown, **times, "tokens": reply.tokens, "error": reply.error})
+    return lines
+
+
+def _model_params(options: ServerLoadOptions) -> dict:
+    return {"model": options.model, "prompt_tokens": options.prompt_tokens, "output_tokens": options.output_tokens}
+
+
+def _params(options: ServerLoadOptions, level: Level | None) -> dict:
+    if level is None:
+        return _model_params(options) | {"loop": OPEN, "load": options.open_load, "requests": options.open_requests}
+    return _model_params(options) | {"loop": "closed", "users": level.users, "requests": level.requests}

@@ -1,0 +1,331 @@
+"""Does a server survive what clients do to it?
+
+Many requests in a row, clients that hang up, requests that are malformed, too large or without the key, more requests than the
+server accepts, and at last SIGTERM while it is answering. After each fault, a normal request must still be answered.
+"""
+
+import asyncio
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+import pandas as pd
+import torch
+
+from hyperion.chapter.context import Context, Experiment, Forecast, Options, Report, Result
+from hyperion.chapter.rows import checked
+from hyperion.experiments.serving.backends import BACKENDS, ServerSizes
+from hyperion.experiments.serving.client import Endpoint, Reply, complete, events_of, in_event_loop, why_invalid
+from hyperion.experiments.serving.served_models import DATA, prompts_of, served_model
+from hyperion.experiments.serving.server import DRAIN_S, MAX_BODY_BYTES, Server, ServerError, running_server
+from hyperion.results import Estimate, Row
+
+SOAK, HANG_UPS, OVERLOAD, DRAIN = "steady requests", "clients that hang up", "overload", "SIGTERM"
+RSS, DEVICE_MEMORY = "resident memory of all processes", "used device memory"
+_SEGMENTS = 10  # the line is fitted to medians of segments, because neighbouring readings are not independent
+_WARM_SHARE = 0.2  # readings before this share of the requests are not used: caches still fill
+# An answer whose client hung up after the first token takes far less than half of the work of a whole answer, with its prompt.
+_LEFT_SHARE = 0.5
+# A backend is idle if it uses at most one tick of the CPU clock in a window.
+_CLOCK_S, _WINDOW_S, _SETTLE_S = 0.01, 0.5, 30.0
+_PAUSE_S = 0.5  # between SIGTERM and the request that must be refused
+
+
+class ServerSoakOptions(Options):
+    """Options of `server_soak`.
+
+    Args:
+        model: name of the model.
+        dtype: number format.
+        backend: name of the server.
+        server: sizes of the server.
+        requests: requests of the soak.
+        users: users of the closed loop.
+        prompt_tokens, output_tokens: tokens of a prompt and of an answer.
+        hang_up_every: one client hangs up after so many requests.
+        long_tokens: tokens of the answers of clients that hang up, of the overload and of the drain.
+        growth_bound_bytes: largest growth of the server's memory for each request. The upper end of the interval is compared.
+        time_limit_s: seconds after which the requests of the soak count as failed.
+    """
+
+    model: str
+    dtype: str
+    backend: str
+    server: ServerSizes
+    requests: int
+    users: int
+    prompt_tokens: int
+    output_tokens: int
+    hang_up_every: int
+    long_tokens: int
+    growth_bound_bytes: int
+    time_limit_s: float
+
+
+def forecast(context: Context) -> list[Forecast]:
+    """Predict that all requests of the soak succeed, and that the memory does not grow."""
+    options = ServerSoakOptions.of(context)
+    if BACKENDS[options.backend].why_absent():
+        return []
+    basis = "each request is answered"
+    return [
+        Forecast(SOAK, "count", float(options.requests), basis, options.dtype, _params(options)),
+        Forecast(RSS, "growth_bytes", 0.0, "a server frees all memory of a request", options.dtype, _params(options)),
+    ]
+
+
+def run(context: Context, report: Report) -> Result:
+    """Send the requests of the soak, then the faults, then SIGTERM. The server of this experiment ends with it."""
+    options = ServerSoakOptions.of(context)
+    backend = BACKENDS[options.backend]
+    reason = backend.why_absent()
+    if reason:
+        return Result([context.absent_row(SOAK, "count", reason, dtype=options.dtype, params=_params(options))], pd.DataFrame())
+    model = served_model(context, options.model)
+    try:
+        server = running_server(backend, model.folder, options.dtype, context.device.torch_device, options.server)
+    except ServerError as error:
+        rows = [context.absent_row(SOAK, "count", error.what, dtype=options.dtype, params=_params(options))]
+        return Result(rows, pd.DataFrame(), model.source)
+    count = options.requests + options.requests // options.hang_up_every + options.server.max_requests + 100
+    prompts = prompts_of(context, model.folder, count, options.prompt_tokens, 7000 + context.seed)
+    report(0, 4, SOAK)
+    replies, readings = _soak(context, options, server, prompts)
+    rows = [_soak_row(context, options, replies), *_growth_rows(context, options, readings)]
+    report(1, 4, HANG_UPS)
+    rows.append(_hang_up_row(context, options, server, prompts))
+    report(2, 4, "refused requests")
+    rows += _refusal_rows(context, options, server, prompts)
+    report(3, 4, DRAIN)
+    rows += _drain_rows(context, options, server, prompts)
+    report(4, 4, "done")
+    return Result([replace(row, data_source=model.source) for row in rows], readings, model.source)
+
+
+EXPERIMENT = Experiment(forecast, run, options=ServerSoakOptions, data=DATA)
+
+
+def slope_estimate(requests: np.ndarray, readings: np.ndarray) -> Estimate:
+    """Fit a line to the medians of segments and return its slope with Student's 95 % interval.
+
+    Args:
+        requests: number of answered requests at each reading, in ascending order.
+        readings: the memory in bytes.
+    """
+    from scipy import stats
+
+    segments = np.array_split(np.column_stack([requests, readings]).astype(float), _SEGMENTS)
+    x, y = np.array([np.median(segment, axis=0) for segment in segments]).T
+    x, y = x - x.mean(), y - y.mean()
+    slope = float(x @ y / (x @ x))
+    # The standard error of a slope. Readings that are all equal have none.
+    error = float(np.sqrt(np.sum((y - slope * x) ** 2) / (len(x) - 2) / (x @ x)))
+    reach = float(stats.t.ppf(0.975, len(x) - 2)) * error
+    return Estimate(slope, slope - reach, slope + reach, len(x))
+
+
+def _soak(context: Context, options: ServerSoakOptions, server: Server, prompts: list[str]) -> tuple[list[Reply], pd.DataFrame]:
+    """Send the requests with several users. At regular intervals, another client hangs up. Read the memory after each answer."""
+    endpoint = server.endpoint.within(options.time_limit_s)
+    replies: list[Reply] = []
+    readings: list[dict] = []
+    waiting, leaving = iter(prompts[: options.requests]), iter(prompts[options.requests :])
+
+    async def user(session) -> None:
+        for prompt in waiting:
+            replies.append(await complete(session, endpoint, prompt, options.output_tokens))
+            reading = {RSS: server.rss_bytes(), DEVICE_MEMORY: _used_device_memory(context)}
+            fitted = len(replies) > _WARM_SHARE * options.requests
+            readings.append({"requests": len(replies), "fitted": fitted, **reading})
+            if len(replies) % options.hang_up_every == 0:
+                await hang_up(session, endpoint, next(leaving), options.long_tokens)
+
+    async def work() -> None:
+        async with endpoint.session() as session:
+            await asyncio.gather(*(user(session) for _ in range(options.users)))
+
+    in_event_loop(work)
+    return replies, pd.DataFrame(readings)
+
+
+async def hang_up(session, endpoint: Endpoint, prompt: str, tokens: int) -> int:
+    """Start an answer, and close the connection after the first text. Return the number of texts that were read."""
+    async with (
+        asyncio.timeout(endpoint.deadline_s),
+        session.stream("POST", "/v1/completions", json=endpoint.body(prompt, tokens)) as response,
+    ):
+        async for event in events_of(response.aiter_lines()):
+            if any(choice.get("text") for choice in event.get("choices", ())):
+                return 1
+    return 0
+
+
+def _soak_row(context: Context, options: ServerSoakOptions, replies: list[Reply]) -> Row:
+    identity = {"dtype": options.dtype, "params": _params(options)}
+    if reason := why_invalid(replies, options.requests):
+        return context.absent_row(SOAK, "count", reason, **identity)
+    return context.row(SOAK, "count", len(replies), **identity, **checked("failed requests", 0, 0))
+
+
+def _growth_rows(context: Context, options: ServerSoakOptions, readings: pd.DataFrame) -> list[Row]:
+    identity = {"dtype": options.dtype, "params": _params(options)}
+    rows = []
+    for name in (RSS, DEVICE_MEMORY):
+        later = readings.loc[readings["fitted"], ["requests", name]].dropna().to_numpy(float)
+        if not len(later):
+            reason = "the device is the CPU, whose memory is that of the processes"
+            rows.append(context.absent_row(name, "growth_bytes", reason, **identity))
+            continue
+        slope = slope_estimate(later[:, 0], later[:, 1])
+        check = checked("upper end of the interval, bytes for each request", slope.ci_high, options.growth_bound_bytes)
+        rows.append(context.row(name, "growth_bytes", slope, **identity, **check))
+        rows.append(context.row(name, "server_memory_bytes", float(later[-1, 1]), **identity))
+    return rows
+
+
+def _hang_up_row(context: Context, options: ServerSoakOptions, server: Server, prompts: list[str]) -> Row:
+    """Compare the CPU time of the backend for a whole answer and for an answer whose client hangs up after the first token.
+
+    CPU time is compared and not the time on the clock, because other processes may use the cores.
+    """
+
+    async def work() -> tuple[float, float, Reply]:
+        async with server.endpoint.session() as session:
+            # Work that is left from the soak would count as work of the whole answer.
+            await _cpu_until_idle(server, 0.0, _WINDOW_S)
+            start_s = server.backend_cpu_s()
+            whole = await complete(session, server.endpoint, prompts[-1], options.long_tokens)
+            whole_s = await _cpu_until_idle(server, start_s, 0.0)
+            start_s = server.backend_cpu_s()
+            await hang_up(session, server.endpoint, prompts[-2], options.long_tokens)
+            # A backend that ignores the client works about as long as for the whole answer.
+            left_s = await _cpu_until_idle(server, start_s, whole.request_time_s)
+            after = await complete(session, server.endpoint, prompts[-3], options.output_tokens)
+            return whole_s, left_s, after if not whole.error else whole
+
+    whole_s, left_s, reply = in_event_loop(work)
+    what = "CPU time of an answer whose client hung up, over that of a whole answer"
+    identity = {"dtype": options.dtype, "params": {"what": what, "tokens": options.long_tokens}}
+    if reply.error:
+        return context.absent_row(HANG_UPS, "share", f"invalid: a request failed: {reply.error}", **identity)
+    share = left_s / max(whole_s, _CLOCK_S)
+    return context.row(HANG_UPS, "share", share, **identity, **checked("share of the CPU time", share, _LEFT_SHARE))
+
+
+async def _cpu_until_idle(server: Server, start_s: float, least_s: float) -> float:
+    """Wait for `least_s` seconds and until the backend is idle. Return its CPU time since it had used `start_s`, in seconds."""
+    await asyncio.sleep(least_s)
+    used_s = server.backend_cpu_s()
+    for _ in range(round(_SETTLE_S / _WINDOW_S)):
+        await asyncio.sleep(_WINDOW_S)
+        earlier_s, used_s = used_s, server.backend_cpu_s()
+        if used_s - earlier_s <= _CLOCK_S:
+            break
+    return used_s - start_s
+
+
+def _refusal_rows(context: Context, options: ServerSoakOptions, server: Server, prompts: list[str]) -> list[Row]:
+    """Send requests that must be refused, and after each of them a request that must be answered."""
+    endpoint = server.endpoint
+    valid = endpoint.body(prompts[-3], options.output_tokens)
+    cases: list[tuple[str, dict, int]] = [
+        ("no JSON", {"content": b'{"prompt": "The'}, 400),
+        ("too large", {"json": valid | {"prompt": "x" * MAX_BODY_BYTES}}, 413),
+        ("no key", {"json": valid, "headers": {"Authorization": ""}}, 401),
+        ("wrong key", {"json": valid, "headers": {"Authorization": "Bearer wrong"}}, 401),
+        ("no prompt but a number", {"json": valid | {"prompt": 5}}, 400),
+        ("unknown field", {"json": valid | {"ignore_eos": True}}, 422),
+        ("unknown model", {"json": valid | {"model": "unknown"}}, 400),
+    ]
+    if options.backend != "transformers serve":
+        cases = cases[:4]  # the others are refused by the backend, with statuses of its own
+
+    async def send(request: dict) -> tuple[int, Reply]:
+        async with endpoint.session() as session, asyncio.timeout(endpoint.deadline_s):
+            status = (await session.post("/v1/completions", **request)).status_code
+            return status, await complete(session, endpoint, prompts[-4], options.output_tokens)
+
+    rows = []
+    for name, request, expected in cases:
+        status, after = in_event_loop(lambda request=request: send(request))
+        params = {"what": "refused requests", "status": status}
+        if after.error:
+            reason = f"invalid: the next request failed: {after.error}"
+            rows.append(context.absent_row(name, "count", reason, dtype=options.dtype, params=params))
+            continue
+        check = checked(f"statuses other than {expected}", int(status != expected), 0)
+        rows.append(context.row(name, "count", 1, dtype=options.dtype, params=params, **check))
+    return [*rows, _overload_row(context, options, server, prompts)]
+
+
+def _overload_row(context: Context, options: ServerSoakOptions, server: Server, prompts: list[str]) -> Row:
+    """Send more requests at the same time than the front accepts. The others must be refused at once with 503."""
+    most = options.server.max_requests
+    extra = max(2, most // 2)
+    replies = _at_once(server, prompts[-most - extra :], options.long_tokens)
+    served, refused = sum(not reply.error for reply in replies), sum(reply.status == 503 for reply in replies)
+    check = checked("requests that were neither served nor refused as expected", abs(served - most) + abs(refused - extra), 0)
+    params = {"what": "refused requests", "sent": most + extra, "accepted": most}
+    return context.row(OVERLOAD, "count", refused, dtype=options.dtype, params=params, **check)
+
+
+def _drain_rows(context: Context, options: ServerSoakOptions, server: Server, prompts: list[str]) -> list[Row]:
+    """Send SIGTERM while answers are running. They must be finished, a new request refused, and the exit code must be 0."""
+    streams = options.users
+    signalled: list[float] = []
+
+    async def work() -> tuple[list[Reply], Reply]:
+        async with server.endpoint.session() as session:
+            running = [
+                asyncio.create_task(complete(session, server.endpoint, prompt, options.long_tokens))
+                for prompt in prompts[:streams]
+            ]
+            # Another stream tells when the server is answering: it got its first text.
+            await hang_up(session, server.endpoint, prompts[-1], options.long_tokens)
+            signalled.append(time.perf_counter())
+            server.drain()
+            await asyncio.sleep(_PAUSE_S)
+            async with server.endpoint.session() as fresh:
+                late = await complete(fresh, server.endpoint, prompts[-2], 1)
+            return await asyncio.gather(*running), late
+
+    replies, late = in_event_loop(work)
+    code = server.wait(DRAIN_S + 10)
+    took_s = time.perf_counter() - signalled[0]
+    finished = sum(not reply.error for reply in replies)
+    params = {"what": "running answers that were finished", "streams": streams}
+    identity = {"dtype": options.dtype}
+    # An exit code other than 0 and an answer to the late request each count as one fault.
+    faults = (streams - finished) + int(code != 0) + int(not late.error)
+    check = checked("faults: unfinished answers, an accepted new request, an exit code other than 0", faults, 0)
+    return [
+        context.row(DRAIN, "count", finished, params=params, **identity, **check),
+        context.row(DRAIN, "drain_time_s", took_s, params=params, **identity, **checked("exit code", code, 0)),
+    ]
+
+
+def _at_once(server: Server, prompts: Sequence[str], tokens: int) -> list[Reply]:
+    async def work() -> list[Reply]:
+        async with server.endpoint.session() as session:
+            return await asyncio.gather(*(complete(session, server.endpoint, prompt, tokens) for prompt in prompts))
+
+    return in_event_loop(work)
+
+
+def _used_device_memory(context: Context) -> float | None:
+    """Return the memory in use on the device by all processes, in bytes. None on a CPU."""
+    if context.device.kind == "cpu":
+        return None
+    free, total = torch.cuda.mem_get_info(context.device.torch_device)
+    return float(total - free)
+
+
+def _params(options: ServerSoakOptions) -> dict:
+    return {
+        "model": options.model,
+        "requests": options.requests,
+        "users": options.users,
+        "prompt_tokens": options.prompt_tokens,
+        "output_tokens": options.output_tokens,
+    }

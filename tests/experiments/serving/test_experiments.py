@@ -1,0 +1,310 @@
+"""The experiments of serving with a toy backend: rows, reasons, planted faults. One test runs the real server."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+
+from hyperion.chapter import experiment_named, load_profile
+from hyperion.experiments.serving import server_answers, server_load, server_soak
+from hyperion.experiments.serving.backends import BACKENDS, Backend, ServerSizes
+from hyperion.experiments.serving.client import Reply
+from hyperion.experiments.serving.served_models import ServedModel, pieces_of, served_model
+from hyperion.experiments.serving.server import ServerError, close_servers, start_server
+from hyperion.experiments.serving.server_answers import Reference, differing_pieces, first_undecided
+from hyperion.experiments.serving.server_soak import slope_estimate
+from hyperion.processes.child_process import has_ended
+from hyperion.results import RowError
+from tests.chapter.toy import perform, toy_context
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+SIZES = {"max_requests": 8, "blocks": 64, "block_tokens": 16, "batch_tokens": 128, "start_timeout_s": 60.0}
+SOAK = {
+    "model": "toy",
+    "dtype": "fp32",
+    "backend": "toy",
+    "server": SIZES,
+    "requests": 40,
+    "users": 4,
+    "prompt_tokens": 4,
+    "output_tokens": 2,
+    "hang_up_every": 10,
+    "long_tokens": 100,
+    "growth_bound_bytes": 65536,
+    "time_limit_s": 30.0,
+}
+LOAD = {
+    "model": "toy",
+    "dtype": "fp32",
+    "backends": ["toy", "vllm"],
+    "server": SIZES,
+    "prompt_tokens": 4,
+    "output_tokens": 3,
+    "levels": [{"users": 1, "requests": 4}, {"users": 2, "requests": 100}],
+    "open_load": 0.5,
+    "open_requests": 5,
+    "runs": 3,
+    "run_limit_s": 20.0,
+}
+
+
+@pytest.fixture
+def toy(monkeypatch, tmp_path):
+    """A function that makes a scripted backend available as "toy", with a model that nobody reads."""
+
+    def use(**script) -> Backend:
+        options = lambda folder, port, dtype, device, sizes: [str(port), json.dumps(script)]  # noqa: E731
+        backend = Backend("toy", "tests.experiments.serving.toy_backend", (), options, log_mark="CB: toy")
+        monkeypatch.setitem(BACKENDS, "toy", backend)
+        for module in (server_load, server_soak):
+            monkeypatch.setattr(module, "served_model", lambda context, name: ServedModel(name, tmp_path, "synthetic"))
+            monkeypatch.setattr(module, "prompts_of", lambda context, folder, count, *rest: [f"p{i}" for i in range(count)])
+        monkeypatch.setattr(server_load, "decoding_limit", lambda *arguments: (None, "no limit: toy"))
+        return backend
+
+    yield use
+    close_servers()
+
+
+def by_variant(rows, metric):
+    return {row.variant: row for row in rows if row.metric == metric}
+
+
+@pytest.mark.process
+def test_a_soak_has_a_checked_row_for_each_fault(toy, tmp_path):
+    toy(gap_s=0.01, work_s=0.003)
+    rows = perform(toy_context("server_soak", SOAK, tmp_path), tmp_path).rows
+    counts = by_variant(rows, "count")
+    assert counts[server_soak.SOAK].value == 40
+    assert {name: row.params.get("status") for name, row in counts.items() if "status" in row.params} == {
+        "no JSON": 400,
+        "too large": 413,
+        "no key": 401,
+        "wrong key": 401,
+    }
+    assert counts[server_soak.OVERLOAD].value == 4 and counts[server_soak.DRAIN].value == 4
+    assert by_variant(rows, "share")[server_soak.HANG_UPS].value < 0.5
+    growth = by_variant(rows, "growth_bytes")
+    assert growth[server_soak.RSS].ci_high < 65536
+    assert growth[server_soak.DEVICE_MEMORY].value_reason.startswith("the device is the CPU")
+    assert by_variant(rows, "drain_time_s")[server_soak.DRAIN].value > 0
+
+
+@pytest.mark.process
+@pytest.mark.parametrize(
+    ("script", "variant"),
+    [
+        ({"work_s": 0.003, "ballast_bytes": 1 << 20}, server_soak.RSS),
+        ({"gap_s": 0.01, "work_s": 0.003, "stops": False}, server_soak.HANG_UPS),
+    ],
+)
+def test_planted_faults_of_a_server_are_found(toy, tmp_path, script, variant):
+    toy(**script)
+    rows = experiment_named("server_soak").run(toy_context("server_soak", SOAK, tmp_path), lambda *progress: None).rows
+    failed = {row.variant for row in rows if row.without_failed_value().is_unexpected}
+    assert failed == {variant}
+
+
+@pytest.mark.process
+def test_requests_that_fail_make_the_soak_invalid(toy, tmp_path):
+    toy(fail_every=7)
+    rows = experiment_named("server_soak").run(toy_context("server_soak", SOAK, tmp_path), lambda *progress: None).rows
+    row = by_variant(rows, "count")[server_soak.SOAK]
+    assert row.value is None and "of 40 requests succeeded; the first error: status 500" in row.value_reason
+
+
+@pytest.mark.process
+def test_a_load_has_percentiles_over_runs(toy, tmp_path):
+    toy(first_s=0.02, gap_s=0.01)
+    rows = perform(toy_context("server_load", LOAD, tmp_path), tmp_path).rows
+    assert [row.value_reason for row in rows if row.variant == "vllm"] == [BACKENDS["vllm"].why_absent()]
+    ttft = {
+        (row.params.get("users", "open"), row.params["percentile"]): row
+        for row in rows
+        if row.metric == "ttft_s" and row.variant == "toy"
+    }
+    assert ttft[2, 50].value >= 0.02 and ttft[2, 50].n == 3
+    assert ttft[2, 50].value <= ttft[2, 95].value <= ttft[2, 99].value
+    assert ttft[1, 99].value_reason == "not computed: the 99th percentile needs 100 requests in a run, and there are 4"
+    assert ttft["open", 50].value >= 0.02
+    shares = [row for row in rows if row.metric == "share"]
+    assert [row.params["users"] for row in shares] == [1, 2] and all(0.9 < row.value <= 1.001 for row in shares)
+
+
+@pytest.mark.process
+def test_a_loop_with_a_failed_request_has_no_values(toy, tmp_path):
+    toy(fail_every=50)
+    rows = perform(toy_context("server_load", LOAD, tmp_path), tmp_path).rows
+    failed = [row for row in rows if row.params.get("users") == 2]
+    assert failed and all(row.value is None and "requests succeeded" in row.value_reason for row in failed)
+
+
+@pytest.mark.process
+def test_a_server_that_ends_or_stays_silent_is_an_error_with_its_log(toy, tmp_path):
+    broken = Backend("broken", "tests.experiments.serving.no_such_module", (), lambda *arguments: [])
+    with pytest.raises(ServerError, match=r"(?s)the backend ended.*no_such_module"):
+        start_server(broken, tmp_path, "fp32", "cpu", ServerSizes(**SIZES))
+    silent = toy(first_s=60.0)
+    begin = time.monotonic()
+    with pytest.raises(ServerError, match="not finished after"):
+        start_server(silent, tmp_path, "fp32", "cpu", ServerSizes(**SIZES | {"start_timeout_s": 8.0}))
+    assert time.monotonic() - begin < 45
+
+
+@pytest.mark.process
+def test_a_server_ends_with_its_launcher(tmp_path):
+    code = f"""
+import json, sys, time
+from pathlib import Path
+from hyperion.experiments.serving.backends import Backend, ServerSizes
+from hyperion.experiments.serving.server import start_server
+options = lambda folder, port, dtype, device, sizes: [str(port), "{{}}"]
+toy = Backend("toy", "tests.experiments.serving.toy_backend", (), options)
+server = start_server(toy, Path({str(tmp_path)!r}), "fp32", "cpu", ServerSizes(**{SIZES!r}))
+print(server.front.pid, server.backend_pid, flush=True)
+time.sleep(60)
+"""
+    launcher = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    assert launcher.stdout is not None
+    pids = [int(text) for text in launcher.stdout.readline().split()]
+    assert len(pids) == 2 and not any(has_ended(pid) for pid in pids)
+    os.kill(launcher.pid, signal.SIGKILL)
+    launcher.wait()
+    until = time.monotonic() + 20
+    while not all(has_ended(pid) for pid in pids) and time.monotonic() < until:
+        time.sleep(0.1)
+    assert all(has_ended(pid) for pid in pids)
+
+
+def test_what_is_missing_is_named():
+    serve, vllm = BACKENDS["transformers serve"], BACKENDS["vllm"]
+    assert serve.why_absent(lambda name: True) == ""
+    reason = serve.why_absent(lambda name: name not in ("openai", "uvicorn"))
+    assert reason == "unavailable: uvicorn, openai not installed; next step: install uvicorn openai"
+    assert "vllm" in vllm.why_absent(lambda name: name != "vllm")
+
+
+def test_command_lines(tmp_path):
+    sizes = ServerSizes(max_requests=4, blocks=64, block_tokens=16, batch_tokens=256, max_tokens=512)
+    vllm = BACKENDS["vllm"].options(tmp_path, 8001, "bf16", "cuda:0", sizes)
+    pairs = dict(zip(vllm[::2], vllm[1::2], strict=True))
+    assert pairs["--model"] == pairs["--served-model-name"] == str(tmp_path) and pairs["--port"] == "8001"
+    assert (pairs["--dtype"], pairs["--num-gpu-blocks-override"], pairs["--block-size"]) == ("bfloat16", "64", "16")
+    # vLLM refuses fewer tokens in a batch than a request may have.
+    assert int(pairs["--max-num-batched-tokens"]) >= int(pairs["--max-model-len"]) == 512
+    serve = BACKENDS["transformers serve"].options(tmp_path, 8001, "fp32", "cpu", sizes)
+    assert serve[:3] == ["serve", str(tmp_path), "--continuous-batching"]
+    pairs = dict(zip(serve[3::2], serve[4::2], strict=True))
+    assert (pairs["--host"], pairs["--device"], pairs["--dtype"]) == ("127.0.0.1", "cpu", "float32")
+    assert pairs["--cb-num-blocks"] == "64"
+
+
+def test_without_the_packages_the_rows_have_the_reason(tmp_path, monkeypatch):
+    missing = "unavailable: made up"
+    monkeypatch.setattr(Backend, "why_absent", lambda self, is_installed=None: missing)
+    sizes = {"dtypes": ["fp32"], "prompts": 1} | {key: LOAD[key] for key in ("model", "backends", "server")}
+    sizes |= {"backends": ["transformers serve"], "prompt_tokens": 4, "output_tokens": 2}
+    for name, options in (("server_answers", sizes), ("server_load", LOAD | {"backends": ["vllm"]}), ("server_soak", SOAK)):
+        context = toy_context(name, options | ({"backend": "vllm"} if name == "server_soak" else {}), tmp_path)
+        assert experiment_named(name).forecast(context) == []
+        assert [row.value_reason for row in perform(context, tmp_path).rows] == [missing]
+
+
+@pytest.mark.parametrize(
+    ("answer", "decided", "differing"),
+    [
+        (("a", "b", "c"), 3, 0),
+        (("a", "x", "c"), 3, 1),
+        (("a", "b"), 3, 1),
+        (("a", "b", "c", "d"), 3, 1),
+        (("a", "x", "y"), 1, 0),
+        (("x", "b", "c"), 1, 1),
+        ((), 1, 1),
+    ],
+)
+def test_pieces_are_compared_up_to_the_first_undecided_position(answer, decided, differing):
+    reference = Reference(pieces=("a", "b", "c"), decided=decided, tokens=3, error=0.1)
+    assert differing_pieces(answer, reference) == differing
+
+
+def test_a_position_is_undecided_if_its_gap_is_at_most_the_bound():
+    assert first_undecided([1.0, 0.21, 0.2, 5.0], 0.2) == 2
+    assert first_undecided([1.0, 2.0], 0.2) == 2
+
+
+def test_the_slope_of_a_leak_and_of_noise():
+    random = np.random.default_rng(0)
+    requests = np.arange(200)
+    noise = 1e9 + random.normal(0, 1e5, 200)
+    leak = slope_estimate(requests, noise + 4e4 * requests)
+    assert leak.ci_low < 4e4 < leak.ci_high and leak.ci_low > 3e4
+    level = slope_estimate(requests, noise)
+    assert level.ci_low < 0 < level.ci_high
+    assert slope_estimate(requests, np.full(200, 5.0)).ci_high == 0
+
+
+@pytest.mark.slow
+def test_the_bytes_of_a_cache_are_those_of_the_formula(tmp_path, monkeypatch):
+    monkeypatch.setenv("HYPERION_DATA", str(tmp_path))
+    sizes = {"model": "random_llama_d64_l2", "dtype": "fp32", "lengths": [3, 8], "time_limit_s": 0.05}
+    context = toy_context("kv_cache_memory", sizes, tmp_path)
+    predicted = [forecast.estimate for forecast in experiment_named("kv_cache_memory").forecast(context)]
+    rows = perform(context, tmp_path).rows
+    tensors = [row.value for row in rows if row.metric == "kv_cache_bytes" and row.value is not None]
+    assert tensors == predicted[:2] == [2 * 2 * 2 * 16 * 4 * length for length in (3, 8)]
+    # One key-value head less than there is: the row must be refused.
+    halved = ServedModel.cache_bytes
+    monkeypatch.setattr(ServedModel, "cache_bytes", lambda self, tokens, dtype: halved(self, tokens, dtype) // 2)
+    with pytest.raises(RowError, match="predicted bytes"):
+        perform(context, tmp_path / "wrong")
+
+
+@pytest.mark.slow
+@pytest.mark.process
+def test_the_real_server_gives_the_answers_of_generate(tmp_path, monkeypatch):
+    if reason := BACKENDS["transformers serve"].why_absent():
+        pytest.skip(reason)
+    monkeypatch.setenv("HYPERION_DATA", str(tmp_path))
+    sizes = {
+        "model": "random_llama_d64_l2",
+        "dtypes": ["fp32"],
+        "backends": ["transformers serve"],
+        "server": SIZES | {"start_timeout_s": 120.0},
+        "prompts": 3,
+        "prompt_tokens": 6,
+        "output_tokens": 8,
+    }
+    context = toy_context("server_answers", sizes, tmp_path)
+    try:
+        rows = perform(context, tmp_path).rows
+        assert by_variant(rows, "count")["transformers serve"].value > 0
+        # A server that shifted all answers by one token would be refused.
+        monkeypatch.setattr(server_answers, "pieces_of", lambda folder, ids: pieces_of(folder, [*ids[1:], ids[0]]))
+        wrong = experiment_named("server_answers").run(context, lambda *progress: None).rows
+        assert by_variant(wrong, "count")["transformers serve"].without_failed_value().is_unexpected
+    finally:
+        close_servers()
+    assert served_model(context, "random_llama_d64_l2").source == "synthetic"
+
+
+def test_the_sizes_of_the_profiles_share_a_server():
+    for profile in ("smoke", "full", "study"):
+        sizes = load_profile(profile).sizes
+        load = server_load.ServerLoadOptions.parse(sizes("server_load"), "server_load")
+        soak = server_soak.ServerSoakOptions.parse(sizes("server_soak"), "server_soak")
+        assert (load.model, load.dtype, load.server, load.backends[0]) == (soak.model, soak.dtype, soak.server, soak.backend)
+        most = max(level.users for level in load.levels)
+        assert most <= 16 and max(most, soak.users) <= load.server.max_requests
+        # A request must fit, and so must all requests at the same time.
+        tokens = load.server.max_requests * (soak.prompt_tokens + max(load.output_tokens, soak.long_tokens))
+        assert tokens <= load.server.blocks * load.server.block_tokens
+        assert any(level.requests >= 100 for level in load.levels), "a 99th percentile needs 100 requests"
+        assert load.runs >= 5
+        assert soak.requests >= (200 if profile == "smoke" else 1000)
+    assert Reply(due_s=0, end_s=1).error == ""
