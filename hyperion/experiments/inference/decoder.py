@@ -87,6 +87,7 @@ class StaticDecoder:
     Attributes:
         blocks: the decode blocks, which hold the cache.
         tokens_S: the tokens of the last sequence.
+        logits_1V: the logits of the last step.
     """
 
     def __init__(self, lm: Any, positions: int, device: Device, mode: str):
@@ -104,6 +105,7 @@ class StaticDecoder:
         self._forward = forward
         where = {"device": device.torch_device, "dtype": torch.int64}
         self.tokens_S = torch.zeros(positions, **where)
+        self.logits_1V = embedding.weight.new_zeros(1, config.vocab_size)
         self._position = torch.zeros(1, **where)
         self._places = torch.arange(positions, **where)
         self._replay = self._capture() if mode != EAGER else self._step
@@ -140,9 +142,9 @@ class StaticDecoder:
         hidden_S = self._places > position
         for block in self.blocks:
             x_1D = self._forward(block, x_1D, cosine[0], sine[0], position, hidden_S)
-        logits_1V = self.lm.lm_head(model.norm(x_1D))
+        self.logits_1V.copy_(self.lm.lm_head(model.norm(x_1D)))
         position.add_(1)
-        self.tokens_S.index_copy_(0, position, logits_1V.argmax(-1))
+        self.tokens_S.index_copy_(0, position, self.logits_1V.argmax(-1))
 
     @torch.inference_mode()
     def _capture(self) -> Callable[[], None]:

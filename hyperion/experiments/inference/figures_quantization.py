@@ -1,5 +1,7 @@
 """Figures of quantised weights, of decoding, and of training with few bits."""
 
+from typing import Any
+
 from matplotlib.figure import Figure
 
 from hyperion.errors import not_none
@@ -74,9 +76,10 @@ def qlora(material: Material) -> Figure | None:
     figure, (curves, states) = new_figure("Training with few bits", material.machine("qlora"), 2, height=4.2)
     for position, name in enumerate(dict.fromkeys(samples["variant"])):
         series = samples[samples["variant"] == name]
-        style = look(name, position) | {"marker": ""}
+        style: dict[str, Any] = look(name, position) | {"marker": ""}
         # Twins lie on each other, so the quantised one is dashed.
-        curves.plot(series["step"], series["loss"], label=name, **style, linestyle="--" if position % 2 else "-")
+        style["linestyle"] = "--" if position % 2 else "-"
+        curves.plot(series["step"], series["loss"], label=name, **style)
     curves.set(xlabel="step", ylabel="training loss, nats per completion token")
     curves.legend(fontsize=8)
     bytes_rows = measured(row for row in rows if row.metric == "optimizer_state_bytes")

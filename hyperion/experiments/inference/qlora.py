@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import torch
+from pydantic import Field
 from torch import nn
 
 from hyperion.chapter.context import Context, Experiment, Forecast, Options, Report, Result
@@ -24,6 +25,7 @@ from hyperion.experiments.inference import metrics_quantization as metrics
 from hyperion.experiments.inference.quality import clustered_mean
 from hyperion.experiments.inference.quantized_linears import (
     Nf4,
+    bitsandbytes_library,
     replace_linears,
     stored_tensors,
     weight_bytes_of,
@@ -64,7 +66,7 @@ class QloraOptions(Options):
         sequence_length: largest number of tokens of an instruction row.
         batch_size: rows of an optimizer step.
         held_out_rows: held-out rows on which losses are compared. None uses all.
-        steps: optimizer steps of each variant.
+        steps: optimizer steps of each variant, at least ten.
         adapter_rate: largest learning rate of the adapters.
         full_rate: largest learning rate if all parameters are trained.
     """
@@ -73,7 +75,7 @@ class QloraOptions(Options):
     sequence_length: int
     batch_size: int
     held_out_rows: int | None = None
-    steps: int
+    steps: int = Field(ge=2 * _CLUSTER)
     adapter_rate: float
     full_rate: float
 
@@ -171,7 +173,8 @@ def _train(
         names = list(replace_linears(model, BASE, device))
         layers = tuple(model.get_submodule(name) for name in names)
         # peft then chooses its adapter for the layers of bitsandbytes.
-        model.is_loaded_in_4bit = True  # pyright: ignore[reportAttributeAccessIssue]
+        marked: Any = model
+        marked.is_loaded_in_4bit = True
     base = _Base(model, layers)
     before = base.sha256() if adapters else ""
     lm = with_lora(model, context.seed) if adapters else LlamaLM(model)
@@ -203,9 +206,7 @@ def _optimizer(variant: str, model: nn.Module, rate: float) -> torch.optim.Optim
     """Return the optimizer of a variant. Both kinds have the same betas, epsilon and weight decay."""
     if variant != ADAMW_8BIT:
         return adamw(model, rate, weight_decay=0.0)
-    import bitsandbytes as bnb
-
-    return bnb.optim.AdamW8bit(decay_groups(model, 0.0), lr=rate, betas=(0.9, 0.95), eps=1e-8)
+    return bitsandbytes_library().optim.AdamW8bit(decay_groups(model, 0.0), lr=rate, betas=(0.9, 0.95), eps=1e-8)
 
 
 def _byte_rows(

@@ -10,7 +10,7 @@ A trained language model and a trained classifier are quantised in each scheme t
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -191,7 +191,7 @@ class _Material:
         scored = (targets != IGNORE_INDEX).cpu()
         return scored.nonzero()[:, 0].numpy()
 
-    def time_rows(self, calls: dict[str, tuple[str, Callable[[], object]]]) -> Found:
+    def time_rows(self, calls: Mapping[str, tuple[str, Callable[[], object]]]) -> Found:
         """Time variants in turn. Return their times and their speed-ups over the original.
 
         Args:
@@ -321,7 +321,8 @@ def _in_onnx(context: Context, options: QuantizationOptions, trained: TrainedMod
     calibration = list(trained.calibration(material.device).split(len(batch)))
     # The head of the language model shares its weights with the embedding, so it stays in float32, as in PyTorch.
     language = trained.kind == "language"
-    head = model.get_submodule("lm.lm_head").weight.shape[0] if language else 0  # pyright: ignore
+    embedding: Any = model.get_submodule("lm.lm_head") if language else None
+    head = embedding.weight.shape[0] if language else 0
     source = onnx_int8.export(model, batch, folder / f"{trained.kind}.onnx")
     sessions = {ORIGINAL: Session(source, threads)}
     scores = material.score(sessions[ORIGINAL])

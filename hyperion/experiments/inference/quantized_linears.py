@@ -6,6 +6,7 @@ neighbouring values. From this follows a bound for the error of each element of 
 Shape suffixes: N outputs, K inputs, M rows of the input, G groups of inputs that share a scale.
 """
 
+import importlib
 import importlib.util
 import math
 from abc import ABC, abstractmethod
@@ -126,7 +127,7 @@ class Fp8Linear(nn.Module):
         """Return the outputs in the dtype of x, rounded to bf16."""
         rows, scale = self._quantise(x.flatten(0, -2), self.q_NK.dtype)
         scale_b = self.scale.T if self.by_row else self.scale
-        multiply: Any = torch._scaled_mm
+        multiply: Any = torch._scaled_mm  # pyright: ignore[reportPrivateImportUsage]
         y = multiply(rows, self.q_NK.T, scale_a=scale, scale_b=scale_b, out_dtype=torch.bfloat16)
         return y.view(*x.shape[:-1], -1).to(x.dtype)
 
@@ -254,13 +255,17 @@ def why_no_bitsandbytes(device: Device) -> str:
     if importlib.util.find_spec("bitsandbytes") is None:
         return "unavailable: bitsandbytes is not installed; next step: pip install bitsandbytes"
     try:
-        import bitsandbytes
+        library = bitsandbytes_library()
     except Exception as error:  # its native library is loaded at import, and fails with errors of several types
         return f"unavailable: bitsandbytes cannot be imported: {error}"
-    native: Any = bitsandbytes.cextension.lib
-    if type(native).__name__ == "ErrorHandlerMockBNBNativeLibrary":
+    if type(library.cextension.lib).__name__ == "ErrorHandlerMockBNBNativeLibrary":
         return f"unavailable: bitsandbytes has no native library for {device.name}"
     return ""
+
+
+def bitsandbytes_library() -> Any:
+    """Import bitsandbytes, which takes seconds and is optional. Its stubs do not know its layers, so its type is Any."""
+    return importlib.import_module("bitsandbytes")
 
 
 class LlmInt8(Scheme):
@@ -276,8 +281,7 @@ class LlmInt8(Scheme):
         return why_no_bitsandbytes(device)
 
     def convert(self, weight_NK: Tensor, device: Device) -> nn.Module:
-        import bitsandbytes as bnb
-
+        bnb = bitsandbytes_library()
         n, k = weight_NK.shape
         layer = bnb.nn.Linear8bitLt(k, n, bias=False, has_fp16_weights=False, threshold=self._OUTLIER)
         # Weights are quantised when they move to a device, also when they move from the CPU to the CPU.
@@ -320,8 +324,7 @@ class Nf4(Scheme):
         return why_no_bitsandbytes(device)
 
     def convert(self, weight_NK: Tensor, device: Device) -> nn.Module:
-        import bitsandbytes as bnb
-
+        bnb = bitsandbytes_library()
         n, k = weight_NK.shape
         layer = bnb.nn.Linear4bit(
             k, n, bias=False, compute_dtype=weight_NK.dtype, compress_statistics=self.double, quant_type="nf4"
@@ -360,15 +363,11 @@ SCHEMES: tuple[Scheme, ...] = (
 
 
 def _nf4_code() -> Tensor:
-    import bitsandbytes.functional as functional
-
-    return functional.get_4bit_type("nf4", device="cpu").double()
+    return bitsandbytes_library().functional.get_4bit_type("nf4", device="cpu").double()
 
 
 def _nested_code() -> Tensor:
-    import bitsandbytes.functional as functional
-
-    return functional.create_dynamic_map().double()
+    return bitsandbytes_library().functional.create_dynamic_map().double()
 
 
 def _largest_gap(code: Tensor) -> float:

@@ -1,0 +1,336 @@
+"""Quantised models, decoding and training with few bits at toy sizes: rows with checks, reasons, planted faults."""
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from hyperion.chapter import Context, load_profile
+from hyperion.errors import HyperionError
+from hyperion.experiments.inference import decode_speed, onnx_int8, qlora, quantization, quantized_linears
+from hyperion.experiments.inference.claims_quantization import (
+    byte_claims,
+    decode_claims,
+    error_claims,
+    quality_claims,
+    training_claims,
+)
+from hyperion.experiments.inference.decoder import EAGER, MODES, DecodeBlock, StaticDecoder, tokens_of_plain_forward
+from hyperion.experiments.inference.exercises_quantization import unpack_wrong_nibble
+from hyperion.experiments.inference.quantized_linears import SCHEMES, Int8Linear, output_bound, why_no_bitsandbytes
+from hyperion.hardware import detect, detect_cpu
+from hyperion.models.llama import build_random_llama
+from hyperion.results import Row, RowError
+from tests.chapter.toy import perform, toy_context
+
+pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.slow]
+TOY = {"language_model": "llama_toy", "classifier": "resnet18_toy", "dtype": "fp32", "batch_size": 4, "time_limit_s": 0.01}
+DECODE = {
+    "trained_model": "llama_toy",
+    "dtype": "fp32",
+    "schemes": ["int8 weight-only"],
+    "prompt_tokens": 4,
+    "new_tokens": 4,
+    "positions": 16,
+    "time_limit_s": 0.01,
+}
+QLORA = {
+    "trained_model": "llama_toy",
+    "sequence_length": 64,
+    "batch_size": 4,
+    "held_out_rows": 8,
+    "steps": 10,
+    "adapter_rate": 1e-2,
+    "full_rate": 1e-3,
+}
+NO_BITSANDBYTES = why_no_bitsandbytes(detect_cpu())
+
+
+@pytest.fixture(scope="module", autouse=True)
+def home(tmp_path_factory):
+    """The trained models of all tests of this file."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HYPERION_DATA", str(tmp_path_factory.mktemp("trained") / "data"))
+        yield
+
+
+def known(rows, metric):
+    return [row for row in rows if row.metric == metric and row.value is not None]
+
+
+@pytest.fixture(scope="module")
+def result(home, tmp_path_factory):
+    torch.set_num_threads(1)
+    folder = tmp_path_factory.mktemp("quantization")
+    return perform(toy_context("quantization", TOY, folder), folder)
+
+
+def test_every_scheme_has_bytes_errors_quality_and_time_or_a_reason(result):
+    ran = {row.variant for row in known(result.rows, "count")}
+    here = {scheme.name for scheme in SCHEMES if not scheme.why_absent(detect())}
+    assert ran == here | set(onnx_int8.KINDS)
+    for metric in ("weight_bytes", "perplexity_ratio", "relative_difference", "speedup", "stored_gb"):
+        assert ran <= {row.variant for row in known(result.rows, metric)}, metric
+    absent = {row.variant: row.value_reason for row in result.rows if row.value is None}
+    assert set(absent) == {scheme.name for scheme in SCHEMES} - here and all(absent.values())
+    assert {row.variant for row in known(result.rows, "accuracy_difference")} == set(onnx_int8.KINDS)
+    assert all(holds for holds, _ in byte_claims(result.rows) + error_claims(result.rows))
+
+
+def test_rows_name_what_ran(result):
+    found = {(row.variant, row.params["model"]): row.params for row in known(result.rows, "count")}
+    static = found["int8 static", "resnet18_toy"]
+    assert static["provider"] == "CPUExecutionProvider" and static["operators"] == {"QLinearConv": 20, "QGemm": 1}
+    assert set(found["int8 dynamic", "llama_toy"]["operators"]) <= {"MatMulIntegerToFloat", "DynamicQuantizeMatMul"}
+    assert found["int8 weight-only", "llama_toy"]["module"] == "Int8Linear"
+    if not NO_BITSANDBYTES:
+        assert found["NF4", "llama_toy"]["module"] == "Linear4bit"
+        assert "bitsandbytes" in found["NF4", "llama_toy"]["kernel"]
+
+
+def test_bytes_are_predicted_before_and_the_order_of_formats_is_right(result, tmp_path):
+    forecasts = quantization.forecast(toy_context("quantization", TOY, tmp_path))
+    stored = {(row.variant, json.dumps(row.params)): row.value for row in known(result.rows, "weight_bytes")}
+    compared = [one for one in forecasts if (one.variant, json.dumps(one.params)) in stored]
+    assert len(compared) >= 4
+    assert all(stored[one.variant, json.dumps(one.params)] == one.estimate for one in compared)
+    by_name = {row.variant: row.value for row in known(result.rows, "weight_bytes") if row.params["runtime"] == "PyTorch"}
+    assert by_name["int4 weight-only"] < by_name["int8 weight-only"] < by_name["original"] / 3.5
+
+
+@pytest.mark.parametrize("fault", ["wrong nibble", "scale not applied"])
+def test_planted_faults_of_a_scheme_are_refused(fault, tmp_path, monkeypatch):
+    scheme = "int4 weight-only" if fault == "wrong nibble" else "int8 weight-only"
+    monkeypatch.setattr(quantization, "SCHEMES", tuple(one for one in SCHEMES if one.name == scheme))
+    monkeypatch.setattr(quantization, "_in_onnx", lambda *given: ([], []))
+    if fault == "wrong nibble":
+        monkeypatch.setattr(quantized_linears, "unpack_int4", unpack_wrong_nibble)
+    else:
+        monkeypatch.setattr(Int8Linear, "forward", lambda self, x: F.linear(x, self.q_NK.to(x.dtype)))
+    with pytest.raises(RowError, match="largest error over its bound"):
+        perform(toy_context("quantization", TOY, tmp_path), tmp_path)
+
+
+def test_a_refusal_is_a_row_and_an_error_of_the_device_is_not(tmp_path, monkeypatch):
+    class Refusing(type(SCHEMES[0])):
+        error = RuntimeError("the shape is not supported")
+
+        def convert(self, weight_NK, device):
+            raise self.error
+
+    monkeypatch.setattr(quantization, "SCHEMES", (Refusing(),))
+    monkeypatch.setattr(quantization, "_in_onnx", lambda *given: ([], []))
+    rows = perform(toy_context("quantization", TOY, tmp_path), tmp_path).rows
+    (reason,) = [row.value_reason for row in rows if row.value is None]
+    assert reason == "refused: the shape is not supported"
+    Refusing.error = torch.AcceleratorError("an illegal memory access")
+    with pytest.raises(torch.AcceleratorError):
+        perform(toy_context("quantization", TOY, tmp_path / "again"), tmp_path / "again")
+
+
+@pytest.mark.skipif(bool(onnx_int8.why_no_onnx()), reason=onnx_int8.why_no_onnx())
+@pytest.mark.parametrize("kind", onnx_int8.KINDS)
+def test_int8_of_onnx_runtime_is_within_its_bound_and_a_wrong_scale_is_not(kind, tmp_path):
+    import onnx
+    from onnx import numpy_helper
+
+    torch.manual_seed(0)
+    layer, x = nn.Linear(48, 16, bias=False), torch.randn(5, 48)
+    source = onnx_int8.export(layer, x, tmp_path / "layer.onnx")
+    # The calibration data have half of the range, so values are clipped.
+    path = onnx_int8.quantise(kind, source, tmp_path / "int8.onnx", [0.5 * x])
+    weight = layer.weight.detach()
+    ranges = onnx_int8.dynamic_ranges(x) if kind == onnx_int8.DYNAMIC else onnx_int8.static_ranges(path)
+    exact = F.linear(x.double(), weight.double())
+    bound = output_bound(F.linear, x, weight, ranges.input_error(x), onnx_int8.weight_error(kind, weight), 1e-5)
+    bound = bound + ranges.output_error(exact)
+
+    def worst():
+        return ((onnx_int8.Session(path, 1)(x).double() - exact).abs() / bound).max().item()
+
+    assert 0.01 < worst() <= 1
+    assert onnx_int8.stored_weight_bytes(path) == onnx_int8.weight_bytes(kind, [(16, 48)])
+    # A batch that is smaller than the exported one gives the same values.
+    assert torch.equal(onnx_int8.Session(path, 1)(x)[:2], onnx_int8.Session(path, 1)(x[:2])) or kind == onnx_int8.DYNAMIC
+    model = onnx.load(str(path))
+    for tensor in model.graph.initializer:
+        values = numpy_helper.to_array(tensor)
+        if tensor.name.endswith("_scale") and values.size == 16:  # the scales of another output
+            tensor.CopyFrom(numpy_helper.from_array(values[::-1].copy() * 3, tensor.name))
+    onnx.save(model, str(path))
+    assert worst() > 1
+
+
+def test_static_quantisation_needs_calibration(tmp_path):
+    if onnx_int8.why_no_onnx():
+        pytest.skip(onnx_int8.why_no_onnx())
+    source = onnx_int8.export(nn.Linear(8, 4), torch.randn(2, 8), tmp_path / "layer.onnx")
+    with pytest.raises(HyperionError, match="without calibration data"):
+        onnx_int8.quantise(onnx_int8.STATIC, source, tmp_path / "int8.onnx")
+
+
+def test_without_onnx_runtime_its_rows_have_the_reason(tmp_path, monkeypatch):
+    monkeypatch.setattr(onnx_int8, "why_no_onnx", lambda: "unavailable: made up")
+    monkeypatch.setattr(quantization, "SCHEMES", ())
+    rows = perform(toy_context("quantization", TOY, tmp_path), tmp_path).rows
+    assert [row.variant for row in rows if row.value_reason == "unavailable: made up"] == 2 * list(onnx_int8.KINDS)
+
+
+def random_decoder(dtype=torch.float32, positions=32):
+    torch.manual_seed(0)
+    lm = build_random_llama("random_llama_d64_l2", 512, dtype).eval().requires_grad_(False)
+    return lm, StaticDecoder(lm, positions, detect_cpu(), EAGER)
+
+
+def test_the_tokens_are_those_of_a_plain_forward_pass_and_of_generate():
+    lm, decoder = random_decoder()
+    decoder.decode([5, 9, 2, 7], 20)
+    best, logits = tokens_of_plain_forward(lm, decoder.tokens_S[:24], 4)
+    assert torch.equal(best, decoder.tokens_S[4:24]) and logits.shape == (20, 512)
+    prompt = torch.tensor([[5, 9, 2, 7]])
+    generated = lm.generate(prompt, max_new_tokens=20, do_sample=False, use_cache=True, pad_token_id=0)
+    assert torch.equal(generated[0], decoder.tokens_S[:24])
+    # A second decode gives the same tokens, although the cache still holds those of the first.
+    first = decoder.tokens_S.clone()
+    decoder.rewind(4)
+    decoder.continue_(20)
+    assert torch.equal(decoder.tokens_S, first)
+
+
+def test_decoding_has_times_bytes_and_verified_tokens(tmp_path):
+    rows = perform(toy_context("decode_speed", DECODE, tmp_path), tmp_path).rows
+    times = known(rows, "decode_time_s")
+    assert [row.variant for row in times] == ["original", "int8 weight-only"]
+    assert all(row.params["mode"] == EAGER and row.check_error < row.check_tolerance < 0.1 for row in times)
+    plain, int8 = (row.value for row in known(rows, "weight_bytes"))
+    assert int8 < plain
+    reasons = [row.value_reason for row in rows if row.metric == "decode_bandwidth_share"]
+    assert len(reasons) == 2 and all("chapter 1.1" in reason for reason in reasons)
+
+
+@pytest.mark.parametrize("fault", ["cache one position late", "sees one position ahead", "position not rotated"])
+def test_planted_faults_of_the_cache_are_refused(fault, tmp_path, monkeypatch):
+    forward = DecodeBlock.forward
+
+    def faulty(self, x, cosine, sine, position, hidden):
+        if fault == "cache one position late":
+            return forward(self, x, cosine, sine, (position - 1).clamp_min(0), hidden)
+        if fault == "sees one position ahead":
+            return forward(self, x, cosine, sine, position, hidden.roll(3))
+        return forward(self, x, torch.ones_like(cosine), torch.zeros_like(sine), position, hidden)
+
+    monkeypatch.setattr(DecodeBlock, "forward", faulty)
+    with pytest.raises(RowError, match="tokens and last logits"):
+        perform(toy_context("decode_speed", DECODE | {"new_tokens": 10, "schemes": []}, tmp_path), tmp_path)
+
+
+def test_in_16_bits_a_token_may_differ_by_rounding_only():
+    decoder = random_decoder(torch.bfloat16)[1]
+    options = decode_speed.DecodeSpeedOptions.parse(DECODE | {"dtype": "bf16", "new_tokens": 24, "positions": 32}, "decode_speed")
+    decoder.decode([5, 9, 2, 7], 24)
+    check = decode_speed._verified(decoder, options, 4)
+    assert check.passed and check.tolerance < 0.5
+    decoder.tokens_S[10] = (decoder.tokens_S[10] + 1) % 512
+    assert not decode_speed._verified(decoder, options, 4).passed
+
+
+def test_the_time_of_a_token_is_predicted_from_bytes_and_the_copy_of_this_run(tmp_path):
+    sizes = load_profile("full").sizes("decode_speed")
+    context = toy_context("decode_speed", sizes, tmp_path)
+    assert {one.estimate for one in decode_speed.forecast(context)} == {None}
+    copy = Row(
+        notebook="n", experiment="bandwidth", variant="copy", dtype="fp32", metric="bandwidth_gb_s", value=4000.0,
+        params={"elements": 10},
+    )  # fmt: skip
+    slower = replace(copy, value=1.0, params={"elements": 9})
+    other = replace(copy, variant="sum", value=9000.0)
+    fields = {name: getattr(context, name) for name in ("notebook", "experiment", "sizes", "workspace", "synthetic")}
+    forecasts = decode_speed.forecast(Context(**fields, upstream=[slower, copy, other]))
+    by_name = {(one.variant, one.params["model"]): one.estimate for one in forecasts}
+    # All parameters but the embedding, and a cache of 256 positions of 2 x 32 x 4096 numbers, in 2 bytes.
+    expected = 2 * (6_738_415_616 - 32000 * 4096 + 256 * 2 * 32 * 4096)
+    assert by_name["original", "random_llama_7b"] == pytest.approx(expected / 4e12)
+    assert 0.25 < by_name["NF4", "random_llama_7b"] / by_name["original", "random_llama_7b"] < 0.32
+
+
+def test_the_share_of_bandwidth_has_a_claim_for_large_models_only():
+    common = {"notebook": "n", "experiment": "decode_speed", "variant": "original"}
+    interval = {"n": 30, "ci_low": 0.5, "ci_high": 0.9, "limit_source": "made up"}
+
+    def rows(stored, *shares):
+        bytes_row = Row(metric="weight_bytes", value=stored, params={"model": "m"}, **common)
+        return [bytes_row] + [
+            Row(metric="decode_bandwidth_share", value=share, params={"model": "m", "mode": mode}, **common, **interval)
+            for share, mode in zip(shares, MODES, strict=False)
+        ]
+
+    assert decode_claims(rows(1e6, 0.1)) == []
+    assert [holds for holds, _ in decode_claims(rows(13e9, 0.1, 0.75))] == [True]
+    assert [holds for holds, _ in decode_claims(rows(13e9, 0.1, 0.65))] == [False]
+    assert [holds for holds, _ in decode_claims(rows(13e9))] == [False]
+
+
+def test_quality_claims_follow_the_bits():
+    common = {"notebook": "n", "experiment": "quantization", "variant": "v", "metric": "perplexity_ratio", "n": 30}
+    rows = [
+        Row(value=value, ci_low=value - 0.001, ci_high=value + 0.001, dtype=dtype, **common)
+        for value, dtype in ((1.005, "int8"), (1.05, "int8"), (1.05, "nf4"), (1.3, "nf4"))
+    ]
+    assert [holds for holds, _ in quality_claims(rows)] == [True, False, True, False]
+    assert [holds for holds, _ in quality_claims([]) + byte_claims([]) + error_claims([]) + training_claims([])] == [False] * 4
+
+
+def test_the_state_of_8_bit_adamw_has_two_bytes_and_its_scales():
+    assert qlora.state_bytes(qlora.ADAMW, [100, 5000]) == 8 * 5100 + 8
+    assert qlora.state_bytes(qlora.ADAMW_8BIT, [100, 5000]) == 800 + 2 * 5000 + 2 * 4 * 20 + 2048
+    assert qlora.state_bytes(qlora.ADAMW_8BIT, [100]) == 800
+
+
+@pytest.mark.skipif(bool(NO_BITSANDBYTES), reason=NO_BITSANDBYTES)
+def test_twins_train_alike_and_the_base_does_not_change(tmp_path):
+    result = perform(toy_context("qlora", QLORA, tmp_path), tmp_path)
+    assert all(holds for holds, _ in training_claims(result.rows))
+    gaps = {row.variant: row for row in known(result.rows, "loss_difference_nats")}
+    assert set(gaps) == {qlora.QLORA, qlora.ADAMW_8BIT} and all(abs(row.value) < 0.3 for row in gaps.values())
+    states = {row.variant: row.value for row in known(result.rows, "optimizer_state_bytes")}
+    assert states[qlora.ADAMW_8BIT] < 0.35 * states[qlora.ADAMW] and states[qlora.QLORA] == states[qlora.LORA]
+    assert len(result.samples) == 4 * QLORA["steps"]
+
+
+@pytest.mark.skipif(bool(NO_BITSANDBYTES), reason=NO_BITSANDBYTES)
+def test_a_scale_of_the_base_that_changes_is_found(tmp_path, monkeypatch):
+    def touched(engine, *given, **named):
+        history = train(engine, *given, **named)
+        for module in engine.model.modules():
+            state = getattr(getattr(module, "weight", None), "quant_state", None)
+            if state is not None:
+                state.absmax[0] ^= 1
+                break
+        return history
+
+    train = qlora.train
+    monkeypatch.setattr(qlora, "train", touched)
+    with pytest.raises(RowError, match="sha256 of the frozen weights"):
+        perform(toy_context("qlora", QLORA, tmp_path), tmp_path)
+
+
+def test_without_bitsandbytes_the_twins_have_reasons(tmp_path, monkeypatch):
+    monkeypatch.setattr(qlora, "why_no_bitsandbytes", lambda device: "unavailable: made up")
+    rows = perform(toy_context("qlora", QLORA, tmp_path), tmp_path).rows
+    assert {row.variant for row in rows if row.value is None} == {qlora.QLORA, qlora.ADAMW_8BIT}
+    assert {row.variant for row in known(rows, "validation_loss")} == {qlora.LORA, qlora.ADAMW}
+
+
+@pytest.mark.parametrize("profile", ["smoke", "full", "study"])
+def test_the_sizes_of_the_profiles_are_valid(profile):
+    sizes = load_profile(profile).sizes
+    quantization.QuantizationOptions.parse(sizes("quantization"), "quantization")
+    qlora.QloraOptions.parse(sizes("qlora"), "qlora")
+    options = decode_speed.DecodeSpeedOptions.parse(sizes("decode_speed"), "decode_speed")
+    assert len(options.chosen_schemes()) == len(options.schemes)
+    assert options.prompt_tokens + options.new_tokens <= options.positions
+    if profile == "full":
+        assert options.random_model == "random_llama_7b" and options.dtype == "bf16"
