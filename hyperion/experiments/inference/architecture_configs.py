@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -46,7 +47,7 @@ class Architecture:
     family: str
     auto: str
     sizes: dict = field(repr=False)
-    inputs: Callable[[torch.Generator], dict[str, Tensor]] = field(repr=False)
+    inputs: Callable[[torch.Generator], dict[str, Any]] = field(repr=False)
 
 
 def _tokens(generator: torch.Generator) -> dict[str, Tensor]:
@@ -59,7 +60,7 @@ def _pixels(generator: torch.Generator) -> dict[str, Tensor]:
     return {"pixel_values": torch.randn(2, 3, 32, 32, generator=generator), "labels": torch.tensor([1, 3])}
 
 
-def _pairs(generator: torch.Generator) -> dict[str, Tensor]:
+def _pairs(generator: torch.Generator) -> dict[str, Any]:
     return {"input_ids": _tokens(generator)["input_ids"], "pixel_values": _pixels(generator)["pixel_values"], "return_loss": True}
 
 
@@ -160,7 +161,7 @@ ARCHITECTURES = {
     "marian": _pair(decoder_start_token_id=3, pad_token_id=3),
     "pegasus": _pair(),
     "mbart": _pair(decoder_start_token_id=2),
-    "m2m_100": _pair(scale_embedding=False),
+    "m2m_100": _pair(scale_embedding=False, tie_word_embeddings=False),
     "vit": _vision(**_VISION),
     "dinov2": _vision(**_VISION, mlp_ratio=1),
     "swin": _vision(**_PIXELS | {"patch_size": 4}, embed_dim=16, depths=[1, 1], num_heads=[2, 4], window_size=4),

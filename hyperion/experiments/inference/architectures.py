@@ -67,6 +67,8 @@ def run(context: Context, report: Report) -> Result:
 
 EXPERIMENT = Experiment(forecast, run, options=ArchitecturesOptions, isolated=True)
 
+# Number of models with different weights that are tried until the generated tokens depend on the context.
+_WEIGHTS = 4
 NO_GENERATION = "not applicable: the class has no generation"
 
 
@@ -108,6 +110,11 @@ def _check(context: Context, options: ArchitecturesOptions, name: str, seed: int
             reason = f"{NO_GENERATION} ({family})"
             return [context.absent_row(name, METRIC, reason, dtype="fp32", params=common | {"step": "generate"})]
         found = check_generation(tiny, options.new_tokens, seed, options.probes)
+        for number in range(1, _WEIGHTS):
+            if not found.need_context:
+                # With other weights, the tokens may depend on the context.
+                other = TinyModel.build(name, torch.device(context.device.torch_device), seed + 1000 * number)
+                found = check_generation(other, options.new_tokens, seed, options.probes)
         if not found.need_context:
             raise RuntimeError("the last token alone gives the same tokens, so a wrong cache is not noticed")
         check = checked("tokens that plain forward passes do not choose", found.wrong, 0)

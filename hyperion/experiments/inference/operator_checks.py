@@ -8,8 +8,11 @@ import importlib.util
 import itertools
 import json
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map
 
 from hyperion.experiments.inference.layers import LAYERS, layer_case
 from hyperion.experiments.inference.rounding import Case, errors_over_tolerance, forward_backward
@@ -204,8 +207,9 @@ class _Checker:
             # An error inside a kernel makes the whole process unusable. This call raises it again, and the process ends.
             torch.cuda.synchronize()
         try:
-            with torch.no_grad():
-                return errors_over_tolerance(case, FORMATS[dtype].storage, self.seed, self.probes, compute)
+            args, kwargs = tree_map(lambda one: one.detach() if isinstance(one, Tensor) else one, (case.args, case.kwargs))
+            alone = replace(case, args=args, kwargs=kwargs)
+            return errors_over_tolerance(alone, FORMATS[dtype].storage, self.seed, self.probes, compute)
         except Exception:
             return {}
 
