@@ -342,7 +342,8 @@ def _train_language(context: Context, name: str, recipe: LanguageRecipe, work: P
         pad_token_id=tokenizer.eos_id,
     )
     with torch.device(device.torch_device):
-        model = LlamaLM(AutoModelForCausalLM.from_config(config))
+        language_model = AutoModelForCausalLM.from_config(config)
+    model = LlamaLM(language_model)
     length = recipe.sequence_length
     batches = LanguageBatches(train_tokens, length, recipe.batch_size, context.seed, device.torch_device)
     schedule = WarmupCosine(recipe.learning_rate, max(1, recipe.steps // 10), recipe.steps)
@@ -350,7 +351,7 @@ def _train_language(context: Context, name: str, recipe: LanguageRecipe, work: P
     engine = LanguageEngine(model, optimizer, schedule, choose_precision(device, "auto"), device)
     print(f"{name}: {parameter_count(model):,} parameters, {tokenizer.vocab_size} tokens, {engine.precision}")
     history = train(engine, batches, TrainingPlan(steps=recipe.steps))
-    model.lm.save_pretrained(work)
+    language_model.save_pretrained(work)
     PreTrainedTokenizerFast(
         tokenizer_object=tokenizer.library_tokenizer(),
         eos_token="<|endoftext|>",

@@ -8,7 +8,7 @@ import importlib.util
 import json
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
@@ -127,7 +127,7 @@ def prepare(
     if runtime == COMPILED:
         compiled = _Compiled(_cast(model, dtype), batches)
         first = example.to(FORMATS[dtype].storage) if example.is_floating_point() else example
-        with torch.no_grad(), matmul_precision(FORMATS[dtype]):
+        with torch.no_grad(), matmul_precision(FORMATS[dtype]), _recorded_loops():
             seconds = measure_first_calls(lambda: compiled(first[:1]), device)
         return Prepared(compiled, device, dtype, {"compile_time_s": seconds}, ran={"compiled_for": list(batches)})
     if runtime == GRAPH:
@@ -165,10 +165,18 @@ def export_onnx(model: nn.Module, example: Tensor, path: Path) -> None:
         model.to(example.device)
 
 
+def _recorded_loops() -> Any:
+    """Context in which Inductor compiles loops for a CPU so that the profiler sees them. It costs nothing without a profiler."""
+    import torch._inductor.config as config
+
+    return config.patch({"cpp.enable_kernel_profile": True})
+
+
 def build_package(model: nn.Module, example: Tensor, path: Path) -> float:
     """Compile a model ahead of time with AOTInductor into one file, and return the seconds."""
     began = time.perf_counter()
-    torch._inductor.aoti_compile_and_package(exported(model, example), package_path=str(path))
+    with _recorded_loops():
+        torch._inductor.aoti_compile_and_package(exported(model, example), package_path=str(path))
     return time.perf_counter() - began
 
 
@@ -196,6 +204,8 @@ class OrtSession:
         self._path, self._provider = path, provider
         options = onnxruntime.SessionOptions()
         options.intra_op_num_threads = torch.get_num_threads()
+        # Idle threads that spin would take the cores from PyTorch, which is timed in turn.
+        options.add_session_config_entry("session.intra_op.allow_spinning", "0")
         self._session = onnxruntime.InferenceSession(str(path), options, providers=[provider])
         require_provider(provider, self._session.get_providers())
         self.ran = {"asked_provider": provider, "providers": ", ".join(self._session.get_providers())}
@@ -217,7 +227,7 @@ class OrtSession:
         return [event["args"]["provider"] for event in events if event.get("cat") == "Node" and "provider" in event["args"]]
 
 
-def require_provider(asked: str, present: list[str]) -> None:
+def require_provider(asked: str, present: Sequence[str]) -> None:
     """Check that a session has the provider that was asked for, as its first one.
 
     Raises:
@@ -234,8 +244,8 @@ def require_provider(asked: str, present: list[str]) -> None:
 def count_kernels(prepared: Prepared, inputs: Tensor) -> int:
     """Return the number of kernels that one call launches.
 
-    On a CPU, count the operators that compute: those without inner operators that do not only change the form of a tensor. The
-    fused loops of Inductor count as one operator each. For ONNX Runtime, count the nodes that ran.
+    On a CPU, count the operators that compute, without those that call others that compute. A fused loop of Inductor counts as
+    one operator. For ONNX Runtime, count the nodes that ran.
     """
     if isinstance(prepared.call, OrtSession):
         return len(prepared.call.node_providers(inputs))
@@ -249,8 +259,12 @@ def count_kernels(prepared: Prepared, inputs: Tensor) -> int:
     events: list[Any] = list(watch.events() or [])
     if gpu:
         return sum(event.device_type.name != "CPU" and not event.name.startswith(("Memcpy", "Memset")) for event in events)
-    leaves = [event for event in events if not event.cpu_children]
-    return sum(_computes(event.name) for event in leaves)
+    return sum(_kernels_of(event) for event in events if event.cpu_parent is None)
+
+
+def _kernels_of(event: Any) -> int:
+    """Return the number of innermost operators within an event that compute."""
+    return sum(map(_kernels_of, event.cpu_children)) or int(_computes(event.name))
 
 
 def _computes(name: str) -> bool:

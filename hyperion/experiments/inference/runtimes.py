@@ -84,7 +84,7 @@ class RuntimesOptions(Options):
         compiled_batches: batch sizes for which torch.compile compiles the model, and among which it is searched. They include 1.
         latency_samples: calls for the percentiles of the latency. The 99th percentile needs at least 368.
         time_limit_s: seconds of timing for each comparison.
-        held_out: largest number of windows or images that are scored. None scores all.
+        windows, images: largest number of windows and of images that are scored. None scores all.
     """
 
     language_model: str
@@ -94,7 +94,12 @@ class RuntimesOptions(Options):
     compiled_batches: tuple[int, ...] = (1,)
     latency_samples: int
     time_limit_s: float
-    held_out: int | None = None
+    windows: int | None = None
+    images: int | None = None
+
+    def records(self, kind: str) -> int | None:
+        """Return the number of windows or of images that are scored."""
+        return self.windows if kind == LANGUAGE else self.images
 
 
 def forecast(context: Context) -> list[Forecast]:
@@ -231,7 +236,7 @@ class _Reference:
 
     def score(self, call: Callable[[Tensor], Tensor]) -> Scores:
         """Score a variant on the held-out data that the options name."""
-        return self.trained.score(call, self.device, records=self.options.held_out)
+        return self.trained.score(call, self.device, records=self.options.records(self.trained.kind))
 
     def tolerance(self, dtype: str) -> float:
         """Return the tolerance of logits in a number format."""
@@ -382,7 +387,7 @@ def _quality_row(context: Context, trained: TrainedModel, runtime: str, dtype: s
     if trained.kind == CLASSIFIER:
         difference = accuracy_difference(scores.correct, original.correct)
         return context.row(runtime, "accuracy_difference", difference, dtype=dtype, params=params)
-    targets = trained.held_out(detect_cpu())[1][: reference.options.held_out]
+    targets = trained.held_out(detect_cpu())[1][: reference.options.windows]
     windows = np.nonzero((targets != IGNORE_INDEX).numpy())[0]
     ratio = perplexity_ratio(scores.losses, original.losses, windows)
     return context.row(runtime, "perplexity_ratio", ratio, dtype=dtype, params=params)

@@ -39,7 +39,8 @@ SIZES = {
     "batches": [1, 3],
     "latency_samples": 80,
     "time_limit_s": 0.01,
-    "held_out": 8,
+    "windows": 8,
+    "images": 8,
 }
 
 
