@@ -104,7 +104,9 @@ def _page(material: Material, first: DrawnFigure | None, found: list[Section]) -
             markdown(measured_by),
         ]
     elif len(measured_by):
-        parts.append(f"One version of the code measured this run: commit {markdown_code(measured_by['commit'].iloc[0])}.")
+        only = measured_by.iloc[0]
+        changes = ", with local changes; the environment at the end of the page has their hash" * (only["local changes"] == "yes")
+        parts.append(f"One version of the code measured this run: commit {markdown_code(only['commit'])}{changes}.")
     if banner(material):
         parts.append(f"> **{markdown_text(banner(material))}**")
     if first:
