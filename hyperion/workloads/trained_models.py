@@ -111,7 +111,7 @@ LANGUAGE_MODELS = {
     ),
     "llama_d128_l2": LanguageRecipe(
         vocabulary=2048, width=128, layers=2, heads=2, key_value_heads=1, mlp_width=384, sequence_length=128, batch_size=8,
-        steps=200, learning_rate=4e-3, held_out_tokens=16384,
+        steps=150, learning_rate=4e-3, held_out_tokens=16384,
     ),
     "llama_d512_l8": LanguageRecipe(
         width=512, layers=8, heads=8, key_value_heads=4, mlp_width=1408, sequence_length=512, batch_size=32,
@@ -120,7 +120,7 @@ LANGUAGE_MODELS = {
 }  # fmt: skip
 CLASSIFIERS = {
     "resnet18_toy": ClassifierRecipe(width=8, batch_size=32, steps=30, learning_rate=0.05, held_out_images=100),
-    "resnet18_w8": ClassifierRecipe(width=8, batch_size=64, steps=200, learning_rate=0.1, held_out_images=1000),
+    "resnet18_w8": ClassifierRecipe(width=8, batch_size=64, steps=150, learning_rate=0.1, held_out_images=1000),
     "resnet18": ClassifierRecipe(width=64, batch_size=512, steps=900, learning_rate=0.4),
 }
 

@@ -297,8 +297,7 @@ class _Compiled:
         outputs, first = [], 0
         while first < len(x):
             size = next(size for size in self._sizes if size <= len(x) - first)
-            # A copy, because a slice has other strides for a batch of one, and strides are part of what is compiled.
-            outputs.append(self._compiled(x[first : first + size].clone()))
+            outputs.append(self._compiled(x[first : first + size]))
             first += size
         return torch.cat(outputs)
 

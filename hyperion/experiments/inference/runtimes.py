@@ -20,6 +20,7 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 import torch
+from pydantic import Field
 from torch import Tensor, nn
 
 from hyperion.chapter.context import Context, Experiment, Forecast, Options, Report, Result
@@ -71,6 +72,7 @@ RUNTIMES = (*IN_PROCESS[:3], AOTI, *IN_PROCESS[3:])
 HOST_BOUND_SHARE = 0.5
 _LATENCY_EXAMPLES = 1
 Found = tuple[list[Row], list[pd.DataFrame]]
+_LEFT_OUT = "left out: a compilation takes longer than all other measurements, and the profile does not ask for this one"
 _COMPARED = 8  # examples whose logits are compared with float64
 
 
@@ -82,6 +84,7 @@ class RuntimesOptions(Options):
         dtype: number format of PyTorch's runtimes. ONNX Runtime and MIGraphX run the float32 graph.
         batches: batch sizes among which the search finds the best one.
         compiled_batches: batch sizes for which torch.compile compiles the model, and among which it is searched. They include 1.
+        left_out: runtimes that the profile does not ask for, by kind of model: "language" or "classifier". Their rows say so.
         latency_samples: calls for the percentiles of the latency. The 99th percentile needs at least 368.
         time_limit_s: seconds of timing for each comparison.
         windows, images: largest number of windows and of images that are scored. None scores all.
@@ -92,10 +95,15 @@ class RuntimesOptions(Options):
     dtype: str
     batches: tuple[int, ...]
     compiled_batches: tuple[int, ...] = (1,)
+    left_out: dict[str, tuple[str, ...]] = Field(default_factory=dict)
     latency_samples: int
     time_limit_s: float
     windows: int | None = None
     images: int | None = None
+
+    def why_absent(self, kind: str, runtime: str, device: Device) -> str:
+        """Return the reason why a runtime of a kind of model is not measured, or ""."""
+        return _LEFT_OUT if runtime in self.left_out.get(kind, ()) else why_absent(runtime, device)
 
     def records(self, kind: str) -> int | None:
         """Return the number of windows or of images that are scored."""
@@ -109,7 +117,7 @@ def forecast(context: Context) -> list[Forecast]:
     for kind, name in ((LANGUAGE, options.language_model), (CLASSIFIER, options.classifier)):
         metric, same = ("perplexity_ratio", 1.0) if kind == LANGUAGE else ("accuracy_difference", 0.0)
         for runtime in RUNTIMES:
-            if why_absent(runtime, context.device):
+            if options.why_absent(kind, runtime, context.device):
                 continue
             dtype = _dtype(runtime, options)
             basis = f"the same weights; rounding in {dtype} changes each logit by far less than the loss of a token varies"
@@ -144,7 +152,7 @@ def measure_in_process(context: Context, report: Report, folder: str) -> Result:
     references: dict[Device, _Reference] = {}
     for runtime in IN_PROCESS:
         dtype = _dtype(runtime, options)
-        if reason := why_absent(runtime, context.device):
+        if reason := options.why_absent(trained.kind, runtime, context.device):
             rows += _absent(context, trained, runtime, dtype, reason)
             continue
         device = detect_cpu() if runtime == ORT_CPU else context.device
@@ -176,8 +184,7 @@ def build_in_process(context: Context, report: Report, folder: str) -> Result:
     """Compile one model ahead of time into a package. A worker process calls this function."""
     options, trained = RuntimesOptions.of(context), read_trained_model(Path(folder))
     device, storage = context.device, FORMATS[options.dtype].storage
-    example = _inputs(trained, device)[:2]
-    example = example.to(storage) if example.is_floating_point() else example
+    example = _formed(_inputs(trained, device)[:2], storage)
     seconds = build_package(trained.load(device, storage), example, _package(context, trained))
     params = {"model": trained.name, "what": "export and compilation into a package"}
     return Result([context.row(AOTI, "export_time_s", seconds, dtype=options.dtype, params=params)], pd.DataFrame())
@@ -252,8 +259,7 @@ def _measure(
     host = {"device": device.kind} | prepared.ran
 
     def call(x: Tensor) -> Tensor:
-        # A captured graph overwrites its output, and a package needs inputs of its own number format.
-        return prepared.call(x.to(storage) if x.is_floating_point() else x)
+        return prepared.call(_formed(x, storage))
 
     rows: list[Row] = []
     with torch.no_grad():
@@ -261,7 +267,7 @@ def _measure(
         output = call(compared).clone().to(reference.exact.device)
         check = Verification("logits against float64", relative_error(output, reference.exact), reference.tolerance(dtype))
         eager = reference.eager(dtype)
-        theirs = eager(compared.to(storage) if compared.is_floating_point() else compared)
+        theirs = eager(_formed(compared, storage))
         agreement = relative_error(output, theirs)
         for name, error, tolerance in (
             ("float64", check.error, check.tolerance),
@@ -366,7 +372,7 @@ def _throughput(
     best = max(rates, key=lambda size: rates[size])
     for size in dict.fromkeys((1, best)):
         x = batch_of(size)
-        cast = x.to(storage) if x.is_floating_point() else x
+        cast = _formed(x, storage)
         functions = [lambda x=x: call(x)] + ([lambda cast=cast: eager(cast)] if runtime != EAGER else [])
         mine, *others = time_interleaved(functions, device, cold=False, time_limit_s=options.time_limit_s)
         params = base | {"batch": size, "cache": "hot", "role": "best batch" if size == best else "one example"}
@@ -395,7 +401,7 @@ def _quality_row(context: Context, trained: TrainedModel, runtime: str, dtype: s
 
 def _ahead_of_time(context: Context, options: RuntimesOptions, trained: TrainedModel) -> Result:
     """Build a package in one process, and load and measure it in another. If a process ends, the rows hold the reason."""
-    if reason := why_absent(AOTI, context.device):
+    if reason := options.why_absent(trained.kind, AOTI, context.device):
         return Result(_absent(context, trained, AOTI, options.dtype, reason), pd.DataFrame())
     folder, step = {"folder": str(trained.folder)}, "builds"
     try:
@@ -428,8 +434,12 @@ def _dtype(runtime: str, options: RuntimesOptions) -> str:
 
 
 def _inputs(trained: TrainedModel, device: Device) -> Tensor:
-    inputs = trained.held_out(device)[0]
-    return inputs.contiguous(memory_format=torch.channels_last) if trained.kind == CLASSIFIER else inputs
+    return _formed(trained.held_out(device)[0], torch.float32)
+
+
+def _formed(x: Tensor, storage: torch.dtype) -> Tensor:
+    """Return token ids as they are, and images in a number format with channels last. A compiler makes code for one form."""
+    return x.to(storage, memory_format=torch.channels_last) if x.is_floating_point() else x
 
 
 def _package(context: Context, trained: TrainedModel) -> Path:
