@@ -2,7 +2,7 @@
 
 import pandas as pd
 
-from hyperion.experiments.inference import metrics_quantization as metrics
+from hyperion.experiments.inference import metrics
 from hyperion.results import Row
 
 CHAPTER = "12_inference_and_quantization"

@@ -21,7 +21,7 @@ from hyperion.chapter.rows import (
     stream_ceiling,
     timed_row,
 )
-from hyperion.experiments.inference import metrics_quantization as metrics
+from hyperion.experiments.inference import metrics
 from hyperion.experiments.inference.decoder import CAPTURED, COMPILED, EAGER, MODES, StaticDecoder, tokens_of_plain_forward
 from hyperion.experiments.inference.quantized_linears import SCHEMES, Scheme, replace_linears, stored_tensors
 from hyperion.hardware import Device

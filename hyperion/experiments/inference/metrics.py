@@ -1,6 +1,5 @@
 """Metrics of this subject that the library does not have."""
 
-from hyperion.experiments.inference import metrics_quantization
 from hyperion.results import Metric, register_metric
 
 LATENCIES = {0.5: "latency_p50_s", 0.95: "latency_p95_s", 0.99: "latency_p99_s"}
@@ -17,5 +16,45 @@ _OWN = (
         "lower",
         "largest error against float64, divided by a tolerance that is derived from the rounding of inputs; at most 1 passes",
     ),
+    Metric(
+        "perplexity_ratio",
+        "ratio",
+        "lower",
+        "perplexity of the quantised model over that of the original, from paired losses of the same windows",
+        needs_interval=True,
+    ),
+    Metric(
+        "accuracy_difference",
+        "fraction",
+        "higher",
+        "accuracy of the quantised model minus that of the original, on the same images",
+        needs_interval=True,
+    ),
+    Metric("weight_bytes", "B", "lower", "bytes of the stored weights of all quantised layers, with scales", needs_check=True),
+    Metric(
+        "decode_time_s",
+        "s",
+        "lower",
+        "one token of a greedy decode of one sequence with a cache, median",
+        needs_limit=True,
+        needs_interval=True,
+        needs_check=True,
+    ),
+    Metric(
+        "decode_bandwidth_share",
+        "fraction",
+        "higher",
+        "bytes of weights and cache over the time of a token, divided by the run's fastest memory stream",
+        needs_limit=True,
+        needs_interval=True,
+    ),
+    Metric("optimizer_state_bytes", "B", "lower", "bytes of the tensors in the state of an optimizer", needs_check=True),
+    Metric(
+        "loss_difference_nats",
+        "nats",
+        "lower",
+        "mean training loss of a variant minus that of its twin, on the same batches",
+        needs_interval=True,
+    ),
 )
-METRICS = (*metrics_quantization.METRICS, *map(register_metric, _OWN))
+METRICS = tuple(map(register_metric, _OWN))

@@ -21,7 +21,7 @@ from torch import nn
 from hyperion.chapter.context import Context, Experiment, Forecast, Options, Report, Result
 from hyperion.chapter.rows import checked
 from hyperion.data.batches import InstructionBatches
-from hyperion.experiments.inference import metrics_quantization as metrics
+from hyperion.experiments.inference import metrics
 from hyperion.experiments.inference.quality import clustered_mean
 from hyperion.experiments.inference.quantized_linears import (
     Nf4,

@@ -25,8 +25,7 @@ from torch import Tensor, nn
 from hyperion.chapter.context import Context, Experiment, Forecast, Options, Report, Result
 from hyperion.chapter.rows import all_samples, checked, sample_frame, speedup_row, timed_row
 from hyperion.data import IGNORE_INDEX
-from hyperion.experiments.inference import metrics_quantization as metrics
-from hyperion.experiments.inference import onnx_int8
+from hyperion.experiments.inference import metrics, onnx_int8
 from hyperion.experiments.inference.onnx_int8 import Session
 from hyperion.experiments.inference.quality import accuracy_difference, perplexity, perplexity_ratio
 from hyperion.experiments.inference.quantized_linears import (

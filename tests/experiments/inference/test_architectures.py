@@ -9,7 +9,7 @@ from hyperion.chapter import load_profile
 from hyperion.experiments.inference import architecture_checks, architectures
 from hyperion.experiments.inference.architecture_checks import TinyModel, check_derivatives, check_generation, check_gradients
 from hyperion.experiments.inference.architecture_configs import ARCHITECTURES
-from hyperion.experiments.inference.claims_operators import architecture_claims
+from hyperion.experiments.inference.claims import architecture_claims
 from hyperion.experiments.inference.figures_operators import family_table, steps_of
 from tests.chapter.toy import perform, toy_context
 

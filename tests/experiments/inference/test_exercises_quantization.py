@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from hyperion.chapter.exercises import solved
-from hyperion.experiments.inference.exercises_quantization import (
+from hyperion.experiments.inference.exercises import (
     DECODE_MS,
     NF4_BITS,
     judge_int8,

@@ -2,7 +2,7 @@
 
 import pytest
 
-from hyperion.experiments.inference.claims_operators import architecture_claims, operator_claims
+from hyperion.experiments.inference.claims import architecture_claims, operator_claims
 from hyperion.experiments.inference.figures_operators import (
     PLOTS,
     TITLES,

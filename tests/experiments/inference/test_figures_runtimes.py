@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from hyperion.experiments.inference.claims_runtimes import fusion_claims, parity_claims, provider_claims, quality_claims
+from hyperion.experiments.inference.claims import fusion_claims, parity_claims, provider_claims, runtime_quality_claims
 from hyperion.experiments.inference.figures import PLOTS, TITLES, kernel_counts, runtime_latency, runtime_throughput
 from hyperion.figures.material import Material
 from hyperion.figures.style import styled
@@ -64,14 +64,14 @@ def test_every_figure_belongs_to_a_titled_experiment():
 
 def test_claims_hold_for_good_rows(rows):
     measured = [row for row in rows if row.value is not None]
-    claims = parity_claims(measured) + quality_claims(rows) + fusion_claims(rows)
+    claims = parity_claims(measured) + runtime_quality_claims(rows) + fusion_claims(rows)
     assert len(claims) == 6 + 6 + 2 and all(holds for holds, _ in claims)
 
 
 def test_a_changed_perplexity_refutes_its_claim_but_not_in_sixteen_bits(rows):
     wrong = made_up_row("AOTInductor", "perplexity_ratio", 1.01, {"model": "llama"})
-    assert not all(holds for holds, _ in quality_claims([wrong]))
-    assert all(holds for holds, _ in quality_claims([replace(wrong, dtype="bf16")]))
+    assert not all(holds for holds, _ in runtime_quality_claims([wrong]))
+    assert all(holds for holds, _ in runtime_quality_claims([replace(wrong, dtype="bf16")]))
 
 
 def test_a_session_on_another_provider_or_device_refutes_its_claim():
@@ -86,4 +86,4 @@ def test_a_session_on_another_provider_or_device_refutes_its_claim():
 def test_no_fusion_and_no_rows_refute_their_claims(rows):
     same = [replace(row, value=60.0, ci_low=None, ci_high=None) if row.metric == "kernels_per_call" else row for row in rows]
     assert not any(holds for holds, _ in fusion_claims(same))
-    assert not any(holds for holds, _ in parity_claims([]) + quality_claims([]))
+    assert not any(holds for holds, _ in parity_claims([]) + runtime_quality_claims([]))

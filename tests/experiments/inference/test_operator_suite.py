@@ -9,7 +9,7 @@ import torch
 
 from hyperion.chapter import experiment_named, load_profile
 from hyperion.experiments.inference import operator_checks, operator_suite
-from hyperion.experiments.inference.claims_operators import operator_claims
+from hyperion.experiments.inference.claims import operator_claims
 from hyperion.experiments.inference.figures_operators import count_table, gaps
 from hyperion.experiments.inference.operator_checks import KIND_OF
 from hyperion.experiments.inference.operator_suite import OperatorSuiteOptions, collect_outcomes, status_of

@@ -11,15 +11,9 @@ from torch import nn
 from hyperion.chapter import Context, load_profile
 from hyperion.errors import HyperionError
 from hyperion.experiments.inference import decode_speed, onnx_int8, qlora, quantization, quantized_linears
-from hyperion.experiments.inference.claims_quantization import (
-    byte_claims,
-    decode_claims,
-    error_claims,
-    quality_claims,
-    training_claims,
-)
+from hyperion.experiments.inference.claims import byte_claims, decode_claims, error_claims, quality_claims, training_claims
 from hyperion.experiments.inference.decoder import EAGER, MODES, DecodeBlock, StaticDecoder, tokens_of_plain_forward
-from hyperion.experiments.inference.exercises_quantization import unpack_wrong_nibble
+from hyperion.experiments.inference.exercises import unpack_wrong_nibble
 from hyperion.experiments.inference.quantized_linears import SCHEMES, Int8Linear, output_bound, why_no_bitsandbytes
 from hyperion.hardware import detect, detect_cpu
 from hyperion.models.llama import build_random_llama
@@ -242,9 +236,14 @@ def test_the_time_of_a_token_is_predicted_from_bytes_and_the_copy_of_this_run(tm
     context = toy_context("decode_speed", sizes, tmp_path)
     assert {one.estimate for one in decode_speed.forecast(context)} == {None}
     copy = Row(
-        notebook="n", experiment="bandwidth", variant="copy", dtype="fp32", metric="bandwidth_gb_s", value=4000.0,
+        notebook="n",
+        experiment="bandwidth",
+        variant="copy",
+        dtype="fp32",
+        metric="bandwidth_gb_s",
+        value=4000.0,
         params={"elements": 10},
-    )  # fmt: skip
+    )
     slower = replace(copy, value=1.0, params={"elements": 9})
     other = replace(copy, variant="sum", value=9000.0)
     fields = {name: getattr(context, name) for name in ("notebook", "experiment", "sizes", "workspace", "synthetic")}

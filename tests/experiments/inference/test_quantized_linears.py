@@ -8,7 +8,7 @@ import torch.nn.functional as F
 
 from hyperion.errors import HyperionError
 from hyperion.experiments.inference import quantized_linears
-from hyperion.experiments.inference.exercises_quantization import quantise_without_scale, quantise_wrong_axis, unpack_wrong_nibble
+from hyperion.experiments.inference.exercises import quantise_without_scale, quantise_wrong_axis, unpack_wrong_nibble
 from hyperion.experiments.inference.quantized_linears import (
     SCHEMES,
     Fp8,

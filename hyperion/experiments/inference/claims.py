@@ -1,0 +1,159 @@
+"""Claims of the chapter on inference: pairs of whether a claim holds, and the sentence that says why not.
+
+A claim about a row that is missing, or whose value was refused, does not hold. A runtime or a number format that cannot be used
+here makes no claim.
+"""
+
+from collections.abc import Iterable, Sequence
+
+from hyperion.errors import not_none
+from hyperion.experiments.inference.figures_operators import gaps, steps_of
+from hyperion.results import Row
+
+Claim = tuple[bool, str]
+# Largest change of perplexity or accuracy by another runtime with the same number format, and by bf16.
+SAME_FORMAT, SIXTEEN_BITS = 1e-3, 2e-2
+
+
+def parity_claims(rows: Sequence[Row]) -> list[Claim]:
+    """Return the claims that the logits of each runtime agree with float64 and with eager mode within their tolerances."""
+    found = [row for row in rows if row.metric == "relative_difference" and "against" in row.params]
+    claims = [
+        (row.value is not None, f"{row.variant}, {row.params['model']}, {row.params['against']}: {row.value_reason}")
+        for row in found
+    ]
+    return claims or [(False, "no runtime was compared with float64")]
+
+
+def runtime_quality_claims(rows: Sequence[Row]) -> list[Claim]:
+    """Return the claims that no runtime changes perplexity or accuracy by more than its number format explains."""
+    claims = []
+    for row in rows:
+        if row.metric not in ("perplexity_ratio", "accuracy_difference") or row.value is None:
+            continue
+        allowed = SAME_FORMAT if row.dtype == "fp32" else SIXTEEN_BITS
+        change = abs(row.value - (row.metric == "perplexity_ratio"))
+        claims.append((change <= allowed, f"{row.variant}, {row.params['model']}: {row.metric} {row.value:.5f}"))
+    return claims or [(False, "no runtime was scored")]
+
+
+def provider_claims(rows: Sequence[Row]) -> list[Claim]:
+    """Return the claims that each session of ONNX Runtime has the provider that was asked for, on the device of the row."""
+    claims = []
+    for row in rows:
+        if "providers" not in row.params:
+            continue
+        asked, present = row.params["asked_provider"], row.params["providers"]
+        on_cpu = asked == "CPUExecutionProvider"
+        claims.append((present.startswith(asked), f"{row.variant}: {asked} was asked for, {present} ran"))
+        claims.append((on_cpu == (row.params["device"] == "cpu"), f"{row.variant}: {asked} on {row.params['device']}"))
+    return claims
+
+
+def fusion_claims(rows: Sequence[Row]) -> list[Claim]:
+    """Return the claim for each model that the compiled model launches fewer kernels than the eager one."""
+    counts = {
+        (row.variant, row.params["model"]): not_none(row.value)
+        for row in rows
+        if row.metric == "kernels_per_call" and row.value is not None
+    }
+    return [
+        (count < counts["eager", model], f"{model}: {count:g} kernels compiled, {counts['eager', model]:g} eager")
+        for (runtime, model), count in counts.items()
+        if runtime == "torch.compile"
+    ]
+
+
+# The bar of decoding is about models whose weights are far larger than the last-level cache.
+LARGE_BYTES, SHARE_OF_BANDWIDTH = 5e9, 0.7
+# An 8-bit format may change perplexity by at most this share, a 4-bit format by at most that.
+EIGHT_BITS, FOUR_BITS = 0.01, 0.15
+_BITS = {"int8": 8, "fp8": 8, "int4": 4, "nf4": 4}
+
+
+def byte_claims(rows: Sequence[Row]) -> list[Claim]:
+    """Return the claims that every byte count equals the one computed from the format, and that a format has its bits."""
+    claims = []
+    for row in _known(rows, "weight_bytes"):
+        claims.append((row.check_error == 0, f"{row.variant}: {row.value:g} bytes, computed {row.predicted}"))
+    return claims or [(False, "no row of weight_bytes has a value")]
+
+
+def error_claims(rows: Sequence[Row]) -> list[Claim]:
+    """Return the claims that no element of a quantised layer is beyond its bound."""
+    found = _known(rows, "relative_difference")
+    claims = [
+        (
+            not_none(row.check_error) <= not_none(row.check_tolerance),
+            f"{row.variant}, {row.params['what']}: {row.check_error:.3g} of its bound",
+        )
+        for row in found
+    ]
+    return claims or [(False, "no row of relative_difference has a value")]
+
+
+def quality_claims(rows: Sequence[Row]) -> list[Claim]:
+    """Return the claims that 8-bit weights change perplexity by at most 1 %, and that 4-bit weights change it by at most 15 %."""
+    claims = []
+    for row in _known(rows, "perplexity_ratio"):
+        allowed = EIGHT_BITS if _BITS[row.dtype] == 8 else FOUR_BITS
+        value = f"{row.value:.4f} ({row.ci_low:.4f} to {row.ci_high:.4f})"
+        claims.append((not_none(row.ci_low) <= 1 + allowed, f"{row.variant}: perplexity ratio {value}, allowed {1 + allowed}"))
+    return claims or [(False, "no row of perplexity_ratio has a value")]
+
+
+def decode_claims(rows: Sequence[Row]) -> list[Claim]:
+    """Return the claim that the best decode of a large original model reaches `SHARE_OF_BANDWIDTH` of a copy's bandwidth.
+
+    Without a large model, as on a CPU, there is no such claim.
+    """
+    claims = []
+    large = {row.params["model"] for row in _known(rows, "weight_bytes") if not_none(row.value) >= LARGE_BYTES}
+    for model in sorted(large):
+        found = [row for row in rows if row.metric == "decode_bandwidth_share" and row.variant == "original"]
+        shares = [not_none(row.value) for row in found if row.params["model"] == model and row.value is not None]
+        best = max(shares, default=0.0)
+        claims.append((best >= SHARE_OF_BANDWIDTH, f"{model}: {best:.3f} of the bandwidth, expected {SHARE_OF_BANDWIDTH}"))
+    return claims
+
+
+def training_claims(rows: Sequence[Row]) -> list[Claim]:
+    """Return the claims that every variant lowers the held-out loss, and that the base weights did not change."""
+    claims = []
+    losses: dict[str, dict[int, float]] = {}
+    for row in _known(rows, "validation_loss"):
+        losses.setdefault(row.variant, {})[row.params["step"]] = not_none(row.value)
+    for variant, by_step in losses.items():
+        before, after = by_step[min(by_step)], by_step[max(by_step)]
+        claims.append((after < before, f"{variant}: held-out loss {before:.4f} before and {after:.4f} after the training"))
+    unchanged = [row for row in _known(rows, "relative_difference") if row.params["what"] == "base weights after training"]
+    claims += [(row.value == 0, f"{row.variant}: the base weights changed") for row in unchanged]
+    return claims or [(False, "no variant was trained")]
+
+
+def _known(rows: Iterable[Row], metric: str) -> list[Row]:
+    return [row for row in rows if row.metric == metric and (row.value is not None or row.is_unexpected)]
+
+
+FEWEST_OPERATORS, FEWEST_ARCHITECTURES = 80, 20
+
+
+def operator_claims(rows: Sequence[Row]) -> list[Claim]:
+    """Return the claims that no operator fails for an unknown reason, and that at least 80 pass in each format and pass."""
+    failed = [line for line in gaps(rows) if line["status"] == "failed"]
+    claims = [(False, f"{line['operator']}, {line['dtype']}, {line['pass']}: {line['reason']}") for line in failed]
+    counts = [row for row in rows if row.metric == "count" and row.params.get("what") == "passed"]
+    claims += [
+        ((row.value or 0) >= FEWEST_OPERATORS, f"only {row.value} operators pass: {row.dtype}, {row.params['pass']}")
+        for row in counts
+    ]
+    return claims or [(False, "no operator was checked")]
+
+
+def architecture_claims(rows: Sequence[Row]) -> list[Claim]:
+    """Return the claims that no architecture fails, and that at least 20 architectures pass every step."""
+    failed = [line for line in steps_of(rows) if line["result"].startswith("failed")]
+    claims = [(False, f"{line['architecture']}, {line['step']}: {line['result']}") for line in failed]
+    claims += [(False, f"{row.variant}: {row.value_reason}") for row in rows if row.is_unexpected]
+    passed = [row.value or 0 for row in rows if row.metric == "count" and row.params.get("what", "").startswith("pass")]
+    return [*claims, (max(passed, default=0) >= FEWEST_ARCHITECTURES, f"{max(passed, default=0):g} architectures pass")]
