@@ -43,8 +43,9 @@ def _panels(material: Material, rows: list[Row], title: str, label: str, factor:
         _bars(axes, [row for row in known if row.params["model"] == model], factor)
         axes.set(xlabel=label, xlim=(0, axes.get_xlim()[1] * 1.3))
         axes.set_title(model)
-    # A runtime has the same reason in the rows of every metric and model.
-    add_notes(figure, dict.fromkeys(absences(rows, lambda row: row.variant)))
+    # Only a rate has a limit, so the other rows have no reason why they have none.
+    noted = [row for row in rows if row.value is None or row.limit_source]
+    add_notes(figure, dict.fromkeys(absences(noted, lambda row: row.variant)))
     return figure
 
 

@@ -54,7 +54,7 @@ def operator_errors(material: Material) -> Figure | None:
         axes.plot(errors, shares, label=f"{dtype}, {len(errors)} operators and variants", **style)
     _tolerance_axis(axes)
     axes.set(ylabel="share of operators", ylim=(0, 1.02))
-    axes.legend(loc="upper left")
+    axes.legend(loc="lower right")
     above = [f"{line['operator']} ({line['dtype']})" for line in gaps(rows) if line["status"] != "unsupported"]
     add_notes(figure, [f"Above the tolerance or failed: {', '.join(above)}."] if above else [])
     return figure

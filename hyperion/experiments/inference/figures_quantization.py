@@ -6,7 +6,7 @@ from matplotlib.figure import Figure
 
 from hyperion.errors import not_none
 from hyperion.figures.material import Material, Plot, measured, number
-from hyperion.figures.style import absences, add_notes, errors_of, look, new_figure, write_at
+from hyperion.figures.style import COLOURS, absences, add_notes, errors_of, look, new_figure, write_at
 from hyperion.results import Row
 
 TITLES = {"quantization": "Quantised weights", "decode_speed": "Decoding one sequence", "qlora": "Training with few bits"}
@@ -28,18 +28,18 @@ def quantization(material: Material) -> Figure | None:
         style = look(row.variant, position)
         quality.errorbar([megabytes], [percent], yerr=error, fmt=style["marker"], color=style["color"], label=_name(row))
     quality.axhline(0, color="0.6", linewidth=0.8)
-    quality.set(xlabel="MB of quantised weights", ylabel="perplexity above the original, %", xscale="log")
-    quality.legend(fontsize=7.5)
+    quality.set(xlabel="MB of quantised weights", ylabel="perplexity above the original, %")
+    quality.legend(fontsize=7.5, ncols=2, loc="lower left", bbox_to_anchor=(0, 1))
     times = measured(row for row in rows if row.metric == "speedup")
     names = [f"{_name(row)}, {row.params['model']}" for row in times]
-    speed.barh(range(len(times)), [not_none(row.value) for row in times], xerr=errors_of(times), height=0.7)
+    speed.barh(range(len(times)), [not_none(row.value) for row in times], xerr=errors_of(times), height=0.7, color=COLOURS[0])
     for place, row in enumerate(times):
         write_at(speed, number(row.value, 3), (not_none(row.ci_high), place), (4, 0), va="center", fontsize=7.5)
     speed.set_yticks(range(len(times)), names, fontsize=7.5)
     speed.invert_yaxis()
     speed.axvline(1, color="0.6", linewidth=0.8)
-    speed.set(xlabel="speed-up over the original in the same runtime", xlim=(0, speed.get_xlim()[1] * 1.2))
-    add_notes(figure, absences([row for row in rows if row.metric == "weight_bytes"], lambda row: row.variant))
+    speed.set(xlabel="speed-up over the original", xlim=(0, speed.get_xlim()[1] * 1.2))
+    add_notes(figure, absences(_absent(rows, "weight_bytes"), lambda row: row.variant))
     return figure
 
 
@@ -53,7 +53,13 @@ def decode_speed(material: Material) -> Figure | None:
     figure, panels = new_figure("Decoding one sequence", material.machine("decode_speed"), len(models), height=4.2)
     for axes, model in zip(panels, models, strict=True):
         series = [row for row in known if row.params["model"] == model]
-        axes.barh(range(len(series)), [1e3 * not_none(row.value) for row in series], xerr=errors_of(series, 1e3), height=0.6)
+        axes.barh(
+            range(len(series)),
+            [1e3 * not_none(row.value) for row in series],
+            xerr=errors_of(series, 1e3),
+            height=0.6,
+            color=COLOURS[0],
+        )
         for place, row in enumerate(series):
             write_at(axes, number(1e3 * not_none(row.value), 3), (1e3 * not_none(row.ci_high), place), (4, 0), va="center")
             for bound, colour in ((row.limit, "black"), (row.predicted, "tab:orange")):
@@ -83,14 +89,18 @@ def qlora(material: Material) -> Figure | None:
     curves.set(xlabel="step", ylabel="training loss, nats per completion token")
     curves.legend(fontsize=8)
     bytes_rows = measured(row for row in rows if row.metric == "optimizer_state_bytes")
-    states.barh(range(len(bytes_rows)), [not_none(row.value) / 1e6 for row in bytes_rows], height=0.6)
+    states.barh(range(len(bytes_rows)), [not_none(row.value) / 1e6 for row in bytes_rows], height=0.6, color=COLOURS[0])
     for place, row in enumerate(bytes_rows):
         write_at(states, number(not_none(row.value) / 1e6, 3), (not_none(row.value) / 1e6, place), (4, 0), va="center")
     states.set_yticks(range(len(bytes_rows)), [row.variant for row in bytes_rows])
     states.invert_yaxis()
     states.set(xlabel="MB of optimizer state", xlim=(0, states.get_xlim()[1] * 1.2))
-    add_notes(figure, absences([row for row in rows if row.metric == "loss_difference_nats"], lambda row: row.variant))
+    add_notes(figure, absences(_absent(rows, "loss_difference_nats"), lambda row: row.variant))
     return figure
+
+
+def _absent(rows: list[Row], metric: str) -> list[Row]:
+    return [row for row in rows if row.metric == metric and row.value is None]
 
 
 def _name(row: Row) -> str:
