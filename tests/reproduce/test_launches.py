@@ -38,7 +38,7 @@ def test_published_launches_have_rows_and_samples_and_are_no_reference_machine(f
         assert set(run.verify()) == {"run.json", "rows.csv", "experiments.json", "samples/nb.counting.parquet"}
         assert not list(run.folder.glob(".*lock"))
     assert sorted(runs_in(reference).values()) == ["h200", *["h200-launches"] * 5]
-    monkeypatch.setattr("hyperion.chapter.profiles.reference_folder", lambda: reference)
+    monkeypatch.setattr("hyperion.results.store.reference_folder", lambda: reference)
     assert [run.folder.name for run in reference_runs()] == ["h200"]
 
 
