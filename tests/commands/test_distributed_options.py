@@ -94,7 +94,7 @@ def test_random_weights_are_said_aloud_and_fit_the_device():
         ("--model gpt5", "'gpt5' is not one of language_ddp", "--help"),
         ("--batch_size 5", "2 ranks do not divide a batch of 5", "a multiple of 2"),
         ("--model all --batch_size 5", "2 ranks do not divide a batch of 5", "a multiple of 2"),
-        ("--model llama --model_id random_llama_7b", "no random Llama is named 'random_llama_7b'", "random_llama_1b"),
+        ("--model llama --model_id random_llama_70b", "no random Llama is named 'random_llama_70b'", "random_llama_1b"),
         ("--base_dir /no/such/place", "is not a folder", "--help"),
         ("--run nothing", "no run 'nothing'", "use one of"),
         ("--frobnicate", "No such option: --frobnicate", "--help"),

@@ -223,7 +223,7 @@ def test_an_overlaps_rows_are_its_three_times_and_what_they_make(rows):
 @pytest.mark.process
 def test_gloo_names_no_algorithm_and_the_row_says_so(rows):
     (kernel,) = (row for row in rows if row.params.get("what") == "kernels")
-    assert kernel.value is None and "gloo does not tell" in kernel.value_reason
+    assert kernel.value is None and "gloo does not report which algorithm" in kernel.value_reason
 
 
 @pytest.mark.process
