@@ -32,7 +32,7 @@ ROOMS = (
     "cli",
 )
 # For everybody: they import no room. `install` works before there is an environment: it needs Python alone.
-GROUND = ("errors", "paths", "untrusted", "forms", "locks", "terminal", "compat", "dependencies", "units", "install")
+GROUND = ("errors", "paths", "untrusted", "forms", "locks", "terminal", "compat", "dependencies", "units", "palette", "install")
 ENTRANCES = ("__init__", "__main__")
 FILES = sorted(PACKAGE.rglob("*.py"))
 

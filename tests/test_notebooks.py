@@ -64,6 +64,7 @@ def test_prose_goes_with_the_code(path):
     assert prose[0].startswith("# ")
 
 
+@pytest.mark.slow
 def test_every_formula_can_be_drawn(path):
     for source in sources_of(path, "markdown"):
         assert "&#92;" not in with_drawn_formulas(source), source

@@ -5,16 +5,17 @@ efficiency.toml. `python -m hyperion.chapter.efficiency_fit score results/refere
 the coverage of their intervals, as in docs/predictions.md.
 """
 
-import argparse
 import math
 import statistics
-import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from enum import StrEnum
 from pathlib import Path
+from typing import Annotated
 
 import numpy as np
+import typer
 
 from hyperion.chapter.efficiency import (
     COLLECTIVE,
@@ -399,20 +400,25 @@ def _title(point: Point) -> str:
     return f"`{point.row.metric}` of `{point.row.experiment}`"
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+class Command(StrEnum):
+    """What to do with the runs."""
+
+    FIT = "fit"
+    SCORE = "score"
+
+
+def main(
+    command: Annotated[Command, typer.Argument(help="fit: write efficiency.toml; score: print errors and coverage")],
+    runs: Annotated[list[Path], typer.Argument(help="folders of runs, such as results/reference/h200x2")],
+) -> None:
     """Fit the curves or print the page with their errors."""
-    parser = argparse.ArgumentParser(prog="python -m hyperion.chapter.efficiency_fit", description=__doc__)
-    parser.add_argument("command", choices=("fit", "score"), help="fit: write efficiency.toml; score: print errors and coverage")
-    parser.add_argument("runs", nargs="+", type=Path, help="folders of runs, such as results/reference/h200x2")
-    chosen = parser.parse_args(arguments)
-    references = [Reference.open(folder) for folder in chosen.runs]
-    if chosen.command == "fit":
+    references = [Reference.open(folder) for folder in runs]
+    if command is Command.FIT:
         curves = [curve for reference in references for curve in fit_curves(reference, points_of(reference))]
         write_atomically(CURVES_FILE, curves_to_toml(curves).encode())
         print(f"{len(curves)} curves in {CURVES_FILE}")
     else:
         print(score_page(references), end="")
-    return 0
 
 
 def score_page(references: Sequence[Reference]) -> str:
@@ -447,4 +453,4 @@ def _grouped(items: Iterable, key: Callable) -> dict:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    typer.run(main)

@@ -396,6 +396,7 @@ def small(notebook, folder):
     return chapter
 
 
+@pytest.mark.slow
 def test_upstream_rows_that_come_later_make_a_new_forecast_and_no_new_measurement(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("HYPERION_DATA", str(tmp_path / "data"))
     monkeypatch.setenv("HYPERION_OFFLINE", "1")

@@ -22,6 +22,7 @@ from hyperion.chapter.efficiency import (
     read_curves,
 )
 from hyperion.chapter.efficiency_fit import (
+    Command,
     Reference,
     coverage,
     curves_to_toml,
@@ -96,7 +97,7 @@ def test_the_ceilings_that_the_references_stored_are_no_such_predictions(referen
 def test_the_file_is_the_fit_of_its_references(curves, tmp_path, monkeypatch, capsys):
     written = tmp_path / "efficiency.toml"
     monkeypatch.setattr(efficiency_fit, "CURVES_FILE", written)
-    assert main(["fit", *(str(reference_folder() / name) for name in FITTED)]) == 0
+    main(Command.FIT, [reference_folder() / name for name in FITTED])
     assert written.read_text() == curves_to_toml(curves) and f"{len(curves)} curves" in capsys.readouterr().out
     for made, stored in zip(read_curves(written), read_curves(), strict=True):
         assert (made.arch, made.kind, made.name, made.points, made.source) == (

@@ -461,6 +461,7 @@ VALUE = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_si
 JSON = VALUE | st.lists(VALUE, max_size=3) | st.dictionaries(st.text(max_size=8), VALUE, max_size=3)
 
 
+@pytest.mark.slow
 @given(form=st.sampled_from(sorted(FORMS)), data=st.data())
 @HOSTILE
 def test_any_value_anywhere_in_the_manifest_is_refused_or_what_was_there(originals, tmp_path_factory, form, data):

@@ -3,6 +3,7 @@
 import json
 
 import pandas as pd
+import pytest
 
 from hyperion.figures.material import Material, device_name
 from hyperion.figures.tables import tables_of
@@ -18,6 +19,7 @@ def test_the_first_gpu_else_the_cpu_names_the_machine():
     assert device_name({}) == "a machine that run.json does not describe"
 
 
+@pytest.mark.slow
 def test_a_replayed_experiment_names_its_reference(tmp_path):
     run = made_up_run(tmp_path / "run", replay="replay:h200:")
     material = Material(run)

@@ -86,6 +86,7 @@ def test_ranks_of_an_epoch_are_whole_numbers():
     assert list(epoch_table(rows)["rank"]) == ["", "0", "1"]
 
 
+@pytest.mark.slow
 def test_every_row_is_in_some_table(material, cpu_material):
     for source in (material, cpu_material):
         for _, experiment in source.experiments:

@@ -83,6 +83,7 @@ DISABLED = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", DISABLED)
 def test_without_its_check_a_fault_is_reported_as_not_caught(monkeypatch, name):
     owner, attribute, nothing = DISABLED[name]

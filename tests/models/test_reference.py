@@ -41,6 +41,7 @@ def test_the_image_models_are_those_of_torchvision(built):
         assert {n: p.shape for n, p in built[name].named_parameters()} == {n: p.shape for n, p in model.named_parameters()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_work_agrees_with_torch(built, name):
     model = reference_model(name)

@@ -175,6 +175,7 @@ def test_a_gpu_that_cannot_be_opened_is_no_cpu():
         choose_device(None, None, facts(gpu_error="no device"))
 
 
+@pytest.mark.slow
 def test_a_rank_whose_peers_do_not_join_raises(free_port, monkeypatch):
     variables = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port}
     for name, value in variables.items():

@@ -239,6 +239,7 @@ def test_more_ranks_than_devices_are_refused():
     require_launchable(Job(rank_entries.total, ranks=8, nodes=2, rendezvous="localhost:0"), devices=4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("nodes", [1, 2])
 def test_a_busy_port_is_refused(nodes):
     with socket.create_server(("127.0.0.1", 0)) as taken:

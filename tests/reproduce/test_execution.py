@@ -121,6 +121,7 @@ def test_the_first_of_three_ends_is_raised_in_the_middle_of_a_cell(limits, end, 
     assert time.monotonic() - started < 30
 
 
+@pytest.mark.slow
 def test_cells_within_their_limits_are_left_alone():
     try:
         finished = wait_under(Limits(0.5, 60.0, time.monotonic() + 60), cells=3, cell_s=0.01)

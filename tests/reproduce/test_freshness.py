@@ -55,6 +55,7 @@ def digest(tmp_path, cells=(USES_RESULTS,), parameters=None, upstream=None, **me
     return hashed_inputs(notebook, parameters or {}, upstream or {})
 
 
+@pytest.mark.slow
 def test_text_parameters_upstream_and_needs_change_the_hash(tmp_path):
     same = digest(tmp_path)
     assert same == digest(tmp_path)

@@ -49,6 +49,7 @@ def verdicts(comparisons):
     return {(c.name, c.metric): c.verdict for c in comparisons}
 
 
+@pytest.mark.slow
 def test_a_slowdown_of_ten_percent_is_confirmed_in_both_directions(launched):
     comparisons = compare(launched("a", 5), launched("b", 5, slowdown=0.10))
     found = verdicts(comparisons)
@@ -79,6 +80,7 @@ def test_ordinary_runs_and_few_launches_are_indicative(launched, count, call, wh
     assert why in why_indicative(*sides)
 
 
+@pytest.mark.slow
 def test_launches_that_did_not_take_turns_are_refused(launched):
     monday = launched("a", 5)
     assert compare(monday, launched("b", 5))

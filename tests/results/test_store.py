@@ -138,6 +138,7 @@ _NUMBERS = st.none() | st.integers(-(2**53), 2**53) | st.floats(allow_nan=False,
 _PARAMS = st.dictionaries(st.text(), st.none() | st.booleans() | _NUMBERS | st.text() | st.lists(st.integers(0, 9)))
 
 
+@pytest.mark.slow
 @given(estimate=_NUMBERS, ceiling=_NUMBERS, low=_NUMBERS, high=_NUMBERS, params=_PARAMS)
 @settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
 def test_whatever_is_predicted_can_be_read_back(new_run, estimate, ceiling, low, high, params):

@@ -102,6 +102,7 @@ def test_a_crashed_run_resumes_bit_for_bit(whole, tmp_path, crash_after, resumed
         assert torch.equal(ours, theirs)
 
 
+@pytest.mark.slow
 def test_batches_made_ahead_by_threads_train_and_resume_to_the_same_losses(whole, tmp_path):
     """Threads that are ahead of the step when it crashes change nothing: the checkpoint holds the place of the step."""
     with Prefetched(small_batches(resident=False), workers=2) as batches, pytest.raises(Stop):
@@ -197,6 +198,7 @@ def terminate_self():
     os.kill(os.getpid(), signal.SIGTERM)
 
 
+@pytest.mark.slow
 def test_sigterm_during_the_evaluation_saves_and_evaluates_after_the_resume(whole, tmp_path):
     def interrupted_validation():
         terminate_self()

@@ -104,6 +104,7 @@ def test_a_loss_in_chunks_is_foretold_as_it_runs(monkeypatch):
     assert in_chunks == pytest.approx(measured(*in_pieces(CPU)), rel=0.02)
 
 
+@pytest.mark.slow
 def test_the_estimate_follows_a_loop_that_keeps_what_it_need_not():
     def hoarding(device):
         engine, batch = make(language(), "fp32", device)

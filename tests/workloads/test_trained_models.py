@@ -12,6 +12,8 @@ from hyperion.errors import HyperionError
 from hyperion.workloads.trained_models import HELD_OUT, WEIGHTS, read_trained_model, trained_classifier, trained_language_model
 from tests.chapter.toy import toy_context
 
+pytestmark = pytest.mark.slow
+
 TRAIN = {"llama_toy": trained_language_model, "resnet18_toy": trained_classifier}
 NAMES = pytest.mark.parametrize("name", TRAIN)
 

@@ -13,7 +13,6 @@ This module is also the program of the front. The launcher passes the key in the
 are visible to all users.
 """
 
-import argparse
 import contextlib
 import hmac
 import json
@@ -21,11 +20,12 @@ import os
 import signal
 import socket
 import subprocess
-import sys
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Annotated
 
 import httpx
+import typer
 import uvicorn
 from starlette.applications import Starlette
 from starlette.requests import ClientDisconnect, Request
@@ -172,30 +172,29 @@ def free_port() -> int:
         return listener.getsockname()[1]
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
+def main(
+    launcher: Annotated[int, typer.Option(help="process number of the launcher")],
+    state: Annotated[Path, typer.Option(help="JSON file with the port and the process of the backend")],
+    max_requests: Annotated[int, typer.Option()],
+    max_body_bytes: Annotated[int, typer.Option()],
+    drain_timeout_s: Annotated[float, typer.Option()],
+    backend_port: Annotated[int, typer.Option()],
+    module: Annotated[str, typer.Option(help="module of the backend")],
+    options: Annotated[list[str], typer.Argument(help="command line of the backend, after --")],
+) -> None:
     """Start a backend and serve in front of it. The ports and process numbers are written to the file `--state`."""
-    parser = argparse.ArgumentParser(description=main.__doc__)
-    parser.add_argument("--launcher", type=int, required=True, help="process number of the launcher")
-    parser.add_argument("--state", type=Path, required=True, help="JSON file with the port and the process of the backend")
-    parser.add_argument("--max-requests", type=int, required=True)
-    parser.add_argument("--max-body-bytes", type=int, required=True)
-    parser.add_argument("--drain-timeout-s", type=float, required=True)
-    parser.add_argument("--backend-port", type=int, required=True)
-    parser.add_argument("--module", required=True, help="module of the backend")
-    parser.add_argument("options", nargs="*", help="command line of the backend, after --")
-    given = parser.parse_args(arguments)
-    die_with(given.launcher)
-    do_not_outlive(given.launcher)
+    die_with(launcher)
+    do_not_outlive(launcher)
     key = os.environ.pop(KEY)  # the backend needs no key
-    backend = subprocess.Popen(tethered_command(given.module, given.options), stdin=subprocess.DEVNULL)
+    backend = subprocess.Popen(tethered_command(module, options), stdin=subprocess.DEVNULL)
     try:
         with socket.create_server(("127.0.0.1", 0)) as listener:
-            state = {"port": listener.getsockname()[1], "backend": backend.pid}
-            partial = given.state.with_suffix(".part")
-            partial.write_text(json.dumps(state), encoding="utf-8")
-            partial.replace(given.state)  # the launcher sees a whole file or none
-            forward = Forward(f"http://127.0.0.1:{given.backend_port}", key, given.max_requests, given.max_body_bytes)
-            serve_until_signal(application(forward), listener, given.drain_timeout_s)
+            addresses = {"port": listener.getsockname()[1], "backend": backend.pid}
+            partial = state.with_suffix(".part")
+            partial.write_text(json.dumps(addresses), encoding="utf-8")
+            partial.replace(state)  # the launcher sees a whole file or none
+            forward = Forward(f"http://127.0.0.1:{backend_port}", key, max_requests, max_body_bytes)
+            serve_until_signal(application(forward), listener, drain_timeout_s)
     finally:
         backend.terminate()
         try:
@@ -206,5 +205,4 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
-    sys.exit(0)
+    typer.run(main)

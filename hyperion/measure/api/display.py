@@ -1,12 +1,10 @@
 """Draw the figures of the answers of `hyperion.measure`.
 
-This module is imported only when a figure is drawn, because the import of matplotlib is slow. The style is the same as in
-hyperion/figures/style.py, which this package may not import.
+This module is imported only when a figure is drawn, because the import of matplotlib is slow.
 """
 
 import io
 import textwrap
-from typing import Any
 
 import matplotlib as mpl
 import numpy as np
@@ -15,32 +13,8 @@ from matplotlib.figure import Figure
 
 from hyperion.measure.api.answers import bytes_scale, estimate_text, flops_text, time_scale
 from hyperion.measure.clock.timing import Timing
+from hyperion.palette import COLOURS, MARKERS, MUTED, STYLE
 
-INK, MUTED, GRID = "#1b1f24", "#6a737d", "#e3e6ea"
-# Source of the colours: Okabe and Ito, Color Universal Design, 2008.
-COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#5b5b5b")
-MARKERS = ("o", "s")
-_STYLE: dict[Any, Any] = {
-    "font.family": "DejaVu Sans",
-    "font.size": 9.5,
-    "text.color": INK,
-    "axes.edgecolor": "#b4bac2",
-    "axes.labelcolor": INK,
-    "axes.grid": True,
-    "axes.axisbelow": True,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "grid.color": GRID,
-    "grid.linewidth": 0.8,
-    "xtick.color": MUTED,
-    "ytick.color": MUTED,
-    "xtick.labelcolor": INK,
-    "ytick.labelcolor": INK,
-    "legend.frameon": False,
-    "legend.fontsize": 9,
-    "figure.facecolor": "white",
-    "savefig.facecolor": "white",
-}
 _MOST_BARS = 12
 
 
@@ -49,7 +23,7 @@ class AnswerFigure(Figure):
 
     def _repr_png_(self) -> bytes:
         drawn = io.BytesIO()
-        with mpl.rc_context(_STYLE):
+        with mpl.rc_context(STYLE):
             self.savefig(drawn, format="png", metadata={"Software": None})
         return drawn.getvalue()
 
@@ -64,7 +38,7 @@ def draw_samples(timings: dict[str, Timing], machine: str, verdict: str) -> Figu
     """
     estimates = {label: timing.estimate for label, timing in timings.items()}
     factor, unit = time_scale(min(estimate.value for estimate in estimates.values()))
-    with mpl.rc_context(_STYLE):
+    with mpl.rc_context(STYLE):
         figure, (axes,) = _figure(" and ".join(timings), machine, verdict)
         for position, (label, timing) in enumerate(timings.items()):
             colour, estimate = COLOURS[position % len(COLOURS)], estimates[label]
@@ -86,7 +60,7 @@ def draw_samples(timings: dict[str, Timing], machine: str, verdict: str) -> Figu
 def draw_memory(label: str, history: tuple[int, ...], before: int, machine: str, verdict: str) -> Figure:
     """Draw the size of live tensors after each operator, and the size before the call."""
     factor, unit = bytes_scale(max([before, *history, 1]))
-    with mpl.rc_context(_STYLE):
+    with mpl.rc_context(STYLE):
         figure, (axes,) = _figure(label, machine, verdict)
         axes.fill_between(range(len(history)), [count / factor for count in history], step="post", color=COLOURS[0], alpha=0.35)
         axes.axhline(before / factor, color=COLOURS[1], linewidth=1.2, label="before the call")
@@ -99,7 +73,7 @@ def draw_memory(label: str, history: tuple[int, ...], before: int, machine: str,
 def draw_flops(label: str, by_operator: dict[str, int], by_module: dict[str, int], verdict: str) -> Figure:
     """Draw FLOPs by operator, and by module if there are modules."""
     panels = [("by operator", by_operator)] + ([("by module, submodules included", by_module)] if by_module else [])
-    with mpl.rc_context(_STYLE):
+    with mpl.rc_context(STYLE):
         figure, all_axes = _figure(label, "FLOPs of one call", verdict, panels=len(panels))
         for axes, (title, counts) in zip(all_axes, panels, strict=True):
             _draw_bars(axes, counts)
@@ -127,7 +101,7 @@ def draw_waterfall(title: str, parts: list[tuple[str, float, float]], machine: s
         parts: (name, seconds, share of the step) of each part. The parts add up to the step.
     """
     factor, unit = time_scale(sum(seconds for _, seconds, _ in parts))
-    with mpl.rc_context(_STYLE):
+    with mpl.rc_context(STYLE):
         figure, (axes,) = _figure(title, machine, notes, height=0.42 * len(parts) + 1.7)
         left = 0.0
         for place, (_, seconds, share) in enumerate(parts):

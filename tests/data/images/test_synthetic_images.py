@@ -23,6 +23,7 @@ def test_exactly_the_stated_share_of_labels_is_wrong_and_the_pixels_tell_the_cla
     assert images.bayes_accuracy == 1 - round(0.1 * count) / count
 
 
+@pytest.mark.slow
 def test_labels_stay_balanced_and_wrong_ones_are_spread_evenly():
     images = synthetic_images({"train": 10, "test": 1800}, seed=2)
     assert images.class_counts()["test"] == [180] * 10

@@ -84,6 +84,7 @@ def test_a_mirror_that_is_missing_is_an_error_and_never_skipped(monkeypatch, tmp
     assert mirror_root() == tmp_path
 
 
+@pytest.mark.slow
 def test_a_silent_host_is_given_up_and_remembered(silent):
     address, accepted = silent
     for _ in range(2):
@@ -93,6 +94,7 @@ def test_a_silent_host_is_given_up_and_remembered(silent):
     assert len(accepted) == 1
 
 
+@pytest.mark.slow
 def test_one_call_of_the_driver_asks_a_silent_host_once_in_all_its_processes(silent, tmp_path, monkeypatch):
     address, accepted = silent
     monkeypatch.setenv("HYPERION_SILENT_HOSTS", str(tmp_path))

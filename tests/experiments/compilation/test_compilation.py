@@ -123,6 +123,7 @@ def test_eager_in_another_dtype_than_declared_is_refused(context, monkeypatch):
         measured(context, IMAGES, "eager")
 
 
+@pytest.mark.slow
 def test_memory_below_the_weights_is_refused(context, monkeypatch):
     """What was read of another model's memory, or before the model was there, cannot pass for this one's."""
     row = value_of(measured(context, LANGUAGE, "eager").rows, "peak_rss_gib")

@@ -93,6 +93,7 @@ def test_a_gap_from_rows_multiplies_to_what_was_measured_and_is_that_of_the_sear
         assert [step.name for step in gap.factors] == ["clock", "tiles", "memory", "launch", "unexplained"]
 
 
+@pytest.mark.slow
 def test_all_formats_share_a_picture_and_one_alone_tells_its_reasons(gpu, cpu):
     told = words(drawn(gemm_gap, gpu))
     assert told.count("unexplained |") == 4 and "fp8: unsupported" in told

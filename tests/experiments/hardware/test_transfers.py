@@ -66,6 +66,7 @@ def test_a_cpu_gives_one_tensor_no_more_than_the_cap(context, tmp_path):
     assert row.check == "written and read back"
 
 
+@pytest.mark.slow
 def test_no_profile_takes_more_than_a_quarter_of_a_cpus_memory(context, monkeypatch):
     asked = []
 
@@ -95,6 +96,7 @@ def test_what_earlier_experiments_left_in_cycles_is_freed_before_the_largest_ten
         gc.enable()
 
 
+@pytest.mark.slow
 def test_every_direction_memory_and_size_without_a_limit(context, gpus, tmp_path):
     gpus("H200", 1)
     rows = perform(context, tmp_path).rows
@@ -121,6 +123,7 @@ def test_every_ordered_pair_of_gpus_with_the_links_limit(context, gpus, tmp_path
     assert all(forecast.params.items() <= row.params.items() for forecast, row in zip(forecasts, rows, strict=True))
 
 
+@pytest.mark.slow
 def test_a_copy_through_the_host_is_not_held_against_the_link(context, gpus, tmp_path):
     gpus("H200", 2, direct=False)
     rows = [row for row in perform(context, tmp_path).rows if row.variant == "peer to peer"]

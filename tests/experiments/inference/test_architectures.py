@@ -17,6 +17,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 CPU = torch.device("cpu")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["llama", "qwen3_moe", "mamba", "t5"])
 def test_right_models_pass_over_seeds(name):
     for seed in range(3):

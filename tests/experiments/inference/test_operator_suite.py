@@ -64,6 +64,7 @@ def test_an_operator_that_ends_the_process_is_named_and_the_others_are_checked(t
     assert "the process ended" in report["boom", "fp32"]["reason"] and "failed its check" in report["bad", "bf16"]["reason"]
 
 
+@pytest.mark.slow
 def test_real_operators_pass_and_those_without_a_kernel_are_gaps(checker):
     for name in ("add", "softmax", "nn.functional.conv2d", "gather", "fft.rfft"):
         outcomes = checker.check(name, False)

@@ -31,6 +31,8 @@ from hyperion.workloads.trained_models import trained_classifier, trained_langua
 from tests.chapter.toy import toy_context
 from tests.experiments.inference import dying_jobs
 
+pytestmark = pytest.mark.slow
+
 CPU = detect_cpu()
 SIZES = {
     "language_model": "llama_toy",

@@ -216,6 +216,7 @@ def test_the_prediction_adds_products_and_exponentials(tmp_path, monkeypatch):
     assert forward.ceiling == 1000.0
 
 
+@pytest.mark.slow
 def test_memory_of_stored_scores_grows_with_the_square(tmp_path):
     sizes = {"dtype": "fp32", "heads": 1, "features": 64, "lengths": [768, 1024, 1536, 2048]}
     rows = perform(toy_context("attention_memory", sizes, tmp_path), tmp_path).rows

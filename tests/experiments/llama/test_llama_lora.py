@@ -136,6 +136,7 @@ def test_tokens_are_counted_from_targets(data):
     assert (work.tokens, work.completion_tokens) == (data.train.tokens, data.train.completion_tokens)
 
 
+@pytest.mark.slow
 def test_a_base_that_was_trained_by_mistake_is_caught(context, options, data, batch):
     base = base_model(context, data, torch.float32)
     before = frozen_sha256(base)

@@ -29,6 +29,7 @@ def texts(figure):
     return " | ".join([*(t.get_text() for axes in figure.axes for t in axes.texts), figure.get_supxlabel()])
 
 
+@pytest.mark.slow
 def test_the_parts_of_a_phase_are_stacked_up_to_all_tensors(material):
     figure = drawn(memory_phases, material)
     assert [axes.get_title(loc="left") for axes in figure.axes][:2] == ["gpt2_124m, fp32", "gpt2_124m, bf16"]

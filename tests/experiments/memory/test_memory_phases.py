@@ -8,6 +8,8 @@ from hyperion.hardware import detect_cpu
 from hyperion.workloads.workloads import ImageSizes, random_batch, workload
 from tests.chapter.toy import perform, toy_context
 
+pytestmark = pytest.mark.slow
+
 RATE = {"learning_rate": 1e-3, "warmup_steps": 1}
 SIZES = {
     "dtypes": ["fp32", "bf16"],
@@ -36,7 +38,6 @@ def held(result, dtype, phase, part, variant="resnet18_w8"):
     )
 
 
-@pytest.mark.slow
 def test_the_parts_add_up_to_all_tensors_in_every_phase(result):
     checked = [row for row in result.rows if row.check == "the parts add up to all tensors"]
     assert len(checked) == 2 * 2 * len(PHASES)
@@ -60,7 +61,6 @@ def test_autocast_halves_activations_and_nothing_else(result):
         assert held(result, "bf16", "after forward", part) == held(result, "fp32", "after forward", part)
 
 
-@pytest.mark.slow
 def test_shapes_foretold_the_activations(result, tmp_path):
     forecasts = EXPERIMENT.forecast(toy_context("memory_phases", SIZES, tmp_path))
     assert {forecast.variant for forecast in forecasts} == {"lm_d64_h4_l2", "resnet18_w8"}

@@ -9,6 +9,8 @@ from hyperion.experiments.precision.precision_variants import EXPERIMENT, Precis
 from hyperion.workloads.workloads import store_batches
 from tests.chapter.toy import by_params, perform, toy_context
 
+pytestmark = pytest.mark.slow
+
 RATE = {"learning_rate": 1e-3, "warmup_steps": 2}
 SIZES = {
     "dtypes": ["fp32", "tf32", "bf16"],
@@ -48,7 +50,6 @@ def result(context, folder):
         return perform(context, folder)
 
 
-@pytest.mark.slow
 def test_each_variant_has_a_loss_held_against_fp32_and_two_kinds_of_memory(result):
     models = {row.variant for row in result.rows}
     assert len(models) == 2 and "resnet18_w8" in models
@@ -64,7 +65,6 @@ def test_each_variant_has_a_loss_held_against_fp32_and_two_kinds_of_memory(resul
     assert {row.data_source for row in result.rows} == {"synthetic"} == {result.source}
 
 
-@pytest.mark.slow
 def test_speed_is_compared_in_turn_and_what_cannot_be_had_says_why(result):
     timed = [row for row in result.rows if row.metric == "step_time_s"]
     assert all("TF32 is a format of GPU matrix units" in row.value_reason for row in timed if row.dtype == "tf32")
@@ -84,7 +84,6 @@ def test_the_same_weights_and_batches_in_every_variant(result):
     assert (steps == 4).all() and len(steps) == 4
 
 
-@pytest.mark.slow
 def test_shapes_foretell_the_bytes_of_a_step(result, context):
     foretold = {(f.variant, f.dtype): f.estimate for f in EXPERIMENT.forecast(context) if f.metric == "tensor_memory_gib"}
     for dtype in ("fp32", "bf16"):
@@ -92,7 +91,6 @@ def test_shapes_foretell_the_bytes_of_a_step(result, context):
         assert foretold["resnet18_w8", dtype] == pytest.approx(row.value, rel=0.05)
 
 
-@pytest.mark.slow
 def test_fp16_counts_its_skipped_steps_and_tells_its_scale(context):
     options = PrecisionVariantsOptions.of(context)
     stored = store_batches(context, options.image, options.batches)
@@ -102,7 +100,6 @@ def test_fp16_counts_its_skipped_steps_and_tells_its_scale(context):
     assert next(row for row in rows if row.metric == "training_loss").value > 0
 
 
-@pytest.mark.slow
 def test_the_first_line_is_a_speed_up_to_guess(context):
     forecasts = EXPERIMENT.forecast(context)
     assert forecasts[0].metric == "speedup" and "vocabulary" in forecasts[0].basis

@@ -88,6 +88,7 @@ def test_a_closed_loop_has_a_fixed_number_of_users():
     assert tokens == pytest.approx(2 * rate) and 2.0 < in_system <= 3.0001
 
 
+@pytest.mark.slow
 def test_latency_in_an_open_loop_counts_from_when_a_request_was_due():
     """A stall with one connection: requests are sent late. Counted from sending, only the first one would be slow."""
     with scripted_server(Script(serial=True, stall_s=1.0)) as address:

@@ -73,6 +73,7 @@ def test_a_stream_passes_unchanged_and_other_paths_do_not_exist(fast_front):
         assert client.get("/health").json() == {"backend": 200, "active": 0}
 
 
+@pytest.mark.slow
 def test_tokens_are_forwarded_when_they_come():
     """A front that collected the answer would deliver all tokens at its end."""
     with scripted_server(Script(gap_s=0.3)) as backend, front_before(backend) as address:
@@ -86,6 +87,7 @@ def test_tokens_are_forwarded_when_they_come():
     assert not reply.error and reply.last_s - reply.first_s > 0.6
 
 
+@pytest.mark.slow
 def test_more_requests_than_allowed_are_refused_at_once():
     with scripted_server(Script(first_s=1.0)) as backend, front_before(backend, max_requests=3) as address:
         endpoint = Endpoint(address, "right", "m")

@@ -56,6 +56,7 @@ def test_without_limits_there_are_no_hatched_bars_and_the_note_says_why(cpu_mate
     assert len(bars(figure.axes[3], hatched=False)) == 5, "without a peak the fastest product is all there is"
 
 
+@pytest.mark.slow
 def test_the_batch_that_did_not_fit_is_a_cross_on_the_line(material):
     figure, shown = drawn(batch_scaling, material)
     crosses = [line for line in figure.axes[1].lines if line.get_marker() == "x"]
@@ -79,5 +80,6 @@ def test_batches_beside_their_crosses_do_not_stand_on_each_other():
     assert axes.texts[0].xyann == axes.texts[3].xyann == (0, 7)
 
 
+@pytest.mark.slow
 def test_resident_memory_is_called_so(cpu_material):
     assert drawn(batch_scaling, cpu_material)[0].axes[1].get_ylabel() == "GiB resident in the process"

@@ -88,6 +88,7 @@ def test_what_entering_compiled_blocks_costs_enters_their_steps(context):
     assert 2 * 2e-3 <= after[1].estimate <= 2 * 2e-3 + 1e-3
 
 
+@pytest.mark.slow
 def test_a_sweep_of_batches_is_no_faster_than_the_host(context):
     sizes = {"precision": "fp32", "memory_limit_gib": 1, "time_limit_s": 0.1, "batches": {NAME: [1, 2]}}
     context = toy_context("batch_scaling", sizes, context.workspace, [*context.upstream, host(PLAIN, 1e-3)])

@@ -116,6 +116,7 @@ def test_a_model_that_there_is_not_fails():
         told(["resnet51"], [{"dtype": "fp32"}], detect_cpu())
 
 
+@pytest.mark.slow
 def test_what_does_not_fit_is_a_row_with_the_reason(context, monkeypatch):
     def full(*args):
         raise torch.OutOfMemoryError("tried to allocate 9 GiB")

@@ -74,6 +74,7 @@ def test_a_row_takes_the_limit_it_is_given_and_refuses_to_beat_it():
         answer.row(**PLACE, limit=10.0, limit_source="a sleep of 10 s")
 
 
+@pytest.mark.slow
 def test_cold_is_said_and_is_the_default():
     answer = measure.time(lambda: None, device="cpu", minimum_samples=5, time_limit_s=1.0)
     assert answer.timing.cold and "cold cache" in str(answer) and answer.row(**PLACE).params["cache"] == "cold"
@@ -85,6 +86,7 @@ def test_calls_in_a_row_are_one_sample():
     assert len(calls) >= 7 * len(answer.timing.samples_s)
 
 
+@pytest.mark.slow
 def test_an_unsteady_function_is_not_called_settled():
     pauses = iter(range(10_000))
     answer = measure.time(lambda: clock.sleep(next(pauses) * 3e-5), **QUICK)
@@ -94,6 +96,7 @@ def test_an_unsteady_function_is_not_called_settled():
 # Compare
 
 
+@pytest.mark.slow
 def test_the_faster_one_is_named_whichever_comes_first():
     quick, slow = sleeper(1), sleeper(12)
     patient = {**QUICK, "time_limit_s": 2.0}
@@ -181,6 +184,7 @@ def test_outputs_that_cannot_be_compared_are_refused_before_the_timing(other, re
     assert len(calls) == 2
 
 
+@pytest.mark.slow
 def test_sparse_tensors_arrays_and_numbers_are_compared_too():
     for make in (lambda: torch.ones(2).to_sparse(), lambda: np.ones(2), lambda: 0.5, lambda: {"n": 3, "on": True}):
         assert measure.compare(make, make, labels=("A", "B"), **QUICK).outputs_agree

@@ -330,6 +330,7 @@ def test_notes_on_the_output_stand_apart_from_the_verdict():
     assert "different values" not in answer.verdict and "\nnote: " in str(answer)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "make",
     [
@@ -574,6 +575,7 @@ def test_a_limit_that_three_samples_do_not_fit_into_is_refused_after_two_calls(c
     assert len(calls) == 2 and "time_limit_s=" in refused.value.next_step
 
 
+@pytest.mark.slow
 def test_a_limit_ends_sampling_before_the_minimum_and_says_so():
     calls, began = [], time.monotonic()
 
@@ -609,6 +611,7 @@ def test_the_limit_of_explain_ends_its_samples_too():
             measure.explain(step, device="cpu", **wrong)
 
 
+@pytest.mark.slow
 def test_few_samples_give_the_interval_of_order_statistics_and_say_what_it_holds():
     assert _order_interval(np.arange(5.0), 0.95) == (0.0, 4.0)
     assert _order_interval(np.arange(20.0), 0.95) == (5.0, 14.0)  # holds with 95.86 %, by the binomial distribution

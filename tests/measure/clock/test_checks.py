@@ -73,6 +73,7 @@ def test_clocks_whose_samples_are_of_another_kind_are_not_asked():
     assert device_clock(CPU).in_a_row(lambda: None, 5) > 0
 
 
+@pytest.mark.slow
 def test_a_stopwatch_that_does_not_wait_is_refused_and_one_that_waits_is_not():
     for waits in (True, False):
         queue = Queue(waits)

@@ -157,6 +157,7 @@ def test_energy_is_power_times_time_with_the_interval_of_the_time():
     assert energy.j_per_gb(8e9).value == pytest.approx(0.25)
 
 
+@pytest.mark.slow
 @given(st.floats(1, 2000), st.floats(1e-6, 10), st.floats(1e6, 1e18))
 def test_joules_per_tflop_times_tflops_is_the_power(power_w, seconds, flops):
     energy = energy_of(timing_at(replace(ENOUGH, power_w=power_w), seconds))

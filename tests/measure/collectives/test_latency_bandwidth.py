@@ -10,6 +10,7 @@ from hyperion.measure import fit_latency_bandwidth, half_rate_size
 SIZES = np.array([64 * 8.0**power for power in range(9)])
 
 
+@pytest.mark.slow
 @settings(max_examples=15, deadline=None)
 @given(st.floats(1e-6, 1e-3), st.floats(0.1, 1000.0))
 def test_latency_and_bandwidth_are_recovered(latency, gb_per_s):
