@@ -180,13 +180,13 @@ def main(
     drain_timeout_s: Annotated[float, typer.Option()],
     backend_port: Annotated[int, typer.Option()],
     module: Annotated[str, typer.Option(help="module of the backend")],
-    options: Annotated[list[str], typer.Argument(help="command line of the backend, after --")],
+    options: Annotated[list[str] | None, typer.Argument(help="command line of the backend, after --")] = None,
 ) -> None:
     """Start a backend and serve in front of it. The ports and process numbers are written to the file `--state`."""
     die_with(launcher)
     do_not_outlive(launcher)
     key = os.environ.pop(KEY)  # the backend needs no key
-    backend = subprocess.Popen(tethered_command(module, options), stdin=subprocess.DEVNULL)
+    backend = subprocess.Popen(tethered_command(module, options or []), stdin=subprocess.DEVNULL)
     try:
         with socket.create_server(("127.0.0.1", 0)) as listener:
             addresses = {"port": listener.getsockname()[1], "backend": backend.pid}

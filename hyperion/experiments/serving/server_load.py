@@ -238,11 +238,16 @@ def _rows(
         rows.append(context.row(name, metric, estimate, **columns))
     if users := measured.params.get("users"):
         # Little's law: the mean number of requests in the system is arrivals/s times the mean time of a request. In a closed loop
-        # it is the number of users, except at the end of a run, when the first users have no more requests.
+        # it is the number of users, except at the end of a run: a user without a further request waits for the last request that
+        # still runs, so at most as long as the longest request takes.
         shares = [total[2] / users for total in totals]
-        tail = 1 - min(shares)
+        longest = [
+            max(reply.request_time_s for reply in run) * total[0] / len(run)
+            for run, total in zip(measured.runs, totals, strict=True)
+        ]
+        beyond = max(1 - share - least for share, least in zip(shares, longest, strict=True))
         what = {"params": measured.params | {"what": IN_SYSTEM}}
-        law = checked("1 - share, at most one request of each user", tail, users / measured.requests)
+        law = checked("1 - share, beyond the longest request of a run", max(beyond, 0.0), 0)
         rows.append(context.row(name, "share", sorted(shares)[len(shares) // 2], **identity, **what, **law))
     return rows
 
