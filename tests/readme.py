@@ -10,7 +10,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text()
 PAGES = {name: (ROOT / name).read_text() for name in ("README.md", "docs/running.md", "docs/comparing.md", "docs/headlines.md")}
-LONGEST_S = 2400
+LONGEST_S = 3600
 
 
 def commands() -> list[str]:
