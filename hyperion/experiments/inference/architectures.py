@@ -7,7 +7,6 @@ the tokens that plain forward passes over the whole text choose. An architecture
 
 import pandas as pd
 import torch
-import transformers
 
 from hyperion.chapter.context import Context, Experiment, Forecast, Options, Report, Result
 from hyperion.chapter.rows import checked
@@ -48,6 +47,8 @@ def forecast(context: Context) -> list[Forecast]:
 
 def run(context: Context, report: Report) -> Result:
     """Check each architecture. A row without a value states why a step failed, or why the class has no such step."""
+    import transformers  # here, because it is slow to import
+
     options = ArchitecturesOptions.of(context)
     names = options.names or tuple(ARCHITECTURES)
     rows: list[Row] = []
