@@ -6,6 +6,10 @@ config.json and model.safetensors, and for the language model the files of its t
 `LlamaForCausalLM.from_pretrained(folder)` loads it. The folder also contains the held-out data on which variants of the model are
 scored, so a worker process needs only its path.
 
+The weights of the two models of the profile `smoke` come with the library, in the folder trained/. To train them takes a minute
+on two idle cores, and several minutes on busy ones. They are used only for the recipe, the seed and the data with which they were
+trained. `python -m hyperion.workloads.trained_models` trains them again.
+
 The small language model has a byte-level BPE of 2,048 entries, which is trained on the train split. With GPT-2's 50,257 tokens,
 most of the parameters and of the time would belong to the embedding, which no number format of this chapter changes. No text is
 lost, because every byte has a token. A perplexity per token depends on the tokenizer: compare it only between variants of one
@@ -25,12 +29,13 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from hyperion.chapter.context import Context, Table
-from hyperion.data import IGNORE_INDEX, DataError, Tokenizer, load_wikitext2, read_tokenizer, unigram_baseline
+from hyperion.chapter.profiles import load_profile
+from hyperion.data import IGNORE_INDEX, DataError, TextCorpus, Tokenizer, load_wikitext2, read_tokenizer, unigram_baseline
 from hyperion.data.batches import LanguageBatches, evaluation_windows
 from hyperion.data.prepare.catalog import data_identity
 from hyperion.data.prepare.verify import DataFinding, quarantine
@@ -47,6 +52,7 @@ from hyperion.workloads.recipes import CLASSES, Recipe, set_up
 LANGUAGE, CLASSIFIER = "language", "classifier"
 WEIGHTS, HELD_OUT, CONFIG = "model.safetensors", "held_out.safetensors", "config.json"
 _REMEDY = "run the experiment again: it trains the model again"
+_WEIGHTS_OF_THE_LIBRARY = Path(__file__).with_name("trained")
 _CALIBRATION = 64  # windows or images of the train split, for the calibration of activations
 # transformers' server refuses a tokenizer without a template. The model has seen no dialogues, so the template adds nothing.
 _CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'] }}\n{% endfor %}"
@@ -191,8 +197,8 @@ class TrainedModel:
         folder: folder with the weights.
         source: name of the data source.
         facts: the recipe, the seed, and the results of the training: `loss` and `accuracy` on the held-out data, `baseline_loss`
-            (of a unigram model on the same tokens, or of equal probabilities for all classes), `parameters`, `sha256` of the
-            weights.
+            (of a unigram model on the same tokens, or of equal probabilities for all classes), `parameters`, and `trained`,
+            which says where the weights come from.
     """
 
     kind: str
@@ -334,6 +340,7 @@ def _trained(
         "device": context.device.name,
         "torch": torch.__version__,
         "source": reached_source_hash(__name__),
+        "weights of the library": _metadata(name),
     }
     digest = hashlib.sha256(json.dumps(determines, sort_keys=True).encode()).hexdigest()
     folder = processed_root() / f"trained-{name}-{digest[:12]}"
@@ -353,7 +360,7 @@ def _train_language(context: Context, name: str, recipe: LanguageRecipe, work: P
     from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast
 
     device = context.device
-    tokenizer, train_tokens, test_tokens, source = _streams(context, recipe)
+    corpus, tokenizer, train_tokens, test_tokens = _streams(context, recipe)
     held_out_tokens = test_tokens[: recipe.held_out_tokens]
     config = LlamaConfig(
         hidden_size=recipe.width,
@@ -371,14 +378,17 @@ def _train_language(context: Context, name: str, recipe: LanguageRecipe, work: P
     )
     with torch.device(device.torch_device):
         language_model = AutoModelForCausalLM.from_config(config)
-    model = LlamaLM(language_model)
-    length = recipe.sequence_length
-    batches = LanguageBatches(train_tokens, length, recipe.batch_size, context.seed, device.torch_device)
-    schedule = WarmupCosine(recipe.learning_rate, max(1, recipe.steps // 10), recipe.steps)
-    optimizer = adamw(model, recipe.learning_rate, recipe.weight_decay)
-    engine = LanguageEngine(model, optimizer, schedule, choose_precision(device, "auto"), device)
-    print(f"{name}: {parameter_count(model):,} parameters, {tokenizer.vocab_size} tokens, {engine.precision}")
-    history = train(engine, batches, TrainingPlan(steps=recipe.steps))
+    model, length = LlamaLM(language_model), recipe.sequence_length
+
+    def train_here() -> float:
+        batches = LanguageBatches(train_tokens, length, recipe.batch_size, context.seed, device.torch_device)
+        schedule = WarmupCosine(recipe.learning_rate, max(1, recipe.steps // 10), recipe.steps)
+        optimizer = adamw(model, recipe.learning_rate, recipe.weight_decay)
+        engine = LanguageEngine(model, optimizer, schedule, choose_precision(device, "auto"), device)
+        print(f"{name}: {parameter_count(model):,} parameters, {tokenizer.vocab_size} tokens, {engine.precision}")
+        return train(engine, batches, TrainingPlan(steps=recipe.steps)).losses[-1]
+
+    trained = _weights(name, language_model, _made_from(recipe, context.seed, corpus.sha256), train_here)
     language_model.save_pretrained(work)
     PreTrainedTokenizerFast(
         tokenizer_object=tokenizer.library_tokenizer(),
@@ -398,7 +408,7 @@ def _train_language(context: Context, name: str, recipe: LanguageRecipe, work: P
     }
     baseline = unigram_baseline(np.asarray(train_tokens), np.asarray(held_out_tokens), tokenizer.vocab_size)
     facts = {"baseline_loss": baseline.total_nll_nats / baseline.tokens, "baseline": "unigram model", "tokenizer": tokenizer.name}
-    _store(work, LANGUAGE, name, source, tensors, device, determines, facts | {"train_loss": history.losses[-1]})
+    _store(work, LANGUAGE, name, corpus.source, tensors, device, determines, facts | trained)
 
 
 def _train_classifier(context: Context, name: str, recipe: ClassifierRecipe, work: Path, determines: dict) -> None:
@@ -409,11 +419,15 @@ def _train_classifier(context: Context, name: str, recipe: ClassifierRecipe, wor
             task="images", model="resnet18", strategy="single", precision="auto", warmup_share=0.2, evaluation_batches=0, **values
         ),
     )
-    history = train(training.engine, training.batches, TrainingPlan(steps=recipe.steps))
     model = training.engine.model
+    images, prepared = datasets.images(context)
+
+    def train_here() -> float:
+        return train(training.engine, training.batches, TrainingPlan(steps=recipe.steps)).losses[-1]
+
+    trained = _weights(name, model, _made_from(recipe, context.seed, images.sha256), train_here)
     state = {key: value.detach().cpu().contiguous() for key, value in model.state_dict().items()}
     save_file(state, work / WEIGHTS, metadata={"format": "pt"})
-    _, prepared = datasets.images(context)
     arrays = prepared.arrays
     # The constants of the images that the model was trained on.
     mean, deviation = not_none(training.normalisation)
@@ -431,8 +445,48 @@ def _train_classifier(context: Context, name: str, recipe: ClassifierRecipe, wor
         "targets": torch.from_numpy(np.array(arrays["test_labels"][: recipe.held_out_images]).astype(np.int32)),
         "calibration": torch.from_numpy(np.array(arrays["train_images"][:_CALIBRATION])),
     }
-    facts = {"baseline_loss": math.log(CLASSES), "baseline": "equal probabilities", "train_loss": history.losses[-1]}
-    _store(work, CLASSIFIER, name, training.source, tensors, context.device, determines, facts)
+    facts = {"baseline_loss": math.log(CLASSES), "baseline": "equal probabilities"}
+    _store(work, CLASSIFIER, name, training.source, tensors, context.device, determines, facts | trained)
+
+
+def _made_from(recipe: Table, seed: int, data_sha256: str) -> dict[str, Any]:
+    return {"recipe": recipe.model_dump(), "seed": seed, "data": data_sha256}
+
+
+def _metadata(name: str) -> dict[str, str]:
+    """Return the facts of the weights of a model that come with the library, or {} if none do."""
+    path = _WEIGHTS_OF_THE_LIBRARY / f"{name}.safetensors"
+    if not path.is_file():
+        return {}
+    with safe_open(path, "pt") as file:
+        return file.metadata()
+
+
+def _weights(name: str, model: nn.Module, made_from: dict[str, Any], train_here: Callable[[], float]) -> dict[str, Any]:
+    """Load the weights that come with the library into a model, or train it if they were made from something else.
+
+    Args:
+        name: name of the recipe.
+        model: the model with its initial weights.
+        made_from: recipe, seed and data of the training.
+        train_here: trains the model and returns the last loss.
+
+    Returns:
+        The facts `trained`, `train_loss` and `made_from`.
+    """
+    metadata = _metadata(name)
+    if metadata and json.loads(metadata["made_from"]) == json.loads(json.dumps(made_from)):
+        missing, unexpected = model.load_state_dict(load_file(_WEIGHTS_OF_THE_LIBRARY / f"{name}.safetensors"), strict=False)
+        if unexpected or set(missing) - {"lm_head.weight"}:  # the head shares the weights of the embedding
+            raise HyperionError(
+                f"the weights of the library do not fit {name!r}",
+                where=str(_WEIGHTS_OF_THE_LIBRARY),
+                next_step="train them again: python -m hyperion.workloads.trained_models",
+            )
+        where = f"before, on {metadata['device']} with torch {metadata['torch']}; the weights come with the library"
+        print(f"{name}: trained {where}")
+        return {"trained": where, "train_loss": float(metadata["train_loss"]), "made_from": made_from}
+    return {"trained": "on this machine", "train_loss": train_here(), "made_from": made_from}
 
 
 def _store(
@@ -454,11 +508,11 @@ def _store(
     write_manifest(work, name=name, source=source, detail=f"{kind} model", facts=facts | determines)
 
 
-def _streams(context: Context, recipe: LanguageRecipe) -> tuple[Tokenizer, np.ndarray, np.ndarray, str]:
-    """Return the tokenizer, the token ids of the train split and of the test split, and the name of the data source."""
+def _streams(context: Context, recipe: LanguageRecipe) -> tuple[TextCorpus, Tokenizer, np.ndarray, np.ndarray]:
+    """Return the text, the tokenizer, and the token ids of the train split and of the test split."""
     if recipe.vocabulary is None:
         corpus, tokenizer, prepared = datasets.text(context)
-        return tokenizer, prepared.tokens["train"], prepared.tokens["test"], corpus.source
+        return corpus, tokenizer, prepared.tokens["train"], prepared.tokens["test"]
     corpus = load_wikitext2(
         context.data_source,
         allow_synthetic=context.allow_synthetic,
@@ -473,4 +527,23 @@ def _streams(context: Context, recipe: LanguageRecipe) -> tuple[Tokenizer, np.nd
             if lost := next((part.lost for part in parts if part.lost), ""):
                 raise DataError(f"decoding does not reproduce {lost[:60]!r}", where=tokenizer.name, next_step=_REMEDY)
             streams[split] = np.concatenate([part.ids for part in parts])
-    return tokenizer, streams["train"], streams["test"], corpus.source
+    return corpus, tokenizer, streams["train"], streams["test"]
+
+
+def main() -> None:
+    """Train the models of the profile `smoke` on real data, and write their weights to the library."""
+    for getter, name in ((trained_language_model, "llama_d128_l2"), (trained_classifier, "resnet18_w8")):
+        path = _WEIGHTS_OF_THE_LIBRARY / f"{name}.safetensors"
+        path.unlink(missing_ok=True)
+        sizes = {"sizes": {}, "synthetic": load_profile("smoke").synthetic, "allow_synthetic": False}
+        context = Context(notebook="", experiment="", workspace=path.parent, **sizes)
+        model = getter(context, name)
+        facts = {"train_loss": str(model.facts["train_loss"]), "made_from": json.dumps(model.facts["made_from"])}
+        machine = {"device": model.facts["device"], "torch": model.facts["torch"], "format": "pt"}
+        path.parent.mkdir(exist_ok=True)
+        save_file(load_file(model.folder / WEIGHTS), path, metadata=facts | machine)
+        print(f"{path}: held-out loss {model.loss:.4f}")
+
+
+if __name__ == "__main__":
+    main()

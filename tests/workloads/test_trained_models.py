@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -9,7 +10,16 @@ import torch
 
 from hyperion.data import DataError
 from hyperion.errors import HyperionError
-from hyperion.workloads.trained_models import HELD_OUT, WEIGHTS, read_trained_model, trained_classifier, trained_language_model
+from hyperion.workloads import trained_models
+from hyperion.workloads.trained_models import (
+    CLASSIFIERS,
+    HELD_OUT,
+    LANGUAGE_MODELS,
+    WEIGHTS,
+    read_trained_model,
+    trained_classifier,
+    trained_language_model,
+)
 from tests.chapter.toy import toy_context
 
 pytestmark = pytest.mark.slow
@@ -113,3 +123,27 @@ def test_an_unknown_name_is_refused_with_the_known_names(tmp_path):
     with pytest.raises(HyperionError, match="no trained model is named 'gpt5'") as error:
         trained_language_model(toy_context("toy", {}, tmp_path), "gpt5")
     assert "llama_toy" in str(error.value)
+
+
+STORED = {"llama_d128_l2": trained_language_model, "resnet18_w8": trained_classifier}
+
+
+@pytest.mark.parametrize("name", STORED)
+def test_weights_of_the_library_are_those_of_its_recipe(name):
+    recipe = (LANGUAGE_MODELS | CLASSIFIERS)[name].model_dump()
+    made_from = json.loads(trained_models._metadata(name)["made_from"])
+    assert made_from["recipe"] == json.loads(json.dumps(recipe)) and made_from["seed"] == 0
+
+
+@pytest.mark.parametrize("name", STORED)
+def test_weights_of_the_library_replace_a_training_on_their_own_data_only(name, mirror, tmp_path, monkeypatch):
+    monkeypatch.setenv("HYPERION_DATA", str(tmp_path / "data"))
+    monkeypatch.setattr(trained_models, "train", lambda *arguments, **options: pytest.fail("trained"))
+    context = replace(toy_context("toy", {}, tmp_path), data_source="mirror")
+    model = STORED[name](context, name)
+    assert model.facts["trained"].startswith("before, on ") and model.source == "mirror"
+    assert model.loss < model.facts["baseline_loss"] - 0.1
+    with pytest.raises(pytest.fail.Exception, match="trained"):
+        STORED[name](replace(context, seed=1), name)
+    with pytest.raises(pytest.fail.Exception, match="trained"):
+        STORED[name](replace(context, data_source="synthetic"), name)
