@@ -32,6 +32,7 @@ class Environment:
     Args:
         requirements: requirements for pip, with exact versions.
         options: further options of pip.
+        build: packages that build the requirements, for requirements that are not built in isolation.
         variables: environment variables of the installation.
         loose: names of packages that may have another version than in this environment.
         about: approximate size of the download, for the list.
@@ -39,6 +40,7 @@ class Environment:
 
     requirements: tuple[str, ...]
     options: tuple[str, ...] = ()
+    build: tuple[str, ...] = ()
     variables: dict[str, str] = field(default_factory=dict)
     loose: tuple[str, ...] = ()
     about: str = ""
@@ -48,7 +50,7 @@ ENVIRONMENTS = {
     "fabric": Environment(("lightning-fabric==2.6.6",), about="1 MB"),
     # Its set-up imports torch, which an isolated build would install again. No operator is compiled.
     "deepspeed": Environment(
-        ("deepspeed==0.19.8",), ("--no-build-isolation",), {"DS_BUILD_OPS": "0", "DS_IGNORE_CUDA_DETECTION": "1"}, about="5 MB"
+        ("deepspeed==0.19.8",), ("--no-build-isolation",), ("setuptools>=77", "wheel"), {"DS_BUILD_OPS": "0", "DS_IGNORE_CUDA_DETECTION": "1"}, about="5 MB"
     ),
     # torchtitan imports triton on every device.
     "torchtitan": Environment(("torchtitan==0.2.2", "triton==3.7.1"), loose=("triton",), about="200 MB with triton"),
@@ -102,8 +104,11 @@ def install(name: str, on_line: Callable[[str], object] = print) -> Path:
         _inherit(folder)
         constraints = folder / "constraints.txt"
         constraints.write_text("".join(f"{line}\n" for line in _constraints(environment)), "utf-8")
-        command = ["install", "--constraint", str(constraints), *environment.options, *environment.requirements]
-        _run([python, "-m", "pip", "--disable-pip-version-check", *command], environment.variables, on_line, name)
+        pip = [python, "-m", "pip", "--disable-pip-version-check", "install"]
+        if environment.build:
+            _run([*pip, *environment.build], {}, on_line, name)
+        options = ["--constraint", str(constraints), *environment.options]
+        _run([*pip, *options, *environment.requirements], environment.variables, on_line, name)
         _require_one_torch(folder, name)
         versions = {requirement.split("==")[0]: requirement.split("==")[1] for requirement in environment.requirements}
         (folder / _STAMP).write_text(json.dumps({"versions": versions, "parent": sys.prefix}), "utf-8")

@@ -10,7 +10,7 @@ from hyperion.engines.record import Record
 from hyperion.engines.stacks import Stack, stack_named
 from hyperion.engines.work import Work
 from hyperion.errors import HyperionError
-from hyperion.processes import Job, run_ranks
+from hyperion.processes import Job, run_job, run_ranks
 
 RECORD = "record.json"
 
@@ -24,7 +24,7 @@ def launch(
     on_line: Callable[[str], object] = lambda line: None,
     options: dict[str, Any] | None = None,
 ) -> Record:
-    """Train the work with a framework under torchrun, and return its record. The record is also written to `folder`.
+    """Train the work with a framework in new processes, and return its record. The record is also written to `folder`.
 
     Args:
         stack: the framework.
@@ -45,9 +45,12 @@ def launch(
     folder.mkdir(parents=True, exist_ok=True)
     (folder / RECORD).unlink(missing_ok=True)
     values = {"stack": stack.name, "work": work.as_dict(), "folder": str(folder), "options": {**stack.options, **(options or {})}}
-    job = Job(train_on_rank, values, timeout_s=timeout_s, python=stack.python(), ranks=ranks)
-    answers = run_ranks(job, on_line=on_line, log_folder=folder / "logs")
-    record = Record.of(answers[0])
+    common = {"timeout_s": timeout_s, "python": stack.python()}
+    if ranks == 1:
+        answer = run_job(Job(train_alone, values, **common), on_line=on_line)
+    else:
+        answer = run_ranks(Job(train_on_rank, values, ranks=ranks, **common), on_line=on_line, log_folder=folder / "logs")[0]
+    record = Record.of(answer)
     missing = [name for name in stack.packages if name not in record.versions]
     if missing:
         raise HyperionError(
@@ -66,6 +69,14 @@ def train_on_rank(stack: str, work: dict, folder: str, options: dict) -> dict:
     chosen, what = stack_named(stack), Work.of(work)
     observer = Observer(what, stack, chosen.packages, Path(folder))
     return importlib.import_module(f"hyperion.engines.{chosen.adapter}").train(what, observer, **options)
+
+
+def train_alone(**values: Any) -> dict:
+    """Call `train_on_rank` in a process group of one rank, which DeepSpeed and Megatron need. No torchrun is started."""
+    from hyperion.processes import process_group  # imports torch
+
+    with process_group():
+        return train_on_rank(**values)
 
 
 class Unavailable(HyperionError):
