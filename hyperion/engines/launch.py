@@ -2,12 +2,13 @@
 
 import importlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from hyperion.engines.record import Record
-from hyperion.engines.stacks import Stack, stack_named
+from hyperion.engines.stacks import UNAVAILABLE, Stack
 from hyperion.engines.work import Work
 from hyperion.errors import HyperionError
 from hyperion.processes import Job, run_job, run_ranks
@@ -39,12 +40,13 @@ def launch(
         HyperionError: the framework is unavailable; the exit code is 3. Or a rank failed or was killed; see `run_ranks`.
     """
     if reason := stack.why_absent():
-        raise Unavailable(reason.removeprefix("unavailable: ").partition("; next step: ")[0], stack, reason)
+        raise Unavailable(stack, reason)
     ranks = ranks or stack.ranks
     work.require_divisible(ranks)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / RECORD).unlink(missing_ok=True)
-    values = {"stack": stack.name, "work": work.as_dict(), "folder": str(folder), "options": {**stack.options, **(options or {})}}
+    values = {"adapter": stack.adapter, "name": stack.name, "packages": list(stack.packages), "folder": str(folder)}
+    values |= {"work": work.as_dict(), "options": {**stack.options, **(options or {})}}
     common = {"timeout_s": timeout_s, "python": stack.python()}
     if ranks == 1:
         answer = run_job(Job(train_alone, values, **common), on_line=on_line)
@@ -55,20 +57,68 @@ def launch(
     if missing:
         raise HyperionError(
             f"the run did not import {', '.join(missing)}, so it did not train with {stack.name}",
-            where=f"hyperion/engines/{stack.adapter}.py",
+            where=stack.adapter,
             next_step="correct the adapter",
         )
     (folder / RECORD).write_text(json.dumps(record.as_dict()), "utf-8")
     return record
 
 
-def train_on_rank(stack: str, work: dict, folder: str, options: dict) -> dict:
+@dataclass(frozen=True)
+class Outcome:
+    """What became of a framework.
+
+    Args:
+        stack: name of the framework.
+        record: its record, or None.
+        reason: why there is no record, as a row states it. It starts with "unavailable" or "failed".
+    """
+
+    stack: str
+    record: Record | None = None
+    reason: str = ""
+
+    @property
+    def failed(self) -> bool:
+        """True if the framework was started and failed. An unavailable framework did not fail."""
+        return self.record is None and not self.reason.startswith("unavailable")
+
+
+def launch_all(stacks: Iterable[Stack], launch_one: Callable[[Stack], Record]) -> Iterator[Outcome]:
+    """Yield the outcome of each framework. The others continue if one fails or is killed.
+
+    Args:
+        stacks: the frameworks.
+        launch_one: function that trains with one framework, such as a call of `launch`.
+    """
+    for stack in stacks:
+        try:
+            yield Outcome(stack.name, launch_one(stack))
+        except Unavailable as error:
+            yield Outcome(stack.name, reason=error.reason)
+        except HyperionError as error:
+            yield Outcome(stack.name, reason=f"failed: {failure_of(error)}")
+
+
+def failure_of(error: HyperionError) -> str:
+    """Return the first line of an error and the last line of the log that it contains, in at most 300 characters."""
+    lines = [line.strip() for line in error.what.splitlines() if line.strip()]
+    return (lines[0] if len(lines) < 2 else f"{lines[0]}: {lines[-1]}")[:300]
+
+
+def exit_code(outcomes: Sequence[Outcome]) -> int:
+    """Return the exit code of a command: 1 if a framework failed, 3 if none could run, else 0."""
+    if any(outcome.failed for outcome in outcomes):
+        return 1
+    return 0 if any(outcome.record for outcome in outcomes) else UNAVAILABLE
+
+
+def train_on_rank(adapter: str, name: str, packages: list[str], work: dict, folder: str, options: dict) -> dict:
     """Train on one rank with the adapter of a framework, and return the record. `launch` calls this function in new processes."""
     from hyperion.engines.observer import Observer  # imports torch
 
-    chosen, what = stack_named(stack), Work.of(work)
-    observer = Observer(what, stack, chosen.packages, Path(folder))
-    return importlib.import_module(f"hyperion.engines.{chosen.adapter}").train(what, observer, **options)
+    what = Work.of(work)
+    return importlib.import_module(adapter).train(what, Observer(what, name, packages, Path(folder)), **options)
 
 
 def train_alone(**values: Any) -> dict:
@@ -86,9 +136,9 @@ class Unavailable(HyperionError):
         reason: the reason with the next step, as a row states it.
     """
 
-    exit_code = 3
+    exit_code = UNAVAILABLE
 
-    def __init__(self, what: str, stack: Stack, reason: str):
-        next_step = reason.partition("; next step: ")[2] or None
-        super().__init__(f"{stack.name} is unavailable: {what}", where=f"framework {stack.name!r}", next_step=next_step)
+    def __init__(self, stack: Stack, reason: str):
+        what, _, next_step = reason.removeprefix("unavailable: ").partition("; next step: ")
+        super().__init__(f"{stack.name} is unavailable: {what}", where=f"framework {stack.name!r}", next_step=next_step or None)
         self.reason = reason

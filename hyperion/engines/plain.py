@@ -48,3 +48,11 @@ def token_loss(model: nn.Module, rows_BT: Tensor, shift: int = 1, reduction: str
     targets_BT = rows_BT[:, shift : shift + logits_BTV.shape[1]]
     logits_BTV = logits_BTV[:, : targets_BT.shape[1]]
     return F.cross_entropy(logits_BTV.flatten(0, 1), targets_BT.flatten(), reduction=reduction)
+
+
+@torch.no_grad()
+def first_losses(work: Work, device: str = "cpu") -> dict[int, float]:
+    """Return the mean loss of the first step for the distances 0, 1 and 2 between an input and its target."""
+    model = work.load_model(device)
+    rows_BT = work.whole_batch(0, device=device)
+    return {shift: float(token_loss(model, rows_BT, shift)) for shift in (0, 1, 2)}

@@ -1,11 +1,11 @@
 """The frameworks of the comparison: which adapter trains with which options, on how many ranks, and which packages it needs."""
 
-import importlib
 import importlib.util
 from dataclasses import dataclass, field
 from typing import Any
 
 from hyperion.engines.environments import ENVIRONMENTS, installed_python, why_not_installed
+from hyperion.engines.external import ENTRIES, why_unavailable
 from hyperion.errors import HyperionError
 
 UNAVAILABLE = 3  # exit code of a command whose framework is unavailable
@@ -17,8 +17,7 @@ class Stack:
 
     Args:
         name: name in rows and commands, such as "deepspeed zero-1".
-        adapter: module in hyperion.engines with `train(work, observer, **options)`. An adapter of a framework that is not
-            installed by this library also has `why_absent() -> str`.
+        adapter: module with `train(work, observer, **options)`; "" for a framework in `hyperion.engines.external`.
         packages: import names of the packages that must have been imported when the run ends. They prove what ran.
         ranks: number of ranks on a CPU, and on a machine with as many accelerators.
         options: further arguments of `train`.
@@ -34,11 +33,10 @@ class Stack:
 
     def why_absent(self) -> str:
         """Return why this framework cannot run, with the command that changes this, or "" if it can."""
+        if not self.adapter:
+            return why_unavailable(self.name)
         if self.environment:
             return why_not_installed(self.environment)
-        absent = getattr(importlib.import_module(f"hyperion.engines.{self.adapter}"), "why_absent", None)
-        if absent is not None:
-            return absent()
         missing = [name for name in self.packages if importlib.util.find_spec(name) is None]
         if not missing:
             return ""
@@ -52,23 +50,21 @@ class Stack:
 STACKS = {
     stack.name: stack
     for stack in (
-        Stack("plain loop", "plain", ("transformers",)),
-        Stack("hyperion", "hyperion_engine", ("hyperion.training",)),
-        Stack("hyperion ddp", "hyperion_engine", ("hyperion.training",), 2, {"strategy": "ddp"}),
-        Stack("hyperion fsdp2", "hyperion_engine", ("hyperion.training",), 2, {"strategy": "fsdp"}),
-        Stack("HF Trainer", "hf_trainer", ("transformers", "accelerate")),
-        Stack("accelerate", "accelerate_loop", ("accelerate",)),
-        Stack("accelerate ddp", "accelerate_loop", ("accelerate",), 2),
-        Stack("lightning fabric", "lightning_fabric_loop", ("lightning_fabric",), environment="fabric"),
-        Stack("lightning fabric ddp", "lightning_fabric_loop", ("lightning_fabric",), 2, environment="fabric"),
-        Stack("deepspeed zero-1", "deepspeed_zero", ("deepspeed",), 2, {"stage": 1}, "deepspeed"),
-        Stack("deepspeed zero-2", "deepspeed_zero", ("deepspeed",), 2, {"stage": 2}, "deepspeed"),
-        Stack("deepspeed zero-3", "deepspeed_zero", ("deepspeed",), 2, {"stage": 3}, "deepspeed"),
-        Stack("torchtitan components", "torchtitan_components", ("torchtitan",), environment="torchtitan"),
-        Stack("megatron-core", "megatron_core", ("megatron.core",), environment="megatron"),
-        Stack("NeMo", "external", ("nemo_automodel",), options={"name": "NeMo"}),
-        Stack("Primus", "external", ("primus",), options={"name": "Primus"}),
-        Stack("Megatron-DeepSpeed", "external", ("megatron",), options={"name": "Megatron-DeepSpeed"}),
+        Stack("plain loop", "hyperion.engines.plain", ("transformers",)),
+        Stack("hyperion", "hyperion.engines.hyperion_engine", ("hyperion.training",)),
+        Stack("hyperion ddp", "hyperion.engines.hyperion_engine", ("hyperion.training",), 2, {"strategy": "ddp"}),
+        Stack("hyperion fsdp2", "hyperion.engines.hyperion_engine", ("hyperion.training",), 2, {"strategy": "fsdp"}),
+        Stack("HF Trainer", "hyperion.engines.hf_trainer", ("transformers", "accelerate")),
+        Stack("accelerate", "hyperion.engines.accelerate_loop", ("accelerate",)),
+        Stack("accelerate ddp", "hyperion.engines.accelerate_loop", ("accelerate",), 2),
+        Stack("lightning fabric", "hyperion.engines.lightning_fabric_loop", ("lightning_fabric",), environment="fabric"),
+        Stack("lightning fabric ddp", "hyperion.engines.lightning_fabric_loop", ("lightning_fabric",), 2, environment="fabric"),
+        Stack("deepspeed zero-1", "hyperion.engines.deepspeed_zero", ("deepspeed",), 2, {"stage": 1}, "deepspeed"),
+        Stack("deepspeed zero-2", "hyperion.engines.deepspeed_zero", ("deepspeed",), 2, {"stage": 2}, "deepspeed"),
+        Stack("deepspeed zero-3", "hyperion.engines.deepspeed_zero", ("deepspeed",), 2, {"stage": 3}, "deepspeed"),
+        Stack("torchtitan components", "hyperion.engines.torchtitan_components", ("torchtitan",), environment="torchtitan"),
+        Stack("megatron-core", "hyperion.engines.megatron_core", ("megatron.core",), environment="megatron"),
+        *(Stack(name, "", ()) for name in ENTRIES),
     )
 }
 
