@@ -1,4 +1,4 @@
-"""Engines: other frameworks that train the same model on the same tokens, each observed in the same way and judged for equal work.
+"""Engines: frameworks that train the same model on the same tokens, observed in the same way and judged for equal work.
 
 `Work` defines the work, an adapter trains it with one framework, `Observer` records what the run really did, and `unequal` names
 every difference from the reference run. This module imports no framework.

@@ -2,9 +2,9 @@
 
 from typing import Any
 
-import deepspeed
+import deepspeed  # pyright: ignore[reportMissingImports]
 import torch
-from deepspeed.accelerator import get_accelerator
+from deepspeed.accelerator import get_accelerator  # pyright: ignore[reportMissingImports]
 
 from hyperion.engines.observer import Observer
 from hyperion.engines.plain import token_loss

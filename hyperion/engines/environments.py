@@ -50,7 +50,11 @@ ENVIRONMENTS = {
     "fabric": Environment(("lightning-fabric==2.6.6",), about="1 MB"),
     # Its set-up imports torch, which an isolated build would install again. No operator is compiled.
     "deepspeed": Environment(
-        ("deepspeed==0.19.8",), ("--no-build-isolation",), ("setuptools>=77", "wheel"), {"DS_BUILD_OPS": "0", "DS_IGNORE_CUDA_DETECTION": "1"}, about="5 MB"
+        ("deepspeed==0.19.8",),
+        options=("--no-build-isolation",),
+        build=("setuptools>=77", "wheel"),
+        variables={"DS_BUILD_OPS": "0", "DS_IGNORE_CUDA_DETECTION": "1"},
+        about="5 MB",
     ),
     # torchtitan imports triton on every device.
     "torchtitan": Environment(("torchtitan==0.2.2", "triton==3.7.1"), loose=("triton",), about="200 MB with triton"),

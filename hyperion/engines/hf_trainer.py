@@ -4,7 +4,6 @@ For equal work it needs its own optimizer (its default exempts norms but has bet
 constant learning rate, and rows of one token more than are scored, because the model shifts the labels itself.
 """
 
-from collections.abc import Sized
 from typing import Any
 
 import torch
@@ -50,7 +49,8 @@ def train(work: Work, observer: Observer, changed: dict[str, Any] | None = None)
         dataloader_pin_memory=False,
     )
     optimizers = (work.adamw(model), None) if settings["optimizer"] else (None, None)
-    trainer = OrderedTrainer(model=model, args=arguments, train_dataset=_Rows(work), data_collator=_stacked, optimizers=optimizers)
+    rows = {"train_dataset": _Rows(work), "data_collator": _stacked}
+    trainer = OrderedTrainer(model=model, args=arguments, optimizers=optimizers, **rows)
     trainer.in_file_order = settings["in_order"]
     trainer.add_callback(_Report(observer, trainer, model, work))
     trainer.train()
@@ -81,7 +81,7 @@ class OrderedTrainer(Trainer):
     in_file_order = True
 
     def _get_train_sampler(self, train_dataset: Any = None) -> Any:
-        dataset: Sized = train_dataset if train_dataset is not None else self.train_dataset
+        dataset: Any = train_dataset if train_dataset is not None else self.train_dataset
         return SequentialSampler(dataset) if self.in_file_order else super()._get_train_sampler(train_dataset)
 
 

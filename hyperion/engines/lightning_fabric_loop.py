@@ -4,7 +4,7 @@ import contextlib
 from typing import Any
 
 import torch
-from lightning_fabric import Fabric
+from lightning_fabric import Fabric  # pyright: ignore[reportMissingImports]
 
 from hyperion.engines.observer import Observer
 from hyperion.engines.plain import token_loss

@@ -1,7 +1,7 @@
 """Observe a training run of any framework: batches at the embedding, updates at the optimizer, collectives, times, memory.
 
-An adapter calls `start` before its first step, `step` after each optimizer step, and `finish` at the end, on every rank. All other
-values come from hooks in PyTorch, so they are those of the run and not those that the adapter intended.
+An adapter calls `start` before its first step, `step` after each optimizer step, and `finish` at the end, on every rank. All
+other values come from hooks in PyTorch, so they are those of the run and not those that the adapter intended.
 """
 
 import hashlib
@@ -17,6 +17,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -117,7 +118,7 @@ class Observer:
             self._sampler.__enter__()
 
     def finish(self, state: dict[str, Tensor]) -> dict[str, Any]:
-        """End the record and return it for all ranks together, as a dict that JSON can represent. All ranks must call this method.
+        """End the record and return it for all ranks together, as a dict that JSON can represent. All ranks must call it.
 
         Args:
             state: the final state in Hugging Face names, complete on rank 0. Other ranks may pass an empty dict.
@@ -172,7 +173,7 @@ class Observer:
             engine=self._engine,
             device=self.here.device.name,
             losses=[_mean(rank["losses"][step] for rank in ranks) for step in range(steps)],
-            norms=[next((rank["norms"][step] for rank in ranks if rank["norms"][step] is not None), None) for step in range(steps)],
+            norms=[_first(rank["norms"][step] for rank in ranks) for step in range(steps)],
             clipped_norms=[(sum(rank["squares"][step] for rank in ranks) / copies) ** 0.5 for step in range(steps)],
             step_times_s=[float(max(rank["times_s"][step] for rank in ranks)) for step in range(steps)],
             initial_sha256=self._initial,
@@ -296,19 +297,24 @@ def save_state(file: Path, state: dict[str, Tensor]) -> Path:
 
 def versions_of(packages: Iterable[str]) -> dict[str, str]:
     """Return the version of each package whose module this process imported. A package that was not imported is left out."""
-    owners = importlib.metadata.packages_distributions()
+    imported = [name for name in packages if name in sys.modules]
+    # Reading the metadata of all packages takes a second.
+    owners = importlib.metadata.packages_distributions() if imported else {}
     found = {}
-    for name in packages:
-        if name in sys.modules:
-            distributions = owners.get(name.split(".")[0], [])
-            version = importlib.metadata.version(distributions[0]) if distributions else ""
-            found[name] = version or getattr(sys.modules[name], "__version__", "unknown")
+    for name in imported:
+        distributions = owners.get(name.split(".")[0], [])
+        version = importlib.metadata.version(distributions[0]) if distributions else ""
+        found[name] = version or getattr(sys.modules[name], "__version__", "unknown")
     return found
 
 
 def _local(tensor: Tensor) -> Tensor:
     """Return the part of a distributed tensor that this rank holds."""
-    return tensor.to_local() if hasattr(tensor, "to_local") else tensor  # pyright: ignore[reportCallIssue]
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _first(values: Iterable[float | None]) -> float | None:
+    return next((value for value in values if value is not None), None)
 
 
 def _mean(values: Iterable[float | None]) -> float:

@@ -49,9 +49,9 @@ def train(work: Work, observer: Observer, unfairness: str) -> dict:
         observer: observer of this rank.
         unfairness: a name in PLANTED, or "" for the clean twin.
     """
-    model = work.load_model(observer.device)
+    model: Any = work.load_model(observer.device)
     if unfairness == "other initial state":
-        nn.init.normal_(model.get_input_embeddings().weight, std=0.1)
+        nn.init.normal_(next(model.parameters()), std=0.1)
     if unfairness == "bf16 weights":
         model = model.to(torch.bfloat16)
     optimizer = _optimizer(work, model, unfairness)

@@ -5,10 +5,10 @@ angles of Llama 3.1 by default, which the initial state does not.
 """
 
 import torch
-from torchtitan.components.loss import cross_entropy_loss
-from torchtitan.distributed.utils import clip_grad_norm_
-from torchtitan.models.llama3 import Llama3StateDictAdapter, Transformer, TransformerModelArgs
-from torchtitan.models.llama3.model.args import RoPEScalingArgs
+from torchtitan.components.loss import cross_entropy_loss  # pyright: ignore[reportMissingImports]
+from torchtitan.distributed.utils import clip_grad_norm_  # pyright: ignore[reportMissingImports]
+from torchtitan.models.llama3 import Llama3StateDictAdapter, Transformer, TransformerModelArgs  # pyright: ignore[reportMissingImports]
+from torchtitan.models.llama3.model.args import RoPEScalingArgs  # pyright: ignore[reportMissingImports]
 
 from hyperion.engines.observer import Observer
 from hyperion.engines.work import Work

@@ -77,7 +77,7 @@ class Work:
         """Return the micro-batches of a rank in a step, each int64 of shape [b, sequence_length + 1]."""
         stored = self.tokens()
         parts = self.row_numbers(step, rank, ranks)
-        return [torch.from_numpy(np.ascontiguousarray(stored[part.start : part.stop])).to(device) for part in parts]
+        return [torch.from_numpy(np.array(stored[part.start : part.stop])).to(device) for part in parts]
 
     def whole_batch(self, step: int, rank: int = 0, ranks: int = 1, device: str = "cpu") -> Tensor:
         """Return all rows of a rank in a step, int64 of shape [B / ranks, sequence_length + 1]."""
