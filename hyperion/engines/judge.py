@@ -122,7 +122,7 @@ def _optimizer(work: Work, record: Record, reference: Record) -> Iterable[Differ
         return ", ".join(sorted({f"{choose(group)}" for group in groups}))
 
     for name, choose in (
-        ("learning rate", lambda group: _numbers(group.learning_rates)),
+        ("learning rate", lambda group: _rates(group.learning_rates)),
         ("betas", lambda group: _numbers(group.betas)),
         ("eps", lambda group: _numbers((group.eps,))),
         ("master dtype", lambda group: group.dtype),
@@ -138,6 +138,10 @@ def _optimizer(work: Work, record: Record, reference: Record) -> Iterable[Differ
     if abs(without - wanted) > _PADDING * wanted + record.ranks:
         name = "decay on norms" if without < wanted else "no decay on matrices"
         yield Difference(name, f"{without:,.0f} elements without decay", f"{wanted:,.0f}")
+
+
+def _rates(rates: tuple[float, ...]) -> str:
+    return _numbers(rates) if len(rates) < 4 else f"{len(rates)} rates from {rates[0]:g} to {rates[-1]:g}"
 
 
 def _numbers(values: Iterable[float]) -> str:

@@ -1,4 +1,4 @@
-"""A tiny work for the tests of engines: 6 steps of 4 rows with 16 scored tokens."""
+"""A tiny work for the tests of engines: 4 steps of 4 rows with 16 scored tokens."""
 
 import numpy as np
 import pytest
@@ -7,7 +7,7 @@ import torch
 from hyperion.engines.work import Work, write_work_folder
 from hyperion.models.llama import build_random_llama
 
-STEPS, ROWS, LENGTH, VOCABULARY = 6, 4, 16, 64
+STEPS, ROWS, LENGTH, VOCABULARY = 4, 4, 16, 64
 
 
 @pytest.fixture(scope="session")

@@ -11,6 +11,15 @@ from hyperion.engines.planted import PLANTED
 from hyperion.processes import process_group
 
 pytestmark = pytest.mark.slow
+# Other weights or rows also change the first loss and the first gradient.
+CONSEQUENCES = {"first loss", "gradient scale"}
+FURTHER = {
+    "loss is a sum": ("gradient reduction",),
+    "bf16 weights": ("initial state",),
+    "one step less": ("data order", "tokens counted"),
+    # The second update with the same gradients makes their norm at the optimizer larger than the limit.
+    "one step more": ("gradient clipping",),
+}
 
 
 def observed(work: Work, folder, train, **options) -> Record:
@@ -31,8 +40,8 @@ def shifted(tiny_work) -> dict[int, float]:
 def test_each_planted_unfairness_is_named(unfairness, tiny_work, tmp_path, reference, shifted):
     with process_group():
         record = observed(tiny_work, tmp_path, planted.train, unfairness=unfairness)
-    names = [difference.name for difference in unequal(tiny_work, record, reference, shifted)]
-    assert PLANTED[unfairness] in names
+    names = {difference.name for difference in unequal(tiny_work, record, reference, shifted)}
+    assert names - CONSEQUENCES == {PLANTED[unfairness], *FURTHER.get(unfairness, ())}
 
 
 def test_the_clean_twin_is_equal_work(tiny_work, tmp_path, reference, shifted):
@@ -49,8 +58,8 @@ def test_equal_work_with_other_rounding_is_accepted(tiny_work, tmp_path, referen
 
 
 def test_the_record_states_what_the_run_did(tiny_work, reference):
-    assert reference.rows == [list(range(4 * step, 4 * step + 4)) for step in range(6)]
-    assert reference.counted_tokens == 6 * 4 * 16 and reference.optimizer_steps == 6
+    assert reference.rows == [list(range(4 * step, 4 * step + 4)) for step in range(4)]
+    assert reference.counted_tokens == 4 * 4 * 16 and reference.optimizer_steps == 4
     decayed, others = reference.groups
     model = tiny_work.load_model()
     assert decayed.elements == sum(p.numel() for p in model.parameters() if p.ndim > 1)
