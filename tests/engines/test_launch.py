@@ -83,6 +83,6 @@ def test_the_cause_of_a_failure_is_short():
 
 def _record_without_versions() -> dict:
     values = {name: [] for name in ("losses", "norms", "clipped_norms", "step_times_s", "rows", "groups")}
-    texts = {name: "" for name in ("stack", "engine", "device", "initial_sha256", "final_file")}
-    numbers = {name: 0 for name in ("ranks", "counted_tokens", "optimizer_steps", "peak_memory_bytes", "energy_steps")}
+    texts = dict.fromkeys(("stack", "engine", "device", "initial_sha256", "final_file"), "")
+    numbers = dict.fromkeys(("ranks", "counted_tokens", "optimizer_steps", "peak_memory_bytes", "energy_steps"), 0)
     return values | texts | numbers | {"versions": {}, "reduced": {}, "energy_j": None, "unreadable": {}}
