@@ -15,6 +15,7 @@ import sysconfig
 import venv
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
 
 from hyperion.errors import HyperionError
@@ -34,31 +35,28 @@ class Environment:
         options: further options of pip.
         build: packages that build the requirements, for requirements that are not built in isolation.
         variables: environment variables of the installation.
-        loose: names of packages that may have another version than in this environment.
-        about: approximate size of the download, for the list.
+        if_absent: requirements that are installed only if this environment does not have the package.
     """
 
     requirements: tuple[str, ...]
     options: tuple[str, ...] = ()
     build: tuple[str, ...] = ()
     variables: dict[str, str] = field(default_factory=dict)
-    loose: tuple[str, ...] = ()
-    about: str = ""
+    if_absent: tuple[str, ...] = ()
 
 
 ENVIRONMENTS = {
-    "fabric": Environment(("lightning-fabric==2.6.6",), about="1 MB"),
+    "fabric": Environment(("lightning-fabric==2.6.6",)),
     # Its set-up imports torch, which an isolated build would install again. No operator is compiled.
     "deepspeed": Environment(
         ("deepspeed==0.19.8",),
         options=("--no-build-isolation",),
         build=("setuptools>=77", "wheel"),
         variables={"DS_BUILD_OPS": "0", "DS_IGNORE_CUDA_DETECTION": "1"},
-        about="5 MB",
     ),
-    # torchtitan imports triton on every device.
-    "torchtitan": Environment(("torchtitan==0.2.2", "triton==3.7.1"), loose=("triton",), about="200 MB with triton"),
-    "megatron": Environment(("megatron-core==0.16.1",), about="5 MB"),
+    # torchtitan imports triton on every device. torch for an accelerator brings its own.
+    "torchtitan": Environment(("torchtitan==0.2.2",), if_absent=("triton==3.7.1",)),
+    "megatron": Environment(("megatron-core==0.16.1",)),
 }
 
 
@@ -77,14 +75,14 @@ def why_not_installed(name: str) -> str:
     return f"unavailable: {wanted} not installed; next step: hyperion frameworks install {name}"
 
 
+def absent_environments() -> list[str]:
+    """Return the names of the environments that are not installed."""
+    return [name for name in ENVIRONMENTS if why_not_installed(name)]
+
+
 def installed_python(name: str) -> str:
     """Return the interpreter of an environment, or of this process if the name is empty."""
     return str(environment_folder(name) / "bin" / "python") if name else sys.executable
-
-
-def installed_versions(name: str) -> dict[str, str]:
-    """Return the versions of the required packages of an installed environment."""
-    return json.loads((environment_folder(name) / _STAMP).read_text("utf-8"))["versions"]
 
 
 def install(name: str, on_line: Callable[[str], object] = print) -> Path:
@@ -107,12 +105,13 @@ def install(name: str, on_line: Callable[[str], object] = print) -> Path:
         python = installed_python(name)
         _inherit(folder)
         constraints = folder / "constraints.txt"
-        constraints.write_text("".join(f"{line}\n" for line in _constraints(environment)), "utf-8")
+        constraints.write_text("".join(f"{line}\n" for line in _constraints()), "utf-8")
         pip = [python, "-m", "pip", "--disable-pip-version-check", "install"]
         if environment.build:
             _run([*pip, *environment.build], {}, on_line, name)
         options = ["--constraint", str(constraints), *environment.options]
-        _run([*pip, *options, *environment.requirements], environment.variables, on_line, name)
+        further = [wanted for wanted in environment.if_absent if find_spec(wanted.split("==")[0]) is None]
+        _run([*pip, *options, *environment.requirements, *further], environment.variables, on_line, name)
         _require_one_torch(folder, name)
         versions = {requirement.split("==")[0]: requirement.split("==")[1] for requirement in environment.requirements}
         (folder / _STAMP).write_text(json.dumps({"versions": versions, "parent": sys.prefix}), "utf-8")
@@ -132,11 +131,9 @@ def _inherit(folder: Path) -> None:
     (site / "hyperion-parent.pth").write_text("".join(f"{path}\n" for path in sorted(own)), "utf-8")
 
 
-def _constraints(environment: Environment) -> list[str]:
+def _constraints() -> list[str]:
     lines = []
     for name in _FIXED:
-        if name in environment.loose:
-            continue
         try:
             lines.append(f"{name}=={importlib.metadata.version(name)}")
         except importlib.metadata.PackageNotFoundError:

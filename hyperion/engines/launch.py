@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -48,7 +49,8 @@ def launch(
     values = {"adapter": stack.adapter, "name": stack.name, "packages": list(stack.packages), "folder": str(folder)}
     values |= {"work": work.as_dict(), "options": {**stack.options, **(options or {})}}
     common = {"timeout_s": timeout_s, "python": stack.python()}
-    if ranks == 1:
+    # Frameworks for several ranks need torchrun's variables also on a single rank.
+    if stack.ranks == 1:
         answer = run_job(Job(train_alone, values, **common), on_line=on_line)
     else:
         answer = run_ranks(Job(train_on_rank, values, ranks=ranks, **common), on_line=on_line, log_folder=folder / "logs")[0]
@@ -123,6 +125,10 @@ def train_on_rank(adapter: str, name: str, packages: list[str], work: dict, fold
 
 def train_alone(**values: Any) -> dict:
     """Call `train_on_rank` in a process group of one rank, which DeepSpeed and Megatron need. No torchrun is started."""
+    # Before torch is imported: a Trainer would divide the batch over all devices that it sees.
+    known = [name for name in ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES") if name in os.environ]
+    for name in known or ["CUDA_VISIBLE_DEVICES"]:
+        os.environ[name] = os.environ.get(name, "0").split(",")[0]
     from hyperion.processes import process_group  # imports torch
 
     with process_group():

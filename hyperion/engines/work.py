@@ -1,7 +1,7 @@
 """The work that each framework must do: one initial state, one file of tokens, and the optimizer steps on them."""
 
 import json
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -35,6 +35,7 @@ class Work:
         learning_rate, betas, eps, weight_decay: options of AdamW.
         clip_norm: limit of the gradient norm.
         micro_batches: parts into which each rank divides its rows of a step.
+        timed: if True, gradient norms at the optimizer are read in the first half of the steps only, because reading takes time.
     """
 
     folder: str
@@ -48,6 +49,7 @@ class Work:
     weight_decay: float = 0.1
     clip_norm: float = 1.0
     micro_batches: int = 1
+    timed: bool = False
 
     @classmethod
     def of(cls, values: dict) -> "Work":
@@ -148,10 +150,3 @@ def write_work_folder(folder: Path, model: "LlamaForCausalLM", tokens: np.ndarra
         )
     model.save_pretrained(folder)
     np.save(folder / TOKENS, tokens.astype(np.int64), allow_pickle=False)
-
-
-def describe(work: Work) -> dict[str, Any]:
-    """Return the fields of a work that a row states: all but the folder."""
-    return {field.name: getattr(work, field.name) for field in fields(work) if field.name not in ("folder", "betas")} | {
-        "betas": list(work.betas)
-    }

@@ -30,9 +30,10 @@ def shelf(tmp_path, monkeypatch):
 @pytest.mark.process
 def test_an_environment_inherits_torch_and_is_installed_once(shelf):
     assert "hyperion frameworks install tiny" in why_not_installed("tiny")
+    assert set(environments.absent_environments()) == set(environments.ENVIRONMENTS)
     lines = []
     folder = install("tiny", lines.append)
-    assert why_not_installed("tiny") == "" and folder == environment_folder("tiny")
+    assert "tiny" not in environments.absent_environments() and folder == environment_folder("tiny")
     code = "import tiny_framework, torch; print(torch.__version__, torch.__file__)"
     done = subprocess.run([installed_python("tiny"), "-c", code], capture_output=True, text=True, env={}, check=True)
     assert done.stdout.split() == [torch.__version__, torch.__file__]

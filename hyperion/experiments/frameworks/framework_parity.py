@@ -14,6 +14,7 @@ from hyperion.chapter.context import Context, Experiment, Forecast, Report, Resu
 from hyperion.chapter.rows import checked
 from hyperion.engines import Record, Stack, Work, stack_named, unequal
 from hyperion.engines.launch import Outcome, launch, launch_all
+from hyperion.errors import HyperionError
 from hyperion.experiments.frameworks.works import (
     DATA,
     TWIN_FACTOR,
@@ -140,10 +141,11 @@ def _stack_rows(
         reason = "refused, the work is not equal: " + "; ".join(map(str, differences))
         return [context.absent_row(stack.name, "loss_difference", reason[:2000], params=params, **shared)]
     name = f"plain loop, {TWIN_FACTOR:g} x the largest difference of its {len(_TWINS)} twins"
-    errors = {
-        "loss_difference": (loss_difference(record, reference), bounds[0]),
-        "parameter_difference": (parameter_difference(record, reference), bounds[1]),
-    }
+    try:
+        parameters = parameter_difference(record, reference), bounds[1]
+    except HyperionError as error:  # the state has other names, so its adapter is wrong
+        return [context.absent_row(stack.name, "loss_difference", f"failed: {error.what}", params=params, **shared)]
+    errors = {"loss_difference": (loss_difference(record, reference), bounds[0]), "parameter_difference": parameters}
     measured = {"what": WORK, "ranks": record.ranks, **as_measured(record)}
     bits = {"what": BITS, "ranks": record.ranks}
     return [

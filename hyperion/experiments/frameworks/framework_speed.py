@@ -16,10 +16,9 @@ from hyperion.chapter.rows import checked
 from hyperion.engines import Record, Stack, Work, stack_named, unequal
 from hyperion.engines.launch import Outcome, launch, launch_all
 from hyperion.experiments.frameworks.framework_parity import PLAIN, step_frame
-from hyperion.experiments.frameworks.works import DATA, WorkOptions, loss_difference, loss_tolerance, prepare_work
+from hyperion.experiments.frameworks.works import DATA, TWIN_FACTOR, WorkOptions, loss_difference, loss_tolerance, prepare_work
 from hyperion.hardware import gemm_path, peak
-from hyperion.models.layout import ModelFlops
-from hyperion.models.llama import llama_flops_per_token, random_llama_shape
+from hyperion.models.llama import LlamaShape, llama_flops_per_token, random_llama_shape
 from hyperion.results import Estimate, Row
 from hyperion.results.statistics import launches_estimate, median_estimate, ratio_estimate
 from hyperion.units import GIB
@@ -58,12 +57,14 @@ def forecast(context: Context) -> list[Forecast]:
 def run(context: Context, report: Report) -> Result:
     """Launch the frameworks in turn. Return times, rates, memory and energy of those whose work is equal in every launch."""
     options = FrameworkSpeedOptions.of(context)
-    work, source = prepare_work(context, options)
+    prepared, source = prepare_work(context, options)
+    work = replace(prepared, timed=True)
     passed, outcomes = _excluded(context, options)
     records: dict[str, list[Record]] = {name: [] for name in passed}
     total = options.launches * len(passed) + 1
     report(0, total, TWIN)
-    twin = _launch(context, options, replace(work, micro_batches=2), stack_named(PLAIN), "twin")
+    parts = _launch(context, options, replace(work, micro_batches=2), stack_named(PLAIN), "twin")
+    fused = _launch(context, options, work, stack_named(PLAIN), "twin", {"fused": True, "foreach": False})
     for number in range(options.launches):
         # Each round starts with another framework, so that a drift of the machine does not favour one of them.
         order = passed[number % len(passed) :] + passed[: number % len(passed)]
@@ -76,8 +77,9 @@ def run(context: Context, report: Report) -> Result:
                 records[outcome.stack].append(outcome.record)
     if not (plain := records.get(PLAIN)):
         reason = outcomes[PLAIN].reason if PLAIN in outcomes else "failed: the plain loop was not launched"
-        return Result([context.absent_row(PLAIN, "step_time_s", reason, dtype=options.dtype)], step_frame({TWIN: twin}), source)
-    tolerance = loss_tolerance([twin], plain[0])
+        return Result([context.absent_row(PLAIN, "step_time_s", reason, dtype=options.dtype)], step_frame({TWIN: parts}), source)
+    tolerance = loss_tolerance([parts, fused], plain[0])
+    shape = random_llama_shape(options.model, work.config()["vocab_size"])
     rows: list[Row] = []
     times: dict[str, list[float]] = {}
     for name in options.stacks:
@@ -89,8 +91,8 @@ def run(context: Context, report: Report) -> Result:
             continue
         times[name] = [_median_s(record) for record in runs]
         difference = max(loss_difference(record, plain[0]) for record in runs)
-        check = checked("losses of the plain loop, 4 x its twin", difference, tolerance)
-        rows += _speed_rows(context, options, stack_named(name), runs, check, source)
+        check = checked(f"losses of the plain loop, {TWIN_FACTOR:g} x its two twins", difference, tolerance)
+        rows += _speed_rows(context, options, shape, stack_named(name), runs, check, source)
     rows += _comparison_rows(context, options, times, source)
     frames = {f"{name}, launch {number}": record for name, runs in records.items() for number, record in enumerate(runs, 1)}
     return Result(rows, step_frame(frames), source)
@@ -123,11 +125,12 @@ def _excluded(context: Context, options: FrameworkSpeedOptions) -> tuple[list[st
     return [name for name in options.stacks if name not in outcomes], outcomes
 
 
-def _launch(context: Context, options: FrameworkSpeedOptions, work: Work, stack: Stack, label: str) -> Record:
+def _launch(
+    context: Context, options: FrameworkSpeedOptions, work: Work, stack: Stack, label: str, how: dict | None = None
+) -> Record:
     folder = context.workspace / f"{stack.name.replace(' ', '-')}-{label}"
-    record = launch(stack, work, folder, options.ranks_of(context, stack), options.timeout_s)
-    if label not in ("0", "twin"):  # the final states of a large model fill a disk
-        (folder / "final.safetensors").unlink(missing_ok=True)
+    record = launch(stack, work, folder, options.ranks_of(context, stack), options.timeout_s, options=how)
+    (folder / "final.safetensors").unlink(missing_ok=True)  # the final states of a large model fill a disk
     return record
 
 
@@ -143,13 +146,21 @@ def _median_s(record: Record) -> float:
 
 
 def _speed_rows(
-    context: Context, options: FrameworkSpeedOptions, stack: Stack, runs: Sequence[Record], check: dict, source: str
+    context: Context,
+    options: FrameworkSpeedOptions,
+    shape: LlamaShape,
+    stack: Stack,
+    runs: Sequence[Record],
+    check: dict,
+    source: str,
 ) -> list[Row]:
     device, work_tokens = context.device, options.batch_size * options.sequence_length
     step = _over_launches(runs)
     devices = 1 if device.kind == "cpu" else runs[0].ranks
-    flops = llama_flops_per_token(random_llama_shape(options.model, _vocabulary(runs[0])), options.sequence_length)
-    least = _least_flops(options, flops, _vocabulary(runs[0]))
+    flops = llama_flops_per_token(shape, options.sequence_length)
+    # Causal attention needs half of the full products.
+    without_attention = llama_flops_per_token(shape, 0).forward_backward
+    least = (without_attention + flops.forward_backward) / 2
     floor, basis = flops_floor(device, options.dtype, least * work_tokens / devices)
     shared: dict[str, Any] = {"dtype": options.dtype, "params": _params(context, options, stack), "data_source": source}
     limits = {"step_time_s": floor, "tokens_per_s": None if floor is None else work_tokens / floor}
@@ -205,20 +216,6 @@ def _comparison_rows(context: Context, options: FrameworkSpeedOptions, times: di
 def _over_launches(runs: Sequence[Record]) -> Estimate:
     within = [median_estimate(record.step_times_s[len(record.step_times_s) // 2 :]) for record in runs]
     return launches_estimate([each.value for each in within], [(each.ci_low, each.ci_high) for each in within])
-
-
-def _vocabulary(record: Record) -> int:
-    """Return the size of the vocabulary of the trained model, from its final state."""
-    from safetensors import safe_open
-
-    with safe_open(record.final_file, "pt") as file:
-        return file.get_slice("lm_head.weight").get_shape()[0]
-
-
-def _least_flops(options: FrameworkSpeedOptions, flops: ModelFlops, vocabulary: int) -> float:
-    """Return the FLOPs of a token that must be computed: causal attention needs half of the full products."""
-    without = llama_flops_per_token(random_llama_shape(options.model, vocabulary), 0).forward_backward
-    return without + (flops.forward_backward - without) / 2
 
 
 def _params(context: Context, options: FrameworkSpeedOptions, stack: Stack) -> dict[str, Any]:
