@@ -114,8 +114,9 @@ def ranking(estimates: dict[str, Estimate]) -> dict[str, int]:
 
 def _excluded(context: Context, options: FrameworkSpeedOptions) -> tuple[list[str], dict[str, Outcome]]:
     """Return the frameworks to launch, and the outcome of each that the gate of equal work excluded."""
-    gate = {row.variant: row for row in context.upstream if row.experiment == "framework_parity" and "ranks" in row.params}
-    failed = {name: row for name, row in gate.items() if row.metric == "loss_difference" and row.value is None}
+    metrics = ("loss_difference", "parameter_difference")
+    gate = [row for row in context.upstream if row.experiment == "framework_parity" and row.metric in metrics]
+    failed = {row.variant: row for row in gate if row.value is None}
     outcomes = {}
     for name in options.stacks:
         if reason := stack_named(name).why_absent():
