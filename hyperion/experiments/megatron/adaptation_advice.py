@@ -16,7 +16,12 @@ from hyperion.errors import HyperionError
 from hyperion.parallel.megatron.release import find_release
 
 OPTIONS, TORCH, MEGATRON, ROCM = "parser of core_v0.16.1", "PyTorch", "megatron-core", "ROCm runtime"
-HOLDS, EXITS, UNKNOWN, REQUIRED = "holds", "accepted, then the program exits", "refused by the parser", "required, missing in the guide"
+HOLDS, EXITS, UNKNOWN, REQUIRED = (
+    "holds",
+    "accepted, then the program exits",
+    "refused by the parser",
+    "required, missing in the guide",
+)
 READ, UNREAD = "a library contains the name", "no library contains the name"
 _ROCM_LIBRARIES = ("libamdhip64*", "libhsa-runtime64*", "librccl*")
 _FOLDER = Path(__file__).parent
@@ -86,7 +91,14 @@ def libraries() -> dict[str, list[Path]]:
     except HyperionError:
         megatron = []
     shared = sorted({path.resolve() for path in (root / "lib").glob("*.so*")})
-    rocm = sorted({path.resolve() for folder in (root / "lib", Path("/opt/rocm/lib")) for name in _ROCM_LIBRARIES for path in folder.glob(name)})
+    rocm = sorted(
+        {
+            path.resolve()
+            for folder in (root / "lib", Path("/opt/rocm/lib"))
+            for name in _ROCM_LIBRARIES
+            for path in folder.glob(name)
+        }
+    )
     return {TORCH: [path for path in shared if path not in rocm] + sorted(root.rglob("*.py")), MEGATRON: megatron, ROCM: rocm}
 
 

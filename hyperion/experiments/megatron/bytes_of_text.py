@@ -14,7 +14,10 @@ VOCABULARY = 256
 def documents(context: Context, split: str = "train") -> tuple[list[np.ndarray], str]:
     """Return the bytes of each line of a split, uint8, and the name of the data source. Empty lines are left out."""
     corpus = load_wikitext2(
-        context.data_source, allow_synthetic=context.allow_synthetic, synthetic_lines=context.synthetic["lines"], seed=context.seed
+        context.data_source,
+        allow_synthetic=context.allow_synthetic,
+        synthetic_lines=context.synthetic["lines"],
+        seed=context.seed,
     )
     lines = (line.encode() for line in corpus.splits[split])
     return [np.frombuffer(line, np.uint8) for line in lines if line.strip()], corpus.source

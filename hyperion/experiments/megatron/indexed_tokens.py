@@ -63,7 +63,9 @@ def read_index(path: Path) -> Index:
     content = path.read_bytes()
     head = len(_MAGIC) + _HEADER.size
     if not content.startswith(_MAGIC) or len(content) < head:
-        raise HyperionError("no index of tokens: the first bytes are not MMIDIDX", where=str(path), next_step="write the files again")
+        raise HyperionError(
+            "no index of tokens: the first bytes are not MMIDIDX", where=str(path), next_step="write the files again"
+        )
     version, code, sequences, entries = _HEADER.unpack_from(content, len(_MAGIC))
     if version != 1 or code not in _DTYPES or len(content) != index_bytes(sequences, entries - 1):
         raise HyperionError(
@@ -74,7 +76,9 @@ def read_index(path: Path) -> Index:
         )
     lengths = np.frombuffer(content, np.int32, sequences, head)
     starts = np.frombuffer(content, np.int64, sequences, head + lengths.nbytes)
-    return Index(np.dtype(_DTYPES[code]), lengths, starts, np.frombuffer(content, np.int64, entries, head + lengths.nbytes + starts.nbytes))
+    return Index(
+        np.dtype(_DTYPES[code]), lengths, starts, np.frombuffer(content, np.int64, entries, head + lengths.nbytes + starts.nbytes)
+    )
 
 
 def index_bytes(sequences: int, documents: int) -> int:
@@ -99,7 +103,9 @@ def run(context: Context, report: Report) -> Result:
     options = IndexedTokensOptions.of(context)
     if reason := why_unavailable():
         names = (SEQUENCES, DOCUMENTS, TOKENS, DIFFERENT)
-        return Result([context.absent_row(WRITER, "count", reason, params=_params(options, name)) for name in names], pd.DataFrame())
+        return Result(
+            [context.absent_row(WRITER, "count", reason, params=_params(options, name)) for name in names], pd.DataFrame()
+        )
     adapted_copy()
     return run_variant(context, report, round_trip)
 

@@ -9,7 +9,16 @@ import pandas as pd
 
 from hyperion.chapter.context import Context, Experiment, Forecast, Report, Result
 from hyperion.chapter.variants import run_variant
-from hyperion.parallel.megatron.release import ADAPTED, adapt, adapted_copy, changes, find_release, states, use_adapted, why_unavailable
+from hyperion.parallel.megatron.release import (
+    ADAPTED,
+    adapt,
+    adapted_copy,
+    changes,
+    find_release,
+    states,
+    use_adapted,
+    why_unavailable,
+)
 
 APPLIED, AGAIN, REVERTED, IMPORTS = "applied", "applied again", "reverted", "imports"
 # Packages that have only CUDA code, or that only CUDA builds of other packages use.
@@ -47,9 +56,7 @@ def forecast(context: Context) -> list[Forecast]:
 def run(context: Context, report: Report) -> Result:
     """Apply and revert the changes in a copy of the release. Then import the adapted copy while CUDA packages are refused."""
     if reason := why_unavailable():
-        rows = [
-            context.absent_row(one.variant, "count", reason, params=one.params) for one in forecast(context)
-        ]
+        rows = [context.absent_row(one.variant, "count", reason, params=one.params) for one in forecast(context)]
         return Result(rows, pd.DataFrame())
     release, core = find_release(), context.workspace / "megatron" / "core"
     shutil.rmtree(core, ignore_errors=True)
@@ -65,7 +72,9 @@ def run(context: Context, report: Report) -> Result:
     different = sum(published.get(name) != after.get(name) for name in {*published, *after})
     rows.append(_count(context, REVERTED, different, 0, "files that differ from the release"))
     rows += [
-        context.row(change.file, "count", sum(part.times for part in change.replace), params=_params("replacements", change.reason))
+        context.row(
+            change.file, "count", sum(part.times for part in change.replace), params=_params("replacements", change.reason)
+        )
         for change in changes()
     ]
     adapted_copy()

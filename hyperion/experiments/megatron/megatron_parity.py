@@ -17,7 +17,6 @@ from hyperion.models.llama import LlamaLM, build_random_llama, llama_parameter_c
 from hyperion.parallel.megatron.layouts import MegatronLayout
 from hyperion.parallel.megatron.release import adapted_copy, use_adapted, why_unavailable
 from hyperion.processes import world
-from hyperion.results import Row
 
 LOSS, NORM, STATE = "training loss", "gradient norm before clipping", "bytes of the optimizer"
 TOLERANCE = 1e-4
@@ -108,17 +107,16 @@ def run(context: Context, report: Report) -> Result:
     """Start the ranks once, and train with all layouts, one after another."""
     options = MegatronParityOptions.of(context)
     ranks = options.rank_count(context, options.batch_size)
-    needed = max(table.tensor * table.pipeline for table in options.layouts)
-    if reason := why_not(ranks, needed):
-        params = _params(context, options, LOSS)
-        rows = [
-            context.absent_row(name, "relative_difference", reason, dtype="fp32", params=params)
-            for name in dict.fromkeys(options.names(max(ranks, needed)))
-        ]
+    rows = []
+    for name, table in zip(options.names(ranks), options.layouts, strict=True):
+        if reason := why_not(ranks, table.tensor * table.pipeline):
+            params = _params(context, options, LOSS)
+            rows.append(context.absent_row(name, "relative_difference", reason, dtype="fp32", params=params))
+    if len(rows) == len(options.layouts):
         return Result(rows, pd.DataFrame())
     adapted_copy()  # before the ranks, which would all create it
     results = run_on_ranks(context, report, train_on_rank, ranks=ranks)
-    return Result(merged(results).rows, results[0].samples, results[0].source)
+    return Result(rows + merged(results).rows, results[0].samples, results[0].source)
 
 
 EXPERIMENT = Experiment(forecast, run, data=DATA, options=MegatronParityOptions)
@@ -134,10 +132,11 @@ def train_on_rank(context: Context, report: Report) -> Result:
     tokens = tokens.to(context.device.torch_device)
     expected, expected_norms = plain_losses(context, options, tokens)
     rows, curves = [], [_curve("plain loop", expected, expected_norms)]
-    for done, table in enumerate(options.layouts):
-        layout, ranks = table.layout(), world().size
+    ranks = world().size
+    layouts = [table.layout() for table in options.layouts if table.tensor * table.pipeline <= ranks]
+    for done, layout in enumerate(layouts):
         name = layout.name(ranks)
-        report(done, len(options.layouts), name)
+        report(done, len(layouts), name)
         losses, norms, state = train_with(context, options, layout, tokens)
         curves.append(_curve(name, losses, norms))
         columns = {"dtype": "fp32", "data_source": source}

@@ -8,7 +8,8 @@ import pandas as pd
 import torch
 
 from hyperion.chapter.context import Context, Experiment, Forecast, Report, Result
-from hyperion.chapter.variants import RankOptions, run_on_ranks
+from hyperion.chapter.variants import run_on_ranks
+from hyperion.errors import not_none
 from hyperion.experiments.megatron.bytes_of_text import DATA, VOCABULARY, batches, documents, unigram_entropy
 from hyperion.experiments.megatron.indexed_tokens import read_indexed, write_indexed
 from hyperion.experiments.megatron.megatron_parity import ToyOptions, initial_llama
@@ -22,7 +23,7 @@ _DOCUMENT = 8  # lines of a document in the file of tokens
 _NO_LIMIT = "no limit: the entropy of the text is unknown"
 
 
-class MegatronPretrainingOptions(RankOptions, ToyOptions):
+class MegatronPretrainingOptions(ToyOptions):
     """Options of `megatron_pretraining`.
 
     Args:
@@ -77,7 +78,7 @@ def pretrain(context: Context, report: Report) -> Result:
             report(step + 1, options.steps, f"loss {loss:.3f}")
         scores = []
         for tokens_BT in held_out.split(options.batch_size):
-            logits_BTV = gpt.full_logits(model, tokens_BT[:, :-1].contiguous()).float()
+            logits_BTV = not_none(gpt.full_logits(model, tokens_BT[:, :-1].contiguous())).float()
             nll_BT = torch.nn.functional.cross_entropy(logits_BTV.mT, tokens_BT[:, 1:], reduction="none")
             scores += nll_BT.mean(1).tolist()
     columns = {"params": _params(options), "data_source": source, "limit_source": _NO_LIMIT}

@@ -38,7 +38,9 @@ def forecast(context: Context) -> list[Forecast]:
     options = MegatronReshardingOptions.of(context)
     layers = random_llama_shape(options.model, VOCABULARY).num_hidden_layers
     basis = f"{layers} layers and the head, each of which rounds sums of another order once: {layers + 1} x 2^-24"
-    return [Forecast(_name(options), "relative_difference", (layers + 1) * 2.0**-24, basis, dtype="fp32", params=_params(options))]
+    return [
+        Forecast(_name(options), "relative_difference", (layers + 1) * 2.0**-24, basis, dtype="fp32", params=_params(options))
+    ]
 
 
 def run(context: Context, report: Report) -> Result:

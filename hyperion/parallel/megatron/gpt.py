@@ -25,7 +25,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from hyperion.models.llama import LlamaShape
-from hyperion.parallel.megatron.layouts import MegatronLayout
+from hyperion.parallel.megatron.layouts import MegatronLayout, interleaved_qkv
 
 
 @dataclass(frozen=True)
@@ -141,7 +141,9 @@ def this_rank_part(weights: Mapping[str, Tensor], shape: LlamaShape, first: bool
     for local in range(stage_layers):
         of, to = f"model.layers.{offset + local}.", f"decoder.layers.{local}."
         own[to + "input_layernorm.weight"] = weights[of + "input_layernorm.weight"]
-        own[to + "self_attention.linear_qkv.weight"] = rows(interleaved_qkv(weights, of + "self_attn.", shape.num_key_value_heads))
+        own[to + "self_attention.linear_qkv.weight"] = rows(
+            interleaved_qkv(weights, of + "self_attn.", shape.num_key_value_heads)
+        )
         own[to + "self_attention.linear_proj.weight"] = weights[of + "self_attn.o_proj.weight"].chunk(ranks, dim=1)[rank]
         own[to + "pre_mlp_layernorm.weight"] = weights[of + "post_attention_layernorm.weight"]
         # Each rank has its part of the gate and below it the same part of the other projection.
@@ -152,21 +154,6 @@ def this_rank_part(weights: Mapping[str, Tensor], shape: LlamaShape, first: bool
         own["decoder.final_layernorm.weight"] = weights["model.norm.weight"]
         own["output_layer.weight"] = rows(weights["lm_head.weight"])
     return own
-
-
-def interleaved_qkv(weights: Mapping[str, Tensor], prefix: str, groups: int) -> Tensor:
-    """Return the weights of queries, keys and values as one matrix, in the order of megatron-core.
-
-    For each key-value head, the matrix has the rows of its queries, then of its key, then of its value. So a part of the rows
-    holds whole heads.
-
-    Args:
-        weights: the state dict of a LlamaForCausalLM.
-        prefix: prefix of the names, such as "model.layers.0.self_attn.".
-        groups: number of key-value heads.
-    """
-    parts = [weights[f"{prefix}{name}_proj.weight"].chunk(groups) for name in ("q", "k", "v")]
-    return torch.cat([torch.cat(group) for group in zip(*parts, strict=True)])
 
 
 @dataclass

@@ -1,6 +1,10 @@
-"""Layouts of ranks in megatron-core, and the bytes that a layout needs on each rank. This module needs no megatron-core."""
+"""Layouts of ranks in megatron-core, and its order of weights. This module needs no megatron-core."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+
+import torch
+from torch import Tensor
 
 
 @dataclass(frozen=True)
@@ -24,7 +28,22 @@ class MegatronLayout:
     def name(self, ranks: int) -> str:
         """Return a short name, such as "TP 2 + SP", for a training on `ranks` ranks."""
         parts = [f"{letter} {size}" for letter, size in (("TP", self.tensor), ("PP", self.pipeline)) if size > 1]
-        replicas = ranks // (self.tensor * self.pipeline)
+        replicas = ranks // (self.tensor * self.pipeline)  # none if there are too few ranks
         parts += [f"DP {replicas}"] * (replicas > 1)
         parts += ["SP"] * self.sequence + ["distributed optimizer"] * self.distributed_optimizer
         return " + ".join(parts) or "one rank"
+
+
+def interleaved_qkv(weights: Mapping[str, Tensor], prefix: str, groups: int) -> Tensor:
+    """Return the weights of queries, keys and values as one matrix, in the order of megatron-core.
+
+    For each key-value head, the matrix has the rows of its queries, then of its key, then of its value. So a part of the rows
+    holds whole heads.
+
+    Args:
+        weights: the state dict of a LlamaForCausalLM.
+        prefix: prefix of the names, such as "model.layers.0.self_attn.".
+        groups: number of key-value heads.
+    """
+    parts = [weights[f"{prefix}{name}_proj.weight"].chunk(groups) for name in ("q", "k", "v")]
+    return torch.cat([torch.cat(group) for group in zip(*parts, strict=True)])

@@ -190,7 +190,9 @@ def require_release(core: Path) -> None:
     parts = dict(line.split(" = ", 1) for line in text.splitlines() if line.startswith(("MAJOR", "MINOR", "PATCH")))
     version = ".".join(parts.get(name, "?").strip() for name in ("MAJOR", "MINOR", "PATCH"))
     if version != VERSION:
-        raise HyperionError(f"megatron-core {version} is installed, but the adaptation is for {VERSION}", where=str(core), next_step=INSTALL)
+        raise HyperionError(
+            f"megatron-core {version} is installed, but the adaptation is for {VERSION}", where=str(core), next_step=INSTALL
+        )
 
 
 def copies_root() -> Path:
