@@ -31,7 +31,7 @@ def megatron_parity(material: Material) -> Figure | None:
     for place, what in enumerate(dict.fromkeys(row.params["what"] for row in rows)):
         series = [row for row in rows if row.params["what"] == what]
         values = [max(_FLOOR, not_none(row.value)) for row in series]
-        axes.plot(values, [names.index(row.variant) for row in series], **look(what, place) | {"linestyle": "none"}, label=what)
+        axes.plot(values, [names.index(row.variant) for row in series], label=what, **look(what, place) | {"linestyle": "none"})
     predicted = next((row.predicted for row in rows if row.predicted is not None), None)
     for value, label, style in ((predicted, "predicted", (0, (4, 2))), (rows[0].check_tolerance, "tolerance", (0, (1, 1)))):
         if value is not None:

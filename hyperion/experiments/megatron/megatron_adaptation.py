@@ -1,5 +1,6 @@
 """Is the adaptation of megatron-core complete, reversible, and free of packages that need CUDA?"""
 
+import importlib
 import importlib.abc
 import shutil
 import sys
@@ -103,11 +104,12 @@ def import_without_cuda(context: Context, report: Report) -> Result:
     use_adapted()
     blocker = CudaBlocker()
     sys.meta_path.insert(0, blocker)
-    import megatron.core.datasets.indexed_dataset
-    import megatron.core.dist_checkpointing  # pyright: ignore[reportMissingImports]  # noqa: F401
-
-    import hyperion.parallel.megatron.gpt  # noqa: F401
-
+    for module in (
+        "megatron.core.datasets.indexed_dataset",
+        "megatron.core.dist_checkpointing",
+        "hyperion.parallel.megatron.gpt",
+    ):
+        importlib.import_module(module)
     loaded = sorted({name.partition(".")[0] for name in sys.modules} & set(CUDA_ONLY))
     row = _count(context, IMPORTS, len(loaded), 0, "CUDA packages that were imported", ", ".join(sorted(blocker.refused)))
     return Result([row], pd.DataFrame())

@@ -96,7 +96,7 @@ def reshard_on_rank(context: Context, report: Report) -> Result:
         model.load_state_dict(dist_checkpointing.load(model.sharded_state_dict(), str(folder)))
         after_BTV = gpt.full_logits(model, probe_BT)
     # The last rank has the last stage, and so the logits of both layouts.
-    if before_BTV is None or world().rank != world().size - 1:
+    if before_BTV is None or after_BTV is None or fresh_BTV is None or world().rank != world().size - 1:
         return Result([], pd.DataFrame(), source)
     scale = before_BTV.abs().max()
     columns = {"dtype": "fp32", "data_source": source}
