@@ -13,8 +13,8 @@ from hyperion.chapter.context import Context, Experiment, Forecast, Options, Rep
 from hyperion.chapter.rows import checked
 from hyperion.chapter.variants import RankOptions, merged, run_on_ranks
 from hyperion.experiments.megatron.bytes_of_text import DATA, VOCABULARY, batches, documents
-from hyperion.models.llama import LlamaLM, build_random_llama, llama_parameter_count, random_llama_shape
-from hyperion.parallel.megatron.layouts import MegatronLayout
+from hyperion.models.llama import LlamaLM, build_random_llama, random_llama_shape
+from hyperion.parallel.megatron.layouts import MegatronLayout, rank_parameters
 from hyperion.parallel.megatron.release import adapted_copy, use_adapted, why_unavailable
 from hyperion.processes import world
 
@@ -140,7 +140,8 @@ def train_on_rank(context: Context, report: Report) -> Result:
         losses, norms, state = train_with(context, options, layout, tokens)
         curves.append(_curve(name, losses, norms))
         columns = {"dtype": "fp32", "data_source": source}
-        share = state / _moment_bytes(options, layout)
+        stage = world().rank // (ranks // layout.pipeline)  # the order of megatron-core: the stages vary slowest
+        share = state / (8 * rank_parameters(random_llama_shape(options.model, VOCABULARY), layout, stage))
         promised = _promised_share(layout, ranks)
         check = checked("share that the layout promises", abs(share / promised - 1), 0.02)
         params = _params(context, options, STATE)
@@ -210,18 +211,6 @@ def mean_over_ranks(loss: float | None, device: torch.device) -> float:
     total = torch.tensor([loss or 0.0, float(loss is not None)], dtype=torch.float64, device=device)
     dist.all_reduce(total)
     return float(total[0] / total[1])
-
-
-def _moment_bytes(options: ToyOptions, layout: MegatronLayout) -> float:
-    """Return the bytes of Adam's two float32 moments of the parameters of this rank, if replicas do not divide them."""
-    shape = random_llama_shape(options.model, VOCABULARY)
-    D, layers = shape.hidden_size, shape.num_hidden_layers
-    ends = VOCABULARY * D  # the embedding, and also the head
-    blocks = llama_parameter_count(shape) - 2 * ends - D - 2 * layers * D
-    own = blocks / layout.tensor / layout.pipeline + 2 * layers * D / layout.pipeline
-    stage = world().rank // (world().size // layout.pipeline)  # the order of megatron-core: the stages vary slowest
-    own += (ends / layout.tensor) * (stage == 0) + (ends / layout.tensor + D) * (stage == layout.pipeline - 1)
-    return 8 * own
 
 
 def _promised_share(layout: MegatronLayout, ranks: int) -> float:

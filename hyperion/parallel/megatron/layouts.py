@@ -6,6 +6,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from hyperion.models.llama import LlamaShape, layer_shapes
+
 
 @dataclass(frozen=True)
 class MegatronLayout:
@@ -32,6 +34,32 @@ class MegatronLayout:
         parts += [f"DP {replicas}"] * (replicas > 1)
         parts += ["SP"] * self.sequence + ["distributed optimizer"] * self.distributed_optimizer
         return " + ".join(parts) or "one rank"
+
+
+def rank_parameters(shape: LlamaShape, layout: MegatronLayout, stage: int) -> float:
+    """Return the number of parameters of a rank.
+
+    Args:
+        shape: shape of the Llama, with untied embeddings.
+        layout: layout of the ranks.
+        stage: stage of the rank, from 0. The first stage has the embedding, the last one the last norm and the head.
+    """
+    D, layers = shape.hidden_size, shape.num_hidden_layers / layout.pipeline
+    matrices = sum(d_in * d_out for d_in, d_out in layer_shapes(shape).values())
+    end = shape.vocab_size * D / layout.tensor
+    ends = end * (stage == 0) + (end + D) * (stage == layout.pipeline - 1)
+    return layers * (matrices / layout.tensor + 2 * D) + ends
+
+
+def rank_state_bytes(shape: LlamaShape, layout: MegatronLayout, stage: int, ranks: int) -> float:
+    """Return the bytes of a rank's parameters, gradients and moments of Adam in float32.
+
+    Args:
+        shape, layout, stage: as in `rank_parameters`.
+        ranks: number of ranks. Replicas divide the moments only with the distributed optimizer.
+    """
+    share = layout.tensor * layout.pipeline / ranks if layout.distributed_optimizer else 1
+    return rank_parameters(shape, layout, stage) * (4 + 4 + 8 * share)
 
 
 def interleaved_qkv(weights: Mapping[str, Tensor], prefix: str, groups: int) -> Tensor:

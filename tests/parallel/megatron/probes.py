@@ -1,5 +1,6 @@
 """For each change of the adaptation: code that works only with this change. It runs in a process without CUDA."""
 
+import json
 import os
 import shutil
 import sys
@@ -206,9 +207,7 @@ def probe_changes(folder: str) -> dict:
     tree = Path(folder) / "tree"
     shutil.copytree(adapted_copy(), tree)
     core = tree / "megatron" / "core"
-    answer = {"with all changes": {}, "without": {}}
-    for name in PROBES:
-        answer["with all changes"] |= _failure(tree, name)
+    answer = {"with all changes": _failures(tree, list(PROBES)), "without": {}}
     for change in changes():
         path = core / change.file
         adapted = path.read_text()
@@ -217,32 +216,33 @@ def probe_changes(folder: str) -> dict:
             path.unlink()
         else:
             path.write_text(published)
-        answer["without"] |= _failure(tree, change.file)
+        answer["without"] |= _failures(tree, [change.file])
         path.write_text(adapted)
     return answer
 
 
-def _failure(tree: Path, name: str) -> dict[str, str]:
-    """Run a probe in a fork. Return its error by its name, or nothing if it succeeds."""
+def _failures(tree: Path, names: list[str]) -> dict[str, str]:
+    """Run probes in a fork. Return the error of each probe that failed, by its name."""
     reader, writer = os.pipe()
     if (child := os.fork()) == 0:
         os.close(reader)
-        sys.dont_write_bytecode = True
         sys.path.insert(0, str(tree))
-        text = ""
-        try:
-            dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-            PROBES[name]()
-        except BaseException as error:
-            traceback.print_exc()
-            text = f"{type(error).__name__}: {error}"
-        os.write(writer, text.encode()[:2000])
+        errors = {}
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        for name in names:
+            try:
+                PROBES[name]()
+            except BaseException as error:
+                traceback.print_exc()
+                errors[name] = f"{type(error).__name__}: {error}"[:500]
+        with os.fdopen(writer, "w") as file:
+            json.dump(errors, file)
         os._exit(0)
     os.close(writer)
     with os.fdopen(reader) as file:
         text = file.read()
     os.waitpid(child, 0)
-    return {name: text} if text else {}
+    return json.loads(text) if text else dict.fromkeys(names, "the process died")
 
 
 def _group() -> dist.ProcessGroup:
@@ -252,7 +252,8 @@ def _group() -> dist.ProcessGroup:
 def _parallel() -> None:
     from megatron.core import parallel_state
 
-    parallel_state.initialize_model_parallel()
+    if not parallel_state.model_parallel_is_initialized():
+        parallel_state.initialize_model_parallel()
 
 
 def _wrapped_linear(**options):
