@@ -1,4 +1,4 @@
-"""The experiments with toy sizes: parity, resharding, the scaler, files of tokens, advice, and a machine without megatron-core."""
+"""The experiments with toy sizes: parity, resharding, the scaler, files of tokens, advice, and a machine without the package."""
 
 import struct
 from pathlib import Path
@@ -10,11 +10,22 @@ import torch
 from hyperion.chapter import experiment_named
 from hyperion.errors import HyperionError
 from hyperion.experiments.megatron import adaptation_advice
-from hyperion.experiments.megatron.adaptation_advice import EXITS, HOLDS, REQUIRED, UNKNOWN, advice, files_with, parser, verdict_on
+from hyperion.experiments.megatron.adaptation_advice import (
+    EXITS,
+    HOLDS,
+    REQUIRED,
+    UNKNOWN,
+    advice,
+    files_with,
+    parser,
+    verdict_on,
+)
 from hyperion.experiments.megatron.indexed_tokens import index_bytes, read_index
 from hyperion.experiments.megatron.loss_scale_states import expected_scale
 from hyperion.experiments.megatron.pipeline_bubble import bubbles, ideal_bubble
+from hyperion.models.llama import LlamaShape, llama_parameter_count
 from hyperion.parallel.megatron import release
+from hyperion.parallel.megatron.layouts import MegatronLayout, rank_parameters, rank_state_bytes
 from tests.chapter.toy import perform, toy_context
 
 installed = pytest.mark.skipif(bool(release.why_unavailable()), reason="megatron-core is not installed")
@@ -23,9 +34,26 @@ TOY = {"model": "random_llama_d64_l2", "sequence_length": 8, "batch_size": 4, "l
 SIZES: dict[str, dict] = {
     "megatron_adaptation": {},
     "megatron_parity": TOY
-    | {"steps": 3, "layouts": [{"distributed_optimizer": True}, {"tensor": 2, "sequence": True}, {"pipeline": 2, "micro_batches": 2}]},
+    | {
+        "steps": 3,
+        "layouts": [{"distributed_optimizer": True}, {"tensor": 2, "sequence": True}, {"pipeline": 2, "micro_batches": 2}],
+    },
     "pipeline_bubble": TOY | {"micro_batches": [1, 2], "time_limit_s": 0.1},
     "megatron_resharding": TOY | {"steps": 1, "cpu_ranks": 2, "saved": {"tensor": 2}},
+    "documented_shapes": {
+        "divisor": 48,
+        "shapes": [
+            {
+                "name": "toy",
+                "layers": 2,
+                "width": 768,
+                "heads": 4,
+                "sequence_length": 768,
+                "micro_batch_size": 1,
+                "layout": {"pipeline": 2, "micro_batches": 2},
+            }
+        ],
+    },
     "loss_scale_states": {"hysteresis": [2]},
     "indexed_tokens": {"lines": 21, "lines_of_a_document": 4},
     "megatron_pretraining": TOY | {"steps": 2, "lines": 50, "held_out_windows": 4},
@@ -64,6 +92,17 @@ def test_counts_and_tokens_of_the_files(tmp_path):
     found = {row.params["what"]: row.value for row in rows}
     assert (found["sequences"], found["documents"], found["tokens that differ from the text"]) == (21, 6, 0)
     assert found["bytes of .idx"] == 34 + 12 * 21 + 8 * 7 and found["bytes of .bin"] == found["tokens"]
+
+
+def test_the_state_of_a_stage_is_counted_from_its_shape():
+    shape = LlamaShape(8, 4, 2, 1, 16, 32)
+    # Queries 64, keys and values 32 each, output 64, three matrices of the MLP with 128 each; two norms of 8.
+    layer, end = 64 + 64 + 64 + 3 * 128 + 16, 32 * 8
+    assert rank_parameters(shape, MegatronLayout(), 0) == 4 * layer + 2 * end + 8 == llama_parameter_count(shape)
+    assert rank_parameters(shape, MegatronLayout(pipeline=2), 0) == 2 * layer + end
+    assert rank_parameters(shape, MegatronLayout(pipeline=2), 1) == 2 * layer + end + 8
+    assert rank_parameters(shape, MegatronLayout(tensor=2), 0) == 4 * ((layer - 16) / 2 + 16) + end + 8
+    assert rank_state_bytes(shape, MegatronLayout(distributed_optimizer=True), 0, 4) == 10 * (4 * layer + 2 * end + 8)
 
 
 def written_index(folder: Path, sequences: int, entries: int) -> Path:

@@ -8,7 +8,17 @@ import torch
 
 from hyperion.errors import HyperionError
 from hyperion.parallel.megatron import release
-from hyperion.parallel.megatron.release import ADAPTED, FOREIGN, PUBLISHED, Change, Replacement, adapt, changes, find_release, states
+from hyperion.parallel.megatron.release import (
+    ADAPTED,
+    FOREIGN,
+    PUBLISHED,
+    Change,
+    Replacement,
+    adapt,
+    changes,
+    find_release,
+    states,
+)
 from hyperion.processes import Job, run_job
 from tests.parallel.megatron.probes import PROBES, probe_changes
 
@@ -88,7 +98,9 @@ def test_a_text_that_occurs_too_seldom_is_refused():
 def test_without_the_package_the_reason_names_the_command(monkeypatch, tmp_path):
     monkeypatch.setattr(release.sys, "path", [str(tmp_path)])
     monkeypatch.setenv("HYPERION_DATA", str(tmp_path))
-    assert release.why_unavailable() == "unavailable: megatron-core is not installed; next step: pip install megatron-core==0.16.1"
+    assert (
+        release.why_unavailable() == "unavailable: megatron-core is not installed; next step: pip install megatron-core==0.16.1"
+    )
 
 
 @installed
