@@ -1,5 +1,6 @@
 """For each change of the adaptation: code that works only with this change. It runs in a process without CUDA."""
 
+import importlib
 import json
 import os
 import shutil
@@ -76,7 +77,7 @@ def schedules() -> None:
     from megatron.core.pipeline_parallel.schedules import forward_backward_no_pipelining
 
     class Model(torch.nn.Linear):
-        config = ModelParallelConfig(pipeline_dtype=torch.float32)
+        config, model_type = ModelParallelConfig(pipeline_dtype=torch.float32), "decoder"
 
         def set_input_tensor(self, tensor) -> None:
             pass
@@ -198,37 +199,50 @@ PROBES: dict[str, Callable[[], None]] = {
 def probe_changes(folder: str) -> dict:
     """Run each probe with all changes, and with all changes but its own. Return what failed, by file.
 
-    Each run is a fork, so that torch is imported only once, and megatron-core anew in each run.
+    Each run is a fork that loads only one module again, because importing megatron-core takes seconds.
     """
-    import torch._inductor.compile_fx  # noqa: F401 - megatron-core imports it, and it takes most of the time
-
     from hyperion.parallel.megatron.release import adapted_copy, changes
 
     tree = Path(folder) / "tree"
     shutil.copytree(adapted_copy(), tree)
-    core = tree / "megatron" / "core"
-    answer = {"with all changes": _failures(tree, list(PROBES)), "without": {}}
+    sys.path.insert(0, str(tree))
     for change in changes():
-        path = core / change.file
+        importlib.import_module(_module(change.file))
+    answer = {"with all changes": _failures(list(PROBES), ""), "without": {}}
+    for change in changes():
+        path = tree / "megatron" / "core" / change.file
         adapted = path.read_text()
         published = change.revert(adapted) if change.sha256 else None
         if published is None:
             path.unlink()
         else:
             path.write_text(published)
-        answer["without"] |= _failures(tree, [change.file])
+        answer["without"] |= _failures([change.file], _module(change.file))
         path.write_text(adapted)
     return answer
 
 
-def _failures(tree: Path, names: list[str]) -> dict[str, str]:
-    """Run probes in a fork. Return the error of each probe that failed, by its name."""
+def _module(file: str) -> str:
+    return "megatron.core." + file.removesuffix(".py").replace("/", ".")
+
+
+def _failures(names: list[str], changed: str) -> dict[str, str]:
+    """Run probes in a fork. Return the error of each probe that failed, by its name.
+
+    Args:
+        names: names of the probes.
+        changed: module whose file has changed since it was imported; "" for none.
+    """
     reader, writer = os.pipe()
     if (child := os.fork()) == 0:
         os.close(reader)
-        sys.path.insert(0, str(tree))
         errors = {}
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        try:
+            if changed:
+                _load_again(changed)
+            dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        except BaseException as error:
+            errors = dict.fromkeys(names, f"{type(error).__name__}: {error}"[:500])
         for name in names:
             try:
                 PROBES[name]()
@@ -243,6 +257,21 @@ def _failures(tree: Path, names: list[str]) -> dict[str, str]:
         text = file.read()
     os.waitpid(child, 0)
     return json.loads(text) if text else dict.fromkeys(names, "the process died")
+
+
+def _load_again(name: str) -> None:
+    """Load a module from its changed file, and give its new functions and classes to the modules that imported the old ones."""
+    sys.dont_write_bytecode = True
+    importlib.invalidate_caches()
+    module = sys.modules[name]
+    old = {id(value): key for key, value in vars(module).items() if getattr(value, "__module__", "") == name}
+    held = list(vars(module).values())  # so that no new object gets the identity of an old one
+    importlib.reload(module)
+    for other in [other for key, other in sys.modules.items() if key.startswith("megatron.") and other is not module]:
+        for key, value in list(vars(other).items()):
+            if id(value) in old:
+                setattr(other, key, getattr(module, old[id(value)]))
+    del held
 
 
 def _group() -> dist.ProcessGroup:
