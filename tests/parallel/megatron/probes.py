@@ -73,11 +73,11 @@ def transfers() -> None:
 
 
 def schedules() -> None:
-    from megatron.core.model_parallel_config import ModelParallelConfig
     from megatron.core.pipeline_parallel.schedules import forward_backward_no_pipelining
+    from megatron.core.transformer.transformer_config import TransformerConfig
 
     class Model(torch.nn.Linear):
-        config, model_type = ModelParallelConfig(pipeline_dtype=torch.float32), "decoder"
+        config, model_type = TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=2), "decoder"
 
         def set_input_tensor(self, tensor) -> None:
             pass
