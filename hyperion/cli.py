@@ -27,7 +27,6 @@ from hyperion.terminal import run_command, say
 
 FIRST_PORT = 8888
 LAB = "lab"  # folder of the reader's copies of the notebooks, in the checkout
-_COLOURS = {"ok": "green", "warn": "yellow", "fail": "red"}
 RunName = Annotated[
     str, typer.Argument(help="A run: the path or the name of its folder, `latest`, or the name of a reference machine.")
 ]
@@ -357,8 +356,24 @@ def doctor(
     comparison: Annotated[
         bool, typer.Option("--comparison", help="Plant slowdowns in code; `hyperion compare` must detect them.")
     ] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print the whole report as JSON. With --numerics and --floors, it contains them too.")
+    ] = False,
+    preflight: Annotated[
+        str | None, typer.Option(help="Check what a workload needs: megatron, training, serving, inference or scaling.")
+    ] = None,
+    log: Annotated[
+        Path | None, typer.Option(help="Log of a program that failed. The rules of troubleshooting also search it.")
+    ] = None,
+    fit: Annotated[
+        Path | None, typer.Option(help="Find the largest batch that fits: a file with step(batch), which runs one training step.")
+    ] = None,
 ) -> None:
     """Check this machine and this installation. Each finding comes with its evidence and its remedy.
+
+    The report has six layers (hardware, system, framework, model, communication, extension), and three levels for each
+    component: import, correctness and floor. A level that did not run is 'skip', with the reason. Then the rules of
+    troubleshooting are applied to the facts of this machine. The exit code is 1 if a test or a rule failed.
 
     With --floors: compare measured values with floors, the least values of a healthy device. The floors are the vendor's
     published acceptance values for this device, with their source. If the vendor publishes none, they are derived from the data
@@ -375,11 +390,17 @@ def doctor(
     """
     if run is not None and not floors:
         raise HyperionError(f"--run {run} is given without --floors", next_step=f"use both: hyperion doctor --floors --run {run}")
-    if numerics:
-        raise typer.Exit(print_numerics())
+    if preflight is not None:
+        raise typer.Exit(_print_preflight(preflight, as_json))
+    if fit is not None:
+        raise typer.Exit(_print_fit(fit))
     if comparison:
         raise typer.Exit(_print_comparison_trials())
-    raise typer.Exit(_print_harness() if harness else _print_floors(run) if floors else _print_checks())
+    if harness:
+        raise typer.Exit(_print_harness())
+    if as_json or not (numerics or floors):
+        raise typer.Exit(_print_report(numerics, floors, log, as_json))
+    raise typer.Exit(print_numerics() if numerics else _print_floors(run))
 
 
 def print_numerics() -> int:
@@ -393,18 +414,62 @@ def print_numerics() -> int:
     return 0 if report.passed else 1
 
 
-def _print_checks() -> int:
-    """Print every finding with its evidence and remedy. Return 1 if a check failed, else 0."""
-    from hyperion.doctor import run_checks
+def _print_report(numerics: bool, floors: bool, log: Path | None, as_json: bool) -> int:
+    """Test all components, apply all rules, and print the report. Return 1 if a test or a rule failed, else 0."""
+    import time
 
-    output, results = console(), run_checks()
-    for result in results:
-        colour = _COLOURS.get(result.status, "white")
-        output.print(f"[{colour}]{result.status:<5}[/] {result.id}: ", end="")
-        say(result.evidence)
-        if result.remedy:
-            say(f"      next:  {result.remedy}")
-    return 1 if any(result.status == "fail" for result in results) else 0
+    from hyperion.doctor.components import check_components
+    from hyperion.doctor.report import COLOURS, make_report, report_json, report_table
+    from hyperion.doctor.rules import apply_rules
+    from hyperion.doctor.state import read_state
+
+    started = time.monotonic()
+    rules = apply_rules(read_state(log=log))
+    report = make_report(check_components(numerics, floors), rules, time.monotonic() - started)
+    if as_json:
+        print(json.dumps(report_json(report), indent=1))
+        return report.exit_code
+    output = console()
+    output.print(report_table(report))
+    for item in report.items:
+        _print_finding(output, COLOURS, item.result, f"{item.component} ({item.level})", item.evidence, item.remedy)
+    for rule in report.rules:
+        _print_finding(output, COLOURS, rule.result, rule.id, rule.evidence, rule.remedy)
+    counts = ", ".join(f"{count} {result}" for result, count in sorted(report.summary.items()))
+    say(f"{len(report.items)} items and {len(report.rules)} rules in {report.seconds:.0f} s: {counts}")
+    return report.exit_code
+
+
+def _print_finding(output, colours: dict[str, str], result: str, name: str, evidence: str, remedy: str) -> None:
+    colour = colours.get(result, "white")
+    output.print(f"[{colour}]{result:<6}[/] {name}: ", end="")
+    say(evidence)
+    if remedy:
+        say(f"       next:  {remedy}")
+
+
+def _print_preflight(name: str, as_json: bool) -> int:
+    """Print what a workload needs and what was found. Return 1 if something is missing, else 0."""
+    from dataclasses import asdict
+
+    from hyperion.doctor.preflight import check_preflight
+    from hyperion.doctor.state import read_state
+
+    needs = check_preflight(name, read_state())
+    if as_json:
+        print(json.dumps([asdict(need) for need in needs], indent=1))
+    for need in () if as_json else needs:
+        say(f"{need.result:<5} {need.what}: found {need.found}, needed {need.needed}{f'; {need.remedy}' if need.remedy else ''}")
+    return int(any(need.result == "fail" for need in needs))
+
+
+def _print_fit(file: Path) -> int:
+    """Print the largest batch with which the step of a file fits into memory. Return 1 if no batch fits, else 0."""
+    from hyperion.doctor.batches import largest_fitting, load_step
+
+    largest, tried = largest_fitting(load_step(file))
+    say(f"the largest batch that fits: {largest} (tried {', '.join(map(str, tried))})")
+    return int(largest == 0)
 
 
 def _print_floors(run: str | None) -> int:
@@ -500,11 +565,86 @@ def passport(
 
 
 @app.command()
-def env() -> None:
-    """Print this machine's fingerprint (versions, device, driver) as it is stored in run.json."""
-    from hyperion.hardware import fingerprint
+def env(
+    lint: Annotated[
+        bool, typer.Option("--lint", help="Check environment variables: who reads them, harmful values, contradictions.")
+    ] = False,
+    files: Annotated[
+        list[Path] | None, typer.Argument(help="With --lint: scripts, Dockerfiles or Python files.", show_default="this process")
+    ] = None,
+    variables: Annotated[bool, typer.Option("--variables", help="List the known variables, their readers and effects.")] = False,
+    generate: Annotated[
+        str | None, typer.Option(help="Print the few settings that this machine needs, for bash, zsh or fish.")
+    ] = None,
+    install: Annotated[bool, typer.Option("--install", help="Say how PyTorch can be installed for this driver and GPU.")] = False,
+) -> None:
+    """Print this machine's fingerprint (versions, device, driver) as it is stored in run.json.
 
-    say(json.dumps(fingerprint(), indent=1, sort_keys=True))
+    With --lint: the exit code is 1 if a variable is set that nothing reads, that does harm, or that contradicts another one.
+    """
+    if files and not lint:
+        raise HyperionError("files are given without --lint", next_step=f"hyperion env --lint {' '.join(map(str, files))}")
+    if lint:
+        raise typer.Exit(_print_lint(files or []))
+    if variables:
+        _print_variables()
+    elif generate is not None:
+        from hyperion.doctor.state import machine_settings
+        from hyperion.install.variables import as_script
+
+        print(as_script(machine_settings(), generate), end="")
+    elif install:
+        _print_advice()
+    else:
+        from hyperion.hardware import fingerprint
+
+        say(json.dumps(fingerprint(), indent=1, sort_keys=True))
+
+
+def _print_lint(files: list[Path]) -> int:
+    """Print the findings of the linter for the files, or for this process. Return 1 if there is one, else 0."""
+    import sysconfig
+
+    from hyperion.install.variables import lint, read_assignments
+
+    sources = {str(file): read_assignments(file) for file in files} or {"environment": sorted(os.environ.items())}
+    count = 0
+    for place, assignments in sources.items():
+        for finding in lint(assignments, Path(sysconfig.get_paths()["purelib"])):
+            count += 1
+            say(f"{place}: {finding.kind}: {finding.what}")
+            say(f"  next:  {finding.instead}")
+    say(f"{count} findings in {sum(map(len, sources.values()))} settings")
+    return int(count > 0)
+
+
+def _print_variables() -> None:
+    """Print the registry of variables: the readers, the effect, and the source that proves it."""
+    from rich.table import Table
+
+    from hyperion.install.variables import fictional, registry
+
+    table = Table("variable", "read by", "effect", "source", pad_edge=False)
+    for one in registry().values():
+        table.add_row(one.name, one.readers, one.effect, one.source)
+    for name, instead in fictional().items():
+        table.add_row(name, "[red]nothing[/]", f"use {instead}", "")
+    console().print(table)
+
+
+def _print_advice() -> None:
+    """Print each way to install PyTorch on this machine, and the support of its GPUs."""
+    from hyperion.install.advice import advise, support_of
+    from hyperion.install.machine import collect_facts
+
+    facts = collect_facts()
+    for arch in sorted(set(facts.amd_archs)):
+        support = support_of(arch)
+        say(f"{arch}: {support.level}, {'in' if support.wheel else 'not in'} PyTorch's wheels ({support.evidence})")
+    for way in advise(facts):
+        say(f"{way.kind:<9} {way.verdict:<11} {way.why}")
+        if way.command:
+            say(f"          {way.command}")
 
 
 @app.command()

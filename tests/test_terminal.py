@@ -84,7 +84,7 @@ def test_closed_streams_do_not_stop_a_command(shell, tmp_path, closed):
 def test_characters_that_the_terminal_lacks_are_escaped(shell):
     done = shell("hyperion --help; hyperion verify 'r×n'", **ASCII)
     assert done.returncode == 2 and "no run 'r" in done.stderr
-    assert shell("hyperion doctor > out; test $? -le 1", **ASCII).returncode == 0
+    assert shell("hyperion doctor --preflight inference > out; test $? -le 1", **ASCII).returncode == 0
 
 
 @pytest.mark.process
