@@ -21,6 +21,7 @@ import typer
 
 from hyperion.commands.compare import compare, relaunch
 from hyperion.commands.console import PlainTextConsole, console, parse_duration, run_app
+from hyperion.commands.monitor import monitor
 from hyperion.errors import LARGEST_SEED, HyperionError
 from hyperion.paths import data_folder, project_root, results_folder
 from hyperion.terminal import run_command, say
@@ -144,6 +145,8 @@ def reproduce(
 
 app.command()(compare)
 app.command()(relaunch)
+# Options after the name of the watched command belong to that command.
+app.command(context_settings={"allow_interspersed_args": False})(monitor)
 
 
 @app.command()
@@ -420,7 +423,7 @@ def _print_report(numerics: bool, floors: bool, log: Path | None, as_json: bool)
 
     from hyperion.doctor.components import check_components
     from hyperion.doctor.report import COLOURS, make_report, report_json, report_table
-    from hyperion.doctor.rules import apply_rules
+    from hyperion.doctor.rules import NOT_PRESENT, apply_rules
     from hyperion.doctor.state import read_state
 
     started = time.monotonic()
@@ -431,10 +434,16 @@ def _print_report(numerics: bool, floors: bool, log: Path | None, as_json: bool)
         return report.exit_code
     output = console()
     output.print(report_table(report))
-    for item in report.items:
-        _print_finding(output, COLOURS, item.result, f"{item.component} ({item.level})", item.evidence, item.remedy)
-    for rule in report.rules:
-        _print_finding(output, COLOURS, rule.result, rule.id, rule.evidence, rule.remedy)
+    skipped: dict[str, list[str]] = {}
+    findings = [(i.result, f"{i.component} ({i.level})", i.evidence, i.remedy) for i in report.items]
+    findings += [(rule.result, rule.id, rule.evidence, rule.remedy) for rule in report.rules]
+    for result, name, evidence, remedy in findings:
+        if result == "skip":
+            skipped.setdefault(evidence, []).append(name)
+        elif (result, evidence) != ("ok", NOT_PRESENT):
+            _print_finding(output, COLOURS, result, name, evidence, remedy)
+    for reason, names in skipped.items():
+        _print_finding(output, COLOURS, "skip", ", ".join(names), reason, "")
     counts = ", ".join(f"{count} {result}" for result, count in sorted(report.summary.items()))
     say(f"{len(report.items)} items and {len(report.rules)} rules in {report.seconds:.0f} s: {counts}")
     return report.exit_code

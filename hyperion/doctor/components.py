@@ -9,7 +9,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable
-from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field
 from multiprocessing import get_context
@@ -261,20 +261,19 @@ def _run_queue(queue: list[Component], timeout_s: float, on_item: Callable[[Item
 def _items(component: Component, worker: "_Worker") -> list[Item]:
     items, blocked, found, version = [], "", True, ""
     for level in LEVELS:
-        test, started = component.tests.get(level), time.monotonic()
+        test, seconds = component.tests.get(level), 0.0
         if test is None:
             reason = component.untested.get(level, _NO_FLOOR if level == "floor" else "there is no test")
             result = CheckResult(component.name, "skip", reason)
         elif blocked:
             result = CheckResult(component.name, "skip", blocked)
         else:
-            result = worker.run(test.run)
+            result, seconds = worker.run(test.run)
         found &= result.found
         version = result.version or version
         if test is not None and not blocked and result.status in ("fail", "absent"):
             blocked = f"not run, because the level {level} is {result.status!r}"
         ran = test is not None and result.status not in ("skip", "absent")
-        seconds = round(time.monotonic() - started, 3)
         tested = test.tested if test is not None and ran else ""
         items.append(
             Item(
@@ -309,13 +308,18 @@ class _Worker:
         self._end()
         self._folder.cleanup()
 
-    def run(self, test: Callable[[], CheckResult]) -> CheckResult:
-        """Run a test and return its result. An exception, a crash or a timeout is a failure."""
+    def run(self, test: Callable[[], CheckResult]) -> tuple[CheckResult, float]:
+        """Run a test and return its result and its seconds. An exception, a crash or a timeout is a failure."""
         if self._pool is None:
             context = get_context("spawn")  # a process that was forked cannot use CUDA
             self._pool = ProcessPoolExecutor(1, context, _prepare_worker, (str(self._log),))
             self._pool.submit(int).result(_START_S)  # the start is no part of the time limit of the test
-        future, remedy = self._pool.submit(test), "report this message with the output of `hyperion doctor --json`"
+        started = time.monotonic()
+        result = self._result(self._pool.submit(test))
+        return result, round(time.monotonic() - started, 3)
+
+    def _result(self, future: Future[CheckResult]) -> CheckResult:
+        remedy = "report this message with the output of `hyperion doctor --json`"
         try:
             return future.result(timeout=self._timeout_s)
         except TimeoutError:

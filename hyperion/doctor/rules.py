@@ -18,6 +18,7 @@ from hyperion.doctor.state import NETWORK_FILE_SYSTEMS, State
 from hyperion.install.machine import ROCM_WHEEL_ARCHS, decide
 from hyperion.install.variables import lint
 
+NOT_PRESENT = "not present"
 MASKS = ("ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES", "GPU_DEVICE_ORDINAL")
 
 
@@ -49,7 +50,7 @@ class Rule:
         evidence = self.detect(state)
         if evidence:
             return RuleResult(self.id, self.symptom, self.severity, evidence, self.remedy)
-        return RuleResult(self.id, self.symptom, "ok", "not present", "")
+        return RuleResult(self.id, self.symptom, "ok", NOT_PRESENT, "")
 
 
 _RULES: list[Rule] = []

@@ -53,6 +53,8 @@ class Telemetry:
             increase of the counter from the first to the last reading. None if the device has no counter.
         window_s: time from the first to the last reading in seconds. 0 in a single reading.
         interval_s: time between two readings in seconds. 0 in a single reading.
+        utilization_percent, memory_bytes: share of the time in which the device works, and its used memory. Only the readers
+            of `monitoring` read them.
     """
 
     clock_mhz: float | None = None
@@ -66,6 +68,8 @@ class Telemetry:
     energy_j: float | None = None
     window_s: float = 0.0
     interval_s: float = 0.0
+    utilization_percent: float | None = None
+    memory_bytes: float | None = None
 
 
 Reader = Callable[[], Telemetry]
@@ -124,15 +128,24 @@ class Sampler:
 
     def _run(self) -> None:
         try:
+            due_s = time.monotonic()
             while True:
                 reading = self._read()
                 # The time is appended first. So another thread that reads both lists finds a time for each reading.
                 self._moments_s.append(time.monotonic())
                 self._readings.append(reading)
-                if self._stop.wait(self._interval_s):
+                # A fixed schedule, so that the time of a reading does not lower the rate. Missed readings are not made up for.
+                due_s = max(due_s + self._interval_s, time.monotonic())
+                if self._stop.wait(due_s - time.monotonic()):
                     return
         except Exception as error:  # raised in the caller's thread by __exit__
             self._error = error
+
+    @property
+    def readings(self) -> list[tuple[float, Telemetry]]:
+        """All readings that were taken so far, each with its time in seconds."""
+        readings = list(self._readings)
+        return list(zip(self._moments_s[: len(readings)], readings, strict=True))
 
     @property
     def telemetry(self) -> Telemetry:
