@@ -393,6 +393,8 @@ def doctor(
     """
     if run is not None and not floors:
         raise HyperionError(f"--run {run} is given without --floors", next_step=f"use both: hyperion doctor --floors --run {run}")
+    if run is not None and as_json:
+        raise HyperionError("--json reports on this machine, and not on a run", next_step=f"leave out --json or --run {run}")
     if preflight is not None:
         raise typer.Exit(_print_preflight(preflight, as_json))
     if fit is not None:

@@ -21,6 +21,7 @@ from hyperion.doctor.floors import MET, NOT_MEASURED, check_floors
 from hyperion.doctor.numerics import check_numerics
 from hyperion.doctor.report import LEVELS, Item, Layer, Level
 from hyperion.hardware import Device, MachineFacts, collect_facts, detect
+from hyperion.processes.child_process import do_not_outlive
 
 TIMEOUT_S = 90.0
 _START_S = 300.0  # time limit for the start of a worker, which imports torch
@@ -312,7 +313,7 @@ class _Worker:
         """Run a test and return its result and its seconds. An exception, a crash or a timeout is a failure."""
         if self._pool is None:
             context = get_context("spawn")  # a process that was forked cannot use CUDA
-            self._pool = ProcessPoolExecutor(1, context, _prepare_worker, (str(self._log),))
+            self._pool = ProcessPoolExecutor(1, context, _prepare_worker, (str(self._log), os.getpid()))
             self._pool.submit(int).result(_START_S)  # the start is no part of the time limit of the test
         started = time.monotonic()
         result = self._result(self._pool.submit(test))
@@ -343,8 +344,12 @@ class _Worker:
         return self._log.read_text(errors="replace").strip()[-300:] if self._log.is_file() else ""
 
 
-def _prepare_worker(log: str) -> None:
-    """Send the output of this worker to a file, because packages print during their import, and the report is on stdout."""
+def _prepare_worker(log: str, doctor: int) -> None:
+    """Send the output of this worker to a file, because packages print during their import, and the report is on stdout.
+
+    The worker ends when the process of the doctor ends, also if that one was killed.
+    """
+    do_not_outlive(doctor)
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # otherwise JAX takes most of the GPU's memory
     file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     sys.stdout.flush()

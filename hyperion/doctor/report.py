@@ -26,8 +26,8 @@ class Item:
     Args:
         layer: layer of the component.
         component: name of the component.
-        level: 'import' (it is there and can be loaded), 'correctness' (it computed a result that was compared with a known
-            result) or 'floor' (its rate was compared with the least rate of a healthy machine).
+        level: 'import' (it is there and can be loaded), 'correctness' (a test exercised it, and compared the result with a
+            known one) or 'floor' (its rate was compared with the least rate of a healthy machine).
         found: whether the component is on this machine.
         version: version of the component, or "" if it has none.
         tested: what the test did, or "" if nothing was tested.

@@ -45,7 +45,7 @@ class DeviceState:
         free_gib, total_gib: memory.
         throttle: as in `Telemetry`, or None.
         temperature_c: temperature, or None.
-        link: (current, maximum) speed times width of the PCIe link in GT/s × lanes, or None.
+        link: (current, largest) number of lanes of the PCIe link, or None. The speed is no fact, because idle GPUs lower it.
         uncorrected_errors: number of uncorrected memory errors, or None.
     """
 
@@ -53,7 +53,7 @@ class DeviceState:
     total_gib: float
     throttle: str | None = None
     temperature_c: float | None = None
-    link: tuple[float, float] | None = None
+    link: tuple[int, int] | None = None
     uncorrected_errors: int | None = None
 
 
@@ -224,15 +224,10 @@ def _devices(facts: MachineFacts, root: Path) -> tuple[DeviceState, ...]:
     return tuple(states)
 
 
-def pcie_link(folder: Path) -> tuple[float, float] | None:
-    """Return (current, maximum) speed times width of the PCIe link of a device in sysfs, or None if it is unknown."""
-    rates = []
-    for kind in ("current", "max"):
-        speed, width = system_text(folder / f"{kind}_link_speed"), system_text(folder / f"{kind}_link_width")
-        if not speed or not width or not speed.split()[0].replace(".", "").isdigit():
-            return None
-        rates.append(float(speed.split()[0]) * int(width))
-    return rates[0], rates[1]
+def pcie_link(folder: Path) -> tuple[int, int] | None:
+    """Return (current, largest) number of lanes of the PCIe link of a device in sysfs, or None if it is unknown."""
+    texts = [system_text(folder / f"{kind}_link_width") or "" for kind in ("current", "max")]
+    return (int(texts[0]), int(texts[1])) if all(text.isdigit() and text != "0" for text in texts) else None
 
 
 def _memory_limit(root: Path) -> float:

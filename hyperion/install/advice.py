@@ -5,7 +5,7 @@ import re
 import tomllib
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from hyperion.errors import HyperionError
 from hyperion.install.machine import ROCM_WHEEL_ARCHS, KernelFacts, decide
@@ -50,7 +50,7 @@ class Way:
 
 
 @functools.cache
-def _tables() -> dict[str, list[dict]]:
+def _tables() -> dict[str, list[dict[str, Any]]]:
     return tomllib.loads(Path(__file__).with_name("support.toml").read_text(encoding="utf-8"))
 
 

@@ -12,7 +12,7 @@ import tomllib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from hyperion.errors import HyperionError
 
@@ -66,14 +66,14 @@ class Setting:
 
 
 @functools.cache
-def _tables() -> dict[str, list[dict]]:
+def _tables() -> dict[str, list[dict[str, Any]]]:
     return tomllib.loads(Path(__file__).with_name("variables.toml").read_text(encoding="utf-8"))
 
 
 @functools.cache
 def registry() -> dict[str, Variable]:
     """Return the registry, by the name of the variable."""
-    return {entry["name"]: Variable(**entry | {"files": tuple(entry.get("files", ()))}) for entry in _tables()["variable"]}
+    return {entry["name"]: Variable(**(entry | {"files": tuple(entry.get("files", ()))})) for entry in _tables()["variable"]}
 
 
 def fictional() -> dict[str, str]:

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from dataclasses import replace
+from pathlib import Path
 
 import jsonschema
 import pytest
@@ -54,6 +55,29 @@ def test_a_crash_a_hang_and_an_exception_stop_no_other_test():
     assert items["hang"].result == "fail" and "within 10 s" in items["hang"].evidence
     assert items["broken"].result == "fail" and "KeyError: 'libamd_smi.so'" in items["broken"].evidence
     assert items["fine"].result == "ok" and str(os.getpid()) not in items["fine"].evidence
+
+
+def forever(file: str) -> CheckResult:
+    Path(file).write_text(str(os.getpid()))
+    return hang()
+
+
+@pytest.mark.process
+@pytest.mark.slow
+def test_no_worker_outlives_a_doctor_that_was_killed(tmp_path):
+    code = (
+        "from functools import partial\nfrom hyperion.doctor.components import *\nfrom tests.doctor.test_report import forever\n"
+        f"run_components([Component('model', 'm', {{'import': Check('t', partial(forever, {str(tmp_path / 'pid')!r}))}})], 1)"
+    )
+    doctor = subprocess.Popen([sys.executable, "-c", code])
+    while not (tmp_path / "pid").exists() or not (tmp_path / "pid").read_text():
+        assert doctor.poll() is None
+        time.sleep(0.1)
+    doctor.kill()
+    doctor.wait()
+    worker = Path("/proc", (tmp_path / "pid").read_text(), "stat")
+    while worker.exists() and worker.read_text().rpartition(") ")[2][0] != "Z":  # the test times out if the worker stays
+        time.sleep(0.1)
 
 
 @pytest.mark.process

@@ -16,7 +16,7 @@ from hyperion.install.machine import AMD, KernelFacts
 from hyperion.install.plan import Build
 
 INF = float("inf")
-GPU = DeviceState(127.0, 128.0, "none", 55.0, (512.0, 512.0), 0)
+GPU = DeviceState(127.0, 128.0, "none", 55.0, (16, 16), 0)
 NODE = KernelFacts(amd_archs=("gfx90a", "gfx90a"), kfd="ok", rocm_version=(7, 2))
 HEALTHY = State(
     variables={"PATH": "/usr/bin"},
@@ -113,7 +113,7 @@ CASES = {
     "memory_used_by_others": (device(free_gib=100.0), device(free_gib=116.0), "GPU 1: 28.0 GiB"),
     "throttled": (device(throttle="hw_thermal"), device(throttle=None), "GPU 1: hw_thermal"),
     "hot": (device(temperature_c=97.0), device(temperature_c=89.0), "97 °C"),
-    "narrow_link": (device(link=(32.0, 512.0)), device(link=None), "32 of 512"),
+    "narrow_link": (device(link=(4, 16)), device(link=None), "GPU 1: 4 of 16"),
     "memory_errors": (device(uncorrected_errors=3), device(uncorrected_errors=None), "GPU 1: 3"),
     "low_memory": ({"memory_available_gib": 1.5}, {"memory_available_gib": 2.0}, "1.5 GiB"),
     "container_memory": ({"memory_limit_gib": 4.0}, {"memory_limit_gib": 8.0}, "4.0 GiB"),
@@ -230,18 +230,11 @@ def test_system_files_are_read_below_the_root(tmp_path):
     assert read_state(tmp_path / "absent").memory_limit_gib == INF
 
 
-def test_the_link_of_a_device_is_speed_times_width(tmp_path):
-    texts = {
-        "current_link_speed": "2.5 GT/s PCIe",
-        "current_link_width": "16",
-        "max_link_speed": "32.0 GT/s PCIe",
-        "max_link_width": "16",
-    }
-    for name, text in texts.items():
-        (tmp_path / name).write_text(text)
-    assert pcie_link(tmp_path) == (40.0, 512.0)
-    (tmp_path / "max_link_speed").write_text("Unknown")
+def test_the_link_of_a_device_is_its_number_of_lanes(tmp_path):
+    (tmp_path / "current_link_width").write_text("8\n")
     assert pcie_link(tmp_path) is None
+    (tmp_path / "max_link_width").write_text("16\n")
+    assert pcie_link(tmp_path) == (8, 16)
 
 
 @pytest.mark.parametrize("limit", [0, 1, 37, 64, 100])
