@@ -3,7 +3,7 @@
 import re
 import tomllib
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -54,28 +54,37 @@ def check_preflight(workload: str, state: State, version: Callable[[str], str | 
     optional = wanted.pop("optional", [])
     needs = [_permission(state)]
     for name, least in wanted.items():
-        checks: dict[str, Callable[[], list[Need]]] = {
-            "memory_gib": lambda least=least: [
-                _at_least("host memory", _usable_memory(state), least, "GiB", "use a machine with more memory")
-            ],
-            "disk_gb": lambda least=least: [_disk(state, least)],
-            "shm_gib": lambda least=least: [
-                _at_least("/dev/shm", state.shm_gib, least, "GiB", "start the container with --ipc=host or --shm-size=16g")
-            ],
-            "gpus": lambda least=least: [
-                _at_least("GPUs that torch sees", len(state.device_archs), least, "", "run `hyperion doctor`: a rule says why")
-            ],
-            "open_files": lambda least=least: [_at_least("open files", state.open_files, least, "", f"ulimit -n {least}")],
-            "rocm": lambda least=least: [_rocm(state, tuple(least))],
-            "nvidia_driver": lambda least=least: [_nvidia(state, least)],
-            "collectives": lambda: [_present("NCCL or RCCL", state.collectives, "use a GPU build of torch")],
-            "mpi": lambda: [_present("mpirun", state.mpi, "apt install openmpi-bin; pip install mpi4py")],
-            "packages": lambda least=least: [_present(name, version(name), f"pip install {name}") for name in least],
-        }
-        for need in checks[name]():
-            soft = need.result == "fail" and name in optional
-            needs.append(Need(need.what, need.found, need.needed, "warn", need.remedy) if soft else need)
+        found = _needs(name, least, state, version)
+        soft = name in optional
+        needs += [replace(need, result="warn") if soft and need.result == "fail" else need for need in found]
     return needs
+
+
+def _needs(name: str, least: Any, state: State, version: Callable[[str], str | None]) -> list[Need]:
+    """Return the results of one entry of preflight.toml."""
+    match name:
+        case "memory_gib":
+            return [_at_least("host memory", _usable_memory(state), least, "GiB", "use a machine with more memory")]
+        case "disk_gb":
+            return [_disk(state, least)]
+        case "shm_gib":
+            return [_at_least("/dev/shm", state.shm_gib, least, "GiB", "start the container with --ipc=host or --shm-size=16g")]
+        case "gpus":
+            remedy = "run `hyperion doctor`: a rule says why"
+            return [_at_least("GPUs that torch sees", len(state.device_archs), least, "", remedy)]
+        case "open_files":
+            return [_at_least("open files", state.open_files, least, "", f"ulimit -n {least}")]
+        case "rocm":
+            return [_rocm(state, tuple(least))]
+        case "nvidia_driver":
+            return [_nvidia(state, least)]
+        case "collectives":
+            return [_present("NCCL or RCCL", state.collectives, "use a GPU build of torch")]
+        case "mpi":
+            return [_present("mpirun", state.mpi, "apt install openmpi-bin; pip install mpi4py")]
+        case "packages":
+            return [_present(package, version(package), f"pip install {package}") for package in least]
+    raise HyperionError(f"unknown need {name!r}", where="preflight.toml", next_step="use the names of its other entries")
 
 
 def _at_least(what: str, found: float | None, least: float, unit: str, remedy: str) -> Need:

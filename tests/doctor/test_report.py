@@ -47,14 +47,24 @@ def hang() -> CheckResult:
 
 
 @pytest.mark.process
-def test_a_crash_a_hang_and_an_exception_stop_no_other_test():
-    tests = {"crash": crash, "hang": hang, "broken": broken, "fine": fine}
-    made = [Component("framework", name, {"import": Check("a test", run)}) for name, run in tests.items()]
-    items = {item.component: item for item in run_components(made, workers=1, timeout_s=10) if item.level == "import"}
-    assert items["crash"].result == "fail" and "the last words" in items["crash"].evidence
-    assert items["hang"].result == "fail" and "within 10 s" in items["hang"].evidence
-    assert items["broken"].result == "fail" and "KeyError: 'libamd_smi.so'" in items["broken"].evidence
-    assert items["fine"].result == "ok" and str(os.getpid()) not in items["fine"].evidence
+@pytest.mark.slow
+def test_a_crash_a_hang_and_an_exception_stop_no_other_test_and_every_level_has_an_item():
+    optional = Component("model", "optional", {"import": Check("import m", absent), "correctness": Check("by value", fine)})
+    tests = {"crash": crash, "broken": broken, "fine": fine, "hang": hang}
+    made = [optional, *(Component("framework", name, {"import": Check("a test", run)}) for name, run in tests.items())]
+    items = run_components(made, workers=1, timeout_s=10)
+    assert len(items) == len(LEVELS) * len(made)
+    by_name = {item.component: item for item in items if item.level == "import"}
+    assert by_name["crash"].result == "fail" and "the last words" in by_name["crash"].evidence
+    assert by_name["broken"].result == "fail" and "KeyError: 'libamd_smi.so'" in by_name["broken"].evidence
+    assert (
+        by_name["fine"].result == "ok" and str(os.getpid()) not in by_name["fine"].evidence and by_name["fine"].version == "1.0"
+    )
+    assert by_name["hang"].result == "fail" and "within 10 s" in by_name["hang"].evidence and by_name["hang"].seconds >= 10
+    untested = [item for item in items if item.component == "optional"]
+    assert [(item.result, item.found) for item in untested] == [("absent", False), ("skip", False), ("skip", False)]
+    assert all(item.evidence and not item.tested for item in untested)
+    assert "the level import is 'absent'" in untested[1].evidence
 
 
 def forever(file: str) -> CheckResult:
@@ -78,17 +88,6 @@ def test_no_worker_outlives_a_doctor_that_was_killed(tmp_path):
     worker = Path("/proc", (tmp_path / "pid").read_text(), "stat")
     while worker.exists() and worker.read_text().rpartition(") ")[2][0] != "Z":  # the test times out if the worker stays
         time.sleep(0.1)
-
-
-@pytest.mark.process
-def test_every_level_has_an_item_and_nothing_untested_is_ok():
-    made = [Component("model", "m", {"import": Check("import m", absent), "correctness": Check("by value", fine)})]
-    items = run_components(made, workers=1)
-    assert [(item.level, item.result, item.found) for item in items] == [
-        ("import", "absent", False), ("correctness", "skip", False), ("floor", "skip", False)
-    ]  # fmt: skip
-    assert all(item.evidence and not item.tested for item in items)
-    assert "the level import is 'absent'" in items[1].evidence and "floor" not in items[1].evidence
 
 
 @pytest.mark.parametrize("changes", [{"tested": ""}, {"evidence": ""}, {"result": "fail"}, {"result": "warn"}])
