@@ -113,4 +113,7 @@ def test_every_architecture_can_be_built_and_most_can_generate():
 @pytest.mark.parametrize("profile", ["smoke", "full", "study"])
 def test_the_sizes_of_the_profiles_are_valid(profile):
     options = architectures.ArchitecturesOptions.parse(load_profile(profile).sizes("architectures"), "architectures")
-    assert not options.names and options.new_tokens > 1
+    chosen = options.names or tuple(ARCHITECTURES)
+    assert len(set(chosen)) == len(chosen) >= 20 and options.new_tokens > 1
+    assert {ARCHITECTURES[name].family for name in chosen} == {one.family for one in ARCHITECTURES.values()}
+    assert profile == "smoke" or set(chosen) == set(ARCHITECTURES)
