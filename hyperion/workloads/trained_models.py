@@ -1,7 +1,7 @@
 """Small trained models for the chapters on inference and serving: a Llama on WikiText-2, and a ResNet-18 on CIFAR-10.
 
 A change of the number format changes the loss of a trained model in a meaningful way. With random weights it would not. Each
-model is trained once per machine, with the loop of chapter 2.2, and stored in data/processed/ in Hugging Face's layout:
+model is trained with the loop of chapter 2.2, and stored once per machine in data/processed/ in Hugging Face's layout:
 config.json and model.safetensors, and for the language model the files of its tokenizer.
 `LlamaForCausalLM.from_pretrained(folder)` loads it. The folder also contains the held-out data on which variants of the model are
 scored, so a worker process needs only its path.

@@ -241,11 +241,9 @@ def _rows(
         # it is the number of users, except at the end of a run: a user without a further request waits for the last request that
         # still runs, so at most as long as the longest request takes.
         shares = [total[2] / users for total in totals]
-        longest = [
-            max(reply.request_time_s for reply in run) * total[0] / len(run)
-            for run, total in zip(measured.runs, totals, strict=True)
-        ]
-        beyond = max(1 - share - least for share, least in zip(shares, longest, strict=True))
+        spans_s = [len(run) / total[0] for run, total in zip(measured.runs, totals, strict=True)]
+        tails = [max(reply.request_time_s for reply in run) / span_s for run, span_s in zip(measured.runs, spans_s, strict=True)]
+        beyond = max(1 - share - tail for share, tail in zip(shares, tails, strict=True))
         what = {"params": measured.params | {"what": IN_SYSTEM}}
         law = checked("1 - share, beyond the longest request of a run", max(beyond, 0.0), 0)
         rows.append(context.row(name, "share", sorted(shares)[len(shares) // 2], **identity, **what, **law))
