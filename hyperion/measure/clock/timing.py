@@ -213,7 +213,7 @@ def time_interleaved(
 
     for function, (windows, _) in zip(functions, warmups, strict=True):
         require_whole_work(
-            windows[-1], functools.partial(clock.in_a_row, function), functools.partial(_call_s, clock, function), over
+            windows[-1], functools.partial(clock.in_a_row, function), functools.partial(_mean_call_s, clock, function), over
         )
     samples: list[list[float]] = [[] for _ in functions]
     started, stopped = clock.now(), ""
@@ -247,6 +247,10 @@ def time_interleaved(
 
 def _call_s(clock: Clock, function: Callable, count: int) -> float:
     return float(np.median(clock.sample([function], None, count)[0]))
+
+
+def _mean_call_s(clock: Clock, function: Callable, count: int) -> float:
+    return float(np.mean(clock.sample([function], None, count)[0]))
 
 
 def require_sampling(minimum_samples: int, back_to_back: int = 0, **limits_s: float | None) -> None:
@@ -497,8 +501,9 @@ def require_whole_work(
         sample_s: median seconds of one call according to the clock.
         in_a_row: function that does a given number of calls in a row and returns the host's seconds per call. It returns None if
             this check does not apply to the clock.
-        again: function that times a given number of calls with the clock and returns the median seconds per call. It is used
-            because load on the machine slows down both measurements.
+        again: function that times a given number of calls with the clock and returns the mean seconds per call. It is used
+            because load on the machine slows down both measurements. It is the mean because the time of calls in a row is a
+            mean too: if other processes use the CPU, the scheduler interrupts one call in several, which their median hides.
         over: function that returns whether the time budget is used up.
 
     Raises:

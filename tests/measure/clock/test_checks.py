@@ -67,6 +67,34 @@ def test_one_delayed_reading_does_not_excuse_a_clock_that_stops_early():
         require_whole_work(0.01, lambda calls: 1.0, again=lambda calls: next(readings))
 
 
+def test_a_scheduler_that_interrupts_each_block_of_calls_is_no_early_clock():
+    now = 0.0
+
+    class Interrupted:
+        """The clock of a process that runs for 8 ms and then waits for 24 ms. A call takes 1 ms of processor time."""
+
+        @staticmethod
+        def now():
+            return now
+
+        def sample(self, functions, flush, count):
+            return [[self._call() for _ in range(count)] for _ in functions]
+
+        def in_a_row(self, function, count):
+            return sum(self._call() for _ in range(count)) / count
+
+        @staticmethod
+        def _call():
+            nonlocal now
+            before, now = now, now + 1e-3
+            if int(now / 1e-3 + 0.5) % 32 == 8:
+                now += 24e-3
+            return now - before
+
+    timing = time_function(lambda: None, CPU, cold=False, minimum_samples=5, clock=Interrupted())
+    assert timing.estimate.value == pytest.approx(1e-3)
+
+
 def test_clocks_whose_samples_are_of_another_kind_are_not_asked():
     require_whole_work(1e-9, lambda calls: None, again=lambda calls: 1e-9)
     assert WallClock(CPU, 3).in_a_row(lambda: None, 5) is None
