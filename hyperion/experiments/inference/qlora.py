@@ -172,6 +172,11 @@ def _train(
     if variant == QLORA:
         names = list(replace_linears(model, BASE, device))
         layers = tuple(model.get_submodule(name) for name in names)
+        for layer in layers:
+            # On CPUs with AVX512-BF16, an evaluation reorders the weights for a kernel that has no backward pass. Later training
+            # steps would use this kernel, and the layers below would get no gradient.
+            own: Any = layer
+            own.support_avx512bf16_for_cpu = False
         # peft then chooses its adapter for the layers of bitsandbytes.
         marked: Any = model
         marked.is_loaded_in_4bit = True
