@@ -7,6 +7,7 @@
 #   DATA_SOURCE  auto | mirror | cache | download | synthetic
 #   PYTHON       use this environment (a container's, a cluster module's) instead of .venv: PYTHON=/path/to/python
 #   TORCH        build to install instead of the detected one: cpu | cuda | rocm
+#   FRAMEWORKS   environments of frameworks that `make fetch` installs for chapter 2.10, as all or "fabric deepspeed"
 #   WORKERS      number of processes that run tests (3)
 export PROFILE ONLY TIME_BUDGET CELL_TIMEOUT NOTEBOOK_TIMEOUT RUN DATA_SOURCE SEED REPLAY_OF PYTHON TORCH
 
@@ -43,8 +44,9 @@ test-book: ## run the tests of the book: the commands of the README, all noteboo
 setup: ## make or repair the environment, nothing else; with PYTHON=, what reproduce needs (lab, test, lint add theirs)
 	@$(enter) setup
 
-fetch: ## stage all data and tokenizers while there is a network (on a login node)
+fetch: ## stage all data and tokenizers while there is a network (on a login node); FRAMEWORKS=all also frameworks
 	@$(enter) run hyperion fetch
+	@for name in $(FRAMEWORKS:all=--all); do $(enter) run hyperion frameworks install $$name || exit 1; done
 
 lab: ## JupyterLab on loopback with its token
 	@$(enter) --extra lab run hyperion lab

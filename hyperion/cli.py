@@ -21,6 +21,7 @@ import typer
 
 from hyperion.commands.compare import compare, relaunch
 from hyperion.commands.console import PlainTextConsole, console, parse_duration, run_app
+from hyperion.commands.frameworks import app as frameworks_app
 from hyperion.errors import LARGEST_SEED, HyperionError
 from hyperion.paths import data_folder, project_root, results_folder
 from hyperion.terminal import run_command, say
@@ -40,6 +41,7 @@ app = typer.Typer(
 )
 data_app = typer.Typer(help="Prepared and staged data.", no_args_is_help=True)
 app.add_typer(data_app, name="data")
+app.add_typer(frameworks_app, name="frameworks")
 
 
 def main() -> int:

@@ -20,6 +20,7 @@ ROOMS = (
     "parallel",
     "checkpoints",
     "training",
+    "engines",
     "figures",
     "chapter",
     "workloads",

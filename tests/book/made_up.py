@@ -8,6 +8,7 @@ from tests.book.made_up_baseline import baseline_chapters
 from tests.book.made_up_collectives import collectives_chapter
 from tests.book.made_up_compilation import compilation_chapter
 from tests.book.made_up_distributed import distributed_chapters
+from tests.book.made_up_frameworks import framework_chapters
 from tests.book.made_up_hardware import HARDWARE, PEAKS, bandwidth_rows, gemm_rows, roofline_rows, time_samples
 from tests.book.made_up_images import classifier_samples, speed_chapters, time_to_accuracy_row
 from tests.book.made_up_kernels import kernel_chapters
@@ -99,6 +100,7 @@ def made_up_run(folder, *, source="mirror", peaks=None, bandwidth=4800.0, enviro
         *quantization_chapters(),
         *operator_chapters(),
         *serving_chapters(),
+        *framework_chapters(),
         *baseline_chapters(np.random.default_rng(1), limited=bandwidth is not None),
         (DATA, "text_pipeline", text_rows(source), text_samples(random)),
         (DATA, "image_pipeline", image_rows(source), image_samples(random)),

@@ -1,0 +1,168 @@
+"""Environments of frameworks whose packages are heavy or clash with those of this library.
+
+Each environment is a folder with a Python of its own that also imports the packages of the Python that created it. So torch is
+never installed twice, and its version is fixed while pip chooses the others.
+"""
+
+import hashlib
+import importlib.metadata
+import json
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+import venv
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from importlib.util import find_spec
+from pathlib import Path
+
+from hyperion.errors import HyperionError
+from hyperion.paths import data_folder
+
+_STAMP = "hyperion-framework.json"
+# Packages that pip must not change, because they are compiled for this machine or shared with this library.
+_FIXED = ("torch", "torchvision", "numpy", "transformers", "accelerate", "triton")
+
+
+@dataclass(frozen=True)
+class Environment:
+    """The packages of a framework.
+
+    Args:
+        requirements: requirements for pip, with exact versions.
+        options: further options of pip.
+        build: packages that build the requirements, for requirements that are not built in isolation.
+        variables: environment variables of the installation.
+        if_absent: requirements that are installed only if this environment does not have the package.
+    """
+
+    requirements: tuple[str, ...]
+    options: tuple[str, ...] = ()
+    build: tuple[str, ...] = ()
+    variables: dict[str, str] = field(default_factory=dict)
+    if_absent: tuple[str, ...] = ()
+
+
+ENVIRONMENTS = {
+    "fabric": Environment(("lightning-fabric==2.6.6",)),
+    # Its set-up imports torch, which an isolated build would install again. No operator is compiled.
+    "deepspeed": Environment(
+        ("deepspeed==0.19.8",),
+        options=("--no-build-isolation",),
+        build=("setuptools>=77", "wheel"),
+        variables={"DS_BUILD_OPS": "0", "DS_IGNORE_CUDA_DETECTION": "1"},
+    ),
+    # torchtitan imports triton on every device. torch for an accelerator brings its own.
+    "torchtitan": Environment(("torchtitan==0.2.2",), if_absent=("triton==3.7.1",)),
+    "megatron": Environment(("megatron-core==0.16.1",)),
+}
+
+
+def environment_folder(name: str) -> Path:
+    """Return the folder of an environment. Its name depends on the requirements, the Python and the version of torch."""
+    facts = [ENVIRONMENTS[name].requirements, sys.version_info[:2], importlib.metadata.version("torch"), sys.prefix]
+    key = hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:12]
+    return data_folder() / "frameworks" / f"{name}-{key}"
+
+
+def why_not_installed(name: str) -> str:
+    """Return why an environment cannot be used, with the command that installs it, or "" if it is installed."""
+    if (environment_folder(name) / _STAMP).is_file():
+        return ""
+    wanted = " ".join(ENVIRONMENTS[name].requirements)
+    return f"unavailable: {wanted} not installed; next step: hyperion frameworks install {name}"
+
+
+def absent_environments() -> list[str]:
+    """Return the names of the environments that are not installed."""
+    return [name for name in ENVIRONMENTS if why_not_installed(name)]
+
+
+def installed_python(name: str) -> str:
+    """Return the interpreter of an environment, or of this process if the name is empty."""
+    return str(environment_folder(name) / "bin" / "python") if name else sys.executable
+
+
+def install(name: str, on_line: Callable[[str], object] = print) -> Path:
+    """Create an environment and install its packages. An installed environment is not changed.
+
+    Args:
+        name: name of the environment.
+        on_line: called with each line of pip's output.
+
+    Raises:
+        HyperionError: pip failed, or it installed another torch. No environment is left then.
+    """
+    folder, environment = environment_folder(name), ENVIRONMENTS[name]
+    if not why_not_installed(name):
+        return folder
+    shutil.rmtree(folder, ignore_errors=True)  # of an installation that was interrupted
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    venv.create(folder, with_pip=True, symlinks=True)
+    try:
+        python = installed_python(name)
+        _inherit(folder)
+        constraints = folder / "constraints.txt"
+        constraints.write_text("".join(f"{line}\n" for line in _constraints()), "utf-8")
+        pip = [python, "-m", "pip", "--disable-pip-version-check", "install"]
+        if environment.build:
+            _run([*pip, *environment.build], {}, on_line, name)
+        options = ["--constraint", str(constraints), *environment.options]
+        further = [wanted for wanted in environment.if_absent if find_spec(wanted.split("==")[0]) is None]
+        _run([*pip, *options, *environment.requirements, *further], environment.variables, on_line, name)
+        _require_one_torch(folder, name)
+        versions = {requirement.split("==")[0]: requirement.split("==")[1] for requirement in environment.requirements}
+        (folder / _STAMP).write_text(json.dumps({"versions": versions, "parent": sys.prefix}), "utf-8")
+    except BaseException:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
+    return folder
+
+
+def _inherit(folder: Path) -> None:
+    """Let an environment import the packages of this process's environment, after its own packages.
+
+    The option --system-site-packages of venv does not do this: in a virtual environment, it inherits from the base Python.
+    """
+    site = Path(sysconfig.get_path("purelib", vars={"base": str(folder), "platbase": str(folder)}))
+    own = {sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}
+    (site / "hyperion-parent.pth").write_text("".join(f"{path}\n" for path in sorted(own)), "utf-8")
+
+
+def _constraints() -> list[str]:
+    lines = []
+    for name in _FIXED:
+        try:
+            lines.append(f"{name}=={importlib.metadata.version(name)}")
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return lines
+
+
+def _run(command: list[str], variables: dict[str, str], on_line: Callable[[str], object], name: str) -> None:
+    environment = {key: value for key, value in os.environ.items() if key not in ("PYTHONPATH", "PYTHONHOME")}
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace", env=environment | variables
+    ) as process:
+        last = ""
+        for line in process.stdout or ():
+            on_line(line.rstrip("\n"))
+            last = line.strip() or last
+    if process.returncode != 0:
+        raise HyperionError(
+            f"pip failed with exit code {process.returncode}: {last:.300}",
+            where=f"environment {name!r}: {' '.join(ENVIRONMENTS[name].requirements)}",
+            next_step="read pip's output above; on a node without network, run `make fetch` on a login node first",
+        )
+
+
+def _require_one_torch(folder: Path, name: str) -> None:
+    second = sorted(path.name for path in folder.glob("lib/python*/site-packages/torch-*.dist-info"))
+    if second:
+        raise HyperionError(
+            f"pip installed a second torch: {', '.join(second)}",
+            where=f"environment {name!r}",
+            next_step="the requirements of this framework do not fit the installed torch; use another version of one of them",
+        )

@@ -1,0 +1,81 @@
+"""Frameworks that this library does not install: Primus, Megatron-DeepSpeed and NeMo, found by their real entry points.
+
+Each of them has a Trainer of its own that reads data in its own format. Their runs are not observed yet, so a framework that is
+found is still unavailable in the comparison, and the reason says so. Nothing is trained in its name.
+"""
+
+import importlib.util
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from hyperion.paths import expanded
+
+
+@dataclass(frozen=True)
+class Entry:
+    """Where the entry point of a framework is.
+
+    Args:
+        variable: environment variable with the folder of its sources, or "" for an installed package.
+        files: files that prove that the folder contains this framework, relative to it. The first is the entry point.
+        module: module of the entry point in an installed package.
+        source: where the framework comes from, for the next step.
+        warning: what is not this framework, although its name suggests it.
+    """
+
+    variable: str = ""
+    files: tuple[str, ...] = ()
+    module: str = ""
+    source: str = ""
+    warning: str = ""
+
+
+ENTRIES = {
+    "NeMo": Entry(module="nemo_automodel.recipes.llm.train_ft", source="install nemo-automodel in an environment of its own"),
+    "Primus": Entry(
+        "PRIMUS_PATH",
+        ("primus/cli/main.py", "examples/run_pretrain.sh"),
+        source="clone https://github.com/AMD-AGI/Primus and set PRIMUS_PATH to the folder",
+        warning="the package `primus` of the package index is another program",
+    ),
+    "Megatron-DeepSpeed": Entry(
+        "MEGATRON_DEEPSPEED_PATH",
+        ("pretrain_gpt.py", "megatron/training.py"),
+        source="clone https://github.com/deepspeedai/Megatron-DeepSpeed and set MEGATRON_DEEPSPEED_PATH to the folder",
+    ),
+}
+
+
+def why_unavailable(name: str, environment: Mapping[str, str] | None = None) -> str:
+    """Return why a framework cannot take part, with the next step.
+
+    Args:
+        name: a name in ENTRIES.
+        environment: environment variables, by default those of this process.
+    """
+    entry, variables = ENTRIES[name], os.environ if environment is None else environment
+    if entry.module:
+        if not _is_found(entry.module):
+            return f"unavailable: the module {entry.module} is not installed; next step: {entry.source}"
+        return _not_observed(name, entry.module)
+    warning = f" ({entry.warning})" if entry.warning else ""
+    if not (named := variables.get(entry.variable, "")):
+        return f"unavailable: {entry.variable} is not set{warning}; next step: {entry.source}"
+    missing = [file for file in entry.files if not (expanded(named) / file).is_file()]
+    if missing:
+        return f"unavailable: {entry.variable} names {named}, which lacks {', '.join(missing)}; next step: {entry.source}"
+    return _not_observed(name, Path(entry.files[0]).as_posix())
+
+
+def _not_observed(name: str, entry: str) -> str:
+    next_step = f"run {name} by itself; do not compare its speed before its work is known to be equal"
+    return f"unavailable: {entry} of {name} was found, but a run of it is not observed yet; next step: {next_step}"
+
+
+def _is_found(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except (ImportError, ValueError):  # a package above the module is missing or broken
+        return False

@@ -1,0 +1,148 @@
+"""The judge: names every way in which the work of a run differs from the work of the reference run."""
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from hyperion.engines.record import Group, Record
+from hyperion.engines.work import Work
+
+# Share of the elements without weight decay that may be padding of sharded tensors.
+_PADDING = 0.05
+_UPDATED = "float32"
+
+
+@dataclass(frozen=True)
+class Difference:
+    """One difference between the work of a run and the reference.
+
+    Args:
+        name: name of the difference, such as "learning rate".
+        seen: what the run did.
+        expected: what the reference did.
+    """
+
+    name: str
+    seen: str
+    expected: str
+
+    def __str__(self) -> str:
+        return f"{self.name}: {self.seen} instead of {self.expected}"
+
+
+def unequal(work: Work, record: Record, reference: Record, shifted_losses: dict[int, float] | None = None) -> list[Difference]:
+    """Return every difference between the work of a run and the reference run. An empty list means equal work.
+
+    Args:
+        work: the work that both had to do.
+        record: record of the run.
+        reference: record of the plain loop with the same initial state and tokens.
+        shifted_losses: mean loss of the first step for each distance between inputs and targets, from `first_losses`. Without
+            it, a wrong shift is only seen as another first loss.
+    """
+    found = [
+        *_inputs(record, reference, work),
+        *_loss(work, record, reference, shifted_losses or {}),
+        *_gradients(work, record, reference),
+        *_optimizer(work, record, reference),
+    ]
+    return found
+
+
+def _inputs(record: Record, reference: Record, work: Work) -> Iterable[Difference]:
+    if record.initial_sha256 != reference.initial_sha256:
+        yield Difference("initial state", record.initial_sha256[:12], reference.initial_sha256[:12])
+    if record.rows != reference.rows:
+        step = next((i for i, pair in enumerate(zip(record.rows, reference.rows, strict=False)) if pair[0] != pair[1]), None)
+        if step is None:
+            yield Difference("data order", f"{len(record.rows)} steps of rows", f"{len(reference.rows)}")
+        else:
+            yield Difference("data order", f"rows {record.rows[step]} in step {step + 1}", f"{reference.rows[step]}")
+    if record.counted_tokens != (tokens := sum(map(len, reference.rows)) * work.sequence_length):
+        yield Difference("tokens counted", f"{record.counted_tokens:,}", f"{tokens:,}")
+    if record.optimizer_steps != reference.optimizer_steps:
+        yield Difference("optimizer steps", f"{record.optimizer_steps}", f"{reference.optimizer_steps}")
+
+
+def _loss(work: Work, record: Record, reference: Record, shifted: dict[int, float]) -> Iterable[Difference]:
+    """Compare the first loss, which depends only on the initial state, the rows, the shift and the reduction."""
+    # The loss is computed from equal weights in both runs, so even in fp32 only a few rounding errors differ.
+    first, expected, near = record.losses[0], reference.losses[0], 1e-5 if work.dtype == "fp32" else 5e-2
+    if abs(first / expected - 1) <= near:
+        return
+    # Among the possible distances and factors, choose the one that explains the value best.
+    factors = {1.0: "mean", float(work.step_tokens): "sum", 1.0 / work.micro_batches: "mean divided by the micro-batches"}
+    choices = [(abs(first / (factor * loss) - 1), shift, factor) for shift, loss in shifted.items() for factor in factors]
+    error, shift, factor = min(choices, default=(math.inf, 1, 1.0))
+    if error > near:
+        yield Difference("first loss", f"{first:.6g}", f"{expected:.6g}")
+        return
+    if shift != 1:
+        yield Difference("label shift", f"{shift} (first loss {first:.6g})", f"1 ({expected:.6g})")
+    if factor != 1.0:
+        yield Difference("loss reduction", f"{factors[factor]} (first loss {first:.6g})", f"mean ({expected:.6g})")
+
+
+def _gradients(work: Work, record: Record, reference: Record) -> Iterable[Difference]:
+    """Compare the scale of the first gradient, and the norms that the optimizer received with the limit."""
+    norm, expected, near = record.norms[0], reference.norms[0], 0.02 if work.dtype == "fp32" else 0.1
+    if norm is None or expected is None:
+        yield Difference("gradient norm", "not measured", "measured before clipping")
+        return
+    scale = norm / expected
+    causes = {float(work.step_tokens): "sum over tokens", float(work.micro_batches): "sum over micro-batches"}
+    causes |= {float(record.ranks): "sum over ranks", float(work.step_tokens / work.batch_size): "sum over the tokens of a row"}
+    cause = next((text for factor, text in causes.items() if factor > 1 and abs(scale / factor - 1) < near), "")
+    if cause:
+        yield Difference("gradient reduction", f"{cause} (norm x {scale:.4g})", "mean over all tokens")
+    elif abs(scale - 1) > near:
+        yield Difference("gradient scale", f"first norm {norm:.4g}", f"{expected:.4g}")
+    limit = work.clip_norm * (1 + near)
+    beyond = [step for step, value in enumerate(record.clipped_norms[: work.steps], 1) if value > limit]
+    shares = [value / min(before, work.clip_norm) for value, before in _pairs(record)]
+    if beyond:
+        seen = f"norm {max(record.clipped_norms):.4g} at the optimizer in {len(beyond)} steps"
+        yield Difference("gradient clipping", seen, f"at most {work.clip_norm:g}")
+    elif min(shares, default=1.0) < 1 - near:
+        yield Difference(
+            "gradient clipping", f"gradients scaled to {min(shares):.4g} of the limited norm", f"limit {work.clip_norm:g}"
+        )
+    if other := {name: count for name, count in record.reduced.items() if name != _UPDATED and count > work.sequence_length}:
+        yield Difference("reduction dtype", ", ".join(sorted(other)), _UPDATED)
+
+
+def _pairs(record: Record) -> list[tuple[float, float]]:
+    """Return (norm at the optimizer, reported norm) of each step that has both."""
+    both = zip(record.clipped_norms, record.norms, strict=False)
+    return [(value, before) for value, before in both if before is not None and value > 0]
+
+
+def _optimizer(work: Work, record: Record, reference: Record) -> Iterable[Difference]:
+    def of_groups(choose, groups: list[Group]) -> str:
+        return ", ".join(sorted({f"{choose(group)}" for group in groups}))
+
+    for name, choose in (
+        ("learning rate", lambda group: _rates(group.learning_rates)),
+        ("betas", lambda group: _numbers(group.betas)),
+        ("eps", lambda group: _numbers((group.eps,))),
+        ("master dtype", lambda group: group.dtype),
+    ):
+        seen, expected = of_groups(choose, record.groups), of_groups(choose, reference.groups)
+        if seen != expected:
+            yield Difference(name, seen or "no optimizer was observed", expected)
+    seen, expected = (sorted({group.weight_decay for group in some.groups if group.weight_decay}) for some in (record, reference))
+    if seen != expected:
+        yield Difference("weight decay", _numbers(seen) or "none", _numbers(expected))
+        return
+    without, wanted = (sum(group.elements for group in some.groups if not group.weight_decay) for some in (record, reference))
+    if abs(without - wanted) > _PADDING * wanted + record.ranks:
+        name = "decay on norms" if without < wanted else "no decay on matrices"
+        yield Difference(name, f"{without:,.0f} elements without decay", f"{wanted:,.0f}")
+
+
+def _rates(rates: tuple[float, ...]) -> str:
+    return _numbers(rates) if len(rates) < 4 else f"{len(rates)} rates from {rates[0]:g} to {rates[-1]:g}"
+
+
+def _numbers(values: Iterable[float]) -> str:
+    return ", ".join(f"{value:g}" for value in values)

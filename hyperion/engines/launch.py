@@ -1,0 +1,150 @@
+"""Train with a framework in processes of its own, and return the record of what it did."""
+
+import importlib
+import json
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hyperion.engines.record import Record
+from hyperion.engines.stacks import UNAVAILABLE, Stack
+from hyperion.engines.work import Work
+from hyperion.errors import HyperionError
+from hyperion.processes import Job, run_job, run_ranks
+
+RECORD = "record.json"
+
+
+def launch(
+    stack: Stack,
+    work: Work,
+    folder: Path,
+    ranks: int | None = None,
+    timeout_s: float = 600.0,
+    on_line: Callable[[str], object] = lambda line: None,
+    options: dict[str, Any] | None = None,
+) -> Record:
+    """Train the work with a framework in new processes, and return its record. The record is also written to `folder`.
+
+    Args:
+        stack: the framework.
+        work: the work.
+        folder: folder for the final state, the record and the logs of the ranks.
+        ranks: number of ranks, by default those of the stack.
+        timeout_s: seconds after which the ranks are ended.
+        on_line: called with each line that rank 0 prints.
+        options: arguments of the adapter that replace those of the stack.
+
+    Raises:
+        HyperionError: the framework is unavailable; the exit code is 3. Or a rank failed or was killed; see `run_ranks`.
+    """
+    if reason := stack.why_absent():
+        raise Unavailable(stack, reason)
+    ranks = ranks or stack.ranks
+    work.require_divisible(ranks)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / RECORD).unlink(missing_ok=True)
+    values = {"adapter": stack.adapter, "name": stack.name, "packages": list(stack.packages), "folder": str(folder)}
+    values |= {"work": work.as_dict(), "options": {**stack.options, **(options or {})}}
+    common = {"timeout_s": timeout_s, "python": stack.python()}
+    # Frameworks for several ranks need torchrun's variables also on a single rank.
+    if stack.ranks == 1:
+        answer = run_job(Job(train_alone, values, **common), on_line=on_line)
+    else:
+        answer = run_ranks(Job(train_on_rank, values, ranks=ranks, **common), on_line=on_line, log_folder=folder / "logs")[0]
+    record = Record.of(answer)
+    missing = [name for name in stack.packages if name not in record.versions]
+    if missing:
+        raise HyperionError(
+            f"the run did not import {', '.join(missing)}, so it did not train with {stack.name}",
+            where=stack.adapter,
+            next_step="correct the adapter",
+        )
+    (folder / RECORD).write_text(json.dumps(record.as_dict()), "utf-8")
+    return record
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of a framework.
+
+    Args:
+        stack: name of the framework.
+        record: its record, or None.
+        reason: why there is no record, as a row states it. It starts with "unavailable" or "failed".
+    """
+
+    stack: str
+    record: Record | None = None
+    reason: str = ""
+
+    @property
+    def failed(self) -> bool:
+        """True if the framework was started and failed. An unavailable framework did not fail."""
+        return self.record is None and not self.reason.startswith("unavailable")
+
+
+def launch_all(stacks: Iterable[Stack], launch_one: Callable[[Stack], Record]) -> Iterator[Outcome]:
+    """Yield the outcome of each framework. The others continue if one fails or is killed.
+
+    Args:
+        stacks: the frameworks.
+        launch_one: function that trains with one framework, such as a call of `launch`.
+    """
+    for stack in stacks:
+        try:
+            yield Outcome(stack.name, launch_one(stack))
+        except Unavailable as error:
+            yield Outcome(stack.name, reason=error.reason)
+        except HyperionError as error:
+            yield Outcome(stack.name, reason=f"failed: {failure_of(error)}")
+
+
+def failure_of(error: HyperionError) -> str:
+    """Return the first line of an error and the last line of the log that it contains, in at most 300 characters."""
+    lines = [line.strip() for line in error.what.splitlines() if line.strip()]
+    return (lines[0] if len(lines) < 2 else f"{lines[0]}: {lines[-1]}")[:300]
+
+
+def exit_code(outcomes: Sequence[Outcome]) -> int:
+    """Return the exit code of a command: 1 if a framework failed, 3 if none could run, else 0."""
+    if any(outcome.failed for outcome in outcomes):
+        return 1
+    return 0 if any(outcome.record for outcome in outcomes) else UNAVAILABLE
+
+
+def train_on_rank(adapter: str, name: str, packages: list[str], work: dict, folder: str, options: dict) -> dict:
+    """Train on one rank with the adapter of a framework, and return the record. `launch` calls this function in new processes."""
+    from hyperion.engines.observer import Observer  # imports torch
+
+    what = Work.of(work)
+    return importlib.import_module(adapter).train(what, Observer(what, name, packages, Path(folder)), **options)
+
+
+def train_alone(**values: Any) -> dict:
+    """Call `train_on_rank` in a process group of one rank, which DeepSpeed and Megatron need. No torchrun is started."""
+    # Before torch is imported: a Trainer would divide the batch over all devices that it sees.
+    known = [name for name in ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES") if name in os.environ]
+    for name in known or ["CUDA_VISIBLE_DEVICES"]:
+        os.environ[name] = os.environ.get(name, "0").split(",")[0]
+    from hyperion.processes import process_group  # imports torch
+
+    with process_group():
+        return train_on_rank(**values)
+
+
+class Unavailable(HyperionError):
+    """Raised if a framework is not installed. A command ends with exit code 3 and writes no result.
+
+    Attributes:
+        reason: the reason with the next step, as a row states it.
+    """
+
+    exit_code = UNAVAILABLE
+
+    def __init__(self, stack: Stack, reason: str):
+        what, _, next_step = reason.removeprefix("unavailable: ").partition("; next step: ")
+        super().__init__(f"{stack.name} is unavailable: {what}", where=f"framework {stack.name!r}", next_step=next_step or None)
+        self.reason = reason

@@ -1,0 +1,323 @@
+"""Observe a training run of any framework: batches at the embedding, updates at the optimizer, collectives, times, memory.
+
+An adapter calls `start` before its first step, `step` after each optimizer step, and `finish` at the end, on every rank. All
+other values come from hooks in PyTorch, so they are those of the run and not those that the adapter intended.
+"""
+
+import hashlib
+import importlib.metadata
+import resource
+import sys
+import time
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from hyperion.engines.record import Group, Record
+from hyperion.engines.work import Work
+from hyperion.hardware.telemetry import Sampler
+from hyperion.processes import world
+
+_REDUCTIONS = ("allreduce", "all_reduce", "reduce_scatter")
+_KIB = 1024
+
+
+class Observer:
+    """Record of one rank, which `finish` combines with those of the other ranks.
+
+    Args:
+        work: the work of the run.
+        stack: name of the framework with its variant.
+        packages: import names of the packages whose versions are recorded.
+        folder: folder for the final state.
+    """
+
+    def __init__(self, work: Work, stack: str, packages: Sequence[str], folder: Path):
+        self.work, self.stack, self.packages, self.folder = work, stack, packages, folder
+        self.here = world()
+        self._device = torch.device(self.here.device.torch_device)
+        self._losses: list[float | None] = []
+        self._norms: list[float | None] = []
+        self._squares: list[float] = [0.0]
+        self._ends_s: list[float] = []
+        self._inputs: list[list[Tensor]] = [[]]
+        self._tokens = 0
+        # By parameter of the optimizer: the tensor, its number of own elements, the options of its group, its optimizer.
+        self._updated: dict[int, tuple[Tensor, float, dict[str, Any], torch.optim.Optimizer]] = {}
+        self._rates: dict[int, list[float]] = {}
+        self._collectives = _Collectives()
+        self._sampler: Sampler | None = None
+        self._energy_steps = 0
+
+    @property
+    def device(self) -> str:
+        """The device of this rank, as "cpu" or "cuda:0"."""
+        return str(self._device)
+
+    def start(
+        self,
+        engine: object,
+        embedding: nn.Module | None,
+        state: dict[str, Tensor],
+        readers: int = 1,
+        own_share: Callable[[Tensor], float] | None = None,
+    ) -> None:
+        """Begin the record, directly before the first step. All ranks must call this method.
+
+        Args:
+            engine: the object that trains, whose class is recorded.
+            embedding: the module that receives the token ids, of shape [b, sequence_length] or one token more. None on a rank
+                without one, such as a later pipeline stage.
+            state: the current state in Hugging Face names, complete on rank 0. Other ranks may pass an empty dict.
+            readers: number of ranks that receive the same row, such as the size of a tensor-parallel group.
+            own_share: function that returns the share of a parameter of the optimizer that counts for this rank: 1 / n if n ranks
+                hold the same values. By default it is computed from the number of elements on all ranks.
+        """
+        self._engine = f"{type(engine).__module__}.{type(engine).__qualname__}"
+        self._readers, self._own_share = readers, own_share
+        self._parameters = sum(tensor.numel() for tensor in state.values())
+        self._initial = sha256_of_state(state) if self.here.rank == 0 else ""
+        self._handles: list[Any] = [register_optimizer_step_pre_hook(self._on_update)]
+        if embedding is not None:
+            self._handles.append(embedding.register_forward_pre_hook(self._on_input))
+        if self._device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self._device)
+        self._collectives.__enter__()
+        self._start_s = self._now()
+
+    def step(self, loss: float | Tensor | None, norm: float | Tensor | None, tokens: int) -> None:
+        """Record the end of an optimizer step.
+
+        Args:
+            loss: mean loss of this rank's tokens in the step, or of all tokens; None on a rank that does not know it.
+            norm: gradient norm before clipping, as the framework's function returned it; None if it returned none.
+            tokens: scored tokens of this rank in the step, as the framework or its data loader counts them.
+        """
+        self._ends_s.append(self._now())
+        if len(self._ends_s) == 1:
+            self._collectives.__exit__(None, None, None)
+        self._losses.append(None if loss is None else float(loss))
+        self._norms.append(None if norm is None else float(norm))
+        self._tokens += tokens
+        self._squares.append(0.0)
+        self._inputs.append([])
+        if self._sampler is not None:
+            self._energy_steps += 1
+        # Energy is read in the second half only, after compilation and warm-up.
+        elif len(self._ends_s) == self.work.steps // 2:
+            self._sampler = Sampler(self.here.device)
+            self._sampler.__enter__()
+
+    def finish(self, state: dict[str, Tensor]) -> dict[str, Any]:
+        """End the record and return it for all ranks together, as a dict that JSON can represent. All ranks must call it.
+
+        Args:
+            state: the final state in Hugging Face names, complete on rank 0. Other ranks may pass an empty dict.
+        """
+        energy_j, unreadable = None, {}
+        if self._sampler is not None:
+            self._sampler.__exit__(None, None, None)
+            telemetry = self._sampler.telemetry
+            energy_j = telemetry.energy_j
+            if energy_j is None and telemetry.power_w is not None:
+                energy_j = telemetry.power_w * (self._ends_s[-1] - self._ends_s[-1 - self._energy_steps])
+            if energy_j is None:
+                unreadable["energy_j"] = telemetry.unreadable.get("power_w", "no reading")
+        for handle in self._handles:
+            handle.remove()
+        mine = {
+            "losses": self._losses,
+            "norms": self._norms,
+            "rows": [self._row_numbers(parts) for parts in self._inputs],
+            "times_s": list(np.diff([self._start_s, *self._ends_s])),
+            "squares": self._squares,
+            "tokens": self._tokens,
+            "groups": self._groups(),
+            "updates": self._updates(),
+            "reduced": self._collectives.reduced,
+            "memory": self._peak_memory(),
+            "energy_j": energy_j,
+        }
+        ranks = [mine]
+        if dist.is_initialized() and dist.get_world_size() > 1:
+            ranks = [{} for _ in range(dist.get_world_size())]
+            dist.all_gather_object(ranks, mine)
+        final = ""
+        if self.here.rank == 0:
+            final = str(save_state(self.folder / "final.safetensors", state))
+        return self._combined(ranks, final, unreadable).as_dict()
+
+    def _combined(self, ranks: list[dict[str, Any]], final: str, unreadable: dict[str, str]) -> Record:
+        # Without an `own_share`, each element counts 1 / copies, where copies is the number of ranks that hold it.
+        held = sum(group.elements for rank in ranks for group in rank["groups"])
+        copies = 1.0 if self._own_share is not None else float(max(1, round(held / max(1, self._parameters_everywhere()))))
+        merged: dict[tuple, float] = {}
+        for rank in ranks:
+            for group in rank["groups"]:
+                key = (group.weight_decay, group.betas, group.eps, group.learning_rates, group.dtype, group.optimizer)
+                merged[key] = merged.get(key, 0.0) + group.elements / copies
+        steps = len(self._losses)
+        return Record(
+            stack=self.stack,
+            ranks=len(ranks),
+            versions=versions_of(self.packages),
+            engine=self._engine,
+            device=self.here.device.name,
+            losses=[_mean(rank["losses"][step] for rank in ranks) for step in range(steps)],
+            norms=[_first(rank["norms"][step] for rank in ranks) for step in range(steps)],
+            clipped_norms=[(sum(rank["squares"][step] for rank in ranks) / copies) ** 0.5 for step in range(steps)],
+            step_times_s=[float(max(rank["times_s"][step] for rank in ranks)) for step in range(steps)],
+            initial_sha256=self._initial,
+            rows=[self._read_rows(ranks, step) for step in range(steps)],
+            counted_tokens=sum(rank["tokens"] for rank in ranks) // self._readers,
+            groups=[Group(elements, *key) for key, elements in sorted(merged.items(), key=lambda item: -item[1])],
+            optimizer_steps=max(rank["updates"] for rank in ranks),
+            reduced=ranks[0]["reduced"],
+            peak_memory_bytes=max(rank["memory"] for rank in ranks),
+            energy_j=None if any(rank["energy_j"] is None for rank in ranks) else sum(rank["energy_j"] for rank in ranks),
+            energy_steps=self._energy_steps,
+            final_file=final,
+            unreadable=unreadable,
+        )
+
+    def _parameters_everywhere(self) -> int:
+        if not (dist.is_initialized() and dist.get_world_size() > 1):
+            return self._parameters
+        counts: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(counts, self._parameters)
+        return max(counts)
+
+    def _read_rows(self, ranks: list[dict[str, Any]], step: int) -> list[int]:
+        """Return the sorted rows of a step. A row that several ranks read on purpose counts once."""
+        numbers = sorted(number for rank in ranks for number in rank["rows"][step])
+        return numbers[:: self._readers]
+
+    def _row_numbers(self, parts: list[Tensor]) -> list[int]:
+        if not hasattr(self, "_known_rows"):
+            length = self.work.sequence_length
+            self._known_rows = {row[:length].tobytes(): number for number, row in enumerate(np.asarray(self.work.tokens()))}
+        rows = [row for part in parts for row in np.atleast_2d(part.cpu().numpy())]
+        length = self.work.sequence_length
+        return [self._known_rows.get(np.ascontiguousarray(row[:length]).astype(np.int64).tobytes(), -1) for row in rows]
+
+    def _on_input(self, module: nn.Module, arguments: tuple) -> None:
+        # clone: a framework may reuse the buffer for the next batch.
+        self._inputs[-1].append(arguments[0].detach().clone())
+
+    def _on_update(self, optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict) -> None:
+        """Read the groups and the gradients that an optimizer is about to use. Sharded optimizers call `step` for each group."""
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
+                tensor, gradient = _local(parameter), _local(parameter.grad)
+                share = 1.0 if self._own_share is None else self._own_share(parameter)
+                options = {name: group[name] for name in ("weight_decay", "betas", "eps") if name in group}
+                self._updated[id(parameter)] = (parameter, tensor.numel() * share, options, optimizer)
+                rates = self._rates.setdefault(id(parameter), [])
+                if (rate := float(group["lr"])) not in rates:
+                    rates.append(rate)
+                if not (self.work.timed and len(self._ends_s) >= self.work.steps // 2):
+                    self._squares[-1] += share * float(torch.linalg.vector_norm(gradient, dtype=torch.float64)) ** 2
+
+    def _groups(self) -> list[Group]:
+        elements: dict[tuple, float] = {}
+        for key, (parameter, count, options, optimizer) in self._updated.items():
+            kind = type(optimizer)
+            identity = (
+                float(options["weight_decay"]),
+                tuple(map(float, options["betas"])),
+                float(options["eps"]),
+                tuple(self._rates[key]),
+                str(_local(parameter).dtype).removeprefix("torch."),
+                f"{kind.__module__}.{kind.__qualname__}",
+            )
+            elements[identity] = elements.get(identity, 0.0) + count
+        return [Group(count, *identity) for identity, count in elements.items()]
+
+    def _updates(self) -> int:
+        """Return the number of updates from the state of the optimizer, which counts them for each parameter."""
+        counts = [optimizer.state.get(parameter, {}).get("step", 0) for parameter, _, _, optimizer in self._updated.values()]
+        return int(max(counts, default=0))
+
+    def _peak_memory(self) -> int:
+        if self._device.type == "cuda":
+            return torch.cuda.max_memory_allocated(self._device)
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * _KIB
+
+    def _now(self) -> float:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        return time.perf_counter()
+
+
+class _Collectives(TorchDispatchMode):
+    """Count the elements that reductions receive, by dtype. DDP starts them from C++, where Python functions are not called."""
+
+    def __init__(self):
+        super().__init__()
+        self.reduced: dict[str, int] = {}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.namespace in ("c10d", "_c10d_functional") and any(word in func.name() for word in _REDUCTIONS):
+            # The last tensors of a reduce-scatter are its inputs; an all-reduce has only one list.
+            tensors = [leaf for leaf in tree_leaves(args) if isinstance(leaf, Tensor)]
+            largest = max(tensors, key=Tensor.numel, default=None)
+            if largest is not None:
+                name = str(largest.dtype).removeprefix("torch.")
+                self.reduced[name] = self.reduced.get(name, 0) + largest.numel()
+        return func(*args, **(kwargs or {}))
+
+
+def sha256_of_state(state: dict[str, Tensor]) -> str:
+    """Return the hash of the names and the float32 values of a state, in the order of names."""
+    digest = hashlib.sha256()
+    for name in sorted(state):
+        digest.update(name.encode())
+        digest.update(state[name].detach().float().cpu().contiguous().numpy().data)
+    return digest.hexdigest()
+
+
+def save_state(file: Path, state: dict[str, Tensor]) -> Path:
+    """Write a state in Hugging Face names as safetensors in float32, and return the file."""
+    from safetensors.torch import save_file
+
+    file.parent.mkdir(parents=True, exist_ok=True)
+    save_file({name: tensor.detach().float().cpu().contiguous().clone() for name, tensor in state.items()}, file)
+    return file
+
+
+def versions_of(packages: Iterable[str]) -> dict[str, str]:
+    """Return the version of each package whose module this process imported. A package that was not imported is left out."""
+    imported = [name for name in packages if name in sys.modules]
+    # Reading the metadata of all packages takes a second.
+    owners = importlib.metadata.packages_distributions() if imported else {}
+    found = {}
+    for name in imported:
+        distributions = owners.get(name.split(".")[0], [])
+        version = importlib.metadata.version(distributions[0]) if distributions else ""
+        found[name] = version or getattr(sys.modules[name], "__version__", "unknown")
+    return found
+
+
+def _local(tensor: Tensor) -> Tensor:
+    """Return the part of a distributed tensor that this rank holds."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _first(values: Iterable[float | None]) -> float | None:
+    return next((value for value in values if value is not None), None)
+
+
+def _mean(values: Iterable[float | None]) -> float:
+    known = [value for value in values if value is not None]
+    return sum(known) / len(known) if known else float("nan")

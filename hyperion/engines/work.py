@@ -1,0 +1,152 @@
+"""The work that each framework must do: one initial state, one file of tokens, and the optimizer steps on them."""
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from hyperion.errors import HyperionError
+
+if TYPE_CHECKING:
+    from transformers import LlamaForCausalLM
+
+TOKENS, WEIGHTS, CONFIG = "tokens.npy", "model.safetensors", "config.json"
+
+
+@dataclass(frozen=True)
+class Work:
+    """The work of a run. A row is a sequence of `sequence_length + 1` tokens: inputs and, shifted by one, targets.
+
+    Step i (from 0) uses the rows i·B to (i+1)·B - 1 of the token file, where B is `batch_size`. Rank r of R data-parallel ranks
+    uses the r-th of R equal, contiguous parts of these rows. The optimizer is AdamW with decoupled weight decay on tensors of
+    two or more dimensions, and none on vectors. The learning rate is constant. The loss of a step is the mean over all its
+    tokens. The L2 norm of the gradients of the whole batch is limited to `clip_norm`.
+
+    Args:
+        folder: folder with the initial state in Hugging Face format (config.json, model.safetensors) and tokens.npy.
+        steps: number of optimizer steps.
+        batch_size: rows in a step, over all ranks and micro-batches.
+        sequence_length: scored tokens in a row.
+        dtype: number format of matrix products, "fp32" or "bf16". Weights of the optimizer are float32 in both.
+        learning_rate, betas, eps, weight_decay: options of AdamW.
+        clip_norm: limit of the gradient norm.
+        micro_batches: parts into which each rank divides its rows of a step.
+        timed: if True, gradient norms at the optimizer are read in the first half of the steps only, because reading takes time.
+    """
+
+    folder: str
+    steps: int
+    batch_size: int
+    sequence_length: int
+    dtype: str = "fp32"
+    learning_rate: float = 1e-3
+    betas: tuple[float, float] = (0.9, 0.95)
+    eps: float = 1e-8
+    weight_decay: float = 0.1
+    clip_norm: float = 1.0
+    micro_batches: int = 1
+    timed: bool = False
+
+    @classmethod
+    def of(cls, values: dict) -> "Work":
+        """Return the work from the dict that `as_dict` returns, after it was JSON."""
+        return cls(**{**values, "betas": tuple(values["betas"])})
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the fields as a dict that JSON can represent."""
+        return {**asdict(self), "betas": list(self.betas)}
+
+    @property
+    def step_tokens(self) -> int:
+        """Number of scored tokens in a step, over all ranks."""
+        return self.batch_size * self.sequence_length
+
+    def tokens(self) -> np.ndarray:
+        """Return the token file, int64 of shape [rows, sequence_length + 1]. The file is mapped into memory."""
+        return np.load(Path(self.folder) / TOKENS, mmap_mode="r", allow_pickle=False)
+
+    def row_numbers(self, step: int, rank: int = 0, ranks: int = 1) -> list[range]:
+        """Return the numbers of the rows of each micro-batch of a rank in a step (from 0)."""
+        each = self.batch_size // (ranks * self.micro_batches)
+        first = step * self.batch_size + rank * each * self.micro_batches
+        return [range(first + part * each, first + (part + 1) * each) for part in range(self.micro_batches)]
+
+    def micro_batch_list(self, step: int, rank: int = 0, ranks: int = 1, device: str = "cpu") -> list[Tensor]:
+        """Return the micro-batches of a rank in a step, each int64 of shape [b, sequence_length + 1]."""
+        stored = self.tokens()
+        parts = self.row_numbers(step, rank, ranks)
+        return [torch.from_numpy(np.array(stored[part.start : part.stop])).to(device) for part in parts]
+
+    def whole_batch(self, step: int, rank: int = 0, ranks: int = 1, device: str = "cpu") -> Tensor:
+        """Return all rows of a rank in a step, int64 of shape [B / ranks, sequence_length + 1]."""
+        return torch.cat(self.micro_batch_list(step, rank, ranks, device))
+
+    def require_divisible(self, ranks: int) -> None:
+        """Raise a HyperionError if the rows of a step cannot be divided equally, or if the token file is too short."""
+        if self.batch_size % (ranks * self.micro_batches):
+            raise HyperionError(
+                f"a batch of {self.batch_size} rows cannot be divided into {ranks} ranks x {self.micro_batches} micro-batches",
+                where="Work",
+                next_step="choose a multiple of their product as batch_size",
+            )
+        shape, wanted = self.tokens().shape, self.steps * self.batch_size
+        if shape[0] < wanted or shape[1] != self.sequence_length + 1:
+            raise HyperionError(
+                f"tokens.npy has the shape {list(shape)}, but {wanted} rows of {self.sequence_length + 1} tokens are needed",
+                where=Path(self.folder) / TOKENS,
+                next_step="write the token file again for this work",
+            )
+
+    def load_model(self, device: str = "cpu") -> "LlamaForCausalLM":
+        """Return transformers' Llama with the initial state, in float32 and in training mode."""
+        from transformers import LlamaForCausalLM
+
+        model: Any = LlamaForCausalLM.from_pretrained(self.folder, dtype=torch.float32, local_files_only=True)
+        return model.to(device).train()
+
+    def config(self) -> dict[str, Any]:
+        """Return the fields of config.json."""
+        return json.loads((Path(self.folder) / CONFIG).read_text("utf-8"))
+
+    def parameter_groups(self, model: nn.Module) -> list[dict]:
+        """Return two parameter groups for AdamW: matrices with weight decay, vectors without."""
+        parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        return [
+            {"params": [parameter for parameter in parameters if parameter.ndim >= 2], "weight_decay": self.weight_decay},
+            {"params": [parameter for parameter in parameters if parameter.ndim < 2], "weight_decay": 0.0},
+        ]
+
+    def adamw(self, model: nn.Module, **how: Any) -> torch.optim.AdamW:
+        """Return torch's AdamW for this work.
+
+        Args:
+            model: model with the parameters.
+            how: further arguments of AdamW. By default the implementation is `foreach`, which every framework can use.
+        """
+        options = {"foreach": True, **how}
+        groups = self.parameter_groups(model)
+        return torch.optim.AdamW(groups, lr=self.learning_rate, betas=self.betas, eps=self.eps, **options)
+
+
+def write_work_folder(folder: Path, model: "LlamaForCausalLM", tokens: np.ndarray) -> None:
+    """Write the initial state and the token file of a work.
+
+    Args:
+        folder: an existing folder.
+        model: the initial state, transformers' Llama in float32.
+        tokens: int64 of shape [rows, sequence_length + 1]. Rows must differ in their first `sequence_length` tokens, because the
+            observer identifies a row by them.
+    """
+    starts = np.ascontiguousarray(tokens[:, :-1])
+    if len(np.unique(starts, axis=0)) != len(starts):
+        raise HyperionError(
+            "two rows of tokens are equal, so the order in which a framework reads them cannot be observed",
+            where=folder / TOKENS,
+            next_step="choose longer rows, or other tokens",
+        )
+    model.save_pretrained(folder)
+    np.save(folder / TOKENS, tokens.astype(np.int64), allow_pickle=False)

@@ -1,0 +1,1 @@
+"""Training with other frameworks: equal work or a refusal, then speed."""

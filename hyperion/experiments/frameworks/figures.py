@@ -1,0 +1,113 @@
+"""Figures of the chapter on frameworks: differences from the plain loop with their bound, planted unfairness, defaults, speed."""
+
+from collections.abc import Sequence
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from hyperion.errors import not_none
+from hyperion.figures.material import Material, Plot, measured, number
+from hyperion.figures.style import COLOURS, INK, MUTED, add_notes, errors_of, new_figure
+from hyperion.results import Row
+
+TITLES = {
+    "planted_unfairness": "Unequal work, planted on purpose",
+    "framework_parity": "Frameworks on equal work",
+    "trainer_defaults": "What a Trainer's defaults change",
+    "framework_speed": "Speed of frameworks on equal work",
+}
+# A difference of zero is drawn here on a logarithmic axis, and named.
+_ZERO_SHARE = 0.3
+
+
+def planted_unfairness(material: Material) -> Figure | None:
+    """Draw how far each planted unfairness changes the losses."""
+    rows = [row for row in measured(material.of("planted_unfairness")) if row.metric == "unequal_loss_difference"]
+    if not rows:
+        return None
+    figure, (axes,) = new_figure(TITLES["planted_unfairness"], material.machine("planted_unfairness"), 1, height=5.6)
+    rows.sort(key=lambda row: not_none(row.value))
+    _draw_differences(axes, rows, "largest difference of a loss from the clean run (nats)")
+    add_notes(figure, ["The judge names each of them from what it reads in the run, also those at the left, which losses hide."])
+    return figure
+
+
+def framework_parity(material: Material) -> Figure | None:
+    """Draw the loss difference of each framework and of each twin of the plain loop, with the bound from the twins."""
+    rows = [row for row in material.of("framework_parity") if row.metric == "loss_difference"]
+    known = measured(rows)
+    if not known:
+        return None
+    figure, (axes,) = new_figure(TITLES["framework_parity"], material.machine("framework_parity"), 1, height=4.8)
+    known.sort(key=lambda row: ("twin" in row.params, row.variant))
+    _draw_differences(axes, known, "largest difference of a loss from the plain loop (nats)")
+    bound = next((row.check_tolerance for row in known if "twin" not in row.params), None)
+    if bound is not None:
+        axes.axvline(bound, color=INK, linestyle=(0, (5, 3)), linewidth=1.2, label=f"bound: {number(bound, 2)}")
+        axes.legend(loc="lower right")
+    add_notes(figure, ["Grey: twins of the plain loop, which differ only in rounding.", *_reasons(rows)])
+    return figure
+
+
+def trainer_defaults(material: Material) -> Figure | None:
+    """Draw how far each default of the Trainer changes the losses."""
+    rows = [row for row in measured(material.of("trainer_defaults")) if row.metric == "unequal_loss_difference"]
+    if not rows:
+        return None
+    figure, (axes,) = new_figure(TITLES["trainer_defaults"], material.machine("trainer_defaults"), 1, height=3.4)
+    _draw_differences(axes, rows, "largest difference of a loss from the plain loop (nats)")
+    return figure
+
+
+def framework_speed(material: Material) -> Figure | None:
+    """Draw the throughput and the memory of each framework, from the fastest to the slowest."""
+    every = material.of("framework_speed")
+    rates = sorted((row for row in measured(every) if row.metric == "tokens_per_s"), key=lambda row: -not_none(row.value))
+    if not rates:
+        return None
+    figure, panels = new_figure(TITLES["framework_speed"], material.machine("framework_speed"), 2, height=3.8)
+    memory = {row.variant: row for row in measured(every) if row.metric in ("peak_rss_gib", "peak_memory_gib")}
+    for axes, rows, label in (
+        (panels[0], rates, "tokens/s"),
+        (panels[1], [memory[row.variant] for row in rates], "peak memory of a rank (GiB)"),
+    ):
+        places = range(len(rows))
+        axes.errorbar([not_none(row.value) for row in rows], places, xerr=errors_of(rows), fmt="o", color=COLOURS[0])
+        names = [f"{row.variant} ({row.params['ranks']} ranks)" if row.params["ranks"] > 1 else row.variant for row in rows]
+        axes.set_yticks(places, names if axes is panels[0] else [""] * len(names))
+        axes.invert_yaxis()
+        axes.set(xlabel=label, xlim=(0, None))
+    tied = {row.variant: row.params["ties"] for row in every if row.metric == "count" and row.value == 0}
+    first = f"Tied for the first place: {', '.join(tied)}." if len(tied) > 1 else f"Fastest beyond doubt: {', '.join(tied)}."
+    add_notes(figure, ["Bars: 95 % intervals over launches.", first if tied else "", *_reasons(every)])
+    return figure
+
+
+def _draw_differences(axes: Axes, rows: Sequence[Row], label: str) -> None:
+    """Draw one mark for each row on a logarithmic axis. A difference of zero is a hollow mark at the left end."""
+    values = [not_none(row.value) for row in rows]
+    least = min((value for value in values if value > 0), default=1e-7)
+    for place, (row, value) in enumerate(zip(rows, values, strict=True)):
+        colour = MUTED if "twin" in row.params else COLOURS[0]
+        style = {"color": colour, "marker": "o", "fillstyle": "full" if value else "none"}
+        axes.plot([value or _ZERO_SHARE * least], [place], linestyle="none", **style)
+        if not value:
+            axes.annotate("0", (_ZERO_SHARE * least, place), xytext=(7, -3), textcoords="offset points", fontsize=8, color=MUTED)
+    axes.set_xscale("log")
+    axes.set_yticks(range(len(rows)), [row.variant for row in rows])
+    axes.invert_yaxis()
+    axes.set_xlabel(label)
+
+
+def _reasons(rows: Sequence[Row]) -> list[str]:
+    """Return a note for each framework without a value, with the first part of the reason."""
+    absent = [row for row in rows if row.value is None and row.metric in ("loss_difference", "step_time_s")]
+    return [f"{row.variant}: {row.value_reason.partition('; next step')[0][:160]}." for row in absent]
+
+
+PLOTS = (
+    Plot("planted_unfairness", "planted_unfairness", "Change of the losses by planted unfairness.", planted_unfairness),
+    Plot("framework_parity", "framework_parity", "Differences of frameworks from the plain loop.", framework_parity),
+    Plot("trainer_defaults", "trainer_defaults", "Change of the losses by defaults of a Trainer.", trainer_defaults),
+    Plot("framework_speed", "framework_speed", "Throughput and memory of frameworks on equal work.", framework_speed),
+)

@@ -1,0 +1,223 @@
+"""How fast is each framework on equal work? Launches alternate, and each launch is judged before its time counts.
+
+A step time is the time from the end of one step to the end of the next, with a synchronized device, so loaders, callbacks and
+logging are part of it. The first half of the steps of a launch warms up. A launch has one value, its median. The interval is over
+launches.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from hyperion.chapter.context import Context, Experiment, Forecast, Report, Result
+from hyperion.chapter.rows import checked
+from hyperion.engines import Record, Stack, Work, stack_named, unequal
+from hyperion.engines.launch import Outcome, launch, launch_all
+from hyperion.experiments.frameworks.framework_parity import PLAIN, step_frame
+from hyperion.experiments.frameworks.works import DATA, TWIN_FACTOR, WorkOptions, loss_difference, loss_tolerance, prepare_work
+from hyperion.hardware import gemm_path, peak
+from hyperion.models.llama import LlamaShape, llama_flops_per_token, random_llama_shape
+from hyperion.results import Estimate, Row
+from hyperion.results.statistics import launches_estimate, median_estimate, ratio_estimate
+from hyperion.units import GIB
+from hyperion.workloads.training_rows import flops_floor
+
+RATIO, FASTER = "speed relative to the plain loop", "frameworks that are significantly faster"
+TWIN = "plain loop, two micro-batches"
+_NO_LEAST = "no limit: the least memory that a step needs is not derived"
+
+
+class FrameworkSpeedOptions(WorkOptions):
+    """Options of `framework_speed`.
+
+    Args:
+        stacks: names of the frameworks. The plain loop must be one of them.
+        launches: number of launches of each framework.
+    """
+
+    stacks: tuple[str, ...]
+    launches: int
+
+
+def forecast(context: Context) -> list[Forecast]:
+    """Predict that each framework on one rank is as fast as the plain loop, because it launches the same kernels."""
+    options = FrameworkSpeedOptions.of(context)
+    basis = "the same kernels as the plain loop; the code around them is assumed to take no time"
+    forecasts = []
+    for name in options.stacks:
+        stack = stack_named(name)
+        if name != PLAIN and not stack.why_absent() and options.ranks_of(context, stack) == 1:
+            params = _params(context, options, stack) | {"what": RATIO}
+            forecasts.append(Forecast(name, "rate_ratio", 1.0, basis, options.dtype, params, low=0.8, high=1.1))
+    return forecasts
+
+
+def run(context: Context, report: Report) -> Result:
+    """Launch the frameworks in turn. Return times, rates, memory and energy of those whose work is equal in every launch."""
+    options = FrameworkSpeedOptions.of(context)
+    prepared, source = prepare_work(context, options)
+    work = replace(prepared, timed=True)
+    passed, outcomes = _excluded(context, options)
+    records: dict[str, list[Record]] = {name: [] for name in passed}
+    total = options.launches * len(passed) + 1
+    report(0, total, TWIN)
+    parts = _launch(context, options, replace(work, micro_batches=2), stack_named(PLAIN), "twin")
+    fused = _launch(context, options, work, stack_named(PLAIN), "twin", {"fused": True, "foreach": False})
+    for number in range(options.launches):
+        # Each round starts with another framework, so that a drift of the machine does not favour one of them.
+        order = passed[number % len(passed) :] + passed[: number % len(passed)]
+        remaining = [stack_named(name) for name in order if name not in outcomes]
+        for outcome in launch_all(remaining, lambda stack, n=number: _launch(context, options, work, stack, f"{n}")):
+            report(sum(map(len, records.values())) + 1, total, f"launch {number + 1}: {outcome.stack}")
+            if outcome.record is None:
+                outcomes[outcome.stack] = outcome
+            else:
+                records[outcome.stack].append(outcome.record)
+    if not (plain := records.get(PLAIN)):
+        reason = outcomes[PLAIN].reason if PLAIN in outcomes else "failed: the plain loop was not launched"
+        return Result([context.absent_row(PLAIN, "step_time_s", reason, dtype=options.dtype)], step_frame({TWIN: parts}), source)
+    tolerance = loss_tolerance([parts, fused], plain[0])
+    shape = random_llama_shape(options.model, work.config()["vocab_size"])
+    rows: list[Row] = []
+    times: dict[str, list[float]] = {}
+    for name in options.stacks:
+        runs = records.get(name, [])
+        reason = outcomes[name].reason if name in outcomes else _refusal(work, runs, plain[0])
+        if reason:
+            params = _params(context, options, stack_named(name))
+            rows.append(context.absent_row(name, "step_time_s", reason[:2000], dtype=options.dtype, params=params))
+            continue
+        times[name] = [_median_s(record) for record in runs]
+        difference = max(loss_difference(record, plain[0]) for record in runs)
+        check = checked(f"losses of the plain loop, {TWIN_FACTOR:g} x its two twins", difference, tolerance)
+        rows += _speed_rows(context, options, shape, stack_named(name), runs, check, source)
+    rows += _comparison_rows(context, options, times, source)
+    frames = {f"{name}, launch {number}": record for name, runs in records.items() for number, record in enumerate(runs, 1)}
+    return Result(rows, step_frame(frames), source)
+
+
+EXPERIMENT = Experiment(forecast, run, options=FrameworkSpeedOptions, reads=("framework_parity",), data=DATA)
+
+
+def ranking(estimates: dict[str, Estimate]) -> dict[str, int]:
+    """Return for each framework how many others are faster beyond doubt: their whole interval is above its own.
+
+    Frameworks with the same number are tied. The values are rates, so higher is faster.
+    """
+    return {
+        name: sum(other.ci_low > mine.ci_high for key, other in estimates.items() if key != name)
+        for name, mine in estimates.items()
+    }
+
+
+def _excluded(context: Context, options: FrameworkSpeedOptions) -> tuple[list[str], dict[str, Outcome]]:
+    """Return the frameworks to launch, and the outcome of each that the gate of equal work excluded."""
+    metrics = ("loss_difference", "parameter_difference")
+    gate = [row for row in context.upstream if row.experiment == "framework_parity" and row.metric in metrics]
+    failed = {row.variant: row for row in gate if row.value is None}
+    outcomes = {}
+    for name in options.stacks:
+        if reason := stack_named(name).why_absent():
+            outcomes[name] = Outcome(name, reason=reason)
+        elif name in failed:
+            outcomes[name] = Outcome(name, reason=f"not timed: {failed[name].value_reason}")
+    return [name for name in options.stacks if name not in outcomes], outcomes
+
+
+def _launch(
+    context: Context, options: FrameworkSpeedOptions, work: Work, stack: Stack, label: str, how: dict | None = None
+) -> Record:
+    folder = context.workspace / f"{stack.name.replace(' ', '-')}-{label}"
+    record = launch(stack, work, folder, options.ranks_of(context, stack), options.timeout_s, options=how)
+    (folder / "final.safetensors").unlink(missing_ok=True)  # the final states of a large model fill a disk
+    return record
+
+
+def _refusal(work: Work, runs: Sequence[Record], reference: Record) -> str:
+    for number, record in enumerate(runs, 1):
+        if differences := unequal(work, record, reference):
+            return f"refused, the work of launch {number} is not equal: " + "; ".join(map(str, differences))
+    return ""
+
+
+def _median_s(record: Record) -> float:
+    return float(np.median(record.step_times_s[len(record.step_times_s) // 2 :]))
+
+
+def _speed_rows(
+    context: Context,
+    options: FrameworkSpeedOptions,
+    shape: LlamaShape,
+    stack: Stack,
+    runs: Sequence[Record],
+    check: dict,
+    source: str,
+) -> list[Row]:
+    device, work_tokens = context.device, options.batch_size * options.sequence_length
+    step = _over_launches(runs)
+    devices = 1 if device.kind == "cpu" else runs[0].ranks
+    flops = llama_flops_per_token(shape, options.sequence_length)
+    # Causal attention needs half of the full products.
+    without_attention = llama_flops_per_token(shape, 0).forward_backward
+    least = (without_attention + flops.forward_backward) / 2
+    floor, basis = flops_floor(device, options.dtype, least * work_tokens / devices)
+    shared: dict[str, Any] = {"dtype": options.dtype, "params": _params(context, options, stack), "data_source": source}
+    limits = {"step_time_s": floor, "tokens_per_s": None if floor is None else work_tokens / floor}
+    values = {"step_time_s": step, "tokens_per_s": step.map(lambda seconds: work_tokens / seconds)}
+    rows = [
+        context.row(stack.name, metric, values[metric], limit=limits[metric], limit_source=basis, **shared, **check)
+        for metric in values
+    ]
+    flops_per_s = step.map(lambda seconds: flops.forward_backward * work_tokens / seconds)
+    rows.append(_mfu_row(context, options, stack, flops_per_s, devices, shared))
+    memory = median_estimate([record.peak_memory_bytes / GIB for record in runs])
+    metric = "peak_rss_gib" if device.kind == "cpu" else "peak_memory_gib"
+    rows.append(context.row(stack.name, metric, memory, limit_source=_NO_LEAST, **shared))
+    energies = [record.energy_j / (record.energy_steps * work_tokens) for record in runs if record.energy_j]
+    if len(energies) == len(runs):
+        rows.append(context.row(stack.name, "energy_j_per_token", median_estimate(energies), **shared))
+    else:
+        reason = f"unreadable: {runs[0].unreadable.get('energy_j', 'too few steps')}"
+        rows.append(context.absent_row(stack.name, "energy_j_per_token", reason, **shared))
+    return rows
+
+
+def _mfu_row(
+    context: Context, options: FrameworkSpeedOptions, stack: Stack, flops_per_s: Estimate, devices: int, shared: dict
+) -> Row:
+    published = peak(context.device, gemm_path(options.dtype, context.device))
+    if published.published_tflops is None:
+        reason = f"no peak to divide by: {published.reason or 'no published value'}"
+        return context.absent_row(stack.name, "mfu", reason, **shared)
+    whole = devices * published.published_tflops * 1e12
+    limit = published.limit_tflops / published.published_tflops if published.limit_tflops else None
+    basis = f"the peak at the maximum clock; {published.limit_source}"
+    return context.row(stack.name, "mfu", flops_per_s.map(lambda rate: rate / whole), limit=limit, limit_source=basis, **shared)
+
+
+def _comparison_rows(context: Context, options: FrameworkSpeedOptions, times: dict[str, list[float]], source: str) -> list[Row]:
+    """Return the speed of each framework relative to the plain loop, by pairs of launches, and its place with ties."""
+    tokens = options.batch_size * options.sequence_length
+    rates = {name: median_estimate(values).map(lambda seconds: tokens / seconds) for name, values in times.items()}
+    rows = []
+    for name, faster in ranking(rates).items():
+        params = _params(context, options, stack_named(name))
+        shared: dict[str, Any] = {"dtype": options.dtype, "data_source": source}
+        place = params | {"what": FASTER, "ties": sum(other == faster for other in ranking(rates).values()) - 1}
+        rows.append(context.row(name, "count", faster, params=place, **shared))
+        if name != PLAIN:
+            ratio = ratio_estimate(times[name], times[PLAIN])
+            why = "no limit: how far the plain loop stays below its own limit is not bounded"
+            rows.append(context.row(name, "rate_ratio", ratio, params=params | {"what": RATIO}, limit_source=why, **shared))
+    return rows
+
+
+def _over_launches(runs: Sequence[Record]) -> Estimate:
+    within = [median_estimate(record.step_times_s[len(record.step_times_s) // 2 :]) for record in runs]
+    return launches_estimate([each.value for each in within], [(each.ci_low, each.ci_high) for each in within])
+
+
+def _params(context: Context, options: FrameworkSpeedOptions, stack: Stack) -> dict[str, Any]:
+    return options.params() | {"ranks": options.ranks_of(context, stack), "launches": options.launches}

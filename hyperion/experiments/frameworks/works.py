@@ -1,0 +1,155 @@
+"""The work that all frameworks share: its options, its initial state and its token file, made from the data of the run."""
+
+from collections.abc import Sequence
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from hyperion.chapter.context import Context
+from hyperion.chapter.variants import RankOptions
+from hyperion.data import load_wikitext2
+from hyperion.engines import Record, Stack, Work
+from hyperion.engines.work import write_work_folder
+from hyperion.errors import HyperionError
+from hyperion.models.llama import build_random_llama
+from hyperion.workloads import datasets
+
+BYTES, GPT2 = "bytes", "gpt2"
+DATA = datasets.TEXT
+# Bounds are this multiple of the largest difference between twins: runs of the plain loop that differ only in rounding. Another
+# framework rounds at more places than one twin does, and a maximum over few twins is below the largest possible difference.
+TWIN_FACTOR = 4.0
+_ROUNDING = 2.0**-24
+
+
+class WorkOptions(RankOptions):
+    """Options of the work.
+
+    Args:
+        model: name of a Llama with random weights.
+        tokens: "bytes", the bytes of the text as 256 tokens, or "gpt2", tokens of GPT-2's tokenizer.
+        sequence_length: scored tokens of a row.
+        batch_size: rows of a step, over all ranks.
+        steps: number of optimizer steps.
+        dtype: number format of matrix products, "fp32" or "bf16".
+        learning_rate: constant learning rate.
+    """
+
+    model: str
+    tokens: str
+    sequence_length: int
+    batch_size: int
+    steps: int
+    dtype: str = "fp32"
+    learning_rate: float = 1e-3
+
+    def ranks_of(self, context: Context, stack: Stack) -> int:
+        """Return the number of ranks of a framework: those of the stack, but at most one for each accelerator."""
+        return min(stack.ranks, self.device_count(context))
+
+    def params(self) -> dict[str, Any]:
+        """Return the options that rows state."""
+        return self.model_dump(include={"model", "tokens", "sequence_length", "batch_size", "steps"})
+
+
+def prepare_work(context: Context, options: WorkOptions, micro_batches: int = 1) -> tuple[Work, str]:
+    """Write the initial state and the token file of a work. Return the work and the source of the data.
+
+    The rows are consecutive in the training text. A row that repeats an earlier one is left out.
+    """
+    folder = context.workspace / "work"
+    folder.mkdir(parents=True, exist_ok=True)
+    stream, vocabulary, source = _stream(context, options.tokens)
+    rows = _distinct_rows(stream, options.steps * options.batch_size, options.sequence_length)
+    torch.manual_seed(context.seed)
+    model = build_random_llama(options.model, vocabulary)  # on the CPU, so that all machines have the same state
+    write_work_folder(folder, model, rows)
+    work = Work(
+        str(folder),
+        options.steps,
+        options.batch_size,
+        options.sequence_length,
+        dtype=options.dtype,
+        learning_rate=options.learning_rate,
+        micro_batches=micro_batches,
+    )
+    return work, source
+
+
+def _stream(context: Context, tokens: str) -> tuple[np.ndarray, int, str]:
+    """Return (token ids of the training split, size of the vocabulary, source of the data)."""
+    if tokens == GPT2:
+        corpus, tokenizer, prepared = datasets.text(context)
+        return prepared.tokens["train"], tokenizer.vocab_size, corpus.source
+    if tokens != BYTES:
+        raise HyperionError(f"no tokens are named {tokens!r}", where="option tokens", next_step=f"choose {BYTES} or {GPT2}")
+    corpus = load_wikitext2(
+        context.data_source,
+        allow_synthetic=context.allow_synthetic,
+        synthetic_lines=context.synthetic["lines"],
+        seed=context.seed,
+    )
+    text = "".join(islice(corpus.splits["train"], 1 << 16))
+    return np.frombuffer(text.encode("utf-8"), np.uint8), 256, corpus.source
+
+
+def _distinct_rows(stream: np.ndarray, count: int, length: int) -> np.ndarray:
+    """Return int64 rows of shape [count, length + 1] whose first `length` tokens differ from each other."""
+    whole = len(stream) // (length + 1)
+    rows = np.asarray(stream[: whole * (length + 1)]).reshape(whole, length + 1)[: 2 * count].astype(np.int64)
+    _, first = np.unique(rows[:, :length], axis=0, return_index=True)
+    chosen = rows[np.sort(first)][:count]
+    if len(chosen) < count:
+        raise HyperionError(
+            f"the text has only {len(chosen)} different rows of {length + 1} tokens, but {count} are needed",
+            where="tokens of the training split",
+            next_step="choose fewer steps, a smaller batch or shorter rows",
+        )
+    return chosen
+
+
+def loss_difference(record: Record, reference: Record) -> float:
+    """Return the largest difference between the losses of the same step, over the steps that both made."""
+    pairs = zip(record.losses, reference.losses, strict=False)
+    return max(abs(loss - expected) for loss, expected in pairs)
+
+
+def parameter_difference(record: Record, reference: Record) -> float:
+    """Return the largest difference between elements of the final states.
+
+    Raises:
+        HyperionError: the states have other names or shapes.
+    """
+    from safetensors.torch import load_file
+
+    here, expected = load_file(record.final_file), load_file(reference.final_file)
+    if {name: tensor.shape for name, tensor in here.items()} != {name: tensor.shape for name, tensor in expected.items()}:
+        raise HyperionError(
+            f"the final state of {record.stack} has other tensors than the plain loop's: {sorted(set(here) ^ set(expected))[:4]}",
+            where=Path(record.final_file),
+            next_step="correct the conversion of the state in its adapter",
+        )
+    return max(float((here[name] - tensor).abs().max()) for name, tensor in expected.items())
+
+
+def differing_tensors(record: Record, reference: Record) -> int:
+    """Return the number of tensors of the final states that differ in any bit."""
+    from safetensors.torch import load_file
+
+    here, expected = load_file(record.final_file), load_file(reference.final_file)
+    return sum(not torch.equal(here[name], tensor) for name, tensor in expected.items())
+
+
+def loss_tolerance(twins: Sequence[Record], reference: Record) -> float:
+    """Return the bound of a loss difference that rounding explains, from twins of the plain loop."""
+    # A twin may agree in every bit, so each step is allowed one rounding error in any case.
+    least = len(reference.losses) * _ROUNDING * max(reference.losses)
+    return max(TWIN_FACTOR * max(loss_difference(twin, reference) for twin in twins), least)
+
+
+def parameter_tolerance(twins: Sequence[Record], reference: Record) -> float:
+    """Return the bound of a parameter difference that rounding explains, from twins of the plain loop."""
+    return TWIN_FACTOR * max(parameter_difference(twin, reference) for twin in twins)

@@ -1,0 +1,68 @@
+"""Each adapter does the work of the plain loop: the judge finds no difference, and losses agree within rounding.
+
+Frameworks in an environment of their own are tested where it is installed: `hyperion frameworks install --all`.
+"""
+
+from dataclasses import replace
+
+import pytest
+from safetensors.torch import load_file
+
+from hyperion.engines import STACKS, Record, accelerate_loop, hf_trainer, hyperion_engine, plain, unequal
+from hyperion.engines.launch import launch
+from hyperion.engines.observer import Observer
+from hyperion.processes import process_group
+
+pytestmark = [pytest.mark.slow, pytest.mark.process]
+# Some 20 rounding errors of a loss of about ln 64.
+TOLERANCE = 20 * 4.2 * 2.0**-24
+ADAPTERS = {"HF Trainer": hf_trainer, "accelerate": accelerate_loop, "hyperion": hyperion_engine}
+SEPARATE = [name for name, stack in STACKS.items() if stack.environment]
+
+
+@pytest.fixture(scope="module")
+def reference(tiny_work, tmp_path_factory) -> Record:
+    return Record.of(plain.train(tiny_work, Observer(tiny_work, "plain loop", (), tmp_path_factory.mktemp("plain"))))
+
+
+@pytest.fixture(autouse=True)
+def _new_states_of_accelerate():
+    """accelerate remembers its settings in the process. A launch has a process of its own, these tests share one."""
+    from accelerate.state import AcceleratorState, GradientState
+
+    AcceleratorState._reset_state(True)
+    GradientState._reset_state()
+
+
+def assert_equal_work(work, record: Record, reference: Record, tolerance: float = TOLERANCE) -> None:
+    assert unequal(work, record, reference, plain.first_losses(work)) == []
+    assert max(abs(a - b) for a, b in zip(record.losses, reference.losses, strict=True)) < tolerance
+    here, expected = load_file(record.final_file), load_file(reference.final_file)
+    assert here.keys() == expected.keys()
+    assert max((here[name] - expected[name]).abs().max() for name in expected) < 1e-4
+
+
+@pytest.mark.parametrize("name", ADAPTERS)
+@pytest.mark.parametrize("micro_batches", [1, 2])
+def test_adapters_on_one_rank(name, micro_batches, tiny_work, tmp_path, reference):
+    work = replace(tiny_work, micro_batches=micro_batches)
+    with process_group():
+        observer = Observer(work, name, STACKS[name].packages, tmp_path)
+        record = Record.of(ADAPTERS[name].train(work, observer))
+    assert_equal_work(work, record, reference)
+    assert set(record.versions) == set(STACKS[name].packages)
+
+
+def test_the_engine_of_this_library_on_two_ranks(tiny_work, tmp_path, reference):
+    work = replace(tiny_work, micro_batches=1)
+    record = launch(STACKS["hyperion fsdp2"], work, tmp_path)
+    assert_equal_work(work, record, reference)
+    assert record.ranks == 2 and record.reduced["float32"] >= sum(group.elements for group in record.groups)
+
+
+@pytest.mark.parametrize("name", SEPARATE)
+def test_frameworks_in_environments_of_their_own(name, tiny_work, tmp_path, reference):
+    if reason := STACKS[name].why_absent():
+        pytest.skip(reason)
+    work = replace(tiny_work, micro_batches=1)
+    assert_equal_work(work, launch(STACKS[name], work, tmp_path), reference, 1e-4 if "megatron" in name else TOLERANCE)

@@ -1,0 +1,70 @@
+"""The judge names every planted unfairness, and accepts equal work."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from hyperion.engines import Record, Work, plain, planted, unequal
+from hyperion.engines.observer import Observer
+from hyperion.engines.planted import PLANTED
+from hyperion.processes import process_group
+
+pytestmark = pytest.mark.slow
+# Other weights or rows also change the first loss and the first gradient.
+CONSEQUENCES = {"first loss", "gradient scale"}
+FURTHER = {
+    "loss is a sum": ("gradient reduction",),
+    "bf16 weights": ("initial state",),
+    "one step less": ("data order", "tokens counted"),
+    # The second update with the same gradients makes their norm at the optimizer larger than the limit.
+    "one step more": ("gradient clipping",),
+}
+
+
+def observed(work: Work, folder, train, **options) -> Record:
+    return Record.of(train(work, Observer(work, "test", (), folder), **options))
+
+
+@pytest.fixture(scope="module")
+def reference(tiny_work, tmp_path_factory) -> Record:
+    return observed(tiny_work, tmp_path_factory.mktemp("reference"), plain.train)
+
+
+@pytest.fixture(scope="module")
+def shifted(tiny_work) -> dict[int, float]:
+    return plain.first_losses(tiny_work)
+
+
+@pytest.mark.parametrize("unfairness", PLANTED)
+def test_each_planted_unfairness_is_named(unfairness, tiny_work, tmp_path, reference, shifted):
+    with process_group():
+        record = observed(tiny_work, tmp_path, planted.train, unfairness=unfairness)
+    names = {difference.name for difference in unequal(tiny_work, record, reference, shifted)}
+    assert names - CONSEQUENCES == {PLANTED[unfairness], *FURTHER.get(unfairness, ())}
+
+
+def test_the_clean_twin_is_equal_work(tiny_work, tmp_path, reference, shifted):
+    record = observed(tiny_work, tmp_path, planted.train, unfairness="")
+    assert unequal(tiny_work, record, reference, shifted) == []
+    assert record.losses == reference.losses
+
+
+def test_equal_work_with_other_rounding_is_accepted(tiny_work, tmp_path, reference, shifted):
+    whole = replace(tiny_work, micro_batches=1)
+    record = observed(whole, tmp_path, plain.train, fused=True, foreach=False)
+    assert record.losses != reference.losses
+    assert unequal(tiny_work, record, reference, shifted) == []
+
+
+def test_the_record_states_what_the_run_did(tiny_work, reference):
+    assert reference.rows == [list(range(4 * step, 4 * step + 4)) for step in range(4)]
+    assert reference.counted_tokens == 4 * 4 * 16 and reference.optimizer_steps == 4
+    decayed, others = reference.groups
+    model = tiny_work.load_model()
+    assert decayed.elements == sum(p.numel() for p in model.parameters() if p.ndim > 1)
+    assert others.elements == sum(p.numel() for p in model.parameters() if p.ndim == 1)
+    assert decayed.dtype == "float32" and decayed.betas == (0.9, 0.95) and decayed.learning_rates == (1e-3,)
+    assert all(norm <= 1.0001 for norm in reference.clipped_norms) and reference.norms[0] > 1
+    assert reference.reduced == {}
+    assert torch.isfinite(torch.tensor(reference.losses)).all()

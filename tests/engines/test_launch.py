@@ -1,0 +1,88 @@
+"""Launching frameworks: the others continue after one was killed, and what is unavailable is no failure."""
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from hyperion.commands.frameworks import app
+from hyperion.engines import STACKS, Record, Stack, stack_named
+from hyperion.engines.launch import Outcome, Unavailable, exit_code, failure_of, launch, launch_all
+from hyperion.errors import HyperionError
+
+
+def command(*arguments: str):
+    return CliRunner().invoke(app, list(arguments))
+
+
+def options(work, output: Path) -> list[str]:
+    return ["--work", work.folder, "--steps", str(work.steps), "--batch-size", str(work.batch_size), "--output", str(output)]
+
+
+@pytest.mark.process
+@pytest.mark.slow
+def test_a_killed_framework_is_named_and_the_others_finish(tiny_work, tmp_path, monkeypatch):
+    monkeypatch.setitem(STACKS, "killed", Stack("killed", "tests.engines.killed", ("transformers",)))
+    done = command("train", "killed", "plain loop", *options(tiny_work, tmp_path))
+    assert done.exit_code == 1
+    assert "1 of 2 frameworks failed: killed" in done.output
+    assert "SIGKILL" in done.output
+    assert sorted(path.name for path in tmp_path.glob("*.json")) == ["plain-loop.json"]
+    record = Record.of(json.loads((tmp_path / "plain-loop.json").read_text()))
+    assert len(record.losses) == tiny_work.steps and record.versions["transformers"]
+
+
+@pytest.mark.parametrize("name", ["NeMo", "Primus", "Megatron-DeepSpeed"])
+def test_an_unavailable_framework_ends_with_code_3_and_no_json(name, tiny_work, tmp_path, monkeypatch):
+    for variable in ("PRIMUS_PATH", "MEGATRON_DEEPSPEED_PATH"):
+        monkeypatch.delenv(variable, raising=False)
+    done = command("train", name, *options(tiny_work, tmp_path / "out"))
+    assert done.exit_code == 3, done.output
+    assert "unavailable" in done.output and not (tmp_path / "out").exists()
+    with pytest.raises(Unavailable) as error:
+        launch(stack_named(name), tiny_work, tmp_path / "out")
+    assert error.value.exit_code == 3 and error.value.next_step
+
+
+def test_one_failure_decides_the_exit_code_and_the_unavailable_do_not():
+    absent, failed = Outcome("a", reason="unavailable: not installed"), Outcome("b", reason="failed: killed by SIGKILL")
+    trained = Outcome("c", record=object())  # type: ignore[arg-type]
+    assert exit_code([trained, absent]) == 0
+    assert exit_code([trained, absent, failed]) == 1
+    assert exit_code([absent]) == 3
+
+
+def test_the_others_are_launched_after_a_failure(monkeypatch):
+    def launch_one(stack: Stack):
+        if stack.name == "HF Trainer":
+            raise HyperionError("was killed by SIGKILL\nline one\nlast line of the log")
+        return stack.name
+
+    outcomes = list(launch_all(map(stack_named, ("HF Trainer", "accelerate")), launch_one))
+    assert [outcome.failed for outcome in outcomes] == [True, False]
+    assert outcomes[0].reason == "failed: was killed by SIGKILL: last line of the log"
+
+
+def test_a_run_without_the_packages_of_its_framework_is_refused(tiny_work, tmp_path, monkeypatch):
+    monkeypatch.setattr("hyperion.engines.launch.run_job", lambda job, on_line: _record_without_versions())
+    with pytest.raises(HyperionError, match="did not import accelerate"):
+        launch(stack_named("accelerate"), tiny_work, tmp_path)
+
+
+def test_unknown_names_are_listed(tiny_work, tmp_path):
+    with pytest.raises(HyperionError, match="no framework is named 'acelerate'") as error:
+        stack_named("acelerate")
+    assert "accelerate" in str(error.value)
+
+
+def test_the_cause_of_a_failure_is_short():
+    assert failure_of(HyperionError("one line")) == "one line"
+    assert len(failure_of(HyperionError("a\n" + "b" * 1000))) == 300
+
+
+def _record_without_versions() -> dict:
+    values = {name: [] for name in ("losses", "norms", "clipped_norms", "step_times_s", "rows", "groups")}
+    texts = dict.fromkeys(("stack", "engine", "device", "initial_sha256", "final_file"), "")
+    numbers = dict.fromkeys(("ranks", "counted_tokens", "optimizer_steps", "peak_memory_bytes", "energy_steps"), 0)
+    return values | texts | numbers | {"versions": {}, "reduced": {}, "energy_j": None, "unreadable": {}}
