@@ -7,6 +7,7 @@ The profile `replay` has no sizes, because it shows a reference run. A reference
 
 import functools
 import tomllib
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -131,16 +132,20 @@ def _sizes_of(subject: Subject) -> dict[str, dict[str, dict]]:
     return content
 
 
-def require_valid_sizes(profile: Profile) -> None:
-    """Check that the sizes of every experiment in a profile are valid options of the experiment.
+def require_valid_sizes(profile: Profile, experiments: Iterable[str]) -> None:
+    """Check that the sizes of experiments in a profile are valid options of the experiments.
+
+    Args:
+        profile: the profile.
+        experiments: names of experiments. Those without sizes in the profile are not checked. The modules of the others are
+            imported.
 
     Raises:
         HyperionError: an option is unknown, missing or invalid. The message names the option.
     """
-    for name, sizes in profile.experiments.items():
-        options = experiment_named(name).options
-        if options is not None:
-            options.parse(sizes, f"{name} in profile {profile.name}")
+    for name in experiments:
+        if name in profile.experiments and (options := experiment_named(name).options) is not None:
+            options.parse(profile.experiments[name], f"{name} in profile {profile.name}")
 
 
 def reference_runs() -> list[Run]:

@@ -83,7 +83,8 @@ def reproduce(request: Request, *, machine: MachineProfile | None = None, consol
                 # On a busy machine, the process that imports torch and examines the machine takes half a minute.
                 console.print("examining this machine", highlight=False)
                 console.file.flush()
-                machine = examine_machine(request.profile, request.data_source, request.seed)
+                experiments = [name for notebook in chosen for name in notebook.produces]
+                machine = examine_machine(request.profile, request.data_source, request.seed, experiments)
             setting = setting_of(request, machine)
             reason = why_not_continued(results_folder(), setting) if request.run is None else ""
             claim = claimed_run(results_folder(), request.run, setting, machine.information)

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -40,14 +41,21 @@ class MachineProfile:
     masks: tuple[dict[str, str], ...] = ()
 
 
-def examine_machine(profile: str, data_source: str, seed: int) -> MachineProfile:
-    """Detect the device and resolve the profile.
+def examine_machine(profile: str, data_source: str, seed: int, experiments: Iterable[str]) -> MachineProfile:
+    """Detect the device, resolve the profile, and check the sizes of the experiments that will run.
+
+    Args:
+        profile: name of a profile, or `auto`.
+        data_source: name of a data source.
+        seed: seed of the run.
+        experiments: names of the experiments that will run. The check imports their modules, which takes a second for all
+            experiments of the book.
 
     Raises:
         HyperionError: the profile or the data source does not exist, or the library does not load on this machine.
     """
     # `-s` leaves out the user's site-packages, as in the kernels.
-    command = [sys.executable, "-s", "-m", "hyperion.reproduce.machine", profile, data_source, str(seed)]
+    command = [sys.executable, "-s", "-m", "hyperion.reproduce.machine", profile, data_source, str(seed), *experiments]
     environment = library_environment()
     done = subprocess.run(command, capture_output=True, encoding="utf-8", errors="replace", env=environment, check=False)
     answer = next((line for line in done.stdout.splitlines() if line.startswith(_MARK)), None)
@@ -65,7 +73,7 @@ def examine_machine(profile: str, data_source: str, seed: int) -> MachineProfile
     return MachineProfile(**content)
 
 
-def _answer(profile: str, data_source: str, seed: int) -> dict:
+def _answer(profile: str, data_source: str, seed: int, experiments: Sequence[str]) -> dict:
     import torch
 
     from hyperion.chapter.chapter import run_information
@@ -77,7 +85,7 @@ def _answer(profile: str, data_source: str, seed: int) -> dict:
     device = detect()
     name = default_profile(device.kind) if profile == "auto" else profile
     chosen = load_profile(name)
-    require_valid_sizes(chosen)
+    require_valid_sizes(chosen, experiments)
     setting = {"device": device.name, "arch": device.arch, "torch": torch.__version__, "hyperion": hyperion.__version__}
     return {
         "profile": name,
@@ -100,9 +108,9 @@ def _masks(profile: str, device: "Device") -> list[dict[str, str]]:
     return one_at_a_time(device, torch.cuda.device_count(), os.environ)
 
 
-def _main(profile: str, data_source: str, seed: str) -> None:
+def _main(profile: str, data_source: str, seed: str, *experiments: str) -> None:
     try:
-        content = _answer(profile, data_source, int(seed))
+        content = _answer(profile, data_source, int(seed), experiments)
     except HyperionError as error:
         content = {"error": error.as_dict()}
     print(_MARK + json.dumps(content), flush=True)

@@ -8,7 +8,7 @@ pytestmark = pytest.mark.process
 
 
 def test_the_machine_answers_with_profile_setting_and_run_information():
-    machine = examine_machine("auto", "synthetic", 3)
+    machine = examine_machine("auto", "synthetic", 3, [])
     assert machine.profile in ("smoke", "full") and machine.settings["sizes"]
     assert set(machine.setting) == {"device", "arch", "torch", "hyperion"} and all(machine.setting.values())
     settings = machine.settings
@@ -17,25 +17,43 @@ def test_the_machine_answers_with_profile_setting_and_run_information():
 
 
 def test_a_replay_measures_nothing_and_so_its_notebooks_share_the_machine():
-    machine = examine_machine("replay", "auto", 0)
+    machine = examine_machine("replay", "auto", 0, [])
     assert machine.profile == "replay" and list(machine.masks) == [{}] * min(read_cpu().cores, 8)
 
 
 def test_an_unknown_profile_is_told_in_the_librarys_words():
     with pytest.raises(HyperionError, match="unknown profile 'nope'") as caught:
-        examine_machine("nope", "auto", 0)
+        examine_machine("nope", "auto", 0, [])
     assert "PROFILE=smoke" in caught.value.next_step
 
 
 def test_an_unknown_data_source_is_told_before_anything_runs():
     with pytest.raises(HyperionError, match="unknown data source 'internet'") as caught:
-        examine_machine("smoke", "internet", 0)
+        examine_machine("smoke", "internet", 0, [])
     assert "synthetic" in caught.value.next_step
+
+
+def test_sizes_of_the_experiments_that_will_run_are_checked(tmp_path, monkeypatch):
+    subject = tmp_path / "odd"
+    subject.mkdir()
+    (subject / "__init__.py").write_text("")
+    (subject / "sizes.toml").write_text("[smoke.odd_work]\nlength = 0\n")
+    (subject / "odd_work.py").write_text(
+        "from pydantic import Field\n"
+        "from hyperion.chapter.context import Experiment, Options\n"
+        "class OddOptions(Options):\n"
+        "    length: int = Field(ge=1)\n"
+        "EXPERIMENT = Experiment(lambda context: [], lambda context, report: None, options=OddOptions)\n"
+    )
+    monkeypatch.setenv("HYPERION_SUBJECTS", str(subject))
+    with pytest.raises(HyperionError, match="length"):
+        examine_machine("smoke", "auto", 0, ["odd_work"])
+    assert examine_machine("smoke", "auto", 0, ["counting"]).settings["sizes"]["odd_work"] == {"length": 0}
 
 
 def test_a_library_that_does_not_load_is_told_with_its_reason(tmp_path, monkeypatch):
     (tmp_path / "sitecustomize.py").write_text("import sys\nsys.modules['torch'] = None\n")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     with pytest.raises(HyperionError, match="torch") as caught:
-        examine_machine("smoke", "auto", 0)
+        examine_machine("smoke", "auto", 0, [])
     assert "hyperion doctor" in caught.value.next_step
