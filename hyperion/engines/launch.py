@@ -124,7 +124,7 @@ def train_on_rank(adapter: str, name: str, packages: list[str], work: dict, fold
 
 
 def train_alone(**values: Any) -> dict:
-    """Call `train_on_rank` in a process group of one rank, which DeepSpeed and Megatron need. No torchrun is started."""
+    """Call `train_on_rank` in a process group of one rank, which DeepSpeed needs. No torchrun is started."""
     # Before torch is imported: a Trainer would divide the batch over all devices that it sees.
     known = [name for name in ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES") if name in os.environ]
     for name in known or ["CUDA_VISIBLE_DEVICES"]:

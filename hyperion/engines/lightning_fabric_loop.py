@@ -20,6 +20,7 @@ def train(work: Work, observer: Observer) -> dict:
         strategy="ddp" if here.size > 1 else "auto",
         precision="bf16-mixed" if work.dtype == "bf16" else "32-true",
     )
+    fabric.launch()  # starts no process: torchrun has started the ranks
     plain = work.load_model()
     embedding = plain.get_input_embeddings()
     model: Any

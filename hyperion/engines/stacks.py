@@ -63,7 +63,6 @@ STACKS = {
         Stack("deepspeed zero-2", "hyperion.engines.deepspeed_zero", ("deepspeed",), 2, {"stage": 2}, "deepspeed"),
         Stack("deepspeed zero-3", "hyperion.engines.deepspeed_zero", ("deepspeed",), 2, {"stage": 3}, "deepspeed"),
         Stack("torchtitan components", "hyperion.engines.torchtitan_components", ("torchtitan",), environment="torchtitan"),
-        Stack("megatron-core", "hyperion.engines.megatron_core", ("megatron.core",), environment="megatron"),
         *(Stack(name, "", ()) for name in ENTRIES),
     )
 }
