@@ -7,7 +7,8 @@ from matplotlib.figure import Figure
 
 from hyperion.errors import not_none
 from hyperion.figures.material import Material, Plot, measured, number
-from hyperion.figures.style import COLOURS, INK, MUTED, add_notes, errors_of, new_figure
+from hyperion.figures.style import add_notes, errors_of, new_figure
+from hyperion.palette import COLOURS, INK, MUTED
 from hyperion.results import Row
 
 TITLES = {
@@ -89,8 +90,8 @@ def _draw_differences(axes: Axes, rows: Sequence[Row], label: str) -> None:
     least = min((value for value in values if value > 0), default=1e-7)
     for place, (row, value) in enumerate(zip(rows, values, strict=True)):
         colour = MUTED if "twin" in row.params else COLOURS[0]
-        style = {"color": colour, "marker": "o", "fillstyle": "full" if value else "none"}
-        axes.plot([value or _ZERO_SHARE * least], [place], linestyle="none", **style)
+        fill = "full" if value else "none"
+        axes.plot([value or _ZERO_SHARE * least], [place], linestyle="none", color=colour, marker="o", fillstyle=fill)
         if not value:
             axes.annotate("0", (_ZERO_SHARE * least, place), xytext=(7, -3), textcoords="offset points", fontsize=8, color=MUTED)
     axes.set_xscale("log")
