@@ -12,8 +12,10 @@ import pytest
 
 # Tests share the cores with each other: OpenMP threads that spin while they wait would slow all of them several times.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-# There are as many workers as cores, and toy work gains nothing from a second thread.
-os.environ.setdefault("OMP_NUM_THREADS", "1")
+# There are as many workers as cores, and toy work gains nothing from a second thread. The workers of pytest inherit the second
+# variable, which says that the user did not set the first.
+if "OMP_NUM_THREADS" not in os.environ:
+    os.environ |= {"OMP_NUM_THREADS": "1", "HYPERION_TESTS_SET_THREADS": "1"}
 
 # Files that take longer than half a minute: a worker is not to begin them last.
 _LONGEST = (

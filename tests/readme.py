@@ -34,7 +34,8 @@ def folders(folder: Path) -> dict[str, str]:
 
     The number of threads that conftest sets for the tests is removed: the commands run as a reader runs them.
     """
-    inherited = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
+    of_tests = ("OMP_NUM_THREADS", "HYPERION_TESTS_SET_THREADS") if "HYPERION_TESTS_SET_THREADS" in os.environ else ()
+    inherited = {name: value for name, value in os.environ.items() if name not in of_tests}
     return inherited | {
         "HYPERION_RESULTS": str(folder / "results"),
         "HYPERION_DATA": str(folder / "data"),
