@@ -6,7 +6,6 @@ other values come from hooks in PyTorch, so they are those of the run and not th
 
 import hashlib
 import importlib.metadata
-import resource
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -25,10 +24,10 @@ from torch.utils._pytree import tree_leaves
 from hyperion.engines.record import Group, Record
 from hyperion.engines.work import Work
 from hyperion.hardware.telemetry import Sampler
+from hyperion.measure.memory_use.tensor_memory import PeakMemoryRegion
 from hyperion.processes import world
 
 _REDUCTIONS = ("allreduce", "all_reduce", "reduce_scatter")
-_KIB = 1024
 
 
 class Observer:
@@ -55,6 +54,7 @@ class Observer:
         self._updated: dict[int, tuple[Tensor, float, dict[str, Any], torch.optim.Optimizer]] = {}
         self._rates: dict[int, list[float]] = {}
         self._collectives = _Collectives()
+        self._memory = PeakMemoryRegion(self.here.device)
         self._sampler: Sampler | None = None
         self._energy_steps = 0
 
@@ -89,8 +89,7 @@ class Observer:
         self._handles: list[Any] = [register_optimizer_step_pre_hook(self._on_update)]
         if embedding is not None:
             self._handles.append(embedding.register_forward_pre_hook(self._on_input))
-        if self._device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(self._device)
+        self._memory.__enter__()
         self._collectives.__enter__()
         self._start_s = self._now()
 
@@ -123,7 +122,9 @@ class Observer:
         Args:
             state: the final state in Hugging Face names, complete on rank 0. Other ranks may pass an empty dict.
         """
-        energy_j, unreadable = None, {}
+        self._memory.__exit__(None, None, None)
+        peak = self._memory.peak
+        energy_j, unreadable = None, {} if peak.gib is not None else {"peak_memory_gib": peak.reason}
         if self._sampler is not None:
             self._sampler.__exit__(None, None, None)
             telemetry = self._sampler.telemetry
@@ -144,7 +145,7 @@ class Observer:
             "groups": self._groups(),
             "updates": self._updates(),
             "reduced": self._collectives.reduced,
-            "memory": self._peak_memory(),
+            "memory": peak.gib,
             "energy_j": energy_j,
         }
         ranks = [mine]
@@ -166,6 +167,7 @@ class Observer:
                 key = (group.weight_decay, group.betas, group.eps, group.learning_rates, group.dtype, group.optimizer)
                 merged[key] = merged.get(key, 0.0) + group.elements / copies
         steps = len(self._losses)
+        peak_unknown = any(rank["memory"] is None for rank in ranks)
         return Record(
             stack=self.stack,
             ranks=len(ranks),
@@ -182,7 +184,7 @@ class Observer:
             groups=[Group(elements, *key) for key, elements in sorted(merged.items(), key=lambda item: -item[1])],
             optimizer_steps=max(rank["updates"] for rank in ranks),
             reduced=ranks[0]["reduced"],
-            peak_memory_bytes=max(rank["memory"] for rank in ranks),
+            peak_memory_gib=None if peak_unknown else max(rank["memory"] for rank in ranks),
             energy_j=None if any(rank["energy_j"] is None for rank in ranks) else sum(rank["energy_j"] for rank in ranks),
             energy_steps=self._energy_steps,
             final_file=final,
@@ -248,11 +250,6 @@ class Observer:
         """Return the number of updates from the state of the optimizer, which counts them for each parameter."""
         counts = [optimizer.state.get(parameter, {}).get("step", 0) for parameter, _, _, optimizer in self._updated.values()]
         return int(max(counts, default=0))
-
-    def _peak_memory(self) -> int:
-        if self._device.type == "cuda":
-            return torch.cuda.max_memory_allocated(self._device)
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * _KIB
 
     def _now(self) -> float:
         if self._device.type == "cuda":

@@ -45,7 +45,8 @@ class Record:
         groups: groups of the optimizer.
         optimizer_steps: number of updates, from the optimizer's own state.
         reduced: elements of gradients that the collectives of the first step reduced on a rank, by dtype.
-        peak_memory_bytes: largest peak of a rank: allocated device memory, or resident memory of the process on a CPU.
+        peak_memory_gib: largest peak of a rank: allocated device memory, or resident memory of the process on a CPU. None if the
+            system does not report it.
         energy_j: energy of the steps after the first half, None if it cannot be read.
         energy_steps: number of steps of `energy_j`.
         final_file: file with the final state in Hugging Face names.
@@ -66,7 +67,7 @@ class Record:
     groups: list[Group]
     optimizer_steps: int
     reduced: dict[str, int]
-    peak_memory_bytes: int
+    peak_memory_gib: float | None
     energy_j: float | None = None
     energy_steps: int = 0
     final_file: str = ""

@@ -22,6 +22,8 @@ from hyperion.untrusted import printable
 INTERVAL = "95 % interval within one launch"
 # Headers of intervals that contain more than the variation within a launch.
 SEEDS_INTERVAL, TRIALS_INTERVAL = "95 % interval of the mean over seeds", "95 % interval over trials"
+# Experiments that start new processes for each of their trials or launches. `hyperion doctor` runs `comparison`.
+_OVER_PROCESSES = {"comparison": TRIALS_INTERVAL, "framework_speed": "95 % interval over launches"}
 PREDICTED_INTERVAL = "80 % interval of the prediction"
 
 
@@ -102,8 +104,8 @@ def interval_header(rows: Iterable[Row]) -> str:
     rows = list(rows)
     if all("seeds" in row.params for row in rows):
         return SEEDS_INTERVAL
-    # `hyperion doctor --comparison` starts new processes for each of its trials.
-    return TRIALS_INTERVAL if all(row.experiment == "comparison" for row in rows) else INTERVAL
+    experiments = {row.experiment for row in rows}
+    return _OVER_PROCESSES.get(experiments.pop(), INTERVAL) if len(experiments) == 1 else INTERVAL
 
 
 def shared_identity(rows: Iterable[Row]) -> str:

@@ -24,13 +24,16 @@ def options(work, output: Path) -> list[str]:
 @pytest.mark.slow
 def test_a_killed_framework_is_named_and_the_others_finish(tiny_work, tmp_path, monkeypatch):
     monkeypatch.setitem(STACKS, "killed", Stack("killed", "tests.engines.killed", ("transformers",)))
+    ballast = b"x" * (1 << 30)  # memory of this process, which is no memory of a framework
     done = command("train", "killed", "plain loop", *options(tiny_work, tmp_path))
+    del ballast
     assert done.exit_code == 1
     assert "1 of 2 frameworks failed: killed" in done.output
     assert "SIGKILL" in done.output
     assert sorted(path.name for path in tmp_path.glob("*.json")) == ["plain-loop.json"]
     record = Record.of(json.loads((tmp_path / "plain-loop.json").read_text()))
     assert len(record.losses) == tiny_work.steps and record.versions["transformers"]
+    assert record.peak_memory_gib is None or 0.1 < record.peak_memory_gib < 1.0
 
 
 @pytest.mark.parametrize("name", ["NeMo", "Primus", "Megatron-DeepSpeed"])
@@ -84,5 +87,5 @@ def test_the_cause_of_a_failure_is_short():
 def _record_without_versions() -> dict:
     values = {name: [] for name in ("losses", "norms", "clipped_norms", "step_times_s", "rows", "groups")}
     texts = dict.fromkeys(("stack", "engine", "device", "initial_sha256", "final_file"), "")
-    numbers = dict.fromkeys(("ranks", "counted_tokens", "optimizer_steps", "peak_memory_bytes", "energy_steps"), 0)
+    numbers = dict.fromkeys(("ranks", "counted_tokens", "optimizer_steps", "peak_memory_gib", "energy_steps"), 0)
     return values | texts | numbers | {"versions": {}, "reduced": {}, "energy_j": None, "unreadable": {}}

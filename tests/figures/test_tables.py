@@ -59,6 +59,9 @@ def test_the_header_of_an_interval_names_the_variation_that_it_contains(material
     assert interval_header(seeds) == "95 % interval of the mean over seeds"
     assert interval_header([*seeds, speedups[0]]) == "95 % interval within one launch"
     assert interval_header([replace(row, experiment="comparison") for row in speedups]) == "95 % interval over trials"
+    assert interval_header([replace(row, experiment="framework_speed") for row in speedups]) == "95 % interval over launches"
+    mixed = [replace(row, experiment=name) for row, name in zip(speedups, ("comparison", "framework_speed"), strict=False)]
+    assert interval_header(mixed) == "95 % interval within one launch"
 
 
 def test_columns_that_nothing_fills_are_left_out(cpu_material):

@@ -1,9 +1,11 @@
 """Figures of the chapter on frameworks: differences from the plain loop with their bound, planted unfairness, defaults, speed."""
 
+import math
 from collections.abc import Sequence
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import NullFormatter
 
 from hyperion.errors import not_none
 from hyperion.figures.material import Material, Plot, measured, number
@@ -41,11 +43,8 @@ def framework_parity(material: Material) -> Figure | None:
         return None
     figure, (axes,) = new_figure(TITLES["framework_parity"], material.machine("framework_parity"), 1, height=4.8)
     known.sort(key=lambda row: ("twin" in row.params, row.variant))
-    _draw_differences(axes, known, "largest difference of a loss from the plain loop (nats)")
     bound = next((row.check_tolerance for row in known if "twin" not in row.params), None)
-    if bound is not None:
-        axes.axvline(bound, color=INK, linestyle=(0, (5, 3)), linewidth=1.2, label=f"bound: {number(bound, 2)}")
-        axes.legend(loc="lower right")
+    _draw_differences(axes, known, "largest difference of a loss from the plain loop (nats)", bound)
     add_notes(figure, ["Grey: twins of the plain loop, which differ only in rounding.", *_reasons(rows)])
     return figure
 
@@ -84,8 +83,8 @@ def framework_speed(material: Material) -> Figure | None:
     return figure
 
 
-def _draw_differences(axes: Axes, rows: Sequence[Row], label: str) -> None:
-    """Draw one mark for each row on a logarithmic axis. A difference of zero is a hollow mark at the left end."""
+def _draw_differences(axes: Axes, rows: Sequence[Row], label: str, bound: float | None = None) -> None:
+    """Draw one mark for each row on a logarithmic axis, and the bound. A difference of zero is a hollow mark at the left end."""
     values = [not_none(row.value) for row in rows]
     least = min((value for value in values if value > 0), default=1e-7)
     for place, (row, value) in enumerate(zip(rows, values, strict=True)):
@@ -94,7 +93,14 @@ def _draw_differences(axes: Axes, rows: Sequence[Row], label: str) -> None:
         axes.plot([value or _ZERO_SHARE * least], [place], linestyle="none", color=colour, marker="o", fillstyle=fill)
         if not value:
             axes.annotate("0", (_ZERO_SHARE * least, place), xytext=(7, -3), textcoords="offset points", fontsize=8, color=MUTED)
+    if bound is not None:
+        axes.axvline(bound, color=INK, linestyle=(0, (5, 3)), linewidth=1.2, label=f"bound: {number(bound, 2)}")
+        axes.legend(loc="lower right")
     axes.set_xscale("log")
+    # Whole decades, because the labels within a decade would overlap.
+    low, high = axes.get_xlim()
+    axes.set_xlim(10.0 ** math.floor(math.log10(low)), 10.0 ** math.ceil(math.log10(high)))
+    axes.xaxis.set_minor_formatter(NullFormatter())
     axes.set_yticks(range(len(rows)), [row.variant for row in rows])
     axes.invert_yaxis()
     axes.set_xlabel(label)

@@ -4,6 +4,7 @@ Rounding differs between frameworks, so the bound comes from twins: runs of the 
 """
 
 import contextlib
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -52,10 +53,11 @@ class FrameworkParityOptions(WorkOptions):
 
 
 def forecast(context: Context) -> list[Forecast]:
-    """Predict the loss difference under the assumption that each step adds one rounding error of float32."""
+    """Predict the loss difference if each step adds one rounding error of float32 in a random direction."""
     options = FrameworkParityOptions.of(context)
-    estimate = options.steps * 2.0**-24 * 5.5
-    basis = f"each step adds one rounding error of float32 to a loss of about ln 256: {options.steps} x 2^-24 x 5.5"
+    estimate = math.sqrt(options.steps) * 2.0**-24 * 5.5
+    walk = f"√{options.steps} x 2^-24 x 5.5"
+    basis = f"each step adds one rounding error of float32 to a loss of about ln 256, in a random direction: {walk}"
     return [
         Forecast(name, "loss_difference", estimate, basis, options.dtype, _params(context, options, stack_named(name)))
         for name in options.stacks

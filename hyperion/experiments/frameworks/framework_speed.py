@@ -21,7 +21,6 @@ from hyperion.hardware import gemm_path, peak
 from hyperion.models.llama import LlamaShape, llama_flops_per_token, random_llama_shape
 from hyperion.results import Estimate, Row
 from hyperion.results.statistics import launches_estimate, median_estimate, ratio_estimate
-from hyperion.units import GIB
 from hyperion.workloads.training_rows import flops_floor
 
 RATIO, FASTER = "speed relative to the plain loop", "frameworks that are significantly faster"
@@ -172,9 +171,12 @@ def _speed_rows(
     ]
     flops_per_s = step.map(lambda seconds: flops.forward_backward * work_tokens / seconds)
     rows.append(_mfu_row(context, options, stack, flops_per_s, devices, shared))
-    memory = median_estimate([record.peak_memory_bytes / GIB for record in runs])
     metric = "peak_rss_gib" if device.kind == "cpu" else "peak_memory_gib"
-    rows.append(context.row(stack.name, metric, memory, limit_source=_NO_LEAST, **shared))
+    peaks = [record.peak_memory_gib for record in runs if record.peak_memory_gib is not None]
+    if len(peaks) == len(runs):
+        rows.append(context.row(stack.name, metric, median_estimate(peaks), limit_source=_NO_LEAST, **shared))
+    else:
+        rows.append(context.absent_row(stack.name, metric, f"unreadable: {runs[0].unreadable['peak_memory_gib']}", **shared))
     energies = [record.energy_j / (record.energy_steps * work_tokens) for record in runs if record.energy_j]
     if len(energies) == len(runs):
         rows.append(context.row(stack.name, "energy_j_per_token", median_estimate(energies), **shared))
