@@ -35,7 +35,9 @@ def test_make_reproduce_runs_the_whole_book(reproduced, place):
         assert "SYNTHETIC" in reproduced.stdout
     else:
         perplexity = {
-            row.variant: row.value for row in latest.rows() if row.metric == "perplexity_token" and row.params["split"] == "valid"
+            row.variant: row.value
+            for row in latest.rows("02_core_framework")
+            if row.metric == "perplexity_token" and row.params["split"] == "valid"
         }
         assert perplexity["lm_d64_h4_l2"] <= 0.6 * perplexity["unigram"]
 

@@ -14,6 +14,7 @@ and checks that it is detected.
 
 import functools
 import math
+import resource
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -213,7 +214,7 @@ def time_interleaved(
 
     for function, (windows, _) in zip(functions, warmups, strict=True):
         require_whole_work(
-            windows[-1], functools.partial(clock.in_a_row, function), functools.partial(_mean_call_s, clock, function), over
+            windows[-1], functools.partial(clock.in_a_row, function), functools.partial(_loaded_call_s, clock, function), over
         )
     samples: list[list[float]] = [[] for _ in functions]
     started, stopped = clock.now(), ""
@@ -249,8 +250,20 @@ def _call_s(clock: Clock, function: Callable, count: int) -> float:
     return float(np.median(clock.sample([function], None, count)[0]))
 
 
-def _mean_call_s(clock: Clock, function: Callable, count: int) -> float:
-    return float(np.mean(clock.sample([function], None, count)[0]))
+def _loaded_call_s(clock: Clock, function: Callable, count: int) -> float:
+    """Return the median seconds of a call, or the mean if the scheduler interrupted this process meanwhile.
+
+    The time of calls in a row is a mean. If other processes use the CPU, one call in several waits for it, which the median
+    hides. Without an interruption, the median is used, because a mean hides that most calls return an earlier result.
+    """
+    before = _interruptions()
+    samples = clock.sample([function], None, count)[0]
+    return float(np.mean(samples) if _interruptions() > before else np.median(samples))
+
+
+def _interruptions() -> int:
+    """Return how often the scheduler took a CPU from a thread of this process."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_nivcsw
 
 
 def require_sampling(minimum_samples: int, back_to_back: int = 0, **limits_s: float | None) -> None:
@@ -501,9 +514,8 @@ def require_whole_work(
         sample_s: median seconds of one call according to the clock.
         in_a_row: function that does a given number of calls in a row and returns the host's seconds per call. It returns None if
             this check does not apply to the clock.
-        again: function that times a given number of calls with the clock and returns the mean seconds per call. It is used
-            because load on the machine slows down both measurements. It is the mean because the time of calls in a row is a
-            mean too: if other processes use the CPU, the scheduler interrupts one call in several, which their median hides.
+        again: function that times a given number of calls with the clock and returns the seconds per call. It is used because
+            load on the machine slows down both measurements.
         over: function that returns whether the time budget is used up.
 
     Raises:
