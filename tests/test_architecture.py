@@ -28,6 +28,7 @@ ROOMS = (
     "book",
     "doctor",
     "passport",
+    "porting",
     "reproduce",
     "commands",
     "cli",

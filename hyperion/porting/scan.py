@@ -1,0 +1,255 @@
+"""Scan source code for constructs that tie it to CUDA, and grade what a port to ROCm must do about each of them.
+
+The rules are data (`rules.toml`): regular expressions for single lines. What this module adds is what must not be searched. It
+removes comments with the lexers of Pygments, and in Python also docstrings and text that is only printed, logged or raised. CUDA
+source in a string of Python is searched with the rules of C++.
+"""
+
+import ast
+import functools
+import re
+import tomllib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import nbformat
+from pygments.lexers import get_lexer_by_name
+from pygments.token import Comment
+
+from hyperion.errors import HyperionError
+from hyperion.untrusted import printable
+
+GRADES = ("unchanged", "hipify", "rewrite")
+PYTHON, CPP, BUILD = "python", "cpp", "build"
+# Language of the rules and lexer, by the suffix or the name of a file.
+_SUFFIXES = {
+    **dict.fromkeys((".py", ".pyi", ".ipynb"), (PYTHON, "python")),
+    **dict.fromkeys((".cu", ".cuh", ".c", ".cc", ".cpp", ".cxx", ".h", ".hh", ".hpp", ".inl"), (CPP, "cuda")),
+    **dict.fromkeys((".sh", ".bash", ".slurm", ".sbatch"), (BUILD, "bash")),
+    **dict.fromkeys((".cmake",), (BUILD, "cmake")),
+    **dict.fromkeys((".mk",), (BUILD, "make")),
+    **dict.fromkeys((".yaml", ".yml"), (BUILD, "yaml")),
+}
+_NAMES = {"Dockerfile": (BUILD, "docker"), "Makefile": (BUILD, "make"), "CMakeLists.txt": (BUILD, "cmake")}
+_REQUIREMENTS = re.compile(r"requirements.*\.txt")
+_LEFT_OUT = {".git", ".venv", "venv", "node_modules", "__pycache__", "build", "dist"}
+_LARGEST_BYTES = 4 << 20
+# Calls whose texts are for people. The words of `raise` are left out too.
+_PROSE_CALLS = {"print", "warn", "warning", "info", "debug", "error", "exception", "critical", "log", "write", "fail", "skip"}
+_PROSE_ARGUMENTS = {"help", "description", "epilog", "reason", "message", "msg", "title", "label"}
+# What Pygments calls comments although it is code.
+_NO_COMMENTS = (Comment.Preproc, Comment.PreprocFile, Comment.Hashbang)
+_LONGEST_LINE = 2000  # longer lines are generated, and the time of some patterns grows with the square of the length
+_CUDA_SOURCE = re.compile(r"__global__|__device__|^\s*#\s*include\s*[<\"]", re.MULTILINE)
+_BUILD_PROSE = re.compile(r"^\s*@?(?:echo|printf)\b(?![^\n]*>>?\s*\S).*|\bmessage\s*\(.*|^\s*-?\s*name:.*", re.IGNORECASE)
+
+
+@dataclass(frozen=True, eq=False)
+class Rule:
+    """One kind of construct.
+
+    Args:
+        kind: name of the kind.
+        grade: "unchanged" works on ROCm as it is, "hipify" works after an automatic translation, "rewrite" must be changed by a
+            person.
+        remedy: what to do.
+        patterns: regular expressions for a line, by language.
+    """
+
+    kind: str
+    grade: str
+    remedy: str
+    patterns: dict[str, tuple[re.Pattern[str], ...]]
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A construct in a file.
+
+    Args:
+        path: the file, or the notebook with the number of its cell, such as "train.ipynb, cell 3".
+        line: number of the line, from 1.
+        rule: the rule that found it.
+        text: the matched text.
+    """
+
+    path: str
+    line: int
+    rule: Rule
+    text: str
+
+
+@functools.cache
+def rules() -> tuple[Rule, ...]:
+    """Return the rules in the order of rules.toml."""
+    content = tomllib.loads(Path(__file__).with_name("rules.toml").read_text("utf-8"))
+    return tuple(
+        Rule(kind, table["grade"], table["remedy"], {name: _compiled(table, name) for name in (PYTHON, CPP, BUILD)})
+        for kind, table in content.items()
+    )
+
+
+def _compiled(table: dict[str, Any], language: str) -> tuple[re.Pattern[str], ...]:
+    return tuple(re.compile(pattern) for pattern in table.get(language, ()))
+
+
+def scan(path: Path) -> tuple[list[Finding], list[str]]:
+    """Scan a file, or all source files below a folder.
+
+    Returns:
+        The findings in the order of files and lines, and a text for each file that could not be scanned.
+
+    Raises:
+        HyperionError: the path does not exist, or it is a file that is no source code.
+    """
+    if not path.exists():
+        raise HyperionError(f"{path} does not exist", where=path, next_step="name a file or a folder with source code")
+    if path.is_file() and _language_of(path) is None:
+        raise HyperionError(f"{path.name} is no source file that the rules know", where=path, next_step="name a folder")
+    findings, problems = [], []
+    for file in [path] if path.is_file() else _files(path):
+        try:
+            findings += _scan_file(file)
+        except (OSError, UnicodeDecodeError, SyntaxError, ValueError) as error:
+            problems.append(f"{file}: {printable(str(error))}")
+    return findings, problems
+
+
+def _files(folder: Path) -> Iterator[Path]:
+    for entry in sorted(folder.iterdir()):
+        if entry.is_symlink() or entry.name in _LEFT_OUT:
+            continue
+        if entry.is_dir():
+            yield from _files(entry)
+        elif _language_of(entry) is not None:
+            yield entry
+
+
+def _language_of(path: Path) -> tuple[str, str] | None:
+    if _REQUIREMENTS.fullmatch(path.name):
+        return BUILD, "bash"
+    stem = path.name.split(".")[0]
+    return _NAMES.get(path.name) or _SUFFIXES.get(path.suffix.lower()) or (_NAMES.get(stem) if stem == "Dockerfile" else None)
+
+
+def _scan_file(path: Path) -> list[Finding]:
+    if path.stat().st_size > _LARGEST_BYTES:
+        raise ValueError(f"larger than {_LARGEST_BYTES >> 20} MiB, so probably generated")
+    text = path.read_text("utf-8")
+    if path.suffix != ".ipynb":
+        return scan_text(text, str(path))
+    cells = [cell for cell in nbformat.reads(text, as_version=4).cells if cell.cell_type == "code"]
+    # Lines that begin with % or ! are commands of IPython.
+    sources = ["\n".join("" if line.lstrip()[:1] in "%!" else line for line in cell.source.split("\n")) for cell in cells]
+    return [found for n, source in enumerate(sources, 1) for found in scan_text(source, f"{path}, cell {n}", "cell.py")]
+
+
+def scan_text(text: str, path: str, name: str = "") -> list[Finding]:
+    """Scan the text of a file.
+
+    Args:
+        text: the text.
+        path: path in the findings.
+        name: file name that decides the language, by default that of `path`.
+
+    Raises:
+        ValueError: the name belongs to no language of the rules.
+        SyntaxError: the text is not valid Python.
+    """
+    language = _language_of(Path(name or path))
+    if language is None:
+        raise ValueError(f"{name or path} belongs to no language of the rules")
+    kind, lexer = language
+    found: dict[tuple[int, str], Finding] = {}
+    parts = _parts_of_python(text) if kind == PYTHON else [(kind, 0, _without_comments(text, lexer))]
+    for searched, offset, content in parts:
+        for number, line in enumerate(content.split("\n"), offset + 1):
+            if searched == BUILD:
+                line = _BUILD_PROSE.sub("", line[:_LONGEST_LINE])
+            for rule in rules():
+                match = next(
+                    (match for pattern in rule.patterns[searched] if (match := pattern.search(line, 0, _LONGEST_LINE))), None
+                )
+                if match is not None:
+                    found.setdefault((number, rule.kind), Finding(path, number, rule, match[0].strip()))
+    order = {rule.kind: place for place, rule in enumerate(rules())}
+    return [found[key] for key in sorted(found, key=lambda key: (key[0], order[key[1]]))]
+
+
+def _without_comments(text: str, lexer: str) -> str:
+    """Return the text with spaces in place of comments. Preprocessor lines stay, although Pygments calls them comments."""
+    parts = []
+    for kind, value in get_lexer_by_name(lexer, stripnl=False, ensurenl=False).get_tokens(text):
+        comment = (
+            kind in Comment and kind not in Comment.Preproc and kind not in Comment.PreprocFile and kind not in Comment.Hashbang
+        )
+        parts.append(re.sub(r"[^\n]", " ", value) if comment else value)
+    return "".join(parts)
+
+
+def _parts_of_python(text: str) -> Iterator[tuple[str, int, str]]:
+    """Yield (language, lines before it, text) of the program without prose, and of CUDA source in its strings."""
+    tree = ast.parse(text)
+    lines = _without_comments(text, "python").split("\n")
+    for node in [*_prose(tree)]:
+        _blank(lines, node)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and _CUDA_SOURCE.search(node.value):
+            source = "\n".join(text.split("\n")[node.lineno - 1 : node.end_lineno])
+            _blank(lines, node)
+            yield CPP, node.lineno - 1, _without_comments(source, "cuda")
+    program = "\n".join(lines)
+    for alias, module in _aliases(tree).items():
+        program = re.sub(rf"(?<![\w.]){alias}(?=\s*\.\s*\w)", module, program)
+    yield PYTHON, 0, program
+
+
+def _aliases(tree: ast.AST) -> dict[str, str]:
+    """Return the names under which a program uses modules of torch, such as {"cudnn": "torch.backends.cudnn"}."""
+    names = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names |= {item.asname: item.name for item in node.names if item.asname and item.name.startswith("torch")}
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "torch":
+            names |= {item.asname or item.name: f"{node.module}.{item.name}" for item in node.names}
+    return names
+
+
+def _prose(tree: ast.AST) -> Iterator[ast.expr]:
+    """Yield the strings of a program that are only for people: docstrings, messages and help texts."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
+            yield from _strings(node.value)
+        elif isinstance(node, ast.Raise) and node.exc is not None:
+            yield from _strings(node.exc)
+        elif isinstance(node, ast.Assert) and node.msg is not None:
+            yield from _strings(node.msg)
+        elif isinstance(node, ast.Call):
+            name = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+            prose = list(node.args) if name in _PROSE_CALLS else []
+            prose += [keyword.value for keyword in node.keywords if keyword.arg in _PROSE_ARGUMENTS]
+            for argument in prose:
+                yield from _strings(argument)
+
+
+def _strings(node: ast.AST) -> Iterator[ast.expr]:
+    """Yield the strings in an expression. The values in an f-string are code, so only its constant parts count."""
+    if isinstance(node, ast.Constant) and isinstance(node.value, str):
+        yield node
+    elif not isinstance(node, ast.JoinedStr):
+        for child in ast.iter_child_nodes(node):
+            yield from _strings(child)
+    elif not any(isinstance(part, ast.FormattedValue) for part in node.values):
+        yield node
+
+
+def _blank(lines: list[str], node: ast.expr) -> None:
+    """Replace the characters of a string by spaces."""
+    assert node.end_lineno is not None and node.end_col_offset is not None
+    for number in range(node.lineno - 1, node.end_lineno):
+        raw = lines[number].encode()  # columns of ast count bytes
+        start = node.col_offset if number == node.lineno - 1 else 0
+        end = node.end_col_offset if number == node.end_lineno - 1 else len(raw)
+        lines[number] = (raw[:start] + b" " * (end - start) + raw[end:]).decode(errors="replace")
