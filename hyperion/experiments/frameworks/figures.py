@@ -76,7 +76,8 @@ def framework_speed(material: Material) -> Figure | None:
         names = [f"{row.variant} ({row.params['ranks']} ranks)" if row.params["ranks"] > 1 else row.variant for row in rows]
         axes.set_yticks(places, names if axes is panels[0] else [""] * len(names))
         axes.invert_yaxis()
-        axes.set(xlabel=label, xlim=(0, None))
+        highest = max(row.ci_high if row.ci_high is not None else not_none(row.value) for row in rows)
+        axes.set(xlabel=label, xlim=(0, 1.08 * highest))
     tied = {row.variant: row.params["ties"] for row in every if row.metric == "count" and row.value == 0}
     first = f"Tied for the first place: {', '.join(tied)}." if len(tied) > 1 else f"Fastest beyond doubt: {', '.join(tied)}."
     add_notes(figure, ["Bars: 95 % intervals over launches.", first if tied else "", *_reasons(every)])
@@ -95,7 +96,7 @@ def _draw_differences(axes: Axes, rows: Sequence[Row], label: str, bound: float 
             axes.annotate("0", (_ZERO_SHARE * least, place), xytext=(7, -3), textcoords="offset points", fontsize=8, color=MUTED)
     if bound is not None:
         axes.axvline(bound, color=INK, linestyle=(0, (5, 3)), linewidth=1.2, label=f"bound: {number(bound, 2)}")
-        axes.legend(loc="lower right")
+        axes.legend(loc="lower right", frameon=True, framealpha=1.0)  # in front of the line of the bound
     axes.set_xscale("log")
     # Whole decades, because the labels within a decade would overlap.
     low, high = axes.get_xlim()
