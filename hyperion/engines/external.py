@@ -49,7 +49,21 @@ ENTRIES = {
 
 
 def why_unavailable(name: str, environment: Mapping[str, str] | None = None) -> str:
-    """Return why a framework cannot take part, with the next step.
+    """Return why a framework cannot take part in the comparison of observed runs, with the next step.
+
+    Args:
+        name: a name in ENTRIES.
+        environment: environment variables, by default those of this process.
+    """
+    entry = ENTRIES[name]
+    what = entry.module or Path(entry.files[0]).as_posix()
+    next_step = f"run {name} by itself; do not compare its speed before its work is known to be equal"
+    found = f"unavailable: {what} of {name} was found, but a run of it is not observed yet; next step: {next_step}"
+    return why_not_found(name, environment) or found
+
+
+def why_not_found(name: str, environment: Mapping[str, str] | None = None) -> str:
+    """Return why the entry point of a framework is not found, with the next step, or "" if it is.
 
     Args:
         name: a name in ENTRIES.
@@ -57,21 +71,15 @@ def why_unavailable(name: str, environment: Mapping[str, str] | None = None) -> 
     """
     entry, variables = ENTRIES[name], os.environ if environment is None else environment
     if entry.module:
-        if not _is_found(entry.module):
-            return f"unavailable: the module {entry.module} is not installed; next step: {entry.source}"
-        return _not_observed(name, entry.module)
+        absent = f"unavailable: the module {entry.module} is not installed; next step: {entry.source}"
+        return "" if _is_found(entry.module) else absent
     warning = f" ({entry.warning})" if entry.warning else ""
     if not (named := variables.get(entry.variable, "")):
         return f"unavailable: {entry.variable} is not set{warning}; next step: {entry.source}"
     missing = [file for file in entry.files if not (expanded(named) / file).is_file()]
     if missing:
         return f"unavailable: {entry.variable} names {named}, which lacks {', '.join(missing)}; next step: {entry.source}"
-    return _not_observed(name, Path(entry.files[0]).as_posix())
-
-
-def _not_observed(name: str, entry: str) -> str:
-    next_step = f"run {name} by itself; do not compare its speed before its work is known to be equal"
-    return f"unavailable: {entry} of {name} was found, but a run of it is not observed yet; next step: {next_step}"
+    return ""
 
 
 def _is_found(module: str) -> bool:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from hyperion.errors import HyperionError
 
 if TYPE_CHECKING:
-    from transformers import LlamaForCausalLM
+    from transformers import PreTrainedModel
 
 TOKENS, WEIGHTS, CONFIG = "tokens.npy", "model.safetensors", "config.json"
 
@@ -101,11 +101,11 @@ class Work:
                 next_step="write the token file again for this work",
             )
 
-    def load_model(self, device: str = "cpu") -> "LlamaForCausalLM":
-        """Return transformers' Llama with the initial state, in float32 and in training mode."""
-        from transformers import LlamaForCausalLM
+    def load_model(self, device: str = "cpu") -> "PreTrainedModel":
+        """Return transformers' model with the initial state, such as a Llama, in float32 and in training mode."""
+        from transformers import AutoModelForCausalLM
 
-        model: Any = LlamaForCausalLM.from_pretrained(self.folder, dtype=torch.float32, local_files_only=True)
+        model: Any = AutoModelForCausalLM.from_pretrained(self.folder, dtype=torch.float32, local_files_only=True)
         return model.to(device).train()
 
     def config(self) -> dict[str, Any]:
@@ -132,12 +132,12 @@ class Work:
         return torch.optim.AdamW(groups, lr=self.learning_rate, betas=self.betas, eps=self.eps, **options)
 
 
-def write_work_folder(folder: Path, model: "LlamaForCausalLM", tokens: np.ndarray) -> None:
+def write_work_folder(folder: Path, model: "PreTrainedModel", tokens: np.ndarray) -> None:
     """Write the initial state and the token file of a work.
 
     Args:
         folder: an existing folder.
-        model: the initial state, transformers' Llama in float32.
+        model: the initial state, a model of transformers in float32, such as a Llama.
         tokens: int64 of shape [rows, sequence_length + 1]. Rows must differ in their first `sequence_length` tokens, because the
             observer identifies a row by them.
     """
@@ -150,3 +150,21 @@ def write_work_folder(folder: Path, model: "LlamaForCausalLM", tokens: np.ndarra
         )
     model.save_pretrained(folder)
     np.save(folder / TOKENS, tokens.astype(np.int64), allow_pickle=False)
+
+
+def distinct_rows(stream: np.ndarray, count: int, length: int) -> np.ndarray:
+    """Return int64 rows of shape [count, length + 1] whose first `length` tokens differ from each other.
+
+    The rows are consecutive in the stream. A row that repeats an earlier one is left out.
+    """
+    whole = len(stream) // (length + 1)
+    rows = np.asarray(stream[: whole * (length + 1)]).reshape(whole, length + 1)[: 2 * count].astype(np.int64)
+    _, first = np.unique(rows[:, :length], axis=0, return_index=True)
+    chosen = rows[np.sort(first)][:count]
+    if len(chosen) < count:
+        raise HyperionError(
+            f"the text has only {len(chosen)} different rows of {length + 1} tokens, but {count} are needed",
+            where="tokens of the training split",
+            next_step="choose fewer steps, a smaller batch or shorter rows",
+        )
+    return chosen

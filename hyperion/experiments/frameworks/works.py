@@ -12,7 +12,7 @@ from hyperion.chapter.context import Context
 from hyperion.chapter.variants import RankOptions
 from hyperion.data import load_wikitext2
 from hyperion.engines import Record, Stack, Work
-from hyperion.engines.work import write_work_folder
+from hyperion.engines.work import distinct_rows, write_work_folder
 from hyperion.errors import HyperionError
 from hyperion.models.llama import build_random_llama
 from hyperion.workloads import datasets
@@ -63,7 +63,7 @@ def prepare_work(context: Context, options: WorkOptions, micro_batches: int = 1)
     folder = context.workspace / "work"
     folder.mkdir(parents=True, exist_ok=True)
     stream, vocabulary, source = _stream(context, options.tokens)
-    rows = _distinct_rows(stream, options.steps * options.batch_size, options.sequence_length)
+    rows = distinct_rows(stream, options.steps * options.batch_size, options.sequence_length)
     torch.manual_seed(context.seed)
     model = build_random_llama(options.model, vocabulary)  # on the CPU, so that all machines have the same state
     write_work_folder(folder, model, rows)
@@ -94,21 +94,6 @@ def _stream(context: Context, tokens: str) -> tuple[np.ndarray, int, str]:
     )
     text = "".join(islice(corpus.splits["train"], 1 << 16))
     return np.frombuffer(text.encode("utf-8"), np.uint8), 256, corpus.source
-
-
-def _distinct_rows(stream: np.ndarray, count: int, length: int) -> np.ndarray:
-    """Return int64 rows of shape [count, length + 1] whose first `length` tokens differ from each other."""
-    whole = len(stream) // (length + 1)
-    rows = np.asarray(stream[: whole * (length + 1)]).reshape(whole, length + 1)[: 2 * count].astype(np.int64)
-    _, first = np.unique(rows[:, :length], axis=0, return_index=True)
-    chosen = rows[np.sort(first)][:count]
-    if len(chosen) < count:
-        raise HyperionError(
-            f"the text has only {len(chosen)} different rows of {length + 1} tokens, but {count} are needed",
-            where="tokens of the training split",
-            next_step="choose fewer steps, a smaller batch or shorter rows",
-        )
-    return chosen
 
 
 def loss_difference(record: Record, reference: Record) -> float:

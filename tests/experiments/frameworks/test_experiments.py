@@ -12,7 +12,7 @@ from hyperion.errors import HyperionError
 from hyperion.experiments.frameworks import framework_parity, framework_speed, planted_unfairness, trainer_defaults
 from hyperion.experiments.frameworks.framework_parity import BITS, WORK
 from hyperion.experiments.frameworks.framework_speed import FASTER, RATIO, ranking
-from hyperion.experiments.frameworks.works import _distinct_rows
+from hyperion.engines.work import distinct_rows
 from hyperion.results import Estimate
 from tests.chapter.toy import by_params, perform, toy_context
 
@@ -111,6 +111,6 @@ def test_a_default_of_the_trainer_is_named(tmp_path, in_this_process, monkeypatc
 
 def test_rows_of_tokens_are_different_or_refused():
     with pytest.raises(HyperionError, match="has only 1 different rows"):
-        _distinct_rows(np.zeros(100, np.uint8), 4, 8)
-    chosen = _distinct_rows(np.array([1, 2, 3, 1, 2, 4, 5, 6, 7, 0]), 2, 2)
+        distinct_rows(np.zeros(100, np.uint8), 4, 8)
+    chosen = distinct_rows(np.array([1, 2, 3, 1, 2, 4, 5, 6, 7, 0]), 2, 2)
     assert chosen.tolist() == [[1, 2, 3], [5, 6, 7]]
