@@ -1,4 +1,4 @@
-"""The commands `hyperion frameworks`: list, install and train with other frameworks."""
+"""The commands `hyperion frameworks`: list, install and train with other frameworks. The rest is in frameworks_benchmark.py."""
 
 import json
 from collections.abc import Sequence
@@ -10,11 +10,13 @@ from rich.markup import escape
 from rich.table import Table
 
 from hyperion.commands.console import console
+from hyperion.commands.frameworks_benchmark import add_commands
 from hyperion.errors import HyperionError
 from hyperion.paths import results_folder
 from hyperion.terminal import say
 
 app = typer.Typer(help="Other training frameworks, for chapter 2.10.", no_args_is_help=True)
+add_commands(app)
 
 
 @app.command("list")

@@ -143,6 +143,13 @@ class DeepSpeedSettings(Settings):
 
 
 @dataclass(frozen=True)
+class NemoSettings(Settings):
+    """A recipe (YAML file) of NeMo AutoModel."""
+
+    recipe: str = ""
+
+
+@dataclass(frozen=True)
 class PrimusSettings(Settings):
     """Primus' experiment files, relative to its folder."""
 
@@ -167,7 +174,7 @@ class Frameworks:
     tran: Settings = Settings()
     deep: DeepSpeedSettings = DeepSpeedSettings()
     fsdp: Settings = Settings()
-    nemo: Settings = Settings()
+    nemo: NemoSettings = NemoSettings()
     prim: PrimusSettings = PrimusSettings()
     mgds: MegatronDeepSpeedSettings = MegatronDeepSpeedSettings()
 

@@ -1,0 +1,270 @@
+"""The documented commands `hyperion frameworks`: run, compare, extract, validate, capabilities and docker.
+
+The scripts in phase2_development/frameworks call these commands and contain nothing else.
+"""
+
+import json
+import os
+import shlex
+import shutil
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.markup import escape
+from rich.table import Table
+
+from hyperion.commands.console import console, one_of
+from hyperion.errors import HyperionError
+from hyperion.paths import project_root
+from hyperion.terminal import say
+
+FRAMEWORKS = "FRAMEWORKS"
+ConfigFile = Annotated[
+    Path | None, typer.Option("--config", help="Configuration file.", show_default="the defaults of config.yaml")
+]
+FrameworkNames = Annotated[
+    list[str] | None,
+    typer.Option("--frameworks", help="Names such as tran,deep; also FRAMEWORKS=.", show_default="those that are enabled"),
+]
+OutputFolder = Annotated[
+    str | None, typer.Option("--output-dir", help="Folder of the JSON files; also CONFIG_OUTPUT_DIR=.", show_default="results/frameworks")
+]
+
+
+def add_commands(app: typer.Typer) -> None:
+    """Add the commands of this module to the application `hyperion frameworks`."""
+    for command in (run, compare, extract, validate, capabilities):
+        app.command()(command)
+    app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(docker)
+
+
+def run(
+    platform: Annotated[
+        str, typer.Option(callback=one_of(("auto", "amd", "nvd")), help="amd, nvd, or auto for that of this machine.")
+    ] = "auto",
+    frameworks: FrameworkNames = None,
+    model: Annotated[
+        list[str] | None,
+        typer.Option(help="llama, qwen, or tiny for their tiny twins.", show_default="the models of the configuration"),
+    ] = None,
+    steps: Annotated[int | None, typer.Option(min=2, help="Optimizer steps.", show_default="training.steps")] = None,
+    precision: Annotated[
+        str | None,
+        typer.Option(callback=one_of(("bf16", "fp32")), help="bf16 or fp32.", show_default="training.precision"),
+    ] = None,
+    preset: Annotated[str | None, typer.Option(help="Parallelism preset.", show_default="parallelism.preset")] = None,
+    config_file: ConfigFile = None,
+    output_dir: OutputFolder = None,
+    again: Annotated[bool, typer.Option("--again", help="Repeat runs that finished before.")] = False,
+    listing: Annotated[bool, typer.Option("--list", help="List the selected combinations and their state, and stop.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the plan, train nothing and write nothing.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="With --dry-run: print the plan as JSON.")] = False,
+) -> None:
+    """Train the documented models with several frameworks, and write one JSON file for each combination that ran.
+
+    The others continue if one fails. A second call repeats only what failed or what other settings would change. Exit codes: 0 all
+    available combinations have a result; 1 a combination failed; 2 the request cannot be carried out; 3 none is available.
+    """
+    from hyperion.frameworks.config import load_config
+    from hyperion.frameworks.plan import asked_platform, output_folder, resolve, select_frameworks, select_models
+    from hyperion.frameworks.run import exit_code, log_file, run_plans
+    from hyperion.hardware import collect_facts
+
+    config = load_config(config_file)
+    training = replace(config.training, **{name: value for name, value in (("steps", steps), ("precision", precision)) if value})
+    strategy = replace(config.parallelism, preset=preset) if preset else config.parallelism
+    paths = replace(config.paths, output_dir=output_dir) if output_dir else config.paths
+    config = replace(config, training=training, parallelism=strategy, paths=paths)
+    names = select_frameworks(frameworks or os.environ.get(FRAMEWORKS, ""), config)
+    facts = collect_facts()
+    asked, folder = asked_platform(platform, facts, dry_run), output_folder(config)
+    models = select_models(model or [], config)
+    plans = [resolve(config, name, one, asked, facts, dry_run) for one in models for name in names]
+    if as_json:
+        print(json.dumps([asdict(plan) | {"file": plan.file_name} for plan in plans], indent=1))
+        return
+    if dry_run or listing:
+        _print_plans(plans, folder)
+        return
+    outcomes = []
+    for outcome in run_plans(
+        plans, folder, facts, again, on_start=lambda plan: say(f"{plan.framework} {plan.model} … log: {log_file(plan, folder)}")
+    ):
+        outcomes.append(outcome)
+        say(f"[{len(outcomes)}/{len(plans)}] {outcome.plan.framework} {outcome.plan.model}: {outcome.state}")
+    _print_outcomes(outcomes, folder)
+    raise typer.Exit(exit_code(outcomes))
+
+
+def compare(
+    results_dir: Annotated[
+        Path | None, typer.Option(help="Folder with result files.", show_default="CONFIG_OUTPUT_DIR or results/frameworks")
+    ] = None,
+    platform: Annotated[list[str] | None, typer.Option(help="Platforms: amd, nvd, cpu.", show_default="all")] = None,
+    frameworks: FrameworkNames = None,
+    precision: Annotated[list[str] | None, typer.Option(help="Precisions, such as bf16.", show_default="all")] = None,
+    output: Annotated[Path | None, typer.Option(help="The picture.", show_default="comparison.plot, beside the results")] = None,
+    force: Annotated[bool, typer.Option("--force", help="Compare although the work differs. The report says how.")] = False,
+    config_file: ConfigFile = None,
+) -> None:
+    """Compare result files: a table, a picture and a report. A faster framework is named only if its interval excludes a tie.
+
+    Results of one model are refused if their work differs: batch, sequence length, precision, initial state or order of the rows.
+    """
+    from hyperion.frameworks.comparison import compare_results, draw, load_results, markdown, table
+    from hyperion.frameworks.config import load_config
+    from hyperion.frameworks.plan import output_folder, select_frameworks
+
+    config = load_config(config_file)
+    folder = results_dir or output_folder(config)
+    chosen = select_frameworks(frameworks, config, extra=("mega",)) if frameworks else None
+    results = load_results(folder, platform, chosen, precision)
+    comparison = compare_results(results, force)
+    console().print(table(comparison))
+    for line in comparison.verdicts:
+        say(line)
+    picture = output or folder / config.comparison.plot
+    for path in (picture, report := picture.with_name(config.comparison.report)):
+        path.parent.mkdir(parents=True, exist_ok=True)
+    from hyperion.results.files import write_atomically
+
+    write_atomically(picture, draw(comparison, config.comparison.dpi))
+    write_atomically(report, markdown(comparison, picture.name).encode())
+    say(f"picture: {picture}\nreport:  {report}")
+
+
+def extract(
+    log: Annotated[Path, typer.Argument(help="Log of Megatron-LM, Megatron-DeepSpeed or Primus.")],
+    framework: Annotated[str, typer.Option(callback=one_of(("prim", "mgds", "mega")), help="prim, mgds or mega.")],
+    platform: Annotated[str, typer.Option(callback=one_of(("amd", "nvd")), help="amd or nvd.")],
+    model: Annotated[str, typer.Option(callback=one_of(("llama", "qwen")), help="llama or qwen.")],
+    num_gpus: Annotated[int, typer.Option(min=1, help="GPUs of the run.")],
+    sequence_length: Annotated[int, typer.Option(min=1, help="Scored tokens of a row.")],
+    micro_batch_size: Annotated[int, typer.Option(min=1, help="Rows of a micro-batch.")] = 1,
+    tensor: Annotated[int, typer.Option(min=1, help="Tensor-parallel size.")] = 1,
+    pipeline: Annotated[int, typer.Option(min=1, help="Pipeline-parallel size.")] = 1,
+    dataset: Annotated[str, typer.Option(help="Data of the run.")] = "mock",
+    precision: Annotated[str, typer.Option(help="Format of matrix products.")] = "bf16",
+    strategy: Annotated[str, typer.Option(help="Name of the parallelism.")] = "unknown",
+    output_dir: OutputFolder = None,
+    config_file: ConfigFile = None,
+) -> None:
+    """Make a result file from the log of a run that was started by hand. A log of an unknown form is an error."""
+    from hyperion.frameworks.config import load_config
+    from hyperion.frameworks.logs import RunFacts, result_of_log
+    from hyperion.frameworks.plan import output_folder
+    from hyperion.frameworks.result import write_result
+    from hyperion.paths import expanded
+
+    config = load_config(config_file)
+    sizes = (num_gpus, sequence_length, micro_batch_size, tensor, pipeline, strategy, config.benchmark.skip_first_steps)
+    result = result_of_log(log, RunFacts(framework, platform, model, dataset, precision, *sizes))
+    say(f"result: {write_result(result, expanded(output_dir) if output_dir else output_folder(config))}")
+
+
+def validate(
+    files: Annotated[list[Path], typer.Argument(help="Result files.")],
+    migrate: Annotated[bool, typer.Option("--migrate", help="Convert files of older generations.")] = False,
+    values: Annotated[
+        list[str] | None, typer.Option("--set", help="With --migrate: what an older file does not state, as precision=bf16.")
+    ] = None,
+    output_dir: Annotated[Path | None, typer.Option(help="With --migrate: folder of the new files.", show_default="beside")] = None,
+) -> None:
+    """Check result files against their form and their own series. The exit code is 1 if a file is refused.
+
+    With --migrate, a file of an older generation is written again in the present form, under its documented name.
+    """
+    from hyperion.frameworks.result import migrate as migrated
+    from hyperion.frameworks.result import read_result, write_result
+
+    known, refused = {}, False
+    for word in values or ():
+        name, separator, value = word.partition("=")
+        if not separator or name not in ("platform", "framework", "model", "dataset", "precision"):
+            next_step = "write --set platform=, framework=, model=, dataset= or precision= with a value"
+            raise HyperionError(f"{word!r} sets nothing", where="--set", next_step=next_step)
+        known[name] = value
+    for path in files:
+        try:
+            if migrate:
+                say(f"{path}: written again as {write_result(migrated(path, known), output_dir or path.parent)}")
+            else:
+                say(f"{path}: {' '.join(read_result(path).key)}, valid")
+        except HyperionError as error:
+            refused = True
+            say(f"{path}: REFUSED\n{error}")
+    raise typer.Exit(int(refused))
+
+
+def capabilities(
+    results_dir: Annotated[Path | None, typer.Option(help="Folder with result files.", show_default="results/frameworks")] = None,
+    config_file: ConfigFile = None,
+) -> None:
+    """Print what each framework can do here, from probes that import its parts, and what its result files measured."""
+    from hyperion.frameworks.capabilities import MARKS, capability_rows
+    from hyperion.frameworks.config import load_config
+    from hyperion.frameworks.plan import output_folder
+
+    config = load_config(config_file)
+    headings, rows = capability_rows(config, results_dir or output_folder(config))
+    table = Table(*headings)
+    for row in rows:
+        table.add_row(*map(escape, row))
+    console().print(table)
+    say(MARKS)
+
+
+def docker(
+    context: typer.Context,
+    platform: Annotated[str, typer.Option(callback=one_of(("amd",)), help="amd.")] = "amd",
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the line and start nothing. docker is not needed.")] = False,
+    config_file: ConfigFile = None,
+) -> None:
+    """Run train_amd.sh in a container. Further arguments and FRAMEWORKS= are passed to it."""
+    from hyperion.frameworks.config import load_config
+    from hyperion.frameworks.docker import docker_command
+
+    command = docker_command(load_config(config_file), project_root(), platform, context.args, os.environ)
+    if dry_run:
+        print(shlex.join(command))
+        return
+    if shutil.which("docker") is None:
+        raise HyperionError("docker is not installed", where="PATH", next_step="install docker, or print the line with --dry-run")
+    os.execvp(command[0], command)
+
+
+def _print_plans(plans: list, folder: Path) -> None:
+    table = Table("framework", "model", "platform", "devices", "TP·PP·DP, GA", "batch x length", "precision", "file", "state")
+    for plan in plans:
+        division = plan.parallelism
+        sizes = (division.tensor_model_parallel_size, division.pipeline_model_parallel_size, division.data_parallel_size)
+        shape = f"{plan.work['global_batch_size']} x {plan.work['sequence_length']}, {plan.work['steps']} steps"
+        parts = f"{'·'.join(map(str, sizes))}, {division.gradient_accumulation_steps}"
+        state = escape(plan.reason or "ready")
+        table.add_row(
+            plan.framework, plan.model, plan.platform, str(plan.devices), parts, shape, plan.precision, plan.file_name, state
+        )
+    console().print(table)
+    for plan in plans:
+        if plan.command and plan.folder:
+            variables = [f"{name}={shlex.quote(value)}" for name, value in plan.environment.items()]
+            say(f"{plan.framework} {plan.model}: cd {shlex.quote(plan.folder)} && {' '.join([*variables, shlex.join(plan.command)])}")
+    say(f"results: {folder}; nothing was trained or written")
+
+
+def _print_outcomes(outcomes: list, folder: Path) -> None:
+    table = Table("framework", "model", "devices", "tokens/s/GPU", "step (s)", "last loss", "file", "state")
+    for outcome in outcomes:
+        plan, result = outcome.plan, outcome.result
+        numbers = [""] * 4
+        if result:
+            metrics = result.performance_metrics
+            each, mean = metrics.tokens_per_second_per_gpu, metrics.avg_step_time_seconds
+            numbers = [f"{each:,.0f}", f"{mean:.4g}", f"{result.loss_values[-1]:.4f}", result.file_name]
+        table.add_row(plan.framework, plan.model, str(plan.devices), *numbers, escape(outcome.state))
+    console().print(table)
+    failed = [f"{outcome.plan.framework} {outcome.plan.model}" for outcome in outcomes if outcome.failed]
+    say(f"{len(failed)} of {len(outcomes)} combinations failed: {', '.join(failed)}" if failed else "no combination failed")
+    say(f"results: {folder}")

@@ -1,0 +1,108 @@
+"""The capability matrix: each cell is the outcome of a probe, or a value of a result file. There are no adjectives."""
+
+import json
+import subprocess
+from pathlib import Path
+
+from hyperion.engines import STACKS
+from hyperion.engines.environments import installed_python, why_not_installed
+from hyperion.engines.external import why_not_found
+from hyperion.frameworks.comparison import load_results
+from hyperion.frameworks.config import MEGATRON_DEEPSPEED, PRIMUS, Config
+from hyperion.frameworks.plan import EXTERNAL, TITLES
+from hyperion.hardware import detect
+from hyperion.processes.child_process import child_environment
+
+MARKS = (
+    "yes: the probe imported it; no: the import failed; ?: not installed, so not probed. A precision is that of the matrix units "
+    "of this device. Measured values are those of result files."
+)
+# What a framework must provide for a capability: "module:attribute".
+_PROBES = {
+    "data parallel": {
+        "tran": "torch.nn.parallel:DistributedDataParallel",
+        "deep": "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer",
+        "fsdp": "hyperion.parallel:parallelize",
+        "nemo": "nemo_automodel.components.distributed.ddp:DDPManager",
+        "mgds": "megatron.core.parallel_state:initialize_model_parallel",
+    },
+    "sharded state": {
+        "tran": "accelerate:FullyShardedDataParallelPlugin",
+        "deep": "deepspeed.runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3",
+        "fsdp": "torch.distributed.fsdp:fully_shard",
+        "nemo": "nemo_automodel.components.distributed.fsdp2:FSDP2Manager",
+    },
+    "tensor parallel": {
+        "tran": "transformers.integrations.tensor_parallel:distribute_model",
+        "deep": "deepspeed.runtime.tensor_parallel:TpTrainingManager",
+        "fsdp": "torch.distributed.tensor.parallel:parallelize_module",
+        "mgds": "megatron.core.tensor_parallel:ColumnParallelLinear",
+    },
+    "pipeline parallel": {
+        "deep": "deepspeed.pipe:PipelineModule",
+        "fsdp": "torch.distributed.pipelining:PipelineStage",
+        "mgds": "megatron.core.pipeline_parallel:get_forward_backward_func",
+    },
+    "fp8": {"tran": "accelerate.utils:TERecipeKwargs", "fsdp": "torchao.float8:convert_to_float8_training"},
+}
+_SCRIPT = """
+import importlib, json, sys
+found = {}
+for name, entry in json.load(sys.stdin).items():
+    module, attribute = entry.split(":")
+    try:
+        found[name] = hasattr(importlib.import_module(module), attribute)
+    except Exception:
+        found[name] = False
+print("\\n" + json.dumps(found))
+"""
+
+
+def capability_rows(config: Config, folder: Path) -> tuple[list[str], list[list[str]]]:
+    """Return (headings, rows) of the matrix, with one row for each framework.
+
+    Args:
+        config: the configuration, which names the folders of frameworks that run from their sources.
+        folder: folder of result files. Without results, the cells of measured values are empty.
+    """
+    device = detect()
+    headings = ["framework", "installed", "platforms", *_PROBES, f"bf16 on {device.name}"[:40], "best tokens/s/GPU", "peak GB"]
+    results = load_results(folder) if any(folder.glob("train_*.json")) else []
+    rows = []
+    for code, title in TITLES.items():
+        python, sources, reason = _place(code, config)
+        wanted = {name: entries[code] for name, entries in _PROBES.items() if code in entries}
+        found = {} if reason else _probe(python, sources, wanted)
+        marks = ["?" if reason and name in wanted else "yes" if found.get(name) else "no" for name in _PROBES]
+        mine = [result for result in results if result.framework == code]
+        best = max(mine, key=lambda result: result.performance_metrics.tokens_per_second_per_gpu, default=None)
+        speed = f"{best.performance_metrics.tokens_per_second_per_gpu:,.0f} ({best.platform} {best.model})" if best else ""
+        peaks = [result.memory_metrics.peak_memory_allocated_gb for result in mine]
+        peak = max((value for value in peaks if value), default=None)
+        platforms = ", ".join(getattr(config.frameworks, code).platforms)
+        bf16 = device.supports("bf16")[1]
+        rows.append([title, "no" if reason else "yes", platforms, *marks, bf16, speed, f"{peak:.2f}" if peak else ""])
+    return headings, rows
+
+
+def _place(code: str, config: Config) -> tuple[str, str, str]:
+    """Return (Python that runs a framework, folder of its sources or "", why it is absent or "")."""
+    if code not in EXTERNAL:
+        environment = "deepspeed" if code == "deep" else ""
+        absent = why_not_installed(environment) if environment else STACKS["HF Trainer"].why_absent() if code == "tran" else ""
+        return installed_python(environment), "", absent
+    folders = {"prim": config.paths.primus, "mgds": config.paths.megatron_deepspeed}
+    named = {PRIMUS: config.paths.primus, MEGATRON_DEEPSPEED: config.paths.megatron_deepspeed}
+    return installed_python(""), folders.get(code, ""), why_not_found(EXTERNAL[code], named)
+
+
+def _probe(python: str, sources: str, wanted: dict[str, str]) -> dict[str, bool]:
+    """Return which attributes a Python can import. Each framework is probed in a process of its own."""
+    environment = child_environment()
+    if sources:
+        environment["PYTHONPATH"] = f"{sources}:{environment['PYTHONPATH']}"
+    done = subprocess.run(
+        [python, "-c", _SCRIPT], input=json.dumps(wanted), env=environment, capture_output=True, text=True, timeout=600
+    )
+    lines = done.stdout.strip().splitlines()
+    return json.loads(lines[-1]) if done.returncode == 0 and lines else {}

@@ -1,0 +1,247 @@
+"""Compare result files: which work they did, how fast each was, and which differences the intervals support.
+
+The interval of a file is that of the median over the steps of one run. It does not contain what differs between launches; chapter
+2.10 compares several launches.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.table import Table
+
+from hyperion.errors import HyperionError
+from hyperion.figures.style import add_notes, look, new_figure, png, styled
+from hyperion.frameworks.result import Result, read_result
+from hyperion.results import Estimate
+from hyperion.results.statistics import independent_ratio_estimate, median_estimate
+
+# A bootstrap interval of the median of fewer samples is too short.
+MIN_STEPS = 5
+_WORK: dict[str, Callable[[Result], object]] = {
+    "global batch": lambda result: result.training_config.global_batch_size,
+    "sequence length": lambda result: result.training_config.sequence_length,
+    "precision": lambda result: result.precision,
+    "data set": lambda result: result.dataset,
+}
+# Known only if the run was observed. Two unknown values are no difference.
+_OBSERVED: dict[str, Callable[[Result], object]] = {
+    "initial state": lambda result: result.training_config.initial_state_sha256,
+    "order of the rows": lambda result: result.training_config.row_order_sha256,
+}
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """A comparison of results.
+
+    Args:
+        results: the results, in the order of their keys.
+        rates: tokens per second and GPU of each result.
+        differences: how the work of results of the same model differs; empty unless the comparison was forced.
+        verdicts: one sentence for each pair that is compared.
+    """
+
+    results: list[Result]
+    rates: list[Estimate]
+    differences: list[str]
+    verdicts: list[str]
+
+
+def load_results(
+    folder: Path, platforms: Sequence[str] | None = None, frameworks: Sequence[str] | None = None, precisions: Sequence[str] | None = None
+) -> list[Result]:
+    """Return the results of a folder, in the order of their keys. The platform is that of the content, not of the file name.
+
+    Raises:
+        HyperionError: there is no such result, a file is damaged, or two files state the same combination.
+    """
+    found: dict[tuple, tuple[Path, Result]] = {}
+    for path in sorted(folder.glob("train_*.json")):
+        result = read_result(path)
+        if result.key in found:
+            raise HyperionError(
+                f"{path.name} and {found[result.key][0].name} both state {' '.join(result.key)}",
+                where=folder,
+                next_step="move one of the files away",
+            )
+        found[result.key] = path, result
+    wanted = [(0, platforms), (1, frameworks), (4, precisions)]
+    chosen = [key for key in sorted(found) if all(not names or key[place] in _words(names) for place, names in wanted)]
+    if not chosen:
+        here = "; ".join(" ".join(key) for key in sorted(found)) or "no file train_*.json"
+        raise HyperionError(
+            f"no result is selected; the folder has: {here}", where=folder, next_step="run hyperion frameworks run, or select others"
+        )
+    return [found[key][1] for key in chosen]
+
+
+def compare_results(results: Sequence[Result], force: bool = False) -> Comparison:
+    """Compare results of the same model, each with the fastest, and the same framework on two platforms.
+
+    Raises:
+        HyperionError: the work of results of one model differs, and the comparison is not forced.
+    """
+    ordered = sorted(results, key=lambda result: result.key)
+    differences = [line for group in _by_model(ordered).values() for line in _differences(group)]
+    if differences and not force:
+        raise HyperionError(
+            "the work differs, so their speeds cannot be compared:\n" + "\n".join(f"  {line}" for line in differences),
+            where="hyperion frameworks compare",
+            next_step="select results of equal work with --platform, --frameworks or --precision, or use --force",
+        )
+    rates = [_rate(result) for result in ordered]
+    verdicts = [line for group in _by_model(ordered).values() for line in _verdicts(group)]
+    return Comparison(ordered, rates, differences, verdicts)
+
+
+def ratio(first: Result, second: Result) -> Estimate:
+    """Return tokens per second and GPU of `first`, divided by that of `second`."""
+    tokens = first.step_tokens / first.training_config.num_gpus / (second.step_tokens / second.training_config.num_gpus)
+    return independent_ratio_estimate(first.timed_s, second.timed_s).map(lambda value: value * tokens)
+
+
+def verdict(first: Result, second: Result) -> str:
+    """Return a sentence that says which of two results is faster. The interval decides: if it contains 1, they tie."""
+    a, b = _name(first), _name(second)
+    fewest = min(len(first.timed_s), len(second.timed_s))
+    if fewest < MIN_STEPS:
+        return f"{a} and {b} are not ranked: {fewest} timed steps are too few, at least {MIN_STEPS} are needed"
+    found = ratio(first, second)
+    if found.ci_low <= 1 <= found.ci_high:
+        return f"{a} and {b} tie: {found.value:.3f} x [{found.ci_low:.3f}, {found.ci_high:.3f}] tokens/s/GPU"
+    if found.value < 1:
+        a, b, found = b, a, found.map(lambda value: 1 / value)
+    return f"{a} is {found.value:.3f} x [{found.ci_low:.3f}, {found.ci_high:.3f}] as fast as {b} in tokens/s/GPU"
+
+
+def table(comparison: Comparison) -> Table:
+    """Return the table of a comparison for a console."""
+    shown = Table(*_HEADINGS)
+    for cells in _cells(comparison):
+        shown.add_row(*cells)
+    return shown
+
+
+def markdown(comparison: Comparison, picture: str) -> str:
+    """Return the report of a comparison.
+
+    Args:
+        comparison: the comparison.
+        picture: file name of the picture.
+    """
+    lines = ["# Comparison of frameworks", ""]
+    if comparison.differences:
+        lines += ["**Forced: the work differs, so a ratio of speeds says little.**", ""]
+        lines += [*(f"- {line}" for line in comparison.differences), ""]
+    lines += [f"| {' | '.join(_HEADINGS)} |", f"|{' --- |' * len(_HEADINGS)}"]
+    lines += [f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |" for cells in _cells(comparison)]
+    lines += ["", f"![Throughput, losses, learning rates and step times]({picture})", "", "## Which is faster", ""]
+    lines += [f"- {line}." for line in comparison.verdicts] or ["There is only one result of each model."]
+    lines += ["", "## What the numbers are", ""]
+    lines += [
+        "- Rates are medians over the timed steps of one run, with a 95 % bootstrap interval. It does not contain differences "
+        "between launches.",
+        "- A GPU of a result on the platform `cpu` is a rank on a CPU. Such a result rehearses the scripts and ranks nothing else.",
+        "- A result from a log was not observed: that its initial state and its rows are those of the others is not known.",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def draw(comparison: Comparison, dpi: int) -> bytes:
+    """Return the picture of a comparison as PNG: throughput, losses, learning rates and step times."""
+    results, names = comparison.results, [_name(result) for result in comparison.results]
+    with styled():
+        devices = ", ".join(sorted({result.gpu_info.device_name or "device not stated" for result in results}))
+        figure, panels = new_figure("Comparison of frameworks", devices, 2, lines=2, width=12, height=7.2 + 0.18 * len(results))
+        figure.set_dpi(dpi)
+        bars, losses, rates, times = panels
+        for place, estimate in enumerate(comparison.rates):
+            style = look("", place)
+            error = [[estimate.value - estimate.ci_low], [estimate.ci_high - estimate.value]]
+            bars.barh(place, estimate.value, xerr=error, color=style["color"], height=0.65)
+        bars.set_yticks(range(len(names)), names)
+        bars.invert_yaxis()
+        bars.set(title="Throughput", xlabel="tokens/s/GPU (median and 95 % interval over steps)")
+        for place, result in enumerate(results):
+            steps = range(1, len(result.step_times) + 1)
+            # Equal work gives curves on top of each other, so later ones are thinner.
+            style = look("", place) | {"linewidth": 1 + 2 * (1 - place / len(results)), "markersize": 3, "label": names[place]}
+            losses.plot(steps, result.loss_values, **style)
+            rates.plot(steps, result.learning_rates, **style)
+            times.plot(steps, result.step_times, **style)
+        losses.set(title="Loss", xlabel="step", ylabel="nats")
+        rates.set(title="Learning rate", xlabel="step", ylim=(0, None))
+        times.set(title="Step time", xlabel="step", ylabel="s", yscale="log")
+        figure.legend(*losses.get_legend_handles_labels(), loc="outside right upper", fontsize=8)
+        add_notes(figure, [f"Forced although the work differs: {line}" for line in comparison.differences])
+        return png(figure)
+
+
+_HEADINGS = ("combination", "GPUs", "tokens/s/GPU [95 %]", "step (s)", "first loss", "last loss", "peak memory (GB)", "from")
+
+
+def _cells(comparison: Comparison) -> list[list[str]]:
+    rows = []
+    for result, rate in zip(comparison.results, comparison.rates, strict=True):
+        memory = result.memory_metrics
+        peak = memory.peak_memory_allocated_gb or memory.peak_memory_reserved_gb or memory.peak_memory_in_use_gb
+        rows.append(
+            [
+                f"{_name(result)} {result.dataset} {result.precision}",
+                str(result.training_config.num_gpus),
+                f"{rate.value:,.1f} [{rate.ci_low:,.1f}, {rate.ci_high:,.1f}]",
+                f"{result.performance_metrics.avg_step_time_seconds:.4g}",
+                f"{result.loss_values[0]:.4f}",
+                f"{result.loss_values[-1]:.4f}",
+                f"{peak:.2f}" if peak else "not measured",
+                result.source,
+            ]
+        )
+    return rows
+
+
+def _by_model(results: Sequence[Result]) -> dict[str, list[Result]]:
+    groups: dict[str, list[Result]] = defaultdict(list)
+    for result in results:
+        groups[result.model].append(result)
+    return groups
+
+
+def _differences(group: Sequence[Result]) -> list[str]:
+    lines = []
+    for name, read in (_WORK | _OBSERVED).items():
+        values: dict[object, list[str]] = defaultdict(list)
+        for result in group:
+            values[read(result)].append(f"{result.platform} {result.framework} {result.precision}")
+        if name in _OBSERVED:
+            values.pop(None, None)
+        if len(values) > 1:
+            parts = [f"{str(value)[:16]} ({', '.join(names)})" for value, names in values.items()]
+            lines.append(f"{group[0].model}, {name}: {' / '.join(parts)}")
+    return lines
+
+
+def _verdicts(group: Sequence[Result]) -> list[str]:
+    fastest = max(group, key=lambda result: _rate(result).value)
+    pairs = [(fastest, other) for other in group if other is not fastest]
+    for first in group:
+        for second in group:
+            same = (first.framework, first.dataset, first.precision) == (second.framework, second.dataset, second.precision)
+            if same and first.platform < second.platform and fastest not in (first, second):
+                pairs.append((first, second))
+    return [verdict(first, second) for first, second in pairs]
+
+
+def _rate(result: Result) -> Estimate:
+    each = result.step_tokens / result.training_config.num_gpus
+    return median_estimate(result.timed_s).map(lambda seconds: each / seconds)
+
+
+def _name(result: Result) -> str:
+    return f"{result.platform} {result.framework} {result.model}"
+
+
+def _words(names: Sequence[str]) -> list[str]:
+    return [word.strip() for name in names for word in name.split(",")]

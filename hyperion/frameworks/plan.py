@@ -1,0 +1,365 @@
+"""Resolve which combinations run, with which work, on how many devices, and with which command."""
+
+import hashlib
+import json
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from hyperion.engines import STACKS
+from hyperion.engines.environments import installed_python, why_not_installed
+from hyperion.engines.external import ENTRIES, why_not_found
+from hyperion.errors import HyperionError
+from hyperion.frameworks.config import DOCUMENTED_GPUS, GPU_COUNTS, MEGATRON_DEEPSPEED, PRIMUS, Config
+from hyperion.frameworks.parallelism import Parallelism, Preset, divide
+from hyperion.frameworks.result import file_name
+from hyperion.frameworks.shapes import MODELS, TINY, family, is_tiny
+from hyperion.hardware import MachineFacts
+from hyperion.paths import expanded, results_folder
+
+TITLES = {
+    "tran": "Hugging Face Trainer",
+    "deep": "DeepSpeed",
+    "fsdp": "PyTorch FSDP2 (this library's engine)",
+    "nemo": "NeMo",
+    "prim": "Primus",
+    "mgds": "Megatron-DeepSpeed",
+}
+_ALIASES = {
+    "transformers": "tran",
+    "hf": "tran",
+    "trainer": "tran",
+    "deepspeed": "deep",
+    "zero": "deep",
+    "fsdp2": "fsdp",
+    "automodel": "nemo",
+    "primus": "prim",
+    "megatron-deepspeed": "mgds",
+    "megatron_deepspeed": "mgds",
+}
+EXTERNAL = {"nemo": "NeMo", "prim": "Primus", "mgds": "Megatron-DeepSpeed"}
+# Weights, gradients and both moments of AdamW in float32.
+_STATE_BYTES_PER_PARAMETER = 16
+_ROCM, _CUDA = "amd", "nvd"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One combination, resolved.
+
+    Args:
+        asked: platform of the script, whose settings are used.
+        platform: platform of this machine: "amd", "nvd", or "cpu" for the rehearsal of a tiny model.
+        framework, model, dataset, precision: the combination.
+        devices: number of GPUs, or of ranks on a CPU.
+        work: sizes and options of the optimizer.
+        parallelism: division of the devices.
+        stack: name in `hyperion.engines.STACKS`, or "" for a framework that runs by its own command.
+        command, folder, files: this command, its working folder, and files to write before it starts.
+        environment: environment variables of the run.
+        skipped_steps: steps that are not timed.
+        timeout_s: time limit.
+        reason: why this combination cannot run here, or "".
+    """
+
+    asked: str
+    platform: str
+    framework: str
+    model: str
+    dataset: str
+    precision: str
+    devices: int
+    work: dict[str, Any]
+    parallelism: Parallelism
+    stack: str
+    command: tuple[str, ...]
+    folder: str
+    files: dict[str, str]
+    environment: dict[str, str]
+    skipped_steps: int
+    timeout_s: float
+    reason: str
+
+    @property
+    def file_name(self) -> str:
+        """Name of the result file."""
+        return file_name(self.platform, self.framework, self.model, self.dataset, self.precision)
+
+    @property
+    def digest(self) -> str:
+        """Hash of everything that the result depends on. A finished run with the same hash is not repeated."""
+        facts = {name: value for name, value in asdict(self).items() if name not in ("asked", "timeout_s", "reason", "folder")}
+        return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
+
+
+def select_frameworks(names: str | Sequence[str], config: Config, extra: Sequence[str] = ()) -> list[str]:
+    """Return the codes of the named frameworks in the given order, each once. No name selects those that are enabled.
+
+    Args:
+        names: codes or aliases, such as "tran,deepspeed".
+        config: the configuration.
+        extra: further valid codes.
+
+    Raises:
+        HyperionError: a name is unknown. The message lists the valid ones.
+    """
+    given, valid = _words(names), (*TITLES, *extra)
+    if not given:
+        return [code for code in TITLES if getattr(config.frameworks, code).enabled]
+    codes = [_ALIASES.get(name, name) for name in given]
+    if unknown := [name for name, code in zip(given, codes, strict=True) if code not in valid]:
+        aliases = ", ".join(f"{alias} ({code})" for alias, code in _ALIASES.items())
+        raise HyperionError(
+            f"no framework is named {', '.join(map(repr, unknown))}",
+            where="FRAMEWORKS or --frameworks",
+            next_step=f"choose from {', '.join(valid)}; other names: {aliases}",
+        )
+    return list(dict.fromkeys(codes))
+
+
+def select_models(names: str | Sequence[str], config: Config) -> list[str]:
+    """Return the names of the models. "tiny" replaces the named models, or those of the configuration, by their tiny twins.
+
+    Raises:
+        HyperionError: a name is unknown. The message lists the valid ones.
+    """
+    given = _words(names)
+    tiny, named = "tiny" in given, [name for name in given if name != "tiny"]
+    if unknown := [name for name in named if name not in MODELS]:
+        next_step = f"choose from {', '.join(MODELS)}, or tiny"
+        raise HyperionError(f"no model is named {', '.join(map(repr, unknown))}", where="--model", next_step=next_step)
+    models = named or list(config.models)
+    return list(dict.fromkeys(f"{family(model)}{TINY}" if tiny else model for model in models))
+
+
+def platform_of(facts: MachineFacts) -> str:
+    """Return "amd", "nvd", or "cpu" for a machine on which PyTorch sees no GPU."""
+    return ("amd" if facts.hip else "nvd") if facts.gpus else "cpu"
+
+
+def asked_platform(asked: str, facts: MachineFacts, dry_run: bool) -> str:
+    """Return the platform whose settings are used. "auto" is that of this machine.
+
+    Raises:
+        HyperionError: this machine has GPUs of the other platform.
+    """
+    here = platform_of(facts)
+    if asked == "auto":
+        return here if here != "cpu" else "nvd"
+    if here not in ("cpu", asked) and not dry_run:
+        raise HyperionError(
+            f"the platform {asked} was asked for, but PyTorch {facts.torch} sees {facts.gpus[0].name}, which is {here}",
+            where="--platform",
+            next_step=f"use train_{here}.sh, or look at the plan with --dry-run",
+        )
+    return asked
+
+
+def resolve(
+    config: Config,
+    framework: str,
+    model: str,
+    asked: str,
+    facts: MachineFacts,
+    dry_run: bool = False,
+    environment: Mapping[str, str] | None = None,
+) -> Plan:
+    """Return the plan of a combination.
+
+    Args:
+        config: the configuration, with environment variables applied.
+        framework: code of the framework.
+        model: name of the model.
+        asked: platform whose settings are used, "amd" or "nvd".
+        facts: facts about this machine.
+        dry_run: if True, the plan may be for another machine.
+        environment: environment variables that have precedence over `rocm` of the configuration.
+
+    Raises:
+        HyperionError: the preset does not fit the devices and the batch, or there are fewer GPUs than asked for.
+    """
+    variables = os.environ if environment is None else environment
+    here, settings, training = platform_of(facts), getattr(config.frameworks, framework), config.training
+    platform = here if is_tiny(model) and here == "cpu" else asked
+    devices = _devices(config, asked, platform, facts, dry_run)
+    sizes = training.tiny if is_tiny(model) else training.sizes
+    name = config.parallelism.preset
+    where = f"preset {name}, model {model}, platform {asked}"
+    preset = config.parallelism.presets[name].get(family(model), {}).get(asked)  # type: ignore[call-overload]
+    if preset is None:
+        raise HyperionError("the preset has no entry", where=where, next_step="add it in config.yaml, or choose another preset")
+    batch = (sizes.global_batch_size, sizes.micro_batch_size)
+    parallelism = divide(name, preset, devices, *batch, MODELS[model].shape, where)
+    work = asdict(sizes) | {field: getattr(training, field) for field in _OPTIONS}
+    rocm = {key: variables.get(key) or value for key, value in config.rocm.variables().items()} if platform == _ROCM else {}
+    external = framework in EXTERNAL
+    stack = {"tran": "HF Trainer", "fsdp": "hyperion fsdp2"}.get(framework, "")
+    stack = f"deepspeed zero-{settings.zero_stage}" if framework == "deep" else stack
+    command, folder, files, extra = _command(config, framework, model, devices, work, parallelism) if external else _NO_COMMAND
+    plan = Plan(
+        asked,
+        platform,
+        framework,
+        model,
+        "mock" if framework == "prim" else config.dataset,
+        training.precision,
+        devices,
+        work,
+        parallelism,
+        stack,
+        command,
+        folder,
+        files,
+        rocm | extra,
+        min(config.benchmark.skip_first_steps, training.steps - 1),
+        config.benchmark.timeout_s,
+        "",
+    )
+    return Plan(**{**vars(plan), "reason": _why_not(plan, config, facts, preset)})
+
+
+_Command = tuple[tuple[str, ...], str, dict[str, str], dict[str, str]]
+_NO_COMMAND: _Command = (), "", {}, {}
+_OPTIONS = ("seed", "steps", "learning_rate", "beta1", "beta2", "eps", "weight_decay", "clip_norm")
+
+
+def _why_not(plan: Plan, config: Config, facts: MachineFacts, preset: Preset) -> str:
+    settings, title = getattr(config.frameworks, plan.framework), TITLES[plan.framework]
+    if plan.asked not in settings.platforms:
+        supported = ", ".join(settings.platforms)
+        return f"unavailable: {title} supports {supported}, not {plan.asked}; next step: select other frameworks with FRAMEWORKS="
+    if plan.framework in EXTERNAL:
+        return _why_no_command(plan, config, facts)
+    if plan.stack not in STACKS:
+        raise HyperionError(f"no framework is named {plan.stack!r}", where="hyperion/engines/stacks.py")
+    if preset != Preset():
+        model_parallel = f"TP {preset.tensor} and PP {preset.pipeline}"
+        return f"unavailable: the preset {plan.parallelism.strategy_name} needs {model_parallel}, but {title} runs data-parallel \
+here; next step: --preset identical"
+    if not is_tiny(plan.model):
+        if platform_of(facts) != plan.platform:
+            return f"unavailable: {MODELS[plan.model].title} needs a GPU of platform {plan.asked}; next step: --model tiny"
+        shards = 1 if plan.framework == "tran" or plan.stack == "deepspeed zero-1" else plan.devices
+        needed = _STATE_BYTES_PER_PARAMETER * MODELS[plan.model].parameters / shards
+        if needed > (memory := facts.gpus[0].total_memory_bytes):
+            return f"unavailable: weights, gradients and optimizer need {needed / 1e9:.0f} GB on each GPU, which has \
+{memory / 1e9:.0f} GB; next step: use more GPUs with a framework that shards them, or --model tiny"
+    return STACKS[plan.stack].why_absent()
+
+
+def _why_no_command(plan: Plan, config: Config, facts: MachineFacts) -> str:
+    named = {PRIMUS: config.paths.primus, MEGATRON_DEEPSPEED: config.paths.megatron_deepspeed}
+    if reason := why_not_found(EXTERNAL[plan.framework], named):
+        return reason
+    if platform_of(facts) != plan.asked:
+        return f"unavailable: {TITLES[plan.framework]} needs a GPU of platform {plan.asked}; next step: run it on such a machine"
+    if plan.framework == "nemo":
+        return "unavailable: NeMo was found, but the form of its log is not read; next step: run the command of --dry-run by itself"
+    if is_tiny(plan.model):
+        return f"unavailable: {TITLES[plan.framework]} has no tiny twin; next step: use the full model"
+    if plan.framework == "mgds":
+        if MODELS[plan.model].architecture == "qwen2":
+            return "unavailable: Megatron-DeepSpeed has no option for the biases of q, k and v that Qwen2.5 has; next step: --model llama"
+        settings = config.frameworks.mgds
+        if not (settings.data_path and settings.tokenizer):
+            return "unavailable: frameworks.mgds.data_path or tokenizer is not set; next step: set them in config.yaml"
+        return why_not_installed("deepspeed")
+    return ""
+
+
+def _devices(config: Config, asked: str, platform: str, facts: MachineFacts, dry_run: bool) -> int:
+    wanted = getattr(config.hardware, f"{asked}_num_gpus")
+    if platform == "cpu":
+        return min(config.hardware.cpu_ranks, config.hardware.cpu_ranks if wanted == "auto" else wanted)
+    visible = len(facts.gpus) if platform_of(facts) == asked else 0
+    if wanted == "auto":
+        return visible or DOCUMENTED_GPUS
+    if visible and wanted > visible and not dry_run:
+        raise HyperionError(
+            f"{wanted} GPUs are asked for, but PyTorch sees {visible}",
+            where=f"{GPU_COUNTS[asked]} or hardware.{asked}_num_gpus",
+            next_step=f"set {GPU_COUNTS[asked]}={visible}",
+        )
+    return wanted
+
+
+def _command(
+    config: Config, framework: str, model: str, devices: int, work: dict[str, Any], parallelism: Parallelism
+) -> _Command:
+    """Return (command, working folder, files, environment variables) of a framework that runs by its own entry point."""
+    files = ENTRIES[EXTERNAL[framework]].files
+    rate, tp, pp = str(work["learning_rate"]), parallelism.tensor_model_parallel_size, parallelism.pipeline_model_parallel_size
+    if framework == "nemo":
+        return (sys.executable, "-m", ENTRIES["NeMo"].module, "--config", config.frameworks.nemo.recipe), "", {}, {}
+    options: dict[str, Any] = {
+        "train_iters": work["steps"],
+        "global_batch_size": work["global_batch_size"],
+        "micro_batch_size": work["micro_batch_size"],
+        "seq_length": work["sequence_length"],
+        "max_position_embeddings": work["sequence_length"],
+        "lr": rate,
+        "min_lr": rate,
+        "lr_warmup_iters": 0,
+        "lr_decay_style": "constant",
+        "weight_decay": work["weight_decay"],
+        "adam_beta1": work["beta1"],
+        "adam_beta2": work["beta2"],
+        "adam_eps": work["eps"],
+        "clip_grad": work["clip_norm"],
+        "seed": work["seed"],
+        "tensor_model_parallel_size": tp,
+        "pipeline_model_parallel_size": pp,
+        "log_interval": 1,
+    }
+    if framework == "prim":
+        experiment = getattr(config.frameworks.prim, f"{family(model)}_experiment")
+        words = ["bash", files[1], *_flags(options, "_")]
+        return tuple(words), str(expanded(config.paths.primus)), {}, {"EXP": experiment, "GPUS_PER_NODE": str(devices)}
+    entry, settings, bf16 = MODELS[model], config.frameworks.mgds, config.training.precision == "bf16"
+    options |= {
+        "num_layers": entry.shape.num_hidden_layers,
+        "hidden_size": entry.shape.hidden_size,
+        "ffn_hidden_size": entry.shape.intermediate_size,
+        "num_attention_heads": entry.shape.num_attention_heads,
+        "num_key_value_heads": entry.shape.num_key_value_heads,
+        "make_vocab_size_divisible_by": 1,
+        "normalization": "rmsnorm",
+        "layernorm_epsilon": entry.options["rms_norm_eps"],
+        "rotary_position_embeddings_theta": int(entry.options["rope_parameters"]["rope_theta"]),
+        "attention_dropout": 0,
+        "hidden_dropout": 0,
+        "data_path": settings.data_path,
+        "tokenizer_type": "HFTokenizer",
+        "tokenizer_model": settings.tokenizer,
+        "zero_stage": settings.zero_stage,
+    }
+    switches = ["--swiglu", "--use-rotary-position-embeddings", "--no-position-embedding", "--no-query-key-layer-scaling"]
+    switches += ["--untie-embeddings-and-output-weights", "--disable-bias-linear", *["--bf16"] * bf16, "--deepspeed"]
+    file = str(output_folder(config).absolute() / "logs" / f"deepspeed_{model}.json")
+    content = {
+        "train_batch_size": work["global_batch_size"],
+        "train_micro_batch_size_per_gpu": work["micro_batch_size"],
+        "gradient_clipping": work["clip_norm"],
+        "zero_optimization": {"stage": settings.zero_stage},
+        "bf16": {"enabled": bf16},
+    }
+    launcher = [installed_python("deepspeed"), "-m", "deepspeed.launcher.runner", "--num_gpus", str(devices), files[0]]
+    command = (*launcher, *_flags(options, "-"), *switches, f"--deepspeed_config={file}")
+    return command, str(expanded(config.paths.megatron_deepspeed)), {file: json.dumps(content)}, {}
+
+
+def _flags(options: dict[str, Any], joint: str) -> list[str]:
+    return [word for name, value in options.items() for word in (f"--{name.replace('_', joint)}", str(value))]
+
+
+def _words(names: str | Sequence[str]) -> list[str]:
+    parts = [names] if isinstance(names, str) else names
+    return [word.strip().lower() for part in parts for word in part.split(",") if word.strip()]
+
+
+def output_folder(config: Config) -> Path:
+    """Return the folder of the result files."""
+    return expanded(config.paths.output_dir) if config.paths.output_dir else results_folder() / "frameworks"

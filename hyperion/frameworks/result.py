@@ -1,0 +1,322 @@
+"""The JSON file of a combination that ran: its form, its checks, and the migration of files with older spellings.
+
+Times are in seconds, memory in GB (10^9 bytes). A value that was not measured is null, and never a default.
+"""
+
+import json
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from hyperion.errors import HyperionError
+from hyperion.forms import FieldError, read_form
+from hyperion.frameworks.parallelism import Parallelism
+from hyperion.frameworks.shapes import MODELS, family
+from hyperion.results.files import write_atomically
+from hyperion.untrusted import read_json
+
+SCHEMA_VERSION = 1
+Count = Annotated[int, Field(ge=1)]
+Positive = Annotated[float, Field(gt=0)]
+Text = Annotated[str, Field(min_length=1, max_length=100)]
+# "mega" is Megatron-LM, whose results come only from logs.
+Framework = Literal["tran", "deep", "fsdp", "nemo", "prim", "mgds", "mega"]
+DEFAULT_DATASET, DEFAULT_PRECISION, UNKNOWN = "wikitext-2", "bf16", "unknown"
+_UNSTATED = "not stated by the older file"
+_ROUNDING = 1e-6  # derived values are recomputed from the series
+_OLDER_PLATFORMS = {"cuda": "nvd", "nvidia": "nvd", "rocm": "amd"}
+_OLDER_NAME = re.compile(r"train_(?:(amd|nvd|cpu)_)?(tran|deep|fsdp|nemo|prim|mgds|mega)_(llama|qwen)(?:_tiny)?.*")
+_MIGRATE = "correct the file, or convert an older one: hyperion frameworks validate --migrate FILE"
+
+
+class ResultError(HyperionError):
+    """Raised if a result file cannot be read, or states something that contradicts its own series."""
+
+
+@dataclass(frozen=True)
+class GpuInfo:
+    """The devices of a run. `gpu_cores` is the number of compute units (SMs or CUs) of a GPU, or cores of a CPU."""
+
+    device_count: Count
+    device_name: str | None = None
+    total_memory_gb: Positive | None = None
+    gpu_cores: Count | None = None
+    pytorch_version: str | None = None
+    software_stack: Literal["rocm", "cuda", "cpu"] | None = None
+    software_version: str | None = None
+
+
+@dataclass(frozen=True)
+class ModelInfo:
+    """Numbers of parameters."""
+
+    total_params: Count
+    trainable_params: Count
+
+
+@dataclass(frozen=True)
+class TrainingConfig:
+    """The work of a run. Hashes identify the initial state and the order of the rows; null if they were not observed."""
+
+    max_steps: Count
+    global_batch_size: Count
+    micro_batch_size: Count
+    sequence_length: Count
+    num_gpus: Count
+    parallel_strategy: str
+    gradient_accumulation_steps: Count
+    initial_state_sha256: str | None = None
+    row_order_sha256: str | None = None
+
+
+@dataclass(frozen=True)
+class PerformanceMetrics:
+    """Values that are derived from the step times. Means leave out the first `skipped_steps`."""
+
+    total_steps: Count
+    total_time_seconds: Positive
+    skipped_steps: Annotated[int, Field(ge=0)]
+    avg_step_time_seconds: Positive
+    min_step_time_seconds: Positive
+    max_step_time_seconds: Positive
+    steps_per_second: Positive
+    tokens_per_second: Positive
+    tokens_per_second_per_gpu: Positive
+    throughput_per_gpu_core: Positive | None = None
+
+
+@dataclass(frozen=True)
+class MemoryMetrics:
+    """Memory of a device. `measurement_method` says what was read, or why nothing was."""
+
+    measurement_method: Text
+    peak_memory_allocated_gb: Positive | None = None
+    avg_memory_allocated_gb: Positive | None = None
+    min_memory_allocated_gb: Positive | None = None
+    peak_memory_reserved_gb: Positive | None = None
+    avg_memory_reserved_gb: Positive | None = None
+    min_memory_reserved_gb: Positive | None = None
+    peak_memory_in_use_gb: Positive | None = None
+
+
+@dataclass(frozen=True)
+class Result:
+    """The content of a file. `source` is "observed" (read in the run), "log" or "migrated" (of an older file)."""
+
+    schema_version: Literal[1]
+    platform: Literal["amd", "nvd", "cpu"]
+    framework: Framework
+    model: Text
+    dataset: Text
+    precision: Text
+    timestamp: Text
+    source: Literal["observed", "log", "migrated"]
+    gpu_info: GpuInfo
+    model_info: ModelInfo | None
+    parallelism_config: Parallelism
+    training_config: TrainingConfig
+    performance_metrics: PerformanceMetrics
+    step_times: tuple[Positive, ...]
+    loss_values: tuple[float, ...]
+    learning_rates: tuple[float, ...]
+    memory_metrics: MemoryMetrics
+    versions: dict[str, str] = field(default_factory=dict)
+    environment: dict[str, str] = field(default_factory=dict)
+    plan_sha256: str | None = None
+    source_log_file: str | None = None
+
+    def __post_init__(self):
+        steps, training = self.performance_metrics.total_steps, self.training_config
+        for name in ("step_times", "loss_values", "learning_rates"):
+            if (length := len(getattr(self, name))) != steps:
+                raise ValueError(f"{name} has {length} values, but total_steps is {steps}")
+        if steps != training.max_steps:
+            raise ValueError(f"total_steps is {steps}, but max_steps is {training.max_steps}")
+        shape = MODELS[self.model].shape if self.model in MODELS else None
+        batch = (training.num_gpus, training.global_batch_size, training.micro_batch_size)
+        if faults := self.parallelism_config.faults(*batch, shape):
+            raise ValueError("; ".join(faults))
+        if training.gradient_accumulation_steps != self.parallelism_config.gradient_accumulation_steps:
+            raise ValueError("gradient_accumulation_steps differs between training_config and parallelism_config")
+        if self.gpu_info.device_count != training.num_gpus:
+            raise ValueError(f"device_count is {self.gpu_info.device_count}, but num_gpus is {training.num_gpus}")
+        derived = derive(self.step_times, self.performance_metrics.skipped_steps, training, self.gpu_info.gpu_cores)
+        for name, expected in asdict(derived).items():
+            stated = getattr(self.performance_metrics, name)
+            if (stated is None) != (expected is None) or (stated is not None and not _near(stated, expected)):
+                raise ValueError(f"performance_metrics.{name} is {stated}, but the step times give {expected}")
+
+    @property
+    def key(self) -> tuple[str, str, str, str, str]:
+        """(platform, framework, model, dataset, precision), which identifies a combination."""
+        return self.platform, self.framework, self.model, self.dataset, self.precision
+
+    @property
+    def timed_s(self) -> tuple[float, ...]:
+        """Step times without the first steps, which are not timed."""
+        return self.step_times[self.performance_metrics.skipped_steps :]
+
+    @property
+    def step_tokens(self) -> int:
+        """Scored tokens of a step, over all devices."""
+        return self.training_config.global_batch_size * self.training_config.sequence_length
+
+    @property
+    def file_name(self) -> str:
+        """Name of the file."""
+        return file_name(*self.key)
+
+
+def file_name(platform: str, framework: str, model: str, dataset: str, precision: str) -> str:
+    """Return the documented name train_<platform>_<framework>_<model>.json.
+
+    A data set or a precision that is not the documented one (WikiText-2, bf16) is appended, so that names never collide.
+    """
+    parts = [platform, framework, model, *([dataset] * (dataset != DEFAULT_DATASET))]
+    return f"train_{'_'.join(parts + [precision] * (precision != DEFAULT_PRECISION))}.json"
+
+
+def derive(step_times: tuple[float, ...], skipped: int, training: TrainingConfig, cores: int | None) -> PerformanceMetrics:
+    """Return the metrics of a series of step times.
+
+    Raises:
+        ValueError: no timed step remains.
+    """
+    timed = step_times[skipped:]
+    if not timed:
+        raise ValueError(f"no step is timed: {len(step_times)} steps, of which {skipped} are skipped")
+    mean = math.fsum(timed) / len(timed)
+    tokens_per_s = training.global_batch_size * training.sequence_length / mean
+    each = tokens_per_s / training.num_gpus
+    return PerformanceMetrics(
+        total_steps=len(step_times),
+        total_time_seconds=math.fsum(step_times),
+        skipped_steps=skipped,
+        avg_step_time_seconds=mean,
+        min_step_time_seconds=min(timed),
+        max_step_time_seconds=max(timed),
+        steps_per_second=1 / mean,
+        tokens_per_second=tokens_per_s,
+        tokens_per_second_per_gpu=each,
+        throughput_per_gpu_core=each / cores if cores else None,
+    )
+
+
+def write_result(result: Result, folder: Path) -> Path:
+    """Validate a result and write it atomically under its documented name. Return the file."""
+    content = asdict(result)
+    parse_result(json.loads(json.dumps(content)), result.file_name)
+    folder.mkdir(parents=True, exist_ok=True)
+    write_atomically(folder / result.file_name, (json.dumps(content, indent=1) + "\n").encode())
+    return folder / result.file_name
+
+
+def read_result(path: Path) -> Result:
+    """Return the result of a file.
+
+    Raises:
+        ResultError: the file cannot be read, or its content does not follow the form.
+    """
+    return parse_result(_document(path), str(path))
+
+
+def parse_result(document: object, where: str) -> Result:
+    """Return the result that a parsed JSON document states.
+
+    Raises:
+        ResultError: the document does not follow the form. The message names the field.
+    """
+    try:
+        return read_form(Result, document, "result")
+    except FieldError as error:
+        raise ResultError(error.what, where=where, next_step=_MIGRATE) from error
+
+
+def migrate(path: Path, known: Mapping[str, str] | None = None) -> Result:
+    """Return the result of a file of an older generation. The file is not changed.
+
+    Older files spell fields in other ways, and their means may count other steps, so derived values are computed again from the
+    step times. What they do not state is null or "unknown".
+
+    Args:
+        path: the file. Its name states the framework and the model if its content does not.
+        known: values that the file does not state, such as {"dataset": "c4", "precision": "bf16"}.
+
+    Raises:
+        ResultError: the file lacks a series or a size, or its values contradict each other.
+    """
+    old = _document(path)
+    if not isinstance(old, dict):
+        raise ResultError("not a JSON object", where=path, next_step="give a result file")
+    if old.get("schema_version") == SCHEMA_VERSION:
+        return parse_result(old, str(path))
+    named = _OLDER_NAME.fullmatch(path.stem)
+    words = dict(zip(("platform", "framework", "model"), named.groups() if named else (), strict=False))
+    stated = {name: old.get(name) or words.get(name) for name in ("platform", "framework", "model")} | dict(known or {})
+    if missing := [name for name, value in stated.items() if not isinstance(value, str)]:
+        what = f"neither the file nor its name states {', '.join(missing)}"
+        raise ResultError(what, where=path, next_step="give them with --set, as --set framework=tran --set model=llama")
+    try:
+        return _migrated(old, {name: str(value) for name, value in stated.items()}, str(path))
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        what = f"missing field {error}" if isinstance(error, KeyError) else f"a value cannot be used: {error}"
+        raise ResultError(what, where=path, next_step="run the combination again") from error
+
+
+def _migrated(old: dict[str, Any], stated: dict[str, str], where: str) -> Result:
+    training, gpu = dict(old["training_config"]), dict(old["gpu_info"])
+    times = tuple(float(value) for value in old.get("step_times") or old["raw_step_times"])
+    division = dict(old.get("parallelism_config") or old.get("parallelism") or {})
+    devices, batch, micro = training["num_gpus"], training["global_batch_size"], training.get("micro_batch_size", 1)
+    tp = division.get("tensor_model_parallel_size") or division.get("tensor_parallel_size") or 1
+    pp = division.get("pipeline_model_parallel_size") or division.get("pipeline_parallel_size") or 1
+    strategy = division.get("strategy_name") or division.get("strategy") or training.get("parallel_strategy") or UNKNOWN
+    dp = division.get("data_parallel_size") or devices // (tp * pp)
+    ga = division.get("gradient_accumulation_steps") or training.get("gradient_accumulation_steps") or batch // (micro * dp)
+    sizes = {"global_batch_size": batch, "micro_batch_size": micro, "sequence_length": training["sequence_length"]}
+    config = TrainingConfig(len(times), **sizes, num_gpus=devices, parallel_strategy=strategy, gradient_accumulation_steps=ga)
+    metrics = derive(times, min(1, len(times) - 1), config, gpu.get("gpu_cores"))
+    memory = {name: value for name, value in dict(old.get("memory_metrics") or {}).items() if value is not None}
+    memory = {name: value for name, value in memory.items() if name in MemoryMetrics.__dataclass_fields__}
+    stack = str(gpu.get("software_stack", "")).lower()
+    gpu |= {"device_count": devices, "software_stack": stack if stack in ("rocm", "cuda", "cpu") else None}
+    platform = _OLDER_PLATFORMS.get(stated["platform"].lower(), stated["platform"].lower())
+    model = stated["model"] if stated["model"] in MODELS else family(stated["model"])
+    document = {
+        "schema_version": SCHEMA_VERSION,
+        "platform": platform,
+        "framework": stated["framework"],
+        "model": model,
+        "dataset": old.get("dataset") or stated.get("dataset") or UNKNOWN,
+        "precision": old.get("precision") or stated.get("precision") or UNKNOWN,
+        "timestamp": old.get("timestamp") or UNKNOWN,
+        "source": "migrated",
+        "gpu_info": {name: value for name, value in gpu.items() if name in GpuInfo.__dataclass_fields__},
+        "model_info": old.get("model_info"),
+        "parallelism_config": asdict(Parallelism(strategy, tp, pp, dp, ga)),
+        "training_config": asdict(config),
+        "performance_metrics": asdict(metrics),
+        "step_times": times,
+        "loss_values": old["loss_values"],
+        "learning_rates": old["learning_rates"],
+        "memory_metrics": {"measurement_method": _UNSTATED if memory else "not measured: the older file states no memory"} | memory,
+        "source_log_file": old.get("source_log_file") or old.get("source"),
+    }
+    return parse_result(json.loads(json.dumps(document)), where)
+
+
+def _document(path: Path) -> object:
+    next_step = "give a JSON file that `hyperion frameworks run` wrote"
+    try:
+        return read_json(path, ResultError, next_step)
+    except OSError as error:
+        raise ResultError(f"the file cannot be read: {error.strerror}", where=path, next_step=next_step) from error
+
+
+def _near(stated: float, expected: float) -> bool:
+    return abs(stated - expected) <= _ROUNDING * abs(expected)

@@ -1,0 +1,280 @@
+"""Run plans one after the other: each in processes of its own, each with a log file, each with a JSON file if it finished."""
+
+import contextlib
+import hashlib
+import json
+import os
+import signal
+import subprocess
+import tempfile
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from pathlib import Path
+
+from hyperion.engines import STACKS, Record, Work
+from hyperion.engines.launch import UNAVAILABLE, failure_of, launch
+from hyperion.errors import HyperionError
+from hyperion.frameworks.logs import RunFacts, result_of_log
+from hyperion.frameworks.plan import Plan
+from hyperion.frameworks.result import (
+    SCHEMA_VERSION,
+    GpuInfo,
+    MemoryMetrics,
+    ModelInfo,
+    Result,
+    ResultError,
+    TrainingConfig,
+    derive,
+    read_result,
+    write_result,
+)
+from hyperion.frameworks.shapes import MODELS, build, count_parameters, is_tiny
+from hyperion.hardware import MachineFacts, detect
+
+_GIB_IN_GB = 2**30 / 1e9
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of a plan: `state` is "trained", "finished before", or a reason that starts with "failed" or "unavailable"."""
+
+    plan: Plan
+    state: str
+    result: Result | None = None
+
+    @property
+    def failed(self) -> bool:
+        """True if the combination was started and failed."""
+        return self.state.startswith("failed")
+
+
+def run_plans(
+    plans: Iterable[Plan], folder: Path, facts: MachineFacts, again: bool = False, on_start: Callable[[Plan], object] = lambda plan: None
+) -> Iterator[Outcome]:
+    """Yield the outcome of each plan. The others continue if one fails or is killed.
+
+    Args:
+        plans: the plans.
+        folder: folder of the result files.
+        facts: facts about this machine.
+        again: if True, a finished run is repeated.
+        on_start: called before a plan starts.
+    """
+    for plan in plans:
+        if plan.reason:
+            yield Outcome(plan, plan.reason)
+            continue
+        if not again and (finished := _finished(plan, folder)):
+            yield Outcome(plan, "finished before", finished)
+            continue
+        on_start(plan)
+        # The file of an earlier run with other settings must not pass for this one if this one fails.
+        (folder / plan.file_name).unlink(missing_ok=True)
+        try:
+            result = _run_command(plan, folder) if plan.command else _run_stack(plan, folder, facts)
+            result = replace(result, plan_sha256=plan.digest)
+            write_result(result, folder)
+            yield Outcome(plan, "trained", result)
+        except HyperionError as error:
+            yield Outcome(plan, f"failed: {failure_of(error)}")
+
+
+def exit_code(outcomes: Iterable[Outcome]) -> int:
+    """Return the exit code of a command: 1 if a combination failed, 3 if none has a result, else 0."""
+    known = list(outcomes)
+    if any(outcome.failed for outcome in known):
+        return 1
+    return 0 if any(outcome.result for outcome in known) else UNAVAILABLE
+
+
+def log_file(plan: Plan, folder: Path) -> Path:
+    """Return the file with the output of a run."""
+    return folder / "logs" / f"{Path(plan.file_name).stem}.log"
+
+
+def _finished(plan: Plan, folder: Path) -> Result | None:
+    """Return the result of an earlier run of this plan. A file of other settings, or a damaged one, does not count."""
+    with contextlib.suppress(ResultError):
+        result = read_result(folder / plan.file_name)
+        return result if result.plan_sha256 == plan.digest else None
+    return None
+
+
+def _run_stack(plan: Plan, folder: Path, facts: MachineFacts) -> Result:
+    """Train with a framework whose run is observed."""
+    folder.mkdir(parents=True, exist_ok=True)
+    stack = STACKS[plan.stack]
+    if plan.devices > 1:
+        stack = replace(stack, ranks=plan.devices)  # the Trainer of Hugging Face runs on any number of ranks
+    with tempfile.TemporaryDirectory(dir=folder, prefix=".work-") as temporary, _logged(plan, folder) as log, _variables(plan):
+        work = _write_work(plan, Path(temporary))
+        record = launch(stack, work, Path(temporary) / "run", plan.devices, plan.timeout_s, on_line=lambda line: _log(log, line))
+    return result_of_record(plan, record, facts)
+
+
+def result_of_record(plan: Plan, record: Record, facts: MachineFacts) -> Result:
+    """Return the result of an observed run. All its values are those that the observer read.
+
+    Raises:
+        HyperionError: the run made another number of steps, or used several learning rates.
+    """
+    rates = sorted({rate for group in record.groups for rate in group.learning_rates})
+    steps = plan.work["steps"]
+    if len(record.losses) != steps or record.optimizer_steps != steps or len(rates) != 1 or record.ranks != plan.devices:
+        seen = f"{record.optimizer_steps} optimizer steps, {len(record.losses)} losses, {record.ranks} ranks, learning rates {rates}"
+        expected = f"{steps} steps on {plan.devices} ranks with one learning rate"
+        raise HyperionError(f"the run has {seen} instead of {expected}", where=plan.stack, next_step="correct the adapter")
+    device = detect(facts)
+    training = TrainingConfig(
+        max_steps=steps,
+        **{name: plan.work[name] for name in ("global_batch_size", "micro_batch_size", "sequence_length")},
+        num_gpus=plan.devices,
+        parallel_strategy=plan.stack,
+        gradient_accumulation_steps=plan.parallelism.gradient_accumulation_steps,
+        initial_state_sha256=record.initial_sha256,
+        row_order_sha256=hashlib.sha256(json.dumps(record.rows).encode()).hexdigest(),
+    )
+    method = "peak resident memory of a rank's process" if plan.platform == "cpu" else "torch.cuda.max_memory_allocated of a rank"
+    method = method if record.peak_memory_gib else f"not measured: {record.unreadable.get('peak_memory_gib', 'no reading')}"
+    stack = {"amd": "rocm", "nvd": "cuda", "cpu": "cpu"}[plan.platform]
+    return Result(
+        schema_version=SCHEMA_VERSION,
+        platform=plan.platform,  # type: ignore[arg-type]  # checked when the result is written
+        framework=plan.framework,  # type: ignore[arg-type]
+        model=plan.model,
+        dataset=plan.dataset,
+        precision=plan.precision,
+        timestamp=datetime.now(UTC).isoformat(timespec="seconds"),
+        source="observed",
+        gpu_info=GpuInfo(
+            plan.devices,
+            device.name,
+            device.memory_bytes / 1e9,
+            device.compute_units,
+            facts.torch,
+            stack,  # type: ignore[arg-type]
+            {"rocm": facts.hip, "cuda": facts.cuda, "cpu": None}[stack],
+        ),
+        model_info=ModelInfo(*count_parameters(plan.model)),
+        parallelism_config=plan.parallelism,
+        training_config=training,
+        performance_metrics=derive(tuple(record.step_times_s), plan.skipped_steps, training, device.compute_units),
+        step_times=tuple(record.step_times_s),
+        loss_values=tuple(record.losses),
+        learning_rates=tuple(rates * steps),
+        memory_metrics=MemoryMetrics(
+            method[:100], peak_memory_allocated_gb=record.peak_memory_gib * _GIB_IN_GB if record.peak_memory_gib else None
+        ),
+        versions=record.versions,
+        environment=plan.environment,
+    )
+
+
+def _write_work(plan: Plan, folder: Path) -> Work:
+    """Write the initial state and the token file. All frameworks get the same ones, because both depend on the plan only."""
+    import numpy as np
+    import torch
+
+    from hyperion.data import load_tokenizer, load_wikitext2
+    from hyperion.engines.work import distinct_rows, write_work_folder
+
+    options, source = plan.work, "synthetic" if plan.dataset == "synthetic" else "auto"
+    corpus = load_wikitext2(source, allow_synthetic=plan.dataset == "synthetic")
+    rows, length = options["steps"] * options["global_batch_size"], options["sequence_length"]
+    if is_tiny(plan.model):
+        stream = np.frombuffer("".join(corpus.splits["train"]).encode(), np.uint8)
+    else:
+        stream = load_tokenizer("auto", corpus).encode_split(list(corpus.splits["train"]))
+    # A longer run reads the text again, each time from one token later, so that the observer can tell the rows apart.
+    epochs = min(length + 1, 1 + 2 * rows * (length + 1) // len(stream))
+    stream = np.concatenate([stream[epoch:] for epoch in range(epochs)])
+    torch.manual_seed(options["seed"])
+    model = build(plan.model)  # on the CPU, so that all machines have the same state
+    folder.mkdir(exist_ok=True)
+    write_work_folder(folder, model, distinct_rows(stream, rows, length))
+    return Work(
+        str(folder),
+        options["steps"],
+        options["global_batch_size"],
+        length,
+        dtype=plan.precision,
+        learning_rate=options["learning_rate"],
+        betas=(options["beta1"], options["beta2"]),
+        eps=options["eps"],
+        weight_decay=options["weight_decay"],
+        clip_norm=options["clip_norm"],
+        micro_batches=plan.parallelism.gradient_accumulation_steps,
+        timed=True,
+    )
+
+
+def _run_command(plan: Plan, folder: Path) -> Result:
+    """Run a framework by its own entry point, and make the result from its log."""
+    for name, content in plan.files.items():
+        Path(name).parent.mkdir(parents=True, exist_ok=True)
+        Path(name).write_text(content, "utf-8")
+    with _logged(plan, folder) as log:
+        environment = os.environ | plan.environment
+        # A session of its own, so that the ranks that the framework starts can be ended with it.
+        process = subprocess.Popen(
+            plan.command, cwd=plan.folder or None, env=environment, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+        )
+        try:
+            code = process.wait(plan.timeout_s)
+        except subprocess.TimeoutExpired:
+            raise HyperionError(f"no end after {plan.timeout_s:g} s", where=log.name, next_step="raise timeout_s") from None
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+    if code != 0:
+        raise HyperionError(f"{plan.command[0]} ended with exit code {code}", where=log.name, next_step="read the log")
+    sizes, parallelism = plan.work, plan.parallelism
+    facts = RunFacts(
+        plan.framework,
+        plan.platform,
+        plan.model,
+        plan.dataset,
+        plan.precision,
+        plan.devices,
+        sizes["sequence_length"],
+        sizes["micro_batch_size"],
+        parallelism.tensor_model_parallel_size,
+        parallelism.pipeline_model_parallel_size,
+        parallelism.strategy_name,
+        plan.skipped_steps,
+    )
+    result = replace(result_of_log(log_file(plan, folder), facts), environment=plan.environment)
+    stated = result.training_config.max_steps, result.training_config.global_batch_size
+    if stated != (sizes["steps"], sizes["global_batch_size"]):
+        what = f"the log states {stated[0]} steps of {stated[1]} rows, not {sizes['steps']} of {sizes['global_batch_size']}"
+        raise HyperionError(what, where=log.name, next_step="check which options the framework accepted")
+    return result
+
+
+@contextlib.contextmanager
+def _logged(plan: Plan, folder: Path) -> Iterator:
+    file = log_file(plan, folder)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with file.open("wb") as log:
+        yield log
+
+
+def _log(log, line: str) -> None:
+    log.write(f"{line.rstrip()}\n".encode("utf-8", "replace"))
+    log.flush()
+
+
+@contextlib.contextmanager
+def _variables(plan: Plan) -> Iterator[None]:
+    """Set the environment variables of a plan. The processes of the run inherit them."""
+    before = {name: os.environ.get(name) for name in plan.environment}
+    os.environ.update(plan.environment)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            os.environ.pop(name, None)
+            if value is not None:
+                os.environ[name] = value
