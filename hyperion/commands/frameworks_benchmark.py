@@ -3,10 +3,12 @@
 The scripts in phase2_development/frameworks call these commands and contain nothing else.
 """
 
+import itertools
 import json
 import os
 import shlex
 import shutil
+import sys
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated
@@ -15,10 +17,10 @@ import typer
 from rich.markup import escape
 from rich.table import Table
 
-from hyperion.commands.console import console, one_of
+from hyperion.commands.console import console, one_of, run_app
 from hyperion.errors import HyperionError
 from hyperion.paths import project_root
-from hyperion.terminal import say
+from hyperion.terminal import run_command, say
 
 FRAMEWORKS = "FRAMEWORKS"
 ConfigFile = Annotated[
@@ -38,6 +40,23 @@ def add_commands(app: typer.Typer) -> None:
     for command in (run, compare, extract, validate, capabilities):
         app.command()(command)
     app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(docker)
+
+
+def main(command: str, fixed: list[str], words_are: str = "") -> int:
+    """Run a command of this module for a script, and return its exit code.
+
+    Args:
+        command: name of the command.
+        fixed: arguments that the script adds before those of its user.
+        words_are: option that gets the words before the user's first option, such as "--model".
+    """
+    app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+    add_commands(app)
+    given = sys.argv[1:]
+    words = list(itertools.takewhile(lambda word: not word.startswith("-"), given)) if words_are else []
+    named = [part for word in words for part in (words_are, word)]
+    arguments = [command, *fixed, *named, *given[len(words) :]]
+    return run_command(lambda: run_app(app, Path(sys.argv[0]).name, arguments))
 
 
 def run(
@@ -236,22 +255,39 @@ def docker(
 
 
 def _print_plans(plans: list, folder: Path) -> None:
+    from hyperion.frameworks.shapes import is_tiny
+
     table = Table("framework", "model", "platform", "devices", "TP·PP·DP, GA", "batch x length", "precision", "file", "state")
     for plan in plans:
         division = plan.parallelism
         sizes = (division.tensor_model_parallel_size, division.pipeline_model_parallel_size, division.data_parallel_size)
         shape = f"{plan.work['global_batch_size']} x {plan.work['sequence_length']}, {plan.work['steps']} steps"
         parts = f"{'·'.join(map(str, sizes))}, {division.gradient_accumulation_steps}"
-        state = escape(plan.reason or "ready")
+        state = _state(plan.reason or "ready")
         table.add_row(
             plan.framework, plan.model, plan.platform, str(plan.devices), parts, shape, plan.precision, plan.file_name, state
         )
     console().print(table)
+    _print_reasons([(plan, plan.reason) for plan in plans])
     for plan in plans:
-        if plan.command and plan.folder:
+        if plan.command and not is_tiny(plan.model):
             variables = [f"{name}={shlex.quote(value)}" for name, value in plan.environment.items()]
-            say(f"{plan.framework} {plan.model}: cd {shlex.quote(plan.folder)} && {' '.join([*variables, shlex.join(plan.command)])}")
+            say(f"{plan.framework} {plan.model} runs, in {plan.folder}: {' '.join([*variables, shlex.join(plan.command)])}")
     say(f"results: {folder}; nothing was trained or written")
+
+
+def _print_reasons(states: list) -> None:
+    """Print each reason once, with the combinations that it applies to."""
+    reasons: dict[str, list[str]] = {}
+    for plan, state in states:
+        if ":" in state:
+            reasons.setdefault(f"{plan.framework}: {state}", []).append(plan.model)
+    for reason, models in reasons.items():
+        say(f"{reason} ({', '.join(models)})")
+
+
+def _state(state: str) -> str:
+    return escape(state.partition(":")[0])
 
 
 def _print_outcomes(outcomes: list, folder: Path) -> None:
@@ -263,8 +299,9 @@ def _print_outcomes(outcomes: list, folder: Path) -> None:
             metrics = result.performance_metrics
             each, mean = metrics.tokens_per_second_per_gpu, metrics.avg_step_time_seconds
             numbers = [f"{each:,.0f}", f"{mean:.4g}", f"{result.loss_values[-1]:.4f}", result.file_name]
-        table.add_row(plan.framework, plan.model, str(plan.devices), *numbers, escape(outcome.state))
+        table.add_row(plan.framework, plan.model, str(plan.devices), *numbers, _state(outcome.state))
     console().print(table)
+    _print_reasons([(outcome.plan, outcome.state) for outcome in outcomes])
     failed = [f"{outcome.plan.framework} {outcome.plan.model}" for outcome in outcomes if outcome.failed]
     say(f"{len(failed)} of {len(outcomes)} combinations failed: {', '.join(failed)}" if failed else "no combination failed")
     say(f"results: {folder}")

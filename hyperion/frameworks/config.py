@@ -53,7 +53,7 @@ class Training:
     weight_decay: Annotated[float, Field(ge=0)] = 0.1
     clip_norm: Positive = 1.0
     sizes: Sizes = Sizes()
-    tiny: Sizes = Sizes(8, 2, 32)
+    tiny: Sizes = Sizes(16, 2, 32)
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,10 @@ class Strategy:
 
 @dataclass(frozen=True)
 class Benchmark:
-    """Steps that are not timed at the start of a run, and the time limit of a run in seconds."""
+    """Steps that are not timed at the start of a run, and the time limit of a run in seconds.
+
+    In an observed run, at least the first half of the steps is not timed.
+    """
 
     skip_first_steps: Annotated[int, Field(ge=0)] = 1
     timeout_s: Positive = 7200.0

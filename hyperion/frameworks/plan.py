@@ -199,6 +199,8 @@ def resolve(
     stack = {"tran": "HF Trainer", "fsdp": "hyperion fsdp2"}.get(framework, "")
     stack = f"deepspeed zero-{settings.zero_stage}" if framework == "deep" else stack
     command, folder, files, extra = _command(config, framework, model, devices, work, parallelism) if external else _NO_COMMAND
+    # The observer reads the gradients in the first half of the steps, which takes time.
+    skipped = max(config.benchmark.skip_first_steps, 0 if external else training.steps // 2)
     plan = Plan(
         asked,
         platform,
@@ -214,7 +216,7 @@ def resolve(
         folder,
         files,
         rocm | extra,
-        min(config.benchmark.skip_first_steps, training.steps - 1),
+        min(skipped, training.steps - 1),
         config.benchmark.timeout_s,
         "",
     )
@@ -317,7 +319,7 @@ def _command(
     if framework == "prim":
         experiment = getattr(config.frameworks.prim, f"{family(model)}_experiment")
         words = ["bash", files[1], *_flags(options, "_")]
-        return tuple(words), str(expanded(config.paths.primus)), {}, {"EXP": experiment, "GPUS_PER_NODE": str(devices)}
+        return tuple(words), _folder(config.paths.primus, PRIMUS), {}, {"EXP": experiment, "GPUS_PER_NODE": str(devices)}
     entry, settings, bf16 = MODELS[model], config.frameworks.mgds, config.training.precision == "bf16"
     options |= {
         "num_layers": entry.shape.num_hidden_layers,
@@ -348,7 +350,11 @@ def _command(
     }
     launcher = [installed_python("deepspeed"), "-m", "deepspeed.launcher.runner", "--num_gpus", str(devices), files[0]]
     command = (*launcher, *_flags(options, "-"), *switches, f"--deepspeed_config={file}")
-    return command, str(expanded(config.paths.megatron_deepspeed)), {file: json.dumps(content)}, {}
+    return command, _folder(config.paths.megatron_deepspeed, MEGATRON_DEEPSPEED), {file: json.dumps(content)}, {}
+
+
+def _folder(named: str, variable: str) -> str:
+    return str(expanded(named).absolute()) if named else f"${variable}"
 
 
 def _flags(options: dict[str, Any], joint: str) -> list[str]:

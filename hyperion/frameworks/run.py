@@ -61,23 +61,24 @@ def run_plans(
         again: if True, a finished run is repeated.
         on_start: called before a plan starts.
     """
-    for plan in plans:
-        if plan.reason:
-            yield Outcome(plan, plan.reason)
-            continue
-        if not again and (finished := _finished(plan, folder)):
-            yield Outcome(plan, "finished before", finished)
-            continue
-        on_start(plan)
-        # The file of an earlier run with other settings must not pass for this one if this one fails.
-        (folder / plan.file_name).unlink(missing_ok=True)
-        try:
-            result = _run_command(plan, folder) if plan.command else _run_stack(plan, folder, facts)
-            result = replace(result, plan_sha256=plan.digest)
-            write_result(result, folder)
-            yield Outcome(plan, "trained", result)
-        except HyperionError as error:
-            yield Outcome(plan, f"failed: {failure_of(error)}")
+    with _Works(folder) as works:
+        for plan in plans:
+            if plan.reason:
+                yield Outcome(plan, plan.reason)
+                continue
+            if not again and (finished := _finished(plan, folder)):
+                yield Outcome(plan, "finished before", finished)
+                continue
+            on_start(plan)
+            # The file of an earlier run with other settings must not pass for this one if this one fails.
+            (folder / plan.file_name).unlink(missing_ok=True)
+            try:
+                result = _run_command(plan, folder) if plan.command else _run_stack(plan, works, facts)
+                result = replace(result, plan_sha256=plan.digest)
+                write_result(result, folder)
+                yield Outcome(plan, "trained", result)
+            except HyperionError as error:
+                yield Outcome(plan, f"failed: {failure_of(error)}")
 
 
 def exit_code(outcomes: Iterable[Outcome]) -> int:
@@ -101,15 +102,43 @@ def _finished(plan: Plan, folder: Path) -> Result | None:
     return None
 
 
-def _run_stack(plan: Plan, folder: Path, facts: MachineFacts) -> Result:
+class _Works:
+    """The initial state and the token file of the latest model, in a temporary folder. Frameworks with equal work share them.
+
+    Args:
+        folder: folder of the result files, whose disk has room for the initial state.
+    """
+
+    def __init__(self, folder: Path):
+        self.folder, self._key, self._work = folder, "", None
+        self._temporary: tempfile.TemporaryDirectory | None = None
+
+    def __enter__(self) -> "_Works":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._temporary is not None:
+            self._temporary.cleanup()
+            self._temporary = None
+
+    def work_of(self, plan: Plan) -> Work:
+        """Return the work of a plan. It is written if the plan before had another one."""
+        key = json.dumps([plan.model, plan.dataset, plan.work])
+        if key != self._key or self._work is None:
+            self.__exit__()
+            self.folder.mkdir(parents=True, exist_ok=True)
+            self._temporary = tempfile.TemporaryDirectory(dir=self.folder, prefix=".work-")
+            self._key, self._work = key, _write_work(plan, Path(self._temporary.name))
+        return replace(self._work, dtype=plan.precision, micro_batches=plan.parallelism.gradient_accumulation_steps)
+
+
+def _run_stack(plan: Plan, works: _Works, facts: MachineFacts) -> Result:
     """Train with a framework whose run is observed."""
-    folder.mkdir(parents=True, exist_ok=True)
-    stack = STACKS[plan.stack]
+    work, stack = works.work_of(plan), STACKS[plan.stack]
     if plan.devices > 1:
         stack = replace(stack, ranks=plan.devices)  # the Trainer of Hugging Face runs on any number of ranks
-    with tempfile.TemporaryDirectory(dir=folder, prefix=".work-") as temporary, _logged(plan, folder) as log, _variables(plan):
-        work = _write_work(plan, Path(temporary))
-        record = launch(stack, work, Path(temporary) / "run", plan.devices, plan.timeout_s, on_line=lambda line: _log(log, line))
+    with tempfile.TemporaryDirectory(dir=work.folder) as run, _logged(plan, works.folder) as log, _variables(plan):
+        record = launch(stack, work, Path(run), plan.devices, plan.timeout_s, on_line=lambda line: _log(log, line))
     return result_of_record(plan, record, facts)
 
 
@@ -175,6 +204,7 @@ def _write_work(plan: Plan, folder: Path) -> Work:
     """Write the initial state and the token file. All frameworks get the same ones, because both depend on the plan only."""
     import numpy as np
     import torch
+    from transformers.utils.logging import disable_progress_bar
 
     from hyperion.data import load_tokenizer, load_wikitext2
     from hyperion.engines.work import distinct_rows, write_work_folder
@@ -189,22 +219,20 @@ def _write_work(plan: Plan, folder: Path) -> Work:
     # A longer run reads the text again, each time from one token later, so that the observer can tell the rows apart.
     epochs = min(length + 1, 1 + 2 * rows * (length + 1) // len(stream))
     stream = np.concatenate([stream[epoch:] for epoch in range(epochs)])
+    disable_progress_bar()  # of writing a single file
     torch.manual_seed(options["seed"])
     model = build(plan.model)  # on the CPU, so that all machines have the same state
-    folder.mkdir(exist_ok=True)
     write_work_folder(folder, model, distinct_rows(stream, rows, length))
     return Work(
         str(folder),
         options["steps"],
         options["global_batch_size"],
         length,
-        dtype=plan.precision,
         learning_rate=options["learning_rate"],
         betas=(options["beta1"], options["beta2"]),
         eps=options["eps"],
         weight_decay=options["weight_decay"],
         clip_norm=options["clip_norm"],
-        micro_batches=plan.parallelism.gradient_accumulation_steps,
         timed=True,
     )
 

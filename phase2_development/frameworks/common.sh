@@ -1,0 +1,6 @@
+# Sourced by the scripts of this folder. Finds the Python of the checkout: PYTHON=, else .venv, else python3.
+# PYTHONPATH leads to this checkout, installed or not.
+here="$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")" && pwd)"
+python="${PYTHON:-$here/../../.venv/bin/python}"
+command -v -- "$python" >/dev/null || python=python3
+export PYTHONPATH="$here/../..${PYTHONPATH:+:$PYTHONPATH}"
