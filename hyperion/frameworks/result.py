@@ -21,7 +21,7 @@ from hyperion.results.files import write_atomically
 from hyperion.untrusted import read_json
 
 SCHEMA_VERSION = 1
-Count = Annotated[int, Field(ge=1)]
+Count = Annotated[int, Field(ge=1, le=2**40)]
 Positive = Annotated[float, Field(gt=0)]
 Text = Annotated[str, Field(min_length=1, max_length=100)]
 # "mega" is Megatron-LM, whose results come only from logs.
@@ -263,7 +263,7 @@ def migrate(path: Path, known: Mapping[str, str] | None = None) -> Result:
         raise ResultError(what, where=path, next_step="give them with --set, as --set framework=tran --set model=llama")
     try:
         return _migrated(old, {name: str(value) for name, value in stated.items()}, str(path))
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
         what = f"missing field {error}" if isinstance(error, KeyError) else f"a value cannot be used: {error}"
         raise ResultError(what, where=path, next_step="run the combination again") from error
 

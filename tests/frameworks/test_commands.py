@@ -1,0 +1,182 @@
+"""The commands and the scripts as a user runs them: options, exit codes, and files."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from hyperion.commands.frameworks import app
+from hyperion.errors import HyperionError
+from hyperion.frameworks.result import write_result
+from tests.frameworks.results import result
+
+FOLDER = Path(__file__).resolve().parents[2] / "phase2_development/frameworks"
+CODES = ("nemo", "tran", "deep", "fsdp", "mgds", "prim")
+LOGS = Path(__file__).parent / "logs"
+pytestmark = pytest.mark.slow
+VARIABLES = ("FRAMEWORKS", "CONFIG_OUTPUT_DIR", "CONFIG_AMD_NUM_GPUS", "CONFIG_NVD_NUM_GPUS", "PRIMUS_PATH", "MEGATRON_DEEPSPEED_PATH")
+
+
+@pytest.fixture(autouse=True)
+def _clean_environment(monkeypatch, tmp_path):
+    for name in VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HYPERION_RESULTS", str(tmp_path / "results"))
+
+
+def command(*arguments: str):
+    return CliRunner().invoke(app, list(arguments))
+
+
+def script(name: str, *arguments: str, **variables: str) -> subprocess.CompletedProcess:
+    interpreter = ["bash"] if name.endswith(".sh") else [sys.executable]
+    environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"} | {"PYTHON": sys.executable}
+    words = [*interpreter, str(FOLDER / name), *arguments]
+    return subprocess.run(words, env=environment | variables, cwd="/", capture_output=True, text=True, timeout=300)
+
+
+def test_a_dry_run_writes_nothing_and_states_the_plan(tmp_path):
+    out = tmp_path / "out"
+    done = command("run", "--platform", "amd", "--model", "tiny", "--steps", "3", "--dry-run", "--json", "--output-dir", str(out))
+    plans = json.loads(done.output)
+    assert done.exit_code == 0 and len(plans) == 12 and not out.exists()
+    assert {plan["framework"] for plan in plans} == set(CODES) and {plan["work"]["steps"] for plan in plans} == {3}
+
+
+def test_frameworks_and_its_precedence(monkeypatch):
+    monkeypatch.setenv("FRAMEWORKS", "transformers,fsdp")
+    arguments = ("run", "--model", "llama", "--model", "tiny", "--dry-run", "--json")
+    assert [plan["framework"] for plan in json.loads(command(*arguments).output)] == ["tran", "fsdp"]
+    assert [plan["framework"] for plan in json.loads(command(*arguments, "--frameworks", "deepspeed").output)] == ["deep"]
+    monkeypatch.setenv("FRAMEWORKS", "foo")
+    with pytest.raises(HyperionError, match="'foo'"):
+        CliRunner().invoke(app, list(arguments), catch_exceptions=False)
+
+
+def test_list_names_the_combinations_and_why_one_is_unavailable():
+    done = command("run", "--list", "--frameworks", "tran,prim", "--model", "tiny")
+    assert done.exit_code == 0 and "train_cpu_tran_qwen_tiny.json" in done.output.replace("nvd", "cpu")
+    assert "prim: unavailable: " in done.output
+
+
+def test_a_full_model_without_a_gpu_is_unavailable(tmp_path):
+    import torch
+
+    if torch.cuda.is_available():
+        pytest.skip("this machine has a GPU")
+    done = command("run", "--platform", "amd", "--frameworks", "tran", "--model", "llama", "--output-dir", str(tmp_path / "out"))
+    assert done.exit_code == 3 and "needs a GPU of platform amd" in done.output and not (tmp_path / "out").exists()
+
+
+def test_compare_writes_the_files_that_the_configuration_names(tmp_path):
+    write_result(result(), tmp_path)
+    write_result(result(1.0, framework="deep"), tmp_path)
+    config = tmp_path / "config.yaml"
+    config.write_text("comparison: {plot: p.png, report: r.md, dpi: 60}")
+    done = command("compare", "--results-dir", str(tmp_path), "--config", str(config))
+    assert done.exit_code == 0, done.output
+    assert "amd tran llama is 2.0" in done.output and (tmp_path / "p.png").read_bytes()[:4] == b"\x89PNG"
+    assert "![Throughput, losses, learning rates and step times](p.png)" in (tmp_path / "r.md").read_text()
+    done = command("compare", "--results-dir", str(tmp_path), "--frameworks", "deepspeed", "--output", str(tmp_path / "b/c.png"))
+    assert done.exit_code == 0 and (tmp_path / "b/c.png").is_file() and (tmp_path / "b/comparison_report.md").is_file()
+
+
+def test_extract_validate_and_migrate(tmp_path):
+    options = ["--framework", "prim", "--platform", "amd", "--model", "llama", "--num-gpus", "8", "--sequence-length", "2048"]
+    done = command("extract", str(LOGS / "primus.log"), *options, "--output-dir", str(tmp_path))
+    file = tmp_path / "train_amd_prim_llama_mock.json"
+    assert done.exit_code == 0 and file.is_file()
+    assert command("validate", str(file)).exit_code == 0
+    content = json.loads(file.read_text())
+    content["loss_values"].pop()
+    file.write_text(json.dumps(content))
+    done = command("validate", str(file))
+    assert done.exit_code == 1 and "loss_values has 2 values" in done.output
+    old = tmp_path / "train_amd_tran_qwen.json"
+    content = json.loads((LOGS.parent / "older.json").read_text())
+    old.write_text(json.dumps(content))
+    done = command("validate", "--migrate", str(old), "--set", "precision=bf16", "--output-dir", str(tmp_path / "new"))
+    assert done.exit_code == 0, done.output
+    assert command("validate", *map(str, (tmp_path / "new").glob("*.json"))).exit_code == 0
+    with pytest.raises(HyperionError, match="sets nothing"):
+        CliRunner().invoke(app, ["validate", "--migrate", str(old), "--set", "color=red"], catch_exceptions=False)
+
+
+def test_the_docker_line(monkeypatch):
+    monkeypatch.setenv("FRAMEWORKS", "tran,deep")
+    done = command("docker", "--dry-run", "--steps", "3", "--model", "tiny")
+    assert done.exit_code == 0 and done.output.startswith("docker run --rm ")
+    assert "--device=/dev/kfd" in done.output and "--env=FRAMEWORKS=tran,deep" in done.output
+    assert done.output.endswith("rocm/primus:v25.11 bash phase2_development/frameworks/train_amd.sh --steps 3 --model tiny\n")
+    monkeypatch.setenv("PATH", "/nonexistent")
+    with pytest.raises(HyperionError, match="docker is not installed"):
+        CliRunner().invoke(app, ["docker"], catch_exceptions=False)
+
+
+def test_the_capability_matrix_has_no_adjectives(tmp_path):
+    write_result(result(), tmp_path)
+    done = command("capabilities", "--results-dir", str(tmp_path))
+    assert done.exit_code == 0, done.output
+    table = {line.split("│")[1].strip(): line for line in done.output.splitlines() if line.startswith("│")}
+    assert "yes" in table["Hugging Face Trainer"] and not re.search(r"excellent|good|best in|limited", done.output)
+
+
+def documented() -> list[str]:
+    single = [f"train_amd_{code}_{model}.sh" for code in CODES for model in ("llama", "qwen")]
+    return ["train_amd.sh", "train_nvd.sh", "train_docker_amd.sh", *single, "train_all_fsdp.py", "train_all_mgds.py", "compare.py"]
+
+
+def test_the_folder_has_the_documented_files_and_their_scripts_have_no_logic():
+    assert {path.name for path in FOLDER.iterdir()} - {"__pycache__"} == {*documented(), "config.yaml", "common.sh"}
+    for name in documented():
+        text = (FOLDER / name).read_text()
+        assert not re.search(r"\b(if|for|while|case|export)\b(?! __name__)", text.partition('"""\n')[2] if '"""' in text else re.sub(r"#.*", "", text)), name
+        assert name.endswith(".py") or os.access(FOLDER / name, os.X_OK)
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("name", [name for name in documented() if name != "compare.py"])
+def test_each_script_states_its_plan_and_trains_nothing(name, tmp_path):
+    done = script(name, *["--steps", "3", "--model", "tiny", "--dry-run"], CONFIG_OUTPUT_DIR=str(tmp_path / "out"))
+    assert done.returncode == 0, done.stderr
+    assert not (tmp_path / "out").exists()
+    if match := re.fullmatch(r"train_amd_(\w+)_(\w+)\.sh", name):
+        assert match[1] in done.stdout and f"{match[2]}_tiny" in done.stdout
+        assert not any(f" {code} " in done.stdout for code in CODES if code != match[1])
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("code", ["nemo", "prim", "mgds"])
+def test_the_script_of_an_unavailable_framework_ends_with_code_3_and_no_file(code, tmp_path):
+    done = script(f"train_amd_{code}_llama.sh", CONFIG_OUTPUT_DIR=str(tmp_path / "out"))
+    assert done.returncode == 3 and "next step" in done.stdout and not (tmp_path / "out").exists()
+
+
+@pytest.mark.process
+def test_errors_of_scripts_name_the_place(tmp_path):
+    done = script("train_amd.sh", "--dry-run", PRIMUS_PATH=str(tmp_path / "absent"))
+    assert done.returncode == 2 and "is not a folder" in done.stderr and "PRIMUS_PATH" in done.stderr
+    done = script("train_nvd.sh", FRAMEWORKS="tran,megatronn")
+    assert done.returncode == 2 and "'megatronn'" in done.stderr and "tran, deep, fsdp, nemo, prim, mgds" in done.stderr
+    done = script("compare.py", "--results-dir", str(tmp_path))
+    assert done.returncode == 2 and "no file train_*.json" in done.stderr
+    done = script("train_all_fsdp.py", "lama", "--dry-run")
+    assert done.returncode == 2 and "'lama'" in done.stderr
+
+
+@pytest.mark.process
+def test_train_amd_then_compare(tmp_path):
+    variables = {"FRAMEWORKS": "hf,fsdp2", "CONFIG_OUTPUT_DIR": str(tmp_path)}
+    done = script("train_amd.sh", "--steps", "3", "--model", "llama", "--model", "tiny", **variables)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert sorted(path.name for path in tmp_path.glob("*.json")) == [
+        "train_cpu_fsdp_llama_tiny.json",
+        "train_cpu_tran_llama_tiny.json",
+    ]
+    done = script("compare.py", **variables)
+    assert done.returncode == 0 and "not ranked" in done.stdout and (tmp_path / "compare.png").is_file()

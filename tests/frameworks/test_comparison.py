@@ -1,0 +1,122 @@
+"""Comparisons: keys never collide, unequal work is refused, and the texts are right for a win, a tie and a loss."""
+
+import io
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from PIL import Image
+
+from hyperion.errors import HyperionError
+from hyperion.frameworks.comparison import compare_results, draw, load_results, markdown, ratio, verdict
+from hyperion.frameworks.result import Result, write_result
+from tests.frameworks.results import result
+
+
+def test_a_win_a_tie_and_a_loss_have_the_right_text():
+    fast, slow, same = result(0.5), result(1.0, framework="deep"), result(0.501, framework="fsdp")
+    win = verdict(fast, slow)
+    assert win.startswith("amd tran llama is 2.0") and "as fast as amd deep llama" in win
+    loss = verdict(slow, fast)  # the ratio is 0.5, so the other one is named as faster, with the inverted interval
+    assert loss.startswith("amd tran llama is 2.0") and "as fast as amd deep llama" in loss
+    assert " tie: " in verdict(fast, same) and " tie: " in verdict(same, fast)
+
+
+@given(st.floats(0.1, 10), st.integers(1, 4), st.integers(1, 4))
+def test_the_ratio_is_that_of_tokens_per_second_and_gpu(factor, gpus, other_gpus):
+    first = result(1.0, num_gpus=8 * gpus, gradient_accumulation_steps=8, global_batch_size=64 * gpus)
+    second = result(factor, num_gpus=8 * other_gpus, gradient_accumulation_steps=16, global_batch_size=128 * other_gpus)
+    found = ratio(first, second)
+    metrics = [one.performance_metrics.tokens_per_second_per_gpu for one in (first, second)]
+    assert found.value == pytest.approx(metrics[0] / metrics[1], rel=0.05)
+    assert found.ci_low <= found.value <= found.ci_high
+
+
+@given(st.floats(0.2, 5), st.floats(0, 0.3))
+def test_the_faster_one_is_named_first_in_every_verdict(factor, jitter):
+    first, second = result(1.0, jitter=jitter), result(factor, jitter=jitter, framework="deep")
+    said = verdict(first, second)
+    if " tie: " not in said:
+        assert said.startswith("amd tran llama is" if factor > 1 else "amd deep llama is")
+        assert float(said.split(" is ")[1].split(" x")[0]) >= 1
+
+
+def test_too_few_steps_are_not_ranked():
+    assert "not ranked: 2 timed steps are too few" in verdict(result(0.5, steps=3), result(5.0, steps=3, framework="deep"))
+
+
+def written(tmp_path, *results: Result):
+    for one in results:
+        write_result(one, tmp_path)
+    return tmp_path
+
+
+def test_the_platform_is_that_of_the_content_and_filters_select(tmp_path):
+    folder = written(tmp_path, result(), result(platform="nvd"), result(framework="deep"), result(precision="fp32"))
+    (folder / "train_amd_tran_llama.json").rename(folder / "train_nvd_misnamed.json")
+    assert [one.key[:2] for one in load_results(folder)] == [("amd", "deep"), ("amd", "tran"), ("amd", "tran"), ("nvd", "tran")]
+    assert [one.key[1] for one in load_results(folder, ["amd"], ["deep"])] == ["deep"]
+    assert [one.precision for one in load_results(folder, precisions=["fp32"])] == ["fp32"]
+    assert len(load_results(folder, ["amd,nvd"])) == 4
+    with pytest.raises(HyperionError, match="no result is selected") as error:
+        load_results(folder, ["cpu"])
+    assert "nvd tran llama" in error.value.what
+    with pytest.raises(HyperionError, match="no file"):
+        load_results(tmp_path / "absent")
+
+
+def test_two_files_of_one_combination_are_refused(tmp_path):
+    folder = written(tmp_path, result())
+    (folder / "train_copy.json").write_bytes((folder / "train_amd_tran_llama.json").read_bytes())
+    with pytest.raises(HyperionError, match=r"train_copy\.json and train_amd_tran_llama\.json both state amd tran llama"):
+        load_results(folder)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"global_batch_size": 128, "gradient_accumulation_steps": 16}, "global batch: 64 (amd tran bf16) / 128 (amd deep bf16)"),
+        ({"sequence_length": 8192}, "sequence length: 2048"),
+        ({"precision": "fp8"}, "precision: "),
+        ({"dataset": "mock"}, "data set: "),
+        ({"initial_state_sha256": "other"}, "initial state: "),
+        ({"row_order_sha256": "other"}, "order of the rows: "),
+    ],
+)
+def test_unequal_work_is_refused_unless_forced(changes, said):
+    pair = [result(), result(framework="deep", **changes)]
+    with pytest.raises(HyperionError, match="the work differs") as error:
+        compare_results(pair)
+    assert said in error.value.what and "--force" in (error.value.next_step or "")
+    forced = compare_results(pair, force=True)
+    assert said in forced.differences[0] and "**Forced" in markdown(forced, "compare.png")
+
+
+def test_other_models_and_unobserved_runs_are_no_difference():
+    unobserved = result(framework="prim", initial_state_sha256=None, row_order_sha256=None)
+    other = result(model="qwen", sequence_length=4096)
+    comparison = compare_results([result(), unobserved, other])
+    assert comparison.differences == [] and len(comparison.verdicts) == 1  # results of two models are not compared
+
+
+def test_a_framework_is_compared_across_platforms():
+    results = [result(0.1, framework="prim"), result(0.5), result(1.0, platform="nvd")]
+    verdicts = compare_results(results).verdicts
+    assert any("amd tran llama is 2.0" in line and "as fast as nvd tran llama" in line for line in verdicts)
+
+
+def test_report_and_picture_show_every_combination():
+    comparison = compare_results([result(), result(framework="deep", platform="nvd"), result(0.7, framework="fsdp")])
+    report = markdown(comparison, "picture.png")
+    assert "picture.png" in report and all(f"- {line}." in report for line in comparison.verdicts)
+    assert all(f"{one.platform} {one.framework} llama" in report for one in comparison.results)
+    picture = Image.open(io.BytesIO(draw(comparison, 60)))
+    assert picture.width == 12 * 60 and len(np.unique(np.asarray(picture.convert("L")))) > 20
+    assert draw(comparison, 60) == draw(comparison, 60)
+
+
+def test_a_single_result_is_shown_without_a_verdict():
+    comparison = compare_results([replace(result(), source="log")])
+    assert comparison.verdicts == [] and "only one result" in markdown(comparison, "x.png")

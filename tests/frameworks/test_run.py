@@ -1,0 +1,183 @@
+"""Runs: the others continue, a finished run is not repeated, and only what ran has a file."""
+
+import json
+import stat
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from hyperion.engines.record import Group, Record
+from hyperion.errors import HyperionError
+from hyperion.frameworks import run as runs
+from hyperion.frameworks.config import Config, Paths
+from hyperion.frameworks.plan import Plan, resolve
+from hyperion.frameworks.result import read_result
+from hyperion.frameworks.run import exit_code, log_file, run_plans
+from hyperion.processes import JobError
+from tests.frameworks.results import machine
+
+CPU = machine("cpu")
+
+
+def plan(framework: str, model: str = "llama_tiny", config: Config | None = None, facts=CPU) -> Plan:
+    return resolve(config or Config(), framework, model, "amd", facts, environment={})
+
+
+def record(plan: Plan, **changes) -> Record:
+    steps = plan.work["steps"]
+    group = Group(1.0, 0.1, (0.9, 0.95), 1e-8, (3e-4,), "float32", "AdamW")
+    values = {"stack": plan.stack, "ranks": plan.devices, "versions": {"torch": "2"}, "engine": "E", "device": "D"}
+    values |= {"losses": [5.0] * steps, "norms": [1.0] * steps, "clipped_norms": [1.0] * steps, "step_times_s": [0.5] * steps}
+    values |= {"initial_sha256": "state", "rows": [[0]] * steps, "counted_tokens": 1, "groups": [group], "reduced": {}}
+    return Record(**(values | {"optimizer_steps": steps, "peak_memory_gib": 2.0} | changes))
+
+
+@pytest.fixture
+def launched(monkeypatch):
+    """The names of the stacks that were launched. A stack in the dict `failing` raises its error."""
+    names: list[str] = []
+    failing: dict[str, HyperionError] = {}
+
+    def launch(stack, work, folder, ranks, timeout_s, on_line):
+        names.append(stack.name)
+        assert stack.ranks == ranks
+        on_line("a line of the run")
+        if stack.name in failing:
+            raise failing[stack.name]
+        return record(next(one for one in (plan("tran"), plan("fsdp")) if one.stack == stack.name))
+
+    monkeypatch.setattr(runs, "launch", launch)
+    monkeypatch.setattr(runs, "_write_work", lambda plan, folder: runs.Work(str(folder), 50, 16, 32))
+    launch.names, launch.failing = names, failing  # type: ignore[attr-defined]
+    return launch
+
+
+def test_exactly_the_selected_plans_run_and_each_has_a_file(launched, tmp_path):
+    outcomes = list(run_plans([plan("tran"), plan("fsdp")], tmp_path, CPU))
+    assert launched.names == ["HF Trainer", "hyperion fsdp2"] and exit_code(outcomes) == 0
+    assert sorted(file.name for file in tmp_path.glob("*")) == [
+        "logs",
+        "train_cpu_fsdp_llama_tiny.json",
+        "train_cpu_tran_llama_tiny.json",
+    ]
+    assert log_file(plan("tran"), tmp_path).read_text() == "a line of the run\n"
+    result = read_result(tmp_path / "train_cpu_tran_llama_tiny.json")
+    assert result == outcomes[0].result and result.plan_sha256 == plan("tran").digest
+    assert result.source == "observed" and result.training_config.parallel_strategy == "HF Trainer"
+    assert result.memory_metrics.peak_memory_allocated_gb == pytest.approx(2 * 2**30 / 1e9)
+    assert result.learning_rates == (3e-4,) * 50 and result.performance_metrics.skipped_steps == 25
+
+
+def test_the_others_continue_after_a_failure_which_has_no_file(launched, tmp_path):
+    launched.failing["HF Trainer"] = JobError("train was killed by SIGKILL\nlast line of its log")
+    outcomes = list(run_plans([plan("tran"), plan("prim"), plan("fsdp")], tmp_path, CPU))
+    assert [outcome.failed for outcome in outcomes] == [True, False, False]
+    assert outcomes[0].state == "failed: train was killed by SIGKILL: last line of its log"
+    assert [file.name for file in tmp_path.glob("*.json")] == ["train_cpu_fsdp_llama_tiny.json"]
+    assert exit_code(outcomes) == 1
+
+
+def test_only_unavailable_combinations_end_with_code_3_and_no_file(launched, tmp_path):
+    outcomes = list(run_plans([plan("nemo"), plan("prim"), plan("mgds")], tmp_path / "out", CPU))
+    assert exit_code(outcomes) == 3 and launched.names == [] and not (tmp_path / "out").exists()
+    assert all(outcome.state.startswith("unavailable") for outcome in outcomes)
+
+
+def test_a_finished_run_is_resumed_and_other_settings_run_again(launched, tmp_path):
+    list(run_plans([plan("tran")], tmp_path, CPU))
+    (again,) = run_plans([plan("tran")], tmp_path, CPU)
+    assert again.state == "finished before" and again.result and launched.names == ["HF Trainer"] and exit_code([again]) == 0
+    other = replace(Config(), training=replace(Config().training, learning_rate=1e-4))
+    assert [outcome.state for outcome in run_plans([plan("tran", config=other)], tmp_path, CPU)] != ["finished before"]
+    list(run_plans([plan("tran")], tmp_path, CPU, again=True))
+    file = tmp_path / "train_cpu_tran_llama_tiny.json"
+    file.write_text(file.read_text()[:-40])
+    (damaged,) = run_plans([plan("tran")], tmp_path, CPU)
+    assert damaged.state == "trained" and len(launched.names) == 4
+
+
+def test_a_failed_run_does_not_leave_the_file_of_other_settings(launched, tmp_path):
+    list(run_plans([plan("tran")], tmp_path, CPU))
+    launched.failing["HF Trainer"] = JobError("no memory")
+    other = replace(Config(), training=replace(Config().training, seed=1))
+    (outcome,) = run_plans([plan("tran", config=other)], tmp_path, CPU)
+    assert outcome.failed and list(tmp_path.glob("*.json")) == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"optimizer_steps": 100}, "100 optimizer steps"),  # micro-batches counted as steps
+        ({"losses": [5.0] * 10}, "10 losses"),
+        ({"ranks": 1}, "1 ranks"),
+    ],
+)
+def test_a_record_of_other_work_has_no_result(changes, said, launched, tmp_path, monkeypatch):
+    monkeypatch.setattr(runs, "launch", lambda *args, **others: record(plan("tran"), **changes))
+    (outcome,) = run_plans([plan("tran")], tmp_path, CPU)
+    assert outcome.failed and said in outcome.state and not list(tmp_path.glob("*.json"))
+
+
+def primus(tmp_path: Path, script: str, steps: int = 3) -> Plan:
+    """The plan of a Primus whose entry point is this script."""
+    folder = tmp_path / "Primus"
+    for file, text in (("primus/cli/main.py", ""), ("examples/run_pretrain.sh", script)):
+        (folder / file).parent.mkdir(parents=True, exist_ok=True)
+        (folder / file).write_text(text)
+        (folder / file).chmod(stat.S_IRWXU)
+    training = Config().training
+    sizes = replace(training.sizes, global_batch_size=128, micro_batch_size=2)
+    config = Config(paths=Paths(primus=str(folder)), training=replace(training, steps=steps, sizes=sizes))
+    return plan("prim", "llama", config, machine("amd", 8))
+
+
+LOG = Path(__file__).parent / "logs/primus.log"
+SHOW = f'test "$GPUS_PER_NODE" = 8 -a "$2" = 3 && test -n "$EXP" && cat {LOG}\n'
+
+
+@pytest.mark.process
+def test_primus_runs_by_its_own_entry_point_and_its_log_becomes_a_result(tmp_path):
+    (outcome,) = run_plans([primus(tmp_path, SHOW)], tmp_path / "out", machine("amd", 8))
+    assert outcome.state == "trained"
+    content = json.loads((tmp_path / "out/train_amd_prim_llama_mock.json").read_text())
+    assert content["source"] == "log" and content["source_log_file"] == "train_amd_prim_llama_mock.log"
+    assert content["step_times"] == [22.8134, 4.7125, 4.6875] and content["environment"]["HSA_ENABLE_SDMA"] == "1"
+
+
+@pytest.mark.process
+@pytest.mark.parametrize(
+    ("script", "steps", "said"),
+    [
+        (SHOW + "exit 7", 3, "ended with exit code 7"),
+        ("echo nothing", 3, "no line has the form"),
+        (f"cat {LOG.with_name('megatron.log')}", 2, "this is a log of Megatron-LM"),
+        (f"cat {LOG}", 5, "the log states 3 steps of 128 rows, not 5 of 128"),
+        ("kill -9 $$", 3, "ended with exit code -9"),
+    ],
+)
+def test_a_run_of_primus_without_its_log_is_a_failure_without_a_file(script, steps, said, tmp_path):
+    (outcome,) = run_plans([primus(tmp_path, script, steps)], tmp_path / "out", machine("amd", 8))
+    assert outcome.failed and said in outcome.state and not list((tmp_path / "out").glob("*.json"))
+
+
+@pytest.mark.process
+def test_a_run_without_an_end_is_stopped(tmp_path):
+    endless = replace(primus(tmp_path, "sleep 100 & sleep 100"), timeout_s=0.5)
+    (outcome,) = run_plans([endless], tmp_path / "out", machine("amd", 8))
+    assert "no end after 0.5 s" in outcome.state
+
+
+@pytest.mark.process
+@pytest.mark.slow
+@pytest.mark.parametrize("model", ["llama_tiny", "qwen_tiny"])
+def test_the_trainer_and_fsdp_train_the_same_work_on_two_ranks(model, tmp_path):
+    training = replace(Config().training, steps=3, precision="fp32")
+    config = Config(training=training, dataset="synthetic")
+    outcomes = list(run_plans([plan("tran", model, config), plan("fsdp", model, config)], tmp_path, CPU))
+    assert [outcome.state for outcome in outcomes] == ["trained", "trained"]
+    one, other = (read_result(tmp_path / f"train_cpu_{code}_{model}_synthetic_fp32.json") for code in ("tran", "fsdp"))
+    assert one.loss_values == pytest.approx(other.loss_values, abs=1e-5) and one.loss_values[2] < one.loss_values[0]
+    assert one.training_config.initial_state_sha256 == other.training_config.initial_state_sha256
+    assert one.training_config.row_order_sha256 == other.training_config.row_order_sha256
+    assert not list(tmp_path.glob(".work*"))
