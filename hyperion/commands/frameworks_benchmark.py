@@ -31,7 +31,8 @@ FrameworkNames = Annotated[
     typer.Option("--frameworks", help="Names such as tran,deep; also FRAMEWORKS=.", show_default="those that are enabled"),
 ]
 OutputFolder = Annotated[
-    str | None, typer.Option("--output-dir", help="Folder of the JSON files; also CONFIG_OUTPUT_DIR=.", show_default="results/frameworks")
+    str | None,
+    typer.Option("--output-dir", help="Folder of the JSON files; also CONFIG_OUTPUT_DIR=.", show_default="results/frameworks"),
 ]
 
 
@@ -70,8 +71,7 @@ def run(
     ] = None,
     steps: Annotated[int | None, typer.Option(min=2, help="Optimizer steps.", show_default="training.steps")] = None,
     precision: Annotated[
-        str | None,
-        typer.Option(callback=one_of(("bf16", "fp32")), help="bf16 or fp32.", show_default="training.precision"),
+        str | None, typer.Option(callback=one_of(("bf16", "fp32")), help="bf16 or fp32.", show_default="training.precision")
     ] = None,
     preset: Annotated[str | None, typer.Option(help="Parallelism preset.", show_default="parallelism.preset")] = None,
     config_file: ConfigFile = None,
@@ -83,8 +83,8 @@ def run(
 ) -> None:
     """Train the documented models with several frameworks, and write one JSON file for each combination that ran.
 
-    The others continue if one fails. A second call repeats only what failed or what other settings would change. Exit codes: 0 all
-    available combinations have a result; 1 a combination failed; 2 the request cannot be carried out; 3 none is available.
+    The others continue if one fails. A second call repeats only what failed or what other settings would change. Exit codes:
+    0 all available combinations have a result; 1 a combination failed; 2 the request cannot be carried out; 3 none is available.
     """
     from hyperion.frameworks.config import load_config
     from hyperion.frameworks.plan import asked_platform, output_folder, resolve, select_frameworks, select_models
@@ -189,7 +189,7 @@ def validate(
     values: Annotated[
         list[str] | None, typer.Option("--set", help="With --migrate: what an older file does not state, as precision=bf16.")
     ] = None,
-    output_dir: Annotated[Path | None, typer.Option(help="With --migrate: folder of the new files.", show_default="beside")] = None,
+    output_dir: Annotated[Path | None, typer.Option(help="With --migrate: new folder.", show_default="that of the file")] = None,
 ) -> None:
     """Check result files against their form and their own series. The exit code is 1 if a file is refused.
 

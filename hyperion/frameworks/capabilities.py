@@ -14,36 +14,25 @@ from hyperion.hardware import detect
 from hyperion.processes.child_process import child_environment
 
 MARKS = (
-    "yes: the probe imported it; no: the import failed; ?: not installed, so not probed. A precision is that of the matrix units "
-    "of this device. Measured values are those of result files."
+    "yes: the probe imported the part; no: the import failed; ?: the framework is not installed, so it was not probed; -: there is "
+    "no probe. bf16 is that of the matrix units of this device. Measured values are those of result files."
 )
-# What a framework must provide for a capability: "module:attribute".
+# What proves a capability of the runs of this interface: "module:attribute".
 _PROBES = {
     "data parallel": {
         "tran": "torch.nn.parallel:DistributedDataParallel",
         "deep": "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer",
-        "fsdp": "hyperion.parallel:parallelize",
-        "nemo": "nemo_automodel.components.distributed.ddp:DDPManager",
+        "fsdp": "torch.distributed.fsdp:fully_shard",
+        "nemo": "nemo_automodel.components.distributed.fsdp2:FSDP2Manager",
         "mgds": "megatron.core.parallel_state:initialize_model_parallel",
     },
     "sharded state": {
-        "tran": "accelerate:FullyShardedDataParallelPlugin",
         "deep": "deepspeed.runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3",
         "fsdp": "torch.distributed.fsdp:fully_shard",
         "nemo": "nemo_automodel.components.distributed.fsdp2:FSDP2Manager",
     },
-    "tensor parallel": {
-        "tran": "transformers.integrations.tensor_parallel:distribute_model",
-        "deep": "deepspeed.runtime.tensor_parallel:TpTrainingManager",
-        "fsdp": "torch.distributed.tensor.parallel:parallelize_module",
-        "mgds": "megatron.core.tensor_parallel:ColumnParallelLinear",
-    },
-    "pipeline parallel": {
-        "deep": "deepspeed.pipe:PipelineModule",
-        "fsdp": "torch.distributed.pipelining:PipelineStage",
-        "mgds": "megatron.core.pipeline_parallel:get_forward_backward_func",
-    },
-    "fp8": {"tran": "accelerate.utils:TERecipeKwargs", "fsdp": "torchao.float8:convert_to_float8_training"},
+    "tensor parallel": {"mgds": "megatron.core.tensor_parallel:ColumnParallelLinear"},
+    "fp8": {"tran": "transformer_engine.pytorch:fp8_autocast", "prim": "transformer_engine.pytorch:fp8_autocast"},
 }
 _SCRIPT = """
 import importlib, json, sys
@@ -69,11 +58,11 @@ def capability_rows(config: Config, folder: Path) -> tuple[list[str], list[list[
     headings = ["framework", "installed", "platforms", *_PROBES, f"bf16 on {device.name}"[:40], "best tokens/s/GPU", "peak GB"]
     results = load_results(folder) if any(folder.glob("train_*.json")) else []
     rows = []
-    for code, title in TITLES.items():
+    for code in TITLES:
         python, sources, reason = _place(code, config)
         wanted = {name: entries[code] for name, entries in _PROBES.items() if code in entries}
         found = {} if reason else _probe(python, sources, wanted)
-        marks = ["?" if reason and name in wanted else "yes" if found.get(name) else "no" for name in _PROBES]
+        marks = ["-" if name not in wanted else "?" if reason else "yes" if found.get(name) else "no" for name in _PROBES]
         mine = [result for result in results if result.framework == code]
         best = max(mine, key=lambda result: result.performance_metrics.tokens_per_second_per_gpu, default=None)
         speed = f"{best.performance_metrics.tokens_per_second_per_gpu:,.0f} ({best.platform} {best.model})" if best else ""
@@ -81,7 +70,7 @@ def capability_rows(config: Config, folder: Path) -> tuple[list[str], list[list[
         peak = max((value for value in peaks if value), default=None)
         platforms = ", ".join(getattr(config.frameworks, code).platforms)
         bf16 = device.supports("bf16")[1]
-        rows.append([title, "no" if reason else "yes", platforms, *marks, bf16, speed, f"{peak:.2f}" if peak else ""])
+        rows.append([code, "no" if reason else "yes", platforms, *marks, bf16, speed, f"{peak:.2f}" if peak else ""])
     return headings, rows
 
 

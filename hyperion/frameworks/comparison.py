@@ -50,7 +50,10 @@ class Comparison:
 
 
 def load_results(
-    folder: Path, platforms: Sequence[str] | None = None, frameworks: Sequence[str] | None = None, precisions: Sequence[str] | None = None
+    folder: Path,
+    platforms: Sequence[str] | None = None,
+    frameworks: Sequence[str] | None = None,
+    precisions: Sequence[str] | None = None,
 ) -> list[Result]:
     """Return the results of a folder, in the order of their keys. The platform is that of the content, not of the file name.
 
@@ -72,7 +75,7 @@ def load_results(
     if not chosen:
         here = "; ".join(" ".join(key) for key in sorted(found)) or "no file train_*.json"
         raise HyperionError(
-            f"no result is selected; the folder has: {here}", where=folder, next_step="run hyperion frameworks run, or select others"
+            f"no result is selected; the folder has: {here}", where=folder, next_step="run `hyperion frameworks run`"
         )
     return [found[key][1] for key in chosen]
 
@@ -143,7 +146,7 @@ def markdown(comparison: Comparison, picture: str) -> str:
     lines += [
         "- Rates are medians over the timed steps of one run, with a 95 % bootstrap interval. It does not contain differences "
         "between launches.",
-        "- A GPU of a result on the platform `cpu` is a rank on a CPU. Such a result rehearses the scripts and ranks nothing else.",
+        "- A GPU of a result on the platform `cpu` is a rank on a CPU. Such a result only rehearses the scripts.",
         "- A result from a log was not observed: that its initial state and its rows are those of the others is not known.",
     ]
     return "\n".join(lines) + "\n"

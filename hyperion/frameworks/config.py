@@ -14,13 +14,12 @@ from pydantic import Field
 
 from hyperion.errors import HyperionError
 from hyperion.forms import FieldError, read_form
-from hyperion.frameworks.parallelism import PRESETS, Preset
+from hyperion.frameworks.parallelism import PRESETS, Platform, Presets
 from hyperion.paths import expanded
 from hyperion.untrusted import MIB, read_bounded
 
 Count = Annotated[int, Field(ge=1)]
 Positive = Annotated[float, Field(gt=0)]
-Platform = Literal["amd", "nvd"]
 OUTPUT, PRIMUS, MEGATRON_DEEPSPEED = "CONFIG_OUTPUT_DIR", "PRIMUS_PATH", "MEGATRON_DEEPSPEED_PATH"
 GPU_COUNTS = {"amd": "CONFIG_AMD_NUM_GPUS", "nvd": "CONFIG_NVD_NUM_GPUS"}
 DOCUMENTED_GPUS = 8  # of the node in the documents; used only by a dry run on a machine without a device of the platform
@@ -70,7 +69,7 @@ class Strategy:
     """The chosen preset, and all presets by name, model and platform."""
 
     preset: str = "identical"
-    presets: dict[str, dict[Literal["llama", "qwen"], dict[Platform, Preset]]] = field(default_factory=lambda: PRESETS)
+    presets: Presets = field(default_factory=lambda: PRESETS)
 
 
 @dataclass(frozen=True)
@@ -279,6 +278,6 @@ def _content(path: Path) -> bytes:
 
 def _count(text: str, variable: str) -> int:
     # int() would also accept " 8", "8_0" and digits of other scripts.
-    if not (text.isascii() and text.isdigit() and 0 < int(text[:9])) or len(text) > 9:
+    if not (text.isascii() and text.isdigit() and int(text[:9]) > 0) or len(text) > 9:
         raise ConfigError(f"{text!r} is not a number of GPUs above 0", where=variable, next_step=f"set {variable}=8 or unset it")
     return int(text)

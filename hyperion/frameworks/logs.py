@@ -140,10 +140,10 @@ def result_of_log(path: Path, facts: RunFacts) -> Result:
     batch = (facts.num_gpus, run.global_batch_size, facts.micro_batch_size)
     if faults := parallelism.faults(*batch, MODELS[facts.model].shape):
         raise _log_error("; ".join(faults), path, "correct the options that describe the run")
-    sizes = {"global_batch_size": run.global_batch_size, "micro_batch_size": facts.micro_batch_size}
     training = TrainingConfig(
-        len(run.times_s),
-        **sizes,
+        max_steps=len(run.times_s),
+        global_batch_size=run.global_batch_size,
+        micro_batch_size=facts.micro_batch_size,
         sequence_length=facts.sequence_length,
         num_gpus=facts.num_gpus,
         parallel_strategy=facts.strategy,
@@ -172,5 +172,5 @@ def result_of_log(path: Path, facts: RunFacts) -> Result:
     )
 
 
-def _log_error(what: str, where: object, next_step: str = "give the log of Megatron-LM, Megatron-DeepSpeed or Primus") -> ResultError:
+def _log_error(what: str, where: object, next_step: str = f"give a log of {', '.join(LOG_OF.values())}") -> ResultError:
     return ResultError(what, where=where, next_step=next_step)

@@ -1,12 +1,15 @@
 """How the devices of a run are divided: tensor (TP), pipeline (PP) and data parallelism (DP), and gradient accumulation (GA)."""
 
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import Field
 
 from hyperion.errors import HyperionError
 from hyperion.models.llama import LlamaShape
+
+Platform = Literal["amd", "nvd"]
+Family = Literal["llama", "qwen"]
 
 
 @dataclass(frozen=True)
@@ -17,15 +20,17 @@ class Preset:
     pipeline: Annotated[int, Field(ge=1)] = 1
 
 
+Presets = dict[str, dict[Family, dict[Platform, Preset]]]
+_FAMILIES: tuple[Family, ...] = ("llama", "qwen")
 # By preset, model and platform. All fit eight GPUs, and also the tiny twins.
-PRESETS: dict[str, dict[str, dict[str, Preset]]] = {
+PRESETS: Presets = {
     # An 8 B model with its optimizer fits on one AMD Instinct MI300X (192 GB) if it is sharded; 80 GB need tensor parallelism.
-    "max_perf": {model: {"amd": Preset(), "nvd": Preset(tensor=2)} for model in ("llama", "qwen")},
-    "identical": {model: {"amd": Preset(), "nvd": Preset()} for model in ("llama", "qwen")},
-    "memory_opt": {model: {"amd": Preset(2, 2), "nvd": Preset(2, 2)} for model in ("llama", "qwen")},
+    "max_perf": {model: {"amd": Preset(), "nvd": Preset(tensor=2)} for model in _FAMILIES},
+    "identical": {model: {"amd": Preset(), "nvd": Preset()} for model in _FAMILIES},
+    "memory_opt": {model: {"amd": Preset(2, 2), "nvd": Preset(2, 2)} for model in _FAMILIES},
     # Pipeline stages exchange only the activations at their boundaries.
-    "minimal_comm": {model: {"amd": Preset(), "nvd": Preset(pipeline=2)} for model in ("llama", "qwen")},
-    "balanced": {model: {"amd": Preset(tensor=2), "nvd": Preset(tensor=2)} for model in ("llama", "qwen")},
+    "minimal_comm": {model: {"amd": Preset(), "nvd": Preset(pipeline=2)} for model in _FAMILIES},
+    "balanced": {model: {"amd": Preset(tensor=2), "nvd": Preset(tensor=2)} for model in _FAMILIES},
 }
 
 

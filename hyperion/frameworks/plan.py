@@ -259,12 +259,12 @@ def _why_no_command(plan: Plan, config: Config, facts: MachineFacts) -> str:
     if platform_of(facts) != plan.asked:
         return f"unavailable: {TITLES[plan.framework]} needs a GPU of platform {plan.asked}; next step: run it on such a machine"
     if plan.framework == "nemo":
-        return "unavailable: NeMo was found, but the form of its log is not read; next step: run the command of --dry-run by itself"
+        return "unavailable: NeMo was found, but its log is not read; next step: run the command of --dry-run by itself"
     if is_tiny(plan.model):
         return f"unavailable: {TITLES[plan.framework]} has no tiny twin; next step: use the full model"
     if plan.framework == "mgds":
         if MODELS[plan.model].architecture == "qwen2":
-            return "unavailable: Megatron-DeepSpeed has no option for the biases of q, k and v that Qwen2.5 has; next step: --model llama"
+            return "unavailable: Megatron-DeepSpeed cannot add biases to q, k and v only, as in Qwen2.5; next step: --model llama"
         settings = config.frameworks.mgds
         if not (settings.data_path and settings.tokenizer):
             return "unavailable: frameworks.mgds.data_path or tokenizer is not set; next step: set them in config.yaml"

@@ -281,8 +281,9 @@ def _migrated(old: dict[str, Any], stated: dict[str, str], where: str) -> Result
     sizes = {"global_batch_size": batch, "micro_batch_size": micro, "sequence_length": training["sequence_length"]}
     config = TrainingConfig(len(times), **sizes, num_gpus=devices, parallel_strategy=strategy, gradient_accumulation_steps=ga)
     metrics = derive(times, min(1, len(times) - 1), config, gpu.get("gpu_cores"))
-    memory = {name: value for name, value in dict(old.get("memory_metrics") or {}).items() if value is not None}
-    memory = {name: value for name, value in memory.items() if name in MemoryMetrics.__dataclass_fields__}
+    known, stated_memory = MemoryMetrics.__dataclass_fields__, dict(old.get("memory_metrics") or {})
+    memory = {name: value for name, value in stated_memory.items() if value is not None and name in known}
+    method = _UNSTATED if memory else "not measured: the older file states no memory"
     stack = str(gpu.get("software_stack", "")).lower()
     gpu |= {"device_count": devices, "software_stack": stack if stack in ("rocm", "cuda", "cpu") else None}
     platform = _OLDER_PLATFORMS.get(stated["platform"].lower(), stated["platform"].lower())
@@ -304,7 +305,7 @@ def _migrated(old: dict[str, Any], stated: dict[str, str], where: str) -> Result
         "step_times": times,
         "loss_values": old["loss_values"],
         "learning_rates": old["learning_rates"],
-        "memory_metrics": {"measurement_method": _UNSTATED if memory else "not measured: the older file states no memory"} | memory,
+        "memory_metrics": {"measurement_method": method} | memory,
         "source_log_file": old.get("source_log_file") or old.get("source"),
     }
     return parse_result(json.loads(json.dumps(document)), where)

@@ -29,7 +29,7 @@ from hyperion.frameworks.result import (
     read_result,
     write_result,
 )
-from hyperion.frameworks.shapes import MODELS, build, count_parameters, is_tiny
+from hyperion.frameworks.shapes import build, count_parameters, is_tiny
 from hyperion.hardware import MachineFacts, detect
 
 _GIB_IN_GB = 2**30 / 1e9
@@ -50,7 +50,11 @@ class Outcome:
 
 
 def run_plans(
-    plans: Iterable[Plan], folder: Path, facts: MachineFacts, again: bool = False, on_start: Callable[[Plan], object] = lambda plan: None
+    plans: Iterable[Plan],
+    folder: Path,
+    facts: MachineFacts,
+    again: bool = False,
+    on_start: Callable[[Plan], object] = lambda plan: None,
 ) -> Iterator[Outcome]:
     """Yield the outcome of each plan. The others continue if one fails or is killed.
 
@@ -151,7 +155,7 @@ def result_of_record(plan: Plan, record: Record, facts: MachineFacts) -> Result:
     rates = sorted({rate for group in record.groups for rate in group.learning_rates})
     steps = plan.work["steps"]
     if len(record.losses) != steps or record.optimizer_steps != steps or len(rates) != 1 or record.ranks != plan.devices:
-        seen = f"{record.optimizer_steps} optimizer steps, {len(record.losses)} losses, {record.ranks} ranks, learning rates {rates}"
+        seen = f"{record.optimizer_steps} optimizer steps, {len(record.losses)} losses, {record.ranks} ranks, rates {rates}"
         expected = f"{steps} steps on {plan.devices} ranks with one learning rate"
         raise HyperionError(f"the run has {seen} instead of {expected}", where=plan.stack, next_step="correct the adapter")
     device = detect(facts)

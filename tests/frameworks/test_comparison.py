@@ -77,8 +77,8 @@ def test_two_files_of_one_combination_are_refused(tmp_path):
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"global_batch_size": 128, "gradient_accumulation_steps": 16}, "global batch: 64 (amd tran bf16) / 128 (amd deep bf16)"),
-        ({"sequence_length": 8192}, "sequence length: 2048"),
+        ({"global_batch_size": 128, "gradient_accumulation_steps": 16}, "global batch: 128 (amd deep bf16) / 64 (amd tran bf16)"),
+        ({"sequence_length": 8192}, "sequence length: 8192 (amd deep bf16) / 2048"),
         ({"precision": "fp8"}, "precision: "),
         ({"dataset": "mock"}, "data set: "),
         ({"initial_state_sha256": "other"}, "initial state: "),

@@ -140,9 +140,10 @@ def test_errors_name_the_key(text, said):
     assert said in error.value.what and error.value.where == "file.yaml" and error.value.next_step
 
 
+KEYS = st.sampled_from(sorted(DOCUMENT)) | st.text(max_size=8)
 TREES = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8) | st.dates(),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(sorted(DOCUMENT)) | st.text(max_size=8), inner, max_size=3),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(KEYS, inner, max_size=3),
     max_leaves=12,
 )
 

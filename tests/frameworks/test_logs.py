@@ -29,7 +29,8 @@ def test_a_log_of_primus():
 
 
 def test_a_log_of_megatron():
-    assert parse_log(TEXTS["megatron"], "log") == LoggedRun(MEGATRON, 64, (27.1605, 3.5), (11.92634, 11.90001), (1.5e-6, 3e-6), None)
+    run = parse_log(TEXTS["megatron"], "log")
+    assert run == LoggedRun(MEGATRON, 64, (27.1605, 3.5), (11.92634, 11.90001), (1.5e-6, 3e-6), None)
 
 
 def test_a_log_of_megatron_deepspeed():
@@ -49,7 +50,9 @@ def test_the_result_of_a_log(tmp_path):
     assert (tmp_path / "train_amd_prim_llama_mock.json").is_file()
 
 
-@pytest.mark.parametrize(("log", "framework"), [("megatron", "prim"), ("megatron", "mgds"), ("primus", "mega"), ("primus", "tran")])
+@pytest.mark.parametrize(
+    ("log", "framework"), [("megatron", "prim"), ("megatron", "mgds"), ("primus", "mega"), ("primus", "tran")]
+)
 def test_a_log_of_another_framework_is_refused(log, framework):
     with pytest.raises(ResultError, match="this is a log of"):
         result_of_log(LOGS / f"{log}.log", facts(framework))

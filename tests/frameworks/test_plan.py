@@ -206,7 +206,9 @@ def test_the_command_of_megatron_deepspeed(tmp_path, monkeypatch):
     assert "data_path or tokenizer is not set" in planned("mgds", config=without).reason
 
 
-@pytest.mark.parametrize(("framework", "said"), [("nemo", "nemo_automodel"), ("prim", "PRIMUS_PATH"), ("mgds", "MEGATRON_DEEPSPEED")])
+@pytest.mark.parametrize(
+    ("framework", "said"), [("nemo", "nemo_automodel"), ("prim", "PRIMUS_PATH"), ("mgds", "MEGATRON_DEEPSPEED")]
+)
 def test_an_external_framework_that_is_absent_says_what_is_missing(framework, said):
     reason = planned(framework).reason
     assert reason.startswith("unavailable: ") and said in reason and "next step" in reason

@@ -8,11 +8,11 @@ import pytest
 from hyperion.engines import Record, Stack, Work, plain, planted
 from hyperion.engines.launch import Unavailable
 from hyperion.engines.observer import Observer
+from hyperion.engines.work import distinct_rows
 from hyperion.errors import HyperionError
 from hyperion.experiments.frameworks import framework_parity, framework_speed, planted_unfairness, trainer_defaults
 from hyperion.experiments.frameworks.framework_parity import BITS, WORK
 from hyperion.experiments.frameworks.framework_speed import FASTER, RATIO, ranking
-from hyperion.engines.work import distinct_rows
 from hyperion.results import Estimate
 from tests.chapter.toy import by_params, perform, toy_context
 
