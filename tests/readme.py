@@ -46,6 +46,9 @@ def folders(folder: Path) -> dict[str, str]:
 def run(command: str, environment: dict) -> subprocess.CompletedProcess:
     """A command as printed, from the repository's root, in a shell that knows nothing of the environment."""
     words = shlex.split(command)
+    while re.match(r"[A-Z_]+=", words[0]):
+        name, _, value = words.pop(0).partition("=")
+        environment = environment | {name: value}
     # `.venv` is the pages' environment; here the commands use the one that runs the tests.
     here = {"hyperion": ["-m", "hyperion"], "torchrun": ["-m", "torch.distributed.run"], "python": []}
     place, _, name = words[0].rpartition("/")

@@ -29,6 +29,7 @@ ROOMS = (
     "doctor",
     "passport",
     "porting",
+    "frameworks",
     "reproduce",
     "commands",
     "cli",

@@ -73,13 +73,17 @@ def run(
     precision: Annotated[
         str | None, typer.Option(callback=one_of(("bf16", "fp32")), help="bf16 or fp32.", show_default="training.precision")
     ] = None,
+    dataset: Annotated[
+        str | None,
+        typer.Option(callback=one_of(("wikitext-2", "synthetic")), help="wikitext-2 or synthetic.", show_default="dataset"),
+    ] = None,
     preset: Annotated[str | None, typer.Option(help="Parallelism preset.", show_default="parallelism.preset")] = None,
     config_file: ConfigFile = None,
     output_dir: OutputFolder = None,
     again: Annotated[bool, typer.Option("--again", help="Repeat runs that finished before.")] = False,
     listing: Annotated[bool, typer.Option("--list", help="List the selected combinations and their state, and stop.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the plan, train nothing and write nothing.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="With --dry-run: print the plan as JSON.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the plan as JSON, and train nothing.")] = False,
 ) -> None:
     """Train the documented models with several frameworks, and write one JSON file for each combination that ran.
 
@@ -96,15 +100,17 @@ def run(
     strategy = replace(config.parallelism, preset=preset) if preset else config.parallelism
     paths = replace(config.paths, output_dir=output_dir) if output_dir else config.paths
     config = replace(config, training=training, parallelism=strategy, paths=paths)
+    config = replace(config, dataset=dataset) if dataset else config
     names = select_frameworks(frameworks or os.environ.get(FRAMEWORKS, ""), config)
     facts = collect_facts()
+    dry_run = dry_run or listing or as_json
     asked, folder = asked_platform(platform, facts, dry_run), output_folder(config)
     models = select_models(model or [], config)
     plans = [resolve(config, name, one, asked, facts, dry_run) for one in models for name in names]
     if as_json:
         print(json.dumps([asdict(plan) | {"file": plan.file_name} for plan in plans], indent=1))
         return
-    if dry_run or listing:
+    if dry_run:
         _print_plans(plans, folder)
         return
     outcomes = []

@@ -14,7 +14,7 @@ from hyperion.hardware import detect
 from hyperion.processes.child_process import child_environment
 
 MARKS = (
-    "yes: the probe imported the part; no: the import failed; ?: the framework is not installed, so it was not probed; -: there is "
+    "yes: the probe imported the part; no: the import failed; ?: not installed, so not probed; -: there is "
     "no probe. bf16 is that of the matrix units of this device. Measured values are those of result files."
 )
 # What proves a capability of the runs of this interface: "module:attribute".
