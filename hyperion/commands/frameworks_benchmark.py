@@ -62,7 +62,7 @@ def main(command: str, fixed: list[str], words_are: str = "") -> int:
 
 def run(
     platform: Annotated[
-        str, typer.Option(callback=one_of(("auto", "amd", "nvd")), help="amd, nvd, or auto for that of this machine.")
+        str, typer.Option(callback=one_of(("auto", "amd", "nvd")), help="amd, nvd, or auto: that of this machine, or nvd.")
     ] = "auto",
     frameworks: FrameworkNames = None,
     model: Annotated[

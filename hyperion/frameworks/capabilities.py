@@ -7,6 +7,7 @@ from pathlib import Path
 from hyperion.engines import STACKS
 from hyperion.engines.environments import installed_python, why_not_installed
 from hyperion.engines.external import why_not_found
+from hyperion.errors import HyperionError
 from hyperion.frameworks.comparison import load_results
 from hyperion.frameworks.config import MEGATRON_DEEPSPEED, PRIMUS, Config
 from hyperion.frameworks.plan import EXTERNAL, TITLES
@@ -90,8 +91,9 @@ def _probe(python: str, sources: str, wanted: dict[str, str]) -> dict[str, bool]
     environment = child_environment()
     if sources:
         environment["PYTHONPATH"] = f"{sources}:{environment['PYTHONPATH']}"
-    done = subprocess.run(
-        [python, "-c", _SCRIPT], input=json.dumps(wanted), env=environment, capture_output=True, text=True, timeout=600
-    )
+    done = subprocess.run([python, "-c", _SCRIPT], input=json.dumps(wanted), env=environment, capture_output=True, text=True)
     lines = done.stdout.strip().splitlines()
-    return json.loads(lines[-1]) if done.returncode == 0 and lines else {}
+    if done.returncode != 0 or not lines:
+        what = f"the probe ended with exit code {done.returncode}: {done.stderr.strip()[-300:]}"
+        raise HyperionError(what, where=python, next_step="install the framework again: hyperion frameworks install --all")
+    return json.loads(lines[-1])
