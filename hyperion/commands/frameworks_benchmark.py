@@ -118,7 +118,8 @@ def run(
         plans, folder, facts, again, on_start=lambda plan: say(f"{plan.framework} {plan.model} … log: {log_file(plan, folder)}")
     ):
         outcomes.append(outcome)
-        say(f"[{len(outcomes)}/{len(plans)}] {outcome.plan.framework} {outcome.plan.model}: {outcome.state}")
+        state = outcome.state if outcome.failed else outcome.state.partition(":")[0]
+        say(f"[{len(outcomes)}/{len(plans)}] {outcome.plan.framework} {outcome.plan.model}: {state}")
     _print_outcomes(outcomes, folder)
     raise typer.Exit(exit_code(outcomes))
 

@@ -4,3 +4,8 @@ here="$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")" && pwd)"
 python="${PYTHON:-$here/../../.venv/bin/python}"
 command -v -- "$python" >/dev/null || python=python3
 export PYTHONPATH="$here/../..${PYTHONPATH:+:$PYTHONPATH}"
+if ! "$python" -c 'import typer, yaml' 2>/dev/null; then
+    echo "$(basename -- "$0"): $python lacks the packages of Hyperion" >&2
+    echo "  next:  run \`make setup\` in ${here%/*/*}, or set PYTHON=/path/to/python" >&2
+    exit 2
+fi
