@@ -41,7 +41,7 @@ _PROSE_CALLS = {"print", "warn", "warning", "info", "debug", "error", "exception
 _PROSE_ARGUMENTS = {"help", "description", "epilog", "reason", "message", "msg", "title", "label"}
 # Code that Pygments classifies as comments.
 _NO_COMMENTS = (Comment.Preproc, Comment.PreprocFile, Comment.Hashbang)
-_LONGEST_LINE = 2000  # longer lines are generated; the time of some patterns grows with the square of the length
+_LONGEST_LINE = 2000  # longer lines are generated code; some patterns take time quadratic in the length
 _CUDA_SOURCE = re.compile(r"__global__|__device__|^\s*#\s*include\s*[<\"]", re.MULTILINE)
 _BUILD_PROSE = re.compile(r"^\s*@?(?:echo|printf)\b(?![^\n]*>>?\s*\S).*|\bmessage\s*\(.*|^\s*-?\s*name:.*", re.IGNORECASE)
 
@@ -190,7 +190,7 @@ def _without_comments(text: str, lexer: str) -> str:
 
 
 def _parts_of_python(text: str) -> Iterator[tuple[str, int, str]]:
-    """Yield (language, line offset, text) for each string with CUDA source, and for the program without text for people."""
+    """Yield (language, line offset, text) for CUDA source in strings, and for the program without docstrings and messages."""
     tree = ast.parse(text)
     lines = _without_comments(text, "python").split("\n")
     for node in [*_prose(tree)]:
