@@ -23,8 +23,7 @@ def train(work: Work, observer: Observer) -> dict:
     for step in range(work.steps):
         losses, norm, tokens = [], None, 0
         for rows_BT in work.micro_batch_list(step, here.rank, here.size, observer.device):
-            # accelerate divides the loss by the number of micro-batches, and synchronizes the gradients in the last micro-batch
-            # only.
+            # accelerate divides the loss by the number of micro-batches, and synchronizes gradients only in the last one.
             with accelerator.accumulate(model):
                 loss = token_loss(model, rows_BT)
                 accelerator.backward(loss)

@@ -1,7 +1,8 @@
 """Observe a training run of any framework: embedding inputs, optimizer updates, collectives, step times, memory and energy.
 
 An adapter calls `start` before its first step, `step` after each optimizer step, and `finish` at the end, on every rank. All
-other values come from PyTorch hooks, so they describe what the run did and not what the adapter intended.
+other values are measured in the run, most of them with PyTorch hooks, so they describe what the run did and not what the adapter
+intended.
 """
 
 import hashlib

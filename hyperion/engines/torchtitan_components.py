@@ -54,8 +54,7 @@ def _arguments(work: Work) -> TransformerModelArgs:
         n_heads=config["num_attention_heads"],
         n_kv_heads=config["num_key_value_heads"],
         vocab_size=config["vocab_size"],
-        # torchtitan rounds the inner width up to a multiple of this number. With the width itself, the result is exactly the
-        # width.
+        # torchtitan rounds the inner width up to a multiple of this number. With the width itself, the result is exact.
         multiple_of=wide,
         ffn_dim_multiplier=wide / inner if inner > wide else None,
         norm_eps=config["rms_norm_eps"],
