@@ -129,8 +129,7 @@ def _store_rows(target, values, head, first, rows, ROWS: tl.constexpr, D: tl.con
 def _keys_of(first_query, rows, HELD: tl.constexpr, READ: tl.constexpr, CAUSAL: tl.constexpr):
     """Return the number of keys that a block of queries reads without a mask, and the end of those that it reads with one."""
     if CAUSAL:
-        # `held` is a multiple of `read`, so the keys before the first query form whole blocks, which every query of the block
-        # sees.
+        # `held` is a multiple of `read`, so the keys before the first query form whole blocks that all queries see.
         unmasked, last = first_query, tl.minimum(first_query + HELD, rows)
     else:
         # Without causality, only the last, incomplete block of keys needs a mask.
@@ -169,7 +168,7 @@ def _attend(
         if MASKED:
             key = start + tl.arange(0, READ)[None, :]
             visible = key <= query if CAUSAL else key < rows
-            # Every query sees a key in its first masked block or before it. So `larger` is finite, and -inf - (-inf) does not
+            # Every query sees a key in its first masked block or before it, so `larger` is finite and -inf - (-inf) does not
             # occur.
             scores = tl.where(visible, scores * scale, float("-inf"))
             larger = tl.maximum(largest, tl.max(scores, 1))

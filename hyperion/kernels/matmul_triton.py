@@ -105,8 +105,7 @@ def matmul_blocks(
             b_block = tl.load(b_place, mask=column < N, other=0.0)
         else:
             a_block = tl.load(a_place, mask=(row < M) & (first + inner[None, :] < K), other=0.0)
-            # Elements beyond K must be zero, because they enter the sum. Those beyond M and N affect only results that are not
-            # stored.
+            # Elements beyond K must be zero, because they enter the sum. Those beyond M and N affect no stored result.
             b_block = tl.load(b_place, mask=(column < N) & (first + inner[:, None] < K), other=0.0)
         total = tl.dot(a_block, b_block, total, input_precision="ieee")
         a_place += BLOCK_K

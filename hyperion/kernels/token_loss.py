@@ -54,8 +54,7 @@ def token_loss(x_MD: Tensor, weight_VD: Tensor, targets_M: Tensor) -> Tensor:
     if not (x_MD.is_cuda and HAS_TRITON):
         if torch.is_grad_enabled() or x_MD.is_cuda:
             return _reference_loss(x_MD, weight_VD, targets_M)
-        # Without gradients, no logits are saved. So compute the logits of a few rows at a time, which fit into the cache of a
-        # CPU.
+        # Without gradients, no logits are saved, so compute the logits of a few rows at a time, which fit into the CPU cache.
         rows = max(1, _CPU_LOGITS // len(weight_VD))
         chunks = zip(x_MD.split(rows), targets_M.split(rows), strict=True)
         return torch.cat([_reference_loss(x, weight_VD, targets) for x, targets in chunks])
