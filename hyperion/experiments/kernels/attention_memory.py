@@ -113,8 +113,7 @@ def quadratic_share(lengths: tuple[int, ...], peaks: list[int]) -> tuple[float, 
     """
     from scipy.optimize import nnls
 
-    # Scale both to a maximum of 1, so that the columns have similar magnitudes. At x = 1, each coefficient is the value of its
-    # term.
+    # Scale both to a maximum of 1, so that the columns have similar magnitudes. At x = 1, each coefficient equals its term.
     x, y = np.array(lengths, dtype=float) / max(lengths), np.array(peaks, dtype=float) / max(peaks)
     terms = np.stack([np.ones_like(x), x, x**2], axis=1)
     fitted, _ = nnls(terms, y)
