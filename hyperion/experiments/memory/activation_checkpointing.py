@@ -84,9 +84,9 @@ class ActivationCheckpointingOptions(Options):
 
 @dataclass(frozen=True)
 class _Setup:
-    """Options of the experiment, and what is derived from them on this device.
+    """Options of the experiment, and the workloads and plans derived from them on this device.
 
-    Derived are the models with their batches (`Workload`) and the activation-checkpointing policies (`ParallelPlan`).
+    A `Workload` is a model with its batch. A `ParallelPlan` contains an activation-checkpointing policy.
     """
 
     context: Context

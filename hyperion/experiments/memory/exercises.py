@@ -22,7 +22,7 @@ def judge_largest_batch(answer: int | None, peak_gib: Callable[[int], float], me
     """Return a sentence that judges the reader's answer to the question of how large a batch fits into memory.
 
     Args:
-        answer: batch size that the reader answered, or None if the reader has not answered yet.
+        answer: the batch size given by the reader, or None if there is no answer yet.
         peak_gib: function that takes a batch size and returns the peak memory of a step in GiB.
         memory_gib: size of the memory in GiB.
     """
