@@ -91,7 +91,7 @@ def break_even(material: Material) -> Figure | None:
 
 
 def _absences(subjects: dict[str, list[Row]]) -> list[str]:
-    """Return one sentence for each reason why modes were not timed, which lists these modes."""
+    """Return one sentence for each reason why modes were not timed. It lists these modes."""
     reasons: dict[str, list[str]] = {}
     for rows in subjects.values():
         for row in _of(rows, "inference_time_s"):
