@@ -68,7 +68,7 @@ class Endpoint:
     Args:
         address: address of the server, such as "http://127.0.0.1:8000".
         key: key that is sent as a bearer token.
-        model: name of the model, as requests state it.
+        model: name of the model that is sent in requests.
         deadline_s: time in seconds after which an unfinished request counts as failed.
         connections: largest number of connections, or None for no limit. With a limit, requests wait in the client.
         until_s: time on the clock of `time.perf_counter` at which all unfinished requests count as failed.
