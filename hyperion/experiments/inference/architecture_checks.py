@@ -14,8 +14,7 @@ from torch.utils._pytree import tree_map
 from hyperion.experiments.inference.architecture_configs import ARCHITECTURES
 from hyperion.experiments.inference.rounding import Case, Derivatives, errors_over_tolerance
 
-# If the two largest logits differ by less than this share of the largest magnitude, they are a tie: about 1,000 float32
-# roundings.
+# The two largest logits are a tie if they differ by less than this share of the largest magnitude, or 1,000 float32 roundings.
 TIE = 1e-4
 _EMBEDDING_SCALE = 0.1
 
@@ -179,8 +178,7 @@ def check_generation(tiny: TinyModel, new_tokens: int, seed: int, probes: int) -
     logits = torch.stack(answer.logits, 1).float()
     sequences, new_tokens = answer.sequences, logits.shape[1]
     start = sequences.shape[1] - new_tokens
-    # A decoder generates a continuation of its input. An encoder-decoder model reads its input once and generates another
-    # sequence.
+    # A decoder continues its input. An encoder-decoder model reads its input once and generates another sequence.
     text = "decoder_input_ids" if tiny.model.config.is_encoder_decoder else "input_ids"
 
     def forward(begin: int, end: int) -> Tensor:

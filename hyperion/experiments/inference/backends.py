@@ -25,8 +25,7 @@ from hyperion.measure.steps.compilation import measure_first_calls, missing_comp
 
 EAGER, COMPILED, GRAPH = "eager", "torch.compile", "CUDA graph"
 AOTI, ORT_CPU, ORT_GPU, MIGRAPHX = "AOTInductor", "ONNX Runtime CPU", "ONNX Runtime GPU", "MIGraphX"
-# All runtimes except AOTInductor run in one process. AOTInductor has separate processes, because loading a package may end a
-# process.
+# All runtimes except AOTInductor run in one process. AOTInductor has its own, because loading a package may end a process.
 IN_PROCESS = (EAGER, COMPILED, GRAPH, ORT_CPU, ORT_GPU, MIGRAPHX)
 CPU_PROVIDER = "CPUExecutionProvider"
 GPU_PROVIDERS = {"cuda": ("CUDAExecutionProvider",), "rocm": ("MIGraphXExecutionProvider", "ROCMExecutionProvider")}
@@ -286,8 +285,7 @@ def _gpu_provider(device: Device) -> str:
 class _Compiled:
     """A model that is compiled for a few batch sizes. Other batches are split into parts of these sizes.
 
-    One compilation takes longer than all other measurements of the model. Without fixed sizes, each new batch size would need
-    another.
+    One compilation takes longer than all other measurements of the model. Without fixed sizes, each new batch size would add one.
     """
 
     def __init__(self, model: nn.Module, batches: tuple[int, ...]):

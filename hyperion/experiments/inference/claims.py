@@ -93,7 +93,7 @@ def error_claims(rows: Sequence[Row]) -> list[Claim]:
 
 
 def quality_claims(rows: Sequence[Row]) -> list[Claim]:
-    """Return the claims that perplexity rises by no more than 1 % with 8-bit and 15 % with 4-bit weights, within its interval."""
+    """Return the claims that perplexity does not rise by significantly more than 1 % (8-bit weights) or 15 % (4-bit weights)."""
     claims = []
     for row in _known(rows, "perplexity_ratio"):
         allowed = EIGHT_BITS if _BITS[row.dtype] == 8 else FOUR_BITS

@@ -215,12 +215,12 @@ def _verified(decoder: StaticDecoder, options: DecodeSpeedOptions, prompt_length
 
 
 def _logit_rounding(decoder: StaticDecoder, logits: Tensor) -> float:
-    """Return by how much a change of the order of the arithmetic can change the difference of two logits.
+    """Return how much the difference of two logits can change if the same arithmetic is done in another order.
 
-    Each of the `_ROUNDINGS` roundings of a layer changes the stream by at most half a unit, uniformly distributed, so by u /
-    sqrt(3) of itself on average. The changes add up like a random walk, in both passes, for both logits. In 16-bit formats, sums
-    are accumulated in float32. In float32, each term of a sum adds one more rounding. The result is four standard deviations plus
-    the spacing at the largest logit.
+    Each of the `_ROUNDINGS` roundings of a layer changes the stream by a uniformly distributed share of at most the unit roundoff
+    u, with a standard deviation of u / sqrt(3). The changes add up like a random walk, in both passes, for both logits. In 16-bit
+    formats, sums are accumulated in float32. In float32, each term of a sum adds one more rounding. The result is four standard
+    deviations plus the spacing at the largest logit.
     """
     weight = decoder.lm.lm_head.weight
     half_unit = torch.finfo(weight.dtype).eps / 2

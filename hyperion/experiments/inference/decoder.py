@@ -60,8 +60,8 @@ class DecodeBlock(nn.Module):
         k_K1H = _rotated(self.k(h_1D).view(self.key_heads, 1, -1), cosine_1H, sine_1H)
         self.keys_KSH.index_copy_(1, position_1, k_K1H)
         self.values_KSH.index_copy_(1, position_1, self.v(h_1D).view(self.key_heads, 1, -1))
-        # Element-wise products and sums instead of matrix products: a compiler can fuse them, and with one query they too read
-        # the cache once.
+        # Products and sums instead of matrix products: a compiler can fuse them, and with one query they also read the cache
+        # once.
         scores_KGS = (q_KGH[:, :, None].float() * self.keys_KSH[:, None].float()).sum(-1) / math.sqrt(q_KGH.shape[-1])
         weights_KGS = scores_KGS.masked_fill(hidden_S, -math.inf).softmax(-1)
         mixed_KGH = (weights_KGS[..., None] * self.values_KSH[:, None].float()).sum(-2)

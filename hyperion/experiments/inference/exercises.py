@@ -117,8 +117,7 @@ def judge_int8(my_quantise: Callable[[Tensor], tuple[Tensor, Tensor]]) -> pd.Dat
             weight = values * scales[:, None] up to half a step.
 
     Returns:
-        A table with one line for each weight: the largest error in units of half a step of its output, and whether it is at most
-        1.
+        A table with one line for each weight: the largest error in half steps of its output, and whether it is at most 1.
     """
     generator = torch.Generator().manual_seed(0)
     plain = torch.randn(8, 8, generator=generator)

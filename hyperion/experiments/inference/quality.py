@@ -1,7 +1,6 @@
 """Differences between two models on the same data, with confidence intervals.
 
-Two models are compared in pairs, on the same tokens or images. The interval of the difference is far smaller than that of each
-value.
+Two models are compared in pairs, on the same tokens or images. The difference has a far smaller interval than each value.
 """
 
 import math
@@ -43,7 +42,7 @@ def perplexity_ratio(losses: np.ndarray, original: np.ndarray, windows: np.ndarr
 
 
 def accuracy_difference(hits: np.ndarray, original: np.ndarray) -> Estimate:
-    """Return the difference in accuracy between the quantised and the original model on the same images, with its interval.
+    """Return the difference in accuracy of the quantised and the original model on the same images, with confidence interval.
 
     The 95 % confidence interval is that of Agresti and Min (2005, Statistics in Medicine 24, 729-740): half an image is added to
     each of the four combinations of right and wrong. So it does not shrink to a point if both models classify every image alike.

@@ -239,7 +239,7 @@ class Fp8(Scheme):
         return self._error(x_MK)
 
     def _error(self, values: Tensor) -> Tensor:
-        """Return half the distance between neighbouring values: relative for normal numbers, absolute below the smallest one."""
+        """Return half the distance between neighbouring values: relative for normal numbers, absolute for subnormal numbers."""
         magnitudes, info = values.double().abs(), self._info
         absmax = magnitudes.amax(1, keepdim=True) if self.by_row else magnitudes.amax()
         smallest = info.tiny * info.eps / 2 * absmax / info.max

@@ -84,7 +84,7 @@ class RuntimesOptions(Options):
         language_model, classifier: names of trained models, see `hyperion.workloads.trained_models`.
         dtype: number format for PyTorch's runtimes. ONNX Runtime and MIGraphX run the float32 graph.
         batches: batch sizes that the search for the best one tries.
-        compiled_batches: batch sizes for which torch.compile compiles the model, and which its search tries. They must include 1.
+        compiled_batches: batch sizes for which torch.compile compiles the model, and which its search tries. They include 1.
         left_out: runtimes that the profile skips, by kind of model: "language" or "classifier". Their rows contain this reason.
         latency_samples: number of calls for the latency percentiles. The 99th percentile needs at least 368.
         time_limit_s: seconds of timing for each comparison.
