@@ -329,7 +329,7 @@ def _expected(ceiling: float | None, curve: Curve | None, work: Work, basis: str
         basis = basis if ceiling is None else f"ceiling: {basis}"
         return Expected(ceiling, None, None, None, f"no reference run has a curve for it; {basis}")
     rate = curve.rate(work)
-    # Without a ceiling, the times are those at nominal rates. On a CPU the real clock may be higher than the nominal clock, so
-    # the nominal rates are not ceilings.
+    # Without a ceiling, the times are those at nominal rates. On a CPU the real clock may exceed the nominal clock, so the
+    # nominal rates are not ceilings.
     basis = f"{curve}; times at {'nominal rates' if ceiling is None else 'the ceiling'}: {basis}"
     return Expected(ceiling, rate, rate / (1 + curve.spread), rate * (1 + curve.spread), basis)
