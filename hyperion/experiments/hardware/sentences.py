@@ -17,7 +17,7 @@ _SAME_BANDWIDTH = 0.1
 
 
 def square_beside_search(rows: Iterable[Row], dtype: str) -> str:
-    """Compare the fastest square matrix product of chapter 1.1 with the fastest product found by the search, in sentences.
+    """Return sentences that compare the fastest square matrix product of chapter 1.1 with the fastest from the search.
 
     Return "" if the run does not have both.
 
@@ -101,7 +101,7 @@ def _levels(points: list[Row], name: str, capacity: float | None) -> str:
 
 
 def copies_of_one_size(rows: Iterable[Row]) -> str:
-    """Compare the copy of the largest working set in `memory_levels` with the copy in `stream_formats`, in sentences.
+    """Return sentences that compare the largest repeated copy in `memory_levels` with the copy in `stream_formats`.
 
     Only copies limited by the bandwidth of device memory are compared, because a cache may serve the others. Return "" if the run
     does not have both copies.
