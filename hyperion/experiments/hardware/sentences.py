@@ -1,7 +1,6 @@
-"""Sentences about results that differ between machines, or between two chapters of one run.
+"""Sentences about results that differ between machines or between two chapters of one run.
 
-Each function compares rows of the hardware chapters and returns Markdown sentences. All numbers in the sentences come from the
-rows.
+Each function compares rows of the hardware chapters and returns Markdown sentences. All numbers come from the rows.
 """
 
 from collections.abc import Iterable
@@ -12,14 +11,13 @@ from hyperion.figures.material import byte_size, measured, number, select
 from hyperion.results import Row
 
 _LAUNCHING = "no limit: mostly launching"
-# Two rates agree if they differ by at most this share. Different clocks and temperatures of two experiments cause such
-# differences.
+# Two rates agree if they differ by at most this fraction, which allows for different clocks and temperatures.
 _ALIKE = 0.03
 _SAME_BANDWIDTH = 0.1
 
 
 def square_beside_search(rows: Iterable[Row], dtype: str) -> str:
-    """Return sentences that compare the fastest square matrix product of chapter 1.1 with the fastest product of the search.
+    """Return sentences that compare the fastest square matrix product of chapter 1.1 with the fastest from the search.
 
     Return "" if the run does not have both.
 
@@ -48,11 +46,11 @@ def square_beside_search(rows: Iterable[Row], dtype: str) -> str:
 
 
 def _clocks(square: Row, found: Row) -> str:
-    """Return sentences that say whether the clock explains why the search found a slower product than the squares of chapter 1.1.
+    """Return sentences on whether the clock explains that the search found a slower product than chapter 1.1.
 
     Args:
-        square: row of the fastest product of square matrices in chapter 1.1.
-        found: row of the fastest product that the search found.
+        square: row of the fastest square matrix product in chapter 1.1.
+        found: row of the fastest product found by the search.
     """
     if not square.clock_mhz or not found.clock_mhz:
         return "The clock was not read, so it is not known whether it explains this."
@@ -69,7 +67,7 @@ def _clocks(square: Row, found: Row) -> str:
 
 
 def memory_levels(rows: Iterable[Row]) -> list[str]:
-    """Return one sentence for reads and one for copies: which working set is the fastest, and whether the curve shows a cache.
+    """Return one sentence per operation (read, copy): the fastest working set, and whether the curve shows a cache.
 
     Args:
         rows: rows of the experiment `memory_levels`.
@@ -103,10 +101,10 @@ def _levels(points: list[Row], name: str, capacity: float | None) -> str:
 
 
 def copies_of_one_size(rows: Iterable[Row]) -> str:
-    """Return sentences that compare the copy of the largest working set in `memory_levels` with the copies of `stream_formats`.
+    """Return sentences that compare the largest repeated copy in `memory_levels` with the copy in `stream_formats`.
 
-    Only copies whose limit is the bandwidth of device memory are compared, because a cache may serve the other copies. Return ""
-    if the run does not have both copies.
+    Only copies limited by the bandwidth of device memory are compared, because a cache may serve the others. Return "" if the run
+    does not have both copies.
 
     Args:
         rows: rows of a run.
