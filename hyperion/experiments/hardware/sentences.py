@@ -66,6 +66,25 @@ def _clocks(square: Row, found: Row) -> str:
     )
 
 
+def faster_at_equal_clock(given: Iterable[Row], best: Row) -> list[Row]:
+    """Return the given shapes that are faster than the fastest shape of the search at the same clock frequency.
+
+    A search keeps a GPU at its power limit, and the given shapes are timed afterwards, so their clock can be higher. The rate of
+    a matrix product is proportional to the clock, so rates divided by the clock are compared. If a clock is unknown, the rates
+    themselves are compared. The 95 % intervals must be more than 3 % apart.
+
+    Args:
+        given: rows of given shapes.
+        best: row of the fastest shape of the search, in the same number format.
+    """
+
+    def faster(row: Row) -> bool:
+        same_clock = best.clock_mhz / row.clock_mhz if best.clock_mhz and row.clock_mhz else 1.0
+        return not_none(row.ci_low) * same_clock > (1 + _ALIKE) * not_none(best.ci_high)
+
+    return [row for row in measured(given) if faster(row)]
+
+
 def memory_levels(rows: Iterable[Row]) -> list[str]:
     """Return one sentence per operation (read, copy): the fastest working set, and whether the curve shows a cache.
 
