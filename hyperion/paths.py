@@ -59,7 +59,7 @@ def silent_hosts_folder() -> Path | None:
 
 
 def reference_folder() -> Path:
-    """Return the folder of the reference results in git. It contains one folder per reference run."""
+    """Return the folder of the reference runs in git."""
     return project_root() / "results" / "reference"
 
 
