@@ -1,4 +1,4 @@
-"""The output of `hyperion reproduce`: progress while notebooks run, reports of failures, and a summary table at the end."""
+"""The output of `hyperion reproduce`: progress while notebooks run, failure reports, and a summary table at the end."""
 
 import threading
 import time
@@ -16,8 +16,8 @@ from hyperion.reproduce.notebooks import Notebook
 from hyperion.results import Row
 
 _LOG_INTERVAL_S = 30.0
-# Expected times are scaled by the ratio of measured to expected times of the finished notebooks. The ratio is computed as if
-# one more notebook with this expected time, in seconds, had taken exactly its expected time.
+# Expected times are scaled by the ratio of measured to expected times of the finished notebooks. This ratio is computed as if
+# another notebook with this expected time, in seconds, had taken exactly as long as expected.
 _PRIOR_S = 30.0
 _LINES_OF_TRACEBACK = 40
 _STYLES = {
