@@ -15,8 +15,9 @@ TORCH, TORCHVISION = "2.13.0", "0.28.0"
 CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 ROCM_INDEX = "https://download.pytorch.org/whl/rocm{major}.{minor}"
 # Versions of (torch, torchvision) by ROCm version. A wheel contains its own ROCm libraries, which work with amdgpu drivers that
-# are up to about one year older or newer (AMD's user and kernel-space support matrix). Therefore the newest wheel that is not
-# newer than the machine's ROCm is chosen, or the oldest wheel with the same major version if there is none.
+# are up to about one year older or newer (AMD's user and kernel-space support matrix). Among the wheels with the major version of
+# the machine's ROCm, the newest one that is not newer is chosen, else the oldest one. If there is no such wheel, the newest older
+# wheel is chosen.
 ROCM_WHEELS = {(7, 2): (TORCH, TORCHVISION), (7, 1): (TORCH, TORCHVISION), (6, 4): ("2.9.1", "0.24.1")}
 MINIMUM_TORCH, MINIMUM_PYTHON = (2, 9), (3, 11)
 
