@@ -93,7 +93,7 @@ class MachineFacts:
         gpu_error: error message of torch if it finds a GPU but cannot use it, else None.
         driver: name and version of the GPU driver, or None.
         collectives: name and version of the library for collectives (NCCL or RCCL), or None.
-        collective_settings: environment variables that configure this library, see `collective_settings`.
+        collective_settings: environment variables that configure this library; see `collective_settings`.
         packages: a dict that maps the name of a Python package to its version.
         os, kernel, machine: operating system, version of its kernel, and architecture, such as "x86_64".
         host_hash: hash of the host name.

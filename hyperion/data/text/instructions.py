@@ -299,7 +299,7 @@ def fit(prompt: list[int], completion: list[int], limit: int, beginning: int = 0
         limit: maximum total number of tokens.
         beginning: number of tokens at the start of the prompt that are never removed, such as the beginning-of-text token.
     """
-    # Reserve positions for the prompt: its whole length, or at least a quarter of the row.
+    # Reserve positions for the prompt: its length or a quarter of the row, whichever is smaller.
     most = limit - min(len(prompt), max(1, limit // LEAST_PROMPT_SHARE))
     completion = completion[:most]
     room = limit - len(completion)

@@ -83,8 +83,8 @@ class WorkLeft:
 def _working(threads: list[tuple[int, int | None]]) -> int | None:
     """Return the ident of the first busy thread, or None if no thread is busy.
 
-    A thread is busy if it is running, uses CPU time during this check, or sleeps. Threads are given as (Python's ident, native
-    ID).
+    A thread is busy if it is running, uses CPU time during this check, sleeps, or if the system does not report its state.
+    Threads are given as (Python's ident, native ID).
     """
     before = [_look(native) for _, native in threads]
     time.sleep(_THREAD_SETTLES_S / 2)

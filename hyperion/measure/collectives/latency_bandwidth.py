@@ -48,7 +48,7 @@ def fit_latency_bandwidth(gigabytes: Sequence[float], times_s: Sequence[Sequence
 
     Source: Hockney, The communication challenge for MPP, Parallel Computing 20 (1994) 389-398, for the model.
     """
-    # Imported here, because the import takes half a second and worker processes do not need it.
+    # Imported here, because the import takes half a second, which would delay every worker process.
     from scipy.optimize import nnls
 
     size = np.asarray(gigabytes, dtype=np.float64)
