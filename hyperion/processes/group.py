@@ -60,7 +60,7 @@ class World:
     group: dist.ProcessGroup | None = None
 
     def alone(self) -> "World":
-        """Return a world of size 1 with a process group of its own, to run the same program without communication.
+        """Return a world of size 1 with its own process group, to run the same program without communication.
 
         This is a collective call: every rank must make it.
         """

@@ -83,7 +83,7 @@ def kernel_manager_class(scratch: Path, environment: dict[str, str], folder: Pat
     class ThisInterpreter(AsyncKernelManager):
         @default("kernel_spec_manager")
         def _only_ours(self) -> KernelSpecManager:
-            # Without this option, jupyter_client adds a kernel of its own if the folder has none.
+            # Without this option, jupyter_client adds its own kernel if the folder has none.
             return KernelSpecManager(kernel_dirs=[str(scratch / "kernels")], ensure_native_kernel=False)
 
         @default("transport")

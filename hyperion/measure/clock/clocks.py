@@ -192,7 +192,7 @@ class RanksClock:
         here: description of this rank. The process group must be initialised.
         prepare: function that restores the data that the timed call overwrites. It runs before each timed call, and its time is
             not included.
-        step: function that is called with a text description before each collective that the clock itself starts.
+        step: function that is called with a description of each collective that the clock itself starts, before it starts.
     """
 
     def __init__(self, here: World, prepare: Callable[[], object], step: Callable[[str], object]):

@@ -60,7 +60,7 @@ class Collective:
 
     Args:
         name: common name of the collective.
-        size: text that says which buffer has the size S. The definition is the same as in nccl-tests.
+        size: description of the buffer that has the size S, defined as in nccl-tests.
         bus_factor: function that maps the number of ranks to the bus factor, busbw / algbw. The bus factor is the number of bytes
             that cross the link of a rank in one direction, divided by S.
         call: function (output, input) that runs the collective.
