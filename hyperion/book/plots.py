@@ -10,8 +10,20 @@ from hyperion.errors import HyperionError, not_none
 from hyperion.experiments.baselines.figures import counted_losses, epoch_rows
 from hyperion.experiments.hardware.figures import gemm_intensity, gemm_rows, stream_intensity
 from hyperion.figures.material import ALL, Material, Plot, items, made_from_rows, measured, number, percent, values
-from hyperion.figures.style import add_notes, limit_line, log_ticks, look, new_figure, png, spread_labels, styled, write_at
-from hyperion.palette import GRID, INK, MUTED
+from hyperion.figures.style import (
+    GRID,
+    INK,
+    MUTED,
+    add_notes,
+    limit_line,
+    log_ticks,
+    look,
+    new_figure,
+    png,
+    spread_labels,
+    styled,
+    write_at,
+)
 from hyperion.results import Prediction, Row
 
 # Font size in points. Most pages show the summary at half its size, at which the letters are 10 pixels high.

@@ -10,8 +10,19 @@ from matplotlib.figure import Figure
 from hyperion.errors import not_none
 from hyperion.experiments.baselines import figures_speed
 from hyperion.figures.material import Material, Plot, items, measured, number
-from hyperion.figures.style import add_notes, errors_of, limit_line, look, new_figure, spread_labels, whole_numbers, write_at
-from hyperion.palette import COLOURS, INK, MUTED
+from hyperion.figures.style import (
+    COLOURS,
+    INK,
+    MUTED,
+    add_notes,
+    errors_of,
+    limit_line,
+    look,
+    new_figure,
+    spread_labels,
+    whole_numbers,
+    write_at,
+)
 from hyperion.results import Row
 
 _THROUGHPUT = {"tokens_per_s": "tokens/s", "images_per_s": "images/s"}

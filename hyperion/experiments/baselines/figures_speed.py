@@ -9,8 +9,7 @@ from matplotlib.figure import Figure
 
 from hyperion.errors import not_none
 from hyperion.figures.material import Material, items, measured, number
-from hyperion.figures.style import add_notes, errors_of, new_figure, whole_numbers, write_at
-from hyperion.palette import COLOURS, INK
+from hyperion.figures.style import COLOURS, INK, add_notes, errors_of, new_figure, whole_numbers, write_at
 from hyperion.results import Row
 
 # Colour and label of each loop. The middle loop exists only where a step can be captured as a graph.

@@ -14,8 +14,7 @@ from matplotlib.figure import Figure
 
 from hyperion.errors import not_none
 from hyperion.figures.material import Material, Plot, items, measured, number
-from hyperion.figures.style import add_notes, errors_of, log_ticks, name_bars, new_figure, write_at
-from hyperion.palette import COLOURS, INK, MUTED
+from hyperion.figures.style import COLOURS, INK, MUTED, add_notes, errors_of, log_ticks, name_bars, new_figure, write_at
 from hyperion.results import Row
 from hyperion.units import GIB
 

@@ -5,8 +5,7 @@ from matplotlib.figure import Figure
 
 from hyperion.errors import not_none
 from hyperion.figures.material import Material, Plot, interval, items, measured, number, select, values
-from hyperion.figures.style import add_notes, errors_of, new_figure, write_at
-from hyperion.palette import COLOURS, MUTED
+from hyperion.figures.style import COLOURS, MUTED, add_notes, errors_of, new_figure, write_at
 from hyperion.results import Row
 
 _COMMONEST = 20

@@ -7,8 +7,7 @@ from numpy.typing import ArrayLike
 
 from hyperion.errors import not_none
 from hyperion.figures.material import Material, Plot, measured, number, values
-from hyperion.figures.style import add_notes, limit_line, look, new_figure, whole_numbers, write_at
-from hyperion.palette import COLOURS, GRID, INK, MUTED
+from hyperion.figures.style import COLOURS, GRID, INK, MUTED, add_notes, limit_line, look, new_figure, whole_numbers, write_at
 from hyperion.results import Row
 
 _SMALLEST = 1e-9  # a logarithmic axis has no zero, so a difference of zero is drawn at this value

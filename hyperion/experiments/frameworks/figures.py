@@ -9,8 +9,7 @@ from matplotlib.ticker import NullFormatter
 
 from hyperion.errors import not_none
 from hyperion.figures.material import Material, Plot, measured, number
-from hyperion.figures.style import add_notes, errors_of, new_figure
-from hyperion.palette import COLOURS, INK, MUTED
+from hyperion.figures.style import COLOURS, INK, MUTED, add_notes, errors_of, new_figure
 from hyperion.results import Row
 
 TITLES = {

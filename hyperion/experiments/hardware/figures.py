@@ -12,6 +12,8 @@ from hyperion.experiments.hardware.figures_memory import add_share_axis, element
 from hyperion.figures.material import Material, Plot, items, measured, number, values
 from hyperion.figures.published import published_bandwidth, published_gemm
 from hyperion.figures.style import (
+    INK,
+    MUTED,
     absences,
     add_notes,
     errors_of,
@@ -22,7 +24,6 @@ from hyperion.figures.style import (
     spread_labels,
     write_at,
 )
-from hyperion.palette import INK, MUTED
 from hyperion.results import Row
 
 _DOT = {"linestyle": "none", "marker": ".", "markersize": 6, "color": "white", "markeredgecolor": INK, "zorder": 4}

@@ -9,8 +9,19 @@ from matplotlib.figure import Figure
 
 from hyperion.errors import not_none
 from hyperion.figures.material import Material, byte_size, interval, measured, number, number_within, percent, select, values
-from hyperion.figures.style import add_notes, errors_of, limit_line, log_ticks, look, new_figure, spread_labels, write_at
-from hyperion.palette import COLOURS, INK, MUTED
+from hyperion.figures.style import (
+    COLOURS,
+    INK,
+    MUTED,
+    add_notes,
+    errors_of,
+    limit_line,
+    log_ticks,
+    look,
+    new_figure,
+    spread_labels,
+    write_at,
+)
 from hyperion.results import Row
 
 _MOST_TICKS = 9

@@ -13,8 +13,19 @@ from matplotlib.figure import Figure
 
 from hyperion.errors import not_none
 from hyperion.figures.material import Material, measured, number, percent, values
-from hyperion.figures.style import add_notes, errors_of, log_ticks, look, new_figure, spread_labels, write_at
-from hyperion.palette import COLOURS, INK, MARKERS, MUTED
+from hyperion.figures.style import (
+    COLOURS,
+    INK,
+    MARKERS,
+    MUTED,
+    add_notes,
+    errors_of,
+    log_ticks,
+    look,
+    new_figure,
+    spread_labels,
+    write_at,
+)
 from hyperion.results import Row
 
 _MODELS = (0, 2, 4, 3, 5, 1)  # index into COLOURS for each model, in the order of the rows

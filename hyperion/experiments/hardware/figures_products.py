@@ -8,8 +8,7 @@ from matplotlib.figure import Figure
 
 from hyperion.errors import not_none
 from hyperion.figures.material import Material, measured, number
-from hyperion.figures.style import absences, add_notes, errors_of, look, new_figure, write_at
-from hyperion.palette import COLOURS, INK, MARKERS, MUTED
+from hyperion.figures.style import COLOURS, INK, MARKERS, MUTED, absences, add_notes, errors_of, look, new_figure, write_at
 from hyperion.results import Row
 
 _BEST, _DATA = "best_products", "operand_data"

@@ -8,8 +8,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from hyperion.figures.material import Material, Plot, measured, number, values
-from hyperion.figures.style import add_notes, log_ticks, look, new_figure
-from hyperion.palette import COLOURS, MUTED
+from hyperion.figures.style import COLOURS, MUTED, add_notes, log_ticks, look, new_figure
 from hyperion.results import Row
 from hyperion.results.rows import UNEXPECTED
 

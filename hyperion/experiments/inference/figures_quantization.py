@@ -6,8 +6,7 @@ from matplotlib.figure import Figure
 
 from hyperion.errors import not_none
 from hyperion.figures.material import Material, Plot, measured, number
-from hyperion.figures.style import absences, add_notes, errors_of, look, new_figure, write_at
-from hyperion.palette import COLOURS
+from hyperion.figures.style import COLOURS, absences, add_notes, errors_of, look, new_figure, write_at
 from hyperion.results import Row
 
 TITLES = {"quantization": "Quantised weights", "decode_speed": "Decoding one sequence", "qlora": "Training with few bits"}

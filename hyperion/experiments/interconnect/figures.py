@@ -9,8 +9,7 @@ from matplotlib.figure import Figure
 
 from hyperion.errors import not_none
 from hyperion.figures.material import Material, Plot, byte_size, measured, number, select, values
-from hyperion.figures.style import add_notes, errors_of, limit_line, log_ticks, look, new_figure, write_at
-from hyperion.palette import INK, MUTED
+from hyperion.figures.style import INK, MUTED, add_notes, errors_of, limit_line, log_ticks, look, new_figure, write_at
 from hyperion.results import Row
 from hyperion.units import MIB
 

@@ -6,8 +6,18 @@ from matplotlib.figure import Figure
 
 from hyperion.errors import not_none
 from hyperion.figures.material import Material, Plot, measured, number, select, values
-from hyperion.figures.style import add_notes, errors_of, limit_line, look, new_figure, spread_labels, whole_numbers
-from hyperion.palette import COLOURS, INK, MUTED
+from hyperion.figures.style import (
+    COLOURS,
+    INK,
+    MUTED,
+    add_notes,
+    errors_of,
+    limit_line,
+    look,
+    new_figure,
+    spread_labels,
+    whole_numbers,
+)
 from hyperion.results import Row
 
 _SMALLEST = 1e-9  # a logarithmic axis has no zero, so a difference of zero is drawn at this value

@@ -7,8 +7,7 @@ from matplotlib.patches import Rectangle
 
 from hyperion.errors import not_none
 from hyperion.figures.material import Material, Plot, measured, memory_unit
-from hyperion.figures.style import add_notes, log_ticks, look, new_figure, write_at
-from hyperion.palette import COLOURS, GRID, INK, MARKERS, MUTED
+from hyperion.figures.style import COLOURS, GRID, INK, MARKERS, MUTED, add_notes, log_ticks, look, new_figure, write_at
 from hyperion.results import Row
 
 # Parts of a bar from bottom to top, with the index of their colour in COLOURS. Tensors that exist during the whole step come

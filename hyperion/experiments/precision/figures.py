@@ -10,8 +10,20 @@ from matplotlib.figure import Figure
 
 from hyperion.errors import not_none
 from hyperion.figures.material import Material, Plot, measured, memory_unit, number
-from hyperion.figures.style import add_notes, errors_of, look, name_bars, new_figure, spread_labels, whole_numbers, write_at
-from hyperion.palette import COLOURS, GRID, INK, MUTED
+from hyperion.figures.style import (
+    COLOURS,
+    GRID,
+    INK,
+    MUTED,
+    add_notes,
+    errors_of,
+    look,
+    name_bars,
+    new_figure,
+    spread_labels,
+    whole_numbers,
+    write_at,
+)
 from hyperion.results import Row
 
 _VARIANTS, _LADDER, _REFERENCE = "precision_variants", "training_ladder", "fp32"

@@ -6,8 +6,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from hyperion.figures.material import Material, Plot, measured, select, values
-from hyperion.figures.style import add_notes, errors_of, look, new_figure
-from hyperion.palette import INK, MUTED
+from hyperion.figures.style import INK, MUTED, add_notes, errors_of, look, new_figure
 from hyperion.results import Row
 
 _MODES = ("weak", "strong")

@@ -5,8 +5,7 @@ from matplotlib.figure import Figure
 
 from hyperion.errors import not_none
 from hyperion.figures.material import Material, Plot, measured, number
-from hyperion.figures.style import absences, add_notes, errors_of, look, new_figure, whole_numbers
-from hyperion.palette import COLOURS, INK, MUTED
+from hyperion.figures.style import COLOURS, INK, MUTED, absences, add_notes, errors_of, look, new_figure, whole_numbers
 from hyperion.results import Row
 from hyperion.units import KIB, MIB
 

@@ -11,8 +11,7 @@ from matplotlib.transforms import Bbox
 
 from hyperion.errors import not_none
 from hyperion.figures.material import Material, Plot, items, measured, number, number_within, percent, select, values
-from hyperion.figures.style import add_notes, errors_of, log_ticks, look, new_figure, write_at
-from hyperion.palette import COLOURS, INK
+from hyperion.figures.style import COLOURS, INK, add_notes, errors_of, log_ticks, look, new_figure, write_at
 from hyperion.results import Row
 
 PHASES = ("forward", "backward", "optimizer")

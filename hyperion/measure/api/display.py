@@ -11,9 +11,9 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from hyperion.figures.style import COLOURS, MARKERS, MUTED, STYLE
 from hyperion.measure.api.answers import bytes_scale, estimate_text, flops_text, time_scale
 from hyperion.measure.clock.timing import Timing
-from hyperion.palette import COLOURS, MARKERS, MUTED, STYLE
 
 _MOST_BARS = 12
 
