@@ -122,7 +122,7 @@ def specifications(options: CompilationRequest) -> list[ModelSpec]:
     """Return the specifications of the models to measure. With a checkpoint, include only models that its weights fit.
 
     Raises:
-        HyperionError: a model is unknown, the checkpoint is unreadable, or the checkpoint fits no model.
+        HyperionError: a model is unknown, or the checkpoint cannot be read or does not match the weights of any model.
     """
     requested: dict[str, Any] = {"dtype": options.dtype, "batch": options.batch}
     requested["modes"] = [mode for mode in MODES if mode == EAGER or mode in (options.modes or MODES)]

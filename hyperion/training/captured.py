@@ -166,9 +166,9 @@ def _learning_rate_from(optimizer: torch.optim.Optimizer, rate: Tensor, capturab
 
 @contextmanager
 def _convolution_search() -> Iterator[None]:
-    """Context manager that lets cuDNN or MIOpen use the fastest convolution algorithms.
+    """Context manager in which cuDNN or MIOpen benchmarks convolution algorithms and uses the fastest one.
 
-    The library measures the algorithms, unless deterministic results are requested.
+    It has no effect if deterministic results are requested.
     """
     cudnn = torch.backends.cudnn  # also controls MIOpen
     before = cudnn.benchmark

@@ -523,7 +523,7 @@ class _Run:
     def change_ranks(self, before: int) -> None:
         """Start with a new state on each rank and print a warning.
 
-        The stored states cannot be used, because they belong to another number of ranks.
+        The stored states cannot be used, because they were saved with another number of ranks.
         """
         seed_rank(self.seed, self.step, self.rank)
         if self.rank == 0:

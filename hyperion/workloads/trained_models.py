@@ -259,7 +259,7 @@ class TrainedModel:
             logits_of: module or function that maps inputs, as returned by `held_out`, to logits.
             device: device of the inputs.
             batch_size: windows or images per call. The last batch may be smaller.
-            records: number of windows or images to score, from the first. None scores all.
+            records: number of windows or images to score, starting with the first. If None, all are scored.
         """
         inputs, targets = (part[:records] for part in self.held_out(device))
         losses, correct = [], []

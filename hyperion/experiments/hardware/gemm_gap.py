@@ -1,7 +1,7 @@
 """Why is the fastest matrix product of each format slower than the data-sheet peak?
 
-This experiment measures nothing. It computes four factors from this run's rows: the effects of the clock, incomplete tiles,
-memory, and launches. The factor "unexplained" covers the remaining difference.
+This experiment takes no measurements of its own. From the rows of the run, it computes four factors: the effects of clock
+frequency, incomplete tiles, memory traffic and launches. A factor "unexplained" accounts for the remaining difference.
 """
 
 from math import prod

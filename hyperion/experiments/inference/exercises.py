@@ -92,7 +92,7 @@ def judge_packing(my_unpack: Callable[[Tensor], Tensor]) -> pd.DataFrame:
         my_unpack: function of packed uint8 [N, K / 2] that returns integers [N, K] from -8 to 7.
 
     Returns:
-        A table with one line for each matrix: whether it is unpacked correctly, and what was observed.
+        A table with one line per matrix, which says whether it was unpacked correctly, and what the function returned or raised.
     """
     generator = torch.Generator().manual_seed(0)
     matrices = {
