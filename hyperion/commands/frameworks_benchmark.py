@@ -139,7 +139,7 @@ def compare(
 
     Results of one model are refused if their work differs: batch, sequence length, precision, initial state or order of the rows.
     """
-    from hyperion.frameworks.comparison import compare_results, draw, load_results, markdown, table
+    from hyperion.frameworks.comparison import CAVEAT, compare_results, draw, load_results, markdown, table
     from hyperion.frameworks.config import load_config
     from hyperion.frameworks.plan import output_folder, select_frameworks
 
@@ -151,6 +151,7 @@ def compare(
     console().print(table(comparison))
     for line in comparison.verdicts:
         say(line)
+    say(CAVEAT)
     picture = output or folder / config.comparison.plot
     for path in (picture, report := picture.with_name(config.comparison.report)):
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -17,6 +17,7 @@ from hyperion.frameworks.result import Result, read_result
 from hyperion.results import Estimate
 from hyperion.results.statistics import independent_ratio_estimate, median_estimate
 
+CAVEAT = "The 95 % intervals cover the steps of one run each. Differences between launches are not in them."
 # A bootstrap interval of the median of fewer samples is too short.
 MIN_STEPS = 5
 _WORK: dict[str, Callable[[Result], object]] = {
@@ -116,7 +117,9 @@ def verdict(first: Result, second: Result) -> str:
         return f"{a} and {b} tie: {found.value:.3f} x [{found.ci_low:.3f}, {found.ci_high:.3f}] tokens/s/GPU"
     if found.value < 1:
         a, b, found = b, a, found.map(lambda value: 1 / value)
-    return f"{a} is {found.value:.3f} x [{found.ci_low:.3f}, {found.ci_high:.3f}] as fast as {b} in tokens/s/GPU"
+    return (
+        f"{a} is {found.value:.3f} x [{found.ci_low:.3f}, {found.ci_high:.3f}] as fast as {b} in tokens/s/GPU, in these two runs"
+    )
 
 
 def table(comparison: Comparison) -> Table:
@@ -144,8 +147,7 @@ def markdown(comparison: Comparison, picture: str) -> str:
     lines += [f"- {line}." for line in comparison.verdicts] or ["There is only one result of each model."]
     lines += ["", "## What the numbers are", ""]
     lines += [
-        "- Rates are medians over the timed steps of one run, with a 95 % bootstrap interval. It does not contain differences "
-        "between launches.",
+        f"- Rates are medians over the timed steps. {CAVEAT}",
         "- A GPU of a result on the platform `cpu` is a rank on a CPU. Such a result only rehearses the scripts.",
         "- A result from a log was not observed: that its initial state and its rows are those of the others is not known.",
     ]

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from hyperion.frameworks.config import GPU_COUNTS, Config
 
-_INSIDE = "/workspace/hyperion"
+_INSIDE = "/hyperion"
 # ROCm needs the kernel driver and the render nodes. Its profilers and RCCL need ptrace and locked memory.
 _DEVICES = {"amd": ["--device=/dev/kfd", "--device=/dev/dri", "--group-add=video", "--cap-add=SYS_PTRACE", "--ulimit=memlock=-1"]}
 
