@@ -15,7 +15,7 @@ from typing import Any
 
 from rich.console import Console
 
-from hyperion.engines.environments import absent_environments
+from hyperion.engines.environments import ENVIRONMENTS, absent_environments
 from hyperion.hardware.cpu import waiting_threads
 from hyperion.paths import SILENT_HOSTS, project_root, results_folder
 from hyperion.reproduce.display import Display, TableLine, show_failure, show_table
@@ -44,7 +44,8 @@ FINISHED, FAILED, UNFINISHED = 0, 1, 3
 # Statuses of notebooks whose rows other notebooks can use.
 _HAVE_ROWS = ("done", "up to date", "unexpected")
 _NOTICED_SLOWDOWN = 1.25  # smaller slowdowns are not mentioned
-_FRAMEWORKS = "10_frameworks"  # the chapter whose frameworks have environments of their own
+# For each chapter that uses frameworks with environments of their own, these environments.
+_FRAMEWORKS = {"10_frameworks": tuple(ENVIRONMENTS), "11_megatron": ("megatron-core",)}
 _REMEASURED_NEXT = (
     "    The next call measures the experiments of this notebook again. Training runs in separate processes are not repeated "
     "unless one of their values was refused, because the same seed gives the same result. If a result is still unexpected then, "
@@ -161,9 +162,11 @@ class _Call:
         if slowdown > _NOTICED_SLOWDOWN:
             predicted += f" ({format_duration(total_s(idle))} on an idle machine, but other processes use the CPU)"
         self._print(f"{len(expected)} of {len(chosen)} notebooks to run, predicted {predicted}")
-        if _FRAMEWORKS in expected and self.machine.profile != REPLAY and (absent := absent_environments()):
-            where = "they take part in chapter 2.10 after `hyperion frameworks install --all`"
-            self._print(f"frameworks that are not installed: {', '.join(absent)}; {where}")
+        wanted = {name for chapter in expected for name in _FRAMEWORKS.get(chapter, ())}
+        absent = [name for name in absent_environments() if name in wanted]
+        if absent and self.machine.profile != REPLAY:
+            command = f"hyperion frameworks install {' '.join(absent)}"
+            self._print(f"frameworks that are not installed: {', '.join(absent)}; `{command}` lets them take part")
         places = len(self.lanes.places)
         if places > 1 and self.machine.profile == REPLAY:
             self._print(f"up to {places} notebooks run at the same time, because a replay measures nothing")

@@ -39,7 +39,8 @@ def megatron_parity(material: Material) -> Figure | None:
             axes.axvline(value, color=INK, linestyle=style, linewidth=1.2, label=label)
     axes.set(xscale="log", xlabel="largest relative difference of all steps", yticks=range(len(names)), yticklabels=names)
     axes.invert_yaxis()
-    axes.legend()
+    axes.margins(x=0.08)
+    axes.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=4)  # above, because inside it would hide a line
     add_notes(figure, absences([row for row in material.of("megatron_parity") if row.value is None], lambda row: row.variant))
     return figure
 

@@ -194,7 +194,7 @@ def train_with(
     with gpt.model_parallel(layout):
         shape = random_llama_shape(options.model, VOCABULARY)
         model = gpt.build_gpt(shape, layout, options.sequence_length)
-        gpt.load_llama_weights(model, initial_llama(context, options.model).state_dict(), shape)
+        gpt.load_llama_weights(model, initial_llama(context, options.model).state_dict(), shape, layout)
         trainer = gpt.MegatronTrainer(
             model.to(tokens_SBT.device), layout, gpt.Adam(options.learning_rate, _WEIGHT_DECAY, clip_norm=_CLIP)
         )

@@ -70,7 +70,7 @@ def pretrain(context: Context, report: Report) -> Result:
     with gpt.model_parallel(layout):
         shape = random_llama_shape(options.model, VOCABULARY)
         model = gpt.build_gpt(shape, layout, length)
-        gpt.load_llama_weights(model, initial_llama(context, options.model).state_dict(), shape)
+        gpt.load_llama_weights(model, initial_llama(context, options.model).state_dict(), shape, layout)
         trainer = gpt.MegatronTrainer(model.to(device), layout, gpt.Adam(options.learning_rate))
         for step, tokens_BT in enumerate(tokens):
             loss, _ = trainer.step(tokens_BT.to(device))

@@ -79,7 +79,7 @@ def reshard_on_rank(context: Context, report: Report) -> Result:
     dist.barrier()
     with gpt.model_parallel(layout):
         model = gpt.build_gpt(shape, layout, length)
-        gpt.load_llama_weights(model, initial_llama(context, options.model).state_dict(), shape)
+        gpt.load_llama_weights(model, initial_llama(context, options.model).state_dict(), shape, layout)
         model = model.to(context.device.torch_device)
         trainer = gpt.MegatronTrainer(model, layout, gpt.Adam(options.learning_rate))
         for step, tokens_BT in enumerate(tokens[:-1]):

@@ -72,7 +72,7 @@ def time_on_rank(context: Context, report: Report) -> Result:
     with gpt.model_parallel(layout):
         shape = random_llama_shape(options.model, VOCABULARY)
         model = gpt.build_gpt(shape, layout, options.sequence_length)
-        gpt.load_llama_weights(model, initial_llama(context, options.model).state_dict(), shape)
+        gpt.load_llama_weights(model, initial_llama(context, options.model).state_dict(), shape, layout)
         model = model.to(context.device.torch_device)
         functions, trainers = [], []
         for count in options.micro_batches:

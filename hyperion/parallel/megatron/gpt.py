@@ -25,7 +25,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from hyperion.models.llama import LlamaShape
-from hyperion.parallel.megatron.layouts import MegatronLayout, interleaved_qkv
+from hyperion.parallel.megatron.layouts import MegatronLayout, joined_weights, rank_weights
 
 
 @dataclass(frozen=True)
@@ -51,14 +51,17 @@ def model_parallel(layout: MegatronLayout) -> Iterator[None]:
         parallel_state.destroy_model_parallel()
 
 
-def build_gpt(shape: LlamaShape, layout: MegatronLayout, length: int, dtype: torch.dtype = torch.float32) -> GPTModel:
-    """Return this rank's part of a GPTModel with the architecture of a Llama. All fusions are off.
+def build_gpt(
+    shape: LlamaShape, layout: MegatronLayout, length: int, norm_epsilon: float = 1e-6, rope_theta: float = 1e4
+) -> GPTModel:
+    """Return this rank's part of a GPTModel with the architecture of a Llama, in float32. All fusions are off.
 
     Args:
         shape: shape of the Llama, with untied embeddings.
         layout: layout of the ranks. `model_parallel` must have created its groups.
         length: largest number of tokens in a sequence.
-        dtype: dtype of the parameters.
+        norm_epsilon: epsilon of the norms.
+        rope_theta: base of the angles of the rotary embedding.
     """
     config = TransformerConfig(
         num_layers=shape.num_hidden_layers,
@@ -67,7 +70,7 @@ def build_gpt(shape: LlamaShape, layout: MegatronLayout, length: int, dtype: tor
         num_query_groups=shape.num_key_value_heads,
         ffn_hidden_size=shape.intermediate_size,
         normalization="RMSNorm",
-        layernorm_epsilon=1e-6,
+        layernorm_epsilon=norm_epsilon,
         gated_linear_unit=True,
         activation_func=F.silu,
         add_bias_linear=False,
@@ -82,10 +85,8 @@ def build_gpt(shape: LlamaShape, layout: MegatronLayout, length: int, dtype: tor
         cross_entropy_loss_fusion=False,
         persist_layer_norm=False,
         use_cpu_initialization=True,
-        params_dtype=dtype,
-        pipeline_dtype=dtype,
-        bf16=dtype is torch.bfloat16,
-        fp16=dtype is torch.float16,
+        params_dtype=torch.float32,
+        pipeline_dtype=torch.float32,
         tensor_model_parallel_size=layout.tensor,
         pipeline_model_parallel_size=layout.pipeline,
         sequence_parallel=layout.sequence,
@@ -102,58 +103,42 @@ def build_gpt(shape: LlamaShape, layout: MegatronLayout, length: int, dtype: tor
         post_process=parallel_state.is_pipeline_last_stage(),
         share_embeddings_and_output_weights=False,
         position_embedding_type="rope",
+        rotary_base=rope_theta,
     )
 
 
-def load_llama_weights(model: GPTModel, weights: Mapping[str, Tensor], shape: LlamaShape) -> None:
+def load_llama_weights(model: GPTModel, weights: Mapping[str, Tensor], shape: LlamaShape, layout: MegatronLayout) -> None:
     """Copy the weights of transformers' LlamaForCausalLM into this rank's part of the model.
 
     Args:
         model: the model of `build_gpt`.
         weights: the state dict of the LlamaForCausalLM, on every rank.
-        shape: shape of the Llama.
+        shape, layout: those of the model.
     """
-    own = this_rank_part(weights, shape, model.pre_process, model.post_process)
+    part = rank_weights(weights, shape, layout, *_place())
     known = dict(model.named_parameters())
-    if set(own) != set(known):
-        raise ValueError(f"the weights and the model differ in {sorted(set(own) ^ set(known))}")
+    if set(part) != set(known):
+        raise ValueError(f"the weights and the model differ in {sorted(set(part) ^ set(known))}")
     with torch.no_grad():
         for name, parameter in known.items():
-            parameter.copy_(own[name])
+            parameter.copy_(part[name])
 
 
-def this_rank_part(weights: Mapping[str, Tensor], shape: LlamaShape, first: bool, last: bool) -> dict[str, Tensor]:
-    """Return this rank's part of a Llama's weights, by megatron-core's names.
+def whole_weights(model: GPTModel, shape: LlamaShape, layout: MegatronLayout) -> dict[str, Tensor]:
+    """Return the state dict of a LlamaForCausalLM with the weights of all ranks, on the CPU. It is empty on all ranks but 0.
 
-    Args:
-        weights: the state dict of the LlamaForCausalLM.
-        shape: shape of the Llama.
-        first, last: whether this rank has the first stage of the pipeline, and the last one.
+    All ranks must call this function. The arguments are those of `load_llama_weights`.
     """
-    rank, ranks = parallel_state.get_tensor_model_parallel_rank(), parallel_state.get_tensor_model_parallel_world_size()
+    mine = {name: parameter.detach().cpu() for name, parameter in model.named_parameters()}
+    found = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
+    dist.gather_object((_place(), mine), found)
+    # Replicas have the same place and the same weights.
+    return joined_weights(dict(found), shape, layout) if found else {}
 
-    def rows(tensor: Tensor) -> Tensor:
-        return tensor.chunk(ranks, dim=0)[rank]
 
-    own = {"embedding.word_embeddings.weight": rows(weights["model.embed_tokens.weight"])} if first else {}
-    stage_layers = shape.num_hidden_layers // parallel_state.get_pipeline_model_parallel_world_size()
-    offset = parallel_state.get_pipeline_model_parallel_rank() * stage_layers
-    for local in range(stage_layers):
-        of, to = f"model.layers.{offset + local}.", f"decoder.layers.{local}."
-        own[to + "input_layernorm.weight"] = weights[of + "input_layernorm.weight"]
-        own[to + "self_attention.linear_qkv.weight"] = rows(
-            interleaved_qkv(weights, of + "self_attn.", shape.num_key_value_heads)
-        )
-        own[to + "self_attention.linear_proj.weight"] = weights[of + "self_attn.o_proj.weight"].chunk(ranks, dim=1)[rank]
-        own[to + "pre_mlp_layernorm.weight"] = weights[of + "post_attention_layernorm.weight"]
-        # Each rank has its part of the gate and below it the same part of the other projection.
-        pair = [rows(weights[of + f"mlp.{name}_proj.weight"]) for name in ("gate", "up")]
-        own[to + "mlp.linear_fc1.weight"] = torch.cat(pair)
-        own[to + "mlp.linear_fc2.weight"] = weights[of + "mlp.down_proj.weight"].chunk(ranks, dim=1)[rank]
-    if last:
-        own["decoder.final_layernorm.weight"] = weights["model.norm.weight"]
-        own["output_layer.weight"] = rows(weights["lm_head.weight"])
-    return own
+def _place() -> tuple[int, int]:
+    """Return this rank's stage, and its number among the ranks that share each matrix."""
+    return parallel_state.get_pipeline_model_parallel_rank(), parallel_state.get_tensor_model_parallel_rank()
 
 
 @dataclass
@@ -171,6 +156,8 @@ class MegatronTrainer:
     adam: Adam
     wrapped: Any = field(init=False)
     optimizer: Any = field(init=False)
+    # Targets that this rank scored in the last call of `gradients`; 0 on a rank that is not the last stage.
+    scored_tokens: int = field(init=False, default=0)
 
     def __post_init__(self):
         sharded = self.layout.distributed_optimizer
@@ -186,9 +173,6 @@ class MegatronTrainer:
             adam_eps=self.adam.epsilon,
             clip_grad=self.adam.clip_norm,
             use_distributed_optimizer=sharded,
-            bf16=config.bf16,
-            fp16=config.fp16,
-            params_dtype=config.params_dtype,
         )
         self.optimizer = get_megatron_optimizer(options, [self.wrapped], get_standard_config_overrides(options))
         # The overrides exempt norms from weight decay, but only this scheduler applies them.
@@ -234,7 +218,8 @@ class MegatronTrainer:
             micro_batch_size=len(pieces[0]),
             forward_only=False,
         )
-        return torch.stack(losses).mean().item() if losses else None
+        self.scored_tokens = sum(count for _, count in losses)
+        return torch.stack([loss for loss, _ in losses]).mean().item() if losses else None
 
     def state_bytes(self) -> int:
         """Return the bytes of the moments of Adam on this rank."""
@@ -254,10 +239,10 @@ def _forward_step(pieces: Iterator[Tensor], model: Any):
     positions_BT = torch.arange(inputs_BT.shape[1], device=inputs_BT.device).expand_as(inputs_BT)
     output = model(inputs_BT.contiguous(), positions_BT, None, labels=targets_BT)
 
-    def mean_loss(nll_BT: Tensor) -> tuple[Tensor, Tensor]:
+    def mean_loss(nll_BT: Tensor) -> tuple[Tensor, tuple[Tensor, int]]:
         loss = nll_BT.mean()
         # A copy, because the schedule divides the loss by the number of micro-batches in place.
-        return loss, loss.detach().clone()
+        return loss, (loss.detach().clone(), nll_BT.numel())
 
     return output, mean_loss
 

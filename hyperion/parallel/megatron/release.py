@@ -11,6 +11,7 @@ import shutil
 import sys
 import tempfile
 import tomllib
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +26,17 @@ COMMIT = "55ac7082517c3878ae653c07c09c534b8aed49f6"
 INSTALL = "hyperion frameworks install megatron-core"
 PUBLISHED, ADAPTED, FOREIGN = "published", "adapted", "foreign"
 _CHANGES = Path(__file__).with_name("adaptation.toml")
+# Regular expressions of warnings that every rank would print: fallbacks that this library wants, advice for CUDA, and functions of
+# PyTorch that the release calls by their old names.
+_EXPECTED_WARNINGS = (
+    "(Transformer Engine and )?Apex (is|are) not installed",
+    "full scope is deprecated",
+    "The .grad attribute of a Tensor that is not a leaf",
+    "When using async grad allreduce it is recommended to set .*CUDA_DEVICE_MAX_CONNECTIONS",
+    "`load_state_dict` is deprecated",
+    r"`torch\.distributed\.\w+` is deprecated",
+    "Please use DTensor instead",
+)
 
 
 @dataclass(frozen=True)
@@ -236,6 +248,8 @@ def use_adapted() -> Path:
         )
     if str(folder) not in sys.path:
         sys.path.insert(0, str(folder))
+    for message in _EXPECTED_WARNINGS:
+        warnings.filterwarnings("ignore", message=message)
     return folder
 
 
