@@ -26,8 +26,8 @@ COMMIT = "55ac7082517c3878ae653c07c09c534b8aed49f6"
 INSTALL = "hyperion frameworks install megatron-core"
 PUBLISHED, ADAPTED, FOREIGN = "published", "adapted", "foreign"
 _CHANGES = Path(__file__).with_name("adaptation.toml")
-# Regular expressions of warnings that every rank would print: fallbacks that this library wants, advice for CUDA, and functions of
-# PyTorch that the release calls by their old names.
+# Regular expressions of warnings that every rank would print: fallbacks that this library wants, advice for CUDA, and functions
+# of PyTorch that the release calls by old names.
 _EXPECTED_WARNINGS = (
     "(Transformer Engine and )?Apex (is|are) not installed",
     "full scope is deprecated",

@@ -20,12 +20,11 @@ from hyperion.experiments.megatron.adaptation_advice import (
     parser,
     verdict_on,
 )
+from hyperion.experiments.megatron.bytes_of_text import batches, unigram_entropy
 from hyperion.experiments.megatron.indexed_tokens import index_bytes, read_index
 from hyperion.experiments.megatron.loss_scale_states import expected_scale
 from hyperion.experiments.megatron.pipeline_bubble import bubbles, ideal_bubble
-from hyperion.models.llama import LlamaShape, llama_parameter_count
 from hyperion.parallel.megatron import release
-from hyperion.parallel.megatron.layouts import MegatronLayout, rank_parameters, rank_state_bytes
 from tests.chapter.toy import perform, toy_context
 
 installed = pytest.mark.skipif(bool(release.why_unavailable()), reason="megatron-core is not installed")
@@ -38,7 +37,7 @@ SIZES: dict[str, dict] = {
         "steps": 3,
         "layouts": [{"distributed_optimizer": True}, {"tensor": 2, "sequence": True}, {"pipeline": 2, "micro_batches": 2}],
     },
-    "pipeline_bubble": TOY | {"micro_batches": [1, 2], "time_limit_s": 0.1},
+    "pipeline_bubble": TOY | {"micro_batches": [1, 2, 3], "time_limit_s": 0.1},
     "megatron_resharding": TOY | {"steps": 1, "cpu_ranks": 2, "saved": {"tensor": 2}},
     "documented_shapes": {
         "divisor": 48,
@@ -85,6 +84,41 @@ def test_a_checkpoint_of_two_ranks_is_loaded_by_one(tmp_path):
 
 
 @installed
+@on_cpu
+@pytest.mark.slow
+@pytest.mark.process
+def test_ranks_store_the_bytes_of_the_formula(tmp_path):
+    rows = perform(toy_context("documented_shapes", SIZES["documented_shapes"], tmp_path), tmp_path).rows
+    assert [(row.variant, row.rank, row.params["stage"]) for row in rows] == [("toy", 0, 0), ("toy", 1, 1)]
+    # Per layer: 4 x 16^2 for attention, 3 x 16 x 48 for the MLP, two norms. The last stage has the last norm too.
+    layer, end = 4 * 16**2 + 3 * 16 * 48 + 32, 256 * 16
+    assert [row.value for row in rows] == [16 * (layer + end), 16 * (layer + end + 16)]
+
+
+@installed
+@on_cpu
+@pytest.mark.slow
+@pytest.mark.process
+def test_bubbles_have_an_interval(tmp_path):
+    result = perform(toy_context("pipeline_bubble", SIZES["pipeline_bubble"], tmp_path), tmp_path)
+    assert [row.params["micro_batches"] for row in result.rows] == [1, 2, 3]
+    assert all(row.value is not None and row.value < 1 and row.ci_low <= row.value <= row.ci_high for row in result.rows)
+    assert len(result.samples) >= 3
+
+
+@installed
+@on_cpu
+@pytest.mark.slow
+@pytest.mark.process
+def test_training_lowers_the_loss(tmp_path):
+    result = perform(toy_context("megatron_pretraining", SIZES["megatron_pretraining"] | {"steps": 12}, tmp_path), tmp_path)
+    losses = {row.variant: row for row in result.rows}
+    assert losses["megatron-core"].n == 4 and 2 < losses["unigram"].value < np.log(256)
+    trained = list(result.samples["loss"])
+    assert len(trained) == 12 and trained[-1] < trained[0] - 0.5
+
+
+@installed
 @pytest.mark.slow
 @pytest.mark.process
 def test_counts_and_tokens_of_the_files(tmp_path):
@@ -92,17 +126,6 @@ def test_counts_and_tokens_of_the_files(tmp_path):
     found = {row.params["what"]: row.value for row in rows}
     assert (found["sequences"], found["documents"], found["tokens that differ from the text"]) == (21, 6, 0)
     assert found["bytes of .idx"] == 34 + 12 * 21 + 8 * 7 and found["bytes of .bin"] == found["tokens"]
-
-
-def test_the_state_of_a_stage_is_counted_from_its_shape():
-    shape = LlamaShape(8, 4, 2, 1, 16, 32)
-    # Queries 64, keys and values 32 each, output 64, three matrices of the MLP with 128 each; two norms of 8.
-    layer, end = 64 + 64 + 64 + 3 * 128 + 16, 32 * 8
-    assert rank_parameters(shape, MegatronLayout(), 0) == 4 * layer + 2 * end + 8 == llama_parameter_count(shape)
-    assert rank_parameters(shape, MegatronLayout(pipeline=2), 0) == 2 * layer + end
-    assert rank_parameters(shape, MegatronLayout(pipeline=2), 1) == 2 * layer + end + 8
-    assert rank_parameters(shape, MegatronLayout(tensor=2), 0) == 4 * ((layer - 16) / 2 + 16) + end + 8
-    assert rank_state_bytes(shape, MegatronLayout(distributed_optimizer=True), 0, 4) == 10 * (4 * layer + 2 * end + 8)
 
 
 def written_index(folder: Path, sequences: int, entries: int) -> Path:
@@ -143,6 +166,18 @@ def test_the_bubble_of_an_ideal_pipeline():
     counts = np.array([1, 2, 4, 8])
     assert bubbles(counts, 0.5 * (counts + 1)) == pytest.approx([ideal_bubble(2, count) for count in counts])
     assert bubbles(counts, 0.5 * counts) == pytest.approx([0, 0, 0, 0], abs=1e-9)
+
+
+def test_the_entropy_of_single_tokens():
+    assert unigram_entropy(np.array([7, 7, 9, 9], np.uint8)) == pytest.approx(np.log(2))
+    assert unigram_entropy(np.arange(256, dtype=np.uint8)) == pytest.approx(np.log(256))
+
+
+def test_batches_are_consecutive_tokens_and_depend_on_the_seed():
+    tokens = batches(np.arange(100, dtype=np.uint8), 2, 3, 4, 0)
+    assert tokens.shape == (2, 3, 5) and tokens.dtype == torch.int64
+    assert (tokens.diff(dim=2) == 1).all()
+    assert not torch.equal(tokens, batches(np.arange(100, dtype=np.uint8), 2, 3, 4, 1))
 
 
 def test_the_parser_decides_options():

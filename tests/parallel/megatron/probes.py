@@ -7,10 +7,14 @@ import shutil
 import sys
 import traceback
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from unittest import mock
 
 import torch
 import torch.distributed as dist
+
+from hyperion.errors import not_none
 
 
 def device() -> None:
@@ -23,11 +27,16 @@ def random_states() -> None:
     from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
 
     tracker = CudaRNGStatesTracker()
+    torch.manual_seed(7)
     tracker.add("one", 1)
-    with tracker.fork("one"):
-        first = torch.rand(3)
-    torch.manual_seed(1)
-    assert torch.equal(first, torch.rand(3))
+    with mock.patch("logging.Logger.warning") as warning:
+        with tracker.fork("one"):
+            inside = torch.rand(3)
+        assert not warning.called
+    outside = torch.rand(3)
+    for drawn, seed in ((inside, 1), (outside, 7)):
+        torch.manual_seed(seed)
+        assert torch.equal(drawn, torch.rand(3))
 
 
 def linear_layers() -> None:
@@ -105,17 +114,22 @@ def loss_scale() -> None:
 
 
 def optimizer() -> None:
-    from megatron.core.optimizer.optimizer import FP32Optimizer
+    from megatron.core.optimizer.optimizer import ChainedOptimizer, Float16OptimizerWithFloat16Params, FP32Optimizer
     from megatron.core.optimizer.optimizer_config import OptimizerConfig
 
-    assert FP32Optimizer(torch.optim.SGD([torch.nn.Parameter(torch.ones(1))]), OptimizerConfig(), None).get_loss_scale() == 1
+    single, half = (torch.nn.Parameter(torch.ones(1, dtype=dtype)) for dtype in (torch.float, torch.bfloat16))
+    assert FP32Optimizer(torch.optim.SGD([single]), OptimizerConfig(), None).get_loss_scale() == 1
+    assert ChainedOptimizer([]).get_loss_scale() == 1
+    mixed = Float16OptimizerWithFloat16Params(torch.optim.SGD([single, half]), OptimizerConfig(bf16=True), None, lambda *_: None)
+    assert mixed.fp32_from_fp32_groups == [[single]] and mixed.float16_groups == [[half]]
 
 
 def distributed_optimizer() -> None:
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 
-    options = OptimizerConfig(optimizer="adam", lr=1e-3, use_distributed_optimizer=True)
-    get_megatron_optimizer(options, [_wrapped_linear(use_distributed_optimizer=True)])
+    for dtype in (torch.float, torch.bfloat16):
+        options = OptimizerConfig(optimizer="adam", lr=1e-3, use_distributed_optimizer=True, bf16=dtype is torch.bfloat16)
+        get_megatron_optimizer(options, [_wrapped_linear(dtype, use_distributed_optimizer=True)])
 
 
 def clipping() -> None:
@@ -197,9 +211,12 @@ PROBES: dict[str, Callable[[], None]] = {
 
 
 def probe_changes(folder: str) -> dict:
-    """Run each probe with all changes, and with all changes but its own. Return what failed, by file.
+    """Run each probe with all changes, and with all replacements of its file but one. Return what failed.
 
     Each run is a fork that loads only one module again, because importing megatron-core takes seconds.
+
+    Returns:
+        {"with all changes": errors by file, "without": errors by "file, number of the replacement"}.
     """
     from hyperion.parallel.megatron.release import adapted_copy, changes
 
@@ -212,13 +229,15 @@ def probe_changes(folder: str) -> dict:
     for change in changes():
         path = tree / "megatron" / "core" / change.file
         adapted = path.read_text()
-        published = change.revert(adapted) if change.sha256 else None
-        if published is None:
-            path.unlink()
-        else:
-            path.write_text(published)
-        answer["without"] |= _failures([change.file], _module(change.file))
-        path.write_text(adapted)
+        for number, part in enumerate(change.replace):
+            if not change.sha256:
+                path.unlink()
+            else:
+                others = tuple(other for other in change.replace if other is not part)
+                path.write_text(replace(change, replace=others).apply(not_none(change.revert(adapted))))
+            errors = _failures([change.file], _module(change.file))
+            answer["without"] |= {f"{file}, {number}": error for file, error in errors.items()}
+            path.write_text(adapted)
     return answer
 
 
@@ -266,6 +285,8 @@ def _load_again(name: str) -> None:
     module = sys.modules[name]
     old = {id(value): key for key, value in vars(module).items() if getattr(value, "__module__", "") == name}
     held = list(vars(module).values())  # so that no new object gets the identity of an old one
+    for key in [key for key in vars(module) if not key.startswith("__")]:
+        delattr(module, key)  # `reload` would keep a name that the file does not import any more
     importlib.reload(module)
     for other in [other for key, other in sys.modules.items() if key.startswith("megatron.") and other is not module]:
         for key, value in list(vars(other).items()):
@@ -285,10 +306,10 @@ def _parallel() -> None:
         parallel_state.initialize_model_parallel()
 
 
-def _wrapped_linear(**options):
+def _wrapped_linear(dtype: torch.dtype = torch.float, **options):
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
     from megatron.core.transformer.transformer_config import TransformerConfig
 
     _parallel()
     config = TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=2, use_cpu_initialization=True)
-    return DistributedDataParallel(config, DistributedDataParallelConfig(**options), torch.nn.Linear(2, 2))
+    return DistributedDataParallel(config, DistributedDataParallelConfig(**options), torch.nn.Linear(2, 2, dtype=dtype))

@@ -5,7 +5,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
+from hyperion.commands.megatron import app
 from hyperion.errors import HyperionError
 from hyperion.parallel.megatron import release
 from hyperion.parallel.megatron.release import (
@@ -67,6 +69,18 @@ def test_a_foreign_file_is_refused_and_nothing_changes(core, revert):
 
 
 @installed
+def test_the_command_adapts_and_reverts_a_folder(core):
+    before = contents(core)
+    done = CliRunner().invoke(app, ["adapt", "--path", str(core)])
+    assert done.exit_code == 0 and f"{len(changes())} files changed" in done.output
+    assert all(change.reason in done.output for change in changes())
+    again = CliRunner().invoke(app, ["adapt", "--path", str(core)])
+    assert "0 files changed" in again.output
+    done = CliRunner().invoke(app, ["adapt", "--revert", "--path", str(core)])
+    assert f"{len(changes())} files changed" in done.output and contents(core) == before
+
+
+@installed
 def test_another_version_is_refused(core):
     path = core / "package_info.py"
     path.write_text(path.read_text().replace("PATCH = 1", "PATCH = 2"))
@@ -108,7 +122,8 @@ def test_without_the_package_the_reason_names_the_command(monkeypatch, tmp_path)
 @pytest.mark.slow
 @pytest.mark.process
 @pytest.mark.skipif(torch.cuda.is_available(), reason="with CUDA, the published files work")
-def test_each_change_is_necessary(tmp_path):
+def test_each_replacement_is_necessary(tmp_path):
     answer = run_job(Job(probe_changes, {"folder": str(tmp_path)}, timeout_s=300), on_line=lambda line: None)
     assert answer["with all changes"] == {}
-    assert [file for file in PROBES if file not in answer["without"]] == []
+    names = [f"{change.file}, {number}" for change in changes() for number in range(len(change.replace))]
+    assert [name for name in names if name not in answer["without"]] == []
