@@ -1,7 +1,8 @@
 """Which advice of the adaptation guide holds?
 
 An option holds if the parser of the release has it. A variable can have an effect only if a library contains its name: a library
-reads a variable by its name.
+reads a variable by its name. The libraries of this machine are searched, and `rocm_readers.toml` lists the readers in the sources
+of ROCm.
 """
 
 import mmap
@@ -16,6 +17,7 @@ from hyperion.errors import HyperionError
 from hyperion.parallel.megatron.release import find_release
 
 OPTIONS, TORCH, MEGATRON, ROCM = "parser of core_v0.16.1", "PyTorch", "megatron-core", "ROCm runtime"
+SOURCES = "sources of ROCm"
 HOLDS, EXITS, UNKNOWN, REQUIRED = (
     "holds",
     "accepted, then the program exits",
@@ -23,6 +25,7 @@ HOLDS, EXITS, UNKNOWN, REQUIRED = (
     "required, missing in the guide",
 )
 READ, UNREAD = "a library contains the name", "no library contains the name"
+HAS_READER, NO_READER = "ROCm reads it", "ROCm does not read it"
 _ROCM_LIBRARIES = ("libamdhip64*", "libhsa-runtime64*", "librccl*")
 _FOLDER = Path(__file__).parent
 
@@ -40,6 +43,7 @@ def run(context: Context, report: Report) -> Result:
     """Look up each option in the parser, and search each variable in the libraries of this machine."""
     table = advice()
     rows = [_option_row(context, entry) for entry in table["option"]]
+    rows += [_reader_row(context, entry) for entry in table["variable"]]
     places = libraries()
     names = [entry["name"] for entry in table["variable"]]
     for done, (place, files) in enumerate(places.items()):
@@ -69,6 +73,11 @@ def advice() -> dict:
 def parser() -> dict:
     """Return the facts about the parser of the release, as in `parser_options.toml`."""
     return tomllib.loads((_FOLDER / "parser_options.toml").read_text("utf-8"))
+
+
+def rocm_readers() -> dict[str, list[str]]:
+    """Return the places in the sources of ROCm that read each variable, as in `rocm_readers.toml`."""
+    return tomllib.loads((_FOLDER / "rocm_readers.toml").read_text("utf-8"))["readers"]
 
 
 def verdict_on(option: str) -> tuple[str, str]:
@@ -130,6 +139,13 @@ def _option_row(context: Context, entry: dict):
     count = parser()["options"]["names"].count(entry["name"])
     params = {"where": OPTIONS, "what": "occurrences in the parser", "verdict": verdict, "evidence": evidence} | _remedy(entry)
     return context.row(entry["name"], "count", count, params=params)
+
+
+def _reader_row(context: Context, entry: dict):
+    places = rocm_readers()[entry["name"]]
+    params = {"where": SOURCES, "what": "places that read it", "verdict": HAS_READER if places else NO_READER}
+    params |= {"evidence": "; ".join(places)} if places else {}
+    return context.row(entry["name"], "count", len(places), params=params | _remedy(entry))
 
 
 def _remedy(entry: dict) -> dict:

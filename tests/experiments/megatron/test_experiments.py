@@ -18,6 +18,7 @@ from hyperion.experiments.megatron.adaptation_advice import (
     advice,
     files_with,
     parser,
+    rocm_readers,
     verdict_on,
 )
 from hyperion.experiments.megatron.bytes_of_text import batches, unigram_entropy
@@ -189,6 +190,14 @@ def test_the_parser_decides_options():
     assert all("remedy" in entry for entry in advice()["option"] if verdict_on(entry["name"])[0] != HOLDS)
 
 
+def test_the_sources_of_rocm_decide_each_variable():
+    readers = rocm_readers()
+    assert set(readers) == {entry["name"] for entry in advice()["variable"]}
+    unread = [name for name, places in readers.items() if not places]
+    assert unread == ["PYTORCH_ROCM_DEVICE", "GPU_MAX_ALLOC_PERCENT", "RCCL_DEBUG"]
+    assert all("remedy" in entry for entry in advice()["variable"] if entry["name"] in unread)
+
+
 def test_a_variable_is_found_as_a_whole_word(tmp_path):
     texts = {"a.so": b"\0NCCL_DEBUG\0", "b.so": b"NCCL_DEBUG_FILE RCCL_DEBUG", "c.so": b"NCCL_DEBUG_FILE NCCL_DEBUG", "d.so": b""}
     for name, text in texts.items():
@@ -207,6 +216,7 @@ def test_without_a_rocm_runtime_its_rows_have_a_reason(tmp_path, monkeypatch):
     monkeypatch.setattr(adaptation_advice, "libraries", lambda: places)
     rows = perform(toy_context("adaptation_advice", {}, tmp_path), tmp_path).rows
     visible = {row.params["where"]: row for row in rows if row.variant == "CUDA_VISIBLE_DEVICES"}
+    assert visible["sources of ROCm"].value == 1 and "flags.hpp" in visible["sources of ROCm"].params["evidence"]
     assert visible["PyTorch"].value == 1 and visible["PyTorch"].params["example"] == "lib.so"
     assert visible["ROCm runtime"].value is None and "ROCm runtime is not on this machine" in visible["ROCm runtime"].value_reason
 
