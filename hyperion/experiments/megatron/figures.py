@@ -17,6 +17,7 @@ TITLES = {
     "indexed_tokens": "Files of tokens",
     "megatron_pretraining": "Pre-training",
     "documented_shapes": "Memory of the documented shapes",
+    "recommended_layouts": "The recommended layouts",
 }
 # Differences of zero are drawn here, because the axis is logarithmic.
 _FLOOR = 1e-8
@@ -40,7 +41,7 @@ def megatron_parity(material: Material) -> Figure | None:
     axes.set(xscale="log", xlabel="largest relative difference of all steps", yticks=range(len(names)), yticklabels=names)
     axes.invert_yaxis()
     axes.margins(x=0.08)
-    axes.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=4)  # above, because inside it would hide a line
+    axes.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=2)  # above, because inside it would hide a line
     add_notes(figure, absences([row for row in material.of("megatron_parity") if row.value is None], lambda row: row.variant))
     return figure
 

@@ -130,7 +130,7 @@ def whole_weights(model: GPTModel, shape: LlamaShape, layout: MegatronLayout) ->
     All ranks must call this function. The arguments are those of `load_llama_weights`.
     """
     mine = {name: parameter.detach().cpu() for name, parameter in model.named_parameters()}
-    found = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
+    found: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
     dist.gather_object((_place(), mine), found)
     # Replicas have the same place and the same weights.
     return joined_weights(dict(found), shape, layout) if found else {}
