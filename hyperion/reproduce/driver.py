@@ -9,6 +9,7 @@ import signal
 import sys
 import time
 import warnings
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -118,6 +119,12 @@ class _StartedNotebook:
         return round(time.monotonic() - self.started, 3)
 
 
+def absent_frameworks(chapters: Iterable[str]) -> list[str]:
+    """Return the environments of frameworks that these chapters use and that are not installed."""
+    wanted = {name for chapter in chapters for name in _FRAMEWORKS.get(chapter, ())}
+    return [name for name in absent_environments() if name in wanted]
+
+
 def _slowdown(on_accelerator: bool) -> float:
     """Return how many times longer the notebooks take because other processes use the CPU. It is 1 on an idle machine.
 
@@ -162,9 +169,7 @@ class _Call:
         if slowdown > _NOTICED_SLOWDOWN:
             predicted += f" ({format_duration(total_s(idle))} on an idle machine, but other processes use the CPU)"
         self._print(f"{len(expected)} of {len(chosen)} notebooks to run, predicted {predicted}")
-        wanted = {name for chapter in expected for name in _FRAMEWORKS.get(chapter, ())}
-        absent = [name for name in absent_environments() if name in wanted]
-        if absent and self.machine.profile != REPLAY:
+        if self.machine.profile != REPLAY and (absent := absent_frameworks(expected)):
             command = f"hyperion frameworks install {' '.join(absent)}"
             self._print(f"frameworks that are not installed: {', '.join(absent)}; `{command}` lets them take part")
         places = len(self.lanes.places)

@@ -52,3 +52,9 @@ def test_the_smallest_replica_that_fits_is_chosen():
     assert smallest(whole) == (1, 1) and smallest(whole - 1) == (2, 1)
     assert smallest(whole - 1, node_ranks=1) == (1, 2)
     assert smallest(1.0) is None
+
+
+def test_fewer_ranks_come_before_fewer_stages():
+    three_stages = MegatronLayout(pipeline=3, distributed_optimizer=True)
+    layout = smallest_layout(SHAPE, 12, mixed_precision_bytes(SHAPE, three_stages, 12))
+    assert layout == three_stages  # four tensor-parallel ranks would fit too

@@ -1,6 +1,9 @@
 """The adaptation applies, is idempotent and reversible, refuses foreign files, and each of its changes is necessary."""
 
 import shutil
+import sys
+import types
+import warnings
 from pathlib import Path
 
 import pytest
@@ -97,6 +100,26 @@ def test_the_copy_is_adapted_and_the_installed_package_unchanged(tmp_path, monke
     folder = release.adapted_copy()
     assert folder.is_relative_to(tmp_path) and set(states(folder / "megatron" / "core").values()) == {ADAPTED}
     assert states(installed_core) == before and release.adapted_copy() == folder
+
+
+def test_only_expected_warnings_are_silent(tmp_path, monkeypatch):
+    monkeypatch.setattr(release, "adapted_copy", lambda: tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        assert release.use_adapted() == tmp_path and sys.path[0] == str(tmp_path)
+        warnings.warn("Apex is not installed. Falling back to Torch Norm", stacklevel=1)
+        warnings.warn("the loss is not finite", stacklevel=1)
+    assert [str(warning.message) for warning in seen] == ["the loss is not finite"]
+
+
+def test_another_copy_that_is_imported_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(release, "adapted_copy", lambda: tmp_path)
+    imported = types.ModuleType("megatron.core")
+    imported.__file__ = "/elsewhere/megatron/core/__init__.py"
+    monkeypatch.setitem(sys.modules, "megatron.core", imported)
+    with pytest.raises(HyperionError, match="this process has imported /elsewhere/megatron"):
+        release.use_adapted()
 
 
 def test_every_change_has_a_reason_and_a_probe():
