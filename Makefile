@@ -1,6 +1,6 @@
 # Every target sets up first if needed. Variables, all optional:
 #   PROFILE      smoke | full | study | replay     (chosen from the machine when left out)
-#   ONLY         one chapter and what it needs, as ONLY=2.4 or ONLY=04_memory_optimization
+#   ONLY         chapters to run, and what they need, as ONLY=2.4, ONLY=04_memory_optimization or ONLY=1.1,2.4
 #   TIME_BUDGET  stop cleanly rather than take longer (360 for seconds, 6m, 1h30m); a later call goes on
 #   CELL_TIMEOUT, NOTEBOOK_TIMEOUT  a cell or notebook that takes longer fails (15m and 30m in smoke, 20m and 40m in full)
 #   RUN          the run folder to continue or to report on

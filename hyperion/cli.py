@@ -67,7 +67,7 @@ def reproduce(
         str | None,
         typer.Option(
             envvar="ONLY",
-            help="Run one chapter and the chapters that it needs, as --only 01_hardware_exploration.",
+            help="Run these chapters and the chapters that they need, as --only 01_hardware_exploration or --only 1.1,2.4.",
             show_default="all",
         ),
     ] = None,

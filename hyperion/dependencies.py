@@ -1,7 +1,8 @@
 """Find the files that a module imports, directly or indirectly, and hash them.
 
 Imports are read from the syntax tree, and no code is executed. The hash is used to decide whether the results of an experiment
-are up to date. A change in a file that the experiment does not import does not change the hash.
+are up to date. A change in a file that the experiment does not import does not change the hash, nor does a change in a comment
+or a docstring.
 
 Some `__init__.py` files contain only imports of the public names of a package. If a name is imported from such a file, only the
 module that defines the name counts as imported, and not all modules that the `__init__.py` imports.
@@ -11,12 +12,14 @@ import ast
 import functools
 import hashlib
 import json
-from collections.abc import Iterable
+import re
+from collections.abc import Iterable, Iterator
 from importlib.machinery import PathFinder
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import hyperion
+from hyperion.errors import not_none
 
 _PACKAGE = Path(hyperion.__file__).resolve().parent
 # These files are left out, because the sizes of each experiment are part of a separate hash.
@@ -67,11 +70,56 @@ def reached_source_hash(*modules: str) -> str:
 
 
 def files_hash(files: Iterable[Path]) -> str:
-    """Return the SHA-256 of the files' contents and of their paths relative to the folder of the topmost package."""
+    """Return the SHA-256 of the files' contents and of their paths relative to the folder of the topmost package.
+
+    Of a Python file, only the code counts, see `code_of`.
+    """
     digest = hashlib.sha256()
     for path in files:
-        digest.update(_place(path).encode() + b"\0" + path.read_bytes() + b"\0")
+        content = path.read_bytes()
+        if path.suffix == ".py":
+            content = code_of(content)
+        digest.update(_place(path).encode() + b"\0" + content + b"\0")
     return digest.hexdigest()
+
+
+@functools.cache
+def code_of(source: bytes) -> bytes:
+    """Return a Python source without comments, docstrings, blank lines and spaces at the end of lines.
+
+    The code is returned as it is written, instead of a form that depends on the version of Python, such as `ast.dump`. So two
+    machines with different versions have the same hash. A source that is not valid Python in UTF-8 is returned unchanged.
+    """
+    try:
+        tree, text = ast.parse(source), source.decode("utf-8-sig")
+    except (SyntaxError, ValueError):
+        return source
+    # Not `splitlines`, which also splits at characters that do not end a line of Python. The syntax tree counts bytes.
+    lines = [line.encode() for line in re.split("\r\n|\r|\n", text)]
+    strings = [node for node in ast.walk(tree) if isinstance(node, ast.Constant | ast.JoinedStr)]
+    spans = {node: ((node.lineno, node.col_offset), (not_none(node.end_lineno), node.end_col_offset)) for node in strings}
+    for row in [row for row, line in enumerate(lines, 1) if b"#" in line]:
+        signs = [match.start() for match in re.finditer(b"#", lines[row - 1])]
+        comments = (at for at in signs if not any(start <= (row, at) < end for start, end in spans.values()))
+        lines[row - 1] = lines[row - 1][: next(comments, None)]
+    for body in _documented_bodies(tree):
+        (first, column), (last, end) = spans.pop(body[0].value)
+        rest = b"pass" if len(body) == 1 else b""
+        lines[first - 1 : last] = [lines[first - 1][:column] + rest + lines[last - 1][end:], *[b""] * (last - first)]
+    # Blank lines and spaces at the end of a line inside a string are part of its value.
+    inside = {row for (first, _), (last, _) in spans.values() for row in range(first, last)}
+    return b"\n".join(
+        line if row in inside else line.rstrip() for row, line in enumerate(lines, 1) if row in inside or line.strip()
+    )
+
+
+def _documented_bodies(tree: ast.Module) -> Iterator[list[Any]]:
+    """Yield the statements of the module, of its classes and of its functions, if the first one is a docstring."""
+    for node in ast.walk(tree):
+        match node:
+            case ast.Module() | ast.ClassDef() | ast.FunctionDef() | ast.AsyncFunctionDef():
+                if ast.get_docstring(node, clean=False) is not None:
+                    yield node.body
 
 
 def json_hash(content: object) -> str:

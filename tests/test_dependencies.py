@@ -1,12 +1,14 @@
 """What a module reaches through its imports, and that its hash follows."""
 
+import ast
 import textwrap
 
-from hypothesis import given
+import pytest
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hyperion import dependencies
-from hyperion.dependencies import imported_modules, reached_files, reached_source_hash
+from hyperion.dependencies import code_of, imported_modules, reached_files, reached_source_hash
 
 
 def names(files):
@@ -43,6 +45,7 @@ def test_a_name_that_a_face_imports_at_first_use_leads_to_the_module_that_define
     assert found == {"hyperion.processes.group", "hyperion.processes.job"}
 
 
+@settings(deadline=None)  # the first call parses all files
 @given(
     st.lists(
         st.sampled_from(["hyperion.results.rows", "hyperion.measure.products.gemm", "hyperion.errors"]), min_size=1, unique=True
@@ -67,3 +70,68 @@ def test_a_changed_file_changes_the_hash(tmp_path, monkeypatch):
         reached_source_hash.cache_clear()
         assert (reached_source_hash("hyperion.room.a") != before) is differs
     reached_source_hash.cache_clear()
+
+
+def _syntax(source: bytes) -> str:
+    """Return the syntax tree of a source without docstrings and `pass`, as text."""
+    tree = ast.parse(source)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            start = 1 if ast.get_docstring(node, clean=False) is not None else 0
+            node.body = [part for part in node.body[start:] if not isinstance(part, ast.Pass)]
+    return ast.dump(tree)
+
+
+def test_the_code_of_each_file_of_the_library_is_complete():
+    files = sorted(dependencies._PACKAGE.rglob("*.py"))
+    assert len(files) > 200
+    for path in files:
+        source = path.read_bytes()
+        assert _syntax(code_of(source)) == _syntax(source), path
+
+
+WRITTEN = '''"""A module."""
+
+x = 1
+
+
+class A(Exception):
+    """Raised."""
+
+
+def f():
+    """Return a text."""
+    text = """one
+
+    # two
+    """
+    return text  # not a comment of the string
+
+
+def g(): "short"; return 2
+'''
+
+
+@pytest.mark.parametrize(
+    "before, after, same",
+    [
+        ("A module.", "Another\n\nmodule.", True),
+        ("Return a text.", "Return a ü.", True),
+        ("x = 1\n", "x = 1  # one\n", True),
+        ("x = 1\n", "\n# one\nx = 1\n", True),
+        ('    """Raised."""', "    pass", True),
+        ('"short"', '"longer"', True),
+        ("x = 1", "x = 2", False),
+        ("one\n\n", "one\n", False),
+        ("# two", "# three", False),
+        ('"short"; return 2', '"short"; return 3', False),
+        ("    return text", "return text", False),
+        ('"short"; return 2', '"#"; return "#"', False),
+        ('"short"; return 2', '"ä"; return "ü"  # 2', False),
+    ],
+)
+def test_only_code_counts(before, after, same):
+    assert before in WRITTEN
+    changed = WRITTEN.replace(before, after)
+    assert (code_of(changed.encode()) == code_of(WRITTEN.encode())) is same
+    assert (code_of(changed.replace("\n", "\r\n").encode()) == code_of(WRITTEN.encode())) is same

@@ -65,7 +65,7 @@ class Measured:
         headline: label, value and row.
         device: name of the device.
         machine: fingerprint of the machine.
-        version: hash of the code that measured the row. "" if it was not stored.
+        version: hash of the code that the experiment imports, without comments. "" if it was not stored.
         run: name of the run. For a launch, it is the name of the folder that contains all launches.
     """
 
@@ -291,7 +291,8 @@ def _measured(runs: dict[Run, str]) -> Iterator[Measured]:
         for headline in headlines(material):
             provenance = material.finished.get(f"{headline.row.notebook}/{headline.row.experiment}", {}).get("provenance") or {}
             stored = _environment(material, provenance)
-            version = (provenance.get("source") or stored.get("source") or {}).get("hash") or ""
+            library = (provenance.get("source") or stored.get("source") or {}).get("hash") or ""
+            version = provenance.get("code") or library  # earlier runs stored the hash of the whole library only
             yield Measured(headline, device_name({"environment": stored}), _fingerprint(stored), version, name)
 
 

@@ -300,7 +300,10 @@ class Chapter:
         return data_identity(experiment_named(experiment).data, self.data_source)
 
     def _provenance(self, experiment: str) -> dict:
-        """Return the provenance of an experiment: its settings, the device, and the version of the source code."""
+        """Return the provenance of an experiment: its settings, the device, and the version of the source code.
+
+        "source" describes the whole library, and "code" is the hash of the files that the experiment imports.
+        """
         return {
             "profile": self.profile.name,
             "data_source": self.data_source,
@@ -309,6 +312,7 @@ class Chapter:
             "device": self._context(experiment, ()).device.name,
             "torch": torch_version(),
             "source": self.environment["source"],
+            "code": reached_source_hash(module_of(experiment)),
         }
 
     def _predictions(self, experiment: str, digest: str) -> list[Prediction]:

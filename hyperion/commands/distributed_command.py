@@ -246,9 +246,9 @@ def _launched(request: TrainingRequest, machine: Machine, export: Callable[[Run]
 def _scaled(request: TrainingRequest, export: Callable[[Run], object]) -> int:
     """Run the experiment of chapter 2.8. The ranks are started anew for each requested number of devices."""
     run, seed = _opened(request), request.options.seed or 0
-    sizes = load_profile(default_profile(detect().kind)).sizes(SCALING[1]) | {"counts": list(request.counts)}
-    if request.options.precision not in (None, "auto"):
-        sizes["precision"] = request.options.precision
+    precision = request.options.precision
+    own = {"counts": list(request.counts)} | ({} if precision in (None, "auto") else {"precision": precision})
+    sizes = load_profile(default_profile(detect().kind)).sizes(SCALING[1]) | own
     context = Context(notebook=SCALING[0], experiment=SCALING[1], sizes=sizes, seed=seed, workspace=run.folder / "checkpoints")
     result = scaling.run(context, lambda done, total, note: print(f"[{done}/{total}] {note}", flush=True))
     run.record(*SCALING, result.rows, result.samples, input_hash="command")

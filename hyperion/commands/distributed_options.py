@@ -6,14 +6,16 @@ import tomllib
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Annotated, cast
+from typing import Annotated, Literal, cast
 
 import typer
+from pydantic import Field
 
 from hyperion.chapter.profiles import default_profile, lineage
 from hyperion.commands.console import UsageError, existing_folder, one_of
 from hyperion.data.store.sources import SOURCES
 from hyperion.errors import HyperionError, not_none, require_seed
+from hyperion.forms import read_form
 from hyperion.hardware import Device
 from hyperion.models import local_llama, random_llama_shape
 from hyperion.paths import expanded, results_folder
@@ -304,17 +306,45 @@ def _counts(text: str | None, machine: Machine) -> tuple[int, ...]:
     return tuple(counts)
 
 
-def training_sizes(profile: str, task: str) -> dict:
+@dataclass(frozen=True, kw_only=True)
+class TrainingSizes:
+    """Sizes of a task of this command in a profile.
+
+    Args:
+        models: names of the models, of which the first that fits into the memory is trained.
+        batch_size: number of examples in one optimizer step, on all ranks together.
+        learning_rates: the largest learning rate of a training of all parameters ("full") and of adapters ("lora").
+        weight_decay: weight decay of the optimizer.
+        checkpoint_every: number of steps between two checkpoints.
+        evaluation_batches: number of held-out batches of an evaluation. None uses all batches.
+        sequence_length: number of tokens in one example (language, llama).
+        width: number of channels of the first stage (images).
+    """
+
+    models: Annotated[list[str], Field(min_length=1)]
+    batch_size: int
+    learning_rates: dict[Literal["full", "lora"], float]
+    weight_decay: float
+    checkpoint_every: int
+    evaluation_batches: int | None = None
+    sequence_length: int = 0
+    width: int = 64
+
+
+def training_sizes(profile: str, task: str) -> TrainingSizes:
     """Return the sizes of a task in a profile. The profile inherits sizes from its ancestors.
 
     Args:
         profile: name of a profile.
         task: "language", "images" or "llama".
+
+    Raises:
+        FieldError: a size is unknown, missing or invalid.
     """
     by_profile, sizes = tomllib.loads(_SIZES.read_text(encoding="utf-8")), {}
     for ancestor in lineage(profile):
         sizes |= by_profile.get(ancestor, {}).get(task, {})
-    return sizes
+    return read_form(TrainingSizes, sizes, f"{_SIZES.name}: {task}")
 
 
 def _recipe(name: str, options: CommandOptions, machine: Machine, notes: list[str]) -> Recipe:
@@ -322,11 +352,9 @@ def _recipe(name: str, options: CommandOptions, machine: Machine, notes: list[st
     task: Task = "language" if name in LANGUAGE else "images" if name == "cifar" else "llama"
     sizes = training_sizes(default_profile(machine.device.kind), task)
     strategy = cast(Strategy, LANGUAGE.get(name) or options.strategy or _STRATEGY[name])
-    if task == "llama":
-        rates = sizes.pop("learning_rates")
-        sizes["learning_rate"] = rates["lora" if options.lora else "full"]
-        sizes["model"] = _llama(options, machine, sizes.pop("models"), strategy, notes)
-    batch = sizes.pop("batch_size")
+    model = _llama(options, machine, sizes.models, strategy, notes) if task == "llama" else sizes.models[0]
+    lora = options.lora and task == "llama"
+    batch = sizes.batch_size
     if options.batch_size is None and batch % machine.ranks:
         rounded = -(-batch // machine.ranks) * machine.ranks
         notes.append(
@@ -335,13 +363,19 @@ def _recipe(name: str, options: CommandOptions, machine: Machine, notes: list[st
         batch = rounded
     return Recipe(
         task=task,
+        model=model,
         strategy=strategy,
         precision=options.precision or "auto",
         batch_size=options.batch_size or batch,
+        learning_rate=sizes.learning_rates["lora" if lora else "full"],
+        weight_decay=sizes.weight_decay,
         steps=options.steps,
         epochs=options.epochs,
-        lora=options.lora and task == "llama",
-        **sizes,
+        sequence_length=sizes.sequence_length,
+        width=sizes.width,
+        lora=lora,
+        evaluation_batches=sizes.evaluation_batches,
+        checkpoint_every=sizes.checkpoint_every,
     )
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from hyperion.chapter.subjects import subjects
-from hyperion.errors import HyperionError
+from hyperion.errors import HyperionError, not_none
 
 _REMEDY = (
     'give the notebook metadata {"hyperion": {"needs": [], "optional": [], "produces": [...], "time_budget_s": {...}, '
@@ -133,11 +133,12 @@ def read_notebook(path: Path) -> Notebook:
 
 
 def select(book: list[Notebook], only: str | None) -> list[Notebook]:
-    """Return all notebooks, or one chapter and all chapters that it needs, in the order of the book.
+    """Return all notebooks, or some chapters and all chapters that they need, in the order of the book.
 
     Args:
         book: all notebooks.
-        only: number (as 2.4), stem, file name or path of a chapter. None or "" selects all notebooks.
+        only: numbers (as 2.4), stems, file names or paths of chapters, separated by commas or spaces. None or "" selects all
+            notebooks.
 
     Raises:
         BookError: there is no such chapter; the message lists all chapters.
@@ -146,10 +147,15 @@ def select(book: list[Notebook], only: str | None) -> list[Notebook]:
         return book
     by_stem = {notebook.stem: notebook for notebook in book}
     by_number = {notebook.number: notebook.stem for notebook in book if notebook.number}
-    wanted = by_number.get(only) or Path(only).name.removesuffix(".ipynb")
-    if wanted not in by_stem:
-        raise BookError(f"there is no chapter {only!r}", next_step=f"use ONLY= with one of: {', '.join(by_stem)}")
-    waiting, chosen = [wanted], set()
+
+    def stem_of(name: str) -> str | None:
+        stem = by_number.get(name) or Path(name).name.removesuffix(".ipynb")
+        return stem if stem in by_stem else None
+
+    names = [only] if stem_of(only) else re.split(r"[\s,]+", only.strip(" ,"))  # a path may contain a space
+    if missing := [name for name in names if stem_of(name) is None]:
+        raise BookError(f"there is no chapter {missing[0]!r}", next_step=f"use ONLY= with some of: {', '.join(by_stem)}")
+    waiting, chosen = [not_none(stem_of(name)) for name in names], set()
     while waiting:
         stem = waiting.pop()
         chosen.add(stem)

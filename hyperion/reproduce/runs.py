@@ -36,7 +36,7 @@ class Request:
     Args:
         profile: auto, smoke, full, study or replay.
         data_source: auto, mirror, cache, download or synthetic.
-        only: name of one chapter. This chapter and the chapters that it needs are run. None runs all chapters.
+        only: names of chapters. These chapters and the chapters that they need are run. None runs all chapters.
         run: None continues the newest run of the same setting, or starts a run if there is none. "new" always starts a run. Any
             other text is the name of a run to continue or to start.
         time_budget_s: seconds after which the call stops cleanly. None means no limit.

@@ -47,12 +47,14 @@ def _speed_row(value: float, **changes) -> Row:
     return Row(**(row | changes))
 
 
-def _run(folder: Path, rows: list[Row], device: str = "NVIDIA H200", uuid: str = "GPU-1", version: str = "v1") -> Run:
+def _run(
+    folder: Path, rows: list[Row], device: str = "NVIDIA H200", uuid: str = "GPU-1", version: str = "v1", code: str = ""
+) -> Run:
     environment = {"gpus": [{"name": device, "uuid": uuid}], "host_hash": "h"}
     run = Run.create(folder, {"environment": environment, "profile": "full"})
     for experiment in dict.fromkeys(row.experiment for row in rows):
         chosen = [row for row in rows if row.experiment == experiment]
-        provenance = {"source": {"hash": version}}
+        provenance = {"source": {"hash": version}} | ({"code": code} if code else {})
         run.record(
             "nb", experiment, chosen, pd.DataFrame({"x": [1.0]}), input_hash="x", provenance=provenance, environment=environment
         )
@@ -84,6 +86,14 @@ def test_launches_of_different_versions_are_not_added_up(tmp_path):
     headlines, few = headlines_markdown(old | new | more).split(FEW)
     assert "| 720 TFLOPS | 5 |" in headlines and "matrix product" not in few
     assert "600 TFLOPS (old), 601 TFLOPS (old), 602 TFLOPS (old), 603 TFLOPS (old) | new, more |" in headlines
+
+
+def test_launches_with_the_same_code_of_the_experiment_are_added_up_although_the_rest_of_the_library_changed(tmp_path):
+    old = _launches(tmp_path / "old", [700.0, 710.0, 720.0], code="c1")
+    new = _launches(tmp_path / "new", [730.0, 740.0], version="v2", code="c1")
+    assert "| 720 TFLOPS | 5 |" in headlines_markdown(old | new).split(FEW)[0]
+    changed = _launches(tmp_path / "changed", [730.0, 740.0], version="v1", code="c2")
+    assert "matrix product" not in headlines_markdown(old | changed).split(FEW)[0]
 
 
 def test_the_same_row_in_two_runs_is_one_launch(tmp_path):

@@ -13,8 +13,10 @@ import torch
 
 from hyperion.chapter import Chapter, experiment_names, load_profile, open_chapter, profile_names
 from hyperion.chapter.context import Context, Experiment, Forecast, Result
+from hyperion.chapter.subjects import module_of
 from hyperion.chapter.variants import unpacked
 from hyperion.data import DataError
+from hyperion.dependencies import reached_source_hash
 from hyperion.errors import HyperionError
 from hyperion.results import Row, RowError, Run, StoreError
 from hyperion.results.execution import UNEXPECTED_CLAIM, UNEXPECTED_ROW, unexpected
@@ -260,6 +262,7 @@ def test_another_seed_is_another_experiment(run_folder):
     provenance = Run.open(run_folder).finished(NOTEBOOK, "leakage")["provenance"]
     assert (provenance["seed"], provenance["profile"], provenance["torch"]) == (1, "smoke", torch.__version__)
     assert provenance["sizes"] == chapter.sizes("leakage") and len(provenance["source"]["hash"]) == 64
+    assert provenance["code"] == reached_source_hash(module_of("leakage"))
     # The seed goes back, and the same loss comes back with it, bit for bit.
     again = open_chapter(NOTEBOOK, profile="smoke", output=str(run_folder), seed=0).run("leakage")
     assert again.rows[0].value == first[0].value

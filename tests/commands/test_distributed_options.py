@@ -9,6 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hyperion.commands import distributed_options
 from hyperion.commands.distributed_options import CommandOptions, Machine, OptionError, checked, parsed
 from hyperion.data import DataError, load_instructions
 from hyperion.data.text.tokenizer import train_tokenizer
@@ -190,3 +191,23 @@ def test_bad_weights_are_refused_before_anything_is_loaded(weights, tmp_path, sp
     spoil(folder)
     with pytest.raises(kind, match=why):
         request_of(f"--model llama --lora --model_id {folder}")
+
+
+@pytest.mark.parametrize(
+    "before, after, named",
+    [
+        ("weight_decay = 0.1", "weight_decoy = 0.1", "weight_d"),
+        ("batch_size = 16\n", "", "batch_size"),
+        ('models = ["lm_d128_h4_l2"]', "models = []", "models"),
+        ("{ full = 2e-3 }", "{ whole = 2e-3 }", "learning_rates"),
+    ],
+)
+def test_a_wrong_size_of_a_profile_is_named(before, after, named, tmp_path, monkeypatch):
+    sizes = distributed_options._SIZES.read_text()
+    assert before in sizes
+    changed = tmp_path / "sizes.toml"
+    changed.write_text(sizes.replace(before, after))
+    monkeypatch.setattr(distributed_options, "_SIZES", changed)
+    with pytest.raises(HyperionError, match=named) as error:
+        request_of("--model language_ddp")
+    assert "sizes.toml" in str(error.value)

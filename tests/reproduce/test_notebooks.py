@@ -29,7 +29,14 @@ def test_one_chapter_comes_with_all_it_needs(tmp_path, only):
     assert stems(select(read_book(make_book(tmp_path)), only)) == ["01_first", "02_second", "03_third"]
 
 
+@pytest.mark.parametrize("only", ["04_alone,02_second", "1.4 1.2", "1.2, 04_alone.ipynb"])
+def test_several_chapters_come_with_all_they_need(tmp_path, only):
+    assert stems(select(read_book(make_book(tmp_path)), only)) == ["01_first", "02_second", "04_alone"]
+
+
 def test_an_unknown_chapter_is_an_error_that_lists_them(tmp_path):
+    with pytest.raises(BookError, match="05_none"):
+        select(read_book(make_book(tmp_path)), "02_second 05_none")
     with pytest.raises(BookError, match="05_none") as caught:
         select(read_book(make_book(tmp_path)), "05_none")
     assert "01_first, 02_second, 03_third, 04_alone" in caught.value.next_step
