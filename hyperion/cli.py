@@ -1,8 +1,8 @@
 """The `hyperion` command.
 
-Every option of `hyperion reproduce` can also be set by an environment variable: PROFILE=smoke means --profile smoke.
+Every option of `hyperion reproduce` can also be set with an environment variable: PROFILE=smoke means --profile smoke.
 
-The command must start fast. Therefore PyTorch and other packages that are slow to import are imported only inside functions.
+The command must start fast, so PyTorch and other packages that are slow to import are imported only inside functions.
 """
 
 import getpass
@@ -49,7 +49,7 @@ app.add_typer(megatron_app, name="megatron")
 
 
 def main() -> int:
-    """Run the command line and return the exit code. An error that a user can correct is printed with its next step."""
+    """Run the command line and return the exit code. Print an error that the user can correct together with its next step."""
     return run_command(lambda: run_app(app, "hyperion", sys.argv[1:]))
 
 
@@ -158,7 +158,7 @@ def verify(run: RunName = "latest") -> None:
     """Check the files of a run against their hashes, and the rows against their rules and their samples.
 
     Prints one line for each statement that was proven. The last lines list what could not be proven: rows that cannot be
-    recomputed from samples, and files that are missing in the manifest.
+    recomputed from samples, and files that are missing from the manifest.
     """
     from hyperion.results import Run, find_runs, verify_run
 
@@ -242,8 +242,8 @@ def lab(
         notices = [f"the notebooks cannot be copied into {LAB}/, so open the originals: {error.what}"]
     for line in (*notices, *lab_lines(chosen, token)):
         print(line, flush=True)
-    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # the new program inherits it
-    # exec and not a child process, so that the server gets the signals and the terminal, and its exit code is this command's.
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # the program that exec starts inherits this setting
+    # exec instead of a child process: the server receives the signals and the terminal, and its exit code is the command's.
     os.execve(command[0], command, {**library_environment(), "JUPYTER_TOKEN": token})
 
 
@@ -251,7 +251,7 @@ def free_port(first: int = FIRST_PORT) -> int:
     """Return the first free loopback port that is at least `first`.
 
     Raises:
-        HyperionError: none of the hundred ports from `first` on is free.
+        HyperionError: none of the 100 ports starting at `first` is free.
     """
     for port in range(first, first + 100):
         with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
@@ -263,8 +263,8 @@ def free_port(first: int = FIRST_PORT) -> int:
     raise HyperionError("no free port", where=f"127.0.0.1:{first}-{first + 99}", next_step="name another port with --port")
 
 
-# JupyterLab asks for news, for its own updates and for extensions by default. A compute node has no network, and after
-# `make fetch` nothing opens a connection.
+# By default, JupyterLab downloads news and looks for updates and extensions. Compute nodes have no network, and after
+# `make fetch` nothing may open a connection.
 _OFFLINE = (
     "--LabApp.news_url=None",
     "--LabApp.check_for_updates_class=jupyterlab.handlers.announcements.NeverCheckForUpdate",
@@ -275,8 +275,8 @@ _OFFLINE = (
 def lab_command(root: Path, port: int) -> list[str]:
     """Return the command that starts JupyterLab in the checkout, on the loopback address only.
 
-    The command does not contain the token, because other users of the machine can read the arguments of a process. The token is
-    passed in an environment variable.
+    The token is passed in an environment variable and not in the command, because other users of the machine can read the
+    arguments of a process.
 
     Raises:
         HyperionError: JupyterLab is not installed.
@@ -319,9 +319,9 @@ def copy_notebooks(root: Path) -> list[str]:
 
 
 def _copied(record: Path) -> dict[str, str]:
-    """Return a dict that maps the name of a copied file to the hash of its original at the time of the copy.
+    """Return a dict that maps the name of each copied file to the hash of its original at the time of copying.
 
-    If the record of the copies cannot be read, return an empty dict. Then every copy counts as possibly changed by the user.
+    Return an empty dict if the record cannot be read. Then every copy is treated as if the user may have changed it.
     """
     try:
         copied = json.loads(record.read_bytes())
@@ -389,7 +389,7 @@ def doctor(
 
 
 def print_numerics() -> int:
-    """Print the errors of this device's numbers relative to float64. Return 1 if an error exceeds its tolerance, else 0."""
+    """Print the errors of this device's results relative to float64. Return 1 if an error exceeds its tolerance, else 0."""
     from hyperion.doctor.numerics import check_numerics, numerics_table
 
     report = check_numerics(on_line=say)
@@ -416,7 +416,7 @@ def _print_checks() -> int:
 def _print_floors(run: str | None) -> int:
     """Print the floors and the measured values of this machine or of a run. Return 1 if a floor is not met, else 0.
 
-    A floor is the smallest value that a healthy machine must reach.
+    A floor is the smallest value that a healthy device must reach.
     """
     from hyperion.doctor import check_floors, floor_table
 
@@ -428,11 +428,9 @@ def _print_floors(run: str | None) -> int:
 
 
 def _print_harness() -> int:
-    """Print which planted faults were detected.
+    """Print which planted faults (deliberate measurement mistakes) were detected.
 
     Return 1 if a fault was not detected or a correct measurement was refused, else 0.
-
-    A planted fault is a measurement mistake that is made on purpose.
     """
     from hyperion.doctor.harness import self_test, self_test_conclusion, self_test_table
 
@@ -445,7 +443,7 @@ def _print_harness() -> int:
 def _print_comparison_trials() -> int:
     """Compare two versions of a program several times, as `hyperion compare` does, and print the results.
 
-    Return 1 if a slowdown of 10 %, made on purpose, was missed or if there were too many false alarms, else 0.
+    Return 1 if a planted slowdown of 10 % was missed or if there were too many false alarms, else 0.
     """
     from hyperion.doctor.comparison import conclusion, is_reliable, try_comparison
 
@@ -539,7 +537,7 @@ def headline_pages(
         list[Path] | None, typer.Argument(help="Markdown pages with markers.", show_default="README.md and docs/headlines.md")
     ] = None,
 ) -> None:
-    """Make the headlines in README.md and docs/headlines.md again from the rows of the reference runs.
+    """Regenerate the headlines in README.md and docs/headlines.md from the rows of the reference runs.
 
     A time or a rate is a headline if at least five launches of the same code measured it.
     """

@@ -1,9 +1,9 @@
 """A workaround for torchvision, which cannot be imported in some environments.
 
-The wheel of torchvision on PyPI is linked against CUDA. With a CPU build of torch, its operator library cannot be loaded. Then
-`import torchvision` fails with "operator torchvision::nms does not exist", because it registers shapes for two operators of this
-library. transformers and peft import torchvision if it is installed, so their imports fail too. If the schemas of the two
-operators are declared first, all three packages can be imported. A call of the operators still raises torchvision's error.
+The torchvision wheel on PyPI is linked against CUDA. With a CPU build of torch, its operator library cannot be loaded. Then
+`import torchvision` fails with "operator torchvision::nms does not exist", because it registers shape functions for two operators
+of this library. transformers and peft import torchvision if it is installed, so their imports fail too. If the schemas of the two
+operators are declared first, all three packages can be imported. Calling one of the operators still raises torchvision's error.
 """
 
 import ctypes
@@ -29,11 +29,11 @@ _declared: list = []  # torch.library.Library objects; the schemas exist only as
 def prepare_torchvision(package_folders: Sequence[str] | None = None) -> bool:
     """Declare torchvision's two missing schemas if torchvision is built for CUDA and torch is not.
 
-    The function does nothing if torchvision is not installed, or if its operator library can be loaded. It also does nothing if
-    the library cannot be loaded for another reason, so that `import torchvision` reports this reason.
+    Do nothing if torchvision is not installed, or if its operator library can be loaded. Also do nothing if the library cannot be
+    loaded for another reason, so that `import torchvision` reports this reason.
 
     Args:
-        package_folders: folders of the package torchvision. By default, they are searched on sys.path.
+        package_folders: folders of the torchvision package; default: those found on sys.path.
 
     Returns:
         True if the schemas are declared by this module.
@@ -58,7 +58,7 @@ def prepare_torchvision(package_folders: Sequence[str] | None = None) -> bool:
 
 
 def _wants_cuda(library: Path) -> bool:
-    """Return True if the library cannot be loaded because CUDA is missing."""
+    """Return True if the library cannot be loaded because a CUDA library is missing."""
     try:
         ctypes.CDLL(str(library))
     except OSError as error:
@@ -77,8 +77,7 @@ class _TorchvisionFinder:
         spec = importlib.machinery.PathFinder.find_spec(name, path, target)
         if spec is None or spec.loader is None:
             return spec
-        # The schemas must exist before torchvision's first line runs, and this hook must not import torch
-        # earlier.
+        # The schemas must exist before torchvision's first line runs. Declaring them imports torch, so it is not done earlier.
         execute = spec.loader.exec_module
 
         def prepare_and_execute(module: ModuleType) -> None:
@@ -92,11 +91,11 @@ class _TorchvisionFinder:
 def watch_torchvision() -> None:
     """Prepare every later import of torchvision in this process, including imports by transformers and peft.
 
-    This function itself imports neither torchvision nor torch. It is called by `import hyperion`, so it also works in notebook
+    This function itself imports neither torchvision nor torch. `import hyperion` calls it, so it also takes effect in notebook
     kernels, ranks and test processes.
     """
     if not any(isinstance(finder, _TorchvisionFinder) for finder in sys.meta_path):
-        # First, because the first finder that returns a spec wins.
+        # Inserted at the front, because the first finder that returns a spec is used.
         sys.meta_path.insert(0, _TorchvisionFinder())
 
 

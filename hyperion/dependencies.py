@@ -178,9 +178,9 @@ def _defining_modules(module: str, name: str) -> list[str]:
 
 @functools.cache
 def _is_face(source: str) -> bool:
-    """Return True if a source only makes public names available: it contains nothing but a docstring, imports and `__all__`.
+    """Return True if a module only re-exports names: its source contains nothing but a docstring, imports and `__all__`.
 
-    Imports at the first use of a name are allowed too: a function `__getattr__`, and imports under `if TYPE_CHECKING`.
+    Lazy imports are allowed too: a function `__getattr__`, and imports under `if TYPE_CHECKING`.
     """
 
     def passive(node: ast.stmt) -> bool:

@@ -30,22 +30,22 @@ class HyperionError(Exception):
         return "\n".join(lines)
 
     def __reduce__(self) -> tuple:
-        # By default, an exception is unpickled with all arguments positional, which `__init__` does not take. Without this
-        # method, a pool of processes fails with a TypeError in place of the error that a worker raised.
+        # By default, unpickling passes all arguments of an exception positionally, which `__init__` does not accept. Without
+        # this method, a process pool raises a TypeError instead of the worker's error.
         return type(self).__new__, (type(self), *self.args), self.__dict__
 
     def as_dict(self) -> dict[str, str | None]:
-        """Return the parts of the error as a JSON-serializable dict, so that the error can be passed to another process."""
+        """Return the parts of the error as a JSON-serializable dict, to pass the error to another process."""
         return {"what": self.what, "where": None if self.where is None else str(self.where), "next_step": self.next_step}
 
     def _render_traceback_(self) -> list[str]:
-        """Return the text that IPython shows in a notebook. It is the message without a traceback."""
+        """Return the text that IPython shows in a notebook: the message without a traceback."""
         return [f"{type(self).__name__}: {self}"]
 
 
 Error = TypeVar("Error", bound=HyperionError)
 Value = TypeVar("Value")
-LARGEST_SEED = 2**32 - 1  # the limit of numpy's generators
+LARGEST_SEED = 2**32 - 1  # the largest seed that numpy accepts
 
 
 def require_seed(seed: int) -> int:
@@ -64,15 +64,15 @@ def require_seed(seed: int) -> int:
 
 
 def refused_write(error: OSError, kind: type[Error], *, action: str, unchanged: str, where: object, elsewhere: str) -> Error:
-    """Return an exception for a failed write. The reason can be a full disk, a read-only file system, or missing permissions.
+    """Return an exception for a failed write, such as a full disk, a read-only file system, or a missing permission.
 
     Args:
         error: the error of the operating system.
         kind: class of the returned exception.
-        action: text that says what failed, such as "cannot write".
-        unchanged: text that says what is unchanged, such as "nothing was changed".
+        action: what failed, such as "cannot write".
+        unchanged: what is unchanged, such as "nothing was changed".
         where: the file or folder.
-        elsewhere: text that says how to choose another place, such as "name another one with …".
+        elsewhere: how to choose another file or folder, such as "name another one with …".
     """
     reason = error.strerror or str(error)
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
@@ -95,17 +95,17 @@ def require_number(
     at_most: float = math.inf,
     below: float = math.inf,
 ) -> None:
-    """Check that an argument is a finite number within bounds. True and False do not count as numbers.
+    """Check that an argument is a finite number within bounds. Booleans are not accepted.
 
     Args:
         name: name of the argument, for the error message.
         value: value of the argument.
         where: function or class that has the argument, for the error message.
-        whole: if True, accept only integers. NumPy's integers are accepted too.
+        whole: if True, accept only integers, including NumPy's.
         at_least: smallest accepted value.
-        above: the value must be larger than this bound.
+        above: exclusive lower bound.
         at_most: largest accepted value.
-        below: the value must be smaller than this bound.
+        below: exclusive upper bound.
 
     Raises:
         HyperionError: the argument is not a finite number within the bounds. The message contains the value and the bounds.
@@ -124,7 +124,7 @@ def require_number(
 
 
 def not_none(value: Value | None) -> Value:
-    """Return `value`, with a type that excludes None. Use it if a type checker cannot know that the value is not None.
+    """Return `value` with a type that excludes None, for values that a type checker cannot prove to be present.
 
     Raises:
         ValueError: the value is None.

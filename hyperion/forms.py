@@ -1,6 +1,6 @@
 """Convert parsed JSON and TOML to dataclasses, with strict checks of all fields.
 
-If a value does not fit its field, the error states the field, what is wrong, and the value.
+If a value does not fit its field, the error names the field, what is wrong, and the value.
 """
 
 import functools
@@ -23,15 +23,15 @@ class FieldError(HyperionError):
 def read_form(form: type[Form], value: object, place: str, extra: bool = False) -> Form:
     """Return `value` as an instance of the type `form`.
 
-    The check is strict. For an integer field, "8", 8.0 and True are errors, and numbers must be finite. Fields of dataclasses may
-    have constraints of pydantic, such as Annotated[float, Field(gt=0)]. If `__post_init__` raises a ValueError, the error message
-    contains the place of the dataclass.
+    The check is strict: "8", 8.0 and True are errors in an integer field, and numbers must be finite. Fields of dataclasses may
+    have pydantic constraints, such as Annotated[float, Field(gt=0)]. If `__post_init__` raises a ValueError, the error message
+    contains the position of the dataclass.
 
     Args:
         form: a dataclass, or another type that pydantic supports, such as dict[str, X].
         value: the result of `json.loads`, `tomllib.loads` or `dataclasses.asdict`.
         place: name of the value for error messages. The name of the field is appended to it.
-        extra: if True, fields that a dataclass does not have are ignored. If False, they are errors.
+        extra: if True, ignore fields that a dataclass does not have. If False, they are errors.
 
     Raises:
         FieldError: a field does not fit. The message names the first such field, what is wrong, and the value.
@@ -57,11 +57,11 @@ def read_form(form: type[Form], value: object, place: str, extra: bool = False) 
 
 @functools.cache
 def _adapter(form: Any, extra: bool) -> "TypeAdapter":
-    # pydantic is imported here, so that `import hyperion.results` stays fast.
+    # pydantic is imported here to keep `import hyperion.results` fast.
     from pydantic import ConfigDict, TypeAdapter
 
-    # The form is wrapped in a dict, because pydantic does not accept settings for a dataclass at the top level. The key of the
-    # dict is the place, so that pydantic's errors contain the place.
+    # The form is wrapped in a dict, because pydantic accepts no settings for a dataclass at the top level. The key of the dict is
+    # `place`, so that it appears in pydantic's errors.
     settings = ConfigDict(strict=True, extra="ignore" if extra else "forbid", allow_inf_nan=False)
     inside = dict[str, form]  # pyright: ignore[reportInvalidTypeForm]  # known only when this runs
     return TypeAdapter(inside, config=settings)

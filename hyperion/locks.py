@@ -1,8 +1,8 @@
 """Locks between processes.
 
-A lock uses flock if the file system supports it. Some cluster file systems refuse flock (ENOSYS, ENOLCK, EOPNOTSUPP). On such a
-file system, the lock is a second file, `<name>.exclusive`, that only one process can create. The file names its owner, so that
-another process can take over the lock if the owner has died.
+A lock uses flock if the file system supports it. Some cluster file systems refuse flock (ENOSYS, ENOLCK, EOPNOTSUPP). There, the
+lock is a second file, `<name>.exclusive`, which only one process can create. The file names its owner, so that another process
+can take over the lock after the owner has died.
 
 This module uses only the standard library, because `hyperion.install` needs it before other packages are installed.
 """
@@ -23,7 +23,7 @@ _UNSUPPORTED = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOTSUP)
 _POLL_S = 0.05
 _LONGEST_OWNER = 512  # in bytes; enough for a host name of at most 64 characters and two numbers
 _NOTICE_AFTER_S = 5.0
-_UNNAMED_S = 60.0  # a lock file that has no owner for this time was made by a process that died
+_UNNAMED_S = 60.0  # a lock file that stays empty for this long was created by a process that has died
 _noticed: set[Path] = set()
 
 
@@ -46,7 +46,7 @@ class FileLock:
         """Acquire the lock.
 
         Args:
-            wait: whether to wait while another process holds the lock. If False, return False immediately in this case.
+            wait: if True, wait while another process holds the lock. If False, return False immediately in this case.
 
         Returns:
             True if this object now holds the lock.
@@ -54,10 +54,8 @@ class FileLock:
         Raises:
             OSError: the lock file cannot be created or opened, or is a link, a named pipe or another special file.
         """
-        # Links are refused, because in another user's folder the lock file may be a link to a place where no file must be
-        # created.
-        # O_NONBLOCK: opening a named pipe must not block. O_CLOEXEC: a child process must not inherit and thereby keep the
-        # lock.
+        # O_NOFOLLOW: in another user's folder, the lock file may be a link to a place where no file must be created.
+        # O_NONBLOCK: opening a named pipe must not block. O_CLOEXEC: a child process must not inherit the lock and keep it held.
         flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
         self._descriptor = descriptor = os.open(self.path, flags, 0o666)
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
@@ -65,7 +63,7 @@ class FileLock:
             raise OSError(errno.EINVAL, "the lock is not a regular file", str(self.path))
         try:
             taken = self._flock(descriptor, wait)
-        # Also after Ctrl-C during the wait, so that the descriptor is closed.
+        # BaseException includes Ctrl-C during the wait. The descriptor must be closed in this case too.
         except BaseException:
             self.release()
             raise
@@ -74,11 +72,11 @@ class FileLock:
         return taken
 
     def release(self) -> None:
-        """Release the lock. Nothing happens if this object does not hold it."""
+        """Release the lock. Do nothing if this object does not hold it."""
         if self._owns_exclusive:
             self._owns_exclusive = False
-            # Removed only by the owner. The lock file for flock stays, because removing it would let two processes lock two
-            # different files of the same name.
+            # Only the owner removes this file. The lock file for flock is never removed: if it were, two processes could lock
+            # two different files of the same name.
             self._exclusive.unlink(missing_ok=True)
         if self._descriptor is not None:
             os.close(self._descriptor)
@@ -122,14 +120,14 @@ class FileLock:
         owner = _read(self._exclusive)
         if not (_ended(owner) or _is_abandoned(self._exclusive)):
             return False
-        # Renaming is atomic: of several processes that take over the lock, one gets the file and the others get
+        # Renaming is atomic: if several processes take over the lock, one gets the file and the others get a
         # FileNotFoundError.
         aside = self._exclusive.with_name(f"{self._exclusive.name}.{uuid.uuid4().hex}")
         try:
             os.rename(self._exclusive, aside)
         except FileNotFoundError:
             return True
-        # Another process may have acquired the lock between the reading and the renaming. In this case, its file is restored.
+        # Another process may have acquired the lock between the read and the rename. In this case, restore its file.
         if _read(aside) != owner:
             with contextlib.suppress(FileExistsError):
                 # `link` fails if the name exists, so it cannot overwrite a lock that a third process has taken since.
@@ -154,9 +152,9 @@ def file_lock(path: Path) -> Iterator[None]:
 
 
 def _owner(pid: int) -> str:
-    """Return text that identifies a process: the host, the process number and the start time.
+    """Return text that identifies a process: its host, process ID and start time.
 
-    The start time is needed, because the operating system reuses process numbers.
+    The start time is needed because the operating system reuses process IDs.
     """
     return f"{socket.gethostname()} process {pid} started {_start_ticks(pid)}"
 
@@ -164,7 +162,7 @@ def _owner(pid: int) -> str:
 def _ended(owner: str) -> bool:
     host, _, rest = owner.partition(" process ")
     pid = rest.partition(" ")[0]
-    # Another start time means that the number now belongs to another process. "never" means that there is no such process.
+    # A different start time means that the ID now belongs to another process. "never" means that no process has this ID.
     return host == socket.gethostname() and pid.isdigit() and owner != _owner(int(pid))
 
 
@@ -177,10 +175,7 @@ def _start_ticks(pid: int) -> str:
 
 
 def _is_abandoned(path: Path) -> bool:
-    """Return True if a lock file has been empty for _UNNAMED_S seconds.
-
-    The process that created the file has died before it wrote its name into the file.
-    """
+    """Return True if a lock file has been empty for _UNNAMED_S seconds: its creator died before it wrote its name into it."""
     try:
         facts = path.lstat()
     except OSError:
@@ -190,7 +185,7 @@ def _is_abandoned(path: Path) -> bool:
 
 def _read(path: Path) -> str:
     try:
-        # In another user's folder, the file may be a named pipe or a device. Opening it must not block.
+        # In another user's folder, the file may be a named pipe or a device, and opening it must not block.
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
         with os.fdopen(descriptor, "rb") as file:
             return (file.read(_LONGEST_OWNER) or b"").decode(errors="replace")

@@ -9,15 +9,15 @@ import hyperion
 from hyperion.errors import HyperionError
 
 HOME = "HYPERION_HOME"
-NO_HOME = "/nonexistent"  # on Debian, the home folder of users that have none
+NO_HOME = "/nonexistent"  # what Debian enters as the home folder of users without one
 SILENT_HOSTS = "HYPERION_SILENT_HOSTS"
 
 
 def project_root() -> Path:
     """Return the folder that contains data/ and results/.
 
-    This is the first of these folders that exists: the folder that HYPERION_HOME names, the checkout that contains the working
-    folder, the checkout from which `hyperion` is imported, and the working folder. It is never site-packages.
+    If HYPERION_HOME is set, it names this folder. Otherwise, the folder is the checkout that contains the working folder, else
+    the checkout from which `hyperion` is imported, else the working folder. It is never site-packages.
 
     Raises:
         HyperionError: HYPERION_HOME does not name a folder, or the working folder was removed.
@@ -53,21 +53,18 @@ def data_folder() -> Path:
 
 
 def silent_hosts_folder() -> Path | None:
-    """Return the folder in which the processes of one `make reproduce` record unreachable hosts.
-
-    Outside of `make reproduce`, return None.
-    """
+    """Return the folder in which the processes of one `make reproduce` record unreachable hosts, or None outside of one."""
     named = os.environ.get(SILENT_HOSTS)
     return Path(named) if named else None
 
 
 def reference_folder() -> Path:
-    """Return the folder of the committed reference results, with one folder for each machine."""
+    """Return the folder of the reference runs in git."""
     return project_root() / "results" / "reference"
 
 
 def expanded(name: str) -> Path:
-    """Return the path `name`, in which a leading ~ is replaced by the home folder.
+    """Return the path `name` with a leading ~ expanded to the user's home folder.
 
     Raises:
         HyperionError: the home folder is unknown, because HOME is not set and the user has no entry in the password file.
@@ -82,10 +79,7 @@ def expanded(name: str) -> Path:
 
 
 def flush(path: Path) -> None:
-    """Write a file, or the list of entries of a folder, to the disk with fsync.
-
-    A folder cannot be opened with `open`, but its descriptor can be synchronised.
-    """
+    """Flush the content of a file, or the entries of a folder, to the disk with fsync."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -94,7 +88,7 @@ def flush(path: Path) -> None:
 
 
 def home_folder() -> Path:
-    """Return the home folder of the user. If it is unknown, return the folder for temporary files."""
+    """Return the user's home folder, or the folder for temporary files if the home folder is unknown."""
     with contextlib.suppress(RuntimeError):
         if Path.home() != Path(NO_HOME):
             return Path.home()

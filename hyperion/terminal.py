@@ -1,4 +1,4 @@
-"""Print text safely to the standard streams, and end commands without a traceback even if a stream is closed.
+"""Print text safely to the standard streams, and end commands without a traceback, even if a stream is closed.
 
 This module uses only the standard library, because `hyperion.install` needs it before other packages are installed.
 """
@@ -31,13 +31,12 @@ def notice(text: str) -> None:
 def run_command(command: Callable[[], int], prefix: str = "hyperion") -> int:
     """Run a command and return its exit code. Errors that a user can correct are printed with their next step.
 
-    Closed streams are replaced by os.devnull. Characters that the encoding of the terminal does not have are printed as escapes.
-    If the process that reads standard output ends first, as in `| head -1`, the command ends without a message and with exit code
-    141.
+    Closed streams are replaced by os.devnull. Characters that the terminal cannot encode are printed as escapes. If the process
+    that reads standard output ends first, as in `| head -1`, the command ends silently with exit code 141.
 
     Args:
         command: function that runs the command and returns its exit code.
-        prefix: text at the start of error messages.
+        prefix: prefix of error messages.
     """
     _prepare_streams()
     _prepare_home()
@@ -65,7 +64,7 @@ def _print_error(text: str) -> None:
 
 
 def _prepare_streams() -> None:
-    # A file that is opened later would get the number of a closed stream, and child processes would print into this file.
+    # Otherwise, a file opened later would get the descriptor of a closed stream, and child processes would print into this file.
     while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
         os.set_inheritable(descriptor, True)
     os.close(descriptor)
@@ -75,7 +74,7 @@ def _prepare_streams() -> None:
             setattr(sys, name, stream)
             setattr(sys, f"__{name}__", stream)
     for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):  # tests and notebooks replace the streams by other objects
+        if isinstance(stream, io.TextIOWrapper):  # tests and notebooks replace the streams with other objects
             stream.reconfigure(errors="backslashreplace")
 
 
@@ -92,10 +91,7 @@ def _reader_gone() -> bool:
 
 
 def _drop_output() -> None:
-    """Redirect standard output to os.devnull if it cannot be flushed.
-
-    Otherwise Python would flush standard output again at exit, and this would fail too.
-    """
+    """Redirect standard output to os.devnull if it cannot be flushed. Otherwise, Python's flush at exit would fail too."""
     try:
         sys.stdout.flush()
     except OSError:

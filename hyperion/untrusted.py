@@ -1,8 +1,8 @@
-"""Read files of other people safely.
+"""Safely read files from untrusted sources.
 
 A run folder, a checkpoint, a passport or a data mirror may come from another machine or another person. All code that reads such
-files uses this module. With it, a name in a file cannot lead to a file outside of its folder, reading does not block on a named
-pipe or a device, the size of a read is limited, and text is safe to print.
+files uses this module. It ensures that a name in a file cannot lead outside of its folder, that reading does not block on a named
+pipe or a device, that the size of a read is limited, and that text is safe to print.
 
 This module uses only the standard library, because `hyperion.install` needs it before other packages are installed.
 """
@@ -20,8 +20,8 @@ from typing import Any, BinaryIO, TypeVar
 from hyperion.errors import HyperionError
 from hyperion.units import MIB
 
-DEEPEST = 100  # most levels of nesting in a JSON document; documents of Hyperion have fewer than ten
-DOCUMENT_BYTES = 64 * MIB  # largest size of a JSON, CSV or TOML document; documents of Hyperion have a few MiB
+DEEPEST = 100  # maximum nesting depth of a JSON document; Hyperion's own documents have fewer than ten levels
+DOCUMENT_BYTES = 64 * MIB  # maximum size of a JSON, CSV or TOML document; Hyperion's own documents have a few MiB
 _PIECE_BYTES = MIB
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 Error = TypeVar("Error", bound=HyperionError)
@@ -35,11 +35,12 @@ def inner_path(folder: Path, name: object, error: type[Error], next_step: str, l
         name: a relative POSIX path such as "samples/03.gemm.parquet".
         error: class of the error to raise.
         next_step: what the user should do with a folder that contains a bad name.
-        links: whether symbolic links are allowed. They are needed to read a Hugging Face cache, whose files are links.
+        links: if True, allow symbolic links. A Hugging Face cache contains them.
 
     Raises:
-        error: the name is not a string, is empty or absolute, has a component "", "." or "..", contains a control character, or
-            has a component that is a symbolic link. Or the system refuses the name, for example because it is too long.
+        error: the name is not a string, is empty or absolute, has a component "", "." or "..", contains a control character, has
+            a component that is a symbolic link (unless `links` is True), or is refused by the system, for example because it is
+            too long.
     """
     where = Path(folder)
     if not isinstance(name, str):
@@ -69,7 +70,7 @@ def open_regular(path: Path, error: type[Error], next_step: str) -> BinaryIO:
     # Without O_NONBLOCK, opening a named pipe blocks until a process writes to it.
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
-        # The descriptor is examined and not the path: the path may be replaced between a check and the opening.
+        # Examine the descriptor and not the path, because the path may be replaced between a check and the opening.
         mode = os.fstat(descriptor).st_mode
         if not stat.S_ISREG(mode):
             raise error(f"{_kind(mode)} where a regular file is expected", where=path, next_step=next_step)
@@ -89,7 +90,7 @@ def read_bounded(path: Path, error: type[Error], next_step: str, limit_bytes: in
     content = bytearray()
     with open_regular(path, error, next_step) as file:
         # The size of the file is not checked in advance, because files in /proc have size 0 and a file may grow. The file is read
-        # in pieces, because a single read of `limit_bytes` allocates so much memory even for a small file.
+        # in pieces, because `read(limit_bytes)` allocates that much memory even for a small file.
         while piece := file.read(_PIECE_BYTES):
             content += piece
             if len(content) > limit_bytes:
@@ -107,15 +108,15 @@ def parse_json(content: bytes | str, error: type[Error], next_step: str, where: 
         where: file of the document, for the error message.
 
     Raises:
-        error: the content is not UTF-8 or not JSON, has the same key twice in one object, has a number that is not finite, has
-            half of a surrogate pair, or has too many levels of nesting.
+        error: the content is not UTF-8 or not JSON, or contains a duplicate key in an object, a number that is not finite, an
+            unpaired surrogate, or too many levels of nesting.
     """
     try:
         text = content.decode() if isinstance(content, bytes) else content
         document = json.loads(text, object_pairs_hook=_unique, parse_constant=_no_constant, parse_float=_finite)
         _require_shallow(document)
         if _SURROGATE.search(text):
-            # Text with half of a surrogate pair can be neither written nor printed. encode() raises a ValueError.
+            # Text with an unpaired surrogate can be neither written nor printed. encode() raises a ValueError for it.
             json.dumps(document, ensure_ascii=False).encode()
         return document
     except RecursionError:
@@ -139,7 +140,7 @@ def read_json(path: Path, error: type[Error], next_step: str, limit_bytes: int =
 def is_private(folder: Path) -> bool:
     """Create a folder with mode 0700 if it does not exist. Return True if only this user can write to the folder.
 
-    A folder is not private if it is a link or a file, belongs to another user, or can be written to by its group or by others.
+    A folder is not private if it is a link or a file, belongs to another user, or is writable by its group or by others.
 
     Raises:
         OSError: the folder cannot be created.
@@ -152,15 +153,15 @@ def is_private(folder: Path) -> bool:
 
 
 def printable(text: str) -> str:
-    """Return `text` with control characters escaped (\\x1b, \\u202e), so that a terminal shows them and does not execute them.
+    """Return `text` with control characters escaped (\\x1b, \\u202e), so that a terminal shows them instead of executing them.
 
-    Newlines and tabs are kept. Characters that change the direction of text, and bytes that are not UTF-8, are escaped too.
+    Newlines and tabs are kept. Characters that change the text direction, and bytes that are not UTF-8, are escaped too.
     """
     return "".join(map(_escaped, text))
 
 
 def _escaped(character: str) -> str:
-    # Cc: control characters. Cf: invisible format characters, such as changes of direction. Cs: halves of surrogate pairs.
+    # Cc: control characters. Cf: invisible format characters, such as direction marks. Cs: surrogates.
     if character in "\n\t" or unicodedata.category(character) not in ("Cc", "Cf", "Cs"):
         return character
     return character.encode("unicode_escape", "surrogatepass").decode()
@@ -183,7 +184,7 @@ def _finite(text: str) -> float:
 
 
 def _require_shallow(document: Any) -> None:
-    # The document is searched level by level. A recursive search would fail if the nesting is too deep.
+    # Search the document level by level. A recursive search would itself fail if the nesting is too deep.
     level = [document]
     for _ in range(DEEPEST):
         containers = [node for node in level if isinstance(node, dict | list)]

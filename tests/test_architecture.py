@@ -11,6 +11,7 @@ from hyperion.dependencies import imported_modules
 PACKAGE = Path(hyperion.__file__).resolve().parent
 ROOMS = (
     "results",
+    "figures",
     "hardware",
     "processes",
     "measure",
@@ -21,7 +22,6 @@ ROOMS = (
     "checkpoints",
     "training",
     "engines",
-    "figures",
     "chapter",
     "workloads",
     "experiments",
@@ -34,7 +34,7 @@ ROOMS = (
     "cli",
 )
 # For everybody: they import no room. `install` works before there is an environment: it needs Python alone.
-GROUND = ("errors", "paths", "untrusted", "forms", "locks", "terminal", "compat", "dependencies", "units", "palette", "install")
+GROUND = ("errors", "paths", "untrusted", "forms", "locks", "terminal", "compat", "dependencies", "units", "install")
 ENTRANCES = ("__init__", "__main__")
 FILES = sorted(PACKAGE.rglob("*.py"))
 

@@ -1,4 +1,4 @@
-"""The book: tables, figures, the report and the reference pages. All are built from stored rows and samples.
+"""The book: tables, figures, the report and the reference pages, all made from stored rows and samples.
 
 This package does not import torch.
 """

@@ -1,4 +1,4 @@
-"""Functions that display results, tables, predictions, warnings and text in notebooks. All numbers in a text come from rows."""
+"""Display results, tables, predictions, warnings and text in notebooks. All numbers in a text come from rows."""
 
 from collections.abc import Iterable, Sequence
 from typing import Protocol
@@ -38,8 +38,8 @@ def show(result: HasRows, run: Run, published: bool = False, figures: Iterable[s
 
     Args:
         result: the result.
-        run: the run that stores the result. Some figures, such as a roofline, also read rows of other experiments of the run.
-        published: if True, also draw the published MI250X numbers into the figures of matrix products and bandwidth.
+        run: the run that stores the result. Some figures, such as a roofline, also use rows of other experiments in the run.
+        published: if True, also draw the published MI250X numbers in the figures of matrix products and bandwidth.
         figures: names of the figures to show. None shows all figures of the experiment.
 
     Raises:
@@ -71,11 +71,11 @@ def answered_guess(predictions: Sequence[Prediction], rows: Sequence[Row]) -> st
         rows: rows of one experiment.
 
     Returns:
-        The sentence. "" if nothing was predicted.
+        The sentence, or "" if nothing was predicted.
     """
     stored = [p for p in predictions if (p.notebook, p.experiment) == (rows[0].notebook, rows[0].experiment)]
-    # If the inputs of an experiment have changed, the run has older and newer predictions. Only the newest ones count. The first
-    # of them is the prediction that the reader guesses.
+    # If the inputs of an experiment have changed, the run has older and newer predictions, and only the newest ones apply. The
+    # first of them is the one that the reader guesses.
     first = next((p for p in stored if p.input_hash == stored[-1].input_hash), None)
     row = next((r for r in rows if first and _identity(r) == _identity(first) and (r.rank is None or first.each_rank)), None)
     if first is None or row is None:
@@ -129,7 +129,7 @@ def show_table(table: pd.DataFrame, caption: str = "") -> None:
 
 
 def show_predictions(predictions: pd.DataFrame) -> None:
-    """Show the guess, the ceiling and the library's prediction of each value in a table, then how they were computed.
+    """Show a table with the guess, the ceiling and the library's prediction of each value, and how they were computed.
 
     Args:
         predictions: the table that `Chapter.predict` returns. It has the columns variant, dtype, params, metric, guess, ceiling,
@@ -144,10 +144,10 @@ def show_predictions(predictions: pd.DataFrame) -> None:
 
 
 def show_published(*names: str) -> None:
-    """Show the published MI250X tables with their known defects. A warning says that this run did not measure the numbers.
+    """Show the published MI250X tables with their known defects, and a warning that this run did not measure the numbers.
 
     Args:
-        names: names of tables (see `published_tables`). Without names, all tables are shown.
+        names: names of tables (see `published_tables`). Without names, show all tables.
     """
     banner("PUBLISHED ELSEWHERE: this run measured none of these numbers.")
     for caption, table, defects in published_tables(*names):
@@ -156,10 +156,10 @@ def show_published(*names: str) -> None:
 
 
 def teach(template: str, **named: Row | float) -> None:
-    """Show a Markdown text whose numbers come from rows.
+    """Show Markdown text whose numbers come from rows.
 
     Args:
-        template: the text. It may contain fields in braces, which `fill` describes.
+        template: the text. It may contain fields in braces; see `fill`.
         named: a row or a number for each name in the template. Use `pick` to select a row.
 
     Raises:
@@ -170,7 +170,7 @@ def teach(template: str, **named: Row | float) -> None:
 
 
 def show_sentence(text: str) -> None:
-    """Show a Markdown text that a function made from rows. An empty text shows nothing."""
+    """Show Markdown text that a function made from rows. Show nothing if the text is empty."""
     if text:
         _display({"text/markdown": text, "text/plain": text})
 
@@ -178,7 +178,7 @@ def show_sentence(text: str) -> None:
 def _display(bundle: dict) -> None:
     """Display an object in a notebook. Outside a notebook, print its plain text.
 
-    `bundle` maps a MIME type, such as "text/html", to the representation of the object in this type.
+    `bundle` maps MIME types, such as "text/html", to representations of the object.
     """
     from IPython import get_ipython
     from IPython.display import display
@@ -190,13 +190,13 @@ def _display(bundle: dict) -> None:
 
 
 def pick(rows: Iterable[Row], metric: str, best: bool = False, **wanted) -> Row:
-    """Return the one measured row of a metric whose columns and parameters have the given values.
+    """Return the one measured row of a metric whose columns and params have the given values.
 
     Args:
         rows: the rows to select from.
         metric: name of the metric.
         best: if several rows match, return the row with the best value instead of raising an error.
-        wanted: values of columns, such as `variant="copy"` or `dtype="bf16"`, and of parameters, such as `m=8192`.
+        wanted: values of columns, such as `variant="copy"` or `dtype="bf16"`, and of params, such as `m=8192`.
 
     Raises:
         HyperionError: no measured row matches, or several rows match and `best` is False.
@@ -219,12 +219,12 @@ def pick(rows: Iterable[Row], metric: str, best: bool = False, **wanted) -> Row:
 
 
 def fill(template: str, **named: Row | float) -> str:
-    """Return the template with its fields replaced by values from rows, so that the author types no number by hand.
+    """Return the template with its fields replaced by values from rows, so that authors type no measured numbers.
 
     If a row is passed as the argument `best`, the template can contain these fields: `{best.value}`, `{best.limit}` and
     `{best.predicted}` with their unit, `{best.share}` (value in percent of the limit), `{best.error}` (signed error of the
-    prediction in percent), `{best.interval}`, `{best.variant}`, `{best.dtype}`, and `{best.<name>}` for each parameter. Numbers
-    have four significant digits.
+    prediction in percent), `{best.interval}`, `{best.variant}`, `{best.dtype}`, and `{best.<name>}` for each param. Numbers have
+    four significant digits.
 
     Args:
         template: text with fields in braces, as for `str.format`.
@@ -242,10 +242,7 @@ def fill(template: str, **named: Row | float) -> str:
 
 
 def verdict(speedup: Row) -> str:
-    """Return a phrase that compares the two times of a speed-up. There is a difference if the interval excludes 1.
-
-    The phrase is "faster than", "slower than", or "as fast, within noise, as".
-    """
+    """Return "faster than" or "slower than" for a speed-up whose interval excludes 1, else "as fast, within noise, as"."""
     if not_none(speedup.ci_low) > 1:
         return "faster than"
     return "slower than" if not_none(speedup.ci_high) < 1 else "as fast, within noise, as"
@@ -259,9 +256,9 @@ def compared_steps(row: Row) -> str:
 
 
 class _Quoted:
-    """Makes the fields of a row available as texts, for sentences in a notebook such as "The copy reaches {copy.value}".
+    """Formats the fields of a row for sentences in a notebook, such as "The copy reaches {copy.value}".
 
-    Numbers are rounded and get their unit. If a sentence uses a field that the row does not have, a HyperionError is raised.
+    Numbers are rounded and have their unit. If a sentence uses a field that the row does not have, a HyperionError is raised.
     """
 
     def __init__(self, name: str, row: Row):
@@ -294,7 +291,7 @@ class _Quoted:
             return f"{percent(value, signed=field == 'error')} %"
         if field in quotable:
             return quoted_value(value, row.unit)
-        # Sizes such as 8192 are shown without separators, because readers know them in this form. Larger numbers need separators.
+        # Sizes such as 8192 are shown without separators, as readers know them. Larger numbers need separators.
         return f"{value:,}" if isinstance(value, int) and value >= 100_000 else f"{value}"
 
 

@@ -1,4 +1,4 @@
-"""Export a run: CSV, JSON and PNG files of each experiment in benchmarks/<subject>/, and a README.md for sites such as GitHub."""
+"""Export a run: CSV, JSON and PNG files of each experiment to benchmarks/<subject>/, and a README.md for sites such as GitHub."""
 
 import json
 
@@ -29,21 +29,20 @@ README = "README.md"
 
 
 def export_run(run: Run, material: Material | None = None) -> list[str]:
-    """Write the tables and the figures of a run into its folder `benchmarks`. Either all files are written, or none.
+    """Write the tables and figures of a run to its folder `benchmarks`. Either all files are written, or none.
 
-    The tables are benchmarks/<subject>/<experiment>.csv and .json, which contain the same rows. If the rows and samples are the
-    same, every byte of the files is the same.
+    The tables are benchmarks/<subject>/<experiment>.csv and .json, which contain the same rows. Equal rows and samples give files
+    that are equal in every byte.
 
     Args:
         run: the run.
-        material: rows, samples and figures of the run that were already read or drawn, so that they are reused. None reads the
-            run.
+        material: rows, samples and figures of the run that have already been read or drawn, for reuse. None reads the run.
 
     Returns:
         The paths of the written files, relative to the folder of the run.
     """
     material = material or Material(run)
-    # Everything is drawn before anything is written, so that a figure that cannot be drawn leaves no half export.
+    # Draw everything before writing, so that a figure that cannot be drawn does not leave an incomplete export.
     contents = tables(material) | pictures(material)
     run.write(contents)
     return sorted(contents)
@@ -78,8 +77,7 @@ def reference_readme(run: Run, material: Material | None = None) -> dict[str, by
 
     Args:
         run: the run.
-        material: rows, samples and figures of the run that were already read or drawn, so that they are reused. None reads the
-            run.
+        material: rows, samples and figures of the run that have already been read or drawn, for reuse. None reads the run.
     """
     material = material or Material(run)
     parts = sections(material)
@@ -124,10 +122,9 @@ def _page(material: Material, first: DrawnFigure | None, found: list[Section]) -
 
 
 def _began(material: Material, measured_by: pd.DataFrame) -> str:
-    """Return a sentence that names the version of the code with which the run was created.
+    """Return a sentence that names the version of the code that created the run, which run.json contains.
 
-    run.json states this version. Other versions have measured parts of the run again, or have added parts. Return "" if the run
-    has no rows of the first version any more.
+    Later versions may have measured parts of the run again or added parts. Return "" if no rows of the first version remain.
     """
     source = (material.information.get("environment") or {}).get("source") or {}
     first = (source.get("commit") or "")[:12]

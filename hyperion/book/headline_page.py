@@ -1,20 +1,20 @@
 """The tables of docs/headlines.md and of the README, made from the rows of the reference runs.
 
-The pages have markers around everything that is made from rows. `update_page` replaces the text between two markers:
+The pages have markers around all text that is made from rows. `update_page` replaces the text between two markers:
 
     <!-- headlines: FOLDER --> … <!-- end of headlines -->    all headlines of the runs in FOLDER
     <!-- summary: FOLDER --> … <!-- end of summary -->        at most ten of them, for the README
-    <!-- counts: FOLDER --> … <!-- end of counts -->          a sentence that counts what the rows state
+    <!-- counts: FOLDER --> … <!-- end of counts -->          sentences with the numbers of intervals, checks and limits
 
 FOLDER contains runs, such as `h200x2`, and folders of launches, such as `h200-launches`, whose subfolders are runs.
 
 A launch is one run of an experiment in new processes. Two launches of the same code differ by more than the samples within a
-launch, because memory is placed differently, the clock frequency differs, or the host differs. So a time or a rate of one launch
-says little about the next launch, and it is not a headline. Three kinds of values are headlines:
+launch, because the memory placement, the clock frequency or the host differs. So a time or a rate from one launch says little
+about the next launch, and is not a headline. Three kinds of values are headlines:
 
 - times, rates and ratios that at least five launches of one version of the code measured;
-- measures of quality, such as an accuracy, as the mean over several trainings with different seeds;
-- differences of values that must be equal. They are no times, and their rows state a tolerance.
+- measures of quality, such as an accuracy, averaged over several trainings with different seeds;
+- differences between values that must be equal. They are not times, and their rows state a tolerance.
 """
 
 import os
@@ -34,12 +34,12 @@ from hyperion.figures.tables import is_floor, markdown
 from hyperion.results import Row, Run
 from hyperion.results.statistics import Estimate, launches_estimate
 
-# A value this close to its limit is bounded by it. Below this, the rows alone do not show the cause.
+# A value of at least this share of its limit is assumed to be bounded by it. Below, the rows alone do not show the cause.
 _NEAR_ITS_LIMIT = 0.85
-# Fewer launches do not show how much launches differ: with four, the true median is outside their range in one of eight cases.
+# With fewer launches, their variation is unknown: with four, the true median lies outside their range in one of eight cases.
 LEAST_LAUNCHES = 5
-# Lines of the summary in the README, and the beginnings of their labels in this order. Weak and strong scaling come together,
-# because the efficiency of weak scaling alone promises too much.
+# Maximum number of lines of the summary in the README, and the beginnings of their labels in order. Weak and strong scaling are
+# shown together, because the efficiency of weak scaling alone promises too much.
 MOST_LINES = 10
 _SUMMARY = (
     r"matrix product, bf16",
@@ -66,7 +66,7 @@ class Measured:
         device: name of the device.
         machine: fingerprint of the machine.
         version: hash of the code that the experiment imports, without comments. "" if it was not stored.
-        run: name of the run. For a launch, it is the name of the folder that contains all launches.
+        run: name of the run. For a launch, the name of the folder that contains all launches.
     """
 
     headline: Headline
@@ -82,7 +82,7 @@ class Measured:
 
 @dataclass(frozen=True)
 class Launches:
-    """One quantity, measured by several launches on the same kind of device."""
+    """One quantity, measured in several launches on the same kind of device."""
 
     members: tuple[Measured, ...]
 
@@ -111,7 +111,7 @@ class Launches:
         return len({member.version for member in self.members})
 
     def of_one_version(self) -> "Launches":
-        """Return the launches of the version of the code that has the most launches."""
+        """Return only the launches of the code version that has the most launches."""
         ((version, _),) = Counter(member.version for member in self.members).most_common(1)
         return Launches(tuple(member for member in self.members if member.version == version))
 
@@ -123,15 +123,15 @@ class Launches:
 
     @property
     def interval(self) -> str:
-        """The 95 % interval of the median over the launches, as text."""
+        """Text with the 95 % interval of the median over the launches."""
         estimate = self.estimate
         return f"{quoted_value(estimate.ci_low, self.unit)} – {quoted_value(estimate.ci_high, self.unit)}"
 
     @property
     def within(self) -> float | None:
-        """Half the width of the interval that one launch states, divided by its value. It is the median over all launches.
+        """Half the width of the interval within a launch, divided by its value: the median over all launches.
 
-        None if the launches state no intervals.
+        None if the launches have no intervals.
         """
         rows = [m.row for m in self.members if m.row.value and m.row.ci_low is not None and m.row.ci_high is not None]
         halves = [(not_none(r.ci_high) - not_none(r.ci_low)) / 2 / abs(not_none(r.value)) for r in rows]
@@ -139,7 +139,7 @@ class Launches:
 
     @property
     def fraction(self) -> float | None:
-        """Value divided by its limit, as the median over the launches. None if a launch has no limit, or if it is a floor."""
+        """Value divided by its limit: the median over the launches. None if a launch has no limit or the limit is a minimum."""
         fractions = [None if is_floor(member.row) else member.row.fraction_of_limit for member in self.members]
         return None if None in fractions else float(np.median([not_none(fraction) for fraction in fractions]))
 
@@ -150,7 +150,7 @@ class Launches:
 
     @property
     def bound(self) -> str:
-        """What limits the value: the power limit of the device, or the limit of the rows. "" if it is not known."""
+        """What limits the value: the power limit of the device, or the limit of the rows. "" if it is unknown."""
         rows = [member.row for member in self.members]
         if all("power" in (row.throttle or "") for row in rows):
             return "power limit of the device"
@@ -174,7 +174,7 @@ def update_page(page: Path) -> list[str]:
 
 
 def updated(text: str, page: Path) -> tuple[str, list[str]]:
-    """Return the text of a page with everything between its markers made again, and the markers that were found.
+    """Return the text of a page with the text between its markers regenerated, and the markers that were found.
 
     Args:
         text: Markdown. The folders in its markers are relative to the current folder.
@@ -204,7 +204,7 @@ def updated(text: str, page: Path) -> tuple[str, list[str]]:
 
 
 def runs_in(folder: Path) -> dict[Run, str]:
-    """Return the runs in a folder and in its folders of launches, each with its name.
+    """Return a dict that maps each run in a folder and in its folders of launches to its name.
 
     The name of a launch is the name of the folder that contains all launches.
 
@@ -218,9 +218,9 @@ def runs_in(folder: Path) -> dict[Run, str]:
 
 
 def headlines_markdown(runs: dict[Run, str]) -> str:
-    """Return the tables of all headlines as Markdown, and a table of the quantities whose launches are too few for a headline.
+    """Return the tables of all headlines as Markdown, and a table of the quantities with too few launches for a headline.
 
-    A value of an unsteady or host-bound series is in no table, and a time or a rate of one launch is in no table.
+    The tables contain no values of unsteady or host-bound series, and no times or rates from a single launch.
     """
     measured = list(_measured(runs))
     enough, few = [], []
@@ -244,7 +244,7 @@ def headlines_markdown(runs: dict[Run, str]) -> str:
 
 
 def summary_markdown(runs: dict[Run, str]) -> str:
-    """Return at most ten headlines as Markdown: the table of the README."""
+    """Return the table in the README, with at most ten headlines, as Markdown."""
     measured = list(_measured(runs))
     chosen = [quantity.of_one_version() for quantity in _grouped(measured)]
     enough = [quantity for quantity in chosen if len(quantity.members) >= LEAST_LAUNCHES]
@@ -258,7 +258,7 @@ def summary_markdown(runs: dict[Run, str]) -> str:
 
 
 def counts_markdown(runs: dict[Run, str]) -> str:
-    """Return a sentence that counts the intervals, the checks and the limits that the rows of the runs state."""
+    """Return sentences with the numbers of intervals, checks and limits that the rows of the runs state."""
     rows = [row for run in runs for row in run.rows()]
     limited = [row for row in rows if row.limit is not None]
     others = [row for row in rows if row.limit is None and not row.limit_source]
@@ -297,13 +297,13 @@ def _measured(runs: dict[Run, str]) -> Iterator[Measured]:
 
 
 def _environment(material: Material, provenance: dict) -> dict:
-    """Return the environment that an experiment has stored. If it has stored none, return the environment of the whole run."""
+    """Return the environment that an experiment has stored, or that of the whole run if it has stored none."""
     stored = provenance.get("environment") or material.information.get("environment") or {}
     return material.environments.get(stored, {}) if isinstance(stored, str) else stored
 
 
 def _fingerprint(environment: dict) -> str:
-    """Return a text that differs between machines: the hash of the host's name and the identifiers of the GPUs."""
+    """Return a string that identifies a machine: the hash of the host name and the identifiers of the GPUs."""
     gpus = sorted(str(gpu.get("uuid")) for gpu in environment.get("gpus") or [])
     return " ".join([str(environment.get("host_hash")), *gpus])
 
@@ -311,7 +311,7 @@ def _fingerprint(environment: dict) -> str:
 def _grouped(measured: Iterable[Measured]) -> list[Launches]:
     """Return the times, rates and ratios, grouped by device and label, in the order of the first run.
 
-    Two runs may contain the same row, because a reference can take over rows of another one. This is one launch, not two.
+    Two runs may contain the same row, because a reference run can take over rows of another one. This counts as one launch.
     """
     groups: dict[tuple[str, str], dict[tuple, Measured]] = {}
     for one in measured:
@@ -331,7 +331,7 @@ def _kind(row: Row) -> str:
 
 
 def _largest(measured: Iterable[Measured], kind: str, param: str) -> list[Measured]:
-    """Return the headlines of a kind. For each device, variant and metric, the one with the largest `param` counts."""
+    """Return the headlines of a kind: for each device, variant and metric, the one with the largest `param`."""
     chosen: dict[tuple, Measured] = {}
     for one in measured:
         key = (one.device, one.row.variant, one.row.metric)
@@ -363,11 +363,11 @@ def _link_runs(text: str, names: Iterable[str], place: str) -> str:
 
 
 def _speed_line(quantity: Launches, others: Iterable[Measured] = ()) -> dict[str, str]:
-    """Return a line of the table of times, rates and ratios.
+    """Return a line in the table of times, rates and ratios.
 
     Args:
-        quantity: the launches of the line.
-        others: launches of other versions of the code. Their values are listed.
+        quantity: the launches whose value the line shows.
+        others: launches of other code versions, whose values the line lists.
     """
     within = quantity.within
     return {

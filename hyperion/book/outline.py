@@ -1,4 +1,4 @@
-"""The content that the report and the reference page of a run share: sections, headlines, missing values and environment."""
+"""Content that the report and the reference page of a run share: sections, headlines, missing values and environment."""
 
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, field, replace
@@ -22,13 +22,13 @@ from hyperion.figures.tables import is_floor, tables_of
 from hyperion.results import Row, StoreError
 
 SUMMARY = "benchmarks/summary.png"
-# Stands below the most important values of a run, because readers quote them.
+# Note below the headlines of a run, because readers quote them.
 ONE_LAUNCH = (
     "Each value was measured in one launch of the program. The interval contains the variation within this launch only: another "
     "launch, or another host, can differ by more. The interval of a mean over seeds contains the variation between the seeds. "
     "This also holds for the figures. docs/headlines.md lists the values that at least five launches measured."
 )
-# Tables with more lines are folded, so that the pictures stay close to each other on the page.
+# Tables with more lines are collapsed, so that the pictures are close to each other on the page.
 UNFOLDED_LINES = 12
 _REFERENCE_STEPS = ("model_steps", "batch_scaling")
 _BASELINES, _RATES = ("language_model", "image_classifier"), ("tokens_per_s", "images_per_s")
@@ -59,7 +59,7 @@ class DrawnFigure:
 
 @dataclass(frozen=True)
 class Section:
-    """The section about one experiment on a page.
+    """A section of a page about one experiment.
 
     Attributes:
         experiment: name of the experiment.
@@ -75,9 +75,9 @@ class Section:
 
 
 def banner(material: Material) -> str:
-    """Return the warnings about a run as one text, or "" if there are none.
+    """Return the warnings about a run as one string, or "" if there are none.
 
-    A warning says that the run was replayed, that its data are synthetic, or that its images are not the official ones.
+    The warnings say that the run was replayed, that its data are synthetic, or that its images are not the official ones.
     """
     parts = []
     if material.replayed:
@@ -91,7 +91,7 @@ def banner(material: Material) -> str:
 
 @made_from_rows("the sections")
 def sections(material: Material) -> list[Section]:
-    """Return one section for each experiment in the order of the rows, then a section with the comparison of predictions."""
+    """Return one section per experiment, in the order of the rows, and a section that compares predictions with measurements."""
     found = [_section(material, experiment) for experiment in dict.fromkeys(e for _, e in material.experiments)]
     scored = [picture for picture in _pictures(material, ALL) if picture.path != SUMMARY]
     return found + ([Section("predictions", "Predictions scored", scored, [])] if scored else [])
@@ -127,9 +127,9 @@ def missing(material: Material) -> pd.DataFrame:
 
 @made_from_rows("the table of environments")
 def environment(material: Material) -> pd.DataFrame:
-    """Return a table of the environments in which the rows were measured, with one column for each environment.
+    """Return a table of the environments in which the rows were measured, with one column per environment.
 
-    An environment consists of the device, the versions of the software, and the version of the source code.
+    An environment consists of the device, the software versions, and the version of the source code.
     """
     columns = {}
     for experiments in _measured_alike(material):
@@ -149,9 +149,9 @@ def _shown(value) -> str:
 
 
 def _measured_alike(material: Material) -> list[list[tuple[str, str]]]:
-    """Return groups of experiments. All experiments of a group were measured with the same environment, profile and seed.
+    """Return groups of experiments that were measured with the same environment, profile and seed.
 
-    Each experiment is given as a pair (notebook, experiment).
+    Each experiment is a pair (notebook, experiment).
     """
     groups: dict[tuple, list[tuple[str, str]]] = {}
     for pair in material.experiments:
@@ -166,10 +166,9 @@ def _provenance(material: Material, pair: tuple[str, str]) -> dict:
 
 
 def _lines(material: Material, experiments: list[tuple[str, str]]) -> dict:
-    """Return a dict that maps the name of a property of the environment, such as the device, to its value for these experiments.
+    """Return a dict that maps a property of the environment, such as the device, to its value for these experiments.
 
-    The values come from the settings and versions that the first experiment has stored (its provenance). If it has stored none,
-    the values come from run.json.
+    The values come from the provenance that the first experiment has stored, or from run.json if it has stored none.
     """
     here = not any(material.replayed_from(*pair) for pair in experiments)
     provenance = material.information if here else {}
@@ -212,14 +211,14 @@ def _lines(material: Material, experiments: list[tuple[str, str]]) -> dict:
 def versions(material: Material) -> pd.DataFrame:
     """Return a table of the versions of the code that measured a run, with the experiments of each version.
 
-    The rows of a reference run may come from several versions. So a difference between two chapters may be caused by a difference
+    The rows of a reference run may come from several versions, so a difference between two chapters may be caused by a difference
     between two versions.
     """
     parts: dict[tuple[str, str], list[str]] = {}
     created = (material.information.get("environment") or {}).get("source") or {}
     for pair in material.experiments:
-        # Experiments of commands such as `hyperion compare` do not state a version; they use the version that created the run.
-        # Replayed experiments were measured by another run, so this version does not apply to them.
+        # Experiments of commands such as `hyperion compare` state no version, so the version that created the run is used. This
+        # version does not apply to replayed experiments, which another run measured.
         source = _provenance(material, pair).get("source") or ({} if material.replayed_from(*pair) else created)
         commit = (source.get("commit") or "")[:12] or "not recorded"
         changed = {True: "yes", False: "no", None: "unknown"}[source.get("modified")]
@@ -241,7 +240,7 @@ def picture_path(experiment: str, name: str) -> str:
 
 
 def picture(plot: Plot, material: Material) -> bytes | None:
-    """Return a figure as PNG, or None if the run has no rows for it. A figure that was already drawn is reused."""
+    """Return a figure as PNG, or None if the run has no rows for it. A figure that has already been drawn is reused."""
     if plot.name not in material.drawn:
         material.drawn[plot.name] = draw(plot.name, material)
     return material.drawn[plot.name]
@@ -266,8 +265,8 @@ class Headline:
 
     Args:
         label: name of the quantity.
-        value: text of the value with its unit.
-        interval: text of the 95 % interval within one launch, in the unit of the row. "" if there is no interval.
+        value: the formatted value with its unit.
+        interval: the formatted 95 % interval within one launch, in the unit of the row. "" if there is no interval.
         steady: "yes" if the samples were steady. "" if the value does not come from a timing.
         fraction: value divided by its limit. None if there is no limit.
         limit: the limit with its unit, or the reason why there is no limit.
@@ -288,7 +287,7 @@ def headlines(material: Material) -> list[Headline]:
     """Return the most important values of a run (its headlines), in the order of the chapters.
 
     Examples are the rate of the fastest matrix product in each format, and the accuracy or the perplexity of each baseline. A
-    value is left out if its samples were not steady, or if the host limited the time instead of the device.
+    value is omitted if its samples were not steady, or if the host, and not the device, limited the time.
     """
 
     def is_steady(row: Row) -> bool:
@@ -296,8 +295,8 @@ def headlines(material: Material) -> list[Headline]:
 
     cold = [row for row in measured(material.rows) if not row.hot]
     rows = [row for row in cold if is_steady(row)]
-    # If the fastest step of a model was not steady, it is left out. It is not replaced by a slower, steady step, because a step
-    # with another batch size or format is not comparable.
+    # If the fastest step of a model was not steady, it is omitted and not replaced by a slower steady step, because a step with
+    # another batch size or format is not comparable.
     found = [
         *_hardware(rows, cold),
         *((label, row) for label, row in _steps(cold) if is_steady(row)),
@@ -315,13 +314,13 @@ def _hardware(rows: list[Row], cold: list[Row]) -> Iterator[tuple[str, Row]]:
 
     Args:
         rows: the rows whose samples were steady.
-        cold: all rows with cold caches. They define which arrays are the largest.
+        cold: all rows with cold caches, which determine the size of the largest arrays.
     """
     products = [r for r in rows if r.metric == "gemm_tflops" and "plain_loop_calls" not in r.params]
     copies = [r for r in rows if (r.experiment, r.metric, r.variant) == ("bandwidth", "bandwidth_gb_s", "copy")]
     largest = max((r.params["elements"] for r in cold if (r.experiment, r.variant) == ("bandwidth", "copy")), default=0)
     yield from ((f"matrix product, {r.dtype}, cold caches", r) for r in _best(products, lambda r: r.dtype))
-    # Only the largest arrays count, because smaller arrays may come from a cache.
+    # Only the largest arrays are used, because smaller ones may come from a cache.
     yield from ((f"memory copy, {r.dtype}, largest arrays", r) for r in copies if r.params["elements"] == largest)
 
 
@@ -338,7 +337,8 @@ def _is_host_bound(rate: Row, steps: list[Row]) -> bool:
     """Return True if the host, and not the device, limits the time of a step.
 
     This is assumed if another step with at most a quarter of the batch size takes more than half of the time. The device would
-    need at most a quarter of the time for it. The host needs the same time for both steps, because it launches the same kernels.
+    need about a quarter of the time or less for it, while the host needs the same time for both, because it launches the same
+    kernels.
     """
 
     def kind(row: Row) -> tuple:
@@ -379,18 +379,16 @@ def _over_a_plain_loop(row: Row) -> Iterator[tuple[str, Row]]:
     label = f"{row.variant}, training, batch {row.params['batch']:,}{unit}"
     if row.params.get("over") == "plain, captured":
         yield f"{label}: over the same plain loop in a graph", row
-    elif unit:  # not so for images: the host limits their plain loop, so the ratio depends on the host
+    elif unit:  # not for images, because the host limits their plain loop, and the ratio depends on the host
         compiled = " compiled" if row.params.get("plain_compiled", row.params["compiled"]) else ""
         yield f"{label}: over a plain{compiled} loop", row
 
 
 def _precise(rows: list[Row]) -> Iterator[tuple[str, Row]]:
-    """Yield (label, row) for the speed-ups of the fastest number format of each training of chapter 2.3.
+    """Yield (label, row) for the speed-ups of the fastest number format in each training of chapter 2.3.
 
-    The speed-ups are over TF32 and over IEEE fp32.
-
-    PyTorch computes convolutions in TF32 by default. So a reader could misunderstand the speed-up over IEEE fp32 if the speed-up
-    over TF32 were missing.
+    The speed-ups are over TF32 and over IEEE fp32. Both are needed because PyTorch computes convolutions in TF32 by default, so
+    the speed-up over IEEE fp32 alone could be misunderstood.
     """
     ratios = [r for r in rows if (r.experiment, r.metric) == ("precision_variants", "speedup")]
     for row in _best(ratios, lambda r: r.variant):
@@ -427,12 +425,12 @@ def _scaled(rows: list[Row]) -> Iterator[tuple[str, Row]]:
 def _best(
     rows: list[Row], kind: Callable[[Row], Hashable], score: Callable[[Row], float] = lambda row: not_none(row.value)
 ) -> list[Row]:
-    """Return one row for each kind: the row with the highest score of this kind. The kinds are in the order in which they occur.
+    """Return the row with the highest score of each kind. The kinds are in the order in which they occur.
 
     Args:
         rows: the rows.
         kind: function that returns the kind of a row.
-        score: function that returns the score of a row. By default, the score is the value of the row.
+        score: function that returns the score of a row; default: the value of the row.
     """
     kinds = dict.fromkeys(kind(row) for row in rows)
     return [max((row for row in rows if kind(row) == one), key=score) for one in kinds]

@@ -1,4 +1,4 @@
-"""All figures of the book: the figures of the subjects, and two figures about a whole run (summary and predictions)."""
+"""All figures of the book: the figures of the subjects, and two figures about a whole run, the summary and the predictions."""
 
 import math
 
@@ -10,11 +10,23 @@ from hyperion.errors import HyperionError, not_none
 from hyperion.experiments.baselines.figures import counted_losses, epoch_rows
 from hyperion.experiments.hardware.figures import gemm_intensity, gemm_rows, stream_intensity
 from hyperion.figures.material import ALL, Material, Plot, items, made_from_rows, measured, number, percent, values
-from hyperion.figures.style import add_notes, limit_line, log_ticks, look, new_figure, png, spread_labels, styled, write_at
-from hyperion.palette import GRID, INK, MUTED
+from hyperion.figures.style import (
+    GRID,
+    INK,
+    MUTED,
+    add_notes,
+    limit_line,
+    log_ticks,
+    look,
+    new_figure,
+    png,
+    spread_labels,
+    styled,
+    write_at,
+)
 from hyperion.results import Prediction, Row
 
-# Font size in points. Most pages show the summary at half its size. The letters are then 10 pixels high.
+# Font size in points. Most pages show the summary at half its size, at which the letters are 10 pixels high.
 _LETTERING = 11
 _STEPS_DRAWN = 400
 _ARROWS = {"higher": " ↑", "lower": " ↓", "none": ""}
@@ -50,7 +62,7 @@ def plots_of(experiment: str) -> list[Plot]:
 
 
 def title_of(experiment: str) -> str:
-    """Return the title of an experiment. If its subject defines no title, return the name of the experiment with spaces."""
+    """Return the title of an experiment, or its name with spaces if its subject defines no title."""
     subject = subject_of(experiment)
     titles = getattr(subject.figures, "TITLES", {}) if subject else {}
     return titles.get(experiment, experiment.replace("_", " ").capitalize())
@@ -68,8 +80,8 @@ def results_folder(experiment: str) -> str:
 def draw(name: str, material: Material, **options) -> bytes | None:
     """Draw a figure and return it as PNG.
 
-    The function returns None if the run has no rows for the figure. It also returns None, and prints a warning, if the figure
-    needs a refused value. A value is refused if it failed its check or exceeded its limit.
+    Return None if the run has no rows for the figure. Also return None, and print a warning, if the figure needs a refused value,
+    which is a value that failed its check or exceeded its limit.
 
     Args:
         name: name of the figure.
@@ -90,7 +102,7 @@ def draw(name: str, material: Material, **options) -> bytes | None:
             figure = chosen.draw(material, **options)
             return None if figure is None else png(figure)
 
-    # A refused value must not prevent that the page is created. Only the figure is missing, and a warning says so.
+    # A refused value must not prevent the page from being created. Only the figure is omitted, with a warning.
     refused = any(row.is_unexpected and chosen.experiment in (ALL, row.experiment) for row in material.rows)
     try:
         content, why = drawn(), "nothing is left to draw"
@@ -106,8 +118,8 @@ def draw(name: str, material: Material, **options) -> bytes | None:
 def summary(material: Material) -> Figure | None:
     """Draw a figure with up to four panels: matrix products by size, bandwidth by size, roofline, and language model.
 
-    The label of a curve shows its last value. Dashed lines show limits from data sheets, or losses of n-gram models. The function
-    returns None if the run has rows for fewer than two panels.
+    The label of a curve shows its last value. Dashed lines show limits from data sheets, or losses of n-gram models. Return None
+    if the run has rows for fewer than two panels.
     """
     squares = [row for row in measured(gemm_rows(material)) if row.params["m"] == row.params["n"] == row.params["k"]]
     products = [row for row in squares if row.params.get("cache") != "hot"]
@@ -230,10 +242,7 @@ def _shares(rows: list[Row]) -> str:
 
 
 def _note_of_images(material: Material) -> list[str]:
-    """Return a list with one sentence about the image classifier, which has no panel.
-
-    It is empty if the run has no such results.
-    """
+    """Return a list with one sentence about the image classifier, which has no panel, or an empty list without results."""
     rows = measured(material.of("image_classifier"))
     tested = next((r for r in rows if r.metric == "accuracy" and r.params.get("split") == "test"), None)
     steady = next((r for r in rows if r.metric == "images_per_s" and r.params.get("step") == "steady"), None)
@@ -245,10 +254,10 @@ def _note_of_images(material: Material) -> list[str]:
 
 
 def predictions(material: Material) -> Figure | None:
-    """Draw one marker for each prediction. The horizontal position is the measured value, the vertical position the optimism.
+    """Draw a marker for each prediction, with the measured value on the x-axis and the optimism on the y-axis.
 
-    The optimism of an exact prediction is 1. It is above 1 if the prediction was too optimistic. The function returns None if the
-    run has no predictions.
+    The optimism of an exact prediction is 1. It is above 1 if the prediction was too optimistic. Return None if the run has no
+    predictions.
     """
     known = scored(material.rows)
     ceilings = [row for row in known if (p := material.prediction(row)) is not None and p.is_ceiling]
@@ -282,9 +291,9 @@ def scored(rows: list[Row]) -> list[Row]:
 
 
 def _optimism(row: Row, predicted: float) -> float:
-    """Return a ratio of predicted and measured value that is above 1 if the prediction was too optimistic.
+    """Return the optimism of a prediction, which is above 1 if the prediction was too optimistic.
 
-    The ratio is measured / predicted if lower values of the metric are better, and predicted / measured otherwise.
+    It is measured / predicted if lower values of the metric are better, and predicted / measured otherwise.
     """
     value = not_none(row.value)
     return value / predicted if row.definition.direction == "lower" else predicted / value

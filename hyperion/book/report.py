@@ -1,4 +1,4 @@
-"""The report: one HTML page without external files, so that it works offline."""
+"""The report: one HTML page without external files, which works offline."""
 
 import base64
 from collections.abc import Iterable
@@ -31,19 +31,18 @@ _PNG_WIDTH = slice(16, 20)
 
 
 def write_report(run: Run, material: Material | None = None) -> Path:
-    """Write report.html into the folder of the run and return its path.
+    """Write report.html to the folder of the run, and return its path.
 
     Args:
         run: the run.
-        material: rows, samples and figures of the run that were already read or drawn, so that they are reused. None reads the
-            run.
+        material: rows, samples and figures of the run that have already been read or drawn, for reuse. None reads the run.
     """
     run.write({REPORT: report_page(material or Material(run)).encode()})
     return run.folder / REPORT
 
 
 def report_page(material: Material) -> str:
-    """Return the report as HTML. If the rows are the same, the page is the same."""
+    """Return the report as HTML. The same rows give the same page."""
     found = sections(material)
     title = f"Hyperion on {escaped(_machine(material))}"
     body = [
@@ -78,9 +77,9 @@ def _header(material: Material, title: str) -> str:
 
 
 def _unexpected(material: Material) -> str:
-    """Return the HTML of the section about the failed checks of the run, or "" if no check failed.
+    """Return the HTML of the section about failed checks, or "" if no check failed.
 
-    This section comes first on the page, because a failed check puts the other results in doubt.
+    This section comes first on the page, because a failed check casts doubt on the other results.
     """
     found = unexpected_in(material.run)
     lines = [f"<li>{escaped(stem)}: {escaped(sentence)}</li>" for stem, sentences in found.items() for sentence in sentences]
@@ -107,7 +106,7 @@ def _card(headline: Headline) -> str:
 
 
 def _uncertainty(headline: Headline) -> str:
-    """Return the interval of a card and whether its samples were steady, as HTML. "" if neither is known."""
+    """Return the HTML of a card's interval and of whether its samples were steady, or "" if neither is known."""
     parts = [f"95 %: {headline.interval}" if headline.interval else "", "steady" if headline.steady == "yes" else ""]
     text = ", ".join(filter(None, parts))
     return f'<p class="limit">{escaped(text)}</p>' if text else ""
@@ -123,7 +122,7 @@ def _contents(found: list[Section]) -> str:
 def _section(section: Section) -> str:
     parts = [_figure(picture) for picture in section.pictures]
     for caption, table in section.tables:
-        # In a section with pictures, the tables are folded. So the pictures stay close to each other on the page.
+        # In a section with pictures, the tables are collapsed, so that the pictures are close to each other on the page.
         opened = "" if section.pictures or len(table) > UNFOLDED_LINES else " open"
         parts.append(f"<details{opened}><summary>{escaped(caption)}</summary>{html(table)}</details>")
     return f'<section id="{escaped(section.experiment)}"><h2>{escaped(section.title)}</h2>{"".join(parts)}</section>'
@@ -131,8 +130,8 @@ def _section(section: Section) -> str:
 
 def _figure(picture: DrawnFigure) -> str:
     content = base64.b64encode(picture.content).decode()
-    # The picture is shown with a width smaller than its number of pixels. So it is sharp on high-resolution screens. The
-    # factor is the same for all figures, so that their texts have the same size.
+    # The picture is shown at less than its width in pixels, so that it is sharp on high-resolution screens. The factor is the
+    # same for all figures, so that their letters have the same size.
     width = round(int.from_bytes(picture.content[_PNG_WIDTH], "big") / 1.2)
     return (
         f'<figure><img alt="{escaped(picture.caption)}" width="{width}" src="data:image/png;base64,{content}">'
@@ -187,7 +186,7 @@ _PUBLISHED_MODELS = {"resnet50": "ResNet-50", "encoder": "Transformer encoder"}
 def reference_machines(material: Material) -> list[Material]:
     """Return the reference runs on real data, for the comparison with this run.
 
-    This run itself and the reference runs that it replays are left out.
+    This run itself and the reference runs that it replays are omitted.
     """
     found = [Material(run) for run in stored_references()]
     own = {material.run.folder.resolve().name, *material.replayed}
@@ -196,11 +195,11 @@ def reference_machines(material: Material) -> list[Material]:
 
 @made_from_rows("the comparison")
 def comparison_table(material: Material, references: Iterable[Material]) -> pd.DataFrame:
-    """Return a table that compares the most important values of a run (its headlines) with the values of reference machines.
+    """Return a table that compares the headlines of a run with the values of reference machines.
 
-    The table has one line for each headline. The columns are the value and its share of the limit in this run, the same two
-    numbers for every reference machine, the ratio of the two values, and the published MI250X value of the same quantity. A cell
-    is empty if the reference machine has no value for the same model, format and data source.
+    The table has one line per headline. The columns are the value and its share of the limit in this run; the same two numbers
+    and the ratio of the values for every reference machine; and the published MI250X value of the same quantity. A cell is empty
+    if the reference machine has no value for the same model, format and data source.
 
     Args:
         material: rows of the run.
@@ -228,7 +227,7 @@ def _identity(headline: Headline) -> tuple:
 
 
 def _published_value(headline: Headline) -> str:
-    """Return the published value of the quantity that the headline shows, or "" if no value is published."""
+    """Return the published value of the headline's quantity, or "" if none is published."""
     row = headline.row
     value = None
     if row.metric == "gemm_tflops":
@@ -239,11 +238,11 @@ def _published_value(headline: Headline) -> str:
     elif row.metric == "samples_per_s" and row.dtype == "fp32" and row.variant in _PUBLISHED_MODELS:
         table = published_baseline().set_index("model")
         value = float(table["samples_per_s"].to_dict()[_PUBLISHED_MODELS[row.variant]])
-    # NaN differs from itself.
+    # NaN is not equal to itself.
     return "" if value is None or value != value else f"{value:,g} {row.unit}"
 
 
-# The page uses system fonts and loads no files. It is light or dark, depending on the setting of the reader's browser.
+# The page uses system fonts and loads no files. It is light or dark, depending on the reader's browser settings.
 _STYLE = """
 :root{--ink:#1b1f24;--soft:#5d6670;--line:#e1e4e8;--page:#f6f7f9;--card:#fff;--accent:#0072B2;--warn:#fff4ec;--edge:#D55E00}
 @media(prefers-color-scheme:dark){:root{--ink:#e6e8ea;--soft:#9aa4ae;--line:#30363d;--page:#0f1317;--card:#171c22;

@@ -1,7 +1,7 @@
 """Chapters of the book. A notebook opens a `Chapter` to predict, run and store experiments.
 
-A chapter is one notebook. A subject is a folder of experiments. A profile states the sizes of the experiments. This package also
-finds subjects, experiments and profiles by name.
+A chapter is one notebook, a subject is a folder of experiments, and a profile states the sizes of the experiments. This package
+also finds subjects, experiments and profiles by name.
 """
 
 from hyperion.chapter.chapter import Chapter, open_chapter, run_information

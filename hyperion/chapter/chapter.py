@@ -1,8 +1,7 @@
 """A chapter predicts and runs the experiments of a notebook, and stores their results as rows in a run folder.
 
 If the run folder already has rows for the same inputs, the chapter uses these rows and does not measure again. In replay, nothing
-is
-measured: the rows come from a reference run, which is a stored run of another machine (the reference machine).
+is measured: the rows come from a reference run, which is a stored run of another machine (the reference machine).
 """
 
 import functools
@@ -31,7 +30,7 @@ from hyperion.results.store import LATE, utc_now
 
 
 class Chapter:
-    """The experiments of one notebook in one run folder. Use `open_chapter` to create a chapter."""
+    """Experiments of one notebook in one run folder. Use `open_chapter` to create a chapter."""
 
     def __init__(self, notebook: str, profile: str, data_source: str, run: Run, seed: int, reference: Run | None):
         self.notebook, self.profile, self.data_source = notebook, load_profile(profile), data_source
@@ -42,7 +41,7 @@ class Chapter:
     def environment(self) -> dict:
         """Hardware and software versions with which the rows are measured.
 
-        In replay, they are the versions of the reference machine.
+        In replay, they are those of the reference machine.
         """
         return fingerprint() if self.reference is None else self.reference.information()["environment"]
 
@@ -54,12 +53,12 @@ class Chapter:
     def expect(self, holds: object, otherwise: str) -> None:
         """Check a claim of the notebook.
 
-        If the claim is false, print the sentence `otherwise` as UNEXPECTED and report it to the program that runs the notebook.
-        The notebook continues. Unlike `assert`, this check also works if PYTHONOPTIMIZE is set.
+        If the claim is false, print `otherwise` as UNEXPECTED and report it to the program that runs the notebook. The notebook
+        continues. Unlike `assert`, this check also works if PYTHONOPTIMIZE is set.
 
         Args:
             holds: True if the claim is true. A bool, or an array or tensor with a single bool.
-            otherwise: sentence that says what is wrong if the claim is false. It contains the measured numbers.
+            otherwise: sentence that states what is wrong if the claim is false, with the measured numbers.
 
         Raises:
             HyperionError: `holds` is not a truth value, but for example None, a number, a list or an array of several elements.
@@ -70,8 +69,8 @@ class Chapter:
     def expect_timing(self, holds: object, otherwise: str) -> None:
         """Check a claim about measured times. On a GPU, this is the same as `expect`. On a CPU, a false claim is only a warning.
 
-        Usually no other process uses the GPU. But the CPU is shared with other processes. If they work for one second, a claim
-        about times on the CPU can be false.
+        A GPU is usually used by no other process, but the CPU is shared. If other processes work for one second, a claim about
+        times on the CPU can be false.
         """
         if self.on_accelerator:
             self.expect(holds, otherwise)
@@ -85,9 +84,9 @@ class Chapter:
         the interval is too wide for a decision, and a warning is printed.
 
         Args:
-            row: row of the value. It must have an interval.
+            row: row with the value. It must have an interval.
             low, high: bounds in the unit of the row.
-            what: name of the quantity. It begins the sentence that is printed.
+            what: name of the quantity, which begins the printed sentence.
         """
         ci_low, ci_high = not_none(row.ci_low), not_none(row.ci_high)
         value = f"{what}: {row.value:.4g} ({ci_low:.4g} to {ci_high:.4g})"
@@ -99,7 +98,7 @@ class Chapter:
             print(f"WARNING: undecided: {value} may be outside {low:g} to {high:g}. More samples would decide.")
 
     def options(self, experiment: str) -> Any:
-        """Return the options of an experiment, as an instance of its subclass of `Options`. Their values come from `sizes`.
+        """Return the options of an experiment as an instance of its `Options` subclass, with the values from `sizes`.
 
         Raises:
             HyperionError: an option is unknown, missing or invalid. The message names the option.
@@ -107,7 +106,7 @@ class Chapter:
         return not_none(experiment_named(experiment).options).parse(self.sizes(experiment), experiment)
 
     def sizes(self, experiment: str) -> dict:
-        """Return the sizes that the profile states for an experiment.
+        """Return the profile's sizes for an experiment.
 
         In replay, return the sizes with which the reference machine measured the rows.
         """
@@ -119,13 +118,13 @@ class Chapter:
     def predict(self, experiment: str, guess: float | None = None) -> pd.DataFrame:
         """Store the reader's guess and the library's estimates before the measurement.
 
-        The reader guesses the value of the first prediction. A stored prediction does not change. There is one exception: if the
-        rows from which the estimates were computed have changed, the estimates are computed again. In replay, the estimates come
-        from the reference machine, and the guess comes from the reader of this notebook.
+        The reader guesses the value of the first prediction. A stored prediction changes only if the rows that the estimates were
+        computed from have changed; the estimates are then computed again. In replay, the estimates come from the reference
+        machine, and the guess comes from the reader of this notebook.
 
         Args:
             experiment: name of the experiment.
-            guess: the reader's guess, in the unit of the first prediction. None if the reader makes no guess.
+            guess: the reader's guess in the unit of the first prediction, or None for no guess.
 
         Returns:
             The predictions as a table with the columns variant, dtype, params, metric, guess, ceiling, estimate, low, high and
@@ -150,24 +149,24 @@ class Chapter:
         return pd.DataFrame([{column: getattr(p, column) for column in columns} for p in shown], columns=columns)
 
     def ceiling(self, row: Row) -> float | None:
-        """Return the ceiling that was stored with the prediction of a row. Return None if no ceiling was stored."""
+        """Return the ceiling stored with the prediction of a row, or None if no ceiling was stored."""
         stored = self.results.predictions(row.notebook, row.experiment)
         return next((p.known_ceiling for p in stored if p.predicts(row)), None)
 
     def run(self, experiment: str) -> Result:
         """Run an experiment, store its rows and samples, and return them.
 
-        If the run already has rows for the same inputs, return these rows without a measurement. In replay, nothing is measured:
-        the rows and samples come from the reference machine.
+        If the run already has rows for the same inputs, return these rows without measuring. In replay, nothing is measured: the
+        rows and samples come from the reference machine.
         """
-        # Without an explicit call, the predictions are stored now. They must exist before the first sample.
+        # Without an explicit call, store the predictions now. They must exist before the first sample.
         self.predict(experiment)
         if self.reference is not None:
             return self._replay(experiment)
         digest, data = self._input_hash(experiment), self._data(experiment)
         if self._holds(experiment, digest) and not self._must_repeat(experiment):
             return self._keep(experiment, digest)
-        # Taken after the predictions are stored and before the first sample: `Run.verify` compares the times.
+        # Recorded after the predictions are stored and before the first sample, because `Run.verify` compares the times.
         provenance, environment, started_at = self._provenance(experiment), self.environment, utc_now()
         result = self._measure(experiment, digest, data)
         rows = [row.without_failed_value() for row in result.rows]
@@ -181,14 +180,14 @@ class Chapter:
             result.samples,
             input_hash=digest,
             source=result.source,
-            # Data that existed before the run keep the identity with which the inputs were compared.
+            # Data that existed before the run keep the identity that was part of the compared inputs.
             data={name: found or taken[name] for name, found in data.items()},
             provenance=provenance,
             environment=environment,
             started_at=started_at,
         )
-        # A second call in the same kernel uses these rows, even if one of them is unexpected. Otherwise every further
-        # call would measure again.
+        # A second call in the same kernel uses these rows, even if one of them is unexpected. Otherwise every further call would
+        # measure again.
         self._measured_here.add(experiment)
         self._report_unexpected(result.rows)
         busy = sum(row.busy for row in result.rows)
@@ -200,16 +199,15 @@ class Chapter:
         return result
 
     def _holds(self, experiment: str, digest: str) -> bool:
-        """Return True if the run folder has the rows of this experiment for the same inputs and the same data."""
+        """Return True if the run folder has rows of this experiment for the same inputs and data."""
         finished = self.results.finished(self.notebook, experiment)
         return finished is not None and (finished["input_hash"], finished.get("data")) == (digest, self._data(experiment))
 
     def _must_repeat(self, experiment: str) -> bool:
         """Return True if a stored experiment must be measured again.
 
-        This is the case if a check of one of its values failed, or if a check in the notebook that uses its values failed. If
-        only a check in the notebook failed, an isolated experiment (a training) is not repeated, because the same seed gives the
-        same result.
+        This is the case if a check of one of its values failed, or if a notebook check on its values failed. If only a notebook
+        check failed, an isolated experiment (a training run) is not repeated, because the same seed gives the same result.
         """
         if experiment in self._measured_here:
             return False
@@ -218,12 +216,12 @@ class Chapter:
             return False
         why = "a value of it" if lacking else "a check of this notebook on earlier results"
         print(f"{experiment}: measured again, because {why} was unexpected")
-        if lacking and self._workspace(experiment).exists():  # the checkpoints would restore the refused value
+        if lacking and self._workspace(experiment).exists():  # the checkpoints would restore the rejected value
             shutil.rmtree(self._workspace(experiment))
         return True
 
     def _unexpected(self, sentence: str, what: str) -> None:
-        sentence = " ".join(sentence.split())  # the program that runs the notebook prints each sentence on a single line
+        sentence = " ".join(sentence.split())  # the program that runs the notebook expects each sentence on a single line
         print(f"UNEXPECTED: {sentence}")
         note_unexpected(self.notebook, sentence, what)
 
@@ -244,8 +242,8 @@ class Chapter:
 
     def _measure(self, experiment: str, digest: str, data: dict) -> Result:
         chosen = experiment_named(experiment)
-        # The name of the folder contains a hash of the inputs and the data. So an experiment never resumes from checkpoints of
-        # another configuration or of other data.
+        # The folder name contains a hash of the inputs and the data, so an experiment never resumes from checkpoints of another
+        # configuration or of other data.
         folder = self._workspace(experiment) / json_hash([digest, data])
         context = self._context(experiment, chosen.reads, folder)
         with tqdm(desc=experiment, leave=False) as bar:
@@ -255,7 +253,7 @@ class Chapter:
                 bar.set_postfix_str(note)
 
             result = run_isolated(context, report) if chosen.isolated else chosen.run(context, report)
-            # A bar that closes before it is full is shown in red by tqdm, as if the experiment had failed.
+            # tqdm shows a bar that closes before it is full in red, as if the experiment had failed.
             bar.n = bar.total = bar.total or 1
             return result
 
@@ -276,7 +274,7 @@ class Chapter:
         )
 
     def _input_hash(self, experiment: str) -> str:
-        """Return a hash of all inputs of the experiment. The data files are not included; `_data` identifies them."""
+        """Return a hash of all inputs of the experiment except the data files, which `_data` identifies."""
         chosen = experiment_named(experiment)
         context = self._context(experiment, chosen.reads)
         asked = {"source": self.data_source, "synthetic": context.synthetic, "allowed": context.allow_synthetic}
@@ -290,8 +288,7 @@ class Chapter:
                 "upstream": _values_of(context.upstream),
                 "device": context.device.name,
                 "torch": torch_version(),
-                # Only the library files that the experiment's module imports, so that an edit elsewhere does not invalidate its
-                # rows.
+                # Only the library files that the experiment's module imports, so that edits elsewhere do not invalidate its rows.
                 "library": reached_source_hash(module_of(experiment)),
             }
         )
@@ -319,14 +316,11 @@ class Chapter:
         return [p for p in self.results.predictions(self.notebook, experiment) if p.input_hash == digest]
 
     def _forecasts(self, experiment: str) -> list[Prediction]:
-        """Return the predictions of the library.
-
-        They are computed from the measured limits in the run, such as the memory bandwidth.
-        """
+        """Return the library's predictions, computed from the limits measured in this run, such as the memory bandwidth."""
         chosen, digest = experiment_named(experiment), self._input_hash(experiment)
         context = self._context(experiment, (*chosen.reads, *chosen.forecast_reads))
         # The experiment may already have been measured. The estimate does not use the measured values, but the reader must know
-        # that it was made after the measurement.
+        # that it was made afterwards.
         late, made_at = LATE if self._holds(experiment, digest) else "", utc_now()
         return [
             Prediction(
@@ -364,7 +358,7 @@ class Chapter:
         machine = reference.folder.name
         finished = finished_in(reference, self.notebook, experiment)
         provenance, environment = measured_under(reference, self.notebook, experiment)
-        # Earlier versions stored ceilings as predictions. They are left out here, so that a notebook never shows a ceiling as a
+        # Earlier versions stored ceilings as predictions. They are removed here, so that a notebook never shows a ceiling as a
         # prediction.
         ceilings = [p for p in reference.predictions(self.notebook, experiment) if p.is_ceiling]
         rows = [
@@ -388,8 +382,8 @@ class Chapter:
 
 def _truth(holds: Any, otherwise: str) -> bool:
     kind = type(holds)
-    # NumPy arrays have an attribute `size`, and tensors have a method `numel`.
-    # `item` converts NumPy's and torch's bool to Python's bool. Larger arrays have no single truth value.
+    # NumPy arrays have an attribute `size`, and tensors have a method `numel`. `item` converts a NumPy or torch bool to a Python
+    # bool. Larger arrays have no single truth value.
     if hasattr(holds, "item") and (holds.numel() if hasattr(holds, "numel") else getattr(holds, "size", None)) == 1:
         holds = holds.item()
     if not isinstance(holds, bool):
@@ -401,7 +395,7 @@ def _truth(holds: Any, otherwise: str) -> bool:
 
 
 def _with_predictions(rows: list[Row], predictions: list[Prediction]) -> list[Row]:
-    """Return the rows with the stored estimates in their column `predicted`."""
+    """Return the rows with the stored estimates in the column `predicted`."""
 
     def estimate(row: Row) -> float | None:
         return next((p.estimate for p in predictions if p.predicts(row)), None)
@@ -410,12 +404,12 @@ def _with_predictions(rows: list[Row], predictions: list[Prediction]) -> list[Ro
 
 
 def _values_of(rows: list[Row]) -> str:
-    """Return a hash of measured rows without their predictions. Return "" if there are no rows."""
+    """Return a hash of measured rows without their predictions, or "" if there are no rows."""
     return json_hash(rows_to_csv([replace(row, predicted=None) for row in rows])) if rows else ""
 
 
 def torch_version() -> str:
-    """Return the version of PyTorch. torch is imported inside this function, because pages of results are made without torch."""
+    """Return the version of PyTorch. torch is imported inside this function, because result pages are made without torch."""
     import torch
 
     return torch.__version__
@@ -424,7 +418,7 @@ def torch_version() -> str:
 def _run_folder(output: str) -> Path:
     """Return the folder of a run.
 
-    A run in results/ can be given as NAME or as results/NAME. Both forms work in every working directory.
+    A run in results/ can be given as NAME or as results/NAME, from any working directory.
     """
     folder = Path(output)
     stored = results_folder() / folder.name
@@ -438,16 +432,16 @@ def open_chapter(
     """Open the chapter of a notebook in a run folder.
 
     Args:
-        notebook: file name of the notebook without its ending.
-        profile: smoke, full, study, replay, replay:<machine> or auto. auto means smoke on a CPU and full on an accelerator.
+        notebook: file name of the notebook without its extension.
+        profile: smoke, full, study, replay, replay:<machine> or auto. auto selects smoke on a CPU and full on an accelerator.
         data_source: auto, mirror, cache, download or synthetic.
         output: folder of the run, or the name of a run in results/. If the folder contains no run, one is created in it. None
             creates a new folder in results/.
-        seed: seed of all random numbers that the experiments of the chapter draw.
+        seed: seed of all random numbers that the chapter's experiments draw.
 
     Raises:
-        HyperionError: the profile is unknown, the seed is out of range, there is no reference run to replay, or the folder
-            cannot be written.
+        HyperionError: the profile is unknown, the seed is out of range, there is no reference run to replay, or the folder is not
+            writable.
     """
     require_seed(seed)
     device = detect()
@@ -467,5 +461,5 @@ def open_chapter(
 
 
 def run_information(profile: str, data_source: str, seed: int) -> dict:
-    """Return the content of run.json: the settings of the run, and its environment."""
+    """Return the content of run.json: the settings and the environment of the run."""
     return {"profile": profile, "data_source": data_source, "seed": seed, "environment": fingerprint()}

@@ -1,4 +1,4 @@
-"""The interface of experiments. An experiment receives a context and typed options. It returns forecasts, rows and samples."""
+"""Interface of experiments. An experiment receives a context and typed options, and returns forecasts, rows and samples."""
 
 import json
 from collections.abc import Callable
@@ -14,17 +14,17 @@ from hyperion.hardware import Device
 from hyperion.results import Estimate, Row
 from hyperion.results.rows import idle_rows
 
-# A function that an experiment calls with (done, total, note) to show its progress.
+# Function that an experiment calls with (done, total, note) to show its progress.
 Report = Callable[[int, int, str], object]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Context:
-    """All inputs that an experiment may depend on. They can be converted to JSON, so that they can be sent to a worker process.
+    """All inputs that an experiment may depend on. They are JSON-compatible, so that they can be sent to a worker process.
 
     Args:
-        notebook, experiment: names of the notebook and the experiment. They are part of every row.
-        sizes: a dict that maps the name of an option of the experiment to its value in the profile.
+        notebook, experiment: names of the notebook and the experiment, which are part of every row.
+        sizes: a dict that maps each option of the experiment to its value in the profile.
         seed: seed of the random generators for inputs, initial weights and shuffling.
         data_source: name of the requested data source. "auto" uses the first source that is available.
         allow_synthetic: whether "auto" may use synthetic data if no real data are available.
@@ -45,7 +45,7 @@ class Context:
 
     @property
     def device(self) -> Device:
-        """The device of this process. On a rank of a process group it is the device of the rank, otherwise the first device."""
+        """Device of this process. On a rank of a process group it is the rank's device, otherwise the first device."""
         from hyperion.processes.group import world  # imports torch, which this module must not need for pages
 
         return world().device
@@ -55,9 +55,9 @@ class Context:
 
         Args:
             variant, metric: variant of the experiment, and name of the metric.
-            value: the value. With an `Estimate`, the row also gets its number of samples and its interval. None for a row without
-                a value.
-            columns: further columns of the row, as for `hyperion.results.Row`.
+            value: value of the row. With an `Estimate`, the row also gets its number of samples and its interval. None for a row
+                without a value.
+            columns: additional columns of the row, as for `hyperion.results.Row`.
         """
         if isinstance(value, Estimate):
             columns = {"n": value.n, "ci_low": value.ci_low, "ci_high": value.ci_high} | columns
@@ -65,28 +65,26 @@ class Context:
         return Row(notebook=self.notebook, experiment=self.experiment, variant=variant, metric=metric, value=value, **columns)
 
     def absent_row(self, variant: str, metric: str, reason: str, **columns) -> Row:
-        """Return a row without a value. `reason` says why nothing was measured."""
+        """Return a row without a value. `reason` states why nothing was measured."""
         return self.row(variant, metric, None, value_reason=reason, **columns)
 
     def error_row(self, variant: str, metric: str, error: float, check: str, tolerance: float, **columns) -> Row:
-        """Return a row whose value is an error that must not exceed a tolerance. `check` says what was compared."""
+        """Return a row whose value is an error that must not exceed a tolerance. `check` states what was compared."""
         columns |= {"check": check, "check_error": error, "check_tolerance": tolerance}
         return self.row(variant, metric, error, **columns)
 
     def best_upstream(self, metric: str, dtype: str) -> Row | None:
-        """Return the row with the largest value of a metric and a dtype, among the rows of other experiments in `upstream`.
+        """Return the row with the largest value of a metric and dtype among the rows in `upstream`, or None if there is none.
 
-        Return None if there is no such row.
-
-        Rows that were measured with warm caches are left out. Rows that were measured while other processes used the CPU cores
-        are used only if there are no other rows.
+        Rows measured with warm caches are ignored. Rows measured while other processes used the CPU cores are used only if there
+        are no others.
         """
         rows = [row for row in self.upstream if (row.metric, row.dtype, row.hot) == (metric, dtype, False)]
         known = [row for row in rows if row.value is not None]
         return max(idle_rows(known), key=lambda row: not_none(row.value), default=None)
 
 
-# In pydantic's strict mode, "8" and 8.0 are not accepted for the integer 8.
+# In strict mode, pydantic does not accept "8" or 8.0 for the integer 8.
 _STRICT = ConfigDict(extra="forbid", frozen=True, strict=True)
 
 
@@ -100,7 +98,7 @@ class Table(BaseModel):
 
 
 class Options(BaseModel):
-    """Base class of the options of an experiment.
+    """Base class of an experiment's options.
 
     A subclass documents each field under "Args". A field has a default only if most profiles use the same value.
 
@@ -126,8 +124,8 @@ class Options(BaseModel):
         """Return the options with the values that a profile states.
 
         Args:
-            sizes: a dict that maps the name of an option to its value.
-            experiment: name of the experiment for error messages.
+            sizes: a dict that maps each option to its value.
+            experiment: name of the experiment, for error messages.
 
         Raises:
             HyperionError: an option is unknown, missing or invalid. The message names the option.
@@ -148,15 +146,15 @@ class Options(BaseModel):
 
 @dataclass(frozen=True)
 class Forecast:
-    """A prediction of the value of one row, made before the measurement.
+    """Prediction of the value of one row, made before the measurement.
 
     Args:
         variant, metric, dtype, params: columns of the predicted row.
-        estimate: the predicted value in the unit of the metric. None if there is no prediction.
-        basis: how the prediction was computed, or the reason why there is no prediction.
-        each_rank: if True, the prediction is about the rows of single ranks. If False, it is about the row of all ranks together.
-        ceiling: the limit that the value cannot exceed. It is not a prediction. None if there is no limit.
-        low, high: ends of the 80 % interval of the prediction. None if it has no interval. Predictions of rates have an interval.
+        estimate: predicted value in the unit of the metric, or None if there is no prediction.
+        basis: how the prediction was computed, or the reason why there is none.
+        each_rank: if True, the prediction is for the rows of single ranks. If False, it is for the row of all ranks.
+        ceiling: limit that the value cannot exceed, or None if there is none. It is not a prediction.
+        low, high: ends of the prediction's 80 % interval, or None if it has none. Predictions of rates have an interval.
     """
 
     variant: str
@@ -173,13 +171,13 @@ class Forecast:
 
 @dataclass(frozen=True)
 class Result:
-    """The results of an experiment.
+    """Results of an experiment.
 
     Args:
         rows: one row for each measured value. They are validated when they are stored.
-        samples: the raw samples and curves from which the rows were computed.
-        source: the data source that the experiment used, or "" if it used no data set.
-        replayed_from: the reference machine that measured the rows, or "" if this machine measured them.
+        samples: raw samples and curves from which the rows were computed.
+        source: data source that the experiment used, or "" if it used no data set.
+        replayed_from: reference machine that measured the rows, or "" if this machine measured them.
     """
 
     rows: list[Row]
@@ -190,17 +188,16 @@ class Result:
 
 @dataclass(frozen=True)
 class Experiment:
-    """One experiment: the functions that predict it and run it, and what they depend on.
+    """One experiment: the functions that predict and run it, and what they depend on.
 
     Args:
-        forecast: function that returns the predictions. The reader is asked to guess the value of the first prediction.
-        run: function that measures and returns a `Result`. It shows its progress by calls of report(done, total, note).
-        options: subclass of `Options` for the options of the experiment. Their values come from profiles. None for an experiment
+        forecast: function that returns the predictions. The reader is asked to guess the value of the first one.
+        run: function that measures and returns a `Result`. It shows its progress by calling report(done, total, note).
+        options: subclass of `Options` for the experiment's options, whose values come from profiles. None for an experiment
             without options.
         isolated: if True, the experiment runs in a separate process, so that its peak memory can be measured.
         reads: experiments of the same run whose rows this experiment uses. If those rows change, this experiment runs again.
-        forecast_reads: experiments whose rows only the function `forecast` uses. If those rows change, only `forecast` runs
-            again.
+        forecast_reads: experiments whose rows only `forecast` uses. If those rows change, only `forecast` runs again.
         data: names of the data sets that the experiment loads, as in `hyperion.data.prepare.catalog`.
     """
 

@@ -1,16 +1,16 @@
-"""Predict rates: ceilings from data sheets, times the efficiency that a reference machine reached for work of the same size.
+"""Predict rates as data-sheet ceilings times the efficiency that a reference machine reached for work of the same size.
 
-A ceiling is an upper bound of a rate: no measurement may exceed it. A prediction is the expected rate, so it may be too high or
-too low. The prediction comes from a curve, which gives the time of a call:
+A ceiling is an upper bound on a rate: no measurement may exceed it. A prediction is the expected rate and may be too high or too
+low. It comes from a curve that gives the time of a call:
 
     time = overhead + a * (seconds of the arithmetic at its ceiling) + b * (seconds of the traffic at its ceiling)
 
 The traffic is the number of bytes that the call reads and writes. For small arrays and matrices, the rate is low because of the
-overhead. For large ones, the rate approaches a constant share of the ceiling.
+overhead. For large ones, it approaches a constant share of the ceiling.
 
 The curves in efficiency.toml are fitted to reference runs (`hyperion.chapter.efficiency_fit`). A curve is used only on devices of
-the same architecture. If a run has its own rows of square products or of memory streams, later predictions of this run use a
-curve through these rows instead. The interval of a prediction contains the measured rate in about 80 % of all cases.
+the same architecture. If a run has its own rows of square products or memory streams, its later predictions use a curve fitted to
+these rows instead. A prediction's interval contains the measured rate in about 80 % of cases.
 """
 
 import functools
@@ -32,22 +32,22 @@ from hyperion.results.rows import idle_rows
 
 CURVES_FILE = Path(__file__).with_name("efficiency.toml")
 PRODUCT, STREAM, REPEATED, PEER_COPY, COLLECTIVE = "product", "stream", "repeated stream", "copy between GPUs", "collective"
-# Kinds of rates whose ceiling is computed from the measured ceilings of a run. The curves of these kinds have no overhead.
+# Kinds of rates whose ceiling is computed from the run's measured ceilings. Their curves have no overhead.
 TRAINING_STEP, REFERENCE_STEP, STEP_PRODUCTS = "training step", "step of a reference model", "products of a step"
-# Kinds of curves that are fitted to the rows of the run itself. The spread of these curves was measured on a reference run.
+# Kinds of curves fitted to the rows of the run itself. Their spread was measured on a reference run.
 OWN_PRODUCT, OWN_STREAM = "own product", "own stream"
-# Smallest number of sizes for such a curve, because a curve has three unknowns.
+# Minimum number of sizes for such a curve, because a curve has three unknowns.
 _OWN_SIZES = 3
 
 
 @dataclass(frozen=True)
 class Work:
-    """The work of one call, such as a matrix product or a copy, with the times that it would take at the ceilings.
+    """Work of one call, such as a matrix product or a copy, with the times that it would take at the ceilings.
 
     Args:
-        amount: what the call does, in 10¹² FLOP or 10⁹ bytes. The rate is this amount divided by the time.
-        arithmetic_s: seconds of the arithmetic at its ceiling.
-        traffic_s: seconds of the traffic at its ceiling.
+        amount: amount of work in 10¹² FLOP or 10⁹ bytes. The rate is this amount divided by the time.
+        arithmetic_s: time of the arithmetic at its ceiling, in seconds.
+        traffic_s: time of the traffic at its ceiling, in seconds.
     """
 
     amount: float
@@ -57,19 +57,19 @@ class Work:
 
 @dataclass(frozen=True)
 class Curve:
-    """The curve that predicts the time of one kind of work on one architecture.
+    """Curve that predicts the time of one kind of work on one architecture.
 
     Args:
         arch: architecture of the device, such as "sm_90".
         kind: kind of measurement, for example PRODUCT.
         name: number format of a matrix product, operation of a stream, or name of a collective. "" if the kind has only one
             curve.
-        overhead_s: seconds that do not depend on the size.
+        overhead_s: time that does not depend on the size, in seconds.
         arithmetic: seconds per second of arithmetic at the ceiling.
         traffic: seconds per second of traffic at the ceiling.
-        spread: a measured rate lies between predicted / (1 + spread) and predicted * (1 + spread) in about 80 % of all cases.
+        spread: a measured rate lies between predicted / (1 + spread) and predicted * (1 + spread) in about 80 % of cases.
         points: number of rows that the curve was fitted to.
-        source: the reference run and its commit.
+        source: reference run and its commit.
     """
 
     arch: str
@@ -85,8 +85,8 @@ class Curve:
     def time_s(self, work: Work) -> float:
         """Return the expected time of a call in seconds.
 
-        The time is never shorter than the time of the traffic at its ceiling. The curve alone could give a shorter time: it is
-        fitted to matrix products whose traffic partly overlaps with arithmetic, so its factor `traffic` may be less than 1.
+        It is never shorter than the time of the traffic at its ceiling. The curve alone could give a shorter time: it is fitted
+        to matrix products whose traffic partly overlaps with arithmetic, so its factor `traffic` may be less than 1.
         """
         fitted = self.arithmetic * work.arithmetic_s + self.traffic * work.traffic_s
         return self.overhead_s + max(fitted, work.traffic_s)
@@ -104,12 +104,12 @@ class Curve:
 
 @dataclass(frozen=True)
 class Expected:
-    """The ceiling of a rate, and its prediction.
+    """Ceiling and prediction of a rate.
 
     Args:
-        ceiling: the limit of the rate, or None without a limit.
-        estimate: the prediction. None if there is only a ceiling.
-        low, high: 80 % interval of the prediction. None if the prediction has no interval.
+        ceiling: limit of the rate, or None without a limit.
+        estimate: prediction, or None if there is only a ceiling.
+        low, high: 80 % interval of the prediction, or None without an interval.
         basis: how both were computed, or the reason why there is no prediction.
     """
 
@@ -137,8 +137,7 @@ class Expected:
 def expected_product(context: Context, dtype: str, m: int, n: int, k: int) -> Expected:
     """Predict the TFLOPS of a matrix product.
 
-    If this run has measured square matrix products in enough sizes, the prediction comes from them. Otherwise it comes from a
-    reference run.
+    The prediction comes from this run's square matrix products if enough sizes were measured, otherwise from a reference run.
     """
     device = context.device
     limit, _ = gemm_limit(device, dtype)
@@ -152,8 +151,8 @@ def expected_product(context: Context, dtype: str, m: int, n: int, k: int) -> Ex
 def expected_stream(context: Context, operation: str, dtype: str, traffic_bytes: int) -> Expected:
     """Predict the GB/s of a memory stream.
 
-    If this run has measured streams in enough sizes, the prediction comes from them. Otherwise it comes from a reference run.
-    There is no prediction for arrays that may fit into a cache, because the ceiling does not apply to them.
+    The prediction comes from this run's streams if enough sizes were measured, otherwise from a reference run. Arrays that may
+    fit into a cache have no prediction, because the ceiling does not apply to them.
     """
     limit, basis = bandwidth_limit(context.device, traffic_bytes)
     if limit is None:
@@ -163,13 +162,13 @@ def expected_stream(context: Context, operation: str, dtype: str, traffic_bytes:
 
 
 def expected_repeated_stream(device: Device, operation: str, traffic_bytes: int, limit: float | None, basis: str) -> Expected:
-    """Predict the GB/s of reads or copies that are repeated over the same bytes.
+    """Predict the GB/s of repeated reads or copies of the same bytes.
 
     Args:
-        device: the device.
+        device: device of the stream.
         operation: name of the operation, for example "copy".
         traffic_bytes: number of bytes that one call reads and writes.
-        limit, basis: limit of the rate in GB/s and the source of this limit, or None and the reason why there is no limit.
+        limit, basis: limit of the rate in GB/s and its source, or None and the reason why there is no limit.
     """
     if limit is None:
         return Expected(None, None, None, None, basis)
@@ -189,10 +188,9 @@ def expected_peer_copy(device: Device, copied_bytes: int, limit: float | None, b
     """Predict the GB/s of a copy from one GPU to another.
 
     Args:
-        device: the GPU from which the copy is made.
+        device: GPU that is copied from.
         copied_bytes: number of bytes to copy.
-        limit, basis: rate of the link between the GPUs in GB/s and the source of this rate, or None and the reason why the rate
-            is unknown.
+        limit, basis: rate of the link between the GPUs in GB/s and its source, or None and the reason why the rate is unknown.
     """
     if limit is None:
         return Expected(None, None, None, None, basis)
@@ -203,19 +201,19 @@ def expected_share(device: Device, kind: str, ceiling: float, basis: str) -> Exp
     """Predict a rate as its ceiling times the share of the ceiling that a reference machine reached.
 
     Args:
-        device: the device.
+        device: device of the prediction.
         kind: TRAINING_STEP or STEP_PRODUCTS.
-        ceiling: ceiling of the rate, computed from the measured ceilings of this run. The real rate is lower, because this
-            computation leaves out a part of the time.
+        ceiling: ceiling of the rate, computed from this run's measured ceilings. The real rate is lower, because this computation
+            omits part of the time.
         basis: how the ceiling was computed.
     """
     return _expected(ceiling, curve_of(device.arch, kind, ""), Work(ceiling, 1.0, 0.0), basis)
 
 
 def with_interval(device: Device, kind: str, forecast: Forecast) -> Forecast:
-    """Add an interval to a forecast, and return the result. The estimate does not change.
+    """Return a forecast with an added interval. The estimate does not change.
 
-    The interval comes from the curve of this kind for the device. If there is no such curve, return the forecast unchanged.
+    The interval comes from the device's curve of this kind. Without such a curve, the forecast is returned unchanged.
     """
     curve = curve_of(device.arch, kind, "")
     if forecast.estimate is None or curve is None:
@@ -225,7 +223,7 @@ def with_interval(device: Device, kind: str, forecast: Forecast) -> Forecast:
 
 
 def product_work(device: Device, ceilings: Ceilings, dtype: str, m: int, n: int, k: int) -> Work:
-    """Return the work of a matrix product. If the memory bandwidth is unknown, the time of its traffic is 0."""
+    """Return the work of a matrix product. If the memory bandwidth is unknown, the traffic time is 0."""
     flops = 2 * m * n * k
     bandwidth = ceilings.bandwidth_gb_s
     traffic_s = product_bytes(device, dtype, m, n, k) / (bandwidth * 1e9) if bandwidth else 0.0
@@ -233,7 +231,7 @@ def product_work(device: Device, ceilings: Ceilings, dtype: str, m: int, n: int,
 
 
 def moved(traffic_bytes: float, ceiling_gb_s: float) -> Work:
-    """Return the work of a transfer of bytes."""
+    """Return the work of moving bytes."""
     return Work(traffic_bytes / 1e9, 0.0, traffic_bytes / (ceiling_gb_s * 1e9))
 
 
@@ -243,10 +241,7 @@ def stream_name(operation: str, dtype: str) -> str:
 
 
 def own_product_curve(rows: Iterable[Row], device: Device, dtype: str) -> Curve | None:
-    """Return a curve that is fitted to the square matrix products of a run in one number format.
-
-    Return None if the rows have fewer than three sizes.
-    """
+    """Return a curve fitted to a run's square matrix products in one number format, or None if fewer than three sizes exist."""
     name = format_of(dtype, device).name
     ceilings, _ = datasheet_ceilings(device, dtype)
     squares = [row for row in rows if (row.experiment, row.metric, row.dtype) == ("gemm", "gemm_tflops", name)]
@@ -256,32 +251,29 @@ def own_product_curve(rows: Iterable[Row], device: Device, dtype: str) -> Curve 
 
 
 def own_stream_curve(rows: Iterable[Row], operation: str) -> Curve | None:
-    """Return a curve that is fitted to the memory streams of a run with one operation.
-
-    Return None if fewer than three sizes have a limit.
-    """
+    """Return a curve fitted to a run's memory streams with one operation, or None if fewer than three sizes have a limit."""
     streams = [r for r in rows if (r.experiment, r.metric, r.variant) == ("bandwidth", "bandwidth_gb_s", operation)]
     streams = idle_rows([row for row in streams if row.value is not None and row.limit is not None and not row.hot])
-    # A stream moves a fixed number of bytes per element, so its time can be computed from its rate.
+    # A stream moves a fixed number of bytes per element, so its time follows from its rate.
     points = [stream_point(row) for row in streams]
     return _own_curve(OWN_STREAM, operation, points)
 
 
 def product_point(device: Device, ceilings: Ceilings, row: Row) -> tuple[Work, float]:
-    """Return (work, measured seconds) of the row of a matrix product."""
+    """Return (work, measured time in seconds) of a matrix product's row."""
     work = product_work(device, ceilings, row.dtype, *(row.params[size] for size in "mnk"))
     return work, work.amount / not_none(row.value)
 
 
 def stream_point(row: Row) -> tuple[Work, float]:
-    """Return (work, measured seconds) of the row of a memory stream."""
+    """Return (work, measured time in seconds) of a memory stream's row."""
     arrays = (OPERATIONS | REDUCTIONS)[row.variant].arrays
     work = moved(arrays * row.params["elements"] * FORMATS[row.dtype].bytes, not_none(row.limit))
     return work, work.amount / not_none(row.value)
 
 
 def fit_times(points: Sequence[tuple[Work, float]]) -> tuple[float, float, float]:
-    """Return (overhead in seconds, a, b) of the curve that is fitted to measured times by least squares of the relative errors.
+    """Return (overhead in seconds, a, b) of the curve fitted to measured times by least squares of the relative errors.
 
     The three numbers are not negative. If all points have the same size, the overhead is 0, because it cannot be separated from
     the rest of the time.
@@ -289,14 +281,14 @@ def fit_times(points: Sequence[tuple[Work, float]]) -> tuple[float, float, float
     seconds = np.array([time_s for _, time_s in points])
     one_size = len({work.amount for work, _ in points}) < 2
     columns = np.array([[0.0 if one_size else 1.0, work.arithmetic_s, work.traffic_s] for work, _ in points])
-    # The columns differ by many orders of magnitude (1 and microseconds). Scaled columns keep the least squares well
+    # The columns differ by many orders of magnitude (1 and microseconds). Scaling them keeps the least-squares problem well
     # conditioned.
     scale = columns.max(axis=0)
     scale[scale == 0] = 1.0
     from scipy.optimize import nnls  # here, because the import takes half a second in each worker
 
-    # Dividing each row by its measured time turns the residuals into relative errors: find terms with (columns @ terms) /
-    # seconds = 1.
+    # Dividing each row by its measured time turns the residuals into relative errors: find terms with (columns @ terms) / seconds
+    # = 1.
     terms = nnls(columns / scale / seconds[:, None], np.ones(len(seconds)))[0] / scale
     return float(terms[0]), float(terms[1]), float(terms[2])
 
@@ -327,7 +319,7 @@ def _stored() -> dict[tuple[str, str, str], Curve]:
 def _own_curve(kind: str, name: str, points: Sequence[tuple[Work, float]]) -> Curve | None:
     if len({work.amount for work, _ in points}) < _OWN_SIZES:
         return None
-    # Without a reference run there is no known spread, so the interval is a factor of 2 in both directions.
+    # Without a reference run the spread is unknown, so the interval is a factor of 2 in both directions.
     spread = max((curve.spread for curve in _stored().values() if curve.kind == kind), default=1.0)
     return Curve("", kind, name, *fit_times(points), spread, len(points), "this run's own rows of chapter 1.1")
 
@@ -337,7 +329,7 @@ def _expected(ceiling: float | None, curve: Curve | None, work: Work, basis: str
         basis = basis if ceiling is None else f"ceiling: {basis}"
         return Expected(ceiling, None, None, None, f"no reference run has a curve for it; {basis}")
     rate = curve.rate(work)
-    # Without a ceiling, the times are those at nominal rates. On a CPU the real clock may be higher than the nominal clock, so
-    # the nominal rates are not ceilings.
+    # Without a ceiling, the times are those at nominal rates. On a CPU the real clock may exceed the nominal clock, so the
+    # nominal rates are not ceilings.
     basis = f"{curve}; times at {'nominal rates' if ceiling is None else 'the ceiling'}: {basis}"
     return Expected(ceiling, rate, rate / (1 + curve.spread), rate * (1 + curve.spread), basis)

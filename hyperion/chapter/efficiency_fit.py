@@ -1,4 +1,4 @@
-"""Fit the curves of `hyperion.chapter.efficiency` to reference runs, and compare their predictions with rows they have not seen.
+"""Fit the curves of `hyperion.chapter.efficiency` to reference runs, and compare their predictions with held-out rows.
 
 `python -m hyperion.chapter.efficiency_fit fit results/reference/h200x2 results/reference/cpu-2cores` writes the curves to
 efficiency.toml. `python -m hyperion.chapter.efficiency_fit score results/reference/*` prints the errors of the predictions and
@@ -49,14 +49,13 @@ from hyperion.results import Prediction, Row, Run
 from hyperion.results.files import write_atomically
 from hyperion.units import MIB
 
-# Smallest message in bytes to which a curve is fitted. Collectives use other algorithms for smaller messages, and chapter 1.3
-# predicts only the bandwidth of larger messages.
+# Smallest message in bytes that curves are fitted to. Collectives use other algorithms for smaller messages, and chapter 1.3
+# predicts only the bandwidth of larger ones.
 _LEAST_MESSAGE = 64 * MIB
-# The interval of a curve is so wide that it contains this share of the rows of the reference run that were left out of the fit.
-# The share is above 80 %, because another host differs by more than the sizes and models of one run.
+# The interval of a curve is wide enough to contain this share of the reference run's held-out rows. The share is above 80 %,
+# because another host differs by more than the sizes and models of one run.
 _COVERED = 0.9
-# Spread of a curve that is fitted to a single row. One row does not show how much such rates differ, so the value is an
-# assumption.
+# Spread of a curve fitted to a single row. One row does not show how much such rates differ, so the value is an assumption.
 _SPREAD_OF_ONE_ROW = 0.25
 _TRAINING = ("image_classifier", "image_training_speed", "language_model", "language_training_speed")
 _STEPS = ("model_steps", "batch_scaling")
@@ -84,10 +83,9 @@ class Point:
 
     Args:
         kind, name: kind of measurement and name of the curve, as in `Curve`.
-        work: the work of one call.
-        row: the row of the measured rate.
-        group: any value that names the group of the row. Rows of one group are predicted from a curve that is fitted to the other
-            groups.
+        work: work of one call.
+        row: row of the measured rate.
+        group: any value that identifies the row's group. Rows of one group are predicted from a curve fitted to the other groups.
     """
 
     kind: str
@@ -98,19 +96,19 @@ class Point:
 
     @property
     def seconds(self) -> float:
-        """Measured seconds of a call."""
+        """Measured time of a call in seconds."""
         return self.work.amount / not_none(self.row.value)
 
 
 @dataclass(frozen=True)
 class Scored:
-    """A prediction with the measured rate.
+    """A prediction and the measured rate.
 
     Args:
-        point: the measured rate.
-        predicted: the predicted rate.
+        point: measured rate.
+        predicted: predicted rate.
         spread: the interval is predicted / (1 + spread) to predicted * (1 + spread).
-        how: text that says from which curve the prediction comes.
+        how: which curve the prediction comes from.
     """
 
     point: Point
@@ -120,7 +118,7 @@ class Scored:
 
     @property
     def error(self) -> float:
-        """Relative error of the prediction with its sign."""
+        """Signed relative error of the prediction."""
         return self.predicted / not_none(self.point.row.value) - 1
 
     @property
@@ -138,7 +136,7 @@ class Reference:
         commit: commit of the code that measured the run.
         device: device of the run.
         rows: rows of the run.
-        predictions: a dict that maps the key of a row to its stored prediction. Predictions without an interval are left out.
+        predictions: a dict that maps the key of each row to its stored prediction. Predictions without an interval are omitted.
     """
 
     name: str
@@ -159,7 +157,7 @@ class Reference:
 
 
 def points_of(reference: Reference) -> list[Point]:
-    """Return the measured rates of a run that a curve can predict. Rates without a ceiling are left out."""
+    """Return the measured rates of a run that a curve can predict. Rates without a ceiling are omitted."""
     measured = [row for row in reference.rows if row.value is not None and row.value > 0 and not row.busy]
     found = [_point(reference, row) for row in measured]
     return [point for point in found if point is not None]
@@ -169,7 +167,7 @@ def fit_curves(reference: Reference, points: Sequence[Point]) -> list[Curve]:
     """Fit one curve for each kind of measurement and name, and one spread for each kind."""
     source = f"{reference.name} ({reference.device.name}, {reference.commit})"
     curves, later = [], points
-    # The matrix products of `operand_data` are left out. They have warm caches, and data that chapter 1.1 does not use.
+    # The matrix products of `operand_data` are excluded: they have warm caches, and data that chapter 1.1 does not use.
     points = [point for point in points if point.row.experiment != "operand_data"]
     for kind, of_kind in _grouped(points, lambda point: point.kind).items():
         # The errors of all names of a kind are pooled, because one name has too few sizes for a quantile.
@@ -183,7 +181,7 @@ def fit_curves(reference: Reference, points: Sequence[Point]) -> list[Curve]:
 
 
 def score_stored(reference: Reference) -> list[Scored]:
-    """Compare the predictions that a run stored before its measurements with its rows."""
+    """Compare a run's stored predictions, made before its measurements, with its rows."""
     scored = []
     for point in points_of(reference):
         stored = reference.predictions.get(point.row.key)
@@ -193,13 +191,13 @@ def score_stored(reference: Reference) -> list[Scored]:
 
 
 def score_unseen(fitted: Sequence[Reference], others: Sequence[Reference], curves: Sequence[Curve] | None = None) -> list[Scored]:
-    """Predict rows to which the curves were not fitted, and compare the predictions with the measured rates.
+    """Predict rows that the curves were not fitted to, and compare the predictions with the measured rates.
 
     Args:
-        fitted: runs to which the stored curves were fitted. Each of their rows is predicted from a curve that is fitted without
-            the group of the row. Rows of later chapters are also predicted from the rows of chapter 1.1 of the same run.
+        fitted: runs that the stored curves were fitted to. Each of their rows is predicted from a curve fitted without the row's
+            group. Rows of later chapters are also predicted from the same run's rows of chapter 1.1.
         others: other runs. Their rows are predicted from the curves.
-        curves: the curves. None uses the stored curves.
+        curves: curves to use. None uses the stored curves.
     """
     scored: list[Scored] = []
     all_curves = list(curves) if curves is not None else [c for r in fitted for c in fit_curves(r, points_of(r))]
@@ -217,7 +215,7 @@ def score_unseen(fitted: Sequence[Reference], others: Sequence[Reference], curve
 
 
 def curves_to_toml(curves: Iterable[Curve]) -> str:
-    """Return the curves as the text of efficiency.toml."""
+    """Return the content of efficiency.toml for these curves."""
     lines = [
         "# Curves of hyperion/chapter/efficiency.py. Do not edit: `python -m hyperion.chapter.efficiency_fit fit RUN...` writes",
         "# this file from the rows of reference runs.",
@@ -232,7 +230,7 @@ def curves_to_toml(curves: Iterable[Curve]) -> str:
 
 
 def page(scored: Sequence[Scored]) -> str:
-    """Return the errors and the coverage by metric as a page in Markdown."""
+    """Return a Markdown page with the errors and the coverage by metric."""
     lines = [
         "| rate | predicted from | rows | median error | median error with its sign | largest error | in the 80 % interval |",
         "| --- | --- | ---: | ---: | ---: | ---: | ---: |",
@@ -244,12 +242,12 @@ def page(scored: Sequence[Scored]) -> str:
 
 
 def median_error(scored: Sequence[Scored]) -> float:
-    """Return the median of the relative errors without their signs."""
+    """Return the median absolute relative error."""
     return statistics.median(abs(s.error) for s in scored)
 
 
 def coverage(scored: Sequence[Scored]) -> float:
-    """Return the share of the measured rates that lie in their intervals."""
+    """Return the share of measured rates that lie in their intervals."""
     return sum(s.covered for s in scored) / len(scored)
 
 
@@ -276,7 +274,7 @@ def _product(device: Device, row: Row) -> Point | None:
     if ceilings is None or not (square or searched or row.experiment == "operand_data"):
         return None
     work, _ = product_point(device, ceilings, row)
-    # The finalists of a search have almost the same size.
+    # The finalists of a search have almost the same dimensions.
     return Point(PRODUCT, row.dtype, work, row, (row.experiment, row.variant if searched else row.params["m"]))
 
 
@@ -293,7 +291,7 @@ def _transfer(row: Row) -> Point | None:
 
 
 def _share(row: Row, stored: Prediction | None) -> Point | None:
-    """Return the `Point` of a row whose ceiling was computed from other rates of the run, such as the rate of a training step.
+    """Return the `Point` of a row whose ceiling follows from other rates of the run, such as the rate of a training step.
 
     Return None if the row has no ceiling.
 
@@ -330,7 +328,7 @@ def _held_out_errors(kind: str, points: Sequence[Point]) -> list[float]:
 
 
 def _held_out(kind: str, points: Sequence[Point], spread: float) -> list[Scored]:
-    """Predict the points of each group from a curve that is fitted to the other groups. A single group gives no predictions."""
+    """Predict the points of each group from a curve fitted to the other groups. A single group gives no predictions."""
     scored = []
     for group, same in _grouped(points, lambda point: point.group).items():
         others = [point for point in points if point.group != group]
@@ -357,9 +355,9 @@ def _score_held_out(reference: Reference, known: dict[tuple[str, str, str], Curv
 
 
 def _own_curve(reference: Reference, point: Point) -> Curve | None:
-    """Return the curve that predicts the rate of a point from chapters after 1.1, or None if no such curve predicts it.
+    """Return the curve that predicts a rate of a chapter after 1.1, or None if no such curve predicts it.
 
-    The curve is fitted to the rates that chapter 1.1 of the same run measured.
+    It is fitted to the rates measured in chapter 1.1 of the same run.
     """
     if point.row.experiment in ("best_products", "operand_data"):
         return own_product_curve(reference.rows, reference.device, point.row.dtype)
@@ -379,13 +377,13 @@ def _errors_of_own_curves(reference: Reference, points: Sequence[Point]) -> dict
 
 
 def _spread(errors: Sequence[float]) -> float:
-    """Return the spread that covers most of the relative errors of predictions."""
+    """Return the spread that covers the share `_COVERED` of the predictions' relative errors."""
     if not errors:
         return _SPREAD_OF_ONE_ROW
     # A rate that is too low by a factor counts like one that is too high by the same factor.
     factors = [max(1 + error, 1 / (1 + error)) for error in errors]
     quantile = float(np.quantile(factors, _COVERED, method="higher"))
-    return math.ceil(1e4 * (quantile - 1)) / 1e4  # rounded up, so that the file still covers the row at the quantile
+    return math.ceil(1e4 * (quantile - 1)) / 1e4  # rounded up, so that the stored value still covers the row at the quantile
 
 
 def _statistics(scored: Sequence[Scored]) -> str:
@@ -411,7 +409,7 @@ def main(
     command: Annotated[Command, typer.Argument(help="fit: write efficiency.toml; score: print errors and coverage")],
     runs: Annotated[list[Path], typer.Argument(help="folders of runs, such as results/reference/h200x2")],
 ) -> None:
-    """Fit the curves or print the page with their errors."""
+    """Fit the curves, or print the page with their errors."""
     references = [Reference.open(folder) for folder in runs]
     if command is Command.FIT:
         curves = [curve for reference in references for curve in fit_curves(reference, points_of(reference))]
@@ -422,9 +420,9 @@ def main(
 
 
 def score_page(references: Sequence[Reference]) -> str:
-    """Return the text of docs/predictions.md, which shows the errors of the predictions.
+    """Return the content of docs/predictions.md, which shows the errors of the predictions.
 
-    Runs to which the stored curves were fitted and other runs are shown separately.
+    Runs that the stored curves were fitted to and other runs are shown separately.
     """
     curves = read_curves()
     sources = {curve.source.split(" ")[0] for curve in curves}

@@ -1,7 +1,7 @@
 """Exercises with automatic marking.
 
-The reader writes a check or a timer. The exercise applies the reader's function to a correct object, and to objects that are
-broken on purpose. Then it reports for which objects the function gave the right answer.
+The reader writes a check or a timer. The exercise applies this function to a correct object and to objects that are broken on
+purpose, and reports for which objects the function gave the right answer.
 """
 
 import numbers
@@ -26,10 +26,10 @@ def mutation_score(check: Callable[[Subject], bool], clean: Subject, mutants: Ma
     Args:
         check: function that returns True for an object that it considers correct. An exception counts as False.
         clean: the correct object. The check must return True for it.
-        mutants: the broken objects, as {description of the fault: object}. The check must return False for each of them.
+        mutants: broken objects, as {description of the fault: object}. The check must return False for each of them.
 
     Returns:
-        A table with one line for each object: its description, the answer of the check, and whether the answer was right.
+        A table with one line per object: its description, the check's answer, and whether the answer was right.
     """
     lines = [("sound", clean, True), *((name, mutant, False) for name, mutant in mutants.items())]
     verdicts = [(name, _verdict(check, subject), wanted) for name, subject, wanted in lines]
@@ -45,11 +45,11 @@ def solved(score: pd.DataFrame) -> bool:
 
 @dataclass(frozen=True)
 class Question:
-    """A question of an exercise whose answer is a number. The notebook contains the question, but not the answer.
+    """Exercise question whose answer is a number. The notebook contains the question, but not the answer.
 
     Args:
-        expected: the right answer.
-        hint: a hint that is shown if the answer is wrong.
+        expected: right answer.
+        hint: hint shown if the answer is wrong.
         tolerance: largest relative difference from the right answer that counts as right.
     """
 
@@ -70,7 +70,7 @@ class Question:
 
 
 class ToyDevice:
-    """A simulated asynchronous device: a call returns before its work is done, as on a GPU.
+    """Simulated asynchronous device: a call returns before its work is done, as on a GPU.
 
     `launch()` adds 5 ms of work to a queue, and `synchronize()` waits until the queue is empty. The first launch takes longer, as
     if a kernel were compiled.
@@ -104,20 +104,19 @@ class ToyDevice:
 
 
 def judge_timer(my_timer: Callable[[ToyDevice], float]) -> pd.DataFrame:
-    """Test the reader's timer on a simulated device. It must wait for the device, warm up, and repeat the measurement.
+    """Test the reader's timer on a simulated device: it must wait for the device, warm up, and repeat the measurement.
 
     Args:
-        my_timer: function that takes a ToyDevice and returns the time of the work of one `launch()` after the warm-up, in
-            seconds.
+        my_timer: function that takes a ToyDevice and returns the time in seconds of the work of one `launch()` after warm-up.
 
     Returns:
-        A table with one line for each fault: whether the timer avoids the fault, and what was observed.
+        A table with one line per fault: whether the timer avoids the fault, and what was observed.
     """
     device = ToyDevice()
     seconds = float(my_timer(device))
     faults = {
-        # `sleep` and the scheduler are not exact. The bounds tell the faults apart: no waiting takes microseconds, a counted
-        # first call dominates a mean.
+        # `sleep` and the scheduler are not exact. The bounds distinguish the faults: without waiting, a call takes microseconds;
+        # a counted first call dominates the mean.
         "stops the clock before the work is done": (seconds >= 0.8 * device.work_s, f"{seconds * 1e3:.2f} ms"),
         "counts the first, slow call": (seconds <= 4 * device.work_s, f"{seconds * 1e3:.2f} ms"),
         "takes fewer than 10 samples": (device.launches >= 10, f"{device.launches} launches"),
@@ -145,11 +144,11 @@ class _ShiftedLM(_UnmaskedLM):
 
 
 def judge_leak_check(my_check: Callable[[torch.nn.Module], bool]) -> pd.DataFrame:
-    """Test the reader's check, which must find out whether a language model can see future tokens.
+    """Test the reader's check of whether a language model can see future tokens.
 
     Args:
-        my_check: function that takes a model and returns True if the logits at position t do not depend on any token after t.
-            The model maps int64 ids of shape (B, 16), with a vocabulary of 32, to logits of shape (B, 16, 32).
+        my_check: function that takes a model and returns True if the logits at position t do not depend on any token after t. The
+            model maps int64 ids of shape (B, 16), with a vocabulary of 32, to logits of shape (B, 16, 32).
 
     Returns:
         The table of `mutation_score`.

@@ -1,8 +1,8 @@
 """Profiles: the sizes of every experiment, so that the same notebook cells run on a laptop and on a GPU.
 
-`profiles.toml` lists the profiles. The file `sizes.toml` of each subject contains the sizes of its experiments. It has one table
-for each profile and experiment, such as `[full.gemm]`. A profile inherits every option that it does not state from its parent.
-The profile `replay` has no sizes, because it shows a reference run. A reference run is a stored run of another machine.
+`profiles.toml` lists the profiles. Each subject's `sizes.toml` has one table for each profile and experiment, such as
+`[full.gemm]`. A profile inherits every option that it does not state from its parent. The profile `replay` has no sizes, because
+it shows a reference run, a stored run of another machine.
 """
 
 import functools
@@ -29,8 +29,8 @@ class Profile:
         name: smoke, full, study or replay.
         allow_synthetic: if True, `data_source=auto` may use synthetic data if no real data are available.
         synthetic: sizes of the synthetic data sets.
-        experiments: {experiment: sizes} for all experiments of all subjects. It is empty for `replay`, whose sizes are stored in
-            the reference run.
+        experiments: {experiment: sizes} for all experiments of all subjects. Empty for `replay`, whose sizes are stored in the
+            reference run.
     """
 
     name: str
@@ -39,7 +39,7 @@ class Profile:
     experiments: dict[str, dict]
 
     def settings(self, experiments: tuple[str, ...]) -> dict:
-        """Return the settings on which the rows of these experiments depend: their sizes and the settings of synthetic data."""
+        """Return the settings that the rows of these experiments depend on: their sizes and the synthetic-data settings."""
         return {
             "sizes": {name: self.experiments[name] for name in experiments if name in self.experiments},
             "synthetic": self.synthetic,
@@ -62,7 +62,7 @@ class Profile:
 
 
 def profile_names() -> list[str]:
-    """Return the names of all profiles. `replay` is the last one."""
+    """Return the names of all profiles, with `replay` last."""
     return [*sorted(_declared()), REPLAY]
 
 
@@ -70,8 +70,8 @@ def load_profile(name: str) -> Profile:
     """Return the profile with this name.
 
     Raises:
-        HyperionError: there is no such profile, or the file sizes.toml of a subject is invalid. In the first case the message
-            lists all profiles.
+        HyperionError: there is no such profile, or a subject's sizes.toml is invalid. In the first case the message lists all
+            profiles.
     """
     if name not in profile_names():
         raise HyperionError(f"unknown profile {name!r}", next_step=f"use PROFILE={' or PROFILE='.join(profile_names())}")
@@ -83,7 +83,7 @@ def load_profile(name: str) -> Profile:
         settings |= _declared()[ancestor]
         for subject in subjects():
             for experiment, sizes in _sizes_of(subject).get(ancestor, {}).items():
-                # A child overrides single options of an experiment and not the whole table.
+                # A child overrides single options of an experiment, not the whole table.
                 experiments[experiment] = experiments.get(experiment, {}) | sizes
     return Profile(name, settings["allow_synthetic"], settings["synthetic"], experiments)
 
@@ -94,7 +94,7 @@ def default_profile(device_kind: str) -> str:
 
 
 def lineage(name: str) -> list[str]:
-    """Return the names of the profiles from which a profile inherits, the most distant one first, and then its own name."""
+    """Return the names of the profiles that a profile inherits from, most distant first, followed by its own name."""
     parent = _declared()[name].get("parent")
     return [*(lineage(parent) if parent else ()), name]
 
@@ -108,7 +108,7 @@ def _sizes_of(subject: Subject) -> dict[str, dict[str, dict]]:
     """Return the sizes of all experiments of a subject, as {profile: {experiment: sizes}}.
 
     Raises:
-        HyperionError: the file sizes.toml cannot be parsed, or it contains a profile or an experiment that does not exist.
+        HyperionError: sizes.toml cannot be parsed, or it contains a profile or an experiment that does not exist.
     """
     path = subject.folder / "sizes.toml"
     if not path.is_file():
@@ -133,10 +133,10 @@ def _sizes_of(subject: Subject) -> dict[str, dict[str, dict]]:
 
 
 def require_valid_sizes(profile: Profile, experiments: Iterable[str]) -> None:
-    """Check that the sizes of experiments in a profile are valid options of the experiments.
+    """Check that a profile's sizes are valid options of the experiments.
 
     Args:
-        profile: the profile.
+        profile: profile to check.
         experiments: names of experiments. Those without sizes in the profile are not checked. The modules of the others are
             imported.
 
@@ -151,7 +151,7 @@ def require_valid_sizes(profile: Profile, experiments: Iterable[str]) -> None:
 def reference_runs() -> list[Run]:
     """Return the reference runs in order of preference.
 
-    Runs on real data come before runs on synthetic data. Within each of these two groups, runs with more GPUs come first.
+    Runs on real data come before runs on synthetic data. Within each group, runs with more GPUs come first.
     """
 
     def place(run: Run) -> tuple:
@@ -167,7 +167,7 @@ def reference_run(machine: str, notebook: str) -> Run:
     """Return the reference run of a machine.
 
     Args:
-        machine: name of the machine. If it is "", the first reference run with rows of the notebook is returned.
+        machine: name of the machine. "" selects the first reference run with rows of the notebook.
         notebook: name of the notebook.
 
     Raises:
@@ -182,7 +182,7 @@ def reference_run(machine: str, notebook: str) -> Run:
 
 
 def finished_in(reference: Run, notebook: str, experiment: str) -> dict:
-    """Return the stored information about a finished experiment of a reference run, as `Run.finished` returns it.
+    """Return the stored information about a finished experiment of a reference run, as returned by `Run.finished`.
 
     Raises:
         HyperionError: the reference run does not contain the experiment.
@@ -198,7 +198,7 @@ def finished_in(reference: Run, notebook: str, experiment: str) -> dict:
 
 
 def measured_under(reference: Run, notebook: str, experiment: str) -> tuple[dict, dict]:
-    """Return the stored settings (provenance) and the stored environment of an experiment of a reference run.
+    """Return (stored settings (provenance), stored environment) of an experiment of a reference run.
 
     If the experiment has no provenance, both are taken from run.json.
     """

@@ -1,7 +1,7 @@
 """Store the results of `hyperion relaunch` as runs, so that `hyperion compare` can compare them.
 
-`hyperion relaunch` compares two versions of code, A and B. It times each version in several new processes. Such a process is
-called a launch. A run is a folder with stored results.
+`hyperion relaunch` compares two versions of code, A and B. It times each version in several new processes, called launches. A run
+is a folder with stored results.
 """
 
 import hashlib
@@ -14,21 +14,21 @@ from hyperion.measure import SIDES, Launched, Relaunched
 from hyperion.results import Run
 
 NOTEBOOK = "relaunch"
-# A param of every row. In a round, each launch takes samples once. If a whole round was slower than other rounds, this effect
-# is removed from the value and the interval. The raw samples are stored without this correction.
+# A param of every row. In a round, each launch takes samples once. If a whole round was slower than others, this effect is
+# removed from the value and the interval. The raw samples are stored uncorrected.
 _LEVELLED = {"turns": "levelled by round"}
 
 
 def record_launches(relaunched: Relaunched, work: Path, folders: tuple[Path, Path], place: Path) -> tuple[Path, Path]:
-    """Store the results of every launch in a run folder of its own: place/A/1, place/A/2, …, place/B/1, place/B/2, ….
+    """Store the results of every launch in its own run folder: place/A/1, place/A/2, …, place/B/1, place/B/2, ….
 
-    A launch is a process that timed one version of the code, A or B. The number in the path is the number of the launch.
+    A launch is a process that timed one version of the code, A or B. The number in the path is the launch number.
 
     Args:
-        relaunched: the result of `hyperion.measure.relaunch`, which contains the results of all launches.
-        work: the file whose functions were timed. Its name without the ending is the name of the experiment.
-        folders: the folders with the source code of version A and version B.
-        place: an existing folder, in which the run folders are created.
+        relaunched: result of `hyperion.measure.relaunch` with the results of all launches.
+        work: file whose functions were timed. Its name without the extension is the name of the experiment.
+        folders: folders with the source code of versions A and B.
+        place: existing folder in which the run folders are created.
 
     Returns:
         The folders place/A and place/B.

@@ -1,6 +1,6 @@
-"""Functions that turn timings and results of matrix products into rows, and functions that look up the ceilings of a run.
+"""Functions that turn timings and matrix-product results into rows, and functions that look up the ceilings of a run.
 
-A ceiling is the highest rate of matrix products, or the highest memory bandwidth, that an earlier chapter of the run measured.
+A ceiling is the highest matrix-product rate, or the highest memory bandwidth, that an earlier chapter of the run measured.
 """
 
 from collections.abc import Iterable
@@ -16,19 +16,19 @@ from hyperion.results import Estimate, Row, ratio_estimate
 from hyperion.results.rows import canonical_params, idle_rows
 from hyperion.units import MIB
 
-# The basis of a forecast that needs the ceilings of chapter 1.1.
+# Basis of a forecast that needs the ceilings of chapter 1.1.
 NO_CEILINGS = "no estimate: this run has measured no ceilings (01_hardware_exploration)"
-# Smallest traffic of a call, as a multiple of the size of the last-level cache, for which the memory bandwidth is a limit. At
-# most a tenth of this traffic can stay in the cache.
+# Minimum traffic of a call, as a multiple of the last-level cache size, for which the memory bandwidth is a limit. At most a
+# tenth of this traffic can stay in the cache.
 _CACHE_MULTIPLE = 10
 
 
 def timed_columns(estimate: Estimate, timing: Timing, verification: Verification | None = None) -> dict:
-    """Return the columns with the interval, the check and the state of the device, for a row whose value is `estimate`.
+    """Return the columns for interval, check and device state, for a row whose value is `estimate`.
 
     Args:
-        estimate: the value of the row, which was computed from `timing`.
-        timing: the timing.
+        estimate: value of the row, computed from `timing`.
+        timing: timing of the calls.
         verification: verification of the timed output. None for a value that needs no check.
     """
     state = timing.telemetry
@@ -53,16 +53,16 @@ def timed_row(
     limit: tuple[float | None, str] = (None, ""),
     **columns,
 ) -> Row:
-    """Return the row that holds a value that was computed from a timing, with its interval, limit, check and the device's state.
+    """Return a row with a value computed from a timing, and with its interval, limit, check and device state.
 
     Args:
         context: context of the experiment.
         variant, metric: variant of the experiment, and name of the metric.
-        estimate: the value in the unit of the metric.
-        timing: the timing from which the value was computed.
+        estimate: value in the unit of the metric.
+        timing: timing from which the value was computed.
         verification: verification of the timed output. None for a value that needs no check.
         limit: (limit of the value, source of the limit), or (None, reason why there is no limit).
-        columns: further columns, such as dtype and params.
+        columns: additional columns, such as dtype and params.
     """
     columns |= timed_columns(estimate, timing, verification)
     return context.row(variant, metric, estimate.value, limit=limit[0], limit_source=limit[1], **columns)
@@ -77,9 +77,9 @@ def speedup_row(
     verification: Verification | None = None,
     **columns,
 ) -> Row:
-    """Return the row that holds the speed-up of `timing` over `baseline`.
+    """Return the row with the speed-up of `timing` over `baseline`.
 
-    Their timings must have alternated, so that a drift of the clock cancels.
+    The two must have been timed in alternation, so that clock drift cancels.
     """
     ratio = ratio_estimate(timing.samples_s, baseline.samples_s)
     return timed_row(context, variant, "speedup", ratio, timing, verification, (None, why_no_limit), **columns)
@@ -89,23 +89,23 @@ def checked(name: str, error: float, tolerance: float) -> dict:
     """Return the columns of a check.
 
     Args:
-        name: name of the check, which says what was compared.
-        error: the error that was found.
+        name: name of the check, which states what was compared.
+        error: error that was found.
         tolerance: largest allowed error.
     """
     return {"check": name, "check_error": error, "check_tolerance": tolerance}
 
 
 def check_columns(verification: Verification) -> dict:
-    """Return the columns of a check, with the values of a verification."""
+    """Return the check columns with the values of a verification."""
     return checked(verification.name, verification.error, verification.tolerance)
 
 
 def sample_frame(timing: Timing, variant: str, dtype: str, params: dict) -> pd.DataFrame:
-    """Return a table with one line for each raw sample: its time in seconds, and the conditions of the timing.
+    """Return a table with one line per raw sample: its time in seconds, and the conditions of the timing.
 
     Raises:
-        HarnessError: `params` states that the caches were "cold" or "hot", but the samples were taken with the other state.
+        HarnessError: `params` states that the caches were "cold" or "hot", but the samples were taken in the other state.
     """
     require_cache_label(params.get("cache"), timing.cold)
     return pd.DataFrame(
@@ -124,12 +124,12 @@ def sample_frame(timing: Timing, variant: str, dtype: str, params: dict) -> pd.D
 
 
 def all_samples(frames: list[pd.DataFrame]) -> pd.DataFrame:
-    """Return the samples of several variants as one table. It is empty if there are no samples."""
+    """Return the samples of several variants as one table, which is empty if there are no samples."""
     return pd.concat(frames, ignore_index=True) if frames else pd.DataFrame()
 
 
 def out_of_memory_reason(error: Exception) -> str:
-    """Return the `value_reason` of a row whose sizes did not fit into memory."""
+    """Return the `value_reason` of a row whose data did not fit into memory."""
     return f"out of memory: {str(error).splitlines()[0]}"
 
 
@@ -145,9 +145,9 @@ def bandwidth_limit(device: Device, traffic_bytes: int) -> tuple[float | None, s
     """Return the limit of a bandwidth: (GB/s of the device memory, source), or (None, reason why there is no limit).
 
     Args:
-        device: the device.
-        traffic_bytes: bytes that one call reads and writes. If this number is small, a part may stay in the last-level cache, to
-            which this limit does not apply.
+        device: device of the memory.
+        traffic_bytes: bytes that one call reads and writes. If this number is small, part of them may stay in the last-level
+            cache, to which this limit does not apply.
     """
     found, reason = lookup(device)
     if found is None:
@@ -162,9 +162,9 @@ def bandwidth_limit(device: Device, traffic_bytes: int) -> tuple[float | None, s
 
 
 def link_limit(device: Device, collective: Collective, ranks: int) -> tuple[float | None, str]:
-    """Return the limit of the bus bandwidth of a collective: (GB/s, source), or (None, reason why there is no limit).
+    """Return the limit of a collective's bus bandwidth: (GB/s, source), or (None, reason why there is no limit).
 
-    It is the rate in one direction of all links that a device can use at the same time.
+    It is the rate in one direction of all links that a device can use at once.
     """
     found, reason = lookup(device)
     if found is None:
@@ -175,7 +175,7 @@ def link_limit(device: Device, collective: Collective, ranks: int) -> tuple[floa
 
 
 def datasheet_ceilings(device: Device, dtype: str) -> tuple[Ceilings | None, str]:
-    """Return (ceilings from the data sheet, description of these ceilings), or (None, reason why there are no ceilings).
+    """Return (ceilings from the data sheet, their description), or (None, reason why there are no ceilings).
 
     Predictions use these ceilings.
     """
@@ -193,7 +193,7 @@ def datasheet_ceilings(device: Device, dtype: str) -> tuple[Ceilings | None, str
 
 
 def product_bytes(device: Device, dtype: str, m: int, n: int, k: int) -> int:
-    """Return the smallest possible memory traffic of a matrix product: the bytes of both operands and of the output."""
+    """Return the minimum memory traffic of a matrix product: the bytes of both operands and of the output."""
     number_format = format_of(dtype, device)
     # Operands (M, K) and (K, N) in the input format, output (M, N) in the output format.
     return (m + n) * k * number_format.bytes + m * n * number_format.output.itemsize
@@ -209,7 +209,7 @@ def rate_row(
     verification: Verification,
     backend: str,
 ) -> Row:
-    """Return the row that holds the rate of a matrix product in TFLOPS. Its limit is the peak of the number format."""
+    """Return the row with the rate of a matrix product in TFLOPS. Its limit is the peak of the number format."""
     limit, source = gemm_limit(context.device, dtype)
     bound = limit, f"{source}; by {backend}"
     return timed_row(context, variant, "gemm_tflops", rate, timing, verification, bound, dtype=dtype, params=params)
@@ -225,9 +225,9 @@ def product_row(
     verification: Verification,
     backend: str,
 ) -> Row:
-    """Return the row that holds the rate of a matrix product.
+    """Return the row with the rate of a matrix product.
 
-    If the output of the product is wrong, the row has no value but a reason.
+    If the product's output is wrong, the row has a reason instead of a value.
     """
     if wrong := wrong_product(dtype, verification):
         return absent_product(context, variant, dtype, params, wrong)
@@ -235,7 +235,7 @@ def product_row(
 
 
 def absent_product(context: Context, variant: str, dtype: str, params: dict, reason: str) -> Row:
-    """Return the row of a matrix product whose rate could not be measured. The row holds the reason."""
+    """Return the row of a matrix product whose rate could not be measured, with the reason."""
     return context.absent_row(variant, "gemm_tflops", reason, dtype=dtype, params=params)
 
 
@@ -247,21 +247,22 @@ def wrong_product(dtype: str, verification: Verification) -> str:
 
 
 def unused_tf32(dtype: str, error: float) -> str:
-    """Return the reason why a product with this relative error was not computed in TF32, or "" if it was, or for other formats.
+    """Return the reason why a tf32 product with this relative error was not computed in TF32, or "" if it was.
 
-    A library may ignore the permission to use TF32. The rate of its product would then be wrong for this format.
+    For other formats the result is "". A library may ignore the permission to use TF32. The rate of its product would then be
+    wrong for this format.
     """
-    # TF32 rounds operands to 10 bits of mantissa, so a smaller error shows that the units for TF32 were not used.
+    # TF32 rounds operands to 10 mantissa bits, so a smaller error shows that the TF32 units were not used.
     ignored = dtype == "tf32" and error < FORMATS["fp32"].gemm_tolerance
     return "TF32 was allowed, but the product has the accuracy of fp32" if ignored else ""
 
 
 def maf_row(rows: Iterable[Row], dtype: str) -> Row | None:
-    """Return the row that holds the maximum achievable FLOPS (MAF) of a dtype.
+    """Return the row with the maximum achievable FLOPS (MAF) of a dtype.
 
     Return None if the run has no matrix product in this dtype.
 
-    This is the fastest matrix product that the search over shapes found. Without a search, it is the fastest square product.
+    It is the fastest matrix product found by the search over shapes or, without a search, the fastest square product.
     """
     measured = [r for r in rows if (r.metric, r.dtype, r.hot) == ("gemm_tflops", dtype, False) and r.value is not None]
     found = [r for r in measured if r.experiment == "best_products" and r.variant == "fastest found"]
@@ -271,10 +272,10 @@ def maf_row(rows: Iterable[Row], dtype: str) -> Row | None:
 
 
 def stream_ceiling(rows: Iterable[Row]) -> Row | None:
-    """Return the row of the fastest memory stream with the largest arrays. None if the rows contain no streams.
+    """Return the row of the fastest memory stream with the largest arrays, or None if the rows contain no streams.
 
-    Streams with smaller arrays do not count, because their data may come from a cache. Streams that were measured while other
-    processes used the CPU cores count only if there are no other streams.
+    Streams with smaller arrays are ignored, because their data may come from a cache. Streams measured while other processes used
+    the CPU cores are used only if there are no others.
     """
     streams = [row for row in rows if row.metric == "bandwidth_gb_s" and row.value is not None and not row.hot]
     largest = max((row.params["elements"] for row in streams), default=None)

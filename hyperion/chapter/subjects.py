@@ -1,4 +1,4 @@
-"""Subjects: folders of experiments with their figures, sizes, metrics and notebooks. This module also finds experiments by name.
+"""Subjects: folders of experiments with their figures, sizes, metrics and notebooks, and lookup of experiments by name.
 
 A subject is a Python package. It may contain these files:
 
@@ -10,7 +10,7 @@ A subject is a Python package. It may contain these files:
 
 The subjects of the library are the folders in `hyperion/experiments/`. An installed package adds a subject with an entry point in
 the group `hyperion.subjects`, whose value is the name of the package. The environment variable `HYPERION_SUBJECTS` adds folders,
-which are separated by `os.pathsep`.
+separated by `os.pathsep`.
 """
 
 import functools
@@ -43,7 +43,7 @@ class Subject:
     Args:
         name: name of the folder.
         package: name of the Python package, such as "hyperion.experiments.hardware".
-        folder: the folder that contains the files of the subject.
+        folder: folder with the subject's files.
     """
 
     name: str
@@ -57,27 +57,27 @@ class Subject:
 
     @property
     def figures(self) -> ModuleType | None:
-        """The module `figures` of the subject, or None if there is no such module."""
+        """The subject's module `figures`, or None if there is none."""
         return self.module("figures") if "figures" in self.modules else None
 
     @property
     def results_folder(self) -> str:
-        """Name of the folder in `benchmarks/` of a run for the tables and figures of the subject.
+        """Name of the folder in `benchmarks/` of a run for the subject's tables and figures.
 
-        It is `RESULTS_FOLDER` in the module `figures`. If this constant does not exist, it is the name of the subject.
+        It is `RESULTS_FOLDER` in the module `figures` or, without this constant, the name of the subject.
         """
         return getattr(self.figures, "RESULTS_FOLDER", self.name)
 
     @property
     def notebooks(self) -> list[Path]:
-        """Paths of the notebooks of the subject in the order of their names."""
+        """Paths of the subject's notebooks in name order."""
         return sorted(self.folder.glob("[0-9][0-9]_*.ipynb"))
 
     def module(self, name: str) -> ModuleType:
         """Import a module of the subject and return it.
 
         Raises:
-            HyperionError: the code of the module raised an exception. The message contains the exception and its line.
+            HyperionError: the module's code raised an exception. The message contains the exception and its line.
         """
         try:
             return importlib.import_module(f"{self.package}.{name}")
@@ -95,7 +95,7 @@ class Subject:
 def subjects() -> tuple[Subject, ...]:
     """Return all subjects and register their metrics.
 
-    The subjects of the library come first, then the subjects of installed packages, then the folders in HYPERION_SUBJECTS.
+    The library's subjects come first, then those of installed packages, then the folders in HYPERION_SUBJECTS.
 
     Raises:
         HyperionError: a subject does not exist or is not a Python package, or two subjects have the same name.
@@ -120,10 +120,10 @@ def subjects() -> tuple[Subject, ...]:
 
 
 def subject_of(experiment: str) -> Subject | None:
-    """Return the subject of an experiment, or None if no subject has a module of this name.
+    """Return the subject of an experiment, or None if no subject has a module with this name.
 
     Raises:
-        HyperionError: two subjects have a module of this name.
+        HyperionError: two subjects have a module with this name.
     """
     owners = [subject for subject in subjects() if experiment in subject.modules and experiment not in _NOT_EXPERIMENTS]
     if len(owners) > 1:
@@ -136,7 +136,7 @@ def subject_of(experiment: str) -> Subject | None:
 
 
 def experiment_names() -> list[str]:
-    """Return the names of all experiments. This function imports all modules of all subjects."""
+    """Return the names of all experiments. All modules of all subjects are imported."""
     return [
         name
         for subject in subjects()
@@ -146,16 +146,16 @@ def experiment_names() -> list[str]:
 
 
 def module_of(name: str) -> str:
-    """Return the full name of the module of an experiment. For an unknown experiment, return `name`."""
+    """Return the full module name of an experiment. For an unknown experiment, return `name`."""
     subject = subject_of(name)
     return f"{subject.package}.{name}" if subject else name
 
 
 def experiment_named(name: str) -> Experiment:
-    """Return the experiment with this name. Other experiments are not imported.
+    """Return the experiment with this name, without importing other experiments.
 
     Raises:
-        HyperionError: there is no experiment of this name. The message lists all experiments.
+        HyperionError: there is no experiment with this name. The message lists all experiments.
     """
     subject = subject_of(name)
     experiment = getattr(subject.module(name), "EXPERIMENT", None) if subject else None
@@ -165,7 +165,7 @@ def experiment_named(name: str) -> Experiment:
 
 
 def _line_of(error: Exception, module: Path) -> str:
-    """Return the file and the line where an import failed. If possible, this is a line of the module itself."""
+    """Return the file and line where an import failed, if possible a line of the module itself."""
     if isinstance(error, SyntaxError) and error.filename:
         return f"{error.filename}:{error.lineno}"
     lines = [frame for frame in traceback.extract_tb(error.__traceback__) if Path(frame.filename) == module]
@@ -200,7 +200,7 @@ def _at_path(folder: Path) -> Subject:
             next_step="name the folder that holds the subject's __init__.py; its name must be an identifier",
         )
     if str(folder.parent) not in sys.path:
-        # Appended, so that a folder of the user cannot hide a module of the library or of the standard library.
+        # Appended, so that a user's folder cannot shadow a module of the library or the standard library.
         sys.path.append(str(folder.parent))
     spec = PathFinder.find_spec(folder.name, sys.path)
     if spec is None or Path(spec.origin or "").parent != folder:

@@ -1,4 +1,4 @@
-"""Run an experiment or its variants in separate processes, so that they do not share memory or settings."""
+"""Run an experiment or its variants in separate processes, which share neither memory nor settings."""
 
 import json
 import os
@@ -18,8 +18,8 @@ from hyperion.processes import Job, report_progress, run_job, run_ranks
 from hyperion.processes.job import entry_of, load_entry
 from hyperion.results import Row
 
-# Cores for each process, and smallest and largest number of processes. Starting Python and torch takes a new process longer than
-# its work, and the start uses a whole core.
+# Cores per process, and minimum and maximum number of processes. A new process spends more time starting Python and torch than
+# working, and the start occupies a whole core.
 _CORES_EACH, _FEWEST, _MOST = 2, 2, 8
 _CONTEXT, _ROWS = TypeAdapter(Context), TypeAdapter(list[Row])
 
@@ -34,7 +34,7 @@ def run_isolated(context: Context, report: Report) -> Result:
 
 
 def run_experiment(context: Context, report: Report) -> Result:
-    """Run the experiment of a context. `run_isolated` calls this function in the new process."""
+    """Run the experiment of a context. Called by `run_isolated` in the new process."""
     return experiment_named(context.experiment).run(context, report)
 
 
@@ -43,9 +43,9 @@ def run_variant(context: Context, report: Report, function: Callable[..., Result
 
     Args:
         context: context of the experiment.
-        report: function that is called with the progress.
-        function: the function to call. It must be defined at the top level of a module, so that the new process can import it.
-        params: keyword arguments of the function. They must be convertible to JSON.
+        report: function called with the progress.
+        function: function to call. It must be defined at the top level of a module, so that the new process can import it.
+        params: keyword arguments of the function. They must be JSON-compatible.
 
     Raises:
         JobError: the function raised an exception, the process was killed, or it took longer than the experiment's `timeout_s`.
@@ -60,15 +60,15 @@ def run_on_ranks(
     """Call `function(context, report, **params) -> Result` on every rank of a process group.
 
     Args:
-        context, report, function, params: as in `run_variant`. On a rank, `hyperion.processes.world().rank` is the number of the
-            rank, and `context.device` is its device.
+        context, report, function, params: as in `run_variant`. On a rank, `hyperion.processes.world().rank` is the rank's number,
+            and `context.device` is its device.
         ranks: number of ranks, at least 1.
 
     Returns:
         The results in rank order.
 
     Raises:
-        RankError: a rank failed. The message names the rank. The logs of all ranks are kept in the workspace.
+        RankError: a rank failed. The message names the rank. The logs of all ranks remain in the workspace.
     """
     job = _job(run_on_rank, context, function, params, ranks)
     answers = run_ranks(job, on_progress=report, log_folder=context.workspace / "logs" / function.__name__)
@@ -76,10 +76,10 @@ def run_on_ranks(
 
 
 class RankOptions(Options):
-    """Options of an experiment on several ranks.
+    """Options for an experiment on several ranks.
 
     Args:
-        ranks: largest number of ranks. If the machine has fewer devices, the number of devices is used.
+        ranks: maximum number of ranks. If the machine has fewer devices, one rank per device is used.
         cpu_ranks: number of ranks that share the CPU on a machine without accelerators.
     """
 
@@ -93,7 +93,7 @@ class RankOptions(Options):
         return self.cpu_ranks if context.device.kind == "cpu" else torch.cuda.device_count()
 
     def rank_count(self, context: Context, batch_size: int) -> int:
-        """Return the number of ranks of the experiment: the number of devices, but at most `ranks`.
+        """Return the experiment's number of ranks: the number of devices, but at most `ranks`.
 
         Args:
             context: context of the experiment.
@@ -115,12 +115,12 @@ class RankOptions(Options):
 def run_side_by_side(context: Context, report: Report, function: Callable[..., Result], variants: list[dict]) -> list[Result]:
     """Call `function(context, report, **params) -> Result` for each variant, each in a new process.
 
-    Several processes run at the same time, each on its share of the CPU cores. Use this function only to measure memory and
-    losses, which do not depend on other processes. Do not use it to measure speed.
+    Several processes run concurrently, each on its share of the CPU cores. Use this function only to measure memory and losses,
+    which do not depend on other processes, and never to measure speed.
 
     Args:
         context, report, function: as in `run_variant`.
-        variants: keyword arguments of the function for each variant. They must be convertible to JSON.
+        variants: keyword arguments of the function for each variant. They must be JSON-compatible.
 
     Returns:
         The results in the order of `variants`.
@@ -128,7 +128,7 @@ def run_side_by_side(context: Context, report: Report, function: Callable[..., R
     Raises:
         JobError: a variant failed. Variants that are already running are finished, and no other variant is started.
     """
-    # The cores of this process and not of the machine: a container or a batch system may allow only some of them.
+    # The cores of this process, not of the machine: a container or a batch system may allow only some of them.
     cores = len(os.sched_getaffinity(0))
     at_once = min(_MOST, max(_FEWEST, cores // _CORES_EACH))
     threads = max(1, cores // at_once)
@@ -156,9 +156,9 @@ def run_side_by_side(context: Context, report: Report, function: Callable[..., R
 def run_counted(context: Context, report: Report, function: Callable[..., Result], variants: list[dict]) -> list[Result]:
     """Run variants that measure memory by counting the bytes of their tensors.
 
-    On an accelerator, each variant runs in its own process, because it also reads the statistics of the memory allocator. On a
-    CPU, a variant counts only its own tensors. Other variants do not change this count, so all variants run one after another in
-    this process. The arguments and the result are the same as for `run_side_by_side`.
+    On an accelerator, each variant runs in its own process, because it also reads the memory allocator's statistics. On a CPU, a
+    variant counts only its own tensors, whatever other variants do, so all variants run one after another in this process.
+    Arguments and result are the same as for `run_side_by_side`.
     """
     if context.device.kind != "cpu":
         return run_side_by_side(context, report, function, variants)
@@ -170,7 +170,7 @@ def run_counted(context: Context, report: Report, function: Callable[..., Result
 
 
 def merged(results: list[Result]) -> Result:
-    """Return one result with the rows and samples of several results. All results must have the same data source."""
+    """Return one result with the rows and samples of several results, which must all have the same data source."""
     rows = [row for result in results for row in result.rows]
     frames = [result.samples for result in results if not result.samples.empty]
     samples = pd.concat(frames, ignore_index=True) if frames else pd.DataFrame()
@@ -190,50 +190,50 @@ def _samples_file(context: Context, rank: int | None = None) -> Path:
 
 
 def packed(context: Context) -> dict:
-    """Return a context as a dict that can be converted to JSON, with the definitions of the metrics of the rows in `upstream`."""
+    """Return a context as a JSON-compatible dict, with the metric definitions of the rows in `upstream`."""
     upstream = [replace(row, own_metric=row.definition) for row in context.upstream]
     return _CONTEXT.dump_python(replace(context, upstream=upstream), mode="json")
 
 
 def restored(values: dict) -> Context:
-    """Return the context from the dict that `packed` has made."""
+    """Return the context from a dict made by `packed`."""
     return _CONTEXT.validate_python(values)
 
 
 def unpacked(answer: dict, samples_file: Path) -> Result:
-    """Return the result of a worker process from its answer and its file of samples. The file is deleted."""
+    """Return the result of a worker process from its answer and its samples file. The file is deleted."""
     samples = pd.read_parquet(samples_file)
     samples_file.unlink()
     return Result(_ROWS.validate_python(answer["rows"]), samples, answer["source"])
 
 
 def run_in_worker(context: dict, function: str, params: dict, import_path: list[str], rank: int | None = None) -> dict:
-    """Run a variant in a worker process. Return its rows as JSON values, and write its samples into a file in the workspace.
+    """Run a variant in a worker process. Return its rows as JSON values, and write its samples to a file in the workspace.
 
     Args:
-        context: the context as `packed` returns it.
+        context: context as returned by `packed`.
         function: name of the function.
         params: keyword arguments of the function.
-        import_path: `sys.path` of the caller. It may contain folders of HYPERION_SUBJECTS, in which the function is defined.
+        import_path: `sys.path` of the caller. It may contain folders of HYPERION_SUBJECTS in which the function is defined.
         rank: number of the rank, or None without a process group.
     """
     sys.path += [folder for folder in import_path if folder not in sys.path]
     here = restored(context)
     result = load_entry(function)(here, report_progress, **params)
     result.samples.to_parquet(_samples_file(here, rank), index=False)
-    rows = json.dumps([asdict(row) for row in result.rows], default=float)  # NumPy's scalars become plain numbers
+    rows = json.dumps([asdict(row) for row in result.rows], default=float)  # NumPy scalars become plain numbers
     return {"rows": json.loads(rows), "source": result.source}
 
 
 def run_on_rank(context: dict, function: str, params: dict, import_path: list[str]) -> dict:
-    """Run a variant on a rank, as `run_in_worker` does. Each rank writes its own file of samples."""
+    """Run a variant on a rank, as `run_in_worker` does. Each rank writes its own samples file."""
     from hyperion.processes import world  # imports torch
 
     return run_in_worker(context, function, params, import_path, world().rank)
 
 
 def on_few_threads(context: Context, report: Report, function: str, params: dict, threads: int) -> Result:
-    """Limit PyTorch to `threads` CPU threads and call a function. `run_side_by_side` calls this in each new process."""
+    """Limit PyTorch to `threads` CPU threads and call a function. Called by `run_side_by_side` in each new process."""
     import torch
 
     torch.set_num_threads(threads)

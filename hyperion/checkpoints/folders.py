@@ -103,7 +103,7 @@ def load(path: Path) -> Checkpoint:
 
 
 def load_latest(folder: Path) -> Checkpoint | None:
-    """Return the newest valid checkpoint of a folder; None if there is no checkpoint.
+    """Return the newest valid checkpoint of a folder, or None if there is no checkpoint.
 
     See `newest_good` for checkpoints that cannot be used.
     """
@@ -116,7 +116,7 @@ def checkpoint_path(folder: Path, step: int) -> Path:
 
 
 def step_of(name: str) -> int | None:
-    """Return the step that the name of a checkpoint folder contains; None if `checkpoint_path` never returns this name."""
+    """Return the step in a checkpoint folder's name, or None if `checkpoint_path` never returns this name."""
     match = _NAME.fullmatch(name)
     # Reject a name such as step-0000000001, which would be a second name for step 1.
     return int(match[1]) if match and checkpoint_path(Path(), int(match[1])).name == name else None
@@ -205,7 +205,7 @@ def require_writable(folder: Path) -> None:
 
 
 def newest_good(folder: Path, read: Callable[[Path], T]) -> T | None:
-    """Call `read(path)` for the checkpoints of a folder, the newest first, until one call raises no CheckpointError.
+    """Call `read(path)` for the checkpoints of a folder, newest first, until a call raises no CheckpointError.
 
     For each checkpoint that cannot be used, a warning with the reason is printed to stderr.
 
@@ -215,7 +215,7 @@ def newest_good(folder: Path, read: Callable[[Path], T]) -> T | None:
             as `verify` and `read_sharded` do.
 
     Returns:
-        The result of `read`; None if there is no checkpoint.
+        The result of `read`, or None if there is no checkpoint.
 
     Raises:
         CheckpointError: no checkpoint can be used, or the folder cannot be listed.
@@ -322,7 +322,7 @@ def _begin(new: Path, step: int) -> None:
 
 
 def _put_back(folder: Path) -> None:
-    """Restore an old checkpoint that should be replaced by a new checkpoint of the same step, if the new one is missing.
+    """Restore an old checkpoint that a new one of the same step was to replace, if the new one is missing.
 
     A save renames the old checkpoint before it writes the new one. If the process is killed in between, the new one is missing.
 
@@ -383,7 +383,7 @@ def _finish(new: Path, target: Path, step: int, keep: int) -> None:
 
 
 def _set_aside(path: Path) -> None:
-    """Rename a file or folder that has the name of a checkpoint but is not a valid checkpoint.
+    """Rename a file or folder that has a checkpoint's name but is not a valid checkpoint.
 
     It is not removed, because the user may need it.
     """
@@ -436,7 +436,7 @@ def _checkpoint_paths(folder: Path) -> list[Path]:
 
 
 def _newest_first(folder: Path) -> list[Path]:
-    """Return all entries that have the name of a checkpoint, the highest step first. They may be invalid checkpoints."""
+    """Return all entries with a checkpoint's name, highest step first. They may be invalid checkpoints."""
     return sorted(_named(folder, ""), key=lambda path: step_of(path.name) or 0, reverse=True)
 
 
@@ -472,9 +472,9 @@ def _require_folder(path: Path) -> None:
 
 
 def _digests(path: Path, names: list[str]) -> dict[str, str]:
-    """Return a dict that maps the name of a file to its sha256.
+    """Return a dict that maps each file name to its sha256.
 
-    Several threads hash files, because one CPU core hashes slower than disks read.
+    Several threads hash files, because one CPU core hashes more slowly than disks read.
     """
     # hashlib releases the interpreter's lock for large buffers, so threads hash in parallel.
     with ThreadPoolExecutor(HASHING_THREADS) as threads:

@@ -39,13 +39,13 @@ NO_GROUP = "torch.distributed is disabled, unavailable or uninitialized"  # a wa
 
 
 T = TypeVar("T")
-# The arguments of a HyperionError, which ranks send to each other. Exceptions are not sent, because not every exception can be
+# Arguments of a HyperionError, which ranks send to each other instead of the exception, because not every exception can be
 # pickled.
 Fault = dict[str, str | None]
 
 
 def rank_and_size() -> tuple[int, int]:
-    """Return the number of this rank and the number of ranks; (0, 1) without a process group."""
+    """Return the number of this rank and the number of ranks, or (0, 1) without a process group."""
     return (dist.get_rank(), dist.get_world_size()) if dist.is_available() and dist.is_initialized() else (0, 1)
 
 
@@ -81,7 +81,7 @@ def agreed(work: Callable[[], T]) -> T:
         if rank_and_size()[1] == 1:
             raise
         error = raised
-    # The failed rank takes part in this collective, too. So all ranks leave it, and then raise together.
+    # The failed rank also takes part in this collective, so all ranks leave it and then raise together.
     faults = gathered(None if error is None else _fault(error))
     if any(faults):
         raise _first_fault(faults) from error
@@ -109,7 +109,7 @@ def on_rank_0(work: Callable[[], T]) -> T:
         except Exception as raised:
             error = raised
             outcome = None, _fault(raised)
-    # One broadcast carries the result or the error, so no rank waits for a result that does not come.
+    # One broadcast carries the result or the error, so no rank waits for a result that never comes.
     box = [outcome]
     dist.broadcast_object_list(box, src=0)
     result, fault = box[0]
@@ -145,7 +145,7 @@ def write_sharded(folder: Path, state: dict[str, Any]) -> None:
     """Write a state into an existing, empty folder. All ranks must call this function with states of the same structure.
 
     Args:
-        folder: a folder that all ranks share. Its files are not flushed to the disk here; `saving` flushes them.
+        folder: folder that all ranks share. Its files are not flushed to disk here; `saving` does that.
         state: a state as for write_state. Each rank writes its own shard of a DTensor. A plain tensor must be the same on all
             ranks and is written once.
 
@@ -156,7 +156,7 @@ def write_sharded(folder: Path, state: dict[str, Any]) -> None:
     tensors: dict[str, Tensor] = {}
     storages: set[int] = set()
     tree = agreed(lambda: to_tree(state, tensors, lambda tensor: _separate(tensor.detach(), storages)))
-    # save_distributed: every rank writes its own shards into files of its own.
+    # save_distributed: every rank writes its shards to its own files.
     writer = _Writer(str(folder), save_distributed=True)
     _call_dcp(lambda alone: save(tensors, storage_writer=writer, no_dist=alone), folder)
     agreed(writer.raise_error)
@@ -279,7 +279,7 @@ def _stored_state(folder: Path, tensors: dict[str, Tensor]) -> dict[str, Any]:
 
 
 def stored_tensors(folder: Path, others: tuple[str, ...] = (STATE,)) -> dict[str, TensorStorageMetadata]:
-    """Return a dict that maps the name of each tensor in a folder, which write_sharded wrote, to its shape and dtype.
+    """Return a dict that maps the name of each tensor in a folder written by write_sharded to its shape and dtype.
 
     Only the headers of files are read.
 
@@ -352,7 +352,7 @@ def mismatch(what: str, folder: Path) -> CheckpointError:
 
 
 def difference(stored: Any, here: Any, path: str = "") -> str:
-    """Return the first difference of two nested states in keys, lengths, types or strings; "" if there is no difference.
+    """Return the first difference between two nested states in keys, lengths, types or strings, or "" if there is none.
 
     Tensors are not compared, because read_sharded has compared them. The options of parameter groups depend on the version of
     PyTorch, so only options that both states contain are compared.
@@ -379,7 +379,7 @@ def _kind(value: Any) -> type:
 
 
 def non_finite_tensor(state: Any) -> str | None:
-    """Return the path of the first tensor of a nested state that contains an infinity or a NaN; None if all are finite.
+    """Return the path of the first tensor in a nested state that contains an infinity or a NaN, or None if all are finite.
 
     Only floating-point tensors are checked. Of a sharded tensor only the shard of this rank is checked. The function waits for
     the device once.
@@ -389,7 +389,7 @@ def non_finite_tensor(state: Any) -> str | None:
     if not tensors:
         return None
     device = tensors[0][1].device  # an optimizer may keep its step counters on the CPU
-    # One transfer to the host for all tensors together; a test of each tensor would wait for the device each time.
+    # One transfer to the host for all tensors; testing each tensor would wait for the device each time.
     finite = torch.stack([tensor.isfinite().all().to(device) for _, tensor in tensors]).tolist()
     return next((path for (path, _), ok in zip(tensors, finite, strict=True) if not ok), None)
 

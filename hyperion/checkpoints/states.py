@@ -60,7 +60,7 @@ def write_state(folder: Path, state: dict[str, Any]) -> None:
 
 
 def read_state(folder: Path) -> dict[str, Any]:
-    """Return the state that write_state wrote. All tensors are on the CPU.
+    """Return the state written by write_state. All tensors are on the CPU.
 
     Raises:
         CheckpointError: a file is missing or malformed, or the two files do not match. The error names the file and the
@@ -70,7 +70,7 @@ def read_state(folder: Path) -> dict[str, Any]:
 
 
 def read_tensors(path: Path) -> dict[str, torch.Tensor]:
-    """Return a dict that maps names to tensors, with all tensors of a safetensors file. The tensors are on the CPU.
+    """Return all tensors of a safetensors file by name. They are on the CPU.
 
     Raises:
         CheckpointError: the file is missing, not a regular file, or damaged.
@@ -82,7 +82,7 @@ def read_tensors(path: Path) -> dict[str, torch.Tensor]:
 
 @contextlib.contextmanager
 def reading(path: Path, what: str) -> Iterator[None]:
-    """Context manager that turns any exception into a CheckpointError, which describes the file.
+    """Context manager that turns any exception into a CheckpointError that describes the file.
 
     If a file was modified, the readers of PyTorch, safetensors and JSON can raise any exception, for example MemoryError,
     RecursionError, KeyError or OverflowError. The block should contain only calls of these readers, so that errors of other
@@ -143,7 +143,7 @@ def to_tree(value: Any, tensors: dict[str, torch.Tensor], copy: Callable[[torch.
     """Convert a nested value to JSON values, and collect its tensors.
 
     Args:
-        value: nested value of dicts, lists, numbers, texts and tensors.
+        value: nested value of dicts, lists, numbers, strings and tensors.
         tensors: for each tensor, `copy(tensor)` is added to this dict. The key is the path to the tensor, such as "model/weight".
         copy: function that prepares a tensor for storage.
         name: path to `value`.

@@ -1,4 +1,4 @@
-"""Export the weights of a model to one file for other programs, and read weights from common formats."""
+"""Export the weights of a model to one file for other programs, and read weights in common formats."""
 
 import os
 import pickle
@@ -29,7 +29,7 @@ _NAME_A_FILE = "name a file of weights or a checkpoint folder"
 
 
 def full_state(model: nn.Module) -> dict[str, Tensor]:
-    """Return a dict that maps names to tensors, with all tensors of the model.
+    """Return all tensors of the model by name.
 
     Rank 0 gets the tensors on its CPU. All other ranks get an empty dict.
 
@@ -95,7 +95,7 @@ class Weights:
     Attributes:
         path: the file or checkpoint folder from which the weights were read.
         sha256: hash of the file. For a checkpoint folder, hash of its manifest, which contains the hash of every file.
-        tensors: a dict that maps the name of a tensor to the tensor, on the CPU.
+        tensors: tensors by name, on the CPU.
     """
 
     path: Path
@@ -111,7 +111,7 @@ def read_weights(path: Path) -> Weights:
             checkpoint folder is verified first, and only its model is read.
 
     Raises:
-        CheckpointError: the file is missing or damaged, or contains other objects than tensors.
+        CheckpointError: the file is missing or damaged, or contains objects other than tensors.
     """
     path = Path(path)
     if path.is_dir():

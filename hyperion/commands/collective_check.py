@@ -1,7 +1,7 @@
 """The command of test_nccl.py: check the results of every collective on every rank, and time the collectives.
 
-The exit code is not 0 if a rank got a wrong value, died or made no progress. The command also prints the topology, the kernels,
-the recommended message sizes, and the part of an all_reduce that overlaps with a computation.
+The exit code is nonzero if a rank got a wrong value, died or made no progress. The command also prints the topology, the kernels,
+the recommended message sizes, and the share of an all_reduce that overlaps with a computation.
 """
 
 import os
@@ -38,10 +38,11 @@ CPU_RANKS = 2
 _CPU_SIZES, _GPU_SIZES, _GPU_LARGEST = "8,4K,256K,4M", "8,4K,256K,16M,128M,1G", "8G"
 _UNITS = {"": 1, "K": KIB, "M": MIB, "G": GIB}
 _FAILED = 1
-# The timeout of the process group is longer than the timeout of the roll call, so that the roll call reports a hang first. Only
-# its report names the missing rank.
+# The timeout of the process group is this many seconds longer than that of the roll call, so that the roll call reports a hang
+# first. Only its report names the missing rank.
 _AFTER_ROLL_CALL_S = 60.0
-# If another rank dies, this rank gets a connection error. It waits before it exits, so that torchrun reports the dead rank first.
+# If another rank dies, this rank gets a connection error. It waits this many seconds before it exits, so that torchrun reports
+# the dead rank first.
 _DEATH_SEEN_S = 3.0
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
@@ -53,10 +54,10 @@ class Check:
 
     Args:
         sizes: message sizes in bytes. As in nccl-tests, each collective defines which of its buffers has this size. Sizes that
-            are too large for the memory of a rank are left out, and the output has a line for each of them.
+            are too large for the memory of a rank are omitted, with a line in the output for each of them.
         dtypes: names from `DTYPES`.
         timeout_s: seconds without progress after which the missing ranks are reported.
-        time_limit_s: time limit for timing one collective in one format and size, in seconds. At least 30 calls are always timed.
+        time_limit_s: time limit in seconds for timing one collective in one format and size. At least 30 calls are always timed.
         largest: size in bytes of one additional all_reduce in the first format. 0 means none.
         overlap: size in bytes of the all_reduce that is timed during a computation. 0 means none.
     """
@@ -139,7 +140,7 @@ def check_under_torchrun(
     """Join the process group that torchrun's environment variables describe, and run the check.
 
     Returns:
-        The number of measurements, see `check_collectives`.
+        The number of measurements; see `check_collectives`.
     """
     with process_group(check.timeout_s + _AFTER_ROLL_CALL_S, backend):
         try:
@@ -156,7 +157,7 @@ def check_collectives(check: Check, collectives: Mapping[str, Collective] = ALL_
         The number of measurements. One measurement is one collective in one format and size.
 
     Raises:
-        WrongValueError: this rank got a wrong value. The other ranks then wait until the launcher ends them.
+        WrongValueError: this rank got a wrong value. In this case, the other ranks wait until the launcher ends them.
     """
     here, measured, left_out, overlap = world(), [], [], None
     with roll_call(check.timeout_s) as roll:
@@ -165,13 +166,13 @@ def check_collectives(check: Check, collectives: Mapping[str, Collective] = ALL_
         for collective, dtype, size in _cells(check, collectives, here.size):
             if (needed := memory_needed(size)) > free:
                 what = f"{collective.name}, {dtype}, {size:,} bytes"
-                # Every rank has the same `free`, so all ranks leave out the same collectives and none waits for a missing one.
+                # `free` is the same on every rank, so all ranks omit the same collectives, and none waits for a missing rank.
                 left_out.append(f"left out: {what} need {_gib(needed)} on every rank, but only {_gib(free)} are free")
                 continue
             measured.append(measure_collective(collective, size, dtype, here, roll, time_limit_s=check.time_limit_s))
         if check.overlap and memory_needed(check.overlap) <= free:
             overlap = measure_overlap(check.overlap, check.dtypes[0], here, roll, time_limit_s=3 * check.time_limit_s)
-        # After all timings, because the profiler makes calls slower.
+        # Called after all timings, because the profiler slows down calls.
         kernels = _kernels(measured, here, roll)
         # Without this barrier, rank 0 could report success before another rank has found a wrong value.
         roll.step("the barrier after all checks")
@@ -184,7 +185,7 @@ def check_collectives(check: Check, collectives: Mapping[str, Collective] = ALL_
 
 
 def _cells(check: Check, collectives: Mapping[str, Collective], ranks: int) -> list[tuple[Collective, str, int]]:
-    """Return each combination (collective, dtype, bytes) once. The additional largest all-reduce is last."""
+    """Return each combination (collective, dtype, bytes) once. The additional all-reduce comes last."""
     cells = [
         (collective, dtype, collective_bytes(size, dtype, ranks))
         for dtype in check.dtypes
@@ -198,10 +199,7 @@ def _cells(check: Check, collectives: Mapping[str, Collective], ranks: int) -> l
 
 
 def _kernels(measured: list[CollectiveMeasurement], here: World, roll: RollCall) -> list[str]:
-    """Return one line of text for each collective.
-
-    It names the kernel that is launched for the largest size, and its algorithm if known.
-    """
+    """Return one line of text per collective, with the kernel launched for the largest size, and its algorithm if known."""
     if here.device.kind == "cpu":
         return [f"algorithm: unknown, because {here.backend} does not report it"]
     largest = {m.collective: m for m in sorted(measured, key=lambda m: m.bytes)}
@@ -216,7 +214,7 @@ def _kernels(measured: list[CollectiveMeasurement], here: World, roll: RollCall)
 
 
 def bucket_lines(measured: Iterable[CollectiveMeasurement]) -> list[str]:
-    """Return a line of text with the recommended size of each collective that was measured in at least three sizes."""
+    """Return a line of text with the recommended size for each collective that was measured with at least three sizes."""
     sweeps: dict[tuple[str, str], list[CollectiveMeasurement]] = {}
     for one in measured:
         sweeps.setdefault((one.collective.name, one.dtype), []).append(one)

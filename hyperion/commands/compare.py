@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from hyperion.results import Comparison
 
 _COLUMNS = ("variant", "metric", "A", "B", "change", "spread", "p (corrected)", "power at 3 %", "verdict")
-# Number of lines that are printed of a list without --all. The total number is always printed.
+# Maximum number of printed lines of a list without --all. The total number is always printed.
 _LINES = 20
 
 
@@ -73,11 +73,11 @@ def print_comparison(a: str, b: str, everything: bool, allow_missing: bool = Fal
     Args:
         a: the earlier run, or a folder of launches.
         b: the later run, or a folder of launches.
-        everything: whether to print unchanged values too, and all lines of long lists.
-        allow_missing: if True, missing values are listed but do not affect the result.
+        everything: if True, also print unchanged values, and all lines of long lists.
+        allow_missing: if True, missing values are listed, but do not affect the result.
 
     Returns:
-        1 if there is a confirmed regression, or a missing value and `allow_missing` is False. Otherwise 0.
+        1 if there is a confirmed regression, or if a value is missing and `allow_missing` is False. Otherwise 0.
     """
     from hyperion.results import VERDICTS, circumstances, relaunches, sensitivity, why_indicative
     from hyperion.results import compare as compare_runs
@@ -127,7 +127,7 @@ def _table(compared: "list[Comparison]", everything: bool) -> Table:
 def _table_of_devices(compared: "list[Comparison]", device_a: str, device_b: str) -> Table:
     """Return a table that compares the values of two devices.
 
-    The table does not say whether the code became slower, because a difference may come from the devices.
+    The table does not say whether the code became slower, because a difference may be due to the devices.
     """
     table = Table(
         "variant", "metric", f"A: {escape(printable(device_a))}", f"B: {escape(printable(device_b))}", "B / A", pad_edge=False
@@ -171,13 +171,13 @@ def print_relaunch(work: Path, folder_a: Path, folder_b: Path, launches: int, se
         folder_a: folder of the earlier code.
         folder_b: folder of the later code.
         launches: number of launches of each version.
-        seconds: time for sampling one function in one launch.
+        seconds: seconds of sampling per function and launch.
 
     Returns:
         1 if there is a confirmed regression, else 0.
 
     Raises:
-        HyperionError: a path is wrong, the file has an error, or a launch fails. In this case no files are left.
+        HyperionError: a path is wrong, the file has an error, or a launch fails. In this case, no files are left behind.
     """
     from hyperion.measure import relaunch as measure_launches
     from hyperion.results import new_run_folder
@@ -206,9 +206,9 @@ def print_launches(relaunched: "Relaunched", work: Path, folders: tuple[Path, Pa
 
 @contextlib.contextmanager
 def _progress() -> Iterator[Callable[[int, int, str], None]]:
-    """Yield a function (done, total, note) that shows the progress.
+    """Context manager that yields a function (done, total, note), which shows the progress.
 
-    The function draws a bar on a terminal. Without a terminal, it prints a line for each phase.
+    On a terminal, the function draws a bar. Otherwise, it prints a line for each phase.
     """
     output = console()
     if not output.is_terminal:

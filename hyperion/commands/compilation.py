@@ -36,16 +36,16 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_mar
 
 @dataclass(frozen=True, kw_only=True)
 class CompilationRequest:
-    """The models and modes to measure, and the folder to write to.
+    """The models and modes to measure, and the folder for the results.
 
     Args:
         base_dir: folder that contains results/.
         dtype: number format of weights and arithmetic.
-        repeat: number of samples of each mode.
-        checkpoint: file or folder with weights to load. None uses random weights.
+        repeat: number of samples per mode.
+        checkpoint: file or folder with weights to load. None means random weights.
         models: names of the models. An empty tuple means all models of the profile.
         modes: names of the modes. An empty tuple means all modes. `eager` is always measured.
-        batch: number of examples of a call. None means the number in the published benchmark.
+        batch: number of examples per call. None means the number in the published benchmark.
         seed: seed of all random numbers.
     """
 
@@ -119,10 +119,10 @@ def compilation(
 
 
 def specifications(options: CompilationRequest) -> list[ModelSpec]:
-    """Return the specifications of the models to measure. With a checkpoint, only models that its weights fit are included.
+    """Return the specifications of the models to measure. With a checkpoint, include only models that its weights fit.
 
     Raises:
-        HyperionError: a model is unknown, the checkpoint is unreadable, or the checkpoint fits no model.
+        HyperionError: a model is unknown, or the checkpoint cannot be read or does not match the weights of any model.
     """
     requested: dict[str, Any] = {"dtype": options.dtype, "batch": options.batch}
     requested["modes"] = [mode for mode in MODES if mode == EAGER or mode in (options.modes or MODES)]
@@ -132,7 +132,7 @@ def specifications(options: CompilationRequest) -> list[ModelSpec]:
     specs = [ModelSpec.model_validate(base | given, strict=False) for base in bases]
     if options.checkpoint is None:
         for spec in specs:
-            weight_faults(spec, {})  # builds the model without memory, so that a wrong name is refused before any measurement
+            weight_faults(spec, {})  # builds the model without memory, so that a wrong name is rejected before any measurement
         return specs
     weights = read_weights(options.checkpoint.resolve())
     say(f"{weights.path}: {len(weights.tensors)} tensors, sha256 {weights.sha256}")
@@ -174,7 +174,7 @@ def measure(options: CompilationRequest, specs: list[ModelSpec]) -> Run:
 
 
 def write_results(run: Run, folder: Path) -> list[Path]:
-    """Write the table as CSV, JSON and text, and the pictures. All are made from the rows of the run. Return their paths."""
+    """Write the table as CSV, JSON and text, and the pictures, all from the rows of the run. Return their paths."""
     rows, material = run.rows(), Material(run)
     contents = {
         "compilation.csv": compilation_csv(rows).encode(),

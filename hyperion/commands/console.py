@@ -1,4 +1,4 @@
-"""The console that commands print to, and functions to run typer applications with Hyperion's exit codes."""
+"""The console on which commands print, and functions to run typer applications with Hyperion's exit codes."""
 
 import errno
 import io
@@ -17,7 +17,7 @@ from hyperion.paths import expanded
 from hyperion.terminal import INTERRUPTED
 from hyperion.untrusted import printable
 
-# The base class of errors in options. It is a class of click. Newer versions of typer contain their own copy of click.
+# The base class of errors in options is a class of click, of which newer versions of typer contain their own copy.
 UsageError: Any = next(kind for kind in typer.BadParameter.__mro__ if kind.__name__ == "ClickException")
 _DURATION = re.compile(r"(?:(\d+(?:\.\d+)?)h)?(?:(\d+(?:\.\d+)?)m)?(?:(\d+(?:\.\d+)?)s?)?")
 
@@ -29,18 +29,18 @@ class PlainTextConsole(Console):
         return super().render_str(printable(text), **options)
 
     def on_broken_pipe(self) -> None:
-        # The base class exits with code 1, which means a failed notebook or a confirmed regression here.
+        # The base class exits with code 1, which here means a failed notebook or a confirmed regression.
         raise BrokenPipeError(errno.EPIPE, "the reader of standard output has ended")
 
 
 def console() -> Console:
-    """Return a console on standard output. If standard output is not a terminal, the console is 160 characters wide."""
+    """Return a console on standard output, which is 160 characters wide if standard output is not a terminal."""
     terminal = PlainTextConsole()
     return terminal if terminal.is_terminal else PlainTextConsole(width=160)
 
 
 def one_of(choices: Sequence[str]) -> Callable[[Any], Any]:
-    """Return a callback for a typer option. The callback raises an error for every value that is not in `choices`."""
+    """Return a callback for a typer option that raises an error for every value that is not in `choices`."""
 
     def check(given: Any) -> Any:
         for value in given if isinstance(given, list | tuple) else (given,):
@@ -55,7 +55,7 @@ def parse_duration(text: str, variable: str) -> float:
     """Return the number of seconds of a duration.
 
     Args:
-        text: the duration, written as 90, 90s, 6m, 1.5h or 1h30m. A number without a unit is in seconds.
+        text: the duration, such as 90, 90s, 6m, 1.5h or 1h30m. A number without a unit is in seconds.
         variable: name of the option or variable, for the error message.
 
     Raises:
@@ -93,7 +93,7 @@ def run_app(app: typer.Typer, program: str, arguments: Sequence[str]) -> int:
 
 
 def existing_folder(given: Path | str) -> Path:
-    """Return the absolute path of a folder that an option names.
+    """Return the absolute path of the folder named by an option.
 
     Raises:
         typer.BadParameter: there is no such folder.

@@ -1,6 +1,6 @@
 """The command of run_distributed.py: train on all ranks, or measure scaling.
 
-The command writes a run folder with rows of every rank, and checkpoints from which a training run can resume.
+The command writes a run folder with rows of every rank, and checkpoints from which training can resume.
 """
 
 import contextlib
@@ -39,7 +39,8 @@ TRAINING, SCALING = ("05_distributed_training", "distributed_training"), ("08_sc
 CPU_RANKS = 2
 _FAILED = 1
 _LONGEST_S = 30 * 86400.0
-# After an error, a rank waits this time before it exits. torchrun then reports the rank that failed first, and stops the others.
+# After an error, a rank waits this many seconds before it exits, so that torchrun reports the rank that failed first and stops
+# the others.
 _PATIENCE_S = 5.0
 LINE_EVERY_S = 5.0
 _RATES, _PEAKS = ("tokens_per_s", "images_per_s"), ("peak_memory_gib", "peak_rss_gib")
@@ -51,11 +52,11 @@ def main(description: str, export: Callable[[Run], object], given: Sequence[str]
     Args:
         description: description of the program for `--help`.
         export: function that writes tables and pictures of a run. Rank 0 calls it at the end.
-        given: arguments of the command line. The default is `sys.argv[1:]`.
+        given: command-line arguments; default: `sys.argv[1:]`.
 
     Returns:
-        0 on success. 1 if a training run or a launch failed. 2 if the request cannot be carried out. 75 if the state was saved
-        after SIGTERM.
+        0 on success, 1 if a training run or a launch failed, 2 if the request cannot be carried out, and 75 if the state was
+        saved after SIGTERM.
     """
     try:
         info = rank_info(os.environ)
@@ -67,7 +68,7 @@ def main(description: str, export: Callable[[Run], object], given: Sequence[str]
         try:
             options = parsed(given, description)
             machine = this_machine()
-            # Everything is checked before a process group starts or a folder is created.
+            # Check everything before a process group is started or a folder is created.
             request = checked(options, machine)
             _say(request.notes)
             if request.counts:
@@ -95,13 +96,13 @@ def this_machine() -> Machine:
 def train_all(context: Context) -> dict[str, str]:
     """Run all training runs of the context on this rank, one after the other.
 
-    If a training run fails on all ranks, the next training run starts.
+    If a training run fails on all ranks, the next one starts.
 
     Returns:
         A dict that maps the name of each failed training run to the reason why it failed.
 
     Raises:
-        HyperionError: the context has only one training run, and this training run failed.
+        HyperionError: the context has only one training run, and it failed.
         Interrupted: the state was saved after SIGTERM.
     """
     recipes, done, failures = DistributedTrainingOptions.of(context).trainings, [], {}
@@ -118,18 +119,18 @@ def train_all(context: Context) -> dict[str, str]:
             _say([f"{recipe.name} FAILED: {error}"])
             continue
         finally:
-            # Also after a failure: the next model needs the memory of this one.
+            # Free the memory after a failure too, because the next model needs it.
             _free_memory()
         if world().rank == 0:
             results = merged(done)
             run = Run.open(context.workspace.parent)
-            # After every training, so that an interruption of a later one loses no finished results.
+            # Store the results after every training run, so that none are lost if a later one is interrupted.
             run.record(*TRAINING, results.rows, results.samples, input_hash="command", source=results.source)
     return failures
 
 
 def train_one(context: Context, recipe: Recipe) -> Result:
-    """Train one model. If the workspace has a checkpoint of this training run, resume from the checkpoint.
+    """Train one model. If the workspace has a checkpoint of this training run, resume from it.
 
     Returns:
         On rank 0, the rows of all ranks. On other ranks, a result without rows.
@@ -145,7 +146,7 @@ def train_one(context: Context, recipe: Recipe) -> Result:
         on_epoch=(progress.epoch,),
         report=progress.report,
     )
-    # A collective call. All ranks must make it before rank 0 alone writes results.
+    # This is a collective call, which all ranks must make before rank 0 alone writes results.
     assert_ranks_agree(training.engine.model)
     tested = test_rows(context, recipe, training)
     _say([f"{recipe.name}  {row.value:.4f} of {row.n} test images classified correctly" for row in tested])
@@ -179,8 +180,8 @@ class Progress:
     def report(self, done: int, total: int, note: str) -> None:
         """Print the number of finished steps, and the rate since the previous line.
 
-        This method must be called after losses were read. At that time the device has finished its work, so counting the items
-        needs no further synchronization.
+        This method must be called after losses have been read. The device has then finished its work, so counting the items needs
+        no further synchronization.
         """
         now, items = time.perf_counter(), self.engine.tokens_seen
         rate = ""
@@ -193,7 +194,7 @@ class Progress:
         print(f"{self.name}  step {done}/{total}  {note}{rate}", flush=True)
 
     def epoch(self, record: EpochRecord) -> None:
-        """Print the results of an epoch. The clock is restarted, because the evaluation is not part of the training time."""
+        """Print the results of an epoch, and restart the clock, because the evaluation is not part of the training time."""
         self._since = None
         held_out = "" if record.evaluation is None else f", held out {record.evaluation['loss']:.4f}"
         rate = "" if record.items_per_s is None else f", {record.items_per_s:,.0f} {self.engine.item}s/s"
@@ -215,7 +216,7 @@ def _joined(request: TrainingRequest, export: Callable[[Run], object]) -> int:
             failures = train_all(_context(request, folder))
             if here.rank == 0:
                 code = _finished(Run.open(folder), failures, export, training_table)
-            # The other ranks wait, so that torchrun does not end the job while rank 0 still writes.
+            # The other ranks wait, so that torchrun does not end the job while rank 0 is still writing.
             dist.barrier()
         except RuntimeError:  # gloo and NCCL raise it if another rank died; torchrun must report that rank first
             time.sleep(_PATIENCE_S)
@@ -235,16 +236,16 @@ def _launched(request: TrainingRequest, machine: Machine, export: Callable[[Run]
     try:
         failures = run_ranks(job, on_line=show, log_folder=run.folder / "logs")[0]["failures"]
     except RankError as error:
-        if not any(error.what.splitlines()[0] in line for line in lines):  # otherwise rank 0 has printed it
+        if not any(error.what.splitlines()[0] in line for line in lines):  # otherwise, rank 0 has already printed it
             _leave(error, rank=0)
-        # A rank that died by a signal or a Python error is a failure of the program, whatever exit code its launcher reports.
+        # A rank that was killed by a signal or raised a Python error is a failure of the program, whatever its exit code.
         crashed = error.signal not in ("", "SIGTERM") or "Traceback" in error.what
         return _FAILED if crashed else error.exit_code
     return _finished(run, failures, export, training_table)
 
 
 def _scaled(request: TrainingRequest, export: Callable[[Run], object]) -> int:
-    """Run the experiment of chapter 2.8. The ranks are started anew for each requested number of devices."""
+    """Run the experiment of chapter 2.8. New ranks are started for each requested number of devices."""
     run, seed = _opened(request), request.options.seed or 0
     precision = request.options.precision
     own = {"counts": list(request.counts)} | ({} if precision in (None, "auto") else {"precision": precision})
@@ -303,7 +304,7 @@ def _finished(run: Run, failures: dict[str, str], export: Callable[[Run], object
 
 
 def training_table(run: Run) -> str:
-    """Return a table of the last epoch of each training run, with one line for all ranks together and one line per rank."""
+    """Return a table of the last epoch of each training run, with one line for the whole run and one line per rank."""
     rows = [row for row in run.rows() if "epoch" in row.params]
     last = {row.variant: max(r.params["epoch"] for r in rows if r.variant == row.variant) for row in rows}
     lines: dict[tuple, dict] = {}
@@ -327,7 +328,7 @@ def training_table(run: Run) -> str:
 def scaling_table(run: Run) -> str:
     """Return a table with one line per training run, mode and number of devices.
 
-    If a value is missing, the line contains the reason.
+    A line contains the reason if its value is missing.
     """
     lines: dict[tuple, dict] = {}
     for row in run.rows():
@@ -354,7 +355,8 @@ def _cell(value: object) -> str:
 def _leave(error: HyperionError, rank: int) -> int:
     """Print an error and return its exit code. If all ranks have the same error, only rank 0 prints it."""
     if rank:
-        # A wrong request fails on every rank. Rank 0 prints it before torchrun stops the others because of this exit.
+        # An invalid request fails on every rank. Wait until rank 0 has printed the error, because torchrun stops the others when
+        # this rank exits.
         time.sleep(_PATIENCE_S)
         if isinstance(error, Interrupted):
             return error.exit_code
@@ -369,7 +371,7 @@ def _say(lines: Sequence[str]) -> None:
 
 
 def _free_memory() -> None:
-    """Free the memory of a training run before the next training run starts."""
+    """Free the memory of a training run before the next one starts."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()

@@ -34,9 +34,9 @@ def install(
     names: Annotated[list[str] | None, typer.Argument(help="Environments, as fabric or deepspeed.", show_default=False)] = None,
     everything: Annotated[bool, typer.Option("--all", help="Install all environments.")] = False,
 ) -> None:
-    """Install frameworks, each in an environment of its own that uses the torch of this environment.
+    """Install frameworks, each in its own environment, which uses the torch of this environment.
 
-    Nothing else installs a framework. The environments are in data/frameworks/. Remove a folder there to uninstall it. If one
+    Nothing else installs frameworks. The environments are in data/frameworks/. To uninstall one, remove its folder there. If an
     environment cannot be installed, the others still are, and the exit code is 1.
     """
     from hyperion.engines.environments import ENVIRONMENTS
@@ -69,7 +69,7 @@ def train(
     dtype: Annotated[str, typer.Option(help="fp32 or bf16.")] = "fp32",
     output: Annotated[Path | None, typer.Option(help="Folder for the records.", show_default="results/frameworks/")] = None,
 ) -> None:
-    """Train the same work with several frameworks, one after the other, and write one JSON file for each that ran.
+    """Train on the same work with several frameworks, one after the other, and write one JSON file for each that ran.
 
     If a framework fails or is killed, the others continue. Exit codes: 0 all available frameworks trained; 1 a framework failed;
     3 none of the frameworks is available, and no file was written.
@@ -98,7 +98,7 @@ def train(
 
 
 def print_summary(outcomes: Sequence) -> None:
-    """Print one line for each framework: its last loss, or why it has none. The last line names those that failed."""
+    """Print one line per framework, with its last loss or the reason why it has none, and a line that names those that failed."""
     table = Table("framework", "ranks", "first loss", "last loss", "state")
     for outcome in outcomes:
         record = outcome.record

@@ -1,4 +1,4 @@
-"""The command `hyperion port`: what ties source code to CUDA, and what a port to ROCm must do about it."""
+"""The command `hyperion port`: find what ties source code to CUDA, and what a port to ROCm must change."""
 
 import json
 from collections import Counter
@@ -17,7 +17,7 @@ app = typer.Typer(help="Port source code from CUDA to ROCm.", no_args_is_help=Tr
 
 @app.callback()
 def port() -> None:
-    """Keep `scan` a command of its own, because typer makes a single command the whole application."""
+    """Keep `scan` a subcommand. Without this callback, typer would make a single command the whole application."""
 
 
 @app.command()

@@ -1,6 +1,6 @@
 """Data sets: download, verification, tokenization, preparation, and n-gram models as baselines.
 
-Nothing in this module imports torch. The loaders, which need torch, are in `hyperion.data.batches` and
+This module does not import torch. The loaders, which need torch, are in `hyperion.data.batches` and
 `hyperion.data.images.device_images`.
 """
 

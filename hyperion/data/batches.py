@@ -1,4 +1,4 @@
-"""Batches of tokens on the device, in a deterministic order. A run can be resumed exactly at any batch.
+"""Batches of tokens on the device, in a deterministic order. A training run can resume exactly at any batch.
 
 There are three loaders. The rows of their batches are windows of a token stream (`LanguageBatches`), padded lines
 (`PaddedBatches`) or instructions with their completions (`InstructionBatches`). `Prefetched` builds the batches of any of these
@@ -22,24 +22,24 @@ from hyperion.data.store.folders import DataError
 from hyperion.data.text.instructions import Completions
 
 Batch = tuple[Tensor, Tensor]
-WIDTH_MULTIPLE = 8  # matrix units are faster with multiples of 8, and the batches have fewer different shapes
+WIDTH_MULTIPLE = 8  # matrix units are faster with multiples of 8, and fewer different batch shapes occur
 
 
 class ResumableBatches(ABC):
     """An endless sequence of batches in epochs. Each batch depends only on the seed, the epoch and the position in the epoch.
 
     With R ranks, each global batch is divided into R equal parts of consecutive examples, and rank r gets part r. The position in
-    the sequence does not depend on the number of ranks. Therefore a training run can resume on another number of ranks.
+    the sequence does not depend on the number of ranks, so a training run can resume on another number of ranks.
     """
 
-    shuffle = True  # True: every epoch has a new order; False: every epoch has the order of the records
+    shuffle = True  # if True, every epoch has a new order; if False, every epoch has the order of the records
 
     def __init__(self, records: int, batch_size: int, seed: int, drop_last: bool, rank: int, ranks: int):
         _require_equal_parts(records, batch_size, drop_last, rank, ranks)
         self.batch_size, self.seed, self.epoch, self.position = batch_size, seed, 0, 0
         self.records, self.rank, self.ranks = records, rank, ranks
         self._orders: dict[int, np.ndarray] = {}
-        # Threads of `Prefetched` ask for the order of the same epoch at the same time. One of them draws it.
+        # Several threads of `Prefetched` may need the order of the same epoch at the same time. Only one of them draws it.
         self._drawing = threading.Lock()
         # -(-a // b) is the quotient rounded up.
         self.batches_per_epoch = records // batch_size if drop_last else -(-records // batch_size)
@@ -62,22 +62,19 @@ class ResumableBatches(ABC):
         return self.batch_at(*self.advance())
 
     def left_in_epoch(self) -> int:
-        """Return the number of remaining batches of the current epoch.
-
-        If the current epoch is complete, the next epoch counts.
-        """
+        """Return the number of remaining batches in the current epoch, or in the next epoch if the current one is complete."""
         return self.batches_per_epoch - self.position % self.batches_per_epoch
 
     def advance(self) -> tuple[int, int]:
         """Return the epoch and the position of the next batch, and move the position to the batch after it."""
-        # The epoch changes here and not after its last batch, so that `left_in_epoch` is meaningful between two calls.
+        # The epoch changes here and not after its last batch, because `left_in_epoch` must stay correct between two calls.
         if self.position == self.batches_per_epoch:
             self.epoch, self.position = self.epoch + 1, 0
         self.position += 1
         return self.epoch, self.position - 1
 
     def place_after(self, place: tuple[int, int]) -> tuple[int, int]:
-        """Return the epoch and the position of the batch that follows the batch at `place`, a pair (epoch, position)."""
+        """Return (epoch, position) of the batch that follows the batch at `place`, which has the same form."""
         epoch, position = place
         return (epoch, position + 1) if position + 1 < self.batches_per_epoch else (epoch + 1, 0)
 
@@ -95,7 +92,7 @@ class ResumableBatches(ABC):
         return {"epoch": epoch, "position": position, **self._identity()}
 
     def load_state_dict(self, state: dict) -> None:
-        """Continue from `state`, which any number of ranks may have stored.
+        """Continue from `state`, which may come from a run with another number of ranks.
 
         Raises:
             DataError: the state was stored with other data, another batch size or another seed.
@@ -111,7 +108,8 @@ class ResumableBatches(ABC):
     def examples(self, epoch: int) -> np.ndarray:
         """Return the examples of this rank in an epoch, in order.
 
-        An example is the start of a window in the token stream, the index of a row, or the index of an image.
+        Depending on the loader, an example is the start of a window in the token stream, the index of a row, or the index of an
+        image.
         """
         return np.concatenate([self._examples(epoch, position) for position in range(self.batches_per_epoch)])
 
@@ -125,7 +123,7 @@ class ResumableBatches(ABC):
         return whole[self._part(len(whole))]
 
     def _whole_batch(self, epoch: int, position: int) -> np.ndarray:
-        """Return the examples of one batch, for all ranks together."""
+        """Return the examples of one global batch, which are those of all ranks."""
         return self._ordered(epoch)[position * self.batch_size : (position + 1) * self.batch_size]
 
     def _ordered(self, epoch: int) -> np.ndarray:
@@ -135,7 +133,7 @@ class ResumableBatches(ABC):
         """
         with self._drawing:
             if epoch not in self._orders:
-                # The newest known order is kept, because batches of the previous epoch may still be needed.
+                # Keep the newest known order, because batches of the previous epoch may still be needed.
                 latest = list(self._orders.items())[-1:]
                 self._orders = dict(latest) | {epoch: self._order(epoch)}
             return self._orders[epoch]
@@ -152,7 +150,7 @@ class ResumableBatches(ABC):
         """Return the examples of an epoch in order. The order must depend only on the epoch and the seed."""
         if not self.shuffle:
             return np.arange(self.records)
-        # A pair as seed gives each epoch its own stream, so that any epoch can be drawn without the earlier ones.
+        # With a pair as the seed, each epoch has its own random stream, so any epoch can be drawn without the earlier ones.
         return np.random.default_rng((self.seed, epoch)).permutation(self.records)
 
     @abstractmethod
@@ -166,11 +164,11 @@ class LanguageBatches(ResumableBatches):
     Inputs and targets are int64 [batch, sequence_length]. The target of a position is the next token of the stream.
 
     In each epoch, the stream is cut from a new random offset into disjoint windows of sequence_length + 1 tokens, and the windows
-    are shuffled. The last token of a window is only a target. An epoch leaves out the windows of an incomplete batch and the
-    tokens of at most two windows. The tokens that are left out differ between epochs.
+    are shuffled. The last token of a window is only a target. An epoch omits the windows of an incomplete batch, and the tokens
+    of at most two windows. The omitted tokens differ between epochs.
 
-    The offset is random for this reason: in the synthetic text all lines have 16 tokens. If windows always started at multiples
-    of sequence_length, and sequence_length were a multiple of 16, all windows would start at the same place of a line. A model
+    The offset is random because in the synthetic text all lines have 16 tokens. If windows always started at multiples of
+    sequence_length, and sequence_length were a multiple of 16, all windows would start at the same position in a line. A model
     would then learn the positions of the newlines.
 
     Args:
@@ -181,7 +179,7 @@ class LanguageBatches(ResumableBatches):
         device: device of the batches.
         rank, ranks: rank of this process, and number of ranks that share each batch. For an evaluation in which every rank needs
             whole batches, keep the defaults.
-        resident: whether to keep the tokens on the device. If False, they stay in their file, see `TokenStream`.
+        resident: if True, keep the tokens on the device. If False, they stay in their file; see `TokenStream`.
 
     Raises:
         DataError: the tokens do not fill one batch, or the ranks do not divide the batch.
@@ -199,7 +197,7 @@ class LanguageBatches(ResumableBatches):
         *,
         resident: bool = True,
     ):
-        # The random offset takes up to sequence_length tokens, so the windows must fit into the rest of the stream.
+        # The random offset skips up to sequence_length tokens, and the windows must fit into the rest of the stream.
         records = (len(tokens) - sequence_length) // (sequence_length + 1)
         super().__init__(records, batch_size, seed, True, rank, ranks)
         self.sequence_length = sequence_length
@@ -219,7 +217,7 @@ class LanguageBatches(ResumableBatches):
 
     def _batch(self, epoch: int, position: int) -> Batch:
         windows = self._stream.windows(self._examples(epoch, position), self.sequence_length + 1)
-        # Slices of a row are not contiguous, and later views such as `reshape(-1)` would copy them in every step.
+        # Slices of rows are not contiguous, and later calls such as `reshape(-1)` would copy them in every step.
         return windows[:, :-1].contiguous(), windows[:, 1:].contiguous()
 
 
@@ -227,7 +225,7 @@ class PaddedBatches(ResumableBatches):
     """Batches of shuffled lines. Each row contains one line, which is truncated or padded.
 
     Inputs and targets are int64 [batch, sequence_length]. A target is the next token of the line. A position without a next
-    token has the target IGNORE_INDEX, so padding does not change the loss. The number of tokens of a batch is the number of
+    token has the target IGNORE_INDEX, so padding does not change the loss. The number of tokens in a batch is the number of
     targets that are not IGNORE_INDEX.
 
     Args:
@@ -238,11 +236,11 @@ class PaddedBatches(ResumableBatches):
         padding_id: token id of the padding.
         seed: seed of the order of the lines.
         device: device of the batches.
-        resident: whether to keep the tokens on the device. If False, they stay in their file, see `TokenStream`.
+        resident: if True, keep the tokens on the device. If False, they stay in their file; see `TokenStream`.
         rank, ranks: rank of this process, and number of ranks that share each batch.
 
     Attributes:
-        padding: numbers of tokens, padding positions and truncated tokens in all rows.
+        padding: numbers of tokens, padding positions and truncated tokens, summed over all rows.
 
     Raises:
         DataError: the lines do not fill one batch, or the ranks do not divide the batch.
@@ -272,12 +270,12 @@ class PaddedBatches(ResumableBatches):
 
     def _batch(self, epoch: int, position: int) -> Batch:
         starts, sizes = np.asarray(self._samples[self._examples(epoch, position)]).T
-        # Windows run past the ends of their lines. The mask below replaces what belongs to the next line.
+        # Windows extend beyond the ends of their lines. The mask below replaces the tokens of later lines.
         windows = self._stream.windows(starts, self.sequence_length + 1)
         places = torch.arange(self.sequence_length + 1, device=windows.device)
         outside = places >= on_device(sizes.copy(), windows.device)[:, None]
-        # An input at place t is outside if t >= size. Its target is the token at t + 1, so the mask is shifted like the
-        # windows.
+        # The input at position t is outside its line if t >= size. Its target is the token at t + 1, so the mask is shifted like
+        # the windows.
         inputs = windows[:, :-1].masked_fill(outside[:, :-1], self.padding_id)
         return inputs, windows[:, 1:].masked_fill(outside[:, 1:], IGNORE_INDEX)
 
@@ -286,15 +284,14 @@ class InstructionBatches(ResumableBatches):
     """Batches of instructions with their completions, one instruction per row.
 
     Inputs and targets are int64 [batch, width]. The targets of prompts and padding are IGNORE_INDEX. The width is the length of
-    the longest row of the global batch, rounded up to a multiple of WIDTH_MULTIPLE. Therefore a row has the same width on any
-    number of ranks.
+    the longest row in the global batch, rounded up to a multiple of WIDTH_MULTIPLE, so it does not depend on the number of ranks.
 
     Args:
         completions: rows from `tokenize_completions`. They are copied to the device.
         batch_size: number of rows in a global batch.
         seed: seed of the order of the rows.
-        shuffle: whether every epoch has a new order. If False, every epoch has the order of the rows, as an evaluation needs.
-        drop_last: whether to leave out the last batch of an epoch if it is incomplete.
+        shuffle: if True, every epoch has a new order. If False, every epoch has the order of the rows, as an evaluation needs.
+        drop_last: if True, omit the last batch of an epoch if it is incomplete.
         device: device of the batches.
         rank, ranks: rank of this process, and number of ranks that share each batch. For an evaluation in which every rank needs
             whole batches, keep the defaults.
@@ -325,7 +322,7 @@ class InstructionBatches(ResumableBatches):
         return {**super()._identity(), "shuffle": self.shuffle, "tokens": int(self._sizes.sum())}
 
     def _batch(self, epoch: int, position: int) -> Batch:
-        # The width is computed for the whole batch, so that all ranks have equal shapes.
+        # The width is computed from the global batch, so that the shapes are equal on all ranks.
         longest = int(self._sizes[self._whole_batch(epoch, position)].max())
         width = min(-(-longest // WIDTH_MULTIPLE) * WIDTH_MULTIPLE, self._inputs.shape[1])
         own = on_device(self._examples(epoch, position), self._inputs.device)
@@ -336,19 +333,19 @@ class InstructionBatches(ResumableBatches):
 class Prefetched:
     """Builds the batches of another loader in threads, before they are needed.
 
-    The batches are bitwise equal to the loader's own batches for any number of threads, because a batch depends only on its place
-    in the sequence. The state is the position after the last returned batch. It does not include batches that are prefetched but
-    not yet returned, so a training run resumes at the same batch as without threads.
+    The batches are bitwise equal to the loader's own batches for any number of threads, because a batch depends only on its
+    position in the sequence. The state is the position after the last returned batch, without prefetched batches, so a training
+    run resumes at the same batch as without threads.
 
     Args:
         batches: loader on the host, for example a loader that reads windows from a file. `next_batch` also advances the position
             of this loader.
         workers: number of threads. NumPy and file reads release Python's global interpreter lock, so threads run in parallel.
-        ahead: number of batches that are finished or being built. It is at least `workers`.
+        ahead: number of batches that are ready or being built, at least `workers`.
         device: device of the returned batches. They are copied from pinned memory, and the host does not wait for the copy.
 
     Attributes:
-        waited_s: total time that `next_batch` waited for a thread, in seconds.
+        waited_s: total seconds that `next_batch` has waited for threads.
     """
 
     def __init__(self, batches: ResumableBatches, workers: int = 2, ahead: int = 4, device: str | torch.device = "cpu"):
@@ -371,20 +368,20 @@ class Prefetched:
         """Return the next batch. After the last batch of an epoch, the next epoch begins."""
         place = self.batches.advance()
         if self._pending and self._pending[0][0] != place:
-            self._forget()  # the position of the wrapped loader was changed since the last call
-        # Without effect if the queue is full. After a reset it starts the batch at `place`.
+            self._forget()  # the position of the wrapped loader has changed since the last call
+        # This does nothing if the queue is full. After a reset, it starts building the batch at `place`.
         self._plan(place)
         future = self._pending.popleft()[1]
-        # A batch that is ready costs almost nothing here. A long wait means that the loader is slower than the training step.
+        # If the batch is ready, there is almost no wait. A long wait means that the loader is slower than the training step.
         started = time.perf_counter()
         batch = future.result()
         self.waited_s += time.perf_counter() - started
-        # One place in the queue is free again.
+        # One position in the queue is free again.
         self._plan(self.batches.place_after(place))
         if self._device.type == "cpu":
             return batch
-        # The copy may still run when this method returns. PyTorch's allocator does not reuse pinned memory before the copies from
-        # it on this stream have finished.
+        # The copy may still be running when this method returns. PyTorch's allocator does not reuse the pinned memory before
+        # copies from it on this stream have finished.
         inputs, targets = batch
         return inputs.to(self._device, non_blocking=True), targets.to(self._device, non_blocking=True)
 
@@ -393,7 +390,7 @@ class Prefetched:
         return self.batches.state_dict()
 
     def load_state_dict(self, state: dict) -> None:
-        """Continue from `state`, which any number of workers may have stored. See `ResumableBatches.load_state_dict`."""
+        """Continue from `state`, which does not depend on the number of workers. See `ResumableBatches.load_state_dict`."""
         self.batches.load_state_dict(state)
         self._forget()
 
@@ -403,9 +400,9 @@ class Prefetched:
         self._threads.shutdown()
 
     def _plan(self, place: tuple[int, int]) -> None:
-        """Start to build batches until the queue contains `ahead` batches.
+        """Start building batches until the queue contains `ahead` batches.
 
-        If the queue is empty, the first batch is the one at `place`.
+        If the queue is empty, its first batch is the one at `place`.
         """
         following = self.batches.place_after(self._pending[-1][0]) if self._pending else place
         while len(self._pending) < self.ahead:
@@ -419,7 +416,7 @@ class Prefetched:
 
     def _forget(self) -> None:
         for _, future in self._pending:
-            # A batch that is already being built finishes unused. It changes no state of the loader.
+            # A batch that is already being built is completed but not used. It changes no state of the loader.
             future.cancel()
         self._pending.clear()
 
@@ -436,20 +433,20 @@ def evaluation_windows(
     """Yield windows of a token stream in which every token is a target exactly once.
 
     Neighbouring windows start `stride` tokens apart. The last window is moved back so that it ends with the stream. Targets that
-    an earlier window already contains are set to IGNORE_INDEX. So exactly len(tokens) targets remain, and the sum of their losses
-    is the negative log likelihood of the stream.
+    an earlier window already contains are set to IGNORE_INDEX, so exactly len(tokens) targets remain, and the sum of their losses
+    is the negative log-likelihood of the stream.
 
     Args:
         tokens: token ids [tokens].
-        context: number of inputs in a window. Every target, except near the start of the stream, has at least context - stride
-            tokens before it.
+        context: number of inputs in a window. Except near the start of the stream, at least context - stride tokens precede every
+            target in its window.
         stride: distance between the starts of two neighbouring windows, in tokens.
         prefix_id: token id of the input before the first token of the stream.
-        batch_size: largest number of windows in a batch.
+        batch_size: maximum number of windows in a batch.
         device: device of the windows.
 
     Yields:
-        inputs and targets int64 [<= batch_size, min(context, tokens)].
+        (inputs, targets), each int64 [at most batch_size, min(context, len(tokens))].
 
     Raises:
         DataError: the stride is larger than the context and would skip tokens, the stride is below 1, or there are no tokens.
@@ -463,9 +460,9 @@ def evaluation_windows(
     stream = torch.from_numpy(np.concatenate([[prefix_id], narrowed(tokens, np.int64, "token stream")])).to(device)
     length = min(context, len(tokens))
     last = len(tokens) - length
-    # The last window starts at `last` even if the stride does not lead there.
+    # The last window starts at `last`, even if this is not a multiple of the stride.
     starts = np.append(np.arange(0, last, stride), last)
-    # First target that no earlier window has scored: the end of the previous window.
+    # Index of the first target that no earlier window has scored, which is the end of the previous window.
     scored_until = np.concatenate([[0], starts[:-1] + length])
     steps = torch.arange(length, device=device)
     for first in range(0, len(starts), batch_size):
@@ -475,12 +472,12 @@ def evaluation_windows(
 
 
 class TokenStream:
-    """Reads windows of a token stream. The stream is on the device, or in a file that may be larger than the memory.
+    """Reads windows of a token stream, which is on the device, or in a file that may be larger than the memory.
 
     Args:
         tokens: token ids [tokens], often a memory map of a file.
         device: device of the windows.
-        resident: whether to keep the stream on the device as int32. If False, windows are read from `tokens` on the host.
+        resident: if True, keep the stream on the device as int32. If False, read windows from `tokens` on the host.
 
     Raises:
         DataError: the stream is not resident and the device is not the CPU, or an id does not fit int32.
@@ -501,7 +498,7 @@ class TokenStream:
         """Return windows of token ids, int64 [starts, length]. Positions after the end of the stream repeat the last id."""
         if self._held is None:
             index = np.minimum(starts[:, None] + np.arange(length), self._last)
-            # Indexing a memory map reads only the needed pages, and returns a copy in memory.
+            # Indexing a memory map reads only the required pages, and returns a copy in memory.
             return torch.from_numpy(self._tokens[index].astype(np.int64))
         places = on_device(starts, self._device)[:, None] + torch.arange(length, device=self._device)
         return self._held[places.clamp(max=self._last)].long()
@@ -510,8 +507,8 @@ class TokenStream:
 def on_device(values: np.ndarray, device: torch.device) -> Tensor:
     """Copy an array to the device without blocking the host.
 
-    The array is first copied to pinned memory. A copy from pageable memory would make the host wait until the device has finished
-    all queued work, including the last training step.
+    The array is first copied to pinned memory. With a copy from pageable memory, the host would wait until the device has
+    finished all queued work, including the last training step.
     """
     tensor = torch.from_numpy(np.ascontiguousarray(values))
     return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)

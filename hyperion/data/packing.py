@@ -1,8 +1,7 @@
 """Count the tokens in rows of equal length.
 
-Rows are either packed or padded. Packed rows are windows of one token stream, and `hyperion.data.batches.LanguageBatches` builds
-them. Each padded row is one line of the text, and `hyperion.data.batches.PaddedBatches` builds them. This module does not import
-torch.
+Rows are either packed or padded. Packed rows are windows of one token stream, built by `hyperion.data.batches.LanguageBatches`.
+Each padded row is one line of the text, built by `hyperion.data.batches.PaddedBatches`. This module does not import torch.
 """
 
 from dataclasses import dataclass
@@ -22,7 +21,7 @@ def packed_windows(tokens: int, length: int) -> tuple[int, int]:
     Raises:
         DataError: there are fewer than length + 1 tokens.
     """
-    # Neighbouring windows share one token, the last target of the first and the first input of the second. So n windows need
+    # Neighbouring windows share one token (the last target of the first, the first input of the second), so n windows need
     # n * length + 1 tokens.
     windows = (tokens - 1) // length
     if windows < 1:
@@ -48,7 +47,7 @@ class Padding:
 
     @classmethod
     def of(cls, sizes: np.ndarray, length: int) -> "Padding":
-        """Return the counts for samples of `sizes` tokens (int64 [samples]) in rows of `length` positions."""
+        """Return the counts for samples in rows of `length` positions. `sizes` are their numbers of tokens, int64 [samples]."""
         tokens = int(np.minimum(sizes, length).sum())
         return cls(len(sizes), tokens, len(sizes) * length - tokens, int(sizes.sum()) - tokens)
 
@@ -62,5 +61,5 @@ class Padding:
 
     @property
     def share(self) -> float:
-        """Number of padding positions divided by the number of all positions."""
+        """Number of padding positions divided by the total number of positions."""
         return self.padding / (self.tokens + self.padding)

@@ -1,6 +1,6 @@
 """Checks of this machine and of this installation.
 
-Each result says what the check observed. If something is wrong, the result also says how to mend it.
+Each result says what the check observed. If something is wrong, it also says how to fix it.
 """
 
 from hyperion.doctor.checks import CHECKS, CheckResult, run_checks

@@ -1,7 +1,4 @@
-"""Checks of the installation.
-
-The checks cover Python, PyTorch and its GPU, the notebook kernel, the data, the results folder, the disk space and the caches.
-"""
+"""Checks of the installation: Python, PyTorch and its GPU, the notebook kernel, data, results folder, disk space and caches."""
 
 import os
 import shutil
@@ -24,8 +21,8 @@ from hyperion.install.plan import MINIMUM_PYTHON, Build, check_build, choose
 from hyperion.paths import home_folder, results_folder
 
 NEEDED_GB = 5.0  # data, checkpoints, executed notebooks and compile caches of a full run
-# Environment variables that name cache folders. Each value is the default folder, relative to the home folder. None means that
-# the default is a temporary folder.
+# Maps the environment variables for cache folders to the default folders, relative to the home folder. None means that the
+# default is a temporary folder.
 CACHES = {
     "HF_HOME": ".cache/huggingface",
     "TORCHINDUCTOR_CACHE_DIR": None,
@@ -80,8 +77,7 @@ def check_notebook_kernel(start: Callable[[], str] | None = None) -> CheckResult
     """Check that a notebook kernel starts and runs in this interpreter.
 
     Args:
-        start: function that starts a kernel and returns the path of the kernel's Python interpreter. The default is
-            `start_kernel`.
+        start: function that starts a kernel and returns the path of its Python interpreter; default: `start_kernel`.
     """
     try:
         kernel_python = (start or start_kernel)()
@@ -140,9 +136,9 @@ def check_accelerator(
     """Check that a GPU build of torch can use the GPUs.
 
     Args:
-        build: the build of torch. The default is the build that this process imported.
+        build: the build of torch; default: the build that this process imported.
         names: function that returns the names of the GPUs that torch can use, or raises torch's RuntimeError.
-        masks: environment variables. Only the variables whose names end in _VISIBLE_DEVICES are used.
+        masks: environment variables. Only those whose names end in _VISIBLE_DEVICES are used.
     """
     build = build or installed_build()
     if build.kind == "cpu":
@@ -175,9 +171,9 @@ def check_arithmetic(
     float64 product on the CPU.
 
     Args:
-        device: 'cuda' or 'cpu'. The default is the GPU if torch can use one, else the CPU.
+        device: 'cuda' or 'cpu'; default: the GPU if torch can use one, else the CPU.
         copy: function that copies a tensor to a device.
-        multiply: matrix product to test. Its arguments are two float32 matrices of shape (256, 256).
+        multiply: function that computes the tested product of two float32 matrices of shape (256, 256).
     """
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     remedy = "do not use results of this device: run the vendor's diagnostics, then reinstall driver and torch"
@@ -236,7 +232,7 @@ def check_results_folder(folder: Path | None = None) -> CheckResult:
 
 
 def check_disk_space(folder: Path | None = None, free_gb: float | None = None) -> CheckResult:
-    """Check that the disk of the results folder has room for a run."""
+    """Check that the disk with the results folder has enough space for a run."""
     folder = folder or results_folder()
     if free_gb is None:
         free_gb = shutil.disk_usage(_existing(folder)).free / 1e9
@@ -265,10 +261,9 @@ def check_caches(variables: Mapping[str, str] = os.environ, home: Path | None = 
 
 
 def _not_writable(folder: Path) -> str | None:
-    """Return the reason why no file can be written in the folder, or None if a file can be written.
+    """Return the reason why no file can be written to the folder, or None if a file can be written.
 
-    The folder need not exist yet. The function writes a file, because the permission bits do not show quotas or read-only file
-    systems.
+    The folder need not exist yet. This writes a file, because permission bits do not show quotas or read-only file systems.
     """
     place = _existing(folder)
     if not place.is_dir():
@@ -282,12 +277,12 @@ def _not_writable(folder: Path) -> str | None:
 
 
 def _existing(path: Path) -> Path:
-    """Return the path if it exists. Otherwise return its nearest parent folder that exists."""
+    """Return the path if it exists, else its nearest parent folder that exists."""
     return next(place for place in (path.absolute(), *path.absolute().parents) if place.exists())
 
 
-# The order matters, because the failure of an early check often explains the failures of later checks. All parameters of the
-# checks have defaults; only tests pass other values.
+# The order matters, because the failure of an early check often explains later failures. All parameters of the checks have
+# defaults, and only tests pass other values.
 CHECKS: tuple[Callable[..., CheckResult], ...] = (
     check_python,
     check_torch_build,
@@ -303,12 +298,12 @@ CHECKS: tuple[Callable[..., CheckResult], ...] = (
 
 
 def run_checks(checks: tuple[Callable[..., CheckResult], ...] = CHECKS) -> list[CheckResult]:
-    """Run all checks and return their results. A check that raises an exception counts as failed, and the next check runs."""
+    """Run all checks and return their results. A check that raises an exception counts as failed and does not stop the others."""
     results = []
     for check in checks:
         try:
             results.append(check())
-        except Exception as error:  # a failed check must not stop the other checks
+        except Exception as error:  # a check that raises must not stop the others
             name = check.__name__.removeprefix("check_")
             evidence = f"the check itself raised {type(error).__name__}: {error}"
             results.append(CheckResult(name, "fail", evidence, "report this message with the whole output of `hyperion doctor`"))

@@ -1,8 +1,8 @@
 """Test the function `hyperion.results.compare` on this machine.
 
-The test consists of trials. A trial times two versions of a program in several new processes, which are called launches. One
-version is slower on purpose (a planted slowdown), or both versions are the same code. `compare` must detect the slowdowns, and
-must rarely report a change where there is none (a false alarm).
+The test consists of trials. A trial times two versions of a program in several new processes, which are called launches. Either
+one version is slower on purpose (a planted slowdown), or both versions are the same code. `compare` must detect the slowdowns,
+and must rarely report a change where there is none (a false alarm).
 """
 
 import tempfile
@@ -21,10 +21,11 @@ from hyperion.results.compare import SIGNIFICANCE
 
 FUNCTIONS = ("product", "sum")
 OPERATIONS = 100
-# Pairs of a slowdown and a number of trials. The slowdown of 3 % equals the threshold of `compare`.
+# Slowdowns of at least SURE must always be confirmed. TRIALS contains pairs (slowdown, number of trials). A slowdown of 3 %
+# equals the threshold of `compare`.
 SURE = 0.10
 TRIALS = ((0.0, 20), (SURE, 20), (0.03, 4))
-# Largest probability that this test fails because of false alarms although `compare` is correct.
+# Largest accepted probability that this test fails because of false alarms although `compare` is correct.
 CHANCE_OF_FAILURE = 1e-4
 _NOTEBOOK, _EXPERIMENT = "doctor", "comparison"
 
@@ -34,7 +35,7 @@ class Trial:
     """One comparison of version A with version B. Each version is launched five times.
 
     Args:
-        slowdown: slowdown planted into version B, as a fraction of the time. 0 means that both versions are the same code.
+        slowdown: slowdown planted in version B, as a fraction of the time. 0 means that both versions are the same code.
         planted: name of the function that is slower in B. The other function is the same in A and B.
         compared: comparisons of both functions.
         power: sentence from `sensitivity` that says which changes this comparison could detect.
@@ -52,7 +53,7 @@ class Trial:
 
     @property
     def false_alarms(self) -> int:
-        """Number of functions that are the same in A and B but for which a change was confirmed."""
+        """Number of functions that are the same in A and B, but for which a change was confirmed."""
         return sum(c.verdict != "same" for c in self.compared if not self.slowdown or c is not self._of(self.planted))
 
     def _of(self, function: str) -> Comparison:
@@ -65,14 +66,14 @@ class Trial:
 
 
 def try_comparison(on_line: Callable[[str], object], trials: tuple[tuple[float, int], ...] = TRIALS) -> tuple[list[Trial], Path]:
-    """Run the trials and store their outcomes. Trials of different slowdowns alternate.
+    """Run the trials and store their outcomes. Trials with different slowdowns alternate.
 
     Args:
         on_line: called with one line of text per trial.
-        trials: pairs of a slowdown and a number of trials.
+        trials: pairs (slowdown, number of trials).
 
     Returns:
-        The trials, and the folder of the run in which the trials are stored.
+        The trials, and the folder of the run in which they are stored.
     """
     folder = new_run_folder("comparison")
     run = Run.create(folder, run_information("comparison", "", 0))
@@ -83,7 +84,7 @@ def try_comparison(on_line: Callable[[str], object], trials: tuple[tuple[float, 
                 left[slowdown] -= 1
                 done.append(_run_trial(slowdown, FUNCTIONS[left[slowdown] % 2]))
                 on_line(str(done[-1]))
-                # Stored after each trial, so that an interrupted call keeps the finished trials.
+                # Store the rows after each trial, so that an interrupted call keeps the finished trials.
                 run.record(_NOTEBOOK, _EXPERIMENT, rows_of(done), frame_of(done), input_hash="trials")
     return done, folder
 
@@ -92,7 +93,7 @@ def rows_of(trials: list[Trial]) -> list[Row]:
     """Return two rows per slowdown.
 
     The values are the share of trials in which `compare` confirmed the slowdown, and the share of trials with a false alarm.
-    Trials of the same code have no planted slowdown, so they give only the second row.
+    Trials that compare equal code have no planted slowdown, so they give only the second row.
     """
     rows = []
     for slowdown in sorted({trial.slowdown for trial in trials}):
@@ -119,7 +120,7 @@ def rows_of(trials: list[Trial]) -> list[Row]:
 
 
 def frame_of(trials: list[Trial]) -> pd.DataFrame:
-    """Return all comparisons with the times of all launches, so that other decision rules can be tested on them later."""
+    """Return all comparisons with the times of all launches, with which other decision rules can be tested later."""
     return pd.DataFrame(
         {
             "trial": number,
@@ -165,8 +166,8 @@ def conclusion(trials: list[Trial]) -> list[str]:
 def is_reliable(trials: list[Trial]) -> bool:
     """Return True if every planted slowdown of 10 % or more was confirmed and there were not too many false alarms.
 
-    The rule of `compare` allows a false alarm in at most 5 % of comparisons. There are too many false alarms if the following
-    probability is below 1 in 10,000: the probability that a rule with exactly 5 % gives this number of false alarms or more.
+    The rule of `compare` allows false alarms in at most 5 % of comparisons. There are too many if a rule with a rate of exactly
+    5 % would give this number of false alarms or more with a probability of at most 1 in 10,000.
     """
     from scipy import stats
 

@@ -1,8 +1,7 @@
 """The code that the trials of `hyperion.doctor.comparison` launch: two functions with many small operations.
 
 Each version has its own folder with the file planted.py, which contains the number of operations. A version with 101 instead of
-100 operations has a planted slowdown of 1 %. This code is in a file of its own, because `relaunch` runs the file in a new
-process.
+100 operations has a planted slowdown of 1 %. This code has its own file, because `relaunch` runs the file in new processes.
 """
 
 from collections.abc import Callable
@@ -13,8 +12,8 @@ import torch
 def work() -> dict[str, Callable[[], object]]:
     """Return the two functions to time: matrix products of size 64, and sums over 64 KiB.
 
-    Each function takes about the same time in every launch. This is not true of functions whose time depends on the addresses of
-    their arrays. For such functions a slowdown of 10 % is not always detected, and `compare` reports a low power.
+    The time of each function is about the same in every launch. This is not true of functions whose time depends on the addresses
+    of their arrays. For such functions, a slowdown of 10 % is not always detected, and `compare` reports a low power.
     """
     from planted import OPERATIONS  # pyright: ignore[reportMissingImports]  # a trial writes this module for each version
 

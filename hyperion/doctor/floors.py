@@ -3,9 +3,9 @@
 A floor is the smallest value that a healthy device must reach, for example a rate of matrix products or a bandwidth.
 
 Each value is measured in up to three modes: on one device, on both dies of an MI250X module at the same time, and on all devices
-at the same time. The two dies of a module share its power, so each die may be slower while the other die also works. Each device
-has its own process. All processes of a mode start together, and each process keeps its device busy until the slowest process has
-finished. So every measurement is made under full load.
+at the same time. The two dies of a module share its power, so each die may be slower while the other one also works. Each device
+has its own process. All processes of a mode start together, and each keeps its device busy until the slowest one has finished, so
+every measurement is made under full load.
 """
 
 import functools
@@ -32,9 +32,9 @@ from hyperion.units import GIB
 ONE, MODULE, ALL = "one device", "both dies of a module", "all devices"
 _HANG_S = 120.0
 MET, NOT_MET, NOT_MEASURED = "met", "not met", "not measured"
-# Outcomes of failed measurements. They do not show whether the floor is met.
+# Outcomes of failed measurements, which do not show whether the floor is met.
 IMPOSSIBLE, WRONG = "above its limit", "wrong output"
-# Relative difference of sizes. For example, a matrix product of size 4096 in a run is compared with a floor of size 4000.
+# Relative tolerance for sizes: for example, a matrix product of size 4096 in a run is compared with a floor for size 4000.
 _SIZE_TOLERANCE = 0.05
 COLUMNS = ("at work", "quantity", "floor", "measured [95 % CI]", "power", "verdict", "source")
 _COLOURS = {MET: "green", NOT_MEASURED: "yellow"}
@@ -42,14 +42,14 @@ _COLOURS = {MET: "green", NOT_MEASURED: "yellow"}
 
 @dataclass(frozen=True)
 class FloorResult:
-    """The result of comparing the measured value with one floor.
+    """The result of comparing a measured value with one floor.
 
     Args:
         floor: the floor.
         outcome: "met", "not met" or "not measured". If the measured value cannot be trusted, "above its limit" or "wrong output".
         row: the measured row, or None if nothing was measured. With several devices, the row of the slowest device.
         note: reason why nothing was measured, or a remark on the outcome.
-        mode: text that says which devices worked at the same time. "" if only one mode was measured.
+        mode: which devices worked at the same time. "" if only one mode was measured.
     """
 
     floor: Floor
@@ -112,7 +112,7 @@ def check_floors(run: str | None = None, on_line: Callable[[str], object] = prin
     if unknown:
         return FloorReport(device.name, unknown=unknown)
     rows = measure_floors(floors, [detect(facts, index) for index in range(len(facts.gpus))], on_line)
-    # An all-reduce always uses all devices, so its floors are compared only once and not in every mode.
+    # An all-reduce always uses all devices, so its floors are compared once and not in every mode.
     single, reductions = ([f for f in floors if (f.quantity == "all_reduce") == collective] for collective in (False, True))
     modes = list(dict.fromkeys(row.params["mode"] for row in rows))
     verdicts = [verdict for mode in modes for verdict in judge(single, rows, mode)] + judge(reductions, rows)
@@ -120,10 +120,10 @@ def check_floors(run: str | None = None, on_line: Callable[[str], object] = prin
 
 
 def floors_of_run(run: Run) -> FloorReport:
-    """Compare the rows of a run with the floors of the device that it was measured on.
+    """Compare the rows of a run with the floors of the device on which it was measured.
 
     Raises:
-        HyperionError: the run is a replay, or the environment in run.json is missing or not valid.
+        HyperionError: the run is a replay, or the environment in run.json is missing or invalid.
     """
     information = run.information()
     if information.get("profile") == "replay":
@@ -140,7 +140,7 @@ def floors_of_run(run: Run) -> FloorReport:
 
 
 def floors_of(environment: dict, rows: Iterable[Row]) -> FloorReport:
-    """Compare rows with the floors of the device that they were measured on.
+    """Compare rows with the floors of the device on which they were measured.
 
     Args:
         environment: description of the machine. In a notebook, this is `chapter.environment`.
@@ -160,20 +160,20 @@ def judge(floors: Iterable[Floor], rows: Iterable[Row], mode: str = "") -> list[
 
     Args:
         floors: the floors.
-        rows: measured rows. Rows that belong to no floor are ignored.
-        mode: if not "", only rows with this value of `params["mode"]` are used.
+        rows: measured rows. Rows for which there is no floor are ignored.
+        mode: if not "", use only rows with this value of `params["mode"]`.
     """
     rows = [row for row in rows if not mode or row.params.get("mode") == mode]
     return [_verdict(floor, rows, mode) for floor in floors]
 
 
 def floor_frame(report: FloorReport) -> pd.DataFrame:
-    """Return a DataFrame of texts with the columns `COLUMNS`, and one line per floor and mode. Without floors, it is empty."""
+    """Return a DataFrame of strings with the columns `COLUMNS` and one line per floor and mode. Without floors, it is empty."""
     return pd.DataFrame([_cells(verdict) for verdict in report.verdicts], columns=list(COLUMNS))
 
 
 def floor_table(report: FloorReport) -> Table:
-    """Return the content of `floor_frame` as a table for the terminal. The colour of a verdict shows whether the floor is met."""
+    """Return the content of `floor_frame` as a table for the terminal. The colour shows whether a floor is met."""
     table = Table(*(column.replace("[", "\\[") for column in COLUMNS), pad_edge=False)
     for verdict in report.verdicts:
         cells = [cell.replace("[", "\\[") for cell in _cells(verdict)]
@@ -196,7 +196,7 @@ def modes_of(devices: list[Device], root: Path = Path("/")) -> dict[str, list[in
         if (gcd_position(first, root), gcd_position(second, root)) == ("first", "second"):
             modes[MODULE] = [first.index, second.index]
             break
-    # With exactly one module, "all devices" would repeat the mode of the module.
+    # With a single module, "all devices" would be the same as the mode of the module.
     if len(devices) > 1 and len(devices) != len(modes.get(MODULE, ())):
         modes[ALL] = list(range(len(devices)))
     return modes
@@ -228,7 +228,7 @@ def measure_on_rank(floors: list[dict], modes: dict[str, list[int]], time_limit_
         floors: fields of each floor.
         modes: for each mode, the ranks that measure at the same time.
         time_limit_s: limit for each measurement, in seconds.
-        heat_s: seconds of untimed work before each measurement, so that clocks and power become stable.
+        heat_s: seconds of untimed work before each measurement, in which clocks and power become stable.
     """
     here, wanted = world(), [Floor(**floor) for floor in floors]
     barrier, rows = StoreBarrier(), []
@@ -240,7 +240,7 @@ def measure_on_rank(floors: list[dict], modes: dict[str, list[int]], time_limit_
                 measure = functools.partial(measure_floor, floor, here.device, time_limit_s)
                 together = _Together(barrier, f"{mode}/{number}", len(ranks))
                 rows += with_params(together.measure_with_others(measure, heat_s), here.rank, mode=mode)
-        # Ranks that do not take part in a mode wait here, so that their devices are idle during the measurement.
+        # Ranks that do not take part in a mode wait here, and their devices are idle during the measurement.
         barrier.wait(f"{mode}/end", here.size)
     rows += with_params(_all_reduces(wanted, time_limit_s), rank=here.rank, mode=list(modes)[-1])
     return {"rows": [asdict(row) for row in rows]}
@@ -249,7 +249,7 @@ def measure_on_rank(floors: list[dict], modes: dict[str, list[int]], time_limit_
 def measure_floor(floor: Floor, device: Device, time_limit_s: float) -> list[Row]:
     """Measure the quantity of one floor on one device.
 
-    As for the published floors, matrix products are measured with warm caches, and memory streams with cold caches.
+    As for the published floors, matrix products are measured with hot caches, and memory streams with cold caches.
     """
     if floor.quantity == "gemm":
         return gemm_rows(device, floor.dtype, floor.size, cold=False, time_limit_s=time_limit_s)
@@ -265,18 +265,18 @@ class _Together:
     ranks: int
 
     def measure_with_others(self, measure: Callable[[], list[Row]], heat_s: float) -> list[Row]:
-        """Warm up the device, call `measure` at the same time on all ranks, and return the rows that it returns.
+        """Warm up the device, call `measure` at the same time on all ranks, and return its rows.
 
-        Afterwards the device stays busy until all ranks have finished.
+        Afterwards, the device is kept busy until all ranks have finished.
         """
         started = time.monotonic()
         while time.monotonic() - started < heat_s:
             measure()
-        # All ranks are hot now. They start the measured call together.
+        # All devices are warm now. All ranks start the measured call together.
         self.barrier.wait(f"{self.name}/start", self.ranks)
         rows = measure()
         self.barrier.arrive(f"{self.name}/done")
-        # The measured rows of the slowest rank must see the others at work, so this rank keeps its device busy.
+        # The slowest rank must be measured while all other devices are working, so keep this device busy.
         while not self.barrier.is_complete(f"{self.name}/done", self.ranks):
             measure()
         return rows
@@ -291,7 +291,7 @@ def _all_reduces(floors: list[Floor], time_limit_s: float) -> list[Row]:
     with roll_call(_HANG_S) as roll:
         rows = [all_reduce_row(here, roll, floor.dtype, floor.size, time_limit_s=time_limit_s) for floor in wanted]
         roll.step("the end of the measurement")
-        # No rank leaves the group while another one is still in a collective.
+        # No rank may leave the group while another one is still in a collective.
         dist.barrier()
     return rows
 
@@ -308,13 +308,13 @@ def _verdict(floor: Floor, rows: list[Row], mode: str) -> FloorResult:
     best = [_best(floor, of_device) for of_device in by_device.values()]
     for row in best:
         error, tolerance = _number(row.check_error), _number(row.check_tolerance)
-        # Written as `not <=` so that a NaN fails.
+        # Written with `not <=`, so that a NaN fails.
         if row.check and not error <= tolerance:
             return FloorResult(floor, WRONG, row, f"{row.check}: the error is {error:.2g}, above the tolerance", mode)
         if row.limit is not None and _number(row.value) > row.limit:
             note = f"the value is above its limit of {row.limit:.6g}, so the measurement is wrong"
             return FloorResult(floor, IMPOSSIBLE, row, note, mode)
-    # A floor holds for every device, so the slowest device decides.
+    # A floor applies to every device, so the slowest device decides.
     slowest = min(best, key=lambda row: _number(row.value))
     met = _number(slowest.value) >= floor.value
     notes = [_differences(floor, slowest)]
@@ -329,7 +329,7 @@ def _number(value: float | None) -> float:
 
 
 def _differences(floor: Floor, row: Row) -> str:
-    """Return a note on the size and the number format of a row if they differ from those of the floor, else ""."""
+    """Return a note about the size and the number format of a row if they differ from those of the floor, else ""."""
     size = row.params.get({"gemm_tflops": "m", "bandwidth_gb_s": "elements"}.get(floor.metric, "bytes"))
     parts = [f"size {size:,}"] if size != floor.size else []
     parts += [row.dtype] if row.dtype != floor.dtype else []
@@ -351,7 +351,7 @@ def _matches(floor: Floor, row: Row) -> bool:
 
 
 def _best(floor: Floor, rows: list[Row]) -> Row:
-    """Return the row with the highest rate of one device. Rows in the number format of the floor are preferred.
+    """Return the row of one device with the highest rate. Rows in the number format of the floor are preferred.
 
     For a bandwidth, only rows with the largest arrays are used, because smaller arrays may fit into a cache.
     """

@@ -1,8 +1,8 @@
 """Self-test of the measurements: make known measurement mistakes on purpose, and show which check detects each of them.
 
 Such a mistake is called a planted fault. The same measurement without the mistake is called the clean twin, and must pass the
-check. Most planted faults are defined in `hyperion.measure.planted_faults`. The faults in this file need a model or the function
-`sample_frame`. Both are in packages that `hyperion.measure` must not import.
+check. Most planted faults are defined in `hyperion.measure.planted_faults`. Those in this file need a model or the function
+`sample_frame`, which are in packages that `hyperion.measure` must not import.
 """
 
 from collections.abc import Sequence
@@ -20,7 +20,7 @@ from hyperion.models.reference import VisionTransformer
 
 
 def self_test() -> list[FaultResult]:
-    """Plant every fault on the device of this machine and return the results. On a CPU, this takes about 15 s."""
+    """Plant every fault on the device of this machine, and return the results. On a CPU, this takes about 15 s."""
     return run_self_test(detect(), ALL_FAULTS)
 
 
@@ -39,7 +39,7 @@ def self_test_table(results: Sequence[FaultResult]) -> Table:
 
 
 def self_test_conclusion(results: Sequence[FaultResult]) -> str:
-    """Return one line of text with the number of detected faults and the number of measurements without a fault that passed."""
+    """Return one line of text with the number of detected faults and the number of clean twins that passed."""
     wrong = [r.name for r in results if not r.passed]
     caught, passing = sum(r.caught for r in results), sum(r.twin_passes for r in results)
     text = f"{caught} of {len(results)} planted faults caught, {passing} of {len(results)} clean twins pass"
@@ -53,7 +53,7 @@ def _plain(text: str) -> str:
 
 
 class _StandIn(VisionTransformer):
-    """A model of 212,328 parameters with the name of ViT-B/16.
+    """A model with 212,328 parameters and the name of ViT-B/16.
 
     A published benchmark timed such a small model by mistake, because the import of the real model had failed.
     """
@@ -69,7 +69,7 @@ class _StandIn(VisionTransformer):
 def _substituted_model(device: Device, broken: bool, believe: Believe) -> None:
     believe("the step time of a model of 212,328 parameters, reported as that of ViT-B/16, which has 86,567,656")
     with torch.device("meta"):
-        # Only the shapes matter, so nothing is allocated. `build` compares the number of parameters with the published one.
+        # `build` compares the number of parameters with the published one. It needs only shapes, so nothing is allocated.
         (_StandIn if broken else VisionTransformer)().build()
 
 

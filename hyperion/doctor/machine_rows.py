@@ -1,7 +1,7 @@
 """Measure one device, and return the results as rows (`hyperion.results.Row`).
 
 The outputs of all measured operations are checked. There are functions for matrix products and memory streams with their energy,
-for launches, for copies between host and device, and for all-reduces. A memory stream reads or writes large arrays once.
+for launches, for copies between host and device, and for all-reduces. A memory stream reads or writes large arrays once per call.
 """
 
 from collections.abc import Iterable
@@ -37,13 +37,13 @@ _ENERGY_METRICS = {"gemm_tflops": "energy_j_per_tflop", "bandwidth_gb_s": "energ
 def gemm_rows(device: Device, dtype: str, size: int, *, cold: bool, time_limit_s: float) -> list[Row]:
     """Measure a square matrix product (M = N = K = `size`), and return a row with its rate and a row with its energy.
 
-    If the device cannot compute the product, the function returns one row that has the reason instead of a value.
+    If the device cannot compute the product, return one row that has the reason instead of a value.
 
     Args:
         device: the device to measure.
         dtype: number format of the product.
         size: number of rows and columns of the matrices.
-        cold: whether to flush the caches before each sample.
+        cold: if True, flush the caches before each sample.
         time_limit_s: limit for the measurement, in seconds.
     """
     params = {"m": size, "n": size, "k": size, "cache": "cold" if cold else "hot"}
@@ -71,7 +71,7 @@ def gemm_rows(device: Device, dtype: str, size: int, *, cold: bool, time_limit_s
 def stream_rows(device: Device, operation: str, dtype: str, elements: int, *, time_limit_s: float) -> list[Row]:
     """Measure a memory stream with cold caches, and return a row with its bandwidth and a row with its energy.
 
-    If the arrays do not fit into memory, the function returns one row that has the reason instead of a value.
+    If the arrays do not fit into memory, return one row that has the reason instead of a value.
     """
     row = _row("bandwidth", operation, "bandwidth_gb_s", {"elements": elements, "cache": "cold"}, dtype)
     try:
@@ -108,7 +108,7 @@ def transfer_rows(device: Device, direction: str, count: int, *, pinned: bool, t
 
     Args:
         device: the device to measure.
-        direction: direction of the copy, see `measure_transfer`.
+        direction: direction of the copy; see `measure_transfer`.
         count: number of bytes.
         pinned: whether the host memory is pinned.
         time_limit_s: limit for the measurement, in seconds.
@@ -123,7 +123,7 @@ def transfer_rows(device: Device, direction: str, count: int, *, pinned: bool, t
 
 
 def all_reduce_row(here: World, roll: RollCall, dtype: str, size_bytes: int, *, time_limit_s: float) -> Row:
-    """Measure the bus bandwidth of an all-reduce over all ranks. Every rank must call it."""
+    """Measure the bus bandwidth of an all-reduce over all ranks. Every rank must call this function."""
     device, collective = here.device, COLLECTIVES["all_reduce"]
     params = {"bytes": size_bytes, "ranks": here.size, "backend": here.backend}
     row = _row("collectives", "all_reduce", "busbw_gb_s", params, dtype)
@@ -138,7 +138,7 @@ def all_reduce_row(here: World, roll: RollCall, dtype: str, size_bytes: int, *, 
 
 
 def with_params(rows: Iterable[Row], rank: int | None = None, **params) -> list[Row]:
-    """Return the rows with additional params and with the rank that measured the rows."""
+    """Return the rows with additional params and with the rank that measured them."""
     return [replace(row, params=row.params | params, rank=rank) for row in rows]
 
 
@@ -148,7 +148,7 @@ def _row(experiment: str, variant: str, metric: str, params: dict, dtype: str = 
 
 
 def _energy_row(row: Row, energy: Energy, joules: Estimate | None) -> Row:
-    """Return the row that holds the energy of the work whose rate is in `row`. Both values come from the same samples."""
+    """Return the row with the energy of the work whose rate is in `row`. Both values come from the same samples."""
     params = row.params | ({"power_scope": energy.scope} if energy.scope else {})
     if energy.counter_difference is not None:
         params["counter_difference"] = round(energy.counter_difference, 4)

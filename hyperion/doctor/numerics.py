@@ -1,10 +1,9 @@
 """Check the computations of this machine: compare training steps in every precision with float64 results that are stored in git.
 
-The stored float64 results are called the pack. They come from two short training runs with fixed initial weights and data. The
-weights and data must be the same on every platform and with every version of NumPy and torch. They are therefore computed with
-exact arithmetic from the raw 64-bit output of NumPy's PCG64, which NEP 19 keeps stable. The output of NumPy's distributions and
-of torch's generators may change. The numbers are rounded to float32, so that float32 and float64 computations start from the same
-numbers.
+The stored float64 results are called the pack. They come from two short training runs with fixed initial weights and data, which
+must be the same on every platform and with every version of NumPy and torch. Therefore they are computed with exact arithmetic
+from the raw 64-bit output of NumPy's PCG64, which NEP 19 keeps stable. (The output of NumPy's distributions and of torch's
+generators may change.) They are rounded to float32, so that float32 and float64 computations start from the same numbers.
 
     python -m hyperion.doctor.numerics            recompute the pack and compare it with the pack in git
     python -m hyperion.doctor.numerics --write    recompute the pack and replace the pack in git
@@ -13,9 +12,9 @@ The pack is computed with plain PyTorch operations. It does not use the library'
 
 The tolerances are four to ten times the errors of correct devices. For comparison, the unit roundoffs are 2^-24 (fp32), 2^-11
 (fp16), 2^-11 (tf32; 2^-10 on units that truncate) and 2^-8 (bf16). A test shows that a wrong mask, weight or activation in
-float32 exceeds the tolerances. The gradients of the ResNet have larger tolerances for this reason: if a rounding error moves the
-input of a ReLU across zero, the gradient changes by the whole contribution of this unit. Therefore the error of the gradients
-decreases only with the square root of the unit roundoff.
+float32 exceeds the tolerances. The gradients of the ResNet have larger tolerances: if a rounding error moves the input of a ReLU
+across zero, the gradient changes by the whole contribution of this unit, so the error of the gradients decreases only with the
+square root of the unit roundoff.
 """
 
 import hashlib
@@ -51,8 +50,8 @@ _VOCABULARY, _LENGTH, _WINDOWS = 64, 16, 4
 _IMAGES, _SIDE, _CLASSES = 16, 16, 10
 Batch = tuple[Tensor, Tensor]
 PACK = Path(__file__).with_name("numerics.safetensors")
-SAMPLED = 128  # numbers of each gradient in the pack, in addition to its norm
-# Floor of the divisor in `difference`.
+SAMPLED = 128  # maximum number of elements of each gradient in the pack, in addition to its norm
+# Smallest divisor in `difference`.
 _SMALLEST = 1e-3
 _SCALE = 1024.0  # factor on the loss that keeps fp16 gradients out of the subnormal range; a power of two adds no rounding error
 QUANTITIES = ("logits", "gradients", "losses")
@@ -67,13 +66,13 @@ _TOLERANCES = {
     ("resnet18", "fp16"): (1e-2, 2e-1, 5e-3),
     ("resnet18", "bf16"): (8e-2, 5e-1, 2e-2),
 }
-# The matrix instructions of MI200 flush subnormal fp16 and bf16 inputs and outputs to zero. For this reason MIOpen and rocBLAS
-# convert the operands of fp16 backward passes to bf16, which has a wider range and a lower accuracy. On MI300, subnormal numbers
-# are not flushed and operands are not converted.
+# The matrix instructions of MI200 flush subnormal fp16 and bf16 inputs and outputs to zero. Therefore MIOpen and rocBLAS convert
+# the operands of fp16 backward passes to bf16, which has a wider range and a lower precision. On MI300, subnormal numbers are not
+# flushed, and operands are not converted.
 # Source: AMD, MIOpen documentation, "MI200 MFMA behavior specifics".
 _FLUSHING = ("gfx90a",)
-_FLUSHED = 2  # factor by which the tolerances of bf16 are larger on these architectures
-_MOST_SKIPPED = 16  # largest number of steps that fp16 may skip until its loss scale is small enough
+_FLUSHED = 2  # factor by which bf16 tolerances are multiplied on these architectures
+_MOST_SKIPPED = 16  # maximum number of steps that fp16 may skip until its loss scale is small enough
 
 
 @dataclass(frozen=True)
@@ -83,7 +82,7 @@ class Case:
     Attributes:
         name: name of the training run.
         shell: function that returns the model. Its weights are arbitrary, because `model` replaces them.
-        batch: function that returns the batch of a step (from 0) on the CPU. Floating-point inputs are float32.
+        batch: function that returns the batch of a step (counted from 0) on the CPU. Floating-point inputs are float32.
         learning_rate: learning rate of every step.
         optimizer: function that returns the library's optimizer for a model and a learning rate.
         engine: the library's engine class.
@@ -97,7 +96,7 @@ class Case:
     engine: type[TorchEngine]
 
     def model(self) -> nn.Module:
-        """Return the model with its fixed weights, float32 on the CPU."""
+        """Return the model with its fixed weights, in float32 on the CPU."""
         model = self.shell()
         with torch.no_grad():
             for name, parameter in model.named_parameters():
@@ -105,7 +104,7 @@ class Case:
         return model
 
     def start(self, dtype: str, device: Device) -> TorchEngine:
-        """Return the library's engine, with the model on this device."""
+        """Return the library's engine with the model on this device."""
         model = self.model().to(device.torch_device)
         precision = Precision(dtype, "a check of the machine's numbers")
         optimizer = self.optimizer(model, self.learning_rate)
@@ -116,14 +115,14 @@ def uniform(name: str, shape: tuple[int, ...]) -> np.ndarray:
     """Return pseudorandom float32 values from -1 to 1 as float64. The same name and shape always give the same numbers."""
     raw = _raw(name, math.prod(shape))
     return (
-        # The upper 53 bits become an exact float64 in [0, 1), then -1 to 1. Rounding to float32 gives both computations the
-        # same numbers.
+        # The upper 53 bits become an exact float64 in [0, 1), which is scaled to [-1, 1). It is rounded to float32, so that both
+        # computations use the same numbers.
         (2.0 * ((raw >> np.uint64(11)).astype(np.float64) * 2.0**-53) - 1.0).astype(np.float32).astype(np.float64).reshape(shape)
     )
 
 
 def integers(name: str, shape: tuple[int, ...], below: int) -> np.ndarray:
-    """Return pseudorandom integers from 0 to below - 1, int64. The same name and shape always give the same integers."""
+    """Return pseudorandom int64 integers from 0 to `below` - 1. The same name and shape always give the same integers."""
     return (_raw(name, math.prod(shape)) % np.uint64(below)).astype(np.int64).reshape(shape)
 
 
@@ -136,8 +135,8 @@ def _weights(name: str, shape: tuple[int, ...]) -> np.ndarray:
     """Return the fixed weights of a parameter.
 
     Matrices and convolution kernels have a variance of 1/fan-in, and embeddings have a variance of 0.1. The weights of norms are
-    near 1, and biases are near 0. Biases of the norms before a ReLU are near 2, so that few inputs of the ReLU are near zero.
-    Near zero, a rounding error in any precision can change the gradient by the whole contribution of a unit.
+    near 1, and biases are near 0. The biases of norms before a ReLU are near 2, so that few inputs of the ReLU are near zero,
+    where a rounding error in any precision can change the gradient by the whole contribution of a unit.
     """
     numbers = uniform(name, shape)
     if len(shape) == 1:
@@ -156,7 +155,7 @@ def _tokens(step: int) -> Batch:
 
 
 def _pictures(step: int) -> Batch:
-    # Uniform numbers times 1.75 have a standard deviation of about 1, as normalised images have.
+    # Uniform numbers times 1.75 have a standard deviation of about 1, like normalised images.
     images = torch.from_numpy(uniform(f"images {step}", (_IMAGES, 3, _SIDE, _SIDE)) * 1.75).float()
     return images, torch.from_numpy(integers(f"labels {step}", (_IMAGES,), _CLASSES))
 
@@ -176,7 +175,7 @@ CASES = (
 
 @dataclass(frozen=True)
 class NumericsFinding:
-    """The error of one quantity of one training run in one precision.
+    """The error of one quantity in one training run and one precision.
 
     Attributes:
         case: name of the training run.
@@ -240,12 +239,12 @@ class NumericsReport:
 def check_numerics(
     device: Device | None = None, dtypes: Iterable[str] = TRAINING_DTYPES, on_line: Callable[[str], object] = lambda line: None
 ) -> NumericsReport:
-    """Do both training runs in each precision that the device supports, and compare the results with the pack.
+    """Execute both training runs in each precision that the device supports, and compare the results with the pack.
 
     On a CPU, this takes a few seconds per precision.
 
     Args:
-        device: the device to check. The default is the first device of this machine.
+        device: the device to check; default: the first device of this machine.
         dtypes: names from TRAINING_DTYPES.
         on_line: function that is called with a line of text before each training run.
     """
@@ -267,7 +266,7 @@ def compare(case: Case, dtype: str, device: Device, pack: dict[str, np.ndarray])
         name.removeprefix(f"{case.name}/"): numbers for name, numbers in pack.items() if name.startswith(f"{case.name}/")
     }
     engine, allowed = case.start(dtype, device), tolerances(case.name, dtype, device)
-    # The order matters: `_first_step` leaves the weights unchanged, and `_losses` then trains them.
+    # The order matters: `_first_step` does not change the weights, and `_losses` then trains them.
     logits, gradients = _first_step(case, engine)
     errors = {
         "logits": {"the logits": _distance(logits, reference["logits"])},
@@ -306,13 +305,13 @@ def tolerances(case: str, dtype: str, device: Device) -> dict[str, float]:
     """Return, for each quantity, the largest relative error that a correct device of this architecture may have."""
     numbers = _TOLERANCES[case, dtype]
     if device.arch in _FLUSHING and dtype in ("fp16", "bf16"):
-        # The tolerance must be clearly below 1, because an output of zeros has an error of 1.
+        # Tolerances must be clearly below 1, because an output of zeros has an error of 1.
         numbers = [min(0.8, _FLUSHED * number) for number in _TOLERANCES[case, "bf16"]]
     return dict(zip(QUANTITIES, numbers, strict=True))
 
 
 def note(device: Device) -> str:
-    """Return a remark on the precision of the device's architecture, or ""."""
+    """Return a remark about the precision of the device's architecture, or ""."""
     if device.arch not in _FLUSHING:
         return ""
     return (
@@ -322,7 +321,7 @@ def note(device: Device) -> str:
 
 
 def _finding(case: Case, dtype: str, quantity: str, errors: dict[str, float], tolerance: float) -> NumericsFinding:
-    # A NaN counts as the largest error. Without this rule, max() could ignore it.
+    # A NaN counts as the largest error. Otherwise, max() could ignore it.
     worst = max(errors, key=lambda name: errors[name] if errors[name] == errors[name] else float("inf"))
     first = next((name for name, error in errors.items() if not error <= tolerance), "")
     return NumericsFinding(case.name, dtype, quantity, worst, errors[worst], tolerance, first)
@@ -332,12 +331,12 @@ def _first_step(case: Case, engine: TorchEngine) -> tuple[np.ndarray, dict[str, 
     """Compute the forward and backward pass of the first step. The weights are not updated.
 
     Returns:
-        The logits in float64, and a dict that maps the name of a parameter to sampled elements of its gradient and the norm of
-        its gradient.
+        The logits in float64, and a dict that maps the name of a parameter to (sampled elements of its gradient, norm of its
+        gradient).
     """
     inputs, targets = batch = _on_device(case, engine, 0)
     engine.model.train()
-    # A separate forward pass for the logits, because `summed_loss` returns only the loss.
+    # The logits need a separate forward pass, because `summed_loss` returns only the loss.
     with torch.no_grad(), engine.precision.autocast(engine.device):
         logits = engine.model(inputs)
     with engine.precision.products():
@@ -347,7 +346,7 @@ def _first_step(case: Case, engine: TorchEngine) -> tuple[np.ndarray, dict[str, 
     gradients = {}
     for name, parameter in engine.model.named_parameters():
         assert parameter.grad is not None, name
-        # In float64, so that the division and the norm add no rounding error of the tested format.
+        # Computed in float64, so that the division and the norm add no rounding error of the tested format.
         gradient = parameter.grad.double() / _SCALE
         gradients[name] = sampled(name, gradient), gradient.norm().item()
     engine.optimizer.zero_grad()
@@ -355,7 +354,7 @@ def _first_step(case: Case, engine: TorchEngine) -> tuple[np.ndarray, dict[str, 
 
 
 def _losses(case: Case, engine: TorchEngine) -> list[float]:
-    """Return the losses of STEPS steps. A step in fp16 is repeated if it was skipped because its loss scale was too large."""
+    """Return the losses of STEPS steps. An fp16 step that was skipped because its loss scale was too large is repeated."""
     losses, skipped = [], 0
     while len(losses) < STEPS:
         outcome = engine.train_step(_on_device(case, engine, len(losses)))
@@ -369,8 +368,8 @@ def _losses(case: Case, engine: TorchEngine) -> list[float]:
 def _gradient_errors(gradients: dict[str, tuple[np.ndarray, float]], reference: dict[str, np.ndarray]) -> dict[str, float]:
     """Return the error of each parameter's gradient, relative to its norm or to the median norm, whichever is larger.
 
-    The median norm is needed for gradients that are zero. An example is the gradient of the bias of the attention keys, because
-    the output does not depend on this bias.
+    The median norm is needed for gradients that are zero, such as that of the bias of the attention keys, on which the output
+    does not depend.
     """
     names = [name.removeprefix("norms/") for name in reference if name.startswith("norms/")]
     typical = float(np.median([reference[f"norms/{name}"][0] for name in names]))
@@ -386,7 +385,7 @@ def _gradient_errors(gradients: dict[str, tuple[np.ndarray, float]], reference: 
 
 
 def _distance(computed: np.ndarray, expected: np.ndarray, least: float = 0.0) -> float:
-    """Return the norm of the difference divided by the norm of `expected`, or by `least` if `least` is larger."""
+    """Return the norm of the difference, divided by the larger of the norm of `expected` and `least`."""
     if computed.shape != expected.shape:
         return float("inf")
     return float(np.linalg.norm(computed - expected) / max(float(np.linalg.norm(expected)), least))
@@ -399,7 +398,7 @@ def _on_device(case: Case, engine: TorchEngine, step: int):
 def read_pack() -> dict[str, np.ndarray]:
     """Return the pack that is stored in git.
 
-    Its float64 arrays are "<case>/logits", "<case>/losses" [STEPS], "<case>/gradients/<parameter>" [<= SAMPLED] and
+    Its float64 arrays are "<case>/logits", "<case>/losses" [STEPS], "<case>/gradients/<parameter>" [at most SAMPLED] and
     "<case>/norms/<parameter>" [1].
     """
     return load_file(PACK)
@@ -415,9 +414,9 @@ def make_pack() -> dict[str, np.ndarray]:
 
 
 def sampled(name: str, gradient: Tensor) -> np.ndarray:
-    """Return the elements of a parameter's gradient that the pack contains, float64 [<= SAMPLED].
+    """Return the elements of a parameter's gradient that the pack contains, float64 [at most SAMPLED].
 
-    A gradient with at most SAMPLED elements is returned whole.
+    All elements are returned if there are at most SAMPLED.
     """
     flat = gradient.detach().double().cpu().contiguous().view(-1).numpy()
     return flat.copy() if flat.size <= SAMPLED else flat[integers(f"places in {name}", (SAMPLED,), flat.size)]
@@ -441,14 +440,14 @@ def _reference(case: Case) -> dict[str, np.ndarray]:
                 pack[f"gradients/{name}"] = sampled(name, gradient)
                 pack[f"norms/{name}"] = np.array([gradient.norm().item()])
         for gradient in gradients.values():
-            # The same formula as `clip_grad_norm_`, written out so that the pack does not depend on its implementation.
+            # This is the formula of `clip_grad_norm_`, written out so that the pack does not depend on its implementation.
             gradient.mul_(min(1.0, CLIP_NORM / (norm.item() + 1e-6)))
         optimizer.step()
     return pack | {"losses": np.array(losses)}
 
 
 def _optimizer(case: Case, model: nn.Module) -> torch.optim.Optimizer:
-    """Return an optimizer of PyTorch with the settings of the library's optimizer, but without fused kernels."""
+    """Return a PyTorch optimizer with the settings of the library's optimizer, but without fused kernels."""
     plain = case.optimizer(case.model(), case.learning_rate)
     settings = {name: plain.defaults[name] for name in ("lr", "betas", "eps", "momentum", "nesterov") if name in plain.defaults}
     groups = decay_groups(model, plain.param_groups[0]["weight_decay"])

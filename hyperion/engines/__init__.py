@@ -1,7 +1,8 @@
 """Engines: frameworks that train the same model on the same tokens, observed in the same way and judged for equal work.
 
-`Work` defines the work, an adapter trains it with one framework, `Observer` records what the run really did, and `unequal` names
-every difference from the reference run. This module imports no framework, and torch only at the first use of a name.
+`Work` defines the training work, an adapter performs it with one framework, `Observer` records what the run did, and `unequal`
+lists every difference from the reference run. Importing this module imports no framework. torch is imported at the first access
+to a name.
 """
 
 from typing import TYPE_CHECKING

@@ -9,7 +9,7 @@ from hyperion.engines.work import Work
 
 
 def train(work: Work, observer: Observer) -> dict:
-    """Train the work and return the record. With several ranks, accelerate wraps the model in DDP."""
+    """Perform the work and return the record. With several ranks, accelerate wraps the model in DDP."""
     here = observer.here
     accelerator = Accelerator(
         cpu=torch.device(observer.device).type == "cpu",
@@ -23,7 +23,7 @@ def train(work: Work, observer: Observer) -> dict:
     for step in range(work.steps):
         losses, norm, tokens = [], None, 0
         for rows_BT in work.micro_batch_list(step, here.rank, here.size, observer.device):
-            # accelerate divides the loss by the number of accumulated micro-batches, and exchanges gradients in the last one.
+            # accelerate divides the loss by the number of micro-batches, and synchronizes gradients only in the last one.
             with accelerator.accumulate(model):
                 loss = token_loss(model, rows_BT)
                 accelerator.backward(loss)

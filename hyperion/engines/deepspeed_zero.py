@@ -1,4 +1,4 @@
-"""DeepSpeed ZeRO: stage 1 shards the optimizer, stage 2 also the gradients, stage 3 also the parameters."""
+"""DeepSpeed ZeRO: stage 1 shards the optimizer state, stage 2 also the gradients, stage 3 also the parameters."""
 
 from typing import Any
 
@@ -12,17 +12,17 @@ from hyperion.engines.work import Work
 
 
 def train(work: Work, observer: Observer, stage: int) -> dict:
-    """Train the work and return the record.
+    """Perform the work and return the record.
 
     Args:
-        work: the work.
+        work: the training work.
         observer: observer of this rank.
-        stage: stage of ZeRO, 1 to 3.
+        stage: ZeRO stage, 1 to 3.
     """
     here = observer.here
     if get_accelerator().device_name() == "cpu":
-        # DeepSpeed would compile a communication library for shared memory here. A run that is killed meanwhile leaves a lock,
-        # and all later runs wait for it.
+        # On a CPU, DeepSpeed would compile a shared-memory communication library here. A run that is killed during the
+        # compilation leaves a lock, for which all later runs wait.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     plain = work.load_model(observer.device)
     deepspeed.init_distributed(dist_backend=here.backend)
@@ -49,9 +49,9 @@ def _config(work: Work, ranks: int, stage: int) -> dict[str, Any]:
         "gradient_accumulation_steps": work.micro_batches,
         "gradient_clipping": work.clip_norm,
         "zero_optimization": {"stage": stage},
-        # torch's AdamW, so that DeepSpeed compiles no optimizer of its own.
+        # Use torch's AdamW, so that DeepSpeed does not compile its own optimizer.
         "zero_allow_untested_optimizer": True,
-        # With "bf16", DeepSpeed would round the initial state to bf16 before it copies it to float32.
+        # With the option "bf16", DeepSpeed would round the initial state to bf16 before it copies it to float32.
         **({"torch_autocast": {"enabled": True, "dtype": "bfloat16"}} if bf16 else {}),
         "communication_data_type": "fp32",
         "steps_per_print": 2**31,

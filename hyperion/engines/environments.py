@@ -1,7 +1,7 @@
-"""Environments of frameworks whose packages are heavy or clash with those of this library.
+"""Environments for frameworks whose packages are large or conflict with those of this library.
 
-Each environment is a folder with a Python of its own that also imports the packages of the Python that created it. So torch is
-never installed twice, and its version is fixed while pip chooses the others.
+Each environment is a folder with its own Python interpreter, which can also import the packages of the interpreter that created
+it. So torch is never installed twice, and its version stays fixed while pip chooses the other versions.
 """
 
 import hashlib
@@ -28,14 +28,14 @@ _FIXED = ("torch", "torchvision", "numpy", "transformers", "accelerate", "triton
 
 @dataclass(frozen=True)
 class Environment:
-    """The packages of a framework.
+    """Requirements of a framework and options for their installation.
 
     Args:
-        requirements: requirements for pip, with exact versions.
-        options: further options of pip.
-        build: packages that build the requirements, for requirements that are not built in isolation.
-        variables: environment variables of the installation.
-        if_absent: requirements that are installed only if this environment does not have the package.
+        requirements: pip requirements with exact versions.
+        options: further options for pip.
+        build: packages that are installed first because the requirements need them when they are built without isolation.
+        variables: environment variables for the installation.
+        if_absent: requirements that are installed only if the current interpreter cannot import the package.
     """
 
     requirements: tuple[str, ...]
@@ -47,28 +47,28 @@ class Environment:
 
 ENVIRONMENTS = {
     "fabric": Environment(("lightning-fabric==2.6.6",)),
-    # Its set-up imports torch, which an isolated build would install again. No operator is compiled.
+    # DeepSpeed's setup imports torch, which an isolated build would install again. DS_BUILD_OPS=0 compiles no operators.
     "deepspeed": Environment(
         ("deepspeed==0.19.8",),
         options=("--no-build-isolation",),
         build=("setuptools>=77", "wheel"),
         variables={"DS_BUILD_OPS": "0", "DS_IGNORE_CUDA_DETECTION": "1"},
     ),
-    # torchtitan imports triton on every device. torch for an accelerator brings its own.
+    # torchtitan imports triton on every device. The GPU builds of torch include it.
     "torchtitan": Environment(("torchtitan==0.2.2",), if_absent=("triton==3.7.1",)),
     "megatron-core": Environment(("megatron-core==0.16.1",)),
 }
 
 
 def environment_folder(name: str) -> Path:
-    """Return the folder of an environment. Its name depends on the requirements, the Python and the version of torch."""
+    """Return the folder of an environment. Its name depends on its requirements, the Python installation and torch's version."""
     facts = [ENVIRONMENTS[name].requirements, sys.version_info[:2], importlib.metadata.version("torch"), sys.prefix]
     key = hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:12]
     return data_folder() / "frameworks" / f"{name}-{key}"
 
 
 def why_not_installed(name: str) -> str:
-    """Return why an environment cannot be used, with the command that installs it, or "" if it is installed."""
+    """Return why an environment cannot be used and the command that installs it, or "" if it is installed."""
     if (environment_folder(name) / _STAMP).is_file():
         return ""
     wanted = " ".join(ENVIRONMENTS[name].requirements)
@@ -86,19 +86,19 @@ def installed_python(name: str) -> str:
 
 
 def install(name: str, on_line: Callable[[str], object] = print) -> Path:
-    """Create an environment and install its packages. An installed environment is not changed.
+    """Create an environment and install its packages. An environment that is already installed is not changed.
 
     Args:
         name: name of the environment.
         on_line: called with each line of pip's output.
 
     Raises:
-        HyperionError: pip failed, or it installed another torch. No environment is left then.
+        HyperionError: pip failed, or it installed a second torch. In both cases, the environment is removed.
     """
     folder, environment = environment_folder(name), ENVIRONMENTS[name]
     if not why_not_installed(name):
         return folder
-    shutil.rmtree(folder, ignore_errors=True)  # of an installation that was interrupted
+    shutil.rmtree(folder, ignore_errors=True)  # left by an interrupted installation
     folder.parent.mkdir(parents=True, exist_ok=True)
     venv.create(folder, with_pip=True, symlinks=True)
     try:
@@ -122,9 +122,9 @@ def install(name: str, on_line: Callable[[str], object] = print) -> Path:
 
 
 def _inherit(folder: Path) -> None:
-    """Let an environment import the packages of this process's environment, after its own packages.
+    """Make the packages of the current environment importable in a new one, after its own packages.
 
-    The option --system-site-packages of venv does not do this: in a virtual environment, it inherits from the base Python.
+    venv's option --system-site-packages does not do this: in a virtual environment, it inherits from the base Python.
     """
     site = Path(sysconfig.get_path("purelib", vars={"base": str(folder), "platbase": str(folder)}))
     own = {sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}

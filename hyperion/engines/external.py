@@ -1,7 +1,7 @@
-"""Frameworks that this library does not install: Primus, Megatron-DeepSpeed and NeMo, found by their real entry points.
+"""Frameworks that this library does not install: Primus, Megatron-DeepSpeed and NeMo, detected by their entry points.
 
-Each of them has a Trainer of its own that reads data in its own format. Their runs are not observed yet, so a framework that is
-found is still unavailable in the comparison, and the reason says so. Nothing is trained in its name.
+Each of them has its own Trainer, which reads data in its own format. Their runs cannot be observed yet. So even a framework that
+is found is reported as unavailable, with this reason, and nothing else is trained in its place.
 """
 
 import importlib.util
@@ -15,14 +15,14 @@ from hyperion.paths import expanded
 
 @dataclass(frozen=True)
 class Entry:
-    """Where the entry point of a framework is.
+    """Location of a framework's entry point.
 
     Args:
-        variable: environment variable with the folder of its sources, or "" for an installed package.
-        files: files that prove that the folder contains this framework, relative to it. The first is the entry point.
-        module: module of the entry point in an installed package.
-        source: where the framework comes from, for the next step.
-        warning: what is not this framework, although its name suggests it.
+        variable: environment variable that contains the path of the source folder, or "" for an installed package.
+        files: files that identify the framework, relative to the source folder. The first one is the entry point.
+        module: entry-point module of an installed package.
+        source: how to obtain the framework, for the next step of an error.
+        warning: note about another program with a similar name.
     """
 
     variable: str = ""
@@ -49,11 +49,11 @@ ENTRIES = {
 
 
 def why_unavailable(name: str, environment: Mapping[str, str] | None = None) -> str:
-    """Return why a framework cannot take part, with the next step.
+    """Return why a framework cannot take part in the comparison, and the next step.
 
     Args:
-        name: a name in ENTRIES.
-        environment: environment variables, by default those of this process.
+        name: a key of `ENTRIES`.
+        environment: environment variables. Defaults to those of this process.
     """
     entry, variables = ENTRIES[name], os.environ if environment is None else environment
     if entry.module:
@@ -77,5 +77,5 @@ def _not_observed(name: str, entry: str) -> str:
 def _is_found(module: str) -> bool:
     try:
         return importlib.util.find_spec(module) is not None
-    except (ImportError, ValueError):  # a package above the module is missing or broken
+    except (ImportError, ValueError):  # a parent package is missing or broken
         return False

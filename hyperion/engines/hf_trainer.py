@@ -1,7 +1,8 @@
 """Hugging Face Trainer.
 
-For equal work it needs its own optimizer (its default exempts norms but has betas 0.9 and 0.999), a sampler in file order, a
-constant learning rate, and rows of one token more than are scored, because the model shifts the labels itself.
+For equal work, the Trainer needs the optimizer of the work (its default also exempts norms from weight decay, but has betas of
+0.9 and 0.999), a sampler in file order, a constant learning rate, and rows with one token more than is scored, because the model
+itself shifts the labels.
 """
 
 from typing import Any
@@ -17,13 +18,14 @@ EQUAL: dict[str, Any] = {"optimizer": True, "in_order": True, "lr_scheduler_type
 
 
 def train(work: Work, observer: Observer, changed: dict[str, Any] | None = None) -> dict:
-    """Train the work and return the record.
+    """Perform the work and return the record.
 
     Args:
-        work: the work.
+        work: the training work.
         observer: observer of this rank.
-        changed: settings of EQUAL with other values. "optimizer": False uses the Trainer's AdamW with the work's learning rate
-            and weight decay, but its betas; "in_order": False shuffles; "lr_scheduler_type" is any schedule of the Trainer.
+        changed: values that replace those of `EQUAL`. "optimizer": False uses the Trainer's AdamW with the learning rate, weight
+            decay and eps of the work, but with the Trainer's betas; "in_order": False shuffles the rows; "lr_scheduler_type" is
+            any schedule of the Trainer.
     """
     settings = EQUAL | (changed or {})
     model = work.load_model()
@@ -58,7 +60,7 @@ def train(work: Work, observer: Observer, changed: dict[str, Any] | None = None)
 
 
 class _Rows(Dataset):
-    """The rows that all steps need. The model shifts labels itself, so a row is both input and label."""
+    """Rows for all steps. A row is both input and label, because the model shifts the labels itself."""
 
     def __init__(self, work: Work):
         self.tokens, self.length = work.tokens(), work.steps * work.batch_size
@@ -76,7 +78,7 @@ def _stacked(rows: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
 
 
 class OrderedTrainer(Trainer):
-    """Trainer that reads the rows in the order of the file. By default, a Trainer shuffles."""
+    """Trainer that reads the rows in the order of the file. By default, a Trainer shuffles them."""
 
     in_file_order = True
 
@@ -98,7 +100,7 @@ class _Report(TrainerCallback):
     def on_log(self, args, state, control, logs=None, **kwargs) -> None:
         if not logs or "loss" not in logs:
             return
-        # The Trainer counts the tokens that the model receives, over all ranks. The first token of a row is not scored.
+        # The Trainer counts the tokens that the model receives, summed over all ranks. The first token of a row is not scored.
         tokens = int(state.num_input_tokens_seen) - self.seen
         self.seen += tokens
         scored = tokens * self.work.sequence_length // (self.work.sequence_length + 1)

@@ -14,10 +14,10 @@ from hyperion.training import LanguageEngine, Precision, adamw
 
 
 def train(work: Work, observer: Observer, strategy: str = "single") -> dict:
-    """Train the work and return the record.
+    """Perform the work and return the record.
 
     Args:
-        work: the work.
+        work: the training work.
         observer: observer of this rank.
         strategy: "single", "ddp" or "fsdp".
     """
@@ -43,6 +43,6 @@ def train(work: Work, observer: Observer, strategy: str = "single") -> dict:
 
 
 def _state(model: Any) -> dict:
-    """Return the whole state in Hugging Face names on rank 0."""
+    """Return the full state dict with Hugging Face names on rank 0."""
     state = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
     return {name.removeprefix("lm."): tensor for name, tensor in state.items()}

@@ -1,4 +1,4 @@
-"""The judge: names every way in which the work of a run differs from the work of the reference run."""
+"""Judge of equal work: lists every difference between the work of a run and that of the reference run."""
 
 import math
 from collections.abc import Iterable
@@ -7,19 +7,19 @@ from dataclasses import dataclass
 from hyperion.engines.record import Group, Record
 from hyperion.engines.work import Work
 
-# Share of the elements without weight decay that may be padding of sharded tensors.
+# Relative tolerance for the number of elements without weight decay, because sharded tensors may be padded.
 _PADDING = 0.05
 _UPDATED = "float32"
 
 
 @dataclass(frozen=True)
 class Difference:
-    """One difference between the work of a run and the reference.
+    """One difference between the work of a run and that of the reference run.
 
     Args:
         name: name of the difference, such as "learning rate".
-        seen: what the run did.
-        expected: what the reference did.
+        seen: value of the run, as text.
+        expected: value of the reference run, as text.
     """
 
     name: str
@@ -31,14 +31,14 @@ class Difference:
 
 
 def unequal(work: Work, record: Record, reference: Record, shifted_losses: dict[int, float] | None = None) -> list[Difference]:
-    """Return every difference between the work of a run and the reference run. An empty list means equal work.
+    """Return every difference between the work of a run and that of the reference run. An empty list means equal work.
 
     Args:
-        work: the work that both had to do.
+        work: the work that both runs had to perform.
         record: record of the run.
         reference: record of the plain loop with the same initial state and tokens.
-        shifted_losses: mean loss of the first step for each distance between inputs and targets, from `first_losses`. Without
-            it, a wrong shift is only seen as another first loss.
+        shifted_losses: mean loss of the first step by distance between inputs and targets, from `first_losses`. Without it, a
+            wrong label shift is only reported as a different first loss.
     """
     found = [
         *_inputs(record, reference, work),
@@ -65,12 +65,12 @@ def _inputs(record: Record, reference: Record, work: Work) -> Iterable[Differenc
 
 
 def _loss(work: Work, record: Record, reference: Record, shifted: dict[int, float]) -> Iterable[Difference]:
-    """Compare the first loss, which depends only on the initial state, the rows, the shift and the reduction."""
-    # The loss is computed from equal weights in both runs, so even in fp32 only a few rounding errors differ.
+    """Compare the first loss, which depends only on the initial state, the rows, the label shift and the reduction."""
+    # Both runs compute this loss from the same weights, so even in fp32 it differs only by a few rounding errors.
     first, expected, near = record.losses[0], reference.losses[0], 1e-5 if work.dtype == "fp32" else 5e-2
     if abs(first / expected - 1) <= near:
         return
-    # Among the possible distances and factors, choose the one that explains the value best.
+    # Among the possible pairs of label shift and factor, choose the one that explains the value best.
     factors = {1.0: "mean", float(work.step_tokens): "sum", 1.0 / work.micro_batches: "mean divided by the micro-batches"}
     choices = [(abs(first / (factor * loss) - 1), shift, factor) for shift, loss in shifted.items() for factor in factors]
     error, shift, factor = min(choices, default=(math.inf, 1, 1.0))
@@ -84,7 +84,7 @@ def _loss(work: Work, record: Record, reference: Record, shifted: dict[int, floa
 
 
 def _gradients(work: Work, record: Record, reference: Record) -> Iterable[Difference]:
-    """Compare the scale of the first gradient, and the norms that the optimizer received with the limit."""
+    """Compare the norm of the first gradient, the clipping of all gradients, and the dtype of gradient reductions."""
     norm, expected, near = record.norms[0], reference.norms[0], 0.02 if work.dtype == "fp32" else 0.1
     if norm is None or expected is None:
         yield Difference("gradient norm", "not measured", "measured before clipping")
@@ -112,7 +112,7 @@ def _gradients(work: Work, record: Record, reference: Record) -> Iterable[Differ
 
 
 def _pairs(record: Record) -> list[tuple[float, float]]:
-    """Return (norm at the optimizer, reported norm) of each step that has both."""
+    """Return (norm at the optimizer, reported norm) for each step that has both."""
     both = zip(record.clipped_norms, record.norms, strict=False)
     return [(value, before) for value, before in both if before is not None and value > 0]
 

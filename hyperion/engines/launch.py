@@ -1,4 +1,4 @@
-"""Train with a framework in processes of its own, and return the record of what it did."""
+"""Train with a framework in new processes, and return the record of the run."""
 
 import importlib
 import json
@@ -26,19 +26,20 @@ def launch(
     on_line: Callable[[str], object] = lambda line: None,
     options: dict[str, Any] | None = None,
 ) -> Record:
-    """Train the work with a framework in new processes, and return its record. The record is also written to `folder`.
+    """Perform the work with a framework in new processes, and return its record. The record is also written to `folder`.
 
     Args:
         stack: the framework.
-        work: the work.
+        work: the training work.
         folder: folder for the final state, the record and the logs of the ranks.
-        ranks: number of ranks, by default those of the stack.
-        timeout_s: seconds after which the ranks are ended.
+        ranks: number of ranks. Defaults to that of the stack.
+        timeout_s: time in seconds after which the ranks are terminated.
         on_line: called with each line that rank 0 prints.
-        options: arguments of the adapter that replace those of the stack.
+        options: arguments of the adapter that override those of the stack.
 
     Raises:
-        HyperionError: the framework is unavailable; the exit code is 3. Or a rank failed or was killed; see `run_ranks`.
+        HyperionError: the framework is unavailable (exit code 3), or its packages were not imported, or a rank failed or was
+            killed; see `run_ranks`.
     """
     if reason := stack.why_absent():
         raise Unavailable(stack, reason)
@@ -49,7 +50,7 @@ def launch(
     values = {"adapter": stack.adapter, "name": stack.name, "packages": list(stack.packages), "folder": str(folder)}
     values |= {"work": work.as_dict(), "options": {**stack.options, **(options or {})}}
     common = {"timeout_s": timeout_s, "python": stack.python()}
-    # Frameworks for several ranks need torchrun's variables also on a single rank.
+    # Frameworks for several ranks need torchrun's environment variables even on a single rank.
     if stack.ranks == 1:
         answer = run_job(Job(train_alone, values, **common), on_line=on_line)
     else:
@@ -68,12 +69,12 @@ def launch(
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a framework.
+    """Result of launching a framework.
 
     Args:
         stack: name of the framework.
-        record: its record, or None.
-        reason: why there is no record, as a row states it. It starts with "unavailable" or "failed".
+        record: record of the run, or None.
+        reason: why there is no record, as shown in a row. It starts with "unavailable" or "failed".
     """
 
     stack: str
@@ -87,7 +88,7 @@ class Outcome:
 
 
 def launch_all(stacks: Iterable[Stack], launch_one: Callable[[Stack], Record]) -> Iterator[Outcome]:
-    """Yield the outcome of each framework. The others continue if one fails or is killed.
+    """Yield the outcome of each framework. If one of them fails or is killed, the others still run.
 
     Args:
         stacks: the frameworks.
@@ -103,7 +104,7 @@ def launch_all(stacks: Iterable[Stack], launch_one: Callable[[Stack], Record]) -
 
 
 def failure_of(error: HyperionError) -> str:
-    """Return the first line of an error and the last line of the log that it contains, in at most 300 characters."""
+    """Return the first line of an error and the last line of the log that it contains, truncated to 300 characters."""
     lines = [line.strip() for line in error.what.splitlines() if line.strip()]
     return (lines[0] if len(lines) < 2 else f"{lines[0]}: {lines[-1]}")[:300]
 
@@ -116,7 +117,7 @@ def exit_code(outcomes: Sequence[Outcome]) -> int:
 
 
 def train_on_rank(adapter: str, name: str, packages: list[str], work: dict, folder: str, options: dict) -> dict:
-    """Train on one rank with the adapter of a framework, and return the record. `launch` calls this function in new processes."""
+    """Perform the work on one rank with a framework's adapter, and return the record. `launch` calls this in new processes."""
     from hyperion.engines.observer import Observer  # imports torch
 
     what = Work.of(work)
@@ -124,8 +125,8 @@ def train_on_rank(adapter: str, name: str, packages: list[str], work: dict, fold
 
 
 def train_alone(**values: Any) -> dict:
-    """Call `train_on_rank` in a process group of one rank, which DeepSpeed needs. No torchrun is started."""
-    # Before torch is imported: a Trainer would divide the batch over all devices that it sees.
+    """Call `train_on_rank` in a process group of one rank, without torchrun."""
+    # This must happen before torch is imported, because the HF Trainer would divide the batch over all visible devices.
     known = [name for name in ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES") if name in os.environ]
     for name in known or ["CUDA_VISIBLE_DEVICES"]:
         os.environ[name] = os.environ.get(name, "0").split(",")[0]
@@ -136,10 +137,10 @@ def train_alone(**values: Any) -> dict:
 
 
 class Unavailable(HyperionError):
-    """Raised if a framework is not installed. A command ends with exit code 3 and writes no result.
+    """Raised if a framework is not installed. A command then exits with code 3 and writes no result.
 
     Attributes:
-        reason: the reason with the next step, as a row states it.
+        reason: why it is unavailable, with the next step, as shown in a row.
     """
 
     exit_code = UNAVAILABLE

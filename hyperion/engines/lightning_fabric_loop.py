@@ -12,7 +12,7 @@ from hyperion.engines.work import Work
 
 
 def train(work: Work, observer: Observer) -> dict:
-    """Train the work and return the record. With several ranks, the strategy is DDP."""
+    """Perform the work and return the record. With several ranks, the strategy is DDP."""
     here = observer.here
     fabric = Fabric(
         accelerator="cpu" if torch.device(observer.device).type == "cpu" else "cuda",
@@ -20,7 +20,7 @@ def train(work: Work, observer: Observer) -> dict:
         strategy="ddp" if here.size > 1 else "auto",
         precision="bf16-mixed" if work.dtype == "bf16" else "32-true",
     )
-    fabric.launch()  # starts no process: torchrun has started the ranks
+    fabric.launch()  # starts no processes: torchrun has already started the ranks
     plain = work.load_model()
     embedding = plain.get_input_embeddings()
     model: Any

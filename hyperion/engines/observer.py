@@ -1,7 +1,8 @@
-"""Observe a training run of any framework: batches at the embedding, updates at the optimizer, collectives, times, memory.
+"""Observe a training run of any framework: embedding inputs, optimizer updates, collectives, step times, memory and energy.
 
 An adapter calls `start` before its first step, `step` after each optimizer step, and `finish` at the end, on every rank. All
-other values come from hooks in PyTorch, so they are those of the run and not those that the adapter intended.
+other values are measured in the run, most of them with PyTorch hooks, so they describe what the run did and not what the adapter
+intended.
 """
 
 import hashlib
@@ -31,13 +32,13 @@ _REDUCTIONS = ("allreduce", "all_reduce", "reduce_scatter")
 
 
 class Observer:
-    """Record of one rank, which `finish` combines with those of the other ranks.
+    """Observer of one rank. `finish` combines its record with those of the other ranks.
 
     Args:
-        work: the work of the run.
-        stack: name of the framework with its variant.
+        work: the training work of the run.
+        stack: name of the framework and its variant.
         packages: import names of the packages whose versions are recorded.
-        folder: folder for the final state.
+        folder: folder to which the final state is written.
     """
 
     def __init__(self, work: Work, stack: str, packages: Sequence[str], folder: Path):
@@ -50,7 +51,7 @@ class Observer:
         self._ends_s: list[float] = []
         self._inputs: list[list[Tensor]] = [[]]
         self._tokens = 0
-        # By parameter of the optimizer: the tensor, its number of own elements, the options of its group, its optimizer.
+        # By id of a parameter: the tensor, the number of elements that this rank counts, its group's options, and its optimizer.
         self._updated: dict[int, tuple[Tensor, float, dict[str, Any], torch.optim.Optimizer]] = {}
         self._rates: dict[int, list[float]] = {}
         self._collectives = _Collectives()
@@ -60,7 +61,7 @@ class Observer:
 
     @property
     def device(self) -> str:
-        """The device of this rank, as "cpu" or "cuda:0"."""
+        """The device of this rank, such as "cpu" or "cuda:0"."""
         return str(self._device)
 
     def start(
@@ -71,16 +72,16 @@ class Observer:
         readers: int = 1,
         own_share: Callable[[Tensor], float] | None = None,
     ) -> None:
-        """Begin the record, directly before the first step. All ranks must call this method.
+        """Start the record, directly before the first step. All ranks must call this method.
 
         Args:
-            engine: the object that trains, whose class is recorded.
-            embedding: the module that receives the token ids, of shape [b, sequence_length] or one token more. None on a rank
-                without one, such as a later pipeline stage.
-            state: the current state in Hugging Face names, complete on rank 0. Other ranks may pass an empty dict.
+            engine: the object that trains. Its class is recorded.
+            embedding: the module that receives the token ids, of shape [b, sequence_length] or [b, sequence_length + 1]. None on
+                a rank without an embedding, such as a later pipeline stage.
+            state: the current state dict with Hugging Face names, complete on rank 0. Other ranks may pass an empty dict.
             readers: number of ranks that receive the same row, such as the size of a tensor-parallel group.
-            own_share: function that returns the share of a parameter of the optimizer that counts for this rank: 1 / n if n ranks
-                hold the same values. By default it is computed from the number of elements on all ranks.
+            own_share: function that returns the share of a parameter's elements that this rank counts: 1 / n if n ranks hold the
+                same values. By default, it is computed from the number of elements on all ranks.
         """
         self._engine = f"{type(engine).__module__}.{type(engine).__qualname__}"
         self._readers, self._own_share = readers, own_share
@@ -97,9 +98,9 @@ class Observer:
         """Record the end of an optimizer step.
 
         Args:
-            loss: mean loss of this rank's tokens in the step, or of all tokens; None on a rank that does not know it.
-            norm: gradient norm before clipping, as the framework's function returned it; None if it returned none.
-            tokens: scored tokens of this rank in the step, as the framework or its data loader counts them.
+            loss: mean loss over this rank's tokens of the step, or over all its tokens; None on a rank that does not know it.
+            norm: gradient norm before clipping, as returned by the framework's function; None if it returned none.
+            tokens: number of scored tokens of this rank in the step, as counted by the framework or its data loader.
         """
         self._ends_s.append(self._now())
         if len(self._ends_s) == 1:
@@ -111,16 +112,16 @@ class Observer:
         self._inputs.append([])
         if self._sampler is not None:
             self._energy_steps += 1
-        # Energy is read in the second half only, after compilation and warm-up.
+        # Measure energy in the second half of the steps only, after compilation and warm-up.
         elif len(self._ends_s) == self.work.steps // 2:
             self._sampler = Sampler(self.here.device)
             self._sampler.__enter__()
 
     def finish(self, state: dict[str, Tensor]) -> dict[str, Any]:
-        """End the record and return it for all ranks together, as a dict that JSON can represent. All ranks must call it.
+        """End the record, and return it for all ranks combined as a JSON-serializable dict. All ranks must call this method.
 
         Args:
-            state: the final state in Hugging Face names, complete on rank 0. Other ranks may pass an empty dict.
+            state: the final state dict with Hugging Face names, complete on rank 0. Other ranks may pass an empty dict.
         """
         self._memory.__exit__(None, None, None)
         peak = self._memory.peak
@@ -158,7 +159,7 @@ class Observer:
         return self._combined(ranks, final, unreadable).as_dict()
 
     def _combined(self, ranks: list[dict[str, Any]], final: str, unreadable: dict[str, str]) -> Record:
-        # Without an `own_share`, each element counts 1 / copies, where copies is the number of ranks that hold it.
+        # Without `own_share`, each element counts 1 / copies, where copies is the number of ranks that hold it.
         held = sum(group.elements for rank in ranks for group in rank["groups"])
         copies = 1.0 if self._own_share is not None else float(max(1, round(held / max(1, self._parameters_everywhere()))))
         merged: dict[tuple, float] = {}
@@ -199,7 +200,7 @@ class Observer:
         return max(counts)
 
     def _read_rows(self, ranks: list[dict[str, Any]], step: int) -> list[int]:
-        """Return the sorted rows of a step. A row that several ranks read on purpose counts once."""
+        """Return the sorted row numbers of a step. A row that several ranks read by design counts once."""
         numbers = sorted(number for rank in ranks for number in rank["rows"][step])
         return numbers[:: self._readers]
 
@@ -212,11 +213,11 @@ class Observer:
         return [self._known_rows.get(np.ascontiguousarray(row[:length]).astype(np.int64).tobytes(), -1) for row in rows]
 
     def _on_input(self, module: nn.Module, arguments: tuple) -> None:
-        # clone: a framework may reuse the buffer for the next batch.
+        # Clone the input, because a framework may reuse its buffer for the next batch.
         self._inputs[-1].append(arguments[0].detach().clone())
 
     def _on_update(self, optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict) -> None:
-        """Read the groups and the gradients that an optimizer is about to use. Sharded optimizers call `step` for each group."""
+        """Read the groups and gradients that an optimizer is about to use. Sharded optimizers call `step` once per group."""
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is None:
@@ -247,7 +248,7 @@ class Observer:
         return [Group(count, *identity) for identity, count in elements.items()]
 
     def _updates(self) -> int:
-        """Return the number of updates from the state of the optimizer, which counts them for each parameter."""
+        """Return the number of updates, read from the optimizer state, which counts them for each parameter."""
         counts = [optimizer.state.get(parameter, {}).get("step", 0) for parameter, _, _, optimizer in self._updated.values()]
         return int(max(counts, default=0))
 
@@ -258,7 +259,7 @@ class Observer:
 
 
 class _Collectives(TorchDispatchMode):
-    """Count the elements that reductions receive, by dtype. DDP starts them from C++, where Python functions are not called."""
+    """Count the elements of reductions, by dtype. DDP starts reductions from C++, where Python functions are not called."""
 
     def __init__(self):
         super().__init__()
@@ -266,7 +267,7 @@ class _Collectives(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func.namespace in ("c10d", "_c10d_functional") and any(word in func.name() for word in _REDUCTIONS):
-            # The last tensors of a reduce-scatter are its inputs; an all-reduce has only one list.
+            # Count the largest tensor: the input of a reduce-scatter is larger than its output; an all-reduce has only one list.
             tensors = [leaf for leaf in tree_leaves(args) if isinstance(leaf, Tensor)]
             largest = max(tensors, key=Tensor.numel, default=None)
             if largest is not None:
@@ -276,7 +277,7 @@ class _Collectives(TorchDispatchMode):
 
 
 def sha256_of_state(state: dict[str, Tensor]) -> str:
-    """Return the hash of the names and the float32 values of a state, in the order of names."""
+    """Return the SHA-256 of the names and the float32 values of a state dict, in alphabetical order of the names."""
     digest = hashlib.sha256()
     for name in sorted(state):
         digest.update(name.encode())
@@ -285,7 +286,7 @@ def sha256_of_state(state: dict[str, Tensor]) -> str:
 
 
 def save_state(file: Path, state: dict[str, Tensor]) -> Path:
-    """Write a state in Hugging Face names as safetensors in float32, and return the file."""
+    """Write a state dict with Hugging Face names to a safetensors file in float32, and return the path."""
     from safetensors.torch import save_file
 
     file.parent.mkdir(parents=True, exist_ok=True)
@@ -294,7 +295,7 @@ def save_state(file: Path, state: dict[str, Tensor]) -> Path:
 
 
 def versions_of(packages: Iterable[str]) -> dict[str, str]:
-    """Return the version of each package whose module this process imported. A package that was not imported is left out."""
+    """Return the version of each package that this process has imported. Packages that were not imported are omitted."""
     imported = [name for name in packages if name in sys.modules]
     # Reading the metadata of all packages takes a second.
     owners = importlib.metadata.packages_distributions() if imported else {}

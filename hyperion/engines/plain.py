@@ -1,4 +1,4 @@
-"""The reference: a plain PyTorch loop around transformers' Llama."""
+"""Reference run: a plain PyTorch training loop around the Llama model of transformers."""
 
 from typing import Any
 
@@ -11,10 +11,10 @@ from hyperion.engines.work import Work
 
 
 def train(work: Work, observer: Observer, **how: Any) -> dict:
-    """Train the work on one rank and return the record.
+    """Perform the work on one rank and return the record.
 
     Args:
-        work: the work.
+        work: the training work.
         observer: observer of this rank.
         how: further arguments of AdamW, such as `fused`.
     """
@@ -36,12 +36,12 @@ def train(work: Work, observer: Observer, **how: Any) -> dict:
 
 
 def token_loss(model: nn.Module, rows_BT: Tensor, shift: int = 1, reduction: str = "mean") -> Tensor:
-    """Return the loss of the predicted tokens.
+    """Return the cross-entropy of the predicted tokens.
 
     Args:
-        model: transformers' Llama.
-        rows_BT: int64 of shape [B, T + 1].
-        shift: distance of a target from its input. 1 is right.
+        model: Llama model of transformers.
+        rows_BT: int64 tokens of shape [B, T + 1].
+        shift: number of tokens from an input to its target. The correct value is 1.
         reduction: "mean" or "sum" over all tokens.
     """
     logits_BTV = model(input_ids=rows_BT[:, :-1], use_cache=False).logits.float()
@@ -52,7 +52,7 @@ def token_loss(model: nn.Module, rows_BT: Tensor, shift: int = 1, reduction: str
 
 @torch.no_grad()
 def first_losses(work: Work, device: str = "cpu") -> dict[int, float]:
-    """Return the mean loss of the first step for the distances 0, 1 and 2 between an input and its target."""
+    """Return the mean loss of the first step for targets 0, 1 and 2 tokens after their input."""
     model = work.load_model(device)
     rows_BT = work.whole_batch(0, device=device)
     return {shift: float(token_loss(model, rows_BT, shift)) for shift in (0, 1, 2)}

@@ -1,4 +1,4 @@
-"""Unequal work, planted on purpose: the plain loop with one unfairness, to test the judge."""
+"""Deliberately unequal work: the plain loop with one unfairness, to test the judge."""
 
 from dataclasses import replace
 from typing import Any
@@ -11,7 +11,7 @@ from hyperion.engines.observer import Observer
 from hyperion.engines.plain import token_loss
 from hyperion.engines.work import Work
 
-# Name of the unfairness, and the difference that the judge must name.
+# Maps each unfairness to the name of the difference that the judge must report.
 PLANTED = {
     "learning rate x 1.1": "learning rate",
     "learning rate decays": "learning rate",
@@ -35,19 +35,19 @@ PLANTED = {
     "tokens counted per rank": "tokens counted",
     "other initial state": "initial state",
 }
-# Fields of the work that an unfairness changes, as factors.
+# Fields of the work that an unfairness multiplies by a factor.
 _FACTORS = {"learning rate x 1.1": ("learning_rate", 1.1), "eps 1e-6": ("eps", 100.0), "weight decay 0.01": ("weight_decay", 0.1)}
 
 
 def train(work: Work, observer: Observer, unfairness: str) -> dict:
-    """Train the work with one unfairness, and return the record. The work needs at least two micro-batches.
+    """Perform the work with one unfairness, and return the record. The work needs at least two micro-batches.
 
-    "gradients reduced in bf16" needs a process group, of one rank at least.
+    "gradients reduced in bf16" needs a process group of at least one rank.
 
     Args:
-        work: the work.
+        work: the training work.
         observer: observer of this rank.
-        unfairness: a name in PLANTED, or "" for the clean twin.
+        unfairness: a key of `PLANTED`, or "" for the unchanged loop.
     """
     model: Any = work.load_model(observer.device)
     if unfairness == "other initial state":
@@ -74,7 +74,7 @@ def train(work: Work, observer: Observer, unfairness: str) -> dict:
 
 
 def _gradients(work: Work, observer: Observer, model: nn.Module, step: int, unfairness: str) -> tuple[Any, Any]:
-    """Compute the gradients of a step. Return the loss and, where the unfairness needs it, the norm before clipping."""
+    """Compute the gradients of a step. Return the loss, and the norm before clipping if the unfairness skips clipping."""
     shift = {"labels not shifted": 0, "labels shifted twice": 2}.get(unfairness, 1)
     parts = work.micro_batch_list(step, device=observer.device)
     if unfairness == "rows shuffled":

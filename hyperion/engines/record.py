@@ -1,4 +1,4 @@
-"""What a run did: the values that `Observer` read from the run, not what an adapter was asked to do."""
+"""Record of a run: values that `Observer` read from the run, not settings that the adapter received."""
 
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
@@ -6,12 +6,12 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Group:
-    """Parameters that the optimizer updated with the same options, read when its `step` was called.
+    """Parameters that share optimizer options. The options are read when the optimizer's `step` is called.
 
     Args:
-        elements: number of elements over all ranks, each counted once. Padding of sharded tensors is included.
+        elements: number of elements over all ranks, each counted once. It includes the padding of sharded tensors.
         weight_decay, betas, eps: options of the group.
-        learning_rates: all learning rates that were used, in order and without repetition.
+        learning_rates: the learning rates that were used, each once, in order of first use.
         dtype: dtype of the updated tensors, such as "float32".
         optimizer: class of the optimizer, such as "torch.optim.adamw.AdamW".
     """
@@ -27,29 +27,31 @@ class Group:
 
 @dataclass(frozen=True)
 class Record:
-    """What a run did, on all ranks together.
+    """Record of a run, combined over all ranks.
 
     Args:
-        stack: name of the framework with its variant.
+        stack: name of the framework and its variant.
         ranks: number of ranks.
-        versions: version of each package that the framework needs, of the imported modules.
+        versions: version of each package that the framework needs, if the run imported it.
         engine: class of the object that trains, such as "deepspeed.runtime.engine.DeepSpeedEngine".
         device: name of the device.
-        losses: loss of each step, mean over ranks of the reported losses.
-        norms: gradient norm of each step before clipping, as the framework's own function returned it. None if it reports none.
-        clipped_norms: gradient norm of each step that the optimizer received, computed from its gradients.
-        step_times_s: time from the end of one step to the end of the next, on the slowest rank, with a synchronized device.
-        initial_sha256: hash of the state before the first step, in Hugging Face names and order.
-        rows: numbers of the rows of each step that the embedding received, over all ranks, sorted. -1 is an unknown row.
-        counted_tokens: tokens that the framework or its adapter counted, over all ranks and steps.
-        groups: groups of the optimizer.
-        optimizer_steps: number of updates, from the optimizer's own state.
-        reduced: elements of gradients that the collectives of the first step reduced on a rank, by dtype.
-        peak_memory_gib: largest peak of a rank: allocated device memory, or resident memory of the process on a CPU. None if the
-            system does not report it.
-        energy_j: energy of the steps after the first half, None if it cannot be read.
-        energy_steps: number of steps of `energy_j`.
-        final_file: file with the final state in Hugging Face names.
+        losses: loss of each step, averaged over the ranks that report one.
+        norms: gradient norm of each step before clipping, as returned by the framework's function. None if it returns none.
+        clipped_norms: norm of the gradients that the optimizer received in each step.
+        step_times_s: time of each step in seconds, from the end of the previous step, on the slowest rank, with a synchronized
+            device.
+        initial_sha256: SHA-256 of the state before the first step, with Hugging Face names.
+        rows: sorted numbers of the rows that the embedding received in each step, over all ranks. -1 is an unknown row.
+        counted_tokens: number of tokens as counted by the framework or its adapter, summed over all ranks and steps.
+        groups: parameter groups of the optimizer.
+        optimizer_steps: number of updates, read from the optimizer state.
+        reduced: number of gradient elements that the collectives of the first step reduced on rank 0, by dtype.
+        peak_memory_gib: largest peak of a rank in GiB: allocated device memory, or on a CPU the resident memory of the process.
+            None if it cannot be read.
+        energy_j: energy of the last `energy_steps` steps in joules, summed over all ranks. None if it cannot be read.
+        energy_steps: number of steps that `energy_j` covers.
+        final_file: file with the final state dict with Hugging Face names.
+        unreadable: why a value could not be read, by the name of the value.
     """
 
     stack: str
@@ -74,12 +76,12 @@ class Record:
     unreadable: dict[str, str] = field(default_factory=dict)
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the record as a dict that JSON can represent."""
+        """Return the record as a JSON-serializable dict."""
         return asdict(self)
 
     @classmethod
     def of(cls, values: dict[str, Any]) -> "Record":
-        """Return the record from the dict that `as_dict` returns, after it was JSON."""
+        """Return the record from a dict that `as_dict` returned and that may have been stored as JSON."""
         known = {item.name: values[item.name] for item in fields(cls)}
         groups = [
             Group(**{**group, "betas": tuple(group["betas"]), "learning_rates": tuple(group["learning_rates"])})

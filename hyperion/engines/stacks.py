@@ -1,4 +1,4 @@
-"""The frameworks of the comparison: which adapter trains with which options, on how many ranks, and which packages it needs."""
+"""The frameworks of the comparison: for each, its adapter, options, number of ranks and required packages."""
 
 import importlib.util
 from dataclasses import dataclass, field
@@ -13,15 +13,15 @@ UNAVAILABLE = 3  # exit code of a command whose framework is unavailable
 
 @dataclass(frozen=True)
 class Stack:
-    """A framework with its variant.
+    """A framework and its variant.
 
     Args:
         name: name in rows and commands, such as "deepspeed zero-1".
-        adapter: module with `train(work, observer, **options)`; "" for a framework in `hyperion.engines.external`.
-        packages: import names of the packages that must have been imported when the run ends. They prove what ran.
-        ranks: number of ranks on a CPU, and on a machine with as many accelerators.
+        adapter: module with a function `train(work, observer, **options)`, or "" for a framework in `hyperion.engines.external`.
+        packages: import names of the packages that the run must have imported by its end, as proof of what ran.
+        ranks: number of ranks on a CPU, or on a machine with at least as many accelerators.
         options: further arguments of `train`.
-        environment: name of the environment of its own, or "" for the environment of this process.
+        environment: name of the framework's own environment, or "" for the environment of this process.
     """
 
     name: str
@@ -32,7 +32,7 @@ class Stack:
     environment: str = ""
 
     def why_absent(self) -> str:
-        """Return why this framework cannot run, with the command that changes this, or "" if it can."""
+        """Return why this framework cannot run and the next step, or "" if it can run."""
         if not self.adapter:
             return why_unavailable(self.name)
         if self.environment:
@@ -77,7 +77,7 @@ def stack_named(name: str) -> Stack:
     """Return the stack with this name.
 
     Raises:
-        HyperionError: there is no such stack. The message lists all stacks.
+        HyperionError: no stack has this name. The message lists all stacks.
     """
     if name not in STACKS:
         raise HyperionError(
@@ -87,10 +87,10 @@ def stack_named(name: str) -> Stack:
 
 
 def environment_named(name: str) -> str:
-    """Return the name of an environment if it exists.
+    """Return the name unchanged if an environment has this name.
 
     Raises:
-        HyperionError: there is no such environment. The message lists all environments.
+        HyperionError: no environment has this name. The message lists all environments.
     """
     if name not in ENVIRONMENTS:
         raise HyperionError(

@@ -1,7 +1,7 @@
-"""torchtitan's Llama, its converter of Hugging Face weights, its loss and its clipping of gradients, in a loop of our own.
+"""torchtitan's Llama model, converter of Hugging Face weights, loss and gradient clipping, in our own training loop.
 
-torchtitan's Trainer needs an accelerator, so its components are used without it. Its loss is a sum over tokens, and it scales the
-angles of Llama 3.1 by default, which the initial state does not.
+torchtitan's Trainer needs an accelerator, so only its components are used. Its loss is a sum over tokens. By default, it applies
+the RoPE scaling of Llama 3.1, which the initial state does not use.
 """
 
 import torch
@@ -15,7 +15,7 @@ from hyperion.engines.work import Work
 
 
 def train(work: Work, observer: Observer) -> dict:
-    """Train the work on one rank and return the record."""
+    """Perform the work on one rank and return the record."""
     arguments = _arguments(work)
     converter = Llama3StateDictAdapter(arguments, None)
     with torch.device(observer.device):
@@ -54,12 +54,12 @@ def _arguments(work: Work) -> TransformerModelArgs:
         n_heads=config["num_attention_heads"],
         n_kv_heads=config["num_key_value_heads"],
         vocab_size=config["vocab_size"],
-        # torchtitan rounds the inner width up to this multiple; with the width itself, the result is the width.
+        # torchtitan rounds the inner width up to a multiple of this number. With the width itself, the result is exact.
         multiple_of=wide,
         ffn_dim_multiplier=wide / inner if inner > wide else None,
         norm_eps=config["rms_norm_eps"],
         rope_theta=(config.get("rope_parameters") or config)["rope_theta"],
-        # Equal factors leave no band between them, and a scale of 1 leaves all angles as they are.
+        # These values disable RoPE scaling: equal factors leave no band between them, and a scale of 1 changes no angle.
         rope_scaling_args=RoPEScalingArgs(scaling_factor=1.0, low_freq_factor=1.0, high_freq_factor=1.0),
         max_seq_len=work.sequence_length,
     )

@@ -1,4 +1,4 @@
-"""The work that each framework must do: one initial state, one file of tokens, and the optimizer steps on them."""
+"""The work that each framework must perform: one initial state, one token file, and optimizer steps on its rows."""
 
 import json
 from dataclasses import asdict, dataclass
@@ -19,23 +19,24 @@ TOKENS, WEIGHTS, CONFIG = "tokens.npy", "model.safetensors", "config.json"
 
 @dataclass(frozen=True)
 class Work:
-    """The work of a run. A row is a sequence of `sequence_length + 1` tokens: inputs and, shifted by one, targets.
+    """The training work of a run. A row has `sequence_length + 1` tokens: inputs and, shifted by one, targets.
 
-    Step i (from 0) uses the rows i·B to (i+1)·B - 1 of the token file, where B is `batch_size`. Rank r of R data-parallel ranks
-    uses the r-th of R equal, contiguous parts of these rows. The optimizer is AdamW with decoupled weight decay on tensors of
-    two or more dimensions, and none on vectors. The learning rate is constant. The loss of a step is the mean over all its
-    tokens. The L2 norm of the gradients of the whole batch is limited to `clip_norm`.
+    Step i (counted from 0) uses rows i·B to (i+1)·B - 1 of the token file, where B is `batch_size`. Of R data-parallel ranks,
+    rank r uses the r-th of R equal, contiguous parts of these rows. The optimizer is AdamW, with decoupled weight decay on
+    tensors of two or more dimensions and none on vectors. The learning rate is constant. The loss of a step is the mean over all
+    its tokens. Gradients are clipped so that the L2 norm of the whole batch's gradient is at most `clip_norm`.
 
     Args:
         folder: folder with the initial state in Hugging Face format (config.json, model.safetensors) and tokens.npy.
         steps: number of optimizer steps.
-        batch_size: rows in a step, over all ranks and micro-batches.
-        sequence_length: scored tokens in a row.
-        dtype: number format of matrix products, "fp32" or "bf16". Weights of the optimizer are float32 in both.
+        batch_size: number of rows in a step, summed over all ranks and micro-batches.
+        sequence_length: number of scored tokens in a row.
+        dtype: number format of matrix products, "fp32" or "bf16". The optimizer updates float32 weights in both cases.
         learning_rate, betas, eps, weight_decay: options of AdamW.
-        clip_norm: limit of the gradient norm.
-        micro_batches: parts into which each rank divides its rows of a step.
-        timed: if True, gradient norms at the optimizer are read in the first half of the steps only, because reading takes time.
+        clip_norm: largest allowed gradient norm.
+        micro_batches: number of parts into which each rank divides its rows of a step.
+        timed: if True, gradient norms at the optimizer are read only in the first half of the steps, because reading them takes
+            time.
     """
 
     folder: str
@@ -53,24 +54,24 @@ class Work:
 
     @classmethod
     def of(cls, values: dict) -> "Work":
-        """Return the work from the dict that `as_dict` returns, after it was JSON."""
+        """Return the work from a dict that `as_dict` returned and that may have been stored as JSON."""
         return cls(**{**values, "betas": tuple(values["betas"])})
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the fields as a dict that JSON can represent."""
+        """Return the fields as a JSON-serializable dict."""
         return {**asdict(self), "betas": list(self.betas)}
 
     @property
     def step_tokens(self) -> int:
-        """Number of scored tokens in a step, over all ranks."""
+        """Number of scored tokens in a step, summed over all ranks."""
         return self.batch_size * self.sequence_length
 
     def tokens(self) -> np.ndarray:
-        """Return the token file, int64 of shape [rows, sequence_length + 1]. The file is mapped into memory."""
+        """Return the memory-mapped token file, int64 of shape [rows, sequence_length + 1]."""
         return np.load(Path(self.folder) / TOKENS, mmap_mode="r", allow_pickle=False)
 
     def row_numbers(self, step: int, rank: int = 0, ranks: int = 1) -> list[range]:
-        """Return the numbers of the rows of each micro-batch of a rank in a step (from 0)."""
+        """Return the row numbers of each micro-batch of a rank in a step (counted from 0)."""
         each = self.batch_size // (ranks * self.micro_batches)
         first = step * self.batch_size + rank * each * self.micro_batches
         return [range(first + part * each, first + (part + 1) * each) for part in range(self.micro_batches)]
@@ -86,7 +87,7 @@ class Work:
         return torch.cat(self.micro_batch_list(step, rank, ranks, device))
 
     def require_divisible(self, ranks: int) -> None:
-        """Raise a HyperionError if the rows of a step cannot be divided equally, or if the token file is too short."""
+        """Raise a HyperionError if the rows of a step cannot be divided equally, or if the token file has the wrong shape."""
         if self.batch_size % (ranks * self.micro_batches):
             raise HyperionError(
                 f"a batch of {self.batch_size} rows cannot be divided into {ranks} ranks x {self.micro_batches} micro-batches",
@@ -102,14 +103,14 @@ class Work:
             )
 
     def load_model(self, device: str = "cpu") -> "LlamaForCausalLM":
-        """Return transformers' Llama with the initial state, in float32 and in training mode."""
+        """Return the Llama model of transformers with the initial state, in float32 and in training mode."""
         from transformers import LlamaForCausalLM
 
         model: Any = LlamaForCausalLM.from_pretrained(self.folder, dtype=torch.float32, local_files_only=True)
         return model.to(device).train()
 
     def config(self) -> dict[str, Any]:
-        """Return the fields of config.json."""
+        """Return the content of config.json."""
         return json.loads((Path(self.folder) / CONFIG).read_text("utf-8"))
 
     def parameter_groups(self, model: nn.Module) -> list[dict]:
@@ -124,8 +125,8 @@ class Work:
         """Return torch's AdamW for this work.
 
         Args:
-            model: model with the parameters.
-            how: further arguments of AdamW. By default the implementation is `foreach`, which every framework can use.
+            model: model whose parameters are updated.
+            how: further arguments of AdamW. By default, the implementation is `foreach`, which every framework supports.
         """
         options = {"foreach": True, **how}
         groups = self.parameter_groups(model)
@@ -133,11 +134,11 @@ class Work:
 
 
 def write_work_folder(folder: Path, model: "LlamaForCausalLM", tokens: np.ndarray) -> None:
-    """Write the initial state and the token file of a work.
+    """Write the initial state and the token file of a `Work` to its folder.
 
     Args:
         folder: an existing folder.
-        model: the initial state, transformers' Llama in float32.
+        model: the initial state, a Llama model of transformers in float32.
         tokens: int64 of shape [rows, sequence_length + 1]. Rows must differ in their first `sequence_length` tokens, because the
             observer identifies a row by them.
     """

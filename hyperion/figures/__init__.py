@@ -1,1 +1,1 @@
-"""Functions for figures and tables: style of figures, numbers as text, and tables of rows. This package does not import torch."""
+"""Functions for figures and tables: figure style, number formatting, and tables of rows. This package does not import torch."""

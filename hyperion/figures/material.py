@@ -1,6 +1,4 @@
-"""The material from which figures and pages are made: the rows, samples and predictions of a run.
-
-The module also has functions that format numbers as text.
+"""Material for figures and pages: the rows, samples and predictions of a run. Also functions that format numbers.
 
 This module imports neither torch nor matplotlib, because functions that print to the terminal also use it.
 """
@@ -68,19 +66,19 @@ class Material:
 
     @cached_property
     def finished(self) -> dict[str, dict]:
-        """Stored information about each experiment, as `Run.experiments` returns it. The keys are "notebook/experiment"."""
+        """Stored information about each experiment, as returned by `Run.experiments`. The keys are "notebook/experiment"."""
         return self.run.experiments()
 
     @cached_property
     def experiments(self) -> list[tuple[str, str]]:
-        """Pairs (notebook, experiment) in the order of the rows."""
+        """Pairs (notebook, experiment) in row order."""
         return list(dict.fromkeys((row.notebook, row.experiment) for row in self.rows))
 
     @cached_property
     def image_caveat(self) -> str:
-        """A sentence that says why the accuracies of this run cannot be compared with published ones.
+        """Sentence on why this run's accuracies cannot be compared with published ones.
 
-        It is "" if the run used the official CIFAR-10, or if it measured no accuracy. The provenance of an experiment states the
+        It is "" if the run used the official CIFAR-10 or measured no accuracy. The provenance of an experiment states the
         checksum of its data, and whether the publisher's checksums confirm the files.
         """
         measured_on = {(row.notebook, row.experiment): row.data_source for row in self.rows if row.metric in ACCURACIES}
@@ -88,7 +86,7 @@ class Material:
         return next(filter(None, caveats), "")
 
     def _data_of(self, notebook: str, experiment: str) -> dict:
-        """Return a dict that maps the name of a data set of an experiment to the identity of this data set, such as its checksum.
+        """Return a dict that maps each data set of an experiment to its identity, such as its checksum.
 
         For a replayed experiment, the identity is read from the reference run.
         """
@@ -100,7 +98,7 @@ class Material:
 
     @cached_property
     def drawn(self) -> dict[str, bytes | None]:
-        """The figures that were already drawn, as {name: PNG}. `hyperion.book.outline.picture` uses it as a cache."""
+        """Figures that were already drawn, as {name: PNG}. `hyperion.book.outline.picture` uses it as a cache."""
         return {}
 
     @property
@@ -117,7 +115,7 @@ class Material:
 
         Args:
             experiment: name of the experiment.
-            wanted: values of further columns, as for `select`.
+            wanted: required values of other columns, as for `select`.
         """
         return select(self.rows, experiment=experiment, **wanted)
 
@@ -128,9 +126,9 @@ class Material:
 
     @cached_property
     def _steadiness(self) -> dict[tuple[str, str, str, str, str], str]:
-        """A dict that maps a timing to a text, which says whether the samples of this timing were steady.
+        """A dict that maps each timing to "yes" if its samples were steady, and otherwise to "no" with the reasons.
 
-        The key of a timing is (notebook, experiment, variant, dtype, parameters as JSON).
+        The key of a timing is (notebook, experiment, variant, dtype, params as JSON).
         """
         found, stored = {}, self.run.hashes()
         for notebook, experiment in self.experiments:
@@ -142,7 +140,7 @@ class Material:
             series = samples.dropna(subset=["params", "unsteady"]).drop_duplicates(["variant", "dtype", "params"])
             for line in series.to_dict("records"):
                 key = (notebook, experiment, line["variant"], line["dtype"], canonical_params(json.loads(line["params"])))
-                # If there are two reasons, the text in "unsteady" states both, separated by a semicolon.
+                # If there are two reasons, "unsteady" states both, separated by a semicolon.
                 drifts = line["unsteady"] and (line["warm"] or ";" in line["unsteady"])
                 reasons = [] if line["warm"] else ["warm-up"]
                 reasons += [f"drift {100 * line['drift']:+.1f} %"] if drifts else []
@@ -153,8 +151,8 @@ class Material:
         """Return whether the device was in a steady state while the samples of a row were taken.
 
         Returns:
-            "yes", or "no" with the reason. There are two possible reasons: the times still changed at the end of the warm-up, or
-            they drifted during the timing. "" if the row was not timed, or if its samples do not state the steadiness.
+            "yes", or "no" with the reasons: the times still changed at the end of the warm-up, or they drifted during the timing.
+            "" if the row was not timed, or if its samples do not record the steadiness.
         """
         return self._steadiness.get((row.notebook, row.experiment, row.variant, row.dtype, canonical_params(row.params)), "")
 
@@ -167,7 +165,7 @@ class Material:
     def machine(self, experiment: str) -> str:
         """Return the name of the device on which an experiment ran, for titles.
 
-        For a replayed experiment, return the reference machine and "(replay)".
+        For a replayed experiment, it is the reference machine followed by "(replay)".
         """
         pair = next(pair for pair in self.experiments if pair[1] == experiment)
         reference = self.replayed_from(*pair)
@@ -176,19 +174,19 @@ class Material:
 
 # Metrics whose values depend on the pixels of the images.
 ACCURACIES = ("accuracy", "accuracy_sd", "time_to_accuracy_s")
-# Copies of CIFAR-10 that are known to be compressed lossily, by the checksum that the provenance of an experiment states.
+# Copies of CIFAR-10 known to be lossily compressed, by the checksum in an experiment's provenance.
 _LOSSY_CIFAR10 = {"15f3c4a60ca7572f"}
 _NOT_COMPARABLE = "accuracies and times to an accuracy cannot be compared with published ones."
 
 
 def _image_caveat(data: dict, source: str) -> str:
-    """Return a sentence that says why accuracies on this copy of CIFAR-10 cannot be compared with published ones.
+    """Return a sentence on why accuracies on this copy of CIFAR-10 cannot be compared with published ones.
 
-    Return "" if the files of CIFAR-10 are official, or if the images are synthetic.
+    Return "" if the CIFAR-10 files are official, or if the images are synthetic.
 
     Args:
-        data: a dict that maps the name of a data set to its identity. The identity of CIFAR-10 states its place, its checksum,
-            and whether the files are official. In runs of earlier versions, it does not state whether the files are official.
+        data: a dict that maps each data set to its identity. The identity of CIFAR-10 gives its location, its checksum and,
+            except in runs of earlier versions, whether the files are official.
         source: data source of the rows.
     """
     entry = data.get("cifar-10") or {}
@@ -200,7 +198,7 @@ def _image_caveat(data: dict, source: str) -> str:
 
 
 def device_name(information: dict) -> str:
-    """Return the name of the first GPU in run.json, or the name of the CPU if there is no GPU.
+    """Return the name of the first GPU in run.json, or of the CPU if there is no GPU.
 
     Args:
         information: contents of run.json, with the hardware fingerprint under "environment".
@@ -232,7 +230,7 @@ def values(rows: Iterable[Row]) -> list[float]:
     return [not_none(row.value) for row in rows]
 
 
-# Value of `Plot.experiment` for a figure that belongs to the whole run and not to one experiment.
+# Value of `Plot.experiment` for a figure about the whole run instead of one experiment.
 ALL = "all"
 
 
@@ -241,8 +239,8 @@ class Plot:
     """One figure.
 
     Args:
-        name: name of the figure and of its file, without the file's ending.
-        experiment: the experiment that the figure belongs to, or `ALL` for a figure about the whole run.
+        name: name of the figure, and of its file without the extension.
+        experiment: experiment that the figure belongs to, or `ALL` for a figure about the whole run.
         caption: what the reader should see in the figure.
         draw: function that draws the figure from a `Material`. It returns None if the run has no rows for the figure.
         published: if True, `draw` accepts `published=True`, which adds published numbers of another machine.
@@ -258,14 +256,13 @@ class Plot:
 def made_from_rows(what: str) -> Callable[[Callable[Parameters, Made]], Callable[Parameters, Made]]:
     """Return a decorator for functions that make a table or a figure, so that unusable rows raise a HyperionError.
 
-    When rows are stored, their parameters are not checked. So in a run from another person, a parameter may be missing or may
-    have another type.
+    Row params are not checked when rows are stored. In a run from another person, a param may be missing or have another type.
 
     Args:
-        what: name of the table or the figure. It is the subject of the error message.
+        what: name of the table or the figure, the subject of the error message.
 
     Raises:
-        HyperionError: the decorated function raised any exception. This exception is the cause of the HyperionError.
+        HyperionError: the decorated function raised an exception, which becomes the cause of the HyperionError.
     """
 
     def decorated(function: Callable[Parameters, Made]) -> Callable[Parameters, Made]:
@@ -287,7 +284,7 @@ def made_from_rows(what: str) -> Callable[[Callable[Parameters, Made]], Callable
 
 
 def number(value: float | None, digits: int = 4) -> str:
-    """Return `value` as text with `digits` significant digits and thousands separators, or "" for None."""
+    """Format `value` with `digits` significant digits and thousands separators. None gives ""."""
     if value is None:
         return ""
     if value == 0 or not math.isfinite(value):
@@ -302,16 +299,16 @@ def number(value: float | None, digits: int = 4) -> str:
 
 
 def number_within(value: float | None, low: float | None, high: float | None) -> str:
-    """Return `value` as text, rounded as precisely as its interval allows. Further digits would be noise.
+    """Format `value` as precisely as its interval allows. Further digits would be noise.
 
-    The last digit that is shown is the second significant digit of the width of the interval.
+    The last digit shown is the second significant digit of the interval's width.
     """
     decimals = _decimals(value, low, high)
     return number(value) if value is None or decimals is None else f"{value:,.{decimals}f}"
 
 
 def interval(value: float | None, low: float | None, high: float | None) -> str:
-    """Return a confidence interval as the text "low – high", with as many decimals as `number_within`."""
+    """Format a confidence interval as "low – high", with as many decimals as `number_within`."""
     if low is None or high is None:
         return ""
     decimals = _decimals(value, low, high)
@@ -321,14 +318,14 @@ def interval(value: float | None, low: float | None, high: float | None) -> str:
 
 
 def percent(fraction: float | None, signed: bool = False) -> str:
-    """Return a fraction in percent with one decimal, or "" for None. If `signed`, positive numbers begin with "+"."""
+    """Format a fraction in percent with one decimal. None gives "". If `signed`, positive numbers begin with "+"."""
     if fraction is None:
         return ""
     return f"{100 * fraction:{'+' if signed else ''}.1f}"
 
 
 def quoted_value(value: float, unit: str) -> str:
-    """Return a value with its unit, for use in a sentence. Fractions are shown in percent."""
+    """Format a value with its unit, for use in a sentence. Fractions are shown in percent."""
     if unit == "fraction":
         # A smaller fraction would be rounded to 0.0 %.
         return f"{percent(value)} %" if value == 0 or abs(value) >= 5e-4 else f"{value:.1e}"
@@ -337,7 +334,7 @@ def quoted_value(value: float, unit: str) -> str:
 
 
 def items(count: float) -> str:
-    """Return a count as text for an axis, such as "20 M", "1.5 k" or "512"."""
+    """Format a count for an axis, such as "20 M", "1.5 k" or "512"."""
     for size, mark in ((1e9, " G"), (1e6, " M"), (1e3, " k")):
         if count >= size:
             return f"{count / size:g}{mark}"
@@ -345,7 +342,7 @@ def items(count: float) -> str:
 
 
 def byte_size(count: float) -> str:
-    """Return a number of bytes as text in the largest binary unit that gives at least 1, such as "64 B", "4 KiB" or "1.5 GiB"."""
+    """Format a number of bytes in the largest binary unit that gives at least 1, such as "64 B", "4 KiB" or "1.5 GiB"."""
     for size, mark in ((2**30, " GiB"), (2**20, " MiB"), (2**10, " KiB")):
         if count >= size:
             return f"{count / size:.3g}{mark}"
@@ -355,7 +352,7 @@ def byte_size(count: float) -> str:
 def memory_unit(gib: list[float]) -> tuple[float, str]:
     """Return the unit for an axis with these values, as (number of units in a GiB, name of the unit).
 
-    The unit is MiB if all values are below half a GiB, else GiB.
+    The unit is MiB if all values are below half a GiB, otherwise GiB.
     """
     return (1.0, "GiB") if max(gib, default=1.0) >= 0.5 else (1024.0, "MiB")
 
@@ -363,7 +360,7 @@ def memory_unit(gib: list[float]) -> tuple[float, str]:
 def _decimals(value: float | None, low: float | None, high: float | None) -> int | None:
     """Return the number of decimals of a displayed value, which depends on the width of its interval.
 
-    None if there is no interval or the value is tiny.
+    Return None if there is no interval or the value is tiny.
     """
     if value is None or low is None or high is None or high <= low or abs(value) < 1e-4:
         return None

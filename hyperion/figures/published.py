@@ -1,6 +1,6 @@
-"""Tables of measurements that others have published, with their source and their known defects.
+"""Tables of measurements published by others, with their source and known defects.
 
-No number of these tables is stored as a result of this library.
+No number in these tables is stored as a result of this library.
 """
 
 import functools
@@ -52,14 +52,14 @@ def published_baseline() -> pd.DataFrame:
 
 
 def published_tables(*names: str) -> list[tuple[str, pd.DataFrame, str]]:
-    """Return (caption, table, known defects) for each table. The cells are texts with all digits of the publication.
+    """Return (caption, table, known defects) for each table. The cells are strings with all published digits.
 
     Args:
-        names: any of gemm, bandwidth, baseline, batch_scaling, scaling, llama_lora and compilation. Without names, all tables
-            are returned.
+        names: any of gemm, bandwidth, baseline, batch_scaling, scaling, llama_lora and compilation. Without names, all tables are
+            returned.
 
     Raises:
-        HyperionError: there is no table of that name.
+        HyperionError: there is no table with this name.
     """
     tables: dict[str, tuple[str, pd.DataFrame, str]] = dict(zip(("gemm", "bandwidth", "baseline"), _first_tables(), strict=True))
     for further in _content()["further"]:

@@ -1,6 +1,6 @@
-"""The style of all figures.
+"""Style of all figures.
 
-Colours can be distinguished by colour-blind readers, and each colour has its own marker. The same figure always gives the same
+The colours are distinguishable by colour-blind readers, and each colour has its own marker. The same figure always gives the same
 PNG file.
 """
 
@@ -19,31 +19,61 @@ from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter
 from PIL import Image
 
-from hyperion.palette import COLOURS, MARKERS, MUTED, STYLE
 from hyperion.results import Row
 
+INK, MUTED, GRID = "#1b1f24", "#6a737d", "#e3e6ea"
+# Source: Okabe and Ito, Color Universal Design, 2008. Yellow is omitted because it is hard to see on white.
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#5b5b5b")
+MARKERS = ("o", "s", "^", "D", "v", "P", "X")
+# Parameters for matplotlib.rc_context.
+STYLE: dict[Any, Any] = {
+    "font.family": "DejaVu Sans",
+    "font.size": 9.5,
+    "text.color": INK,
+    "axes.edgecolor": "#b4bac2",
+    "axes.labelcolor": INK,
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.titlesize": 10,
+    "axes.titlelocation": "left",
+    "grid.color": GRID,
+    "grid.linewidth": 0.8,
+    "xtick.color": MUTED,
+    "ytick.color": MUTED,
+    "xtick.labelcolor": INK,
+    "ytick.labelcolor": INK,
+    "legend.frameon": False,
+    "legend.fontsize": 9,
+    "lines.linewidth": 1.8,
+    "lines.markersize": 5.5,
+    "errorbar.capsize": 2.5,
+    "figure.facecolor": "white",
+    "savefig.facecolor": "white",
+}
 DPI = 120
-# Index of the colour and the marker of each number format and memory operation.
+# Index of the colour and marker of each number format and memory operation.
 _FIXED = {"fp64": 6, "fp32": 0, "tf32": 5, "fp16": 4, "bf16": 1, "fp8": 3, "int8": 2, "copy": 0, "scale": 4, "add": 2, "triad": 1}
 
 
 def look(name: str, position: int = 0) -> dict[str, Any]:
-    """Return the colour and the marker of a series as keyword arguments for `Axes.plot`.
+    """Return the colour and marker of a series as keyword arguments for `Axes.plot`.
 
-    A number format or a memory operation has the same colour and marker in every figure.
+    A number format or memory operation has the same colour and marker in every figure.
 
     Args:
         name: name of the series, for example a number format.
-        position: number of the series in the figure. It selects the style if the name is neither a number format nor a memory
+        position: number of the series in the figure, which selects the style if the name is neither a number format nor a memory
             operation.
     """
     index = _FIXED.get(name.split("_")[0], position)
-    # When all colours are used, they are used again with other markers. So the eighth series does not look like the first.
+    # Once all colours are used, they repeat with other markers, so that the eighth series does not look like the first.
     return {"color": COLOURS[index % len(COLOURS)], "marker": MARKERS[(index + index // len(COLOURS)) % len(MARKERS)]}
 
 
 def styled():
-    """Return a context manager. Figures that are created and drawn inside its `with` block have the style of the book."""
+    """Return a context manager in whose `with` block figures are created and drawn in the style of the book."""
     return mpl.rc_context(STYLE)
 
 
@@ -54,7 +84,7 @@ def new_figure(
 
     Args:
         title: what the figure shows.
-        machine: name of the machine on which the values were measured. It becomes a part of the title.
+        machine: name of the machine on which the values were measured, which is added to the title.
         panels: number of panels in each row.
         lines: number of rows.
         width, height: size in inches. A width of 0 selects a default width.
@@ -69,7 +99,7 @@ def new_figure(
 
 
 def add_notes(figure: Figure, notes: Iterable[str], size: float = 8) -> None:
-    """Write notes in small letters below the panels, for example about values that are not drawn."""
+    """Write notes in small type below the panels, for example about values that are not drawn."""
     width = int(figure.get_figwidth() * 140 / size)
     lines = [line for note in dict.fromkeys(notes) for line in textwrap.wrap(note, width)]
     if lines:
@@ -77,10 +107,10 @@ def add_notes(figure: Figure, notes: Iterable[str], size: float = 8) -> None:
 
 
 def absences(rows: Iterable[Row], name: Callable[[Row], str], limit_name: Callable[[Row], str] | None = None) -> list[str]:
-    """Return notes about values that were not measured and limits that do not exist. There is one note for each reason.
+    """Return one note for each reason why values were not measured or limits do not exist.
 
     Args:
-        rows: the rows.
+        rows: rows to report on.
         name: function that returns the name of a row without a value, for the note.
         limit_name: function that returns the name of a row without a limit, for the note. None uses `name`.
     """
@@ -98,7 +128,7 @@ def errors_of(rows: Sequence[Row], factor: float = 1.0) -> list[list[float]] | N
     """Return the lengths of the error bars below and above the values, or None if a row has no interval.
 
     Args:
-        rows: the rows.
+        rows: rows with the values.
         factor: factor that converts the unit of the rows to the unit of the axis.
     """
     low, high = [], []
@@ -111,10 +141,10 @@ def errors_of(rows: Sequence[Row], factor: float = 1.0) -> list[list[float]] | N
 
 
 def limit_line(axes: Axes, value: float, label: str, colour: str, size: float = 8) -> None:
-    """Draw a dashed horizontal line across the panel, with a label.
+    """Draw a labelled dashed horizontal line across the panel.
 
-    The line shows a limit of the measured values, such as the bandwidth of a data sheet. Its label is at the left end. Most
-    curves rise towards the right, so that they come close to the limit there, and a label at the right end would hide them.
+    The line shows a limit of the measured values, such as the data-sheet bandwidth. Its label is at the left end, because most
+    curves rise towards the right and come close to the limit there, where they would collide with the label.
     """
     axes.axhline(value, color=colour, linestyle=(0, (5, 3)), linewidth=1.2, zorder=1.5)
     write_at(
@@ -123,12 +153,12 @@ def limit_line(axes: Axes, value: float, label: str, colour: str, size: float = 
 
 
 def write_at(axes: Axes, text: str, place: tuple[Any, Any], offset: tuple[float, float], **style: Any) -> None:
-    """Write a text into the panel.
+    """Write text into the panel.
 
     Args:
-        axes: the panel.
-        text: the text.
-        place: (x, y) of the text in the units of the axes.
+        axes: panel to write into.
+        text: text to write.
+        place: (x, y) of the text in axis units.
         offset: distance of the text from this place, as (x, y) in points.
         style: options of `Axes.annotate`.
     """
@@ -136,9 +166,9 @@ def write_at(axes: Axes, text: str, place: tuple[Any, Any], offset: tuple[float,
 
 
 def png(figure: Figure) -> bytes:
-    """Return the figure as PNG. The file contains no date and no version, so that the same figure gives the same bytes.
+    """Return the figure as a PNG without date and version, so that the same figure gives the same bytes.
 
-    The PNG has a palette of 256 colours, which is enough for line drawings. It makes the file three times smaller.
+    The PNG has a palette of 256 colours, which suffices for line drawings and makes the file three times smaller.
     """
     canvas, reduced = FigureCanvasAgg(figure), io.BytesIO()
     with styled():
@@ -165,19 +195,19 @@ def whole_numbers(axis: Axis) -> None:
 
 
 def spread_labels(axes: Axes, labels: Iterable[tuple[float, str, str]], gap_points: float = 11, size: float = 8.5) -> None:
-    """Write labels at the right edge of the panel. Labels that would overlap are moved apart.
+    """Write labels at the right edge of the panel. Overlapping labels are moved apart.
 
     Args:
-        axes: the panel.
+        axes: panel to write into.
         labels: (y, text, colour) of each label.
-        gap_points: smallest distance between two labels in points.
+        gap_points: minimum distance between two labels in points.
         size: font size.
     """
     figure = axes.get_figure(root=True)
     assert figure is not None
     layout = figure.get_layout_engine()
     assert layout is not None
-    layout.execute(figure)  # sets the size of the panel, and thereby the positions of the labels
+    layout.execute(figure)  # sets the size of the panel and hence the positions of the labels
     scale = 72 / figure.dpi
     placed: float | None = None
     for y, text, colour in sorted(labels):
@@ -198,13 +228,13 @@ def spread_labels(axes: Axes, labels: Iterable[tuple[float, str, str]], gap_poin
 
 
 def name_bars(axes: Axes, names: Sequence[str], label: str, room: float = 1.5) -> None:
-    """Name horizontal bars from top to bottom, and make room for a text at the right of each bar.
+    """Name horizontal bars from top to bottom, and make room for text to the right of each bar.
 
     Args:
-        axes: the axes with the bars, which are at 0, 1, 2, ….
+        axes: panel with the bars, which are at 0, 1, 2, ….
         names: names of the bars.
         label: label of the x axis.
-        room: factor by which the x axis becomes longer.
+        room: factor by which the x axis is extended.
     """
     axes.set_yticks(range(len(names)), names)
     axes.invert_yaxis()

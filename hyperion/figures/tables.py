@@ -1,8 +1,7 @@
-"""Convert rows to tables: a table of numbers for computations, a table of texts for readers, and Markdown or HTML for pages.
+"""Convert rows to tables: numeric tables for computations, text tables for readers, and Markdown or HTML for pages.
 
 A table for readers contains one metric, so that its header can contain the unit. The properties of a row are its variant, its
-dtype and its parameters. If the rows of a table differ in a property, the property is a column. If all rows have the same value,
-the property is in the caption.
+dtype and its params. A property in which the rows differ is a column. A property that all rows share is in the caption.
 """
 
 import json
@@ -17,23 +16,23 @@ from hyperion.figures.material import ACCURACIES, interval, made_from_rows, numb
 from hyperion.results import Prediction, Row, metric_named
 from hyperion.untrusted import printable
 
-# Header of the column of the interval. Two launches of the program differ by more than this interval, because they have other
-# memory addresses, clocks and other work on the machine.
+# Header of the interval column. Two launches of the program differ by more than this interval, because their memory addresses,
+# clocks and background load differ.
 INTERVAL = "95 % interval within one launch"
 # Headers of intervals that contain more than the variation within a launch.
 SEEDS_INTERVAL, TRIALS_INTERVAL = "95 % interval of the mean over seeds", "95 % interval over trials"
-# Experiments that start new processes for each of their trials or launches. `hyperion doctor` runs `comparison`.
+# Experiments that start new processes for each trial or launch. `hyperion doctor` runs `comparison`.
 _OVER_PROCESSES = {"comparison": TRIALS_INTERVAL, "framework_speed": "95 % interval over launches"}
 PREDICTED_INTERVAL = "80 % interval of the prediction"
 
 
 def metrics_of(rows: Iterable[Row]) -> list[str]:
-    """Return the names of the metrics in the order of the rows."""
+    """Return the names of the metrics in row order."""
     return list(dict.fromkeys(row.metric for row in rows))
 
 
 def prediction_error(row: Row) -> float | None:
-    """Return the relative error of the prediction. It is positive if the prediction is larger than the value.
+    """Return the relative error of the prediction, which is positive if the prediction exceeds the value.
 
     Return None without a value or a prediction.
     """
@@ -45,8 +44,8 @@ def prediction_error(row: Row) -> float | None:
 def tidy(rows: Iterable[Row]) -> pd.DataFrame:
     """Return all rows as a table for computations, with one line per row.
 
-    The table has the columns of a row, one column `params.<name>` for each parameter, and the computed columns
-    `fraction_of_limit` and `prediction_error` (relative error with its sign).
+    The table has the columns of a row, one column `params.<name>` for each param, and the computed columns `fraction_of_limit`
+    and `prediction_error` (signed relative error).
     """
     return pd.DataFrame(
         [
@@ -71,15 +70,15 @@ def metric_table(
     steadiness: Callable[[Row], str] = lambda row: "",
     prediction: Callable[[Row], Prediction | None] = lambda row: None,
 ) -> pd.DataFrame:
-    """Return the rows of one metric as a table of texts.
+    """Return the rows of one metric as a table of strings.
 
-    The first columns are the properties in which the rows differ. Then there are columns for the value with its 95 % interval,
-    whether its samples were steady, the limit and the share of the limit, the prediction with its 80 % interval and its error,
-    and the check. Runs of earlier versions stored ceilings as predictions; such ceilings have their own column. For a row without
-    a value, the table shows the reason. Empty columns are left out.
+    The first columns are the properties in which the rows differ. Columns follow for the value with its 95 % interval, whether
+    its samples were steady, the limit and the share of the limit, the prediction with its 80 % interval and its error, and the
+    check. Ceilings that runs of earlier versions stored as predictions have their own column. For a row without a value, the
+    table shows the reason. Empty columns are omitted.
 
     Args:
-        rows: the rows. Rows of other metrics are ignored.
+        rows: rows to show. Rows of other metrics are ignored.
         metric: name of the metric.
         steadiness: function that returns the steadiness of a row, such as `Material.steadiness`.
         prediction: function that returns the stored prediction of a row, such as `Material.prediction`.
@@ -100,7 +99,7 @@ def metric_table(
 
 
 def interval_header(rows: Iterable[Row]) -> str:
-    """Return the header of the intervals of these rows. It names the variation that they contain."""
+    """Return the header for the intervals of these rows, which names the variation that they cover."""
     rows = list(rows)
     if all("seeds" in row.params for row in rows):
         return SEEDS_INTERVAL
@@ -109,21 +108,21 @@ def interval_header(rows: Iterable[Row]) -> str:
 
 
 def shared_identity(rows: Iterable[Row]) -> str:
-    """Return the dtype and the parameters that all rows share, as text for a caption, such as "cache cold · dtype fp32"."""
+    """Return the dtype and the params that all rows share, for a caption, such as "cache cold · dtype fp32"."""
     identity = pd.DataFrame([_identity(row) for row in rows], dtype=object)
     shared = [c for c in identity if len(set(identity[c].map(text_of))) == 1 and text_of(identity[c].iloc[0])]
-    # A caption does not show hashes, because readers cannot use them. They are in rows.csv.
+    # A caption shows no hashes, because readers cannot use them. They are in rows.csv.
     shown = [column for column in shared if column != "variant" and not column.endswith("sha256")]
     return " · ".join(f"{column} {text_of(identity[column].iloc[0])}" for column in shown)
 
 
 def unit_mark(unit: str) -> str:
-    """Return the unit for the header of a column, such as " [s]". Return "" for a number without unit and for a perplexity."""
+    """Return the unit for a column header, such as " [s]", or "" for a number without unit and for a perplexity."""
     return "" if unit in ("1", "perplexity") else f" [{unit}]"
 
 
 def epoch_table(rows: Iterable[Row]) -> pd.DataFrame:
-    """Return the rows with a parameter `epoch` as a table.
+    """Return the rows with a param `epoch` as a table.
 
     It has one line for each variant, epoch and rank, and one column for each metric with its unit.
     """
@@ -134,7 +133,7 @@ def epoch_table(rows: Iterable[Row]) -> pd.DataFrame:
         named = {"model": row.variant, "epoch": row.params["epoch"]}
         named |= (
             {} if row.rank is None else {"rank": str(row.rank)}
-        )  # as text, because pandas converts integers to floats in a column with gaps
+        )  # as strings, because pandas converts integers to floats in a column with gaps
         line = lines.setdefault((row.variant, row.params["epoch"], row.rank), named)
         unit = row.unit
         header = row.metric + ("" if unit == "fraction" else unit_mark(unit))
@@ -143,7 +142,7 @@ def epoch_table(rows: Iterable[Row]) -> pd.DataFrame:
 
 
 def phase_table(rows: Iterable[Row]) -> pd.DataFrame:
-    """Return the rows with the parameters `phase` and `part` as a table.
+    """Return the rows with the params `phase` and `part` as a table.
 
     It has one line for each variant, dtype and phase, and one column for each part with its unit.
     """
@@ -158,15 +157,15 @@ def phase_table(rows: Iterable[Row]) -> pd.DataFrame:
 
 
 def is_floor(row: Row) -> bool:
-    """Return True if the `limit` of a row is the lowest possible loss or perplexity, not the highest possible speed.
+    """Return True if a row's `limit` is the lowest possible loss or perplexity, not the highest possible speed.
 
-    A loss divided by the lowest possible loss has no useful meaning, so tables do not show this ratio.
+    A loss divided by the lowest possible loss has no useful meaning, so tables omit this ratio.
     """
     return row.unit in ("nats", "perplexity", "bits")
 
 
 def markdown(table: pd.DataFrame) -> str:
-    """Return a table as GitHub-flavoured Markdown. Columns of numbers are right-aligned."""
+    """Return a table as GitHub-flavoured Markdown. Numeric columns are right-aligned."""
     header = [_markdown_cell(column) for column in table.columns]
     body = [[_markdown_cell(cell) for cell in line] for line in table.itertuples(index=False)]
     aligned = ["---:" if _numeric(cast(pd.Series, table[column])) else "---" for column in table.columns]
@@ -178,18 +177,18 @@ def _markdown_cell(cell) -> str:
 
 
 def markdown_text(value) -> str:
-    """Return a value as Markdown text on one line. HTML, links and pictures in the value have no effect and are shown as text."""
+    """Format a value as Markdown on one line. HTML, links and pictures in the value are escaped and shown as plain text."""
     text = escape(" ".join(printable(str(value)).split("\n")), quote=False)
     return text.replace("\\", "&#92;").replace("](", "]&#40;").replace("`", "&#96;")
 
 
 def markdown_code(value) -> str:
-    """Return a value as inline code in Markdown."""
+    """Format a value as inline code in Markdown."""
     return "`" + " ".join(printable(str(value)).split()).replace("`", "'") + "`"
 
 
 def html(table: pd.DataFrame) -> str:
-    """Return a table as HTML. Columns of numbers are right-aligned."""
+    """Return a table as HTML. Numeric columns are right-aligned."""
     numeric = [_numeric(cast(pd.Series, table[column])) for column in table.columns]
     styled = table.map(escaped)
     head = "".join(f"<th{_right(n)}>{escaped(column)}</th>" for column, n in zip(table.columns, numeric, strict=True))
@@ -202,7 +201,7 @@ def html(table: pd.DataFrame) -> str:
 
 
 def escaped(value) -> str:
-    """Return a value as text for elements and attributes of HTML. Control characters are shown as visible text."""
+    """Escape a value for HTML elements and attributes. Control characters are shown as visible text."""
     return escape(printable(str(value)))
 
 
@@ -215,8 +214,8 @@ def tables_of(
 ) -> list[tuple[str, pd.DataFrame]]:
     """Return the tables of an experiment as pairs (caption, table).
 
-    Rows of epochs are in the first table, and rows of phases in the second. Each metric of the other rows has its own table. A
-    metric has several tables if its rows do not all have the same parameters.
+    Epoch rows are in the first table, and phase rows in the second. Each metric of the other rows has its own table, or several
+    tables if its rows do not all have the same params.
 
     Args:
         steadiness, prediction: see `metric_table`.
@@ -248,7 +247,7 @@ def _identity(row: Row) -> dict:
 
 
 def identity_of(variant: str, dtype: str, rank: int | None, params: dict) -> dict:
-    """Return the properties that distinguish a row or a prediction from others, as {column: value}. M, N and K are one column."""
+    """Return the properties that distinguish a row or prediction from others, as {column: value}. M, N and K share a column."""
     named = {"variant": variant, "dtype": dtype, "rank": rank}
     params = dict(params)
     if {"m", "n", "k"} <= params.keys():
@@ -280,7 +279,7 @@ def _value_columns(row: Row, unit: str, steady: str, interval_header: str, store
 
 
 def predicted_interval(low: float | None, high: float | None) -> str:
-    """Return the ends of the interval of a prediction as text, or "" without an interval."""
+    """Format the ends of a prediction's interval, or return "" without an interval."""
     return "" if low is None or high is None else f"{number(low)} to {number(high)}"
 
 
@@ -291,7 +290,7 @@ def _check(row: Row) -> str:
 
 
 def text_of(value) -> str:
-    """Return a parameter as the text of a table cell."""
+    """Format a param for a table cell."""
     if value is None or value != value:
         return ""
     if isinstance(value, bool):
@@ -302,7 +301,7 @@ def text_of(value) -> str:
 
 
 def _numeric(column: pd.Series) -> bool:
-    """Return True if all cells of a column begin like numbers. Empty cells and the text "none" do not count."""
+    """Return True if all cells of a column begin like numbers. Empty cells and "none" are ignored."""
     cells = [str(cell) for cell in column if str(cell) not in ("", "none")]
     return bool(cells) and all(cell[0] in "+-0123456789" for cell in cells)
 
@@ -312,10 +311,10 @@ def _right(numeric: bool) -> str:
 
 
 def prediction_table(predictions: pd.DataFrame) -> pd.DataFrame:
-    """Return a table with one line for each prediction: variant and parameters, the reader's guess, and the library's prediction.
+    """Return a table with one line per prediction: variant and params, the reader's guess, and the library's prediction.
 
-    If there are ceilings, they have their own column. A line without guess, prediction and ceiling is left out. The first line is
-    always shown, because the reader guesses its value.
+    Ceilings, if any, have their own column. A line without guess, prediction and ceiling is omitted, except the first, because
+    the reader guesses its value.
 
     Args:
         predictions: columns variant, dtype, params (dict), metric, guess, ceiling, estimate, low, high, basis.
@@ -344,10 +343,10 @@ def prediction_table(predictions: pd.DataFrame) -> pd.DataFrame:
 
 
 def prediction_basis(predictions: pd.DataFrame) -> list[str]:
-    """Return sentences that say how the predictions were computed, or why there is no prediction.
+    """Return sentences on how the predictions were computed, or why there is none.
 
     Predictions with the same explanation share one sentence. If there are several explanations, each sentence names the number
-    formats or the variants to which it applies.
+    formats or the variants that it applies to.
     """
     groups: dict[tuple[str, str], dict[str, None]] = {}
     for line in predictions.to_dict("records"):
@@ -360,5 +359,5 @@ def prediction_basis(predictions: pd.DataFrame) -> list[str]:
 
 
 def _known(value) -> float | None:
-    """Return the number, or None if it is NaN, which stands for a missing number in pandas."""
+    """Return the number, or None if it is NaN, which pandas uses for a missing number."""
     return None if value is None or value != value else value

@@ -1,4 +1,4 @@
-"""Devices: detection, data sheets, telemetry, the fingerprint of the machine, and floors.
+"""Devices: detection, data sheets, telemetry, machine fingerprints, and floors.
 
 A floor is the smallest value that a healthy device must reach.
 """

@@ -90,8 +90,8 @@ def data_caches(root: Path = Path("/"), usable: set[int] | None = None) -> tuple
         for index in (root / f"sys/devices/system/cpu/cpu{cpu}/cache").glob("index*"):
             level, size = _integer(system_text(index / "level")), _cache_size(system_text(index / "size"))
             if level and size and system_text(index / "type") != "Instruction":
-                # A cache appears in the folder of every CPU that shares it. The list of these CPUs identifies it, so it is
-                # counted once.
+                # A cache appears in the folder of every CPU that shares it. The list of these CPUs identifies the cache, so that
+                # it is counted once.
                 sizes.setdefault(level, {})[system_text(index / "shared_cpu_list") or str(cpu)] = size
     return tuple(CacheLevel(level, tuple(sizes[level].values())) for level in sorted(sizes))
 
@@ -102,10 +102,10 @@ def usable_cpus() -> set[int]:
 
 
 class OtherLoad:
-    """Measures the share of the usable CPUs that other processes, and other virtual machines on the same host, take.
+    """Measures the share of the usable CPUs that other processes and other virtual machines on the same host use.
 
-    The CPU time of this process and of the processes that it started is not part of the share. In a container with a CPU quota,
-    the share cannot be measured, because the quota does not say which CPUs the container uses.
+    The CPU time of this process and of its descendants is excluded. In a container with a CPU quota, the share cannot be
+    measured, because the quota does not say which CPUs the container uses.
 
     Args:
         root: folder that contains /proc.
@@ -117,11 +117,10 @@ class OtherLoad:
         self._start = self._read()
 
     def share(self) -> float | None:
-        """Return the share since this object was created, from 0 to 1. Return None if the share is unknown.
+        """Return the mean share (0 to 1) since this object was created, or None if it is unknown.
 
-        The share is unknown in three cases. The system does not report the times of the CPUs. Less than 0.2 s have passed, which
-        is too short because the system counts in steps of 10 ms. Or a process that this process started has ended, and the system
-        no longer reports its CPU time.
+        The share is unknown if the system does not report the times of the CPUs, if less than 0.2 s have passed (the system
+        counts in steps of 10 ms), or if a child process has ended and the system no longer reports its CPU time.
         """
         now, busy_s, own_s = self._read()
         before, busy_before_s, own_before_s = self._start
@@ -135,7 +134,7 @@ class OtherLoad:
     def _read(self) -> tuple[float, float | None, float | None]:
         """Return (current time, busy seconds of the usable CPUs, CPU seconds of this process and its descendants).
 
-        The busy seconds include the time in which the host of a virtual machine used the CPUs. Unknown values are None.
+        In a virtual machine, the busy seconds include the time that the hypervisor took. Unknown values are None.
         """
         quota = _cgroup_quota(self._root)
         if quota is not None and quota < len(self._usable):
@@ -144,9 +143,9 @@ class OtherLoad:
 
 
 def waiting_threads(root: Path = Path("/"), samples: int = 10, pause_s: float = 0.05) -> float:
-    """Return how many threads of other processes run or wait for a CPU, as the mean of several samples.
+    """Return the number of threads, apart from this one, that run or wait for a CPU, as the mean of several samples.
 
-    The load average is not used, because it contains work that has ended a minute ago. Return 0 if the system does not report
+    The load average is not used, because it still includes work that ended a minute ago. Return 0 if the system does not report
     the number.
 
     Args:
@@ -160,7 +159,7 @@ def waiting_threads(root: Path = Path("/"), samples: int = 10, pause_s: float = 
         found = re.search(r"^procs_running (\d+)$", system_text(root / "proc/stat") or "", re.MULTILINE)
         if found is None:
             return 0.0
-        counts.append(max(int(found[1]) - 1, 0))  # this thread reads the file, so it runs
+        counts.append(max(int(found[1]) - 1, 0))  # without this thread, which runs while it reads the file
     return sum(counts) / samples
 
 
@@ -187,7 +186,7 @@ def _own_s(root: Path) -> float | None:
         stat = system_text(process / "stat")
         if stat is None:  # the process has ended
             continue
-        # utime, stime, cutime and cstime are the fields 14 to 17. The second field, the name, can contain spaces.
+        # utime, stime, cutime and cstime are fields 14 to 17. The second field, the name, can contain spaces.
         ticks += sum(map(int, stat.rpartition(")")[2].split()[11:15]))
         with contextlib.suppress(OSError):  # a process that ends while its folder is listed
             for children in process.glob("task/*/children"):
@@ -227,7 +226,7 @@ def read_cpu(root: Path = Path("/"), usable: set[int] | None = None) -> CpuFacts
 
 
 def system_text(path: Path) -> str | None:
-    """Return the text of a file without white space at its ends, or None if the file cannot be read."""
+    """Return the text of a file without leading and trailing white space, or None if the file cannot be read."""
     try:
         return path.read_text(errors="replace").strip()
     except OSError:  # for example, amdgpu returns EINVAL for a sensor that a die does not have
@@ -253,8 +252,8 @@ def _cpuinfo(root: Path) -> dict[str, str]:
 def _nominal_clock(root: Path, info: dict[str, str]) -> float | None:
     """Return the base clock in MHz, or None if it is unknown.
 
-    The base clock is read from cpufreq. If cpufreq does not report it, it is read from the model name. If the model name does not
-    contain it, the clock of the time-stamp counter is returned, which is bogomips / 2.
+    The base clock is read from cpufreq, else from the model name. If neither contains it, the frequency of the time-stamp counter
+    (bogomips / 2) is returned.
     """
     base = _khz(root / "sys/devices/system/cpu/cpu0/cpufreq/base_frequency")
     if base:
@@ -269,7 +268,7 @@ def _nominal_clock(root: Path, info: dict[str, str]) -> float | None:
 
 
 def _physical_cores(root: Path, usable: set[int]) -> int:
-    """Count distinct cores among the usable logical CPUs, because SMT siblings share their arithmetic units."""
+    """Return the number of distinct cores among the usable logical CPUs. SMT siblings share their arithmetic units."""
     siblings = set()
     for cpu in usable:
         topology = root / f"sys/devices/system/cpu/cpu{cpu}/topology"
@@ -300,7 +299,7 @@ def _memory_limit(root: Path, physical_bytes: int) -> int:
 
 
 def _last_level_cache(root: Path, usable: set[int]) -> int | None:
-    """Return the sum of the sizes of all last-level caches of the usable CPUs in bytes, or None if it is unknown."""
+    """Return the total size in bytes of all last-level caches of the usable CPUs, or None if it is unknown."""
     levels = data_caches(root, usable)
     return sum(levels[-1].sizes_bytes) if levels else None
 

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 from hyperion.errors import HyperionError
 
-# Names of the peak rates in data sheets. A name says the number format and, if there are two, the kind of arithmetic unit.
+# Names of the peak rates in data sheets. A name consists of the number format and, if two kinds of arithmetic unit support the
+# format, the kind of unit.
 PATHS = ("fp64_vector", "fp64_matrix", "fp32_vector", "fp32_matrix", "tf32", "fp16", "bf16", "fp8", "int8")
 FP8_OCP = ("fp8_e4m3fn", "fp8_e5m2")
 FP8_FNUZ = ("fp8_e4m3fnuz", "fp8_e5m2fnuz")
@@ -46,7 +47,7 @@ class Device:
 
     Args:
         kind: 'cuda' (NVIDIA), 'rocm' (AMD) or 'cpu'.
-        index: number of the device in PyTorch.
+        index: device index in PyTorch.
         name: name of the device.
         arch: architecture, such as 'sm_90', 'gfx90a' or 'x86_64'.
         memory_bytes: size of the memory.
@@ -79,7 +80,7 @@ class Device:
     family: int | None = None
 
     def __post_init__(self):
-        """Raise an error for a clock in another unit, because a limit derived from such a clock would accept every value.
+        """Check that the clocks are in MHz. A clock in another unit would lead to a wrong limit.
 
         Raises:
             HardwareError: the value of a clock is too small or too large to be in MHz.

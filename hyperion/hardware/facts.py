@@ -1,4 +1,4 @@
-"""Facts about a machine from torch and the operating system, the devices of the machine, and its fingerprint for a run.
+"""Collect facts about a machine from torch and the operating system, detect its devices, and make its fingerprint for a run.
 
 All vendor-specific code takes `MachineFacts` as its input, so that tests can run it with the facts of any machine.
 """
@@ -26,7 +26,7 @@ VISIBLE_DEVICE_VARIABLES = (
     "HIP_VISIBLE_DEVICES",
     "ROCR_VISIBLE_DEVICES",
     "GPU_DEVICE_ORDINAL",
-    # Does not select devices, but decides which GPU has which number.
+    # Does not select devices, but determines how the GPUs are numbered.
     "CUDA_DEVICE_ORDER",
 )
 # Environment variables that select the visible devices. The first variable that is set is used. If HIP_VISIBLE_DEVICES is not
@@ -56,8 +56,8 @@ _PREFIXES = ("NCCL_", "RCCL_", "TORCH_NCCL_")
 _OTHER_SETTINGS = ("TORCH_SYMM_MEM_DISABLE_MULTICAST", "NVSHMEM_DISABLE_NVLS")
 # Variables of NCCL whose values contain an address or the name of a host.
 _HOST_SETTINGS = ("NCCL_COMM_ID", "NCCL_HOSTID")
-# Values that contain only these characters are switches, numbers, sizes, or names of algorithms, links and adapters. Paths
-# contain other characters.
+# A value with only these characters is a switch, a number, a size, or a name of an algorithm, a link or an adapter. Paths contain
+# other characters.
 _PLAIN = re.compile(r"[\w.,:;^=+ -]*", re.ASCII)
 _ADDRESS = re.compile(r"\d+(\.\d+){3}|[0-9a-fA-F]*::")
 
@@ -93,7 +93,7 @@ class MachineFacts:
         gpu_error: error message of torch if it finds a GPU but cannot use it, else None.
         driver: name and version of the GPU driver, or None.
         collectives: name and version of the library for collectives (NCCL or RCCL), or None.
-        collective_settings: environment variables that configure this library, see `collective_settings`.
+        collective_settings: environment variables that configure this library; see `collective_settings`.
         packages: a dict that maps the name of a Python package to its version.
         os, kernel, machine: operating system, version of its kernel, and architecture, such as "x86_64".
         host_hash: hash of the host name.
@@ -197,8 +197,8 @@ def detect_cpu(facts: MachineFacts | None = None) -> Device:
 def one_at_a_time(device: Device, count: int, environment: Mapping[str, str]) -> list[dict[str, str]]:
     """Return one dict of environment variables for each accelerator that can be used independently of other accelerators.
 
-    The variables in a dict make only one accelerator visible. For a CPU the list is empty. The two dies of an MI250X module share
-    the power of the module, so work on one die slows down the other die. Therefore the list contains only one die of each module.
+    The variables in a dict make only this accelerator visible. For a CPU, the list is empty. The two dies of an MI250X module
+    share a power budget, so work on one die slows down the other. Therefore the list contains only one die of each module.
 
     Args:
         device: the first visible device.
@@ -274,7 +274,7 @@ def source_hash(folder: Path | None = None) -> str:
     files = (*folder.rglob("*.py"), *folder.rglob("*.toml"))
     for name, file in sorted((file.relative_to(folder).as_posix(), file) for file in files):
         content = file.read_bytes()
-        # With the length, no two sets of files give the same sequence of bytes.
+        # With the length, different sets of files cannot give the same byte sequence.
         digest.update(f"{name}\0{len(content)}\0".encode())
         digest.update(content)
     return digest.hexdigest()
@@ -283,8 +283,8 @@ def source_hash(folder: Path | None = None) -> str:
 def git_state(root: Path | None = None, within: str = "hyperion") -> dict[str, str | bool | None]:
     """Return the commit of the checkout, and whether files in the folder `within` differ from this commit.
 
-    If git does not track `within`, the commit is read from the file SOURCE_COMMIT in `root`. Unknown values are None. No error is
-    raised.
+    If git does not track `within`, the commit is read from the file SOURCE_COMMIT in `root`. Unknown values are None. This
+    function raises no errors.
 
     Args:
         root: folder of the checkout; default: the checkout of this package.
@@ -433,7 +433,7 @@ def _hashed(value: str) -> str:
 
 
 def _git(root: Path, *arguments: str) -> str | None:
-    """Return the output of git, or None if git is not installed, times out or fails.
+    """Return the output of a git command, or None if git is not installed, times out or fails.
 
     For example, git fails if there is no commit yet, or if the checkout belongs to another user.
     """

@@ -1,9 +1,8 @@
 """Floors: the smallest values that a healthy device must reach.
 
-Most floors come from the acceptance tests of vendors. For quantities without such a floor we choose a bound ourselves, as a share
-of the value in the data sheet. Our own bounds are labelled "sanity bound, ours". The numbers are in floors.toml, which is
-validated when it is loaded. Each floor of a vendor cites its source. If the source has a misprint, the field `conditions`
-explains how we read it.
+Most floors come from vendors' acceptance tests. For quantities without such a floor, we choose a share of the value in the data
+sheet as the bound, and label it "sanity bound, ours". The numbers are in floors.toml, which is validated when it is loaded. Each
+vendor's floor cites its source. If the source has a misprint, the field `conditions` explains how we read it.
 """
 
 import functools
@@ -54,7 +53,7 @@ class FloorEntry:
 class SanityEntry:
     """A floor (smallest value of a healthy device) that we chose, as a [[sanity]] table of floors.toml.
 
-    It is a share of a value in the data sheet.
+    The floor is a share of a value in the data sheet.
     """
 
     quantity: Text
@@ -173,7 +172,7 @@ def _published(entry: FloorEntry, file: FloorFile) -> Floor:
 def _sanity(entry: SanityEntry, device: Device, sheet: Specification, devices: int) -> Floor | None:
     """Return the floor that a [[sanity]] table defines for this device.
 
-    Return None if the data sheet does not contain the value of which the floor is a share.
+    Return None if the data sheet lacks the value from which the floor is computed.
     """
     ranks = None
     if entry.of == "memory bandwidth":

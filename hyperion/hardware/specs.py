@@ -1,7 +1,7 @@
 """Data sheets: peak rates, memory bandwidth and link bandwidth of devices, with their sources.
 
 A peak rate is units x operations per clock x clock. The numbers are in specs.toml (GPUs) and cpu_specs.toml (CPUs), which are
-validated when they are loaded. A GPU has a data sheet only if its name, architecture, compute units and memory all agree with an
+validated when they are loaded. A GPU has a data sheet only if its name, architecture, compute units and memory all match an
 entry. Otherwise its peaks are None, with a reason.
 """
 
@@ -19,10 +19,10 @@ from hyperion.hardware.device import PATHS, Device
 
 SPECS_FILE = Path(__file__).with_name("specs.toml")
 CPU_SPECS_FILE = Path(__file__).with_name("cpu_specs.toml")
-AGREEMENT = 0.01  # if published and derived value differ by more than this share, the entry needs a note
+AGREEMENT = 0.01  # if the published and the derived value differ by more than this share, the entry needs a note
 MEMORY_TOLERANCE = 0.06  # drivers and ECC reserve a few percent of the memory
 Form = TypeVar("Form")
-# Types of the fields in the files.
+# Types of fields in the specification files.
 Count = Annotated[int, Field(gt=0)]
 Quantity = Annotated[float, Field(gt=0)]
 Text = Annotated[str, StringConstraints(strip_whitespace=True, min_length=1)]
@@ -60,7 +60,7 @@ class Peak:
 
     @property
     def nominal_tflops(self) -> float | None:
-        """The rate for predictions: the published value, or the derived value if none is published. It is not a limit."""
+        """The rate for predictions: the published value, or else the derived value. It is not a limit."""
         return self.published_tflops if self.published_tflops is not None else self.derived_tflops
 
     @property
@@ -180,7 +180,7 @@ class MemoryEntry:
     @property
     def derived_gb_s(self) -> float:
         """Bandwidth from bus width and rate, in GB/s."""
-        # Gbit/s per pin times pins, in bytes.
+        # Gbit/s per pin x number of pins, divided by 8 bits per byte.
         return self.bus_bits * self.rate_gbps / 8
 
 
@@ -305,14 +305,14 @@ class CpuRules:
         """
         fitting = [rule for rule in self.rule if path in rule.ops and rule.applies(set(flags), vendor, family)]
         # A rule for one family replaces the general rule with the same flags, even if the general rule has more operations per
-        # cycle.
+        # cycle than the specific one.
         own = {frozenset(rule.flags) for rule in fitting if rule.vendor}
         fitting = [rule for rule in fitting if rule.vendor or frozenset(rule.flags) not in own]
         return max(fitting, key=lambda rule: rule.ops[path], default=None)
 
 
 def specification(device: Device) -> Specification | None:
-    """Return the data sheet of a device, or None if no data sheet agrees with the device. `lookup` also returns the reason."""
+    """Return the data sheet of a device, or None if no data sheet matches it. `lookup` also returns the reason."""
     return lookup(device)[0]
 
 
@@ -396,7 +396,7 @@ def _same_name(name: str, entry: DeviceEntry) -> bool:
 
 
 def _difference(device: Device, entry: DeviceEntry) -> str | None:
-    """Describe how the device differs from the data sheet entry with its name. Return None if it does not differ."""
+    """Describe how the device differs from the data sheet entry of the same name. Return None if it does not differ."""
     if device.kind != entry.kind or device.arch != entry.arch:
         return f"architecture {device.arch}, expected {entry.arch}"
     if device.compute_units not in (entry.enumerated_units or [entry.compute_units]):
@@ -414,7 +414,7 @@ def _gpu_specification(device: Device, entry: DeviceEntry, entries: Specificatio
         name=entry.name,
         peaks={path: _gpu_peak(device, entry, path, entries) for path in PATHS},
         memory_bandwidth_gb_s=memory.bandwidth_gb_s,
-        # Of two values that differ by rounding, a limit is the larger one, so that no correct measurement exceeds it.
+        # The two values can differ by rounding. The limit is the larger one, so that no correct measurement exceeds it.
         memory_bandwidth_limit_gb_s=max(memory.bandwidth_gb_s, memory.derived_gb_s),
         memory_bandwidth_source=f"{memory.bus_bits} bits x {memory.rate_gbps:g} Gbps / 8; {memory_source.cited}",
         link_gb_s=entry.link.gb_s,

@@ -2,8 +2,8 @@
 
 NVIDIA GPUs are read with NVML. AMD GPUs are read with sysfs, and also with amdsmi if ROCm has installed it. CPUs are read with
 cpufreq. A quantity that cannot be read is None with a reason, and never 0. A reader is a function without arguments that returns
-a `Telemetry`. It finds its device by UUID or PCI address and not by index, because torch's index counts only visible devices,
-while the index of NVML and amdsmi counts all devices.
+a `Telemetry`. It finds its device by UUID or PCI address and not by index, because torch numbers only visible devices, while NVML
+and amdsmi number all devices.
 """
 
 import functools
@@ -33,7 +33,7 @@ NVML_SLOWDOWNS = {
 BUSY = "busy"
 _BUSY_SHARE = 0.1
 MI250_PCI_IDS = ("0x7408", "0x740c")
-AMD_NOT_AVAILABLE = 0xFFFF  # value in gpu_metrics of a field that this device does not report
+AMD_NOT_AVAILABLE = 0xFFFF  # value that gpu_metrics contains for a field that the device does not report
 
 
 @dataclass(frozen=True)
@@ -105,7 +105,7 @@ class Sampler:
         self._stop = threading.Event()
         self._error: Exception | None = None
         self._thread = threading.Thread(target=self._run, name="telemetry", daemon=True)
-        # The ranks of a job share the cores. A rank cannot distinguish the load of other ranks from the load of other users.
+        # The ranks of a job share the cores, and a rank cannot tell the load of other ranks from the load of other users.
         alone = os.environ.get("WORLD_SIZE", "1") in ("", "1")
         self._measures_load = device.kind == "cpu" and alone
         self._others: float | None = None
@@ -126,7 +126,7 @@ class Sampler:
         try:
             while True:
                 reading = self._read()
-                # The time is appended first. So another thread that reads both lists finds a time for each reading.
+                # The time is appended first, so that another thread that reads both lists finds a time for each reading.
                 self._moments_s.append(time.monotonic())
                 self._readings.append(reading)
                 if self._stop.wait(self._interval_s):
@@ -136,7 +136,7 @@ class Sampler:
 
     @property
     def telemetry(self) -> Telemetry:
-        """Medians of all readings that were taken so far. `throttle` contains the reasons of all readings.
+        """Medians of all readings taken so far. `throttle` joins the reasons of all readings.
 
         On a CPU, `throttle` is known only after the end of the block. It is "busy" if other processes used more than a tenth of
         the cores.
@@ -152,7 +152,7 @@ class Sampler:
 
 
 def unreadable(reason: str, samples: int = 1) -> Telemetry:
-    """Return a reading in which every quantity is None for this reason."""
+    """Return a reading in which every quantity is None, with the given reason."""
     return Telemetry(unreadable=dict.fromkeys(QUANTITIES, reason), samples=samples)
 
 
@@ -293,7 +293,7 @@ def gcd_position(device: Device, root: Path = Path("/")) -> str:
     dies = sorted(
         folder.name for folder in (root / "sys/bus/pci/devices").glob("*") if system_text(folder / "device") in MI250_PCI_IDS
     )
-    # A die that is not listed counts as the first die. If it reports power, this is then the power of the module.
+    # A die that is not listed counts as the first die: if it reports power, it is the power of the module.
     return "second" if device.pci_address in dies and dies.index(device.pci_address) % 2 else "first"
 
 
@@ -322,7 +322,7 @@ def read_amd_sysfs(pci_address: str, root: Path = Path("/")) -> dict[str, float 
 def _amdsmi_metrics(pci_address: str):
     """Return a function that reads this GPU with amdsmi, or None if ROCm's library libamd_smi.so is not installed.
 
-    The existence of the library is checked first. Without it, an amdsmi package from PyPI fails during the import.
+    The library is checked first, because without it the import of an amdsmi package from PyPI fails.
     """
     library = Path(os.environ.get("ROCM_PATH", "/opt/rocm")) / "lib" / "libamd_smi.so"
     if not library.is_file() or importlib.util.find_spec("amdsmi") is None:

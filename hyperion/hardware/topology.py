@@ -15,8 +15,7 @@ from hyperion.hardware.cpu import system_text
 from hyperion.hardware.device import Device
 from hyperion.hardware.telemetry import _nvml_handle
 
-# The keys are NVML's levels of the nearest common ancestor of two GPUs. The values are the name of the level in nvidia-smi, and
-# its meaning.
+# Maps NVML's level of the nearest common ancestor of two GPUs to the name of the level in nvidia-smi and its meaning.
 _ANCESTORS = {
     0: ("PSB", "same board"),
     10: ("PIX", "one PCIe switch"),
@@ -38,7 +37,7 @@ class Topology:
         links: a dict that maps (index of the sending device, index of the receiving device) to the short name of the link.
         meanings: meaning of each short name.
         numa_nodes: NUMA node of each device. None if the node is unknown.
-        source: the library or the files that the links were read from.
+        source: the library or the files from which the links were read.
     """
 
     links: dict[tuple[int, int], str]
@@ -48,7 +47,7 @@ class Topology:
 
     @property
     def lines(self) -> list[str]:
-        """Lines of text: the matrix of links, a legend, and the source."""
+        """Return the matrix of links, a legend, and the source as lines of text."""
         count = len(self.numa_nodes)
         names = [f"GPU{index}" for index in range(count)]
         table = [["", *names, "NUMA node"]]
@@ -203,7 +202,7 @@ def _properties(file: Path) -> dict[str, int]:
 
 
 def _peers(devices: Sequence[Device], root: Path, can_access: Callable[[int, int], bool] | None) -> Topology:
-    """Return a topology that only says which pairs of GPUs can copy directly. It is used if no library lists the links."""
+    """Return a topology that only says which pairs of GPUs can copy directly, for use if no library lists the links."""
     if can_access is None:
         import torch
 

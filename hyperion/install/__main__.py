@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Set up the environment if needed. With `run`, replace this process by the named module.
+    """Set up the environment if needed. With `run`, replace this process with the named module.
 
     Returns:
         The exit code. `run` returns only if the set-up fails.
@@ -35,7 +35,7 @@ def _execute(options: argparse.Namespace) -> int:
     if options.command == "setup":
         return 0
     sys.stdout.flush()
-    # exec and not a child process, so that the command gets the signals and the terminal, and its exit code is returned.
+    # exec instead of a child process: the command receives the signals and the terminal, and its exit code is returned.
     os.execve(python, [str(python), "-m", *options.module], variables)
 
 
@@ -64,16 +64,16 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
 
 
 def set_up(python: str, torch: str, extras: list[str], quiet: bool = False) -> tuple[Path, dict[str, str]]:
-    """Make or check the environment for this machine.
+    """Create or check the environment for this machine.
 
     Args:
         python: interpreter of an existing environment. "" means .venv of this checkout.
-        torch: build of torch as TORCH= names it. "" chooses the build for this machine.
-        extras: optional groups of pyproject.toml that must be installed.
+        torch: torch build as named by TORCH=. "" chooses the build for this machine.
+        extras: optional dependency groups of pyproject.toml that must be installed.
         quiet: if True, do not print the choice and the interpreter.
 
     Returns:
-        The interpreter of the environment, and the environment variables to run it with.
+        The interpreter of the environment, and the environment variables with which to run it.
     """
     machine = decide(collect_facts())
     choice = choose(machine, torch)
@@ -83,7 +83,7 @@ def set_up(python: str, torch: str, extras: list[str], quiet: bool = False) -> t
         print(f"hyperion: {machine.note}", file=sys.stderr)
     with _one_set_up():
         if python:
-            # Links are not resolved, because the python of a virtual environment is a link to a Python without its packages.
+            # Do not resolve links, because the python of a virtual environment is a link to a Python without its packages.
             chosen = Path(os.path.abspath(python))
             variables = overlay.ensure_overlay(ROOT, chosen, extras, machine, choice)
         else:
@@ -96,7 +96,7 @@ def set_up(python: str, torch: str, extras: list[str], quiet: bool = False) -> t
 
 @contextmanager
 def _one_set_up() -> Iterator[None]:
-    """Allow one set-up at a time in this checkout. A second set-up waits until the first one has finished."""
+    """Context manager that allows one set-up at a time in this checkout. A second one waits until the first has finished."""
     lock = FileLock(ROOT / ".setup.lock")
     if not lock.acquire(wait=False):
         print("hyperion: waiting for another set-up in this checkout", file=sys.stderr, flush=True)

@@ -1,6 +1,6 @@
-"""Make, update and repair Hyperion's own environment, .venv in the checkout.
+"""Create, update and repair Hyperion's own environment, .venv in the checkout.
 
-The environment is updated if its requirements change, and repaired if it is not complete.
+The environment is updated if its requirements change, and repaired if it is incomplete.
 """
 
 import hashlib
@@ -17,20 +17,20 @@ from hyperion.install.machine import DetectedAccelerator
 from hyperion.install.plan import ROCM_WHEELS, TORCH, TORCHVISION, Choice, check_build, plan_packages
 
 STAMP = "hyperion-setup.json"
-# Needed disk space in GB, with room for pip's temporary copies. The CPU environment takes 2.1 GB, and GPU builds take much more.
+# Required disk space in GB, including pip's temporary copies. The CPU environment takes 2.1 GB, and GPU builds take much more.
 NEEDED_GB = {"cpu": 4, "cuda": 14, "rocm": 24}
 
 
 def ensure_environment(root: Path, machine: DetectedAccelerator, choice: Choice) -> Path:
-    """Make, update or repair .venv if needed, and return its Python.
+    """Create, update or repair .venv if needed, and return its Python interpreter.
 
     Args:
         root: the checkout.
         machine: the accelerator of this machine.
-        choice: the build of torch to install.
+        choice: the torch build to install.
 
     Raises:
-        HyperionError: the environment cannot be made, or torch cannot use the machine's GPU.
+        HyperionError: the environment cannot be created, or torch cannot use the machine's GPU.
     """
     folder = root / ".venv"
     python = folder / "bin/python"
@@ -42,11 +42,11 @@ def ensure_environment(root: Path, machine: DetectedAccelerator, choice: Choice)
         print("hyperion: requirements changed, updating .venv", flush=True)
     else:
         create(folder, stamp, choice)
-    # A killed installation leaves this stamp, so the next call does not take the environment for a complete one.
+    # If the installation is killed, this stamp remains, so the next call does not treat the environment as complete.
     write_stamp(folder, {"state": "building"})
     install_packages(root, python, choice)
     verify(python, machine, choice)
-    # Only after `verify`: a stamp with the fingerprint is the proof that the environment works.
+    # Written only after `verify`, because a stamp with the fingerprint proves that the environment works.
     write_stamp(
         folder, {"state": "complete", "fingerprint": wanted, "base": base_facts(root, choice), "entries": site_entries(folder)}
     )
@@ -54,9 +54,9 @@ def ensure_environment(root: Path, machine: DetectedAccelerator, choice: Choice)
 
 
 def base_facts(root: Path, choice: Choice) -> dict:
-    """Return the facts that cannot change in an existing environment: its interpreter, its location and its build of torch.
+    """Return the facts that cannot change in an existing environment: its interpreter, its location and its torch build.
 
-    The location cannot change because the scripts of an environment contain it.
+    The location cannot change because the environment's scripts contain it.
     """
     return {"python": list(sys.version_info[:3]), "base": sys.base_prefix, "root": str(root), "choice": choice.label}
 
@@ -72,7 +72,7 @@ def fingerprint(root: Path, choice: Choice) -> str:
 def read_stamp(folder: Path) -> dict:
     """Return the stamp of an environment or overlay, or {} if the stamp is missing or unreadable.
 
-    The stamp is a file that records what was installed. Without a stamp, the environment or overlay is made again.
+    The stamp is a file that records what was installed. Without a stamp, the environment or overlay is created again.
     """
     try:
         stamp = json.loads((folder / STAMP).read_text(encoding="utf-8"))
@@ -82,7 +82,7 @@ def read_stamp(folder: Path) -> dict:
 
 
 def write_stamp(folder: Path, content: dict) -> None:
-    """Write the stamp of an environment or overlay. The file is replaced in one step, so that it is never half-written."""
+    """Write the stamp of an environment or overlay. The file is replaced atomically, so that it is never half-written."""
     folder.mkdir(parents=True, exist_ok=True)
     temporary = folder / f"{STAMP}.{os.getpid()}"
     temporary.write_text(json.dumps(content), "utf-8")
@@ -90,23 +90,23 @@ def write_stamp(folder: Path, content: dict) -> None:
 
 
 def site_entries(folder: Path) -> list[str]:
-    """Return the names in site-packages. A later call compares them, to find out whether a package was deleted."""
+    """Return the names in site-packages, which a later call compares to detect deleted packages."""
     return sorted(entry.name for site in folder.glob("lib/python*/site-packages") for entry in site.iterdir())
 
 
 def is_intact(folder: Path, stamp: dict) -> bool:
-    """Return True if the set-up of the environment finished, and the interpreter and all packages still exist."""
+    """Return True if the environment was completely set up, and its interpreter and all its packages still exist."""
     if stamp.get("state") != "complete" or not (folder / "bin/python").exists():
         return False
     return set(stamp["entries"]) <= set(site_entries(folder))
 
 
 def create(folder: Path, stamp: dict, choice: Choice) -> None:
-    """Make an empty environment. An earlier environment in this folder is removed if `make setup` made it.
+    """Create an empty environment. An existing environment in this folder is removed if `make setup` created it.
 
     Raises:
-        HyperionError: the folder has an environment that `make setup` did not make, the disk has too little space, or Python
-            cannot make environments.
+        HyperionError: the folder contains an environment that `make setup` did not create, the disk has too little space, or
+            Python cannot create environments.
     """
     if folder.exists() and any(folder.iterdir()) and not (folder / STAMP).exists():
         raise HyperionError(
@@ -124,7 +124,7 @@ def create(folder: Path, stamp: dict, choice: Choice) -> None:
             where=folder.parent,
             next_step="free some space, or make the checkout on another disk",
         )
-    # sys.executable may be a link inside the environment that was just removed.
+    # sys.executable may be a link in the environment that was just removed.
     base_python = getattr(sys, "_base_executable", sys.executable)
     folder.mkdir()
     write_stamp(folder, {"state": "building"})  # written first, so that the next call may remove an unfinished environment
@@ -151,8 +151,7 @@ def install_packages(root: Path, python: Path, choice: Choice) -> None:
     """Install torch from its package index, then the other pinned packages from pip's configured index, then Hyperion."""
     requirements = str(root / "requirements.txt")
     packages = plan_packages(choice, lambda wanted: interpreter.pip_report(python, ["--no-deps", *wanted])[0])
-    # PyTorch's indexes have few versions of other packages, so the pinned versions are not found there. They are installed
-    # afterwards.
+    # PyTorch's indexes have few versions of other packages and lack the pinned ones, so these are installed afterwards.
     source = ["--index-url", packages.index] if packages.index else ["--constraint", requirements]
     purpose = f"torch for {choice.label} from {packages.reason}"
     interpreter.pip_install(python, [*packages.requirements, *source], purpose, progress=True)
@@ -162,7 +161,7 @@ def install_packages(root: Path, python: Path, choice: Choice) -> None:
 
 
 def verify(python: Path, machine: DetectedAccelerator, choice: Choice) -> None:
-    """Check that the installed build of torch fits the machine and can use its GPU.
+    """Check that the installed torch build matches the machine and can use its GPU.
 
     Raises:
         HyperionError: torch is missing, another build is installed, or torch cannot use a GPU.

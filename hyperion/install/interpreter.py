@@ -1,4 +1,4 @@
-"""Examine another Python environment without importing torch, and run pip in it."""
+"""Inspect another Python environment without importing torch, and run pip in it."""
 
 import json
 import os
@@ -33,7 +33,7 @@ for distribution in importlib.metadata.distributions():
 print(json.dumps(found))
 """
 _OPEN_GPU = "import json, torch; print(json.dumps([torch.cuda.is_available(), torch.cuda.device_count()]))"
-# With these options, pip fails within seconds if the index does not answer. Downloads use the default timeouts of pip.
+# With these options, pip fails within seconds if the index does not answer. Downloads use pip's default timeouts.
 _DRY_RUN = ("--dry-run", "--quiet", "--retries", "1", "--timeout", "8")
 
 
@@ -44,8 +44,8 @@ class Interpreter:
     Args:
         python: interpreter of the environment.
         version: version of Python.
-        base: folder of the Python installation from which the environment was made.
-        torch: installed build of torch; None if torch is not installed.
+        base: folder of the Python installation from which the environment was created.
+        torch: installed torch build; None if torch is not installed.
         torchvision: whether torchvision is installed.
         packages: a dict that maps the normalized name of an installed package to its version.
     """
@@ -59,7 +59,7 @@ class Interpreter:
 
 
 def inspect(python: Path) -> Interpreter:
-    """Run an interpreter and return what its environment contains.
+    """Run an interpreter and return a description of its environment.
 
     Raises:
         HyperionError: the interpreter does not run, or is older than Python 3.11.
@@ -74,7 +74,7 @@ def inspect(python: Path) -> Interpreter:
         raise HyperionError(
             f"{python} does not work: {done.stderr.strip()[-300:]}", next_step="use another Python: PYTHON=/path/to/python3"
         )
-    # The last line, because start-up files of the environment may print other lines before it.
+    # Parse the last line, because startup files of the environment may print other lines before it.
     found = json.loads(done.stdout.splitlines()[-1])
     version = tuple(found["version"])
     if version < MINIMUM_PYTHON:
@@ -89,7 +89,7 @@ def check_gpu_opens(python: Path, environment: dict[str, str], build: Build) -> 
     Args:
         python: interpreter of the environment.
         environment: environment variables of the process that imports torch.
-        build: the installed build of torch.
+        build: the installed torch build.
 
     Raises:
         HyperionError: torch cannot use a GPU. The error contains torch's message, for example that the driver is too old.
@@ -109,12 +109,12 @@ def check_gpu_opens(python: Path, environment: dict[str, str], build: Build) -> 
 
 
 def pip_install(python: Path, arguments: Sequence[str], purpose: str, progress: bool = False) -> None:
-    """Run `pip install`. Errors of pip are shown on the terminal.
+    """Run `pip install`. pip's errors are shown on the terminal.
 
     Args:
         python: interpreter of the environment.
         arguments: arguments of `pip install`.
-        purpose: text for the user that says what is installed.
+        purpose: what is installed, for a message to the user.
         progress: if True and the output is a terminal, show all output of pip.
 
     Raises:
@@ -134,7 +134,7 @@ def pip_install(python: Path, arguments: Sequence[str], purpose: str, progress: 
 
 
 def pip_report(python: Path, arguments: Sequence[str]) -> tuple[dict[str, Any], str]:
-    """Return the JSON report of a dry run of `pip install`, and pip's error messages. The report is {} if pip fails."""
+    """Return the JSON report of a `pip install` dry run, and pip's error messages. The report is {} if pip fails."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "report.json"
         command = [str(python), "-m", "pip", "install", *_DRY_RUN, "--report", str(path), *arguments]
@@ -147,7 +147,7 @@ def pip_report(python: Path, arguments: Sequence[str]) -> tuple[dict[str, Any], 
 def pip_environment() -> dict[str, str]:
     """Return the environment variables for pip.
 
-    Variables that make pip install to another place, or use the user's site-packages, are removed.
+    Variables that make pip install packages elsewhere, or use the user's site-packages, are removed.
     """
     dropped = ("PYTHONPATH", "PYTHONHOME", "PIP_TARGET", "PIP_USER", "PIP_PREFIX")
     others = {name: value for name, value in os.environ.items() if name not in dropped}
@@ -155,15 +155,15 @@ def pip_environment() -> dict[str, str]:
 
 
 def in_range(version: str, requirement: str) -> bool:
-    """Return True if a version satisfies a requirement of pyproject.toml. All requirements have the form `name>=lower`."""
+    """Return True if a version satisfies a requirement in pyproject.toml. All requirements have the form `name>=lower`."""
     lower, actual = _release(requirement.partition(">=")[2]), _release(version)
-    # Shorter versions are filled up with zeros, so that 2.9 equals 2.9.0.
+    # Pad shorter versions with zeros, so that 2.9 equals 2.9.0.
     width = max(len(lower), len(actual))
     return actual + (0,) * (width - len(actual)) >= lower + (0,) * (width - len(lower))
 
 
 def _release(version: str) -> tuple[int, ...]:
-    """Return the release numbers of a version: '2.13.0+cpu' gives (2, 13, 0)."""
+    """Return the release numbers of a version, such as (2, 13, 0) for '2.13.0+cpu'."""
     match = re.match(r"(?:\d+!)?(\d+(?:\.\d+)*)", version)
     return tuple(int(part) for part in match[1].split(".")) if match else ()
 

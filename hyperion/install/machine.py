@@ -1,4 +1,4 @@
-"""Detect the accelerator of this machine from files of the Linux kernel, without torch or tools of the vendors."""
+"""Detect the accelerator of this machine from files of the Linux kernel, without torch or vendor tools."""
 
 import os
 import platform
@@ -9,7 +9,7 @@ from pathlib import Path
 AMD, NVIDIA = "0x1002", "0x10de"
 # PCI display classes (PCI Code and ID Assignment): VGA 0x0300, 3D 0x0302, other display 0x0380, accelerator 0x1200.
 DISPLAY_CLASSES = ("0x0300", "0x0302", "0x0380", "0x1200")
-COMPUTE_CLASSES = ("0x0302", "0x0380", "0x1200")  # classes that data-centre GPUs have
+COMPUTE_CLASSES = ("0x0302", "0x0380", "0x1200")  # classes of data-centre GPUs
 
 # Architectures in PyTorch's ROCm wheels: PYTORCH_ROCM_ARCH in pytorch/pytorch, .ci/docker/manywheel/build.sh (2026).
 ROCM_WHEEL_ARCHS = {
@@ -44,12 +44,12 @@ class KernelFacts:
 
 @dataclass(frozen=True)
 class DetectedAccelerator:
-    """The accelerator of this machine, for which a build of torch is chosen. "cpu" if there is no accelerator."""
+    """The accelerator of this machine, for which a torch build is chosen. Its kind is "cpu" if there is no accelerator."""
 
     kind: str  # rocm | cuda | cpu
     evidence: str
     rocm_version: tuple[int, int] | None = None
-    note: str | None = None  # remark for the user, for example that a GPU of another vendor is present too
+    note: str | None = None  # remark for the user, for example that a GPU of another vendor is also present
     problem: str | None = None  # reason why the GPU of the machine cannot be used
     remedy: str | None = None  # how to solve the problem
 
@@ -75,7 +75,7 @@ def _read(path: Path) -> str:
 
 
 def _kfd_archs(root: Path) -> tuple[str, ...]:
-    """Return the architectures of the GPUs in the topology of the amdgpu driver.
+    """Return the architectures of the GPUs in the amdgpu driver's topology.
 
     A node with SIMD units is a GPU. The driver writes the architecture as a number: 90010 means gfx90a.
     """
@@ -95,7 +95,7 @@ def _kfd_access(path: Path) -> str:
 
 
 def _rocm_version(root: Path) -> tuple[int, int] | None:
-    """Return the major and the minor version of the newest ROCm in /opt; None if there is no ROCm in /opt."""
+    """Return the major and minor version of the newest ROCm in /opt, or None if there is none."""
     texts = [_read(path) for path in root.glob("opt/rocm*/.info/version")]
     versions = [match for match in (re.match(r"(\d+)\.(\d+)", text) for text in texts) if match]
     return max(((int(match[1]), int(match[2])) for match in versions), default=None)
@@ -120,7 +120,7 @@ def _pci_displays(root: Path) -> tuple[tuple[str, str], ...]:
 def decide(facts: KernelFacts) -> DetectedAccelerator:
     """Decide which accelerator to use.
 
-    If the machine has a data-centre GPU that cannot be used, the CPU is not chosen. The attribute `problem` of the result then
+    If the machine has a data-centre GPU that cannot be used, the CPU is not chosen, and the attribute `problem` of the result
     says why the GPU cannot be used.
     """
     if facts.system != "Linux":
@@ -149,10 +149,10 @@ def _decide_amd(facts: KernelFacts, evidence: str) -> DetectedAccelerator:
 
 
 def _decide_without_driver(facts: KernelFacts, note: str | None) -> DetectedAccelerator:
-    """Choose the accelerator of a machine on which no driver of a GPU is loaded.
+    """Choose the accelerator of a machine on which no GPU driver is loaded.
 
-    If a data-centre GPU is on the PCI bus, the result names that GPU, and its `problem` says that the driver is missing. If only
-    the display card of a desktop is there, the result is the CPU with a `note`.
+    If a data-centre GPU is on the PCI bus, the result names this GPU, and its `problem` says that the driver is missing. If there
+    is only a desktop display card, the result is the CPU with a `note`.
     """
     for vendor, kind in facts.pci:
         name, flags = ("AMD", "--device=/dev/kfd --device=/dev/dri") if vendor == AMD else ("NVIDIA", "--gpus all")

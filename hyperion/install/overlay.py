@@ -1,10 +1,8 @@
-"""Use an existing environment. The user names its Python interpreter with PYTHON=.
+"""Use an existing environment, whose Python interpreter the user names with PYTHON=.
 
-The environment is never changed. Missing packages are installed into an overlay.
-
-An overlay is the folder .overlay/<hash of the interpreter and its packages>/. Its packages are imported through PYTHONPATH. While
-pip chooses the missing packages, the versions of all installed packages are fixed. Therefore torch, torchvision, numpy and the
-other installed packages do not change.
+The environment is never changed. Missing packages are installed into an overlay: the folder .overlay/<hash of the interpreter and
+its packages>/, whose packages are imported through PYTHONPATH. When pip chooses the missing packages, the versions of all
+installed packages are fixed, so torch, torchvision, numpy and the other installed packages do not change.
 """
 
 import hashlib
@@ -25,7 +23,7 @@ from hyperion.install.interpreter import Interpreter, in_range
 from hyperion.install.machine import DetectedAccelerator
 from hyperion.install.plan import Build, Choice, check_build
 
-PROTECTED = ("torch", "torchvision", "numpy")  # never replaced by an overlay, because they are compiled against each other
+PROTECTED = ("torch", "torchvision", "numpy")  # an overlay never replaces them, because they are compiled against each other
 
 
 def ensure_overlay(root: Path, python: Path, extras: list[str], machine: DetectedAccelerator, choice: Choice) -> dict[str, str]:
@@ -34,12 +32,12 @@ def ensure_overlay(root: Path, python: Path, extras: list[str], machine: Detecte
     Args:
         root: the checkout.
         python: interpreter of the environment.
-        extras: optional groups of pyproject.toml that the next command needs.
+        extras: optional dependency groups of pyproject.toml that the next command needs.
         machine: the accelerator of this machine.
-        choice: the build of torch that the environment must have.
+        choice: the torch build that the environment must have.
 
     Returns:
-        The environment variables to run the interpreter with.
+        The environment variables with which to run the interpreter.
 
     Raises:
         HyperionError: an installed version is out of range, torch cannot use the machine's GPU, or pip cannot get a missing
@@ -51,13 +49,13 @@ def ensure_overlay(root: Path, python: Path, extras: list[str], machine: Detecte
     lacking = missing(found, wanted)
     folder = root / ".overlay" / _key(found)
     stamp = read_stamp(folder)
-    # Requirements that the overlay already contains. `missing` examines the environment without the overlay.
+    # Requirements that the overlay already meets, because `missing` examines the environment without the overlay.
     covered = set(stamp.get("covers", []))
     if not set(lacking) <= covered or (covered and not (folder / "packages").is_dir()):
         # Earlier requirements are installed again, because `_fill` replaces the whole overlay.
         _fill(root, folder, found, sorted(set(lacking) | covered))
         stamp = read_stamp(folder)
-    # Computed after the installation, because the variables depend on the contents of the overlay.
+    # Computed after the installation, because the variables depend on the content of the overlay.
     variables = environment_variables(root, folder)
     # Importing torch takes seconds, so the result is remembered in the stamp.
     if choice.kind != "cpu" and not stamp.get("gpu_opened"):
@@ -69,7 +67,7 @@ def ensure_overlay(root: Path, python: Path, extras: list[str], machine: Detecte
 
 
 def _checked_build(found: Interpreter, machine: DetectedAccelerator, choice: Choice) -> Build:
-    """Return the installed build of torch, after checking that it fits the machine."""
+    """Return the installed torch build after checking that it matches the machine."""
     if found.torch is None or not found.torchvision:
         lacks = "torch" if found.torch is None else "torchvision"
         raise HyperionError(
@@ -81,7 +79,7 @@ def _checked_build(found: Interpreter, machine: DetectedAccelerator, choice: Cho
 
 
 def requirements(root: Path, extras: list[str]) -> list[str]:
-    """Return the requirements of pyproject.toml, including the requirements of the named optional groups."""
+    """Return the requirements in pyproject.toml, including those of the named optional groups."""
     project = tomllib.loads((root / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     return project["dependencies"] + [line for extra in extras for line in project["optional-dependencies"][extra]]
 
@@ -111,14 +109,14 @@ def missing(found: Interpreter, wanted: list[str]) -> list[str]:
 def _key(found: Interpreter) -> str:
     """Return the name of the overlay's folder.
 
-    The name is a hash of the interpreter and its packages, so an environment gets a new overlay when its packages change.
+    It is a hash of the interpreter and its packages, so an environment gets a new overlay when its packages change.
     """
     facts = [str(found.python), list(found.version), sorted(found.packages.items())]
     return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:12]
 
 
 def _fill(root: Path, folder: Path, found: Interpreter, lacking: list[str]) -> None:
-    """Choose versions of the missing packages that fit the installed packages, and install these versions into the overlay."""
+    """Install versions of the missing packages that are compatible with the installed packages into the overlay."""
     report, messages = _resolve(root, found, lacking)
     exact = [f"{item['metadata']['name']}=={item['metadata']['version']}" for item in report.get("install", ())]
     if not exact:
@@ -131,17 +129,17 @@ def _fill(root: Path, folder: Path, found: Interpreter, lacking: list[str]) -> N
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     packages = folder / "packages"
-    # pip's report has already chosen all dependencies. Without this option, pip would add a second torch to the overlay.
+    # pip's report already contains all dependencies. Without this option, pip would add a second torch to the overlay.
     arguments = ["--no-deps", "--target", str(packages), *exact]
     interpreter.pip_install(found.python, arguments, f"{len(exact)} packages for {found.python}, in {folder}")
     write_stamp(folder, {"covers": lacking})
 
 
 def _resolve(root: Path, found: Interpreter, lacking: list[str]) -> tuple[dict, str]:
-    """Return pip's report of the missing packages, and pip's messages.
+    """Return pip's report about the missing packages, and pip's messages.
 
-    The versions of all installed packages are fixed. The versions in requirements.txt are used for the missing packages, unless
-    they conflict with the installed packages.
+    The versions of all installed packages are fixed. Missing packages get the versions in requirements.txt, unless they conflict
+    with the installed packages.
     """
     replaced = {_name(requirement) for requirement in lacking}
     frozen = {name: version for name, version in found.packages.items() if name not in replaced}
@@ -150,7 +148,7 @@ def _resolve(root: Path, found: Interpreter, lacking: list[str]) -> tuple[dict, 
     pins = {_name(name): version for name, version in pins.items()}
     report: dict[str, Any] = {}
     messages = ""
-    # The tested versions first. If they conflict with installed packages, the installed packages alone are the constraint.
+    # Try the tested versions first. If they conflict with installed packages, constrain only the installed packages.
     for constraints in (pins | frozen, frozen):
         with tempfile.TemporaryDirectory() as temporary:
             path = Path(temporary) / "constraints.txt"
@@ -162,7 +160,7 @@ def _resolve(root: Path, found: Interpreter, lacking: list[str]) -> tuple[dict, 
 
 
 def _name(requirement: str) -> str:
-    """Return the normalized package name of a requirement. For example, 'huggingface_hub>=1' gives 'huggingface-hub'."""
+    """Return the normalized package name of a requirement, such as 'huggingface-hub' for 'huggingface_hub>=1'."""
     return re.sub(r"[-_.]+", "-", re.split(r"[\[<>=!~ ]", requirement)[0]).lower()
 
 
@@ -178,8 +176,8 @@ def environment_variables(root: Path, folder: Path) -> dict[str, str]:
     path = [str(root), str(packages), *[part for part in existing if part not in (str(root), str(packages))]]
     variables = os.environ | {"PYTHONPATH": os.pathsep.join(path), "PYTHONNOUSERSITE": "1"}
     if packages.is_dir():
-        # `pip --target` puts Jupyter's kernels, templates and pages into the overlay. Without this variable, Jupyter does not
-        # find them.
+        # `pip --target` puts Jupyter's kernels, templates and pages into the overlay, where Jupyter finds them only with this
+        # variable.
         shared = [str(packages / "share/jupyter"), os.environ.get("JUPYTER_PATH", "")]
         variables["JUPYTER_PATH"] = os.pathsep.join(part for part in shared if part)
         if (packages / "share/jupyter/lab").is_dir():

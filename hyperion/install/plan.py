@@ -1,4 +1,4 @@
-"""Choose the build of torch to install and its package index, and check whether an installed build fits the machine.
+"""Choose the torch build to install and its package index, and check whether an installed build matches the machine.
 
 Only this file contains PyTorch's package indexes and the pinned versions of torch and torchvision.
 """
@@ -14,16 +14,17 @@ from hyperion.install.machine import DetectedAccelerator
 TORCH, TORCHVISION = "2.13.0", "0.28.0"
 CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 ROCM_INDEX = "https://download.pytorch.org/whl/rocm{major}.{minor}"
-# Versions of (torch, torchvision) by version of ROCm. A wheel contains its own ROCm libraries. They work with amdgpu drivers that
-# are up to about one year older or newer (AMD's user and kernel-space support matrix). Therefore the newest wheel that is not
-# newer than the machine's ROCm is chosen. If there is none, the oldest wheel with the same major version is chosen.
+# Versions of (torch, torchvision) by ROCm version. A wheel contains its own ROCm libraries, which work with amdgpu drivers that
+# are up to about one year older or newer (AMD's user and kernel-space support matrix). Among the wheels with the major version of
+# the machine's ROCm, the newest one that is not newer is chosen, else the oldest one. If there is no such wheel, the newest older
+# wheel is chosen.
 ROCM_WHEELS = {(7, 2): (TORCH, TORCHVISION), (7, 1): (TORCH, TORCHVISION), (6, 4): ("2.9.1", "0.24.1")}
 MINIMUM_TORCH, MINIMUM_PYTHON = (2, 9), (3, 11)
 
 
 @dataclass(frozen=True)
 class Choice:
-    """The chosen build of torch. Machines with equal choices can share an environment."""
+    """The chosen torch build. Machines with equal choices can share an environment."""
 
     kind: str  # cpu | cuda | rocm
     version: tuple[int, int] | None = None  # version of ROCm; version of CUDA only if TORCH= contains it
@@ -32,7 +33,7 @@ class Choice:
 
     @property
     def label(self) -> str:
-        """The build in the form of the variable TORCH=, such as cpu, cuda or rocm7.2."""
+        """The build as a value of TORCH=, such as cpu, cuda or rocm7.2."""
         return self.kind + (".".join(map(str, self.version)) if self.version else "")
 
 
@@ -42,8 +43,8 @@ class Build:
 
     Attributes:
         version: version of torch.
-        cuda: version of CUDA, or None if the build is not for CUDA.
-        hip: version of HIP, or None if the build is not for ROCm.
+        cuda: CUDA version, or None if the build is not for CUDA.
+        hip: HIP version, or None if the build is not for ROCm.
     """
 
     version: str
@@ -52,7 +53,7 @@ class Build:
 
     @property
     def kind(self) -> str:
-        """Kind of accelerator that the build is for: rocm, cuda or cpu."""
+        """Kind of accelerator for which torch is built: rocm, cuda or cpu."""
         return "rocm" if self.hip else "cuda" if self.cuda else "cpu"
 
     def __str__(self) -> str:
@@ -66,8 +67,8 @@ class Packages:
 
     Attributes:
         requirements: requirements with exact versions.
-        index: package index to use. None uses pip's own configuration.
-        reason: text for the user that describes the source of the packages.
+        index: package index to use. None means that of pip's own configuration.
+        reason: description of the source of the packages, for the user.
     """
 
     requirements: tuple[str, ...]
@@ -76,7 +77,7 @@ class Packages:
 
 
 def choose(machine: DetectedAccelerator, override: str = "") -> Choice:
-    """Choose the build for this machine, or the build that TORCH= requests.
+    """Choose the build for this machine, or the build requested by TORCH=.
 
     Args:
         machine: the accelerator of this machine.
@@ -109,7 +110,7 @@ def choose(machine: DetectedAccelerator, override: str = "") -> Choice:
 
 
 def _explicit_gpu(machine: DetectedAccelerator, kind: str) -> Choice:
-    """Choose the build for TORCH=cuda or TORCH=rocm without a version. The choice depends on the hardware of this machine."""
+    """Choose the build for TORCH=cuda or TORCH=rocm without a version, depending on the hardware of this machine."""
     second_vendor = machine.note is not None and f"TORCH={kind}" in machine.note
     if machine.kind != kind and not second_vendor:
         name = {"rocm": "AMD", "cuda": "NVIDIA"}[kind]
@@ -125,12 +126,12 @@ def _explicit_gpu(machine: DetectedAccelerator, kind: str) -> Choice:
 
 
 def _wheel_for(installed: tuple[int, int] | None) -> tuple[int, int]:
-    """Return the ROCm version of the torch wheel that fits the ROCm of this machine.
+    """Return the ROCm version of the torch wheel for the ROCm version of this machine.
 
-    If the version on this machine is unknown, return the newest one.
+    If the latter is unknown, return that of the newest wheel.
 
     Raises:
-        HyperionError: the ROCm of this machine is older than that of every wheel.
+        HyperionError: no wheel fits, because the ROCm of this machine is too old.
     """
     if installed is None:
         return max(ROCM_WHEELS)
@@ -153,8 +154,8 @@ def plan_packages(choice: Choice, resolve: Callable[[tuple[str, ...]], dict]) ->
 
     Args:
         choice: the chosen build.
-        resolve: function that returns pip's report of a dry run (`pip install --dry-run --no-deps --report`) for requirements,
-            with pip's own configuration. It returns {} if pip finds no package.
+        resolve: function that takes requirements and returns the report of a pip dry run (`pip install --dry-run --no-deps
+            --report`) with pip's own configuration. It returns {} if pip finds no package.
     """
     if choice.kind == "rocm":
         assert choice.version is not None, "every ROCm build that choose() returns has a version"
@@ -171,7 +172,7 @@ def plan_packages(choice: Choice, resolve: Callable[[tuple[str, ...]], dict]) ->
 
 
 def is_cpu_build(report: dict) -> bool:
-    """Return True if the torch in pip's report is a CPU build. Its local version starts with cpu, or it needs no GPU packages."""
+    """Return True if the torch in pip's report is a CPU build: its local version starts with cpu, or it needs no GPU packages."""
     for item in report.get("install", ()):
         metadata = item["metadata"]
         if metadata["name"] != "torch":
@@ -188,7 +189,7 @@ def check_build(build: Build, machine: DetectedAccelerator, choice: Choice) -> N
     """Check that a build matches the hardware.
 
     Raises:
-        HyperionError: names the build, the detected hardware and the next step.
+        HyperionError: they do not match. The message names the build, the detected hardware and the next step.
     """
     version = tuple(int(part) for part in re.findall(r"\d+", build.version)[:2])
     if version < MINIMUM_TORCH:

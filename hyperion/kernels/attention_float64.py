@@ -1,6 +1,6 @@
 """Attention and its gradients in float64, computed a few queries at a time, so that long sequences fit into memory.
 
-Shape suffixes: G heads of queries that share one head of keys and values, T positions, D features, R queries of a chunk.
+Shape suffixes: G query heads that share one key-value head, T positions, D features, R queries in a chunk.
 """
 
 import math
@@ -11,16 +11,16 @@ from torch import Tensor
 
 from hyperion.measure import error_of_rows, largest_error
 
-_SCORES = 1 << 26  # largest number of scores of a chunk
+_SCORES = 1 << 26  # largest number of scores in a chunk
 
 
 @dataclass(frozen=True)
 class ExactAttention:
-    """The output of attention in float64, and the gradients of queries, keys and values.
+    """The output of attention in float64, and its gradients with respect to queries, keys and values.
 
     Args:
         output, grad_q, grad_k, grad_v: the output and the gradients.
-        size_q, size_k: expected norm of each row of grad_q and grad_k, if the terms of its sum had random signs. Rounding errors
+        size_q, size_k: expected norm of each row of grad_q and grad_k if the terms of its sum had random signs. Rounding errors
             are proportional to it. The row itself can be smaller: the gradient of the first causal query is 0.
     """
 
@@ -46,7 +46,7 @@ class ExactAttention:
 
 
 def exact_attention(q_GTD: Tensor, k_TD: Tensor, v_TD: Tensor, grad_GTD: Tensor, causal: bool = True) -> ExactAttention:
-    """Return attention of G heads of queries to one head of keys and values, with all gradients.
+    """Return attention of G query heads over one key-value head, and all gradients.
 
     Args:
         q_GTD, k_TD, v_TD: queries, keys and values in any dtype.
@@ -55,7 +55,7 @@ def exact_attention(q_GTD: Tensor, k_TD: Tensor, v_TD: Tensor, grad_GTD: Tensor,
     q_GTD, k_TD, v_TD, grad_GTD = (tensor.double() for tensor in (q_GTD, k_TD, v_TD, grad_GTD))
     G, T, D = q_GTD.shape
     scale = 1 / math.sqrt(D)
-    # Tensors with the shapes of the fields of ExactAttention, in their order.
+    # Tensors with the shapes of the fields of ExactAttention, in the same order.
     like = q_GTD, q_GTD, k_TD, v_TD, q_GTD[..., 0], k_TD[:, 0]
     result = ExactAttention(*(torch.zeros_like(tensor) for tensor in like))
     position_T = torch.arange(T, device=q_GTD.device)
@@ -69,7 +69,7 @@ def exact_attention(q_GTD: Tensor, k_TD: Tensor, v_TD: Tensor, grad_GTD: Tensor,
             scores_GRT.masked_fill_(position_T[None, :] > position_T[here, None], -math.inf)
         p_GRT = scores_GRT.softmax(-1)
         result.output[:, here] = p_GRT @ v_TD
-        # All G heads share the keys and values, so the gradients of these are summed over the heads.
+        # All G heads share the keys and values, so the gradients of keys and values are summed over the heads.
         result.grad_v.add_((p_GRT.mT @ grad_GRD).sum(0))
         of_p_GRT = grad_GRD @ v_TD.T
         # Backward pass of softmax: dS = P ∘ (dP - δ), where δ is the sum of P ∘ dP over the keys of a query.
@@ -77,7 +77,7 @@ def exact_attention(q_GTD: Tensor, k_TD: Tensor, v_TD: Tensor, grad_GTD: Tensor,
         of_scores_GRT = p_GRT * (of_p_GRT - delta_GR1) * scale
         result.grad_q[:, here] = of_scores_GRT @ k_TD
         result.grad_k.add_((of_scores_GRT.mT @ q_GRD).sum(0))
-        # Expected square of each element of dS, if the terms of dO·Vᵀ have random signs: squares add up without cancellation.
+        # Expected square of each element of dS if the terms of dO·Vᵀ have random signs: squares add up without cancellation.
         squares_GRT = (p_GRT * scale).square() * (grad_GRD.square() @ v_TD.square().T + delta_GR1.square())
         result.size_q[:, here] = (squares_GRT @ k_TD.square().sum(1)).sqrt()
         result.size_k.add_((squares_GRT * q_GRD.square().sum(-1, keepdim=True)).sum((0, 1)))
@@ -86,11 +86,12 @@ def exact_attention(q_GTD: Tensor, k_TD: Tensor, v_TD: Tensor, grad_GTD: Tensor,
 
 
 def attention_tolerance(dtype: torch.dtype, backward: bool) -> float:
-    """Return the largest allowed relative Frobenius error of attention against float64, for the same rounded inputs.
+    """Return the tolerance for the relative Frobenius error of attention against float64, for the same rounded inputs.
 
-    In 16 bits, it is three times the root mean square of rounding to the dtype, times the root of the number of independent
+    For 16-bit dtypes, it is three times the RMS rounding error of the dtype, times the square root of the number of independent
     roundings: two in the forward pass (probabilities, output), and four in the backward pass (output, probabilities, gradients of
-    the scores, result). In float32, sums over the positions dominate, and the tolerance is the one of a matrix product.
+    the scores, result). In float32, the error of the sums over the positions dominates, and the tolerance is that of a matrix
+    product.
     """
     if dtype not in (torch.bfloat16, torch.float16):
         return 1e-5 if dtype == torch.float32 else 1e-13

@@ -1,22 +1,22 @@
-"""Triton kernels of causal attention, forward and backward, whose memory grows with the length and not with its square.
+"""Triton kernels for attention, forward and backward. Their memory grows linearly with the sequence length.
 
 A program of the forward pass holds one block of queries. It reads the keys and values block by block and keeps, for each query,
 the largest score, the sum of exponentials, and the weighted sum of values. When the largest score grows, the sums are rescaled.
-So the matrix of scores is never stored. In causal attention, the blocks of keys before the block of queries need no mask, and
-only the blocks on the diagonal are masked. The scores are multiplied by log2(e), so that powers of 2 replace exponentials.
+So the matrix of scores is never stored. In causal attention, only the blocks on the diagonal need a mask; earlier blocks of keys
+need none, and later ones are not read. The scores are multiplied by log2(e), so that powers of 2 replace exponentials.
 
-The backward pass has three kernels. `attention_delta` computes, for each query, the sum of output times gradient of the output.
+The backward pass has three kernels. `attention_delta` computes, for each query, the dot product of the output and its gradient.
 `attention_key_gradient` holds a block of keys and values and reads the queries, and `attention_query_gradient` holds a block of
-queries and reads the keys and values. Both compute the probabilities again from the scores and the stored logarithm of the sum.
-They do not use atomic additions, so the result is deterministic.
+queries and reads the keys and values. Both recompute the probabilities from the scores and the stored logarithm of the sum. They
+do not use atomic additions, so the result is deterministic.
 
-On NVIDIA GPUs of compute capability 9.0 or higher, the kernels read blocks through tensor descriptors, which the copy engine of
-the multiprocessor executes. Other devices compute an address for each element.
+On NVIDIA GPUs of compute capability 9.0, the kernels access blocks through tensor descriptors, whose copies are executed by the
+copy engine of the multiprocessor. On other devices, they compute an address for each element.
 
 Source: Dao, FlashAttention-2: Faster Attention with Better Parallelism and Work Partitioning, 2023. Milakov and Gimelshein,
 Online normalizer calculation for softmax, 2018.
 
-Shape suffixes: B sequences, H heads of queries, K heads of keys and values, T positions, D features of a head; N = B·H or B·K.
+Shape suffixes: B sequences, H query heads, K key-value heads, T positions, D features of a head; N = B·H or B·K.
 """
 
 import math
@@ -38,12 +38,12 @@ LOG2_E = 1.4426950408889634
 
 @dataclass(frozen=True)
 class Tile:
-    """The settings of an attention kernel.
+    """Launch settings of an attention kernel.
 
     Args:
-        held: number of rows of the block that a program holds: queries in the forward pass and for the gradient of the queries,
-            keys for the gradient of the keys. It must be a multiple of `read`.
-        read: number of rows of the blocks that a program reads one after another.
+        held: number of rows of the block that a program holds: queries in the forward pass and for the query gradient, keys for
+            the key gradient. It must be a multiple of `read`.
+        read: number of rows of each block that a program reads in its loop.
         warps: number of warps of a program.
         stages: number of pipeline stages of the loads.
         descriptors: if True, read blocks through tensor descriptors.
@@ -58,7 +58,7 @@ class Tile:
 
 @dataclass(frozen=True)
 class Tiles:
-    """The settings of the three attention kernels that multiply matrices."""
+    """Launch settings of the three attention kernels that multiply matrices."""
 
     forward: Tile
     keys: Tile
@@ -69,12 +69,12 @@ class Tiles:
         return Tiles(*(replace(tile, descriptors=False) for tile in (self.forward, self.keys, self.queries)))
 
 
-# These tiles were chosen by timing on an H200. The rows of the chapter on kernels say how fast they are.
+# These tiles were chosen by timing on an H200. The rows of the chapter on kernels show their speed.
 HOPPER = {
     64: Tiles(Tile(64, 64, 4, 3), Tile(64, 64, 4, 2), Tile(64, 64, 4, 2)),
     128: Tiles(Tile(64, 64, 4, 3), Tile(64, 64, 4, 2), Tile(128, 64, 8, 3)),
 }
-# These tiles compile without spills for gfx90a and gfx942, whose programs have 64 KiB of LDS. They were not timed.
+# These tiles compile without spills for gfx90a and gfx942, which allow 64 KiB of LDS per program. They were not timed.
 CDNA = {
     64: Tiles(Tile(128, 64, 4, 1), Tile(64, 32, 4, 1), Tile(64, 32, 4, 1)).without_descriptors(),
     128: Tiles(Tile(128, 32, 4, 1), Tile(64, 32, 4, 1), Tile(64, 32, 4, 1)).without_descriptors(),
@@ -93,7 +93,7 @@ def tiles_for(backend: str, architecture: int | str, features: int) -> Tiles:
     Args:
         backend: "cuda" or "hip".
         architecture: compute capability such as 90, or the name of an AMD architecture such as "gfx90a".
-        features: features of a head, 64 or 128.
+        features: number of features of a head, 64 or 128.
     """
     if backend == "hip":
         return CDNA[features]
@@ -102,7 +102,7 @@ def tiles_for(backend: str, architecture: int | str, features: int) -> Tiles:
 
 @jit
 def _load_rows(source, head, first, rows, ROWS: tl.constexpr, D: tl.constexpr, DESCRIPTORS: tl.constexpr):
-    """Return a block [ROWS, D] of one head. Rows from `rows` on are zero."""
+    """Load a block of shape [ROWS, D] from one head. Rows with an index of `rows` or more are zero."""
     if DESCRIPTORS:
         # The block of the descriptor is [1, ROWS, D]. It ends at row T of its head and never reaches into the next head.
         block = source.load([head, first, 0]).reshape([ROWS, D])
@@ -116,7 +116,7 @@ def _load_rows(source, head, first, rows, ROWS: tl.constexpr, D: tl.constexpr, D
 
 @jit
 def _store_rows(target, values, head, first, rows, ROWS: tl.constexpr, D: tl.constexpr, DESCRIPTORS: tl.constexpr):
-    """Store a block [ROWS, D] of one head. Rows from `rows` on are not stored."""
+    """Store a block of shape [ROWS, D] in one head. Rows with an index of `rows` or more are not stored."""
     if DESCRIPTORS:
         target.store([head, first, 0], values.reshape([1, ROWS, D]))
     else:
@@ -127,10 +127,9 @@ def _store_rows(target, values, head, first, rows, ROWS: tl.constexpr, D: tl.con
 
 @jit
 def _keys_of(first_query, rows, HELD: tl.constexpr, READ: tl.constexpr, CAUSAL: tl.constexpr):
-    """Return how many keys a block of queries reads without a mask, and the end of the keys that it reads with a mask."""
+    """Return the number of keys that a block of queries reads without a mask, and the end of those that it reads with one."""
     if CAUSAL:
-        # `held` is a multiple of `read`, so the keys before the first query are whole blocks that every query of the block
-        # sees.
+        # `held` is a multiple of `read`, so the keys before the first query form whole blocks that all queries see.
         unmasked, last = first_query, tl.minimum(first_query + HELD, rows)
     else:
         # Without causality, only the last, incomplete block of keys needs a mask.
@@ -160,31 +159,31 @@ def _attend(
     CAUSAL: tl.constexpr,
     MASKED: tl.constexpr,
 ):
-    """Add the keys from `first` to `last` - 1 to the state of a block of queries, and return the new state."""
+    """Process keys `first` to `last` - 1 for a block of queries, and return the updated state of the softmax."""
     query = first_query + tl.arange(0, HELD)[:, None]
     for start in tl.range(first, last, READ, num_stages=STAGES):
         k = _load_rows(keys, key_head, start, rows, READ, D, DESCRIPTORS)
-        # Scores [HELD, READ]. "ieee" concerns float32 operands only: they are not rounded to TF32.
+        # Scores of shape [HELD, READ]. "ieee" affects float32 operands only: they are not rounded to TF32.
         scores = tl.dot(q, k.T, input_precision="ieee")
         if MASKED:
             key = start + tl.arange(0, READ)[None, :]
             visible = key <= query if CAUSAL else key < rows
-            # Every query sees a key in its first masked block or before it. So `larger` is finite, and -inf - -inf does not
+            # Every query sees a key in its first masked block or before it, so `larger` is finite and -inf - (-inf) does not
             # occur.
             scores = tl.where(visible, scores * scale, float("-inf"))
             larger = tl.maximum(largest, tl.max(scores, 1))
             p = tl.exp2(scores - larger[:, None])
         else:
-            # The scale is positive. So the maximum is scaled after the reduction: once for a row, and not once for a score.
+            # The scale is positive, so the maximum can be scaled after the reduction: once per row instead of once per score.
             larger = tl.maximum(largest, tl.max(scores, 1) * scale)
             p = tl.exp2(scores * scale - larger[:, None])
-        # In the first iteration `largest` is -inf. Then shrink is 2^-inf = 0, and the empty state adds nothing.
+        # In the first iteration, `largest` is -inf, so `shrink` is 2^-inf = 0 and the empty state adds nothing.
         shrink = tl.exp2(largest - larger)
         weight = weight * shrink + tl.sum(p, 1)
         total = total * shrink[:, None]
         v = _load_rows(values, key_head, start, rows, READ, D, DESCRIPTORS)
-        # Both operands of a matrix unit have one dtype, so the probabilities are rounded to that of the values. The sum is
-        # float32.
+        # The operands of a matrix unit have the same dtype, so the probabilities are rounded to that of the values. The sum is
+        # accumulated in float32.
         total = tl.dot(p.to(v.dtype), v, total, input_precision="ieee")
         largest = larger
     return total, weight, largest
@@ -209,7 +208,7 @@ def attention_forward(
 ):
     """Write the output of one block of queries, and log2 of the sum of exponentials of each query.
 
-    `scale` is log2(e) times the scale of the scores. GROUP heads of queries share one head of keys and values.
+    `scale` is log2(e) times the scale of the scores. GROUP query heads share one key-value head.
     """
     # Later blocks of queries read more keys. They start first, so that no long program runs alone at the end.
     block, head = tl.num_programs(0) - 1 - tl.program_id(0), tl.program_id(1)
@@ -219,7 +218,7 @@ def attention_forward(
     weight = tl.zeros([HELD], tl.float32)
     largest = tl.full([HELD], float("-inf"), tl.float32)
     unmasked, last = _keys_of(first_query, rows, HELD, READ, CAUSAL)
-    # First the keys that need no mask, then those that need one. static_range compiles a separate loop for each.
+    # Process first the keys that need no mask, then those that need one. static_range compiles a separate loop for each.
     for masked in tl.static_range(2):
         total, weight, largest = _attend(
             total,
@@ -243,7 +242,7 @@ def attention_forward(
             masked,
         )
     row = first_query + tl.arange(0, HELD)
-    # The backward pass recomputes each probability as 2^(scale·score - log_sum). It needs this number and no matrix of scores.
+    # The backward pass recomputes each probability as 2^(scale·score - log_sum). It needs this number per query, but no scores.
     tl.store(log_sums + head.to(tl.int64) * rows + row, largest + tl.log2(weight), mask=row < rows)
     result = (total / weight[:, None]).to(output.dtype if DESCRIPTORS else output.dtype.element_ty)
     _store_rows(output, result, head, first_query, rows, HELD, D, DESCRIPTORS)
@@ -251,7 +250,7 @@ def attention_forward(
 
 @jit
 def attention_delta(output, gradient, delta, rows, D: tl.constexpr, ROWS: tl.constexpr):
-    """Write the sum of output times gradient of each row. The rows of all heads are numbered together."""
+    """Write the dot product of output and gradient for each row. The rows are numbered across all heads."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     offsets = row[:, None] * D + tl.arange(0, D)[None, :]
     o = tl.load(output + offsets, mask=row[:, None] < rows, other=0.0).to(tl.float32)
@@ -280,10 +279,10 @@ def attention_key_gradient(
     STAGES: tl.constexpr,
     DESCRIPTORS: tl.constexpr,
 ):
-    """Write the gradients of one block of keys and values, summed over the heads of queries that use them.
+    """Write the gradients of one block of keys and values, summed over the query heads that share them.
 
-    All matrices of scores are transposed: [HELD, READ]. Every block is masked, although only those on the diagonal need it. A
-    second loop for the other blocks needs more registers than a thread has.
+    All score matrices are transposed, with shape [HELD, READ]. Every block is masked, although only those on the diagonal need
+    it: a second loop for the other blocks would need more registers than a thread has.
     """
     first_key, key_head = tl.program_id(0) * HELD, tl.program_id(1)
     key = first_key + tl.arange(0, HELD)[:, None]
@@ -298,7 +297,7 @@ def attention_key_gradient(
         for start in tl.range(first_key if CAUSAL else 0, rows, READ, num_stages=STAGES):
             query = start + tl.arange(0, READ)
             q = _load_rows(queries, head, start, rows, READ, D, DESCRIPTORS)
-            # Beyond the last query, the probability must be zero: 2 to the power of minus infinity.
+            # Beyond the last query, log_sum is infinite, so that the probability is 2^-inf = 0.
             log_sum = tl.load(log_sums + first_row + query, mask=query < rows, other=float("inf"))
             p = tl.exp2(tl.dot(k, q.T, input_precision="ieee") * scale - log_sum[None, :])
             if CAUSAL:
@@ -310,7 +309,7 @@ def attention_key_gradient(
             start_values = tl.zeros([HELD, READ], tl.float32) - row_delta[None, :]
             grad_scores = p * tl.dot(v, g.T, start_values, input_precision="ieee")
             grad_k = tl.dot(grad_scores.to(q.dtype), q, grad_k, input_precision="ieee")
-    # `scale` contains log2(e) for exp2. The derivative of the scores is the plain scale, which is applied once after the loop.
+    # `scale` contains log2(e) for exp2. The gradient needs the scale without it, which is applied once, after the loop.
     grad_k = (grad_k * natural_scale).to(k.dtype)
     _store_rows(grad_keys, grad_k, key_head, first_key, rows, HELD, D, DESCRIPTORS)
     _store_rows(grad_values, grad_v.to(v.dtype), key_head, first_key, rows, HELD, D, DESCRIPTORS)
@@ -339,9 +338,9 @@ def _add_query_gradients(
     CAUSAL: tl.constexpr,
     MASKED: tl.constexpr,
 ):
-    """Add the gradients from the keys `first` to `last` - 1.
+    """Add the gradients from keys `first` to `last` - 1 to `grad_q`.
 
-    Keys beyond the last are read as zero. Their score is 0, so their probability may be infinite, and it must be masked.
+    Keys beyond the last one are read as zero. Their score is 0, so their probability may be infinite and must be masked.
     """
     query = first_query + tl.arange(0, HELD)[:, None]
     for start in tl.range(first, last, READ, num_stages=STAGES):
@@ -413,12 +412,12 @@ def attention_query_gradient(
     _store_rows(grad_queries, (grad_q * natural_scale).to(q.dtype), head, first_query, rows, HELD, D, DESCRIPTORS)
 
 
-# Rows of a program of `attention_delta`.
+# Number of rows that a program of `attention_delta` processes.
 DELTA_ROWS = 32
 
 
 def _block(tensor_NTD: Tensor, rows: int, tile: Tile) -> Any:
-    """Return the argument through which a kernel reads blocks of `rows` rows: a descriptor, or the tensor for its pointer."""
+    """Return the kernel argument for blocks of `rows` rows: a tensor descriptor, or the tensor, which is passed as a pointer."""
     if not tile.descriptors:
         return tensor_NTD
     return TensorDescriptor.from_tensor(tensor_NTD, [1, rows, tensor_NTD.shape[2]])
@@ -441,7 +440,7 @@ def run_forward(q_NTD: Tensor, k_NTD: Tensor, v_NTD: Tensor, scale: float, causa
     """Return the output, and log2 of the sum of exponentials of each query in float32.
 
     Args:
-        q_NTD, k_NTD, v_NTD: contiguous tensors. The number of heads of queries is a multiple of the number of heads of keys.
+        q_NTD, k_NTD, v_NTD: contiguous tensors. The number of query heads is a multiple of the number of key-value heads.
     """
     (heads, rows, features), tile = q_NTD.shape, tiles.forward
     output_NTD = torch.empty_like(q_NTD)
@@ -454,7 +453,7 @@ def run_forward(q_NTD: Tensor, k_NTD: Tensor, v_NTD: Tensor, scale: float, causa
         log_sums_NT,
         scale * LOG2_E,
         rows,
-        # N is B·H for queries and B·K for keys. So the quotient is H / K, and head // GROUP stays in the same sequence.
+        # N is B·H for queries and B·K for keys, so the quotient is H / K, and head // GROUP stays in the same sequence.
         **constants_of(tile, heads // len(k_NTD), features, causal),
         num_warps=tile.warps,
     )
@@ -515,13 +514,13 @@ def run_backward(
 
 
 def _heads(tensor_BHTD: Tensor) -> Tensor:
-    """Return all heads as a contiguous tensor [N, T, D] that starts at a multiple of 16 bytes, as tensor descriptors require."""
+    """Return all heads as a contiguous tensor [N, T, D] whose address is a multiple of 16, as tensor descriptors require."""
     tensor_BHTD = tensor_BHTD.contiguous()
     return (tensor_BHTD if tensor_BHTD.data_ptr() % 16 == 0 else tensor_BHTD.clone()).flatten(0, 1)
 
 
 class Attention(torch.autograd.Function):
-    """Attention with its backward pass, for the autograd of PyTorch."""
+    """Attention with its backward pass, for PyTorch's autograd."""
 
     @staticmethod
     def forward(ctx: Any, q_BHTD: Tensor, k_BKTD: Tensor, v_BKTD: Tensor, causal: bool, tiles: Tiles) -> Tensor:

@@ -7,7 +7,7 @@ import torch
 from hyperion.hardware import Device
 from hyperion.kernels.token_loss import HAS_TRITON
 
-# The release with which the tests run on a CPU build of PyTorch, which requires no release itself.
+# The Triton release that is tested with CPU builds of PyTorch, which do not themselves require a release.
 TESTED = "3.7.1"
 
 
@@ -30,9 +30,9 @@ def why_no_kernels(device: Device) -> str:
 
 
 def triton_version() -> str:
-    """Return the version of Triton. Call this function only if Triton is installed.
+    """Return the version of Triton, which must be installed.
 
-    The name of its package differs: PyTorch for AMD GPUs has a package of its own.
+    The version is read from the module, because the package has another name for PyTorch on AMD GPUs.
     """
     import triton  # pyright: ignore[reportMissingImports] - only PyTorch's GPU builds contain it
 

@@ -147,7 +147,7 @@ class _ForkedNorm(Function):
     ) -> tuple[Tensor, Tensor]:
         ctx.sums_biases = before_D is not None
         rounded_D, values = weight_D.to(x_BTD.dtype), x_BTD.float()
-        # correction=0: LayerNorm divides by D, and not by D - 1.
+        # correction=0, because LayerNorm divides by D and not by D - 1.
         variance, mean = torch.var_mean(values, -1, correction=0, keepdim=True)
         inverse = torch.rsqrt(variance + eps)
         ctx.save_for_backward(x_BTD, mean, inverse, rounded_D)
@@ -189,5 +189,5 @@ def _autocasts_to_bf16(device_type: str) -> bool:
 
 
 def _autocast_enabled(device_type: str) -> bool:
-    # PyTorch raises an error if it is asked for the autocast of the device meta, which has none.
+    # PyTorch raises an error for the autocast state of the meta device, which has none.
     return device_type != "meta" and torch.is_autocast_enabled(device_type)

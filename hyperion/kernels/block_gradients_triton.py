@@ -1,9 +1,9 @@
-"""Triton kernels of `block_gradients` for AMD and NVIDIA GPUs, wrapped as custom operators for torch.compile.
+"""Triton kernels for `block_gradients` on AMD and NVIDIA GPUs, wrapped as custom operators for torch.compile.
 
-Each program of a kernel processes one strip. A strip is a group of `STRIP` consecutive rows. The program writes the gradient of
-each row, and sums each column over the rows of the strip in float32. At the end, the program stores these column sums. The column
-sums of all strips are then added in a fixed order, so the result is deterministic. The number of warps is small. A thread then
-holds the same columns of several rows, and adds these rows without exchanging data with other threads.
+Each program of a kernel processes one strip, which is a group of `STRIP` consecutive rows. It writes the gradient of each row,
+sums each column over the rows of the strip in float32, and at the end stores these column sums. The column sums of all strips are
+then added in a fixed order, so the result is deterministic. With few warps, a thread holds the same columns of several rows, and
+adds these rows without exchanging data with other threads.
 
 Shape suffixes: M rows (tokens), D and E columns, S strips; B sequences of T positions.
 """
@@ -35,7 +35,7 @@ class Tile:
     stages: int
 
 
-# The fastest of about twenty tiles for each kernel, measured on an H200 with 65536 rows of the width of GPT-2.
+# The fastest of about twenty tiles for each kernel, measured on an H200 with 65,536 rows of GPT-2's width.
 GELU, JOINED, POSITIONS = Tile(8, 512, 2, 3), Tile(8, 128, 2, 3), Tile(4, 128, 4, 1)
 
 
@@ -76,7 +76,7 @@ def gelu_strip(
         g = tl.load(grad_y + offsets, mask=mask, other=0.0).to(tl.float32)
         # x·sigmoid(z) with z = 2 √(2/π) (x + 0.044715 x³), and z' = 2 √(2/π) (1 + 3·0.044715 x²)
         sigmoid = 1 / (1 + tl.exp(-1.5957691216057308 * (x + 0.044715 * x * x * x)))
-        # Rows beyond the last have g = 0, so they add nothing to the sums of the columns.
+        # Rows beyond the last one have g = 0, so they add nothing to the column sums.
         grad_x = g * (sigmoid + x * sigmoid * (1 - sigmoid) * 1.5957691216057308 * (1 + 0.134145 * x * x))
         tl.store(gradient + offsets, grad_x.to(gradient.dtype.element_ty), mask=mask)
         total += tl.sum(grad_x, 0)
@@ -95,7 +95,7 @@ def gelu_gradient(grad_y_ME: Tensor, x_ME: Tensor) -> tuple[Tensor, Tensor]:
     """
     (M, E), grad_x_ME = x_ME.shape, torch.empty_like(x_ME, memory_format=torch.contiguous_format)
     grid = triton.cdiv(E, GELU.columns), triton.cdiv(M, STRIP)
-    # One row of sums for each strip. They are added after the kernel, because atomic additions have no fixed order.
+    # One row of column sums for each strip. They are added after the kernel, because atomic additions have no fixed order.
     sums_SE = torch.empty(grid[1], E, dtype=torch.float32, device=x_ME.device)
     wrap_triton(gelu_strip)[grid](
         grad_y_ME.contiguous(),
@@ -221,7 +221,7 @@ def norm_strip(
         grad_weight += tl.sum(g * normalized, 0)
         grad_bias += tl.sum(g, 0)
         if SUMS == 4:
-            # In the padding, grad_x contains a mean, and is not 0 like the gradients that were loaded.
+            # In the padding, grad_x contains a mean, so unlike the loaded gradients it is not 0.
             before += tl.sum(tl.where(mask, grad_x, 0.0), 0)
             after += tl.sum(residual, 0)
     column = tl.arange(0, BLOCK)

@@ -1,7 +1,7 @@
-"""Compile Triton kernels for a GPU that need not be present, and read registers, spills, shared memory and instructions.
+"""Compile Triton kernels for GPUs that need not be present, and report registers, spills, shared memory and instructions.
 
-The numbers of AMD GPUs come from the assembly, whose metadata the driver reads when it loads the kernel. The numbers of NVIDIA
-GPUs come from the binary, through the program `cuobjdump` that is part of Triton.
+The values for AMD GPUs come from the assembly, whose metadata the driver reads when it loads the kernel. The values for NVIDIA
+GPUs come from the binary. They are read with `cuobjdump`, which is part of Triton.
 """
 
 import re
@@ -22,10 +22,10 @@ class Architecture:
     Args:
         name: name of the architecture.
         backend: "cuda" or "hip".
-        target: the name that Triton uses: a compute capability or the name of an AMD architecture.
-        threads: threads of a warp. AMD calls it a wavefront.
-        shared_bytes: largest shared memory of a program. AMD calls it LDS.
-        matrix: regular expression for a matrix instruction in the assembly.
+        target: Triton's name for it: a compute capability (NVIDIA) or the name of an architecture (AMD).
+        threads: number of threads of a warp, which AMD calls a wavefront.
+        shared_bytes: largest shared memory of a program in bytes. AMD calls this memory LDS.
+        matrix: regular expression that matches a matrix instruction in the assembly.
     """
 
     name: str
@@ -48,17 +48,17 @@ ARCHITECTURES = {
 
 @dataclass(frozen=True)
 class Build:
-    """A kernel with everything that the compiler needs.
+    """A kernel and everything that the compiler needs for it.
 
     Args:
         name: name of the configuration in tables.
         kernel: the kernel, a function with the decorator `triton.jit`.
-        signature: type of each argument that is not a constant, in the notation of Triton.
+        signature: type of each argument that is not a constant, in Triton's notation.
         constants: value of each compile-time constant.
         warps: number of warps.
-        options: further options of the compiler, such as `num_stages`.
-        matrix: whether the kernel must contain matrix instructions.
-        aligned: whether all sizes are multiples of 16. The addresses of tensors always are.
+        options: further compiler options, such as `num_stages`.
+        matrix: if True, the kernel must contain matrix instructions.
+        aligned: if True, all sizes are multiples of 16. The addresses of tensors always are.
     """
 
     name: str
@@ -76,12 +76,12 @@ class Resources:
     """The resources of a compiled kernel.
 
     Args:
-        registers: vector registers of a thread, on AMD GPUs including accumulation registers.
-        spills: on AMD GPUs the number of spilled registers of a thread. On NVIDIA GPUs the bytes of stack and local memory of a
-            thread. Spilled registers are stored there, so a kernel with 0 bytes does not spill.
-        shared_bytes: bytes of shared memory of a program.
-        occupancy: warps that can be resident at the same time: on AMD GPUs for each of the four vector units of a compute unit,
-            on NVIDIA GPUs for each multiprocessor.
+        registers: number of vector registers of a thread. On AMD GPUs it includes accumulation registers.
+        spills: on AMD GPUs, the number of spilled registers of a thread. On NVIDIA GPUs, the bytes of stack and local memory of a
+            thread, where spilled registers are stored, so a kernel with 0 bytes does not spill.
+        shared_bytes: shared memory of a program in bytes.
+        occupancy: number of warps that can be resident at the same time, on each of the four vector units of a compute unit (AMD)
+            or on each multiprocessor (NVIDIA).
         matrix_instructions: number of matrix instructions in the code.
         matrix_name: name of the most frequent matrix instruction, or "".
     """
@@ -94,7 +94,7 @@ class Resources:
     matrix_name: str
 
     def faults(self, build: Build, architecture: Architecture) -> list[str]:
-        """Return why this build must not be shipped for this architecture. The list is empty if it may be shipped."""
+        """Return the reasons why this build must not be shipped for this architecture. The list is empty if it may be shipped."""
         faults = []
         if self.spills:
             faults.append(f"{self.spills} spills")
@@ -117,8 +117,8 @@ def compile_build(build: Build, architecture: Architecture) -> Resources:
         fn=build.kernel,
         signature=signature,
         constexprs=build.constants,
-        # At a launch, Triton detects by itself which arguments are multiples of 16, and uses wide loads for them. There is no
-        # launch here, so the hint is given.
+        # At a launch, Triton detects which arguments are multiples of 16 and uses wide loads for them. Without a launch, this
+        # must be specified.
         attrs={(list(signature).index(name),): [["tt.divisibility", 16]] for name in aligned},
     )
     target = GPUTarget(architecture.backend, architecture.target, architecture.threads)
@@ -153,21 +153,21 @@ def _nvidia(compiled: Any, build: Build, architecture: Architecture) -> Resource
     program = Path(triton.__path__[0]) / "backends/nvidia/bin/cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(compiled.asm["cubin"])
-        # cuobjdump is another process and opens the file by its name, so the bytes must have left the buffer of this process.
+        # cuobjdump is another process that opens the file by its name, so the buffer of this process must be flushed first.
         file.flush()
         listing = subprocess.run([program, "--dump-resource-usage", file.name], capture_output=True, text=True, check=True).stdout
     registers, stack, local = (int(re.search(rf"\b{name}:(\d+)", listing)[1]) for name in ("REG", "STACK", "LOCAL"))  # pyright: ignore
     shared = compiled.metadata.shared
-    # The regular expression matches the name of the instruction in PTX; the machine code has another name for it.
+    # The regular expression matches the PTX name of the instruction; in machine code it has another name.
     count, name = _matrix(compiled.asm["ptx"], architecture)
     return Resources(registers, stack + local, shared, _resident_warps(registers, shared, build.warps), count, name)
 
 
 def _resident_warps(registers: int, shared: int, warps: int) -> int:
-    """Return the resident warps of a multiprocessor of compute capability 9.0.
+    """Return the number of resident warps of a multiprocessor of compute capability 9.0.
 
-    It has 65,536 registers, which are allocated in groups of 256 for a warp, 228 KiB of shared memory, of which the system
-    reserves 1 KiB for each program, and place for 64 warps and 32 programs.
+    A multiprocessor has 65,536 registers, which are allocated to warps in units of 256; 228 KiB of shared memory, of which the
+    system reserves 1 KiB per program; and room for 64 warps and 32 programs.
 
     Source: CUDA C++ Programming Guide, technical specifications per compute capability.
     """

@@ -1,8 +1,8 @@
 """Run the kernels of this package in Triton's interpreter, and compare them with float64.
 
 The interpreter runs a kernel as Python code on a CPU. So it finds wrong indices, masks and formulas without a GPU. It does not
-find errors of the compiler, and its times mean nothing. All tensors are float32, because bfloat16 arithmetic is wrong in the
-interpreter. The environment variable TRITON_INTERPRET must be 1 before this module is imported.
+find compiler errors, and its times are meaningless. All tensors are float32, because the interpreter's bfloat16 arithmetic is
+wrong. The environment variable TRITON_INTERPRET must be 1 before this module is imported.
 """
 
 import math
@@ -18,12 +18,12 @@ from hyperion.kernels import attention_triton, matmul_triton, rows_triton
 from hyperion.kernels.attention_float64 import exact_attention
 from hyperion.measure import relative_error
 
-TOLERANCE = 1e-5  # of float32 results with sums of at most a few hundred terms
+TOLERANCE = 1e-5  # for float32 results with sums of at most a few hundred terms
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """A result of a kernel compared with float64: names of the kernel, the case and the tensor, and the relative error."""
+    """Relative error of one tensor that a kernel computed in one case, compared with float64."""
 
     kernel: str
     case: str
@@ -32,16 +32,16 @@ class Comparison:
 
 
 def compare_all(seed: int = 0) -> Iterator[Comparison]:
-    """Run each kernel on sizes with remainders, and compare each result with float64."""
+    """Run each kernel on sizes with incomplete blocks, and compare each result with float64."""
     for name in GROUPS:
         yield from compare_group(name, seed)
 
 
 def compare_group(name: str, seed: int = 0) -> Iterator[Comparison]:
-    """Do the same for the kernels of one module, a key of `GROUPS`.
+    """Run and compare the kernels of one module, given by a key of `GROUPS`.
 
-    From then on, PyTorch fills new tensors of this process with NaN. So an element that a kernel does not write is wrong, and not
-    by chance an older right value.
+    As a side effect, PyTorch fills new tensors of this process with NaN from then on. So an element that a kernel does not write
+    is wrong, and cannot hold a correct old value by chance.
     """
     torch.use_deterministic_algorithms(True)
     torch.manual_seed(seed)
@@ -52,18 +52,18 @@ def _rows() -> Iterator[Comparison]:
     x, y = torch.randn(5001), torch.randn(5001)
     yield Comparison("vector_add", "5001 elements", "sum", relative_error(rows_triton.run_add(x, y), x.double() + y.double()))
     x = 30 * torch.randn(5, 100)
-    # Without the subtraction of the maximum, exp(1e4) overflows, and all exponentials of the row near -200 underflow to 0.
+    # Without subtracting the maximum, exp(1e4) overflows, and all exponentials of the row near -200 underflow to 0.
     x[2, 3], x[3] = 1e4, -200 + torch.randn(100)
     yield Comparison("softmax", "rows of 100", "output", relative_error(rows_triton.run_softmax(x), torch.softmax(x.double(), 1)))
     M, D = 7, 100
-    # A mean that is not 0 tests the subtraction of the mean.
+    # A nonzero mean tests the subtraction of the mean.
     x, grad = torch.randn(M, D) + 3, torch.randn(M, D)
     weight, bias = torch.randn(D), torch.randn(D)
     exact = [tensor.double().requires_grad_() for tensor in (x, weight, bias)]
     exact_y = F.layer_norm(exact[0], (D,), exact[1], exact[2], 1e-5)
     exact_y.backward(grad.double())
     y, means, inverses = rows_triton.run_layer_norm(x, weight, bias, 1e-5)
-    # 3 programs for 7 rows: the programs have different numbers of rows.
+    # With 3 programs for 7 rows, the programs process different numbers of rows.
     grads = rows_triton.run_layer_norm_gradient(grad, x, weight, means, inverses, programs=3)
     yield Comparison("layer_norm", "rows of 100", "output", relative_error(y, exact_y))
     for name, found, tensor in zip(("x", "weight", "bias"), grads, exact, strict=True):
@@ -72,7 +72,7 @@ def _rows() -> Iterator[Comparison]:
 
 
 def _products() -> Iterator[Comparison]:
-    # The first sizes leave remainders in all dimensions. In the second, K is even, which uses the loop without a mask over K.
+    # In the first case, no size is a multiple of its block. In the second, K is, which selects the loop without a mask over K.
     for M, N, K in ((70, 48, 40), (33, 128, 64)):
         a, b, c = torch.randn(M, K), torch.randn(K, N), torch.empty(M, N)
         exact, case, blocks = a.double() @ b.double(), f"{M}x{N}x{K}", -(-M // 32) * -(-N // 32)
@@ -82,7 +82,7 @@ def _products() -> Iterator[Comparison]:
         c = torch.empty(M, N)
         shapes = ([32, 16], [16, 32], [32, 16])
         descriptors = [TensorDescriptor.from_tensor(one, shape) for one, shape in zip((a, b, c), shapes, strict=True)]
-        # 3 programs, so that one program computes several blocks.
+        # 3 programs, so that a program computes several blocks.
         matmul_triton.matmul_persistent[(3,)](*descriptors, M, N, K, BLOCK_K=16, PROGRAMS=3, **sizes)
         yield Comparison("matmul with descriptors", case, "product", relative_error(c, exact))
 
@@ -104,7 +104,7 @@ def _attention(
     tile = attention_triton.Tile(held=32, read=16, warps=4, stages=1, descriptors=descriptors)
     q, grad = torch.randn(heads, rows, features), torch.randn(heads, rows, features)
     k, v = torch.randn(key_heads, rows, features), torch.randn(key_heads, rows, features)
-    if low:  # products of these numbers have no rounding error, so that large scores are as exact as small ones
+    if low:  # products of these numbers are exact, so large scores have no larger error than small ones
         q, k = (q * 4).round() / 4, (k * 4).round() / 4
         q[..., 0], k[..., 0] = 800.0, -1.0
     tiles, scale = attention_triton.Tiles(tile, tile, tile), 1 / math.sqrt(features)
@@ -119,7 +119,7 @@ def _attention(
 
 
 def _exact(q: Tensor, k: Tensor, v: Tensor, grad: Tensor, causal: bool) -> list[Tensor]:
-    """Return output and gradients in float64, of all heads."""
+    """Return the output and the gradients of all heads in float64."""
     group = len(q) // len(k)
     heads = [
         exact_attention(q[head * group :][:group], k[head], v[head], grad[head * group :][:group], causal)
@@ -129,5 +129,5 @@ def _exact(q: Tensor, k: Tensor, v: Tensor, grad: Tensor, causal: bool) -> list[
     return [*joined, torch.stack([one.grad_k for one in heads]), torch.stack([one.grad_v for one in heads])]
 
 
-# The comparisons by the module of their kernels.
+# Maps the name of each kernel module to its comparisons.
 GROUPS = {"rows_triton": _rows, "matmul_triton": _products, "attention_triton": _attentions}

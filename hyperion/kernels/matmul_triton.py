@@ -1,16 +1,16 @@
-"""Triton kernels of the matrix product, for AMD and NVIDIA GPUs.
+"""Triton kernels for the matrix product on AMD and NVIDIA GPUs.
 
 `matmul_blocks` runs on every GPU. Each program computes one block of the output. Programs with consecutive numbers compute blocks
-in a narrow band of rows, so that their operands are still in the cache. At the edges, loads and stores are masked.
+in a narrow band of rows, so that their operands are still in the cache. Loads and stores are masked at the edges.
 
 `matmul_persistent` runs on NVIDIA GPUs of compute capability 9.0, for elements of 2 bytes. It starts one program for each
-multiprocessor, and each program computes several blocks. So the loads of the next block overlap with the stores of the last one.
-Blocks are read and written through tensor descriptors, which return zero beyond the edges. Rows must start at multiples of 16
-bytes.
+multiprocessor, and each program computes several blocks. So the loads of the next block overlap with the stores of the previous
+one. Blocks are read and written through tensor descriptors, which return zero beyond the edges. Rows must start at multiples of
+16 bytes.
 
-The settings are chosen by timing (`triton.autotune`) for each combination of M, N and K.
+For each combination of M, N and K, the settings are chosen by timing (`triton.autotune`).
 
-Shape suffixes: M and N rows and columns of the output, K the dimension that is summed.
+Shape suffixes: M rows and N columns of the output, K the dimension that is summed.
 """
 
 from dataclasses import dataclass
@@ -30,13 +30,13 @@ _EVEN = 128
 
 @dataclass(frozen=True)
 class MatmulTile:
-    """The settings of a matrix product.
+    """Launch settings of a matrix product.
 
     Args:
-        rows, columns, depth: sizes of a block.
+        rows, columns, depth: sizes of a block in M, N and K.
         warps: number of warps of a program.
         stages: number of pipeline stages of the loads.
-        group: number of rows of blocks in a band.
+        group: number of block rows in a band.
     """
 
     rows: int
@@ -52,7 +52,7 @@ class MatmulTile:
         return {"BLOCK_M": self.rows, "BLOCK_N": self.columns, "BLOCK_K": self.depth, "GROUP": self.group}
 
 
-# These tiles were chosen by timing on an H200, for elements of 2 bytes. The rows of the chapter on kernels say how fast they are.
+# These tiles were chosen by timing on an H200, for elements of 2 bytes. The rows of the chapter on kernels show their speed.
 HOPPER: tuple[MatmulTile, ...] = (
     MatmulTile(128, 256, 64, 8, 3),
     MatmulTile(128, 256, 64, 8, 3, 16),
@@ -65,13 +65,13 @@ SMALL: tuple[MatmulTile, ...] = (MatmulTile(128, 128, 32, 8, 3), MatmulTile(128,
 
 @jit
 def _block_of(number, M, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUP: tl.constexpr):
-    """Return the row and the column of a block of the output. Blocks are numbered band by band, GROUP rows of blocks in each."""
+    """Return the block row and block column of an output block. Blocks are numbered band by band, each of GROUP block rows."""
     across = tl.cdiv(N, BLOCK_N)
     band = number // (GROUP * across) * GROUP
-    # The last band may have fewer rows of blocks.
+    # The last band may have fewer block rows.
     height = tl.minimum(tl.cdiv(M, BLOCK_M) - band, GROUP)
     inside = number % (GROUP * across)
-    # Within a band, count down a column first. Consecutive programs then read the same columns of B and few rows of A.
+    # Within a band, count down a column first, so that consecutive programs read the same columns of B and few rows of A.
     return band + inside % height, inside // height
 
 
@@ -90,7 +90,7 @@ def matmul_blocks(
     GROUP: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """Compute one block of C = A·B. All matrices are contiguous. If EVEN, K is a multiple of BLOCK_K."""
+    """Compute one block of C = A·B. All matrices are contiguous. If EVEN, K must be a multiple of BLOCK_K."""
     block_row, block_column = _block_of(tl.program_id(0), M, N, BLOCK_M, BLOCK_N, GROUP)
     # 64 bits, because offsets in a large matrix exceed 2^31.
     row = (block_row * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)[:, None]
@@ -105,7 +105,7 @@ def matmul_blocks(
             b_block = tl.load(b_place, mask=column < N, other=0.0)
         else:
             a_block = tl.load(a_place, mask=(row < M) & (first + inner[None, :] < K), other=0.0)
-            # Elements beyond K must be zero, because they are part of the sum. Those beyond M and N are only not stored.
+            # Elements beyond K must be zero, because they enter the sum. Those beyond M and N affect no stored result.
             b_block = tl.load(b_place, mask=(column < N) & (first + inner[:, None] < K), other=0.0)
         total = tl.dot(a_block, b_block, total, input_precision="ieee")
         a_place += BLOCK_K
@@ -131,7 +131,7 @@ def matmul_persistent(
     """Compute every PROGRAMS-th block of C = A·B. The matrices are tensor descriptors."""
     blocks = tl.cdiv(M, BLOCK_M) * tl.cdiv(N, BLOCK_N)
     steps = tl.cdiv(K, BLOCK_K)
-    # The loops over blocks and over K are joined to one loop. A second counter for the stores lets the loads run ahead.
+    # `flatten` joins the loops over blocks and over K. A second counter for the stores lets the loads run ahead.
     stored = tl.program_id(0) - PROGRAMS
     for number in tl.range(tl.program_id(0), blocks, PROGRAMS, flatten=True, num_stages=STAGES):
         block_row, block_column = _block_of(number, M, N, BLOCK_M, BLOCK_N, GROUP)
@@ -143,15 +143,15 @@ def matmul_persistent(
             total = tl.dot(a_block, b_block, total, input_precision="ieee")
         stored += PROGRAMS
         block_row, block_column = _block_of(stored, M, N, BLOCK_M, BLOCK_N, GROUP)
-        # Store in two halves: then the copy in shared memory is half as large, and the pipeline has more stages.
-        # Triton cannot slice a block. `split` takes apart a last dimension of size 2, so move the halves there.
+        # Store in two halves: this halves the copy in shared memory, which leaves room for more pipeline stages. Triton cannot
+        # slice a block, but `split` separates a last dimension of size 2, so move the halves there.
         left, right = total.reshape([BLOCK_M, 2, BLOCK_N // 2]).permute(0, 2, 1).split()
         c.store([block_row * BLOCK_M, block_column * BLOCK_N], left.to(c.dtype))
         c.store([block_row * BLOCK_M, block_column * BLOCK_N + BLOCK_N // 2], right.to(c.dtype))
 
 
 def _set_blocks(arguments: dict[str, Any]) -> None:
-    """Set the block shapes of the descriptors before a launch. They depend on the settings that the search chooses."""
+    """Set the block shapes of the descriptors before a launch. They depend on the settings that the search tries."""
     rows, columns, depth = (arguments[name] for name in ("BLOCK_M", "BLOCK_N", "BLOCK_K"))
     arguments["a"].block_shape, arguments["b"].block_shape = [rows, depth], [depth, columns]
     arguments["c"].block_shape = [rows, columns // 2]
@@ -172,7 +172,7 @@ _searched_blocks: dict[tuple[MatmulTile, ...], Any] = {
 
 
 def tiles_for(backend: str, architecture: int | str) -> tuple[MatmulTile, ...]:
-    """Return the settings among which the search chooses; for HOPPER the persistent kernel runs, otherwise `matmul_blocks`."""
+    """Return the settings that the search tries. With HOPPER the persistent kernel runs, otherwise `matmul_blocks`."""
     if backend == "hip":
         return CDNA
     return HOPPER if architecture == 90 else SMALL

@@ -1,10 +1,11 @@
 """Vector addition, softmax, layer norm, matrix product and attention, each with a Triton kernel and a reference in PyTorch.
 
-Each function runs its Triton kernel for tensors on a GPU. On other devices it computes the reference. `implementation` says which
-of the two runs. A request that a kernel cannot serve is refused: the reference never replaces a kernel on a GPU silently.
+Each function runs its Triton kernel for tensors on a GPU, if Triton is installed, and the reference otherwise. `implementation`
+returns which of the two runs. Arguments that a kernel cannot process raise an error: a kernel is never replaced by the reference
+silently.
 
-Shape suffixes: M rows, D columns; M, N, K sizes of a matrix product; B sequences, H heads of queries, K heads of keys and values,
-T positions, D features of a head.
+Shape suffixes: M rows, D columns; M, N, K sizes of a matrix product; B sequences, H query heads, K key-value heads, T positions,
+D features of a head.
 """
 
 import math
@@ -21,9 +22,9 @@ from hyperion.kernels.token_loss import HAS_TRITON
 TRITON, REFERENCE = "triton", "reference"
 HEAD_DIMS = (64, 128)
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-# The backward pass of layer norm starts this many programs for each multiprocessor.
+# Number of programs that the backward pass of layer norm starts for each multiprocessor.
 _PROGRAMS_EACH = 2
-# The second dimension of a grid on NVIDIA GPUs.
+# Largest second dimension of a grid on NVIDIA GPUs.
 _MOST_HEADS = 65535
 
 
@@ -60,7 +61,7 @@ def softmax(x_MD: Tensor) -> Tensor:
 
 
 def layer_norm(x_MD: Tensor, weight_D: Tensor, bias_D: Tensor, eps: float = 1e-5) -> Tensor:
-    """Return the layer norm of each row, (x - mean) / sqrt(variance + eps) · weight + bias. It has gradients."""
+    """Return the layer norm of each row, (x - mean) / sqrt(variance + eps) · weight + bias. It is differentiable."""
     _require_matrix(x_MD)
     shape = (x_MD.shape[1],)
     _require(weight_D.shape == bias_D.shape == shape, f"x is {_form(x_MD)}, weight {_form(weight_D)}", f"pass weights {shape}")
@@ -88,11 +89,11 @@ def matmul(a_MK: Tensor, b_KN: Tensor) -> Tensor:
 
 
 def attention(q_BHTD: Tensor, k_BKTD: Tensor, v_BKTD: Tensor, causal: bool = True) -> Tensor:
-    """Return softmax(Q·Kᵀ / √D)·V of each head. It has gradients. The memory grows with T, and not with T².
+    """Return softmax(Q·Kᵀ / √D)·V for each head. It is differentiable. The memory of the kernel grows with T, not with T².
 
     Args:
         q_BHTD: queries.
-        k_BKTD, v_BKTD: keys and values. If K is smaller than H, H / K heads of queries share one head of keys and values.
+        k_BKTD, v_BKTD: keys and values. If K is smaller than H, each group of H / K query heads shares one key-value head.
         causal: if True, position t attends to the positions up to t.
     """
     (B, H, T, D), (B2, K, T2, D2) = _shape(q_BHTD), _shape(k_BKTD)
@@ -112,7 +113,7 @@ def attention(q_BHTD: Tensor, k_BKTD: Tensor, v_BKTD: Tensor, causal: bool = Tru
 
 
 def attention_reference(q_BHTD: Tensor, k_BKTD: Tensor, v_BKTD: Tensor, causal: bool = True) -> Tensor:
-    """Return the same as `attention`, computed with the whole matrix of scores in the dtype of the inputs."""
+    """Return the same result as `attention`, computed with the whole matrix of scores in the dtype of the inputs."""
     (*_, H, T, D), K = q_BHTD.shape, k_BKTD.shape[1]
     k_BHTD, v_BHTD = (tensor.repeat_interleave(H // K, 1) for tensor in (k_BKTD, v_BKTD))
     scores_BHTT = q_BHTD @ k_BHTD.mT / math.sqrt(D)
@@ -123,8 +124,8 @@ def attention_reference(q_BHTD: Tensor, k_BKTD: Tensor, v_BKTD: Tensor, causal: 
 
 
 def attention_flops(B: int, H: int, T: int, D: int, causal: bool) -> dict[str, float]:
-    """Return the FLOPs of the forward and the backward pass. Of a causal matrix of scores, half counts."""
-    # Forward: Q·Kᵀ and P·V, 2·T·T·D each for a head. Backward: five such products (scores again, dP, dV, dQ, dK), so 2.5 times.
+    """Return the FLOPs of the forward and the backward pass. For causal attention, half of the matrix of scores counts."""
+    # Forward: Q·Kᵀ and P·V, 2·T·T·D FLOPs each per head. Backward: five such products (scores again, dP, dV, dQ, dK), 2.5 times.
     forward = 4 * B * H * T * T * D * (0.5 if causal else 1)
     return {"forward": forward, "backward": 2.5 * forward}
 
@@ -175,11 +176,11 @@ def _require_matrix(x: Tensor) -> None:
 
 
 def _require_kernel(*tensors: Tensor, gradients: bool = True) -> None:
-    """Refuse tensors for which a kernel would return wrong numbers, or a result without its gradients.
+    """Raise an error for tensors for which a kernel would return wrong numbers, or a result without its gradients.
 
     Args:
         tensors: all inputs of the kernel.
-        gradients: whether the kernel has a backward pass.
+        gradients: True if the kernel has a backward pass.
     """
     for x in tensors:
         fits = x.dtype in _DTYPES and x.numel() > 0

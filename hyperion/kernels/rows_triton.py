@@ -1,7 +1,7 @@
 """Triton kernels that read each element once: vector addition, softmax, and layer norm with its backward pass.
 
-Their time is the time of their memory traffic. So each kernel holds a whole row in registers: it reads the row, computes
-everything that the row needs in float32, and writes the result.
+Memory bandwidth limits their speed. So the kernels that need whole rows hold a row in registers: they read the row once, compute
+everything in float32, and write the result.
 
 Shape suffixes: M rows, D columns, P programs.
 """
@@ -14,7 +14,7 @@ from torch import Tensor
 from hyperion.kernels.typed_triton import jit
 
 ADD_BLOCK, ADD_WARPS = 4096, 8
-# The widest rows that a program can hold in the registers of its 16 warps: in general, and in the backward pass of layer norm.
+# Largest number of row elements that fit into the registers of 16 warps: in general, and in the backward pass of layer norm.
 WIDEST, WIDEST_GRADIENT = 1 << 15, 1 << 13
 
 
@@ -23,8 +23,8 @@ def row_warps(width: int) -> int:
     return max(4, min(16, triton.next_power_of_2(width) // 512))
 
 
-# Elements of a row for each warp, and stages of the loop over the rows, in the backward pass of layer norm. They were the fastest
-# on an H200 for rows of 4096 bf16 elements.
+# Row elements per warp, and pipeline stages of the loop over the rows, in the backward pass of layer norm. These values were the
+# fastest on an H200 for rows of 4096 bf16 elements.
 _GRADIENT_WARP_ELEMENTS, GRADIENT_STAGES = 1024, 3
 
 
@@ -128,7 +128,7 @@ def run_softmax(x_MD: Tensor) -> Tensor:
 
 
 def run_layer_norm(x_MD: Tensor, weight_D: Tensor, bias_D: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the layer norm of each row, the means, and the reciprocal standard deviations, both in float32."""
+    """Return the layer norm of each row, and in float32 the mean and the reciprocal standard deviation of each row."""
     (M, D), y_MD = x_MD.shape, torch.empty_like(x_MD)
     means_M, inverses_M = (torch.empty(M, dtype=torch.float32, device=x_MD.device) for _ in range(2))
     layer_norm_row[(M,)](
@@ -143,7 +143,7 @@ def run_layer_norm_gradient(
     """Return the gradients of input, weight and bias. The last two are summed in float32 in a fixed order.
 
     Args:
-        programs: number of programs. Each program sums the gradients of its rows.
+        programs: largest number of programs. Each program sums the gradients of its rows.
     """
     (M, D), grad_x_MD = x_MD.shape, torch.empty_like(x_MD)
     # A program without rows would only add a row of zeros to the sums.
@@ -164,6 +164,6 @@ def run_layer_norm_gradient(
         STAGES=GRADIENT_STAGES,
         num_warps=gradient_warps(D),
     )
-    # The programs do not add atomically, so that the order of the sum does not change from run to run.
+    # Atomic additions would change the order of the sum from run to run.
     of_weight_D, of_bias_D = sums_P2D.sum(0)
     return grad_x_MD, of_weight_D, of_bias_D

@@ -1,7 +1,7 @@
-"""The kernels of this package as they run on an architecture, for the table of compiled kernels and the tests.
+"""Builds of the kernels of this package for an architecture, for the table of compiled kernels and the tests.
 
-The list has every tile, with the types of bfloat16 tensors: attention with and without a causal mask, for heads of keys that one
-and that four heads of queries use; matrix products of even and of odd sizes; and some widths of rows, among them the widest.
+The list contains every tile with bfloat16 tensors: attention with and without a causal mask, with one and with four query heads
+per key-value head; matrix products of even and of odd sizes; and rows of several widths, including the largest.
 """
 
 from typing import Any
@@ -9,7 +9,7 @@ from typing import Any
 from hyperion.kernels import attention_triton, block_gradients_triton, matmul_triton, rows_triton, token_loss_triton
 from hyperion.kernels.builds import Architecture, Build
 
-# Widths of rows in the list: a Transformer's width, a power of two, and a vocabulary's part.
+# Row widths in the list: the width of a Transformer (GPT-2), and a power of two.
 WIDTHS = (768, 4096)
 _DTYPE = "bf16"
 
@@ -54,7 +54,7 @@ def row_builds(width: int) -> list[Build]:
 
 
 def training_builds() -> list[Build]:
-    """Return the builds of the kernels of a training step, for the width and the vocabulary of GPT-2."""
+    """Return the builds of the kernels of a training step, for GPT-2's width and vocabulary."""
     width, hidden = 768, 3072
     norm = block_gradients_triton.norm_tile(width)
     return [
@@ -80,7 +80,7 @@ def training_builds() -> list[Build]:
 
 
 def _strip_build(name: str, kernel: Any, tile: block_gradients_triton.Tile, columns: int) -> Build:
-    """Return the build of a kernel of `block_gradients_triton`. Its arguments are bfloat16 tensors, except for a few names."""
+    """Return the build of a kernel of `block_gradients_triton`. Its arguments are bfloat16 tensors, except those in `types`."""
     constants = {"columns": columns, "SUMS": 4, "STRIP": block_gradients_triton.STRIP}
     constants |= {"ROWS": tile.rows, "BLOCK": tile.columns, "STAGES": tile.stages}
     constants = {one: value for one, value in constants.items() if one in kernel.arg_names}
@@ -94,7 +94,7 @@ def matmul_builds(architecture: Architecture) -> list[Build]:
     tiles = matmul_triton.tiles_for(architecture.backend, architecture.target)
     if tiles != matmul_triton.HOPPER:
         return [_blocks_build(tile, even) for tile in tiles for even in (True, False)]
-    # Where rows do not start at multiples of 16 bytes, the other kernel runs.
+    # If the rows do not start at multiples of 16 bytes, `matmul_blocks` runs.
     return [*(_persistent_build(tile) for tile in tiles), *(_blocks_build(tile, False) for tile in matmul_triton.SMALL)]
 
 
@@ -119,7 +119,7 @@ def _persistent_build(tile: matmul_triton.MatmulTile) -> Build:
 
 
 def attention_builds(features: int, tiles: attention_triton.Tiles) -> list[Build]:
-    """Return the builds of the attention kernels for heads of this many features."""
+    """Return the builds of the attention kernels for heads with this number of features."""
     kernels = (
         ("forward", attention_triton.attention_forward, tiles.forward, ("queries", "output")),
         ("backward, keys", attention_triton.attention_key_gradient, tiles.keys, ("keys", "values", "grad_keys", "grad_values")),
@@ -132,7 +132,7 @@ def attention_builds(features: int, tiles: attention_triton.Tiles) -> list[Build
     )
     builds = [_attention_build(*kernel, features) for kernel in kernels]
     builds += [_attention_build(*kernel, features, causal=False) for kernel in kernels]
-    # The other kernels divide the number of a head by the size of its group, and do nothing else with it.
+    # Only this kernel loops over the heads of a group. The others use the group size only to divide the number of a head.
     builds.append(_attention_build(*kernels[1], features, group=4))
     delta = {"output": f"*{_DTYPE}", "gradient": f"*{_DTYPE}", "delta": "*fp32", "rows": "i32"}
     sizes = {"D": features, "ROWS": attention_triton.DELTA_ROWS}
@@ -142,11 +142,11 @@ def attention_builds(features: int, tiles: attention_triton.Tiles) -> list[Build
 def _attention_build(
     name: str, kernel: Any, tile: attention_triton.Tile, held: tuple[str, ...], features: int, group: int = 1, causal: bool = True
 ) -> Build:
-    """Return the build of an attention kernel. Plain causal attention has an even length, the other kinds have an odd length.
+    """Return the build of an attention kernel: with an even length for causal attention without groups, else with an odd length.
 
     Args:
-        held: names of the tensors of which the kernel holds a block. It reads the other tensors block by block.
-        group: heads of queries that share one head of keys and values.
+        held: names of the tensors of which the kernel holds a block. It reads the others block by block.
+        group: number of query heads that share one key-value head.
     """
     types = dict.fromkeys(("log_sums", "delta"), "*fp32") | dict.fromkeys(("scale", "natural_scale"), "fp32") | {"rows": "i32"}
     constants, plain = attention_triton.constants_of(tile, group, features, causal), causal and group == 1

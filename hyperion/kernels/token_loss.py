@@ -1,6 +1,6 @@
 """Negative log-likelihood of each token, computed without a float32 copy of the logits.
 
-The functions take the input and the weight of the head, which is the linear layer that computes the logits.
+The functions take the input and the weight of the head, the linear layer that computes the logits.
 
 The logits are by far the largest tensor of a language model. The cross-entropy of PyTorch converts them to float32. The copy is
 twice as large as bfloat16 logits, and its gradient has the same size as the copy. On a GPU, a Triton kernel computes sums in
@@ -24,8 +24,8 @@ from hyperion.data.packing import IGNORE_INDEX
 
 # Matrix units are fast only if rows start at multiples of 128 bytes. Rows of 50257 columns do not.
 _ALIGNMENT = 64
-# Number of float32 logits in 16 MiB. On the CPU of a server, logits of this size are in the cache, and the loss is computed twice
-# as fast as with logits of 200 MiB.
+# Number of float32 logits in 16 MiB. Logits of this size stay in the cache of a server CPU, and the loss is computed twice as
+# fast as with 200 MiB of logits.
 _CPU_LOGITS = (16 << 20) // 4
 # The GPU builds of PyTorch contain Triton.
 HAS_TRITON = importlib.util.find_spec("triton") is not None
@@ -54,7 +54,7 @@ def token_loss(x_MD: Tensor, weight_VD: Tensor, targets_M: Tensor) -> Tensor:
     if not (x_MD.is_cuda and HAS_TRITON):
         if torch.is_grad_enabled() or x_MD.is_cuda:
             return _reference_loss(x_MD, weight_VD, targets_M)
-        # Without gradients no logits are saved. So compute the logits of a few rows at a time, which fit in the cache of a CPU.
+        # Without gradients, no logits are saved, so compute the logits of a few rows at a time, which fit into the CPU cache.
         rows = max(1, _CPU_LOGITS // len(weight_VD))
         chunks = zip(x_MD.split(rows), targets_M.split(rows), strict=True)
         return torch.cat([_reference_loss(x, weight_VD, targets) for x, targets in chunks])

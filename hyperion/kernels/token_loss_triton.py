@@ -68,7 +68,7 @@ def nll_and_slope(
             tl.store(start + place, value, mask=place < columns, eviction_policy="evict_first")
 
 
-# The kernel overwrites the logits, which this function allocates. So no argument is mutated.
+# The kernel overwrites only the logits, which this function allocates, so no argument is mutated.
 @triton_op("hyperion::head_loss", mutates_args={})
 def head_loss(
     x_MD: Tensor, weight_PD: Tensor, targets_M: Tensor, classes: int, ignored: int, slope: bool

@@ -1,6 +1,6 @@
 """The decorators of Triton, typed for a type checker that does not see Triton.
 
-Without these types, a type checker takes a kernel for the plain function below its decorator, and rejects `kernel[grid](…)`.
+Without these types, a type checker sees a kernel as the undecorated function, and rejects `kernel[grid](…)`.
 """
 
 from collections.abc import Callable

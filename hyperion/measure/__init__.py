@@ -3,7 +3,7 @@
 The functions `time`, `compare`, `memory`, `flops`, `explain` and `relaunch` measure your own code. The other functions measure
 matrix products (GEMMs), bandwidth, caches, copies, kernel launches, collectives and training steps.
 
-No subpackage may have the same name as a function in this file. Importing the subpackage would replace the function.
+No subpackage may have the same name as a function in this file, because importing the subpackage would replace the function.
 """
 
 from hyperion.hardware.specs import Ceilings

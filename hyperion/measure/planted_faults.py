@@ -1,7 +1,7 @@
-"""Test the checks of measurements: add known errors to real measurements, and require that a check detects each error.
+"""Test the measurement checks: add known errors to real measurements, and require that a check detects each error.
 
 An error that is added on purpose is called a planted fault. Each fault has a clean twin, which is the same measurement without
-the fault. The clean twin must pass the check. Otherwise a check that rejects every measurement would seem to work.
+the fault. The clean twin must pass the check. Otherwise, a check that rejects every measurement would seem to work.
 """
 
 import time
@@ -25,7 +25,7 @@ from hyperion.processes import RollCall, World
 from hyperion.results import Estimate, Row
 from hyperion.units import GIB
 
-# A function that records one line of text: the wrong result that a reader would have seen without the check.
+# Type of a function that records, as one line of text, the wrong result that a reader would have seen without the check.
 Believe = Callable[[str], None]
 
 
@@ -36,11 +36,11 @@ class PlantedFault:
     Args:
         name: name of the error.
         check: name of the check that must detect the error.
-        refusal: text that the message of this check contains. If the message does not contain it, another check raised the
-            exception, and the error does not count as detected.
-        plant: function (device, broken, believe) -> None that runs the measurement. If `broken` is True, the measurement has
-            the fault. The function calls `believe` with the wrong result that a reader would have seen. If a check rejects the
-            measurement, the function raises the exception of this check.
+        refusal: text that the error message of this check contains. If the message of an exception does not contain it, another
+            check raised the exception, and the error does not count as detected.
+        plant: function (device, broken, believe) -> None that runs the measurement, with the fault if `broken` is True. It calls
+            `believe` with the wrong result that a reader would have seen. If a check rejects the measurement, the exception of
+            this check is raised.
     """
 
     name: str
@@ -51,7 +51,7 @@ class PlantedFault:
 
 @dataclass(frozen=True)
 class FaultResult:
-    """The result of running a measurement with a planted fault and without it.
+    """The result of running a measurement with and without a planted fault.
 
     Args:
         name: name of the error.
@@ -61,7 +61,7 @@ class FaultResult:
         message: message of the check, or a description of what happened instead.
         twin_passes: whether the same measurement without the fault passed the check.
         twin_message: reason why the measurement without the fault did not pass. "" if it passed.
-        seconds: duration of both measurements together.
+        seconds: total duration of both measurements.
     """
 
     name: str
@@ -82,7 +82,7 @@ class FaultResult:
 def _run(device: Device, fault: PlantedFault) -> FaultResult:
     started = time.monotonic()
     believed, raised = _measure(device, fault, broken=True)
-    # An exception of another check would be a coincidence, so the message must be the expected one.
+    # The message must be the expected one, because another check may have raised the exception.
     caught = isinstance(raised, HyperionError) and fault.refusal in raised.what
     _, objection = _measure(device, fault, broken=False)
     return FaultResult(
@@ -106,7 +106,7 @@ def _measure(device: Device, fault: PlantedFault, *, broken: bool) -> tuple[str,
     read: list[str] = []
     try:
         fault.plant(device, broken, read.append)
-    except Exception as error:  # any exception is possible; `refusal` decides whether the right check raised it
+    except Exception as error:  # any exception is possible; `refusal` tells whether the right check raised it
         return "; ".join(read), error
     return "; ".join(read), None
 
@@ -120,7 +120,7 @@ _WORK_S = 1e-3
 
 
 class UnsteadyError(HyperionError):
-    """Raised when the device was not in one steady state while the samples were taken."""
+    """Raised when the device was not in a steady state while the samples were taken."""
 
 
 def require_steady(timing: Timing) -> None:
@@ -148,7 +148,7 @@ def _no_warm_up(device: Device, broken: bool, believe: Believe) -> None:
 
     If `broken` is True, the time limit ends the warm-up too early.
     """
-    # The time falls from four times the final value, with a decay of 50 calls.
+    # The time starts at four times its final value and decays exponentially over 50 calls.
     clock = Scripted(lambda call: _WORK_S * (1 + 3 * np.exp(-call / 50)))
     timing = time_function(lambda: None, device, cold=False, minimum_samples=30, time_limit_s=0.1 if broken else 5.0, clock=clock)
     believe(f"{timing.samples_s.mean() * 1e3:.2f} ms on average, but {_WORK_S * 1e3:.2f} ms after a complete warm-up")
@@ -156,7 +156,7 @@ def _no_warm_up(device: Device, broken: bool, believe: Believe) -> None:
 
 
 def _clock_drift(device: Device, broken: bool, believe: Believe) -> None:
-    # `broken` is 0 or 1. With 1, the time grows by 20 % in 1000 calls, above the tolerance of the drift.
+    # If `broken` is True, it counts as 1, and the time grows by 20 % in 1000 calls, which exceeds the drift tolerance.
     clock = Scripted(lambda call: _WORK_S * (1 + (broken * call / 5000)))
     timing = time_function(lambda: None, device, cold=False, minimum_samples=1000, time_limit_s=0.1, clock=clock)
     first, last = timing.drift.ends
@@ -167,7 +167,7 @@ def _clock_drift(device: Device, broken: bool, believe: Believe) -> None:
 
 
 def _no_flush(clock: Callable[[Device], Clock]) -> Callable[[Device, bool, Believe], None]:
-    """Return a function that can be the argument `plant` of a `PlantedFault`.
+    """Return a function for `PlantedFault.plant`.
 
     The function times a copy with cold caches. If `broken` is True, the clock does not flush the cache.
     """
@@ -192,7 +192,7 @@ def _skipped_work(device: Device, broken: bool, believe: Believe) -> None:
     def work() -> None:
         call = next(calls)
         if not broken or call % 4 == 0:
-            # One of four calls does the work of four. So the mean is right, and only the median is wrong.
+            # One of four calls does the work of four, so the mean is right, and only the median is wrong.
             time.sleep(4 * _WORK_S if broken else _WORK_S)
 
     believe("a median of almost zero, because most calls return an earlier result")
@@ -214,9 +214,9 @@ class _RoundedProduct(Gemm):
 
 
 def _product(kind: type[Gemm]) -> Callable[[Device, bool, Believe], None]:
-    """Return a function that can be the argument `plant` of a `PlantedFault`.
+    """Return a function for `PlantedFault.plant`.
 
-    The function measures a matrix product. If `broken` is True, the product is computed by the class `kind`, which has a fault.
+    The function measures a matrix product. If `broken` is True, the faulty class `kind` computes the product.
     """
 
     def plant(device: Device, broken: bool, believe: Believe) -> None:
@@ -260,7 +260,7 @@ def _outside_of_phases(device: Device, broken: bool, believe: Believe) -> None:
 
 
 def mi250x(compute_units: int, memory_bytes: float, clock_mhz: float) -> Device:
-    """Return a device that torch reports as an MI250X, with these properties."""
+    """Return the description of a device that torch reports as an MI250X, with these properties."""
     gpu = GpuFacts(
         name="AMD Instinct MI250X/MI250",
         total_memory_bytes=int(memory_bytes),
@@ -275,14 +275,13 @@ def mi250x(compute_units: int, memory_bytes: float, clock_mhz: float) -> Device:
 
 
 def _wrong_device(wrong: tuple[int, float, float], said: str) -> Callable[[Device, bool, Believe], None]:
-    """Return a function that can be the argument `plant` of a `PlantedFault`.
+    """Return a function for `PlantedFault.plant`.
 
-    The function looks up the data sheet of one die of an MI250X.
-
-    If `broken` is True, the device has the properties `wrong`, which do not agree with the data sheet.
+    The function looks up the data sheet of one die of an MI250X. If `broken` is True, the device has the properties `wrong`,
+    which do not match the data sheet.
 
     Args:
-        wrong: (compute units, bytes of memory, clock in MHz).
+        wrong: (number of compute units, memory in bytes, clock in MHz).
         said: the result that a reader would have seen.
     """
 
@@ -316,7 +315,7 @@ def _best_of_one(device: Device, broken: bool, believe: Believe) -> None:
 
 
 def _wrong_rank(device: Device, broken: bool, believe: Believe) -> None:
-    """Simulate an all-reduce of two ranks in one process.
+    """Simulate an all-reduce over two ranks in one process.
 
     If `broken` is True, one element of the output of rank 1 is too large by 1.
     """
@@ -351,15 +350,15 @@ def _row(device: Device, dtype: str, rate: Estimate, verification: Verification)
     )
 
 
-# The clocks of the faults: `Scripted` has scripted times, `Queue` and `BlockClock` do not synchronise, and `Unflushed` does not
-# flush the cache.
+# Clocks for the faults: the times of `Scripted` are scripted, `Queue` and `BlockClock` can stop without synchronising, and
+# `Unflushed` does not flush the cache.
 
 
 class Scripted:
     """A clock that measures nothing. Its samples follow a script, with random noise as on an idle machine.
 
     Args:
-        script: function from the number of a call (from 1) to its seconds.
+        script: function that maps the number of a call (counted from 1) to its seconds.
     """
 
     def __init__(self, script: Callable[[int], float]):
@@ -370,7 +369,7 @@ class Scripted:
         return self._now_s
 
     def in_a_row(self, function, count: int) -> None:
-        """Return None, because nothing runs."""
+        """Return None, because no function is run."""
 
     def sample(self, functions, flush, count: int) -> list[list[float]]:
         series = [[self._next() for _ in range(count)] for _ in functions]
@@ -395,7 +394,7 @@ class Queue:
 
     def __init__(self, waits: bool):
         self._waits, self._worker = waits, ThreadPoolExecutor(1)
-        # A finished dummy, so that `wait` works before the first launch.
+        # A dummy task, so that `wait` works before the first launch.
         self._last: Future = self._worker.submit(int)
 
     def launch(self) -> None:
@@ -418,7 +417,7 @@ class Queue:
         return (time.perf_counter() - started) / count
 
     def one(self, function) -> float:
-        """Return the seconds of one call that this clock measures."""
+        """Return the seconds that this clock measures for one call."""
         started = time.perf_counter()
         function()
         if self._waits:
@@ -427,7 +426,7 @@ class Queue:
 
 
 class BlockClock(WallClock):
-    """A clock of the host that times blocks of calls on the simulated device `queue`.
+    """A host clock that times blocks of calls on the simulated device `queue`.
 
     Args:
         waits: whether the clock synchronises at the end of a block. It always synchronises at the start.
@@ -515,7 +514,7 @@ FAULTS: tuple[PlantedFault, ...] = (
 
 
 def run_self_test(device: Device, faults: Iterable[PlantedFault] = FAULTS) -> list[FaultResult]:
-    """Run each measurement twice on this device, once with the planted fault and once without it.
+    """Run each measurement twice on a device, once with the planted fault and once without it.
 
     The default faults take about 10 s on a CPU.
 

@@ -1,6 +1,6 @@
-"""The layout of a model: the names of the submodules of its stem, its blocks and its head.
+"""Layout of a model: the names of the submodules of its stem, its blocks and its head.
 
-With these names, the code for sharding and compilation does not depend on the class of the model.
+With these names, the code for sharding and compilation does not depend on the model's class.
 """
 
 from dataclasses import dataclass, replace
@@ -30,7 +30,7 @@ class Layout:
 
 @dataclass(frozen=True)
 class ModelFlops:
-    """Number of floating-point operations (FLOPs) of matrix products and convolutions.
+    """Floating-point operations (FLOPs) of matrix products and convolutions.
 
     A multiply-add counts as 2. Operations that activation checkpointing repeats are not counted.
 

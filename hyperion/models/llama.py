@@ -33,10 +33,10 @@ from hyperion.untrusted import inner_path, open_regular, read_json
 if TYPE_CHECKING:
     from transformers import LlamaConfig, LlamaForCausalLM
 
-WEIGHTS_FOLDER = "llama"  # name of the folder, in a data mirror or in the cache, into which the user puts weights
-HUB_FOLDER = "hub"  # folder of the cache for models that were downloaded by their id on the Hugging Face Hub
+WEIGHTS_FOLDER = "llama"  # name of the folder for the user's weights, in a data mirror or in the cache
+HUB_FOLDER = "hub"  # cache folder for models downloaded by their id from the Hugging Face Hub
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
-# Usual suffixes of weights that are saved as pickles. Such files are named in the error and not opened.
+# Usual suffixes of pickled weights. Such files are named in the error and not opened.
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 _AGAIN = "copy the whole folder again from its source"
 # Embeddings are often padded to a round number of rows. More unused rows than this indicate the wrong tokenizer.
@@ -130,7 +130,7 @@ def require_vocabulary(tokenizer_size: int, model: LlamaForCausalLM, where: obje
 
     Args:
         tokenizer_size: the tokenizer's largest id + 1.
-        model: the model that gets the ids.
+        model: model that receives the ids.
         where: value for the field `where` of an error, such as the path of the data.
 
     Raises:
@@ -243,10 +243,9 @@ def llama_flops_per_token(
     forward = 2 (L sum d_in d_out + V D) + 4 L T N H, plus 2 r (d_in + d_out) for each adapter. Attention is counted for all
     T x T pairs of positions, as in the appendix of the PaLM paper, although a causal kernel may skip half of them.
 
-    For each matrix product (GEMM) of the forward pass, the backward pass computes two: the gradient of the input and the
-    gradient of the weight. A frozen weight needs only the gradient of the input. The frozen q, k and v of the first layer
-    need no gradient at all, because nothing before them is trained. So a step of LoRA costs about two thirds of a step of
-    full training.
+    For each matrix product (GEMM) of the forward pass, the backward pass computes two: the gradient of the input and the gradient
+    of the weight. A frozen weight needs only the gradient of the input. The frozen q, k and v of the first layer need no gradient
+    at all, because nothing before them is trained. So a LoRA step costs about two thirds of a full training step.
 
     The result equals torch's FlopCounterMode (tested), for LoRA if q, k or v are among the targets.
 
@@ -297,7 +296,7 @@ def load_llama(
 
 
 def llama_folder(model_id: str | Path) -> Path | None:
-    """Return the folder with a model's pretrained weights and tokenizer; None for a configuration with random weights.
+    """Return the folder with a model's pretrained weights and tokenizer, or None for a configuration with random weights.
 
     If `model_id` is not a folder, the model is downloaded from the Hugging Face Hub into the cache.
 
@@ -312,7 +311,7 @@ def llama_folder(model_id: str | Path) -> Path | None:
 
 
 def local_llama(data_source: str) -> Path | None:
-    """Return the folder llama/ of the mirror or of the cache; None if neither has this folder.
+    """Return the folder llama/ of the mirror or of the cache, or None if neither has it.
 
     Args:
         data_source: requested source of data, such as 'mirror' or 'cache'. 'auto' looks into the mirror, then into the cache.
@@ -370,7 +369,7 @@ def verify_llama_folder(folder: Path) -> LlamaForCausalLM:
 
 
 def _stored_shapes(folder: Path) -> dict[str, list[int]]:
-    """Read the headers of all weight files. Return the shapes of the tensors; the keys are the tensors' names."""
+    """Read the headers of all weight files. Return a dict that maps each tensor's name to its shape."""
     index = folder / INDEX
     if index.is_file():
         files = _json(index).get("weight_map")
@@ -443,7 +442,7 @@ def _from_hub(name: str) -> Path:
         )
     target = cache_root() / HUB_FOLDER / "--".join(parts)
     if not target.is_dir():
-        # The folder gets its final name only after the check. So a broken download is not taken for a model.
+        # The folder gets its final name only after the check, so that a broken download is not mistaken for a model.
         with staged(target) as work:
             _download(name, work)
             verify_llama_folder(work)
@@ -456,7 +455,7 @@ def _download(name: str, work: Path) -> None:
     try:
         download(f"{hub_endpoint()}/api/models/{name}", listing)
     except DataUnavailable as error:
-        # These codes say something about this model. Other errors are those of the network.
+        # These status codes concern this model. Other errors are network errors.
         if getattr(error.__cause__, "code", None) not in (401, 403, 404):
             raise
         raise DataUnavailable(

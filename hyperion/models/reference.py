@@ -2,9 +2,9 @@
 
 Shape suffixes: B batch, C channels, Y rows, X columns, T positions of a sequence, D width, K classes.
 
-A configuration computes the name, the shapes, the number of parameters and the FLOPs of its model without building the
-model. `build` checks that the model has this number of parameters. A configuration of another size has another name, such
-as `resnet50_w16_64px`, so that its results are never reported as those of ResNet-50.
+A configuration computes the name, the shapes, the number of parameters and the FLOPs of its model without building the model.
+`build` checks the number of parameters. A configuration with other dimensions has another name, such as `resnet50_w16_64px`, so
+that its results are never reported as those of ResNet-50.
 """
 
 from abc import ABC, abstractmethod
@@ -235,8 +235,8 @@ class VisionTransformer(_Classifier):
 class Encoder(_Reference):
     """torch.nn.TransformerEncoder (Vaswani et al. 2017) with post-norm, ReLU and an MLP of width 4 D, without dropout.
 
-    The model has no position embeddings, so it does not know the order of the positions. The task is to output the mean of
-    the sequence at every position. The model can learn this task only with attention.
+    The model has no position embeddings, so it does not know the order of the positions. The task is to output the mean of the
+    sequence at every position, which the model can learn only with attention.
 
     Args:
         width, layers, positions: D, the number of blocks, and T.

@@ -57,7 +57,7 @@ class ResNet18(nn.Module):
         width: w, the number of channels of the first stage.
 
     Attributes:
-        name: `resnet18` for the width 64 of the paper, else `resnet18_w<width>`, so that a network of another width is never
+        name: `resnet18` for the paper's width of 64, else `resnet18_w<width>`, so that a network of another width is never
             reported as ResNet-18.
     """
 
@@ -84,11 +84,11 @@ class ResNet18(nn.Module):
                 nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
 
     def forward(self, images_BCYX: Tensor) -> Tensor:
-        """Return logits_BK for normalised float images [B, 3, 32, 32]. Images of other sizes from 8 x 8 pixels work too."""
+        """Return logits_BK for normalised float images [B, 3, 32, 32]. Other image sizes from 8 x 8 pixels also work."""
         x_BCYX = F.relu(self.norm1(self.conv1(images_BCYX)))
         for block in self.blocks:
             x_BCYX = block(x_BCYX)
-        # Average over all pixels, so images of other sizes work too.
+        # Average over all pixels, so that other image sizes also work.
         return self.classifier(x_BCYX.mean(dim=(2, 3)))
 
     def layout(self) -> Layout:

@@ -23,22 +23,22 @@ from hyperion.kernels import block_gradients
 from hyperion.kernels.token_loss import token_loss
 from hyperion.models.layout import Layout, ModelFlops
 
-# Largest number of tokens whose logits exist at the same time, in training and in evaluation. In training these logits need
-# 6.6 GB in bfloat16 at V = 50257. In evaluation nothing is recomputed, so smaller chunks take no additional time.
+# Largest number of tokens whose logits exist at once, in training and in evaluation. In training these logits take 6.6 GB in
+# bfloat16 at V = 50257. In evaluation nothing is recomputed, so smaller chunks take no additional time.
 LOSS_CHUNK_TOKENS, EVALUATED_TOKENS = 65536, 16384
 
 
 @dataclass(frozen=True)
 class TransformerConfig:
-    """Shape of a TransformerLM. The MLP has 4 D hidden features.
+    """Dimensions of a TransformerLM. The MLP has 4 D hidden features.
 
     Attributes:
         vocab_size: V.
-        context: largest length of a sequence, in tokens.
+        context: maximum sequence length in tokens.
         width: D.
         heads: N; the width must be a multiple of it.
         layers: L.
-        dropout: probability of dropout in training, for the embeddings and for the outputs of attention and of the MLP.
+        dropout: dropout probability in training, for the embeddings and the outputs of attention and the MLP.
     """
 
     vocab_size: int
@@ -90,8 +90,8 @@ def named_config(name: str, **changes: float) -> TransformerConfig:
     """Return the configuration with this name.
 
     Args:
-        changes: fields to replace, such as vocab_size=256.
         name: a name in NAMED_CONFIGS.
+        changes: fields to replace, such as vocab_size=256.
 
     Raises:
         HyperionError: there is no configuration with this name.
@@ -302,10 +302,10 @@ class LayerNorm(nn.LayerNorm):
         """Return x for the residual stream, and LayerNorm(x) for attention or the MLP.
 
         Args:
-            biases_D: either no arguments, or two biases. The first is the bias of the layer whose output was added to x before
-                the norm. The second is the bias of the layer whose output is added to x after the norm. The backward pass of
-                this norm computes the gradients of both biases.
-            x_BTD: the residual stream before the norm.
+            x_BTD: residual stream before the norm.
+            biases_D: no arguments, or two biases. The first is the bias of the layer whose output was added to x before the norm,
+                the second that of the layer whose output is added to x after the norm. The backward pass of this norm computes
+                the gradients of both.
         """
         # The two layers use these biases detached, so the gradients of the biases are computed only here.
         if biases_D or block_gradients.applies_to(x_BTD):

@@ -1,10 +1,10 @@
 """Activation checkpointing: wrap the forward pass of each block, according to the checkpointing policy of the plan.
 
-If the recomputation differs from the forward pass, the gradients are wrong, and PyTorch often raises no error. Examples: torch's
-GRU modifies results of matrix products in place without changing their version counters; a block modifies its input; a block
-counts its calls. Therefore the first forward pass of each kind of block compares gradients and buffers with and without
-recomputation, on the real inputs of the block. This takes two forward and two backward passes of one block, once per kind of
-block. It uses no more memory than the later backward pass.
+If the recomputation differs from the forward pass, the gradients are wrong, and PyTorch often raises no error. This happens, for
+example, if torch's GRU modifies matrix-product results in place without changing their version counters, or if a block modifies
+its input or counts its calls. Therefore the first forward pass of each kind of block compares gradients and buffers with and
+without recomputation, on the real inputs of the block. This takes two forward and two backward passes of one block, once per kind
+of block. It uses no more memory than the later backward pass.
 """
 
 import contextlib
@@ -23,14 +23,14 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from hyperion.errors import HyperionError
 
-# Limits of the relative L2 norm of the difference of a gradient, in float32 and in 16-bit types. They are larger than the
-# differences that come from another order of summation, and far smaller than the effect of a tensor that was modified in place.
+# Bounds on the relative L2 norm of a gradient's difference, in float32 and in 16-bit types. They exceed the differences caused by
+# another order of summation, and are far below the effect of a tensor modified in place.
 _TOLERANCE, _TOLERANCE_16_BIT = 1e-3, 2e-2
 _ATTEMPTS = 3  # number of comparisons per kind of block; they are repeated if gradients are not finite (loss scale too large)
 Contexts = tuple[AbstractContextManager, AbstractContextManager]
 
-# Names of the operators that take nearly all of the time of a block, without overload names. The last entry is a prefix,
-# because each attention kernel has its own suffix.
+# Names of the operators that take nearly all of a block's time, without overload names. The last entry is a prefix, because each
+# attention kernel has its own suffix.
 _PRODUCTS = ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::convolution", "aten::_scaled_dot_product_")
 
 
@@ -46,8 +46,7 @@ def apply_checkpointing(model: nn.Module, blocks: list[nn.Module], policy: str, 
         compiled: True if the caller compiles the blocks afterwards.
     """
     for module in model.modules():
-        # A model of the transformers library that caches keys and values would append them to the cache again in the
-        # recomputation.
+        # A transformers model that caches keys and values would append them to the cache again in the recomputation.
         config: Any = getattr(module, "config", None)
         if getattr(config, "use_cache", False):
             config.use_cache = False
@@ -152,7 +151,7 @@ def _compare(block: nn.Module, policy: str, forward: Callable, checkpointed: Cal
     half = torch.is_autocast_enabled(tensors[0].device.type) or any(t.element_size() < 4 for t in plain.values())
     tolerance = _TOLERANCE_16_BIT if half else _TOLERANCE
     norms = {name: float(tensor.double().norm()) for name, tensor in plain.items()}
-    # A gradient that is zero except for rounding errors has no meaningful relative error. Use at least this norm instead.
+    # The relative error of a gradient that is zero except for rounding has no meaning. Use at least this norm instead.
     smallest = 1e-2 * max(norms.values())
     for name, tensor in plain.items():
         difference = float((recomputed[name].double() - tensor.double()).norm()) if name in recomputed else norms[name]

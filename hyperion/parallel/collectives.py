@@ -66,7 +66,7 @@ def start_sum(values: Tensor, ranks: int) -> Callable[[], Tensor]:
         ranks: number of ranks. With 1 the result is `values` itself.
 
     Returns:
-        A function that returns the sum. When it is called, the device waits for the sum, but the host does not.
+        A function that returns the sum. Calling it makes the device wait for the sum, but not the host.
     """
     if ranks == 1:
         return lambda: values
@@ -96,11 +96,11 @@ def clip_gradients(model: nn.Module, limit: float, norm: Tensor) -> None:
 
     Args:
         model: model with gradients. Each rank scales its own gradients or shards.
-        limit: largest L2 norm of the gradients after scaling.
+        limit: upper bound on the L2 norm of the gradients after scaling.
         norm: current L2 norm of the gradients over all ranks, as a scalar on the device.
     """
-    # The same 1e-6 as in torch.nn.utils, so the results agree. A tensor and not a number, so the host does not wait for the
-    # norm.
+    # The same 1e-6 as in torch.nn.utils, so that the results agree. The factor is a tensor, not a number, so that the host does
+    # not wait for the norm.
     factor = (limit / (norm + 1e-6)).clamp(max=1.0)
     torch._foreach_mul_(_local_gradients(model), factor)  # pyright: ignore[reportPrivateImportUsage] - no public name
 
@@ -136,7 +136,7 @@ def average_statistics(model: nn.Module) -> None:
     statistics = [s for norm in norms for s in (norm.running_mean, norm.running_var) if s is not None]
     if not statistics:
         return
-    # One collective for all statistics: they are small, so the latency of a collective decides.
+    # One collective for all statistics: they are small, so its latency dominates.
     packed = torch.cat(statistics)
     dist.all_reduce(packed)
     packed /= ranks
@@ -145,7 +145,7 @@ def average_statistics(model: nn.Module) -> None:
 
 
 class DesyncError(HyperionError):
-    """Raised when ranks hold different values that must be equal."""
+    """Raised when values that must be equal on all ranks differ."""
 
 
 def assert_ranks_agree(model: nn.Module) -> None:
@@ -177,7 +177,8 @@ def differing_parameters(model: nn.Module) -> dict[str, list[int]]:
     parameters are not compared, because they exist only once.
 
     Returns:
-        A dict that maps the name of a parameter to the ranks whose values differ from rank 0. Empty in a single process.
+        A dict that maps each differing parameter's name to the ranks whose values differ from those of rank 0. Empty in a single
+        process.
 
     Raises:
         DesyncError: names, shapes or dtypes of the parameters differ. The error is raised on every rank.

@@ -1,4 +1,4 @@
-"""The memory format of models that read images."""
+"""Memory format of models that process images."""
 
 import torch
 from torch import nn
@@ -27,7 +27,7 @@ def convolution_memory_format(channels: int, kernel: int, stride: int) -> torch.
     It is PyTorch's default, NCHW, for strided 1 × 1 convolutions with fewer than eight input channels, and channels-last for all
     others. For such a convolution in channels-last format, oneDNN's kernels for AVX2 write past the end of a buffer: the gradient
     of the weights is wrong, or the process ends with SIGSEGV (https://github.com/uxlfoundation/oneDNN/issues/6035, seen with
-    PyTorch 2.13). So few channels gain nothing from channels-last format, so the rule is the same on all devices.
+    PyTorch 2.13). With so few channels, channels-last gains nothing, so the same rule applies to all devices.
 
     Args:
         channels: input channels of a group.

@@ -29,31 +29,31 @@ from hyperion.results import Row, write_atomically
 from hyperion.results.rows import COLUMNS
 
 _LONGEST_MEASUREMENT_S = 5.0
-# A measurement takes longer than its time limit, because it also warms up, creates its operands and verifies its output. The
-# warm-up alone takes half of the time limit.
+# Duration of a measurement divided by its time limit. A measurement takes longer than its limit, because it also warms up,
+# creates its operands and verifies its output. The warm-up alone can take half of the time limit.
 _OVERHEAD = 3.0
 _TRANSFER_BYTES = 256 << 20
 _ALL_REDUCE_BYTES = 1 << 30
 _HANG_S = 120.0
 _LARGEST_GEMM, _SMALLEST_GEMM = 8192, 256
-# Approximate duration of one measurement divided by the duration of one call. The measurement consists of the warm-up, of thirty
-# samples, and of cache flushes that take about as long as a call.
+# Approximate duration of a measurement divided by the duration of one call. A measurement consists of the warm-up, thirty
+# samples, and cache flushes that take about as long as a call.
 _CALLS = 45
 _PROBES = 3
 _LARGEST_STREAM, _SMALLEST_STREAM = 1 << 30, 8 << 20
-# At most a tenth of a copy's traffic may stay in the last-level cache. Otherwise the copy would measure the cache.
+# At most a tenth of a copy's traffic may stay in the last-level cache. Otherwise, the copy would measure the cache.
 _CACHE_MULTIPLE = 10
 _STREAM_DTYPES = ("fp32", "fp64", "fp16", "bf16")
 
 
 @dataclass(frozen=True)
 class PlannedMeasurement:
-    """A measurement that a passport needs. It gets a share of the time that is left.
+    """A measurement for a passport. It gets a share of the remaining time.
 
     Args:
         name: name of the measurement in progress lines.
         measure: function that takes a time limit in seconds and returns rows.
-        absent: a row without a value. If no time is left for the measurement, this row is stored together with the reason.
+        absent: a row without a value, which is stored with the reason if no time is left for the measurement.
     """
 
     name: str
@@ -62,10 +62,11 @@ class PlannedMeasurement:
 
 
 def measure_passport(time_limit_s: float = 300.0, on_line: Callable[[str], object] = print) -> dict:
-    """Measure this machine and return its passport as JSON for `write_passport`.
+    """Measure this machine, and return its passport as JSON values for `write_passport`.
 
     Args:
-        time_limit_s: approximate duration. If no time is left for a measurement, its row has no value and states the reason.
+        time_limit_s: approximate duration in seconds. If no time is left for a measurement, its row has no value and states the
+            reason.
         on_line: function that is called with one line of text about each measurement.
     """
     deadline = time.monotonic() + time_limit_s
@@ -82,9 +83,9 @@ def measure_passport(time_limit_s: float = 300.0, on_line: Callable[[str], objec
             rows.append(replace(planned.absent, value_reason=reason))
             continue
         on_line(f"{done + 1} of {len(plan)}: {planned.name}")
-        # The time that is left is shared equally among the measurements that are left.
+        # The remaining time is shared equally among the remaining measurements.
         rows += planned.measure(min(_LONGEST_MEASUREMENT_S, left_s / (len(plan) - done) / _OVERHEAD))
-    # A floor may have the same size as a planned measurement. The later row of the same key replaces the earlier one.
+    # A floor may have the same size as a planned measurement. Of two rows with the same key, the later one is kept.
     rows = list({row.key: row for row in rows}.values())
     for row in rows:
         row.validate()
@@ -93,10 +94,10 @@ def measure_passport(time_limit_s: float = 300.0, on_line: Callable[[str], objec
 
 
 def write_passport(content: dict, path: Path) -> None:
-    """Write a passport, the description of a machine in one file, to a new file. Folders in `path` that do not exist are created.
+    """Write a passport to a new file. Missing parent folders are created.
 
     Raises:
-        HyperionError: there is already a file at `path`. The file is not changed.
+        HyperionError: there is already a file at `path`. It is not changed.
     """
     if path.exists():
         raise HyperionError("there is already a file with this name", where=path, next_step="choose another name: --output FILE")
@@ -105,7 +106,7 @@ def write_passport(content: dict, path: Path) -> None:
 
 
 def passport_name(content: dict) -> str:
-    """Return the file name for a passport. It names the device, such as cpu-2-cores.json or nvidia-h200-x4.json."""
+    """Return the file name of a passport, which names the device, such as cpu-2-cores.json or nvidia-h200-x4.json."""
     fingerprint_of, devices = content["fingerprint"], content["devices"]
     if not fingerprint_of["gpus"]:
         return f"cpu-{fingerprint_of['cpu']['cores']}-cores.json"
@@ -114,16 +115,16 @@ def passport_name(content: dict) -> str:
 
 
 def new_passport_path(content: dict, folder: Path) -> Path:
-    """Return a path in `folder` for a new passport. If the name is used already, -2, -3 and so on is added to the name."""
+    """Return a path in `folder` for a new passport. If the name is already used, -2, -3 and so on is appended to it."""
     first = folder / passport_name(content)
     numbered = (first.with_stem(f"{first.stem}-{number}") for number in itertools.count(2))
     return next(path for path in itertools.chain([first], numbered) if not path.exists())
 
 
 def not_measured(content: dict) -> list[str]:
-    """Return lines of text about the ceilings of a passport that have no value.
+    """Return lines of text about the ceilings without a value in a passport.
 
-    Each line contains one reason, and the names of all ceilings to which this reason applies.
+    Each line contains a reason and the names of all ceilings to which it applies.
     """
     missing: dict[str, dict[str, None]] = {}
     for row in content["ceilings"]:
@@ -141,7 +142,7 @@ def passport_of(facts: MachineFacts, device: Device, devices: int, rows: list[Ro
         device: its first device.
         devices: number of devices.
         rows: rows that were measured on the machine.
-        report: the verdicts on the floors of the device.
+        report: the results for the floors of the device.
     """
     verdicts = tuple(
         FloorVerdict(**asdict(v.floor), outcome=v.outcome, measured=None if v.row is None else v.row.value, note=v.note)
@@ -173,8 +174,8 @@ def shareable_fingerprint(facts: MachineFacts) -> dict:
 
 
 def _planned(device: Device, floors: list[Floor]) -> list[PlannedMeasurement]:
-    """Return the planned measurements of a passport. The most important ones come first."""
-    # False sorts before True: fp32 is first, and the others keep their order.
+    """Return the planned measurements of a passport, the most important ones first."""
+    # False sorts before True, so fp32 comes first, and the others keep their order.
     formats = sorted(FORMATS, key=lambda name: name != "fp32")
     streams = [(operation, dtype) for dtype in _STREAM_DTYPES for operation in STREAMS]
     # All-reduces use all devices. They are measured separately, by `_all_reduces`.
@@ -224,7 +225,7 @@ def _planned_host(device: Device) -> list[PlannedMeasurement]:
         for pinned in (True, False):
             absent = replace(_absent("transfer", direction, "bandwidth_gb_s", ""), params={"pinned": pinned})
 
-            # Default arguments bind the values of this iteration. A closure would see those of the last one.
+            # Default arguments bind the values of this iteration. A closure would use those of the last one.
             def measure(limit_s: float, direction=direction, pinned=pinned) -> list[Row]:
                 return transfer_rows(device, direction, _TRANSFER_BYTES, pinned=pinned, time_limit_s=limit_s)
 
@@ -237,7 +238,7 @@ def _absent(experiment: str, variant: str, metric: str, dtype: str) -> Row:
 
 
 def _all_reduces(floors: list[Floor], devices: int, device: Device, on_line: Callable[[str], object]) -> list[Row]:
-    """Measure all-reduces over all GPUs in separate processes. With one device, return a row without a value, with the reason."""
+    """Measure all-reduces over all GPUs in separate processes. With one device, return a row with the reason and no value."""
     row = _absent("collectives", "all_reduce", "busbw_gb_s", "fp32")
     if devices < 2 or device.kind == "cpu":
         return [replace(row, params={"ranks": 1}, value_reason="one device: a collective takes at least two ranks")]
@@ -267,14 +268,14 @@ def all_reduces_on_rank(sizes: list[int]) -> dict:
 def gemm_size(device: Device, dtype: str, limit_s: float) -> int:
     """Return the size M = N = K of the matrix product to measure, a power of two from 256 to 8192.
 
-    It is the largest size for which the samples take at most `limit_s` seconds, and the matrices occupy at most an eighth of the
-    memory.
+    This is the largest size for which the measurement takes at most `limit_s` seconds, and the matrices occupy at most an eighth
+    of the memory.
     """
     size = _SMALLEST_GEMM
     while size < _LARGEST_GEMM:
         doubled = 2 * size
         needed_bytes = 3 * doubled**2 * max(4, FORMATS[dtype].bytes)
-        # Twice the size is eight times the work.
+        # Doubling the size multiplies the work by eight.
         if needed_bytes > device.memory_bytes / 8 or 8 * _CALLS * _gemm_s(device, dtype, size) > limit_s:
             break
         size = doubled
@@ -284,8 +285,7 @@ def gemm_size(device: Device, dtype: str, limit_s: float) -> int:
 def stream_bytes(device: Device, operation: str, dtype: str, limit_s: float) -> int:
     """Return the size in bytes of each array that a memory stream reads or writes.
 
-    The array is larger than the caches. If the samples of such an array would take longer than `limit_s` seconds, the array is
-    smaller.
+    The array is larger than the caches, or smaller if measuring such an array would take longer than `limit_s` seconds.
     """
     cache = device.last_level_cache_bytes or 0
     array_bytes = max(_CACHE_MULTIPLE * cache // 2, _LARGEST_STREAM if device.kind != "cpu" else 64 << 20)
@@ -301,11 +301,11 @@ def _gemm_s(device: Device, dtype: str, size: int) -> float:
         with matmul_precision(FORMATS[dtype]):
             return _call_s(product, device)
     except (HyperionError, RuntimeError):
-        return float("inf")  # so that no larger size is tried; the measurement itself will report the reason
+        return float("inf")  # prevents larger sizes from being tried; the measurement itself will report the reason
 
 
 def _stream_s(device: Device, operation: str, dtype: str, count: int) -> float:
-    # Time an eighth of the array, because for arrays larger than the caches the time is proportional to the size.
+    # Time an eighth of the array. For arrays larger than the caches, the time is proportional to the size.
     chosen, storage = (OPERATIONS | REDUCTIONS)[operation], FORMATS[dtype].storage
     options = {"dtype": storage, "device": device.torch_device}
     inputs = [torch.zeros(count // 8 // storage.itemsize, **options) for _ in range(chosen.inputs)]
@@ -314,9 +314,8 @@ def _stream_s(device: Device, operation: str, dtype: str, count: int) -> float:
 
 
 def _call_s(function: Callable[[], object], device: Device) -> float:
-    """Return the time of the fastest of a few calls in seconds.
+    """Return the time in seconds of the fastest of a few calls, because other processes may slow down some of them.
 
-    The fastest call is used, because other processes may slow down some of the calls.
     The first call is not timed, because it loads libraries and allocates memory.
     """
     synchronize = (lambda: None) if device.kind == "cpu" else lambda: torch.cuda.synchronize(device.torch_device)

@@ -8,7 +8,7 @@ A passport is one JSON file with the fingerprint, the measured ceilings and the 
 
 `ceilings` contains result rows with all their columns. The hashes show which part of the file was changed after it was written.
 They do not prove who wrote the file or that its values were measured, because anyone who changes a value can also recompute the
-hashes. Therefore `verify_passport` also compares the values with the data sheets, their intervals, their checks and the floors.
+hashes. Therefore `verify_passport` also checks the values against the data sheets, their intervals, their checks and the floors.
 """
 
 import hashlib
@@ -37,7 +37,7 @@ _METRICS = ("gemm_tflops", "bandwidth_gb_s", "busbw_gb_s", "launch_time_s", "ene
 # The params that a row may have, with their types.
 _PARAMS = dict.fromkeys(("m", "n", "k", "elements", "bytes", "ranks", "calls", "floor"), int)
 _PARAMS |= dict.fromkeys(("cache", "backend", "power_scope"), str) | {"pinned": bool, "counter_difference": float}
-_LARGEST_BYTES = 16 * 2**20  # far more than needed: thousands of values take about one MiB
+_LARGEST_BYTES = 16 * 2**20  # maximum size of a passport file; thousands of values take about one MiB
 _ROUNDING = 1 + 1e-9
 _REMEDY = "do not use this passport; measure the machine again: hyperion passport"
 # Matches file paths. The lookbehind excludes paths in web addresses.
@@ -54,8 +54,8 @@ class PassportError(HyperionError):
 class FloorVerdict:
     """The result of comparing the machine with one floor.
 
-    The fields up to `ranks` are the fields of `hyperion.hardware.Floor`. The other fields are the outcome, the measured value and
-    a note, see `hyperion.doctor.FloorResult`.
+    The fields up to `ranks` are those of `hyperion.hardware.Floor`. The other fields are the outcome, the measured value and a
+    note; see `hyperion.doctor.FloorResult`.
     """
 
     quantity: str
@@ -103,18 +103,18 @@ class _Passport:
 
 
 def verify_passport(path: Path) -> int:
-    """Verify a passport file and return the number of its values.
+    """Verify a passport file, and return the number of its values.
 
-    The verification fails in each of these cases:
+    The verification fails if:
 
-    - A field is unknown, missing or of another type.
-    - A hash does not match the content.
-    - A text contains a path of a machine.
-    - The unit of a row is not the unit of its metric.
-    - A value is outside its interval or beyond the limit of the data sheet.
-    - A value has fewer than 30 samples.
-    - A check failed.
-    - A verdict on a floor does not follow from the rows.
+    - a field is unknown, missing or of another type;
+    - a hash does not match the content;
+    - a string contains a local path;
+    - the unit of a row is not that of its metric;
+    - a value is outside its interval or beyond the limit of the data sheet;
+    - a value has fewer than 30 samples;
+    - a check failed;
+    - a verdict on a floor does not follow from the rows.
 
     The docstring of this module explains what the hashes cannot prove.
 
@@ -137,7 +137,7 @@ def hashes_of(content: dict) -> dict[str, str]:
 
 
 def private_text(value, place: str) -> str:
-    """Return the name of the first field that contains a path of a machine, or "" if there is none."""
+    """Return the name of the first field that contains a local path, or "" if there is none."""
     if isinstance(value, str):
         return place if _PATH.search(value) else ""
     items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
@@ -154,11 +154,11 @@ def _verify(content: dict) -> int:
     document = read_form(_Passport, content, "passport")
     _require(re.fullmatch(r"\d{4}-\d{2}-\d{2}", document.created), "created", "is not a date like 2026-11-21")
     _verify_hashes(content)
-    # A passport is meant to be published, so it must not reveal paths or names of users.
+    # A passport is meant to be published, so it must not reveal paths or user names.
     if place := private_text(content, ""):
         raise _refusal(place.lstrip("."), "contains a path of a machine")
     read_form(_SourceState, document.fingerprint.get("source"), "fingerprint.source")
-    # The device is detected again from the stored facts, with the code that reads the hardware of a machine.
+    # Detect the device again from the stored facts, with the same code as on a real machine.
     facts = facts_of(document.fingerprint)
     device = detect(facts)
     _require(device.name == document.device, "device", f"is {document.device!r}, but the fingerprint says {device.name!r}")
@@ -197,9 +197,9 @@ def _verify_hashes(content: dict) -> None:
 
 
 def _row(entry: dict, place: str, device: Device) -> Row:
-    """Check an entry of `ceilings` and return it as a row.
+    """Check an entry of `ceilings`, and return it as a row.
 
-    The fields, the unit and the interval must be valid, and the limit must agree with the data sheet that this version contains.
+    The fields, the unit and the interval must be valid, and the limit must agree with the data sheet in this version.
     """
     unknown = sorted(entry.keys() - set(COLUMNS))
     _require(not unknown, f"{place}.{unknown[0] if unknown else ''}", "is an unknown field")
@@ -239,7 +239,7 @@ def _verify_params(row: Row, place: str) -> None:
 
 
 def _known_limit(row: Row, place: str, device: Device) -> float | None:
-    """Compute the limit of a row from the data sheet that this version contains. Return None if the data sheet gives no limit."""
+    """Return the limit of a row computed from the data sheet in this version, or None if the data sheet gives no limit."""
     if row.metric == "gemm_tflops":
         _require(row.dtype in FORMATS, f"{place}.dtype", f"is {row.dtype!r}, an unknown number format")
         return gemm_limit(device, row.dtype)[0]
@@ -247,8 +247,8 @@ def _known_limit(row: Row, place: str, device: Device) -> float | None:
         sheet, ranks = lookup(device)[0], read_form(int, row.params.get("ranks"), f"{place}.params.ranks")
         _require(ranks >= 2, f"{place}.params.ranks", f"is {ranks}, but a collective needs at least two ranks")
         link = sheet.link_limit_gb_s(ranks)[0] if sheet else None
-        # If the switch reduces, each byte is sent once instead of almost twice. The fingerprint does not say whether the switch
-        # reduced, so the limit assumes that it did.
+        # If the switch does the reduction, each byte is sent once instead of almost twice. The fingerprint does not say whether
+        # it did, so the limit assumes that it did.
         return None if link is None else link * max(1.0, 2 * (ranks - 1) / ranks)
     operation = (OPERATIONS | REDUCTIONS).get(row.variant)
     if row.metric != "bandwidth_gb_s" or operation is None:
@@ -261,7 +261,7 @@ def _known_limit(row: Row, place: str, device: Device) -> float | None:
 def _verify_floors(section: FloorSection, rows: list[Row], device: Device, devices: int) -> None:
     """Check that the results for the floors agree with the rows.
 
-    Also check that each floor from a known source has the value that this source states.
+    Also check that each floor from a known source has the value stated by the source.
     """
     expected, unknown = floors_for(device, devices)
     _require(
@@ -273,10 +273,10 @@ def _verify_floors(section: FloorSection, rows: list[Row], device: Device, devic
         place = f"floors.verdicts[{index}]"
         floor = _floor(verdict)
         key = (floor.source, floor.quantity, floor.dtype, floor.size, floor.ranks)
-        # A floor from an unknown source has no published value to compare with.
+        # For a floor from an unknown source, there is no published value to compare with.
         value = published.get(key, floor.value)
         _require(floor.value == value, f"{place}.value", f"is {floor.value:g}, but its source says {value:g}")
-        # The verdict is computed again from the rows, so it cannot be edited alone.
+        # The verdict is recomputed from the rows, so that it cannot be edited alone.
         [recomputed] = judge([floor], rows)
         _require(
             recomputed.outcome == verdict.outcome,
@@ -304,6 +304,6 @@ def _refusal(field: str, reason: str) -> PassportError:
 
 
 def _hash(value) -> str:
-    # One canonical text: sorted keys and no spaces, so that the layout of the file does not change the hash.
+    # Use a canonical form with sorted keys and no spaces, so that the layout of the file does not change the hash.
     canonical = json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=True, allow_nan=False)
     return hashlib.sha256(canonical.encode()).hexdigest()

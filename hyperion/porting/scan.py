@@ -1,8 +1,8 @@
-"""Scan source code for constructs that tie it to CUDA, and grade what a port to ROCm must do about each of them.
+"""Scan source code for constructs that tie it to CUDA, and grade the work that each of them requires in a port to ROCm.
 
-The rules are data (`rules.toml`): regular expressions for single lines. What this module adds is what must not be searched. It
-removes comments with the lexers of Pygments, and in Python also docstrings and text that is only printed, logged or raised. CUDA
-source in a string of Python is searched with the rules of C++.
+The rules are data (`rules.toml`): regular expressions for single lines. This module decides which text is searched. It removes
+comments with the lexers of Pygments, and in Python also docstrings and text that is only printed, logged or raised. CUDA source
+in a Python string is searched with the C++ rules.
 """
 
 import ast
@@ -23,7 +23,7 @@ from hyperion.untrusted import printable
 
 GRADES = ("unchanged", "hipify", "rewrite")
 PYTHON, CPP, BUILD = "python", "cpp", "build"
-# Language of the rules and lexer, by the suffix or the name of a file.
+# (language of the rules, Pygments lexer) by file suffix, and below by file name.
 _SUFFIXES = {
     **dict.fromkeys((".py", ".pyi", ".ipynb"), (PYTHON, "python")),
     **dict.fromkeys((".cu", ".cuh", ".c", ".cc", ".cpp", ".cxx", ".h", ".hh", ".hpp", ".inl"), (CPP, "cuda")),
@@ -36,26 +36,26 @@ _NAMES = {"Dockerfile": (BUILD, "docker"), "Makefile": (BUILD, "make"), "CMakeLi
 _REQUIREMENTS = re.compile(r"requirements.*\.txt")
 _LEFT_OUT = {".git", ".venv", "venv", "node_modules", "__pycache__", "build", "dist"}
 _LARGEST_BYTES = 4 << 20
-# Calls whose texts are for people. The words of `raise` are left out too.
+# Calls whose arguments are messages for people. Strings in `raise` statements are not searched either.
 _PROSE_CALLS = {"print", "warn", "warning", "info", "debug", "error", "exception", "critical", "log", "write", "fail", "skip"}
 _PROSE_ARGUMENTS = {"help", "description", "epilog", "reason", "message", "msg", "title", "label"}
-# What Pygments calls comments although it is code.
+# Code that Pygments classifies as comments.
 _NO_COMMENTS = (Comment.Preproc, Comment.PreprocFile, Comment.Hashbang)
-_LONGEST_LINE = 2000  # longer lines are generated, and the time of some patterns grows with the square of the length
+_LONGEST_LINE = 2000  # longer lines are generated code; some patterns take time quadratic in the length
 _CUDA_SOURCE = re.compile(r"__global__|__device__|^\s*#\s*include\s*[<\"]", re.MULTILINE)
 _BUILD_PROSE = re.compile(r"^\s*@?(?:echo|printf)\b(?![^\n]*>>?\s*\S).*|\bmessage\s*\(.*|^\s*-?\s*name:.*", re.IGNORECASE)
 
 
 @dataclass(frozen=True, eq=False)
 class Rule:
-    """One kind of construct.
+    """Rule for one kind of construct.
 
     Args:
-        kind: name of the kind.
-        grade: "unchanged" works on ROCm as it is, "hipify" works after an automatic translation, "rewrite" must be changed by a
-            person.
-        remedy: what to do.
-        patterns: regular expressions for a line, by language.
+        kind: name of the kind of construct.
+        grade: "unchanged" (works on ROCm as it is), "hipify" (works after an automatic translation) or "rewrite" (a person must
+            change it).
+        remedy: what to do in a port.
+        patterns: regular expressions that are matched against each line, by language.
     """
 
     kind: str
@@ -66,11 +66,11 @@ class Rule:
 
 @dataclass(frozen=True)
 class Finding:
-    """A construct in a file.
+    """A construct that was found in a file.
 
     Args:
-        path: the file, or the notebook with the number of its cell, such as "train.ipynb, cell 3".
-        line: number of the line, from 1.
+        path: path of the file. For a notebook, it includes the number of the code cell, such as "train.ipynb, cell 3".
+        line: line number, counted from 1 in the file or the cell.
         rule: the rule that found it.
         text: the matched text.
     """
@@ -96,13 +96,13 @@ def _compiled(table: dict[str, Any], language: str) -> tuple[re.Pattern[str], ..
 
 
 def scan(path: Path) -> tuple[list[Finding], list[str]]:
-    """Scan a file, or all source files below a folder.
+    """Scan a file, or all source files in a folder and its subfolders.
 
     Returns:
-        The findings in the order of files and lines, and a text for each file that could not be scanned.
+        The findings, ordered by file and line, and an error message for each file that could not be scanned.
 
     Raises:
-        HyperionError: the path does not exist, or it is a file that is no source code.
+        HyperionError: the path does not exist, or it is a file of a type that has no rules.
     """
     if not path.exists():
         raise HyperionError(f"{path} does not exist", where=path, next_step="name a file or a folder with source code")
@@ -141,21 +141,21 @@ def _scan_file(path: Path) -> list[Finding]:
     if path.suffix != ".ipynb":
         return scan_text(text, str(path))
     cells = [cell for cell in nbformat.reads(text, as_version=4).cells if cell.cell_type == "code"]
-    # Lines that begin with % or ! are commands of IPython.
+    # Lines that begin with % or ! are IPython commands.
     sources = ["\n".join("" if line.lstrip()[:1] in "%!" else line for line in cell.source.split("\n")) for cell in cells]
     return [found for n, source in enumerate(sources, 1) for found in scan_text(source, f"{path}, cell {n}", "cell.py")]
 
 
 def scan_text(text: str, path: str, name: str = "") -> list[Finding]:
-    """Scan the text of a file.
+    """Scan source text.
 
     Args:
-        text: the text.
-        path: path in the findings.
-        name: file name that decides the language, by default that of `path`.
+        text: the source text.
+        path: path that is reported in the findings.
+        name: file name that determines the language. Defaults to `path`.
 
     Raises:
-        ValueError: the name belongs to no language of the rules.
+        ValueError: there are no rules for the language of this file name.
         SyntaxError: the text is not valid Python.
     """
     language = _language_of(Path(name or path))
@@ -179,7 +179,7 @@ def scan_text(text: str, path: str, name: str = "") -> list[Finding]:
 
 
 def _without_comments(text: str, lexer: str) -> str:
-    """Return the text with spaces in place of comments. Preprocessor lines stay, although Pygments calls them comments."""
+    """Return the text with comments replaced by spaces. Preprocessor lines are kept, although Pygments calls them comments."""
     parts = []
     for kind, value in get_lexer_by_name(lexer, stripnl=False, ensurenl=False).get_tokens(text):
         comment = (
@@ -190,7 +190,7 @@ def _without_comments(text: str, lexer: str) -> str:
 
 
 def _parts_of_python(text: str) -> Iterator[tuple[str, int, str]]:
-    """Yield (language, lines before it, text) of the program without prose, and of CUDA source in its strings."""
+    """Yield (language, line offset, text) for CUDA source in strings, and for the program without docstrings and messages."""
     tree = ast.parse(text)
     lines = _without_comments(text, "python").split("\n")
     for node in [*_prose(tree)]:
@@ -207,7 +207,7 @@ def _parts_of_python(text: str) -> Iterator[tuple[str, int, str]]:
 
 
 def _aliases(tree: ast.AST) -> dict[str, str]:
-    """Return the names under which a program uses modules of torch, such as {"cudnn": "torch.backends.cudnn"}."""
+    """Map each name under which a program imports a part of torch to its full name, such as {"cudnn": "torch.backends.cudnn"}."""
     names = {}
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -235,7 +235,7 @@ def _prose(tree: ast.AST) -> Iterator[ast.expr]:
 
 
 def _strings(node: ast.AST) -> Iterator[ast.expr]:
-    """Yield the strings in an expression. The values in an f-string are code, so only its constant parts count."""
+    """Yield the strings in an expression. f-strings that contain values are skipped, because the values are code."""
     if isinstance(node, ast.Constant) and isinstance(node.value, str):
         yield node
     elif not isinstance(node, ast.JoinedStr):
@@ -246,10 +246,10 @@ def _strings(node: ast.AST) -> Iterator[ast.expr]:
 
 
 def _blank(lines: list[str], node: ast.expr) -> None:
-    """Replace the characters of a string by spaces."""
+    """Replace the characters of a string in `lines` by spaces."""
     assert node.end_lineno is not None and node.end_col_offset is not None
     for number in range(node.lineno - 1, node.end_lineno):
-        raw = lines[number].encode()  # columns of ast count bytes
+        raw = lines[number].encode()  # ast counts columns in bytes
         start = node.col_offset if number == node.lineno - 1 else 0
         end = node.end_col_offset if number == node.end_lineno - 1 else len(raw)
         lines[number] = (raw[:start] + b" " * (end - start) + raw[end:]).decode(errors="replace")

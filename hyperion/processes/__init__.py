@@ -1,7 +1,7 @@
 """Processes: jobs in fresh worker processes, ranks under torchrun, process groups, and hang detection.
 
 Names that need torch are imported at first use, so that a launcher and a plain worker start without torch. No submodule may
-have the name of a function of this package, because importing the submodule would replace the function.
+have the same name as a function of this package, because importing the submodule would replace the function.
 """
 
 from typing import TYPE_CHECKING

@@ -1,4 +1,4 @@
-"""Child processes: start them, pass the environment on to them, and end them when the process that started them ends."""
+"""Child processes: start them, pass the environment to them, and end them when the process that started them ends."""
 
 import contextlib
 import ctypes
@@ -13,13 +13,13 @@ from typing import IO
 
 import psutil
 
-# Time between SIGTERM and SIGKILL, in seconds. A process can save its state in this time.
+# Seconds between SIGTERM and SIGKILL, in which a process can save its state.
 GRACE_S = 30.0
-# Environment variable with the numbers of the CPU cores for a process and its children, such as "0,1,2". It is set when
+# Environment variable with the numbers of the CPU cores that a process and its children use, such as "0,1,2". It is set when
 # several notebooks run at the same time.
 CORES = "HYPERION_CORES"
-# torchrun's agent sets these variables for its ranks. A job that a rank starts is another process, which must not see the
-# variables of the rank. All other variables are inherited unchanged, for example NCCL's settings and OMP_NUM_THREADS.
+# torchrun's agent sets these variables for its ranks. A job that a rank starts must not inherit them. All other variables, such
+# as NCCL's settings and OMP_NUM_THREADS, are inherited unchanged.
 TORCHRUN_VARIABLES = (
     "RANK",
     "WORLD_SIZE",
@@ -38,8 +38,8 @@ TORCHRUN_VARIABLES = (
     "TORCHELASTIC_USE_AGENT_STORE",
     "TORCHELASTIC_ERROR_FILE",
 )
-# Prefix of variables that set defaults of torchrun's options (PET_NNODES …). They are meant for another call
-# of torchrun, so child processes do not inherit them.
+# Prefix of variables that set defaults for torchrun's options (PET_NNODES …). They are meant for another call of torchrun, so
+# child processes do not inherit them.
 _TORCHRUN_OPTIONS = "PET_"
 # Option of prctl(2): send this process a signal when its parent ends.
 _PR_SET_PDEATHSIG = 1
@@ -59,7 +59,7 @@ def child_environment() -> dict[str, str]:
         if name not in TORCHRUN_VARIABLES and not name.startswith(_TORCHRUN_OPTIONS)
     }
     path = os.pathsep.join([package_parent, *filter(None, [inherited.get("PYTHONPATH")])])
-    # Unbuffered, so that the launcher sees each line when it is printed. Python would collect lines for a pipe.
+    # Unbuffered, so that the launcher sees each line as soon as it is printed. By default, Python buffers output to a pipe.
     return inherited | {"PYTHONPATH": path, "PYTHONUNBUFFERED": "1"}
 
 
@@ -72,17 +72,17 @@ def start(
     new_session: bool = False,
     folder: str | None = None,
 ) -> subprocess.Popen[str]:
-    """Start `python -m module arguments`. The process writes stdout and stderr to one stream, and its stdin is empty.
+    """Start `python -m module arguments`. The process writes stdout and stderr to the same stream, and its stdin is empty.
 
     Args:
         python: path of the Python interpreter.
         module: name of the module to run.
         arguments: command-line arguments of the module.
         environment: all environment variables of the process.
-        stdout: where the output goes: a file; subprocess.PIPE, so that the caller reads it from `.stdout` of the result; or
-            None for the stdout of this process.
-        new_session: make the process the leader of a new session and process group.
-        folder: working directory of the child process; by default the working directory of this process.
+        stdout: destination of the output: a file; subprocess.PIPE, to read it from `.stdout` of the result; or None for the
+            stdout of this process.
+        new_session: if True, make the process the leader of a new session and process group.
+        folder: working directory of the child process; default: the working directory of this process.
     """
     return subprocess.Popen(
         [python, "-m", module, *arguments],
@@ -90,7 +90,7 @@ def start(
         stdout=stdout,
         stderr=subprocess.STDOUT,
         text=True,
-        # A process that is killed can stop in the middle of a character.
+        # The output of a killed process may end in the middle of a character.
         errors="replace",
         env=environment,
         start_new_session=new_session,
@@ -102,11 +102,11 @@ def die_with(launcher: int) -> None:
     """Ask Linux to send SIGTERM to this process when its parent ends for any reason. Exit if the parent has already ended.
 
     Args:
-        launcher: process number of the parent.
+        launcher: process ID of the parent.
     """
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-    # The parent may have ended before prctl was called. This process then has another parent and receives no signal.
+    # The parent may have ended before the call to prctl. This process then has another parent and receives no signal.
     if os.getppid() != launcher:
         sys.exit("the launcher ended before the worker began")
 
@@ -114,7 +114,7 @@ def die_with(launcher: int) -> None:
 def do_not_outlive(launcher: int) -> None:
     """Kill this process `GRACE_S` seconds after its launcher has ended.
 
-    SIGKILL ends this process even if it handles SIGTERM and waits for ranks that have died.
+    This ends the process even if it handles SIGTERM and waits for ranks that have died.
     """
 
     def watch() -> None:
@@ -130,7 +130,7 @@ def do_not_outlive(launcher: int) -> None:
 def pin_to_cores() -> None:
     """Pin this process to the cores listed in the environment variable `CORES`. Do nothing if the variable is not set.
 
-    Call this function before importing torch, because torch counts the cores at import to choose its number of threads.
+    Call this function before importing torch, because torch counts the cores during import to choose its number of threads.
     """
     cores = os.environ.get(CORES)
     if cores and hasattr(os, "sched_setaffinity"):
@@ -138,7 +138,7 @@ def pin_to_cores() -> None:
 
 
 def has_ended(pid: int) -> bool:
-    """Return True if no process with this number is running. A zombie process counts as ended."""
+    """Return True if no process with this ID is running. A zombie process counts as ended."""
     with contextlib.suppress(psutil.NoSuchProcess):
         return not is_alive(psutil.Process(pid))
     return True
@@ -147,7 +147,7 @@ def has_ended(pid: int) -> bool:
 def is_alive(process: psutil.Process) -> bool:
     """Return True if the process is running.
 
-    Return False for a zombie, which has ended and only waits until its parent reads its exit code.
+    Return False for a zombie, which has ended and waits for its parent to read its exit code.
     """
     with contextlib.suppress(psutil.NoSuchProcess):
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
@@ -155,7 +155,7 @@ def is_alive(process: psutil.Process) -> bool:
 
 
 def descendants(leader: int) -> list[psutil.Process]:
-    """Return all descendants of a session's leader, and all other processes of the session, whose parents have ended."""
+    """Return all descendants of a session's leader, and the other processes of the session, whose parents have ended."""
     found: set[psutil.Process] = set()
     with contextlib.suppress(psutil.NoSuchProcess):
         found.update(psutil.Process(leader).children(recursive=True))
@@ -171,9 +171,9 @@ def kill_session(leader: int, ours: bool) -> None:
     """Send SIGKILL to the leader of a session and to every process of its process group.
 
     Args:
-        leader: process number of the leader.
-        ours: True if the process with this number is still the process that the caller started. If False, the signal is
-            sent only if no process has this number, because Linux reuses the number only when the session is empty.
+        leader: process ID of the leader.
+        ours: True if the process with this ID is still the process that the caller started. If False, the signal is sent only
+            if no process has this ID, because Linux reuses the ID only when the session is empty.
     """
     if ours or not psutil.pid_exists(leader):
         with contextlib.suppress(ProcessLookupError):

@@ -1,7 +1,7 @@
 """Process groups: the rank and device of this process, and functions that initialize and destroy torch.distributed.
 
-The environment variables of torchrun (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT …) define the ranks. Any launcher
-may set them. Without these variables the process group has one rank.
+torchrun's environment variables (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT …) define the ranks. Any launcher may set
+them. Without these variables, the process group has one rank.
 """
 
 import atexit
@@ -28,9 +28,9 @@ from hyperion.hardware import Device, MachineFacts, collect_facts, detect, detec
 from hyperion.hardware.facts import VISIBLE_DEVICE_VARIABLES
 
 BACKENDS = ("nccl", "gloo")
-# Time limit for destroying a group after an error, in seconds. After it, the group remains until the process ends.
+# Time limit in seconds for destroying a group after an error. After that, the group remains until the process ends.
 _ABANDON_S = 5.0
-# _CONNECT_S: time limit for a connection to the job's store. _POLL_S: time between two looks at a barrier.
+# _CONNECT_S: time limit for connecting to the job's store. _POLL_S: polling interval of a barrier.
 _CONNECT_S = 30.0
 _POLL_S = 0.002
 
@@ -44,7 +44,7 @@ class World:
     """The rank and device of this process, and the number of ranks.
 
     Args:
-        rank: rank of this process, from 0.
+        rank: rank of this process, counted from 0.
         size: number of ranks.
         local_rank: rank of this process on its node, which is the index of its GPU.
         backend: "nccl" (RCCL on AMD) or "gloo"; "" without a process group.
@@ -60,7 +60,7 @@ class World:
     group: dist.ProcessGroup | None = None
 
     def alone(self) -> "World":
-        """Return a world of size 1 with a process group of its own, to run the same program without communication.
+        """Return a world of size 1 with its own process group, to run the same program without communication.
 
         This is a collective call: every rank must make it.
         """
@@ -95,14 +95,14 @@ def world() -> World:
 def process_group(timeout_s: float = 600.0, backend: str | None = None) -> Iterator[World]:
     """Context manager that initializes torch.distributed on the device of this rank, and destroys the group on exit.
 
-    Under torchrun every rank must enter the block. A process without torchrun's variables gets a group of one rank, because DDP
-    and FSDP2 need a group. No port is opened for this group. A process can use the context manager several times, one after the
-    other. After an exception the group is aborted, so that this rank does not wait for ranks that may have died.
+    Under torchrun, every rank must enter the block. A process without torchrun's variables gets a group of one rank, because DDP
+    and FSDP2 need a group. No port is opened for this group. A process can use the context manager repeatedly, but not nested.
+    After an exception, the group is aborted, so that this rank does not wait for ranks that may have died.
 
     Args:
         timeout_s: seconds that a rank waits for the other ranks, at the start and in every collective.
-        backend: "nccl" or "gloo". With gloo the ranks compute on the CPU even if there are GPUs. None selects nccl if there
-            are GPUs, else gloo.
+        backend: "nccl" or "gloo". With gloo, the ranks compute on the CPU even if there are GPUs. None selects nccl if there are
+            GPUs, else gloo.
 
     Raises:
         GroupError: a process group already exists, torchrun's variables are incomplete, this node has more ranks than GPUs,
@@ -113,7 +113,7 @@ def process_group(timeout_s: float = 600.0, backend: str | None = None) -> Itera
     backend, device = choose_device(info, backend, _facts())
     torch_device = torch.device(device.torch_device)
     if torch_device.type != "cpu":
-        # Before the group exists, because NCCL and tensors on "cuda" use the current device of the process.
+        # Set the device before creating the group, because NCCL and tensors on "cuda" use the current device of the process.
         torch.cuda.set_device(torch_device)
     _initialize(info or RankInfo(0, 1, 0, 1), backend, torch_device, timedelta(seconds=timeout_s), alone=info is None)
     try:
@@ -122,7 +122,7 @@ def process_group(timeout_s: float = 600.0, backend: str | None = None) -> Itera
         _abort(backend)
         raise
     else:
-        # The code inside may have destroyed the group itself.
+        # The code in the block may have destroyed the group itself.
         if dist.is_initialized():
             if backend == "gloo":
                 _old_groups.extend(dist.distributed_c10d._world.pg_map)
@@ -138,7 +138,7 @@ def rank_info(environment: Mapping[str, str]) -> RankInfo | None:
     if "RANK" not in environment and "WORLD_SIZE" not in environment:
         return None
     needed = ["RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"]
-    # A single rank has the local rank 0.
+    # With a single rank, the local rank is 0.
     needed += ["LOCAL_RANK"] * (environment.get("WORLD_SIZE") != "1")
     if missing := [name for name in needed if not environment.get(name)]:
         raise _environment_error(f"{', '.join(missing)} not set, though other variables of torchrun are")
@@ -153,7 +153,7 @@ def rank_info(environment: Mapping[str, str]) -> RankInfo | None:
 
 def _parse_number(environment: Mapping[str, str], name: str, default: int | None = None) -> int:
     text = environment.get(name) or str(default)
-    # isdecimal alone accepts the digits of other scripts.
+    # isdecimal alone would also accept the digits of other scripts.
     if not text.isascii() or not text.isdecimal() or len(text) > 9:
         raise _environment_error(f"{name} is {text!r}, not a whole number from 0")
     return int(text)
@@ -167,14 +167,14 @@ def _parse_port(text: str) -> int:
 
 
 def choose_device(info: RankInfo | None, backend: str | None, facts: MachineFacts) -> tuple[str, Device]:
-    """Return the backend and the device of a rank. With nccl each rank has its own GPU.
+    """Return the backend and the device of a rank. With nccl, each rank has its own GPU.
 
     Raises:
         GroupError: the backend is unknown, nccl was requested without a GPU, or this node has more ranks than GPUs.
     """
     if backend not in (None, *BACKENDS):
         raise GroupError(f"there is no backend {backend!r}", where="process_group", next_step=f"choose {' or '.join(BACKENDS)}")
-    # If torch sees a GPU but cannot open it, use nccl: `detect` then raises an error. Do not compute on the CPU silently.
+    # If torch sees a GPU but cannot open it, use nccl, so that `detect` raises an error instead of silently using the CPU.
     gpus = bool(facts.gpus or facts.gpu_error)
     if backend == "gloo" or not gpus:
         if backend == "nccl":
@@ -202,8 +202,8 @@ def more_ranks_than_devices(ranks: int, devices: int) -> GroupError:
 class StoreBarrier:
     """Barriers for the ranks of a job, in the job's store. Use each name for one barrier only.
 
-    NCCL's barrier is a kernel that spins on every GPU until all ranks arrive, which disturbs measurements on other ranks. In
-    a StoreBarrier a waiting rank sleeps.
+    NCCL's barrier is a kernel that spins on every GPU until all ranks arrive, which disturbs measurements on other ranks. In a
+    StoreBarrier, a waiting rank sleeps.
 
     Args:
         timeout_s: seconds that `wait` waits for the other ranks.
@@ -214,7 +214,7 @@ class StoreBarrier:
         self._timeout_s = timeout_s
 
     def arrive(self, name: str) -> None:
-        """Record that this rank has arrived, and return at once."""
+        """Record that this rank has arrived, and return immediately."""
         self._store.add(name, 1)
 
     def is_complete(self, name: str, ranks: int) -> bool:
@@ -250,7 +250,7 @@ def job_store(prefix: str) -> Store:
     if missing := [name for name in ("MASTER_ADDR", "MASTER_PORT") if not os.environ.get(name)]:
         raise _environment_error(f"{', '.join(missing)} not set")
     store = connect_store(os.environ["MASTER_ADDR"], _parse_port(os.environ["MASTER_PORT"]), _CONNECT_S)
-    # After a restart of the job, the ranks must not see the keys of the earlier start.
+    # The prefix contains the restart count, so that the ranks do not see keys from before a restart of the job.
     return PrefixStore(f"hyperion/{prefix}/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
 
 
@@ -262,7 +262,7 @@ def connect_store(host: str, port: int, timeout_s: float) -> Store:
 def _initialize(info: RankInfo, backend: str, device: torch.device, timeout: timedelta, alone: bool) -> None:
     """Initialize torch.distributed. Each group has its own prefix in the store, so it does not see keys of earlier groups."""
     try:
-        # A HashStore is a dict in this process, so a single process opens no port.
+        # A HashStore is in the memory of this process, so a single process opens no port.
         store = HashStore() if alone else _shared_store(info, timeout)
         store.set_timeout(timeout)
         dist.init_process_group(
@@ -271,7 +271,7 @@ def _initialize(info: RankInfo, backend: str, device: torch.device, timeout: tim
             rank=info.rank,
             world_size=info.size,
             timeout=timeout,
-            # With a device, NCCL creates its communicator here and not in the first collective, so its errors appear here.
+            # With a device, NCCL creates its communicator, and raises its errors, here and not in the first collective.
             device_id=None if device.type == "cpu" else device,
         )
     except (dist.DistStoreError, dist.DistNetworkError) as error:
@@ -282,10 +282,10 @@ def _initialize(info: RankInfo, backend: str, device: torch.device, timeout: tim
         ) from error
 
 
-# Gloo groups that this process has left. The list keeps a reference to each of them until the process ends. Otherwise a DDP
+# Gloo groups that this process has left. The list keeps a reference to each of them until the process ends. Otherwise, a DDP
 # model that outlives its group could hold the last reference. Deleting the model would then join gloo's threads while this
-# thread holds Python's global lock, which gloo's threads need to release the last all-reduce. The process would hang (seen
-# with PyTorch 2.13, within fifty groups).
+# thread holds Python's global interpreter lock, which gloo's threads need to release the last all-reduce. The process would
+# hang (seen with PyTorch 2.13, within fifty groups).
 _old_groups: list[dist.ProcessGroup] = []
 _group_numbers = itertools.count()
 _stores: dict[tuple[RankInfo, str, str], Store] = {}
@@ -329,9 +329,9 @@ def _environment_error(what: str) -> GroupError:
 def _abort(backend: str) -> None:
     """Abort the process group without waiting for the other ranks.
 
-    Gloo has no abort function: its destructor waits for collectives in progress. Therefore the abort runs in a thread. If the
-    thread has not finished after `_ABANDON_S` seconds, the process would also wait for gloo when it exits. An exit handler
-    then ends the process.
+    Gloo has no abort function, and its destructor waits for collectives in progress. Therefore the abort runs in a thread. If the
+    thread has not finished after `_ABANDON_S` seconds, the process would also wait for gloo at exit, so an exit handler then ends
+    the process.
     """
     if not dist.is_initialized():
         return
@@ -346,6 +346,6 @@ def _abort(backend: str) -> None:
 def _end_process_soon() -> None:
     """End the process after `_ABANDON_S` seconds, even if gloo's threads still wait for another rank.
 
-    Other exit handlers run before that.
+    The other exit handlers run first.
     """
     faulthandler.dump_traceback_later(_ABANDON_S, exit=True, file=open(os.devnull, "w"))  # noqa: SIM115 - until the end

@@ -1,7 +1,7 @@
 """Hang detection: each rank counts its collectives. When no rank makes progress, report the ranks that are behind.
 
-A collective waits for every rank. If one rank does not join, the other ranks wait, and they do not know which rank is missing.
-Therefore a thread of every rank writes to the job's store how many collectives its rank has entered.
+A collective waits for every rank. If one rank does not join, the other ranks wait and do not know which rank is missing.
+Therefore a thread on every rank writes to the job's store how many collectives the rank has entered.
 """
 
 import json
@@ -21,15 +21,16 @@ from hyperion.processes.group import World, job_store, world
 
 EXIT_CODE = 1
 _POLL_S = 0.25
-# _STACKS_S: time that a rank waits until all ranks have published their stacks. _EXIT_S: time that the other ranks then wait
-# until a rank that is behind has exited. That rank must exit first, because launchers name the first rank that exits.
+# _STACKS_S: seconds that a rank waits for all ranks to publish their stacks. _EXIT_S: seconds that the other ranks then wait for
+# a rank that is behind to exit. That rank must exit first, because launchers report the first rank that exits.
 _STACKS_S, _EXIT_S = 2.0, 5.0
 _FRAMES = 4
-# If a frame of the main thread contains one of these texts, the rank waits for other ranks.
+# If a frame of the main thread contains one of these strings, the rank is waiting for other ranks.
 _WAITING = ("/torch/distributed/", "/torch/cuda/", "in wait_for_peers\n")
-# More than any number of collectives, so a rank that has finished is never behind.
+# Larger than any number of collectives, so that a rank that has finished is never behind.
 _FINISHED = 2**62
-# Number of blocks so far. It is part of the prefix in the store, so a block does not see the progress of an earlier one.
+# Number of `roll_call` blocks so far. It is part of the prefix in the store, so that a block does not see the progress of an
+# earlier one.
 _blocks = 0
 
 
@@ -40,8 +41,8 @@ class RankProgress:
     Args:
         steps: number of collectives that the rank has entered.
         operation: name of the last of these collectives.
-        frames: stack of the rank's main thread, outermost frame first. Empty until a hang is suspected, and if the rank does
-            not respond.
+        frames: stack of the rank's main thread, outermost frame first. Empty until a hang is suspected, or if the rank does not
+            respond.
     """
 
     steps: int = 0
@@ -50,12 +51,12 @@ class RankProgress:
 
     @property
     def waiting(self) -> bool:
-        """True if the main thread of the rank waits for other ranks."""
+        """True if the main thread of the rank is waiting for other ranks."""
         return any(mark in frame for frame in self.frames for mark in _WAITING)
 
     @property
     def reached(self) -> str:
-        """Number and name of the last collective that the rank has entered, as text."""
+        """Text with the number and the name of the last collective that the rank has entered."""
         if self.steps == _FINISHED:
             return "the end of the work"
         return f"collective {self.steps} ({self.operation})" if self.steps else "none"
@@ -80,7 +81,7 @@ class RollCall:
 def wait_for_peers(work: dist.Work) -> None:
     """Wait for an asynchronous collective.
 
-    A rank that waits here has the name of this function in its Python stack. torch's own `Work.wait` is written in C++ and has
+    The name of this function in a Python stack shows that the rank is waiting. torch's own `Work.wait` is written in C++ and has
     no frame in the Python stack.
     """
     work.wait()
@@ -88,13 +89,13 @@ def wait_for_peers(work: dist.Work) -> None:
 
 @contextmanager
 def roll_call(timeout_s: float) -> Iterator[RollCall]:
-    """Context manager that detects a hang of the collectives in its block. Every rank must enter the block.
+    """Context manager that detects hanging collectives in its block. Every rank must enter the block.
 
     If no rank makes progress for `timeout_s` seconds, a report names the ranks that are behind, and the job ends. A rank is
-    behind if it has entered fewer collectives than other ranks. If all ranks have entered the same number, the rank that does
-    not respond is behind: the rank is stopped, or C++ code holds the interpreter's lock. If all ranks respond, the rank whose
-    main thread does not wait while other ranks wait is behind. The rank that is behind prints the report and exits with
-    `EXIT_CODE`. The other ranks exit after it.
+    behind if it has entered fewer collectives than other ranks. If all ranks have entered the same number, a rank that does not
+    respond is behind: it is stopped, or C++ code holds the interpreter's lock. If all ranks respond, a rank whose main thread
+    does not wait while other ranks wait is behind. The rank that is behind prints the report and exits with `EXIT_CODE`. The
+    other ranks exit after it.
     """
     global _blocks
     _blocks += 1
@@ -123,19 +124,18 @@ def _watch(counter: RollCall, here: World, store: Store, timeout_s: float, done:
     try:
         _follow(counter, here, store, timeout_s, done)
     except (dist.DistStoreError, dist.DistNetworkError) as error:
-        # The launcher runs the server of the store. If the server is gone, the job is ending, and another process reports why.
+        # The launcher runs the server of the store. If it is gone, the job is ending, and another process reports why.
         print(f"rank {here.rank}: hang detection ends, the job's store does not respond: {error}", file=sys.stderr)
 
 
 def _follow(counter: RollCall, here: World, store: Store, timeout_s: float, done: threading.Event) -> None:
     """Write the progress of this rank to the store, and read the progress of all ranks.
 
-    The function returns when `done` is set. If no rank makes progress for `timeout_s` seconds, it prints the report of the hang
-    and ends the process.
+    Return when `done` is set. If no rank makes progress for `timeout_s` seconds, print the hang report and end the process.
     """
     last_steps, since = None, time.monotonic()
     while True:
-        # Read the flag before the progress is published. So the final progress is always published, also after an exception.
+        # Read the flag before publishing the progress, so that the final progress is always published, even after an exception.
         finished = done.is_set()
         _publish(store, here, RankProgress(counter.steps, counter.operation))
         if finished:
@@ -145,7 +145,7 @@ def _follow(counter: RollCall, here: World, store: Store, timeout_s: float, done
             last_steps, since = _steps(ranks), time.monotonic()
         elif time.monotonic() - since > timeout_s:
             _publish(store, here, RankProgress(counter.steps, counter.operation, _main_frames()))
-            # Wait for the stacks of the other ranks, then look again: a slow collective may have finished in the meantime.
+            # Wait for the stacks of the other ranks, then check again, because a slow collective may have finished meanwhile.
             done.wait(_STACKS_S)
             ranks = _read(store, here)
             if _steps(ranks) == last_steps:
@@ -184,21 +184,21 @@ def ranks_behind(ranks: list[RankProgress]) -> list[int]:
     for differs in (lambda one: one.steps < most, lambda one: not one.frames, lambda one: not one.waiting):
         behind = [rank for rank, one in enumerate(ranks) if differs(one)]
         if behind and len(behind) < len(ranks):
-            # If several ranks are behind, return only the ranks with the fewest collectives: the other ranks wait for these.
+            # If several ranks are behind, return only those with the fewest collectives, because the others wait for them.
             least = min(ranks[rank].steps for rank in behind)
             return [rank for rank in behind if ranks[rank].steps == least]
     return []
 
 
 def _exit(here: World, ranks: list[RankProgress], hung_s: float, done: threading.Event) -> None:
-    """Print the report of the hang and end the process. A rank that is behind exits first if it can.
+    """Print the hang report and end the process. If possible, a rank that is behind exits first.
 
-    The main thread may hang, so this thread ends the process without waiting for the main thread.
+    The main thread may hang, so this thread ends the process without waiting for it.
     """
     behind = ranks_behind(ranks)
     first = min(behind or range(here.size))
     if here.rank not in behind and here.rank != first and done.wait(_EXIT_S):
-        return  # the main thread continued: its collective failed, or the other rank made progress in the meantime
+        return  # the main thread continued: its collective failed, or the other rank made progress meanwhile
     print(hang_report(ranks, hung_s), file=sys.stderr)
     sys.stderr.flush()
     sys.stdout.flush()

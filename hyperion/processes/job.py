@@ -19,7 +19,7 @@ from pathlib import Path
 from hyperion.errors import HyperionError
 from hyperion.processes.child_process import GRACE_S, child_environment, start
 
-# Exit code of a worker that received SIGTERM and saved its state, and that can be started again. The value is EX_TEMPFAIL in
+# Exit code of a worker that received SIGTERM, saved its state, and can be started again. The value is EX_TEMPFAIL in
 # <sysexits.h>.
 INTERRUPTED = 75
 KILLED_REMEDY = "the operating system sends SIGKILL when memory runs out: choose smaller sizes or free memory, then run again"
@@ -31,8 +31,8 @@ class JobError(HyperionError):
     """Raised when a worker raised an exception, was killed, or exceeded its timeout.
 
     Attributes:
-        exit_code: exit code of a command that fails with this error. It is the exit code of the HyperionError that the worker
-            raised, and 75 if the worker received SIGTERM and saved its state.
+        exit_code: exit code of a command that fails with this error: that of the HyperionError that the worker raised, or 75 if
+            the worker received SIGTERM and saved its state.
     """
 
     def __init__(self, what: str, *, where: object = None, next_step: str | None = None, exit_code: int = 2):
@@ -45,9 +45,9 @@ class Job:
     """A function to run in a worker process, with its arguments and the options of the process.
 
     Args:
-        function: the worker calls `function(**params)`, which returns a dict that can be written as JSON. The function must
-            be defined at the top level of a module, because the worker imports it from there.
-        params: keyword arguments of the function, which can be written as JSON.
+        function: the worker calls `function(**params)`, which returns a JSON-serializable dict. The function must be defined at
+            the top level of a module, because the worker imports it from there.
+        params: JSON-serializable keyword arguments of the function.
         timeout_s: seconds after which the worker receives SIGTERM. It receives SIGKILL 30 s later.
         python: path of the Python interpreter of the worker.
         ranks: total number of ranks on all nodes, for `run_ranks`; None for one worker without ranks, for `run_job`.
@@ -71,7 +71,7 @@ class Job:
 
     @property
     def entry(self) -> str:
-        """The name of the function, as "package.module:name"."""
+        """Name of the function as "package.module:name"."""
         return entry_of(self.function)
 
     @property
@@ -80,7 +80,7 @@ class Job:
         return (self.ranks or 1) // self.nodes
 
     def request(self) -> dict:
-        """Return the job as a dict that can be written as JSON, for the process that runs it."""
+        """Return the job as a JSON-serializable dict for the process that runs it."""
         values = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "function"}
         return values | {"entry": self.entry}
 
@@ -89,8 +89,8 @@ def entry_of(function: Callable) -> str:
     """Return the name of a function as "package.module:name", so that another process can import the function.
 
     Raises:
-        HyperionError: the function is not defined at the top level of a module that can be imported. Examples are a lambda, a
-            nested function, a method, and a function of a notebook or a script.
+        HyperionError: the function is not defined at the top level of an importable module. Examples are lambdas, nested
+            functions, methods, and functions in a notebook or a script.
     """
     module, name = getattr(function, "__module__", None), getattr(function, "__qualname__", "")
     if not module or module == "__main__" or not name.isidentifier():
@@ -103,7 +103,7 @@ def entry_of(function: Callable) -> str:
 
 
 def load_entry(entry: str) -> Callable:
-    """Import and return a function. Its name has the form that `entry_of` returns."""
+    """Import and return the function with a name in the form that `entry_of` returns."""
     module, name = entry.split(":")
     return getattr(importlib.import_module(module), name)
 
@@ -118,11 +118,11 @@ def run_job(
     Args:
         job: the job. Its field `ranks` must be None.
         on_line: called with each line that the worker prints.
-        on_progress: called with (done, total, note) for each call of `report_progress` in the worker.
+        on_progress: called with (done, total, note) for each call to `report_progress` in the worker.
 
     Raises:
         JobError: the worker raised an exception, was killed by a signal, or exceeded its timeout. If the worker raised a
-            HyperionError, the JobError has the same message. Otherwise the message contains the last lines of the worker's
+            HyperionError, the JobError has the same message. Otherwise, the message contains the last lines of the worker's
             log.
     """
     if job.ranks is not None:
@@ -157,7 +157,7 @@ def report_progress(done: int, total: int, note: str = "") -> None:
 
 
 class OutputHandler:
-    """Call functions for the lines and the progress reports of a worker, and store its last lines for an error message.
+    """Passes the output lines and progress reports of a worker to functions, and stores the last lines for error messages.
 
     Args:
         on_line: called with each line, without the newline.
@@ -172,12 +172,12 @@ class OutputHandler:
         self.last_lines: list[str] = []
 
     def handle(self, line: str) -> None:
-        """Handle one line. The line ends with a newline."""
+        """Handle one line, which ends with a newline."""
         if line.startswith(_PROGRESS):
             self.on_progress(*json.loads(line.removeprefix(_PROGRESS)))
             return
         self.last_lines.append(line)
-        # A job can print for hours; an error message needs only the end.
+        # A job can print for hours, but an error message needs only the last lines.
         del self.last_lines[:-_LAST_LINES]
         self.on_line(line.rstrip("\n"))
 
@@ -185,7 +185,7 @@ class OutputHandler:
 def last_lines(log: str) -> str:
     """Return the last 40 lines of a log.
 
-    Progress reports are omitted, and also the C++ frames and the list of modules that a crash prints.
+    Progress reports, and the C++ frames and the list of modules that a crash prints, are omitted.
     """
     noise = (_PROGRESS, "frame #", "Extension modules:")
     return "".join([line for line in log.splitlines(keepends=True) if not line.startswith(noise)][-_LAST_LINES:])
@@ -199,8 +199,8 @@ def _stream(worker: subprocess.Popen[str], timeout_s: float, output: OutputHandl
         timed_out.set()
         worker.terminate()
 
-    # Timers, because the loop below blocks while the worker prints nothing. SIGTERM lets the worker save its state; SIGKILL
-    # ends it.
+    # Timers are needed because the loop below blocks while the worker prints nothing. SIGTERM lets the worker save its state, and
+    # SIGKILL ends it.
     timers = [threading.Timer(timeout_s, on_timeout), threading.Timer(timeout_s + GRACE_S, worker.kill)]
     for timer in timers:
         timer.daemon = True
@@ -238,7 +238,7 @@ def _worker_error(answer: Path, code: int) -> JobError:
 
 
 def _exit_error(job: Job, worker: subprocess.Popen[str], lines: list[str]) -> JobError:
-    """Return the error for a worker that wrote no answer, with its exit code or signal and its last lines."""
+    """Return the error for a worker that wrote no answer, with its exit code or signal and the last lines of its log."""
     code = worker.returncode
     cause = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"failed with exit code {code}"
     remedy = KILLED_REMEDY if code == -signal.SIGKILL else "read the traceback above"

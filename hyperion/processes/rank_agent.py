@@ -4,7 +4,7 @@ It calls torch.distributed.run and adds three things:
 
 - When its launcher ends, the agent ends too, and no process of the job remains.
 - If the module of the job cannot be found, the agent reports an error before it starts any rank.
-- It writes to a file how each rank ended.
+- It records in a file how each rank ended.
 """
 
 import contextlib
@@ -48,7 +48,7 @@ def main(folder: str) -> None:
     finally:
         ranks.end()
         if has_ended(request["launcher"]):
-            shutil.rmtree(folder, ignore_errors=True)  # because the launcher has ended and cannot remove the folder
+            shutil.rmtree(folder, ignore_errors=True)  # the launcher has ended and cannot remove the folder
 
 
 def _run(command: list[str], files: JobFolder, ranks: "_Ranks") -> None:
@@ -57,13 +57,13 @@ def _run(command: list[str], files: JobFolder, ranks: "_Ranks") -> None:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
 
-    # torchrun starts ranks with this method. Replace it, so that each rank has its own session and its child processes can be
-    # ended together with the rank.
+    # torchrun starts ranks with this method. Replace it, so that each rank has its own session and can be ended together with its
+    # child processes.
     SubprocessHandler._popen = lambda handler, args, env: ranks.start(args, env)  # pyright: ignore[reportAttributeAccessIssue]
     try:
         torchrun.main(command)
     except ChildFailedError as failed:
-        # The times are in whole seconds, as torchrun records them.
+        # torchrun records the times in whole seconds.
         ends = {rank: {"code": end.exitcode, "time": end.timestamp} for rank, end in failed.failures.items()}
         write_json(files.ends, {"ends": ends})
         sys.exit(1)
@@ -93,8 +93,8 @@ class _Ranks:
     def exit_codes(self) -> dict[int, dict]:
         """Return the exit codes of the ranks that ended without a signal from torchrun.
 
-        This is used if torchrun raises an error before it reports the exit codes. Ranks whose exit code is SIGTERM are
-        omitted, because torchrun ended them.
+        This is used if torchrun raises an error before it reports the exit codes. Ranks that were ended by SIGTERM are omitted,
+        because torchrun ended them.
         """
         codes = {rank: handle.poll() for rank, handle in self._handles.items()}
         return {rank: {"code": code} for rank, code in codes.items() if code not in (None, -signal.SIGTERM)}
@@ -102,8 +102,8 @@ class _Ranks:
     def end(self) -> None:
         """End all ranks and their child processes.
 
-        torchrun usually ends its ranks itself, but a second signal interrupts it. When a launcher with several threads is
-        killed, Linux sends one SIGTERM per thread. The second SIGTERM ends torchrun while the ranks still save their state.
+        torchrun usually ends its ranks itself, but a second signal interrupts it. When a launcher with several threads is killed,
+        Linux sends one SIGTERM per thread. The second SIGTERM ends torchrun while the ranks are still saving their state.
         """
         # Another SIGTERM must not interrupt the clean-up.
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -123,7 +123,7 @@ def arguments(request: dict, folder: str) -> list[str]:
     # On one host, torchrun chooses a free port itself.
     rendezvous = ["--standalone", "--nnodes=1"]
     if request["rendezvous"]:
-        # The nodes of a job find each other by this id. Different jobs that use the same address have different ids.
+        # The nodes of a job find each other by this ID. Different jobs that use the same address have different IDs.
         job = json.dumps([request[key] for key in ("entry", "params", "ranks", "nodes")], sort_keys=True)
         rendezvous = [
             f"--nnodes={request['nodes']}",
@@ -146,7 +146,7 @@ def arguments(request: dict, folder: str) -> list[str]:
 
 
 def require_module(module: str) -> None:
-    """Raise a HyperionError if the module cannot be found. This function does not import the module; the ranks import it."""
+    """Raise a HyperionError if the module cannot be found, without importing it. The ranks import it."""
     try:
         found = importlib.util.find_spec(module) is not None
     except ModuleNotFoundError:  # the package that contains the module is missing

@@ -1,6 +1,6 @@
 """Find the root-cause rank of a failed job and explain its failure.
 
-When one rank fails, the other ranks fail too: they lose their connection to it, or the launcher ends them. The functions of
+When one rank fails, the other ranks fail too: they lose their connection to it, or the launcher ends them. The functions in
 this module find the first failure. They use the exit codes, the results and errors that the ranks wrote to files, and the
 stacks of the ranks.
 """
@@ -14,20 +14,20 @@ from pathlib import Path
 from hyperion.processes.job import INTERRUPTED, KILLED_REMEDY, Job, JobError, last_lines
 
 _FRAMES = 8
-# Part of the message with which NCCL's watchdog aborts a process.
+# Part of the message that NCCL's watchdog logs when it aborts a process.
 _WATCHDOG = "collective operation timeout"
 _FRAME = re.compile(r'  File "(?P<file>.+)", line (?P<line>\d+) in (?P<function>.+)')
-# _WAITING: a rank waits for other ranks if its stack contains a file with one of these paths. _CALLERS: files from which the
-# function of the job is called on every rank; their frames are omitted.
+# _WAITING: a rank is waiting for other ranks if its stack contains a file with one of these paths. _CALLERS: files from which
+# every rank calls the function of the job; their frames are omitted.
 _WAITING = ("torch/distributed/", "torch\\distributed\\")
 _CALLERS = ("<frozen ", "/runpy.py", "/hyperion/processes/worker.py", "/contextlib.py")
 
 
 class RankError(JobError):
-    """Raised when a job on ranks fails. It describes the first rank that failed, not the failures that this rank caused.
+    """Raised when a job on ranks fails. It describes the first rank that failed, and not the failures caused by it.
 
     Attributes:
-        rank: number of the rank; None if no single rank is the cause, for example in a hang of all ranks.
+        rank: number of the rank; None if no single rank is the cause, for example if all ranks hang.
         signal: name of the signal that killed the rank, such as "SIGKILL"; "" if no signal killed it.
         exit_code: exit code of a command that fails with this error; 75 if the ranks received SIGTERM and saved their state.
     """
@@ -73,20 +73,20 @@ class RankExit:
 
     @property
     def error(self) -> dict | None:
-        """The record of the error that the rank raised; None if the rank raised no error or could not write it."""
+        """Record of the error that the rank raised; None if the rank raised no error or could not write it."""
         return None if self.succeeded else self.record
 
 
 def first_failure(exits: list[RankExit]) -> RankExit | None:
-    """Return the exit of the root-cause rank; None if no rank failed, or the launcher killed all ranks that failed."""
+    """Return the exit of the root-cause rank, or None if no rank failed or the launcher killed all ranks that failed."""
     failed = [end for end in exits if not end.succeeded and not end.killed_by_launcher and (end.error or end.code is not None)]
     return min(failed, key=_cause_order, default=None)
 
 
 def _cause_order(end: RankExit) -> tuple[int, bool, float]:
-    """Return a sort key with which the most likely root cause comes first. Equally likely causes are ordered by time."""
+    """Return a sort key that puts the most likely root cause first. Equally likely causes are ordered by time."""
     if end.error:
-        # The smallest number is the likeliest cause: 0 a signal, 1 an exception or an abort, 2 saved after SIGTERM, 3 lost its
+        # From the most to the least likely cause: 0 signal, 1 exception or abort, 2 saved its state after SIGTERM, 3 lost its
         # peers, 4 ended by torchrun.
         likelihood = 3 if end.error["lost_peer"] else 2 if end.error["exit_code"] == INTERRUPTED else 1
         return likelihood, False, end.error["time"]
@@ -102,7 +102,7 @@ def _cause_order(end: RankExit) -> tuple[int, bool, float]:
 def collective_timed_out(end: RankExit, log: str) -> bool:
     """Return True if the rank failed because a collective exceeded the group's timeout.
 
-    In this case Gloo raises an error. NCCL's watchdog aborts the process and writes a message to the log.
+    In this case, gloo raises an error, and NCCL's watchdog aborts the process and writes a message to the log.
     """
     if end.error:
         return end.error["timed_out"]
@@ -112,8 +112,8 @@ def collective_timed_out(end: RankExit, log: str) -> bool:
 def rank_error(job: Job, end: RankExit, log: str, where: str) -> RankError:
     """Return the error of a failed rank.
 
-    Its message is that of the HyperionError that the rank raised. For another exception the message contains the traceback. If
-    there was no exception, the message contains the signal or exit code and the end of the log.
+    Its message is that of the HyperionError that the rank raised. For any other exception, it contains the traceback. If there
+    was no exception, it contains the signal or exit code and the end of the log.
 
     Args:
         job: the job that failed.
@@ -169,7 +169,7 @@ class RankStack:
 
 
 def read_stack(rank: int, stack: str, finished: bool) -> RankStack:
-    """Parse the stack that faulthandler wrote on a rank. The last block of the text is the stack of the main thread.
+    """Parse the stack that faulthandler wrote on a rank. The last block is the stack of the main thread.
 
     Args:
         rank: number of the rank.
@@ -191,7 +191,7 @@ def _main_thread(stack: str) -> Iterator[re.Match]:
 
 
 def missing_rank(stacks: list[RankStack]) -> int | None:
-    """Return the only rank that does not wait for other ranks; None if the number of such ranks is not 1."""
+    """Return the rank that is not waiting for other ranks, or None if there is not exactly one such rank."""
     missing = [stack.rank for stack in stacks if not stack.waiting]
     return missing[0] if len(missing) == 1 < len(stacks) else None
 

@@ -36,7 +36,7 @@ from hyperion.processes.rank_errors import (
 )
 from hyperion.results.files import write_atomically
 
-# Exit code of a process that a signal has ended, as shells report it.
+# Exit code that shells report for a process ended by SIGTERM.
 _ENDED_BY_SIGTERM = 128 + signal.SIGTERM
 _PROBE_S = 2.0
 _POLL_S = 0.1
@@ -55,21 +55,21 @@ def run_ranks(
 ) -> list[dict]:
     """Run a job on `job.ranks` ranks under torchrun, and return the results of its function in rank order.
 
-    Each rank enters `process_group` before it calls the function. The ranks inherit the environment, except torchrun's own
+    Each rank enters `process_group` before it calls the function. The ranks inherit the environment, except for torchrun's own
     variables. With several nodes, every node calls `run_ranks` with the same job and gets the results of all ranks.
 
     Args:
         job: the job. Its field `ranks` must be set.
         on_line: called with each line that rank 0 prints to stdout or stderr.
-        on_progress: called with (done, total, note) for each call of `report_progress` on rank 0.
-        log_folder: folder for the logs: rank-<n>.log of every rank, and torchrun.log. By default a temporary folder.
+        on_progress: called with (done, total, note) for each call to `report_progress` on rank 0.
+        log_folder: folder for the logs: rank-<n>.log of every rank, and torchrun.log; default: a temporary folder.
 
     Raises:
         RankError: a rank raised an exception or was killed, or the job exceeded its timeout. The error names the first rank
-            that failed, with its signal or traceback. After a timeout the error contains the stack of every rank. All
-            processes of the job end within seconds after a rank has failed.
-        HyperionError: the job cannot run, because its module is not found, it has more ranks than devices, or a port is used
-            by another process. No rank was started.
+            that failed, with its signal or traceback. After a timeout, it contains the stack of every rank. All processes of the
+            job end within seconds after a rank has failed.
+        HyperionError: the job cannot run, because its module is not found, it has more ranks than devices, or another process
+            uses the port. No rank is started in this case.
     """
     require_launchable(job)
     if job.ranks_per_node > (cores := read_cpu().cores):
@@ -122,11 +122,11 @@ class Torchrun:
 
     @property
     def exit_code(self) -> int | None:
-        """Exit code of torchrun; None before it has ended."""
+        """Exit code of torchrun; None while it is running."""
         return None if self.agent is None else self.agent.returncode
 
     def start(self) -> None:
-        """Start torchrun, and return at once. torchrun starts the ranks within seconds."""
+        """Start torchrun, and return immediately. torchrun starts the ranks within seconds."""
         write_json(self.files.request, self.job.request() | {"launcher": os.getpid(), "logs": str(self.logs)})
         with open(torchrun_log(self.logs), "w", encoding="utf-8") as log:
             self.agent = start(
@@ -135,12 +135,12 @@ class Torchrun:
                 [str(self.files.folder)],
                 child_environment(),
                 stdout=log,
-                # A session of its own, so that Ctrl-C reaches only the launcher, which then ends the job in order.
+                # torchrun has its own session, so that Ctrl-C reaches only the launcher, which then ends the job cleanly.
                 new_session=True,
             )
 
     def follow(self, timeout_s: float) -> bool:
-        """Handle the output of rank 0 until torchrun ends. Return True if torchrun still runs after `timeout_s` seconds."""
+        """Handle the output of rank 0 until torchrun ends. Return True if it is still running after `timeout_s` seconds."""
         deadline = time.monotonic() + timeout_s
         while self._agent_runs():
             if time.monotonic() > deadline:
@@ -151,7 +151,7 @@ class Torchrun:
         return False
 
     def terminate(self) -> None:
-        """Send SIGTERM to torchrun, which sends it to every rank, so that the ranks save their state."""
+        """Send SIGTERM to torchrun, which forwards it to every rank, so that the ranks save their state."""
         self._terminating = True
         if self.agent is not None:
             self.agent.terminate()
@@ -182,7 +182,7 @@ class Torchrun:
     def request_stacks(self) -> None:
         """Send SIGUSR1 to every rank, so that it writes its stack to a file. `stacks` reads these files.
 
-        A rank that hangs in C++ code also writes its stack.
+        Even a rank that hangs in C++ code writes its stack.
         """
         alive = {rank: process for rank, process in self.ranks.items() if is_alive(process)}
         for process in alive.values():
@@ -190,14 +190,14 @@ class Torchrun:
         deadline = time.monotonic() + _STACKS_S
         while not all(map(self._stack, alive)) and time.monotonic() < deadline:
             time.sleep(_POLL_S)
-        time.sleep(_POLL_S)  # faulthandler writes one frame after the other: wait for the last frames
+        time.sleep(_POLL_S)  # faulthandler writes the frames one by one, so wait for the last frames
 
     def stacks(self) -> list[RankStack]:
         """Return the stack of each rank of this node at the time of the last SIGUSR1."""
         return [read_stack(rank, self._stack(rank), "answer" in (self._record(rank) or {})) for rank in self._local_ranks()]
 
     def exits(self) -> list[RankExit]:
-        """Return how each rank of this node ended. Unknown fields have their default values."""
+        """Return the exit of each rank of this node. Unknown fields have their default values."""
         codes = (read_json(self.files.ends) or {}).get("ends", {})
         return [
             RankExit(
@@ -211,11 +211,11 @@ class Torchrun:
         ]
 
     def refusal(self) -> dict | None:
-        """Return the error because of which the rank agent started no ranks; None if there is no such error."""
+        """Return the error that prevented the rank agent from starting ranks, or None if there was none."""
         return (read_json(self.files.ends) or {}).get("error")
 
     def answers(self) -> list[dict] | None:
-        """Return the results of all ranks of all nodes in rank order; None if a result is missing."""
+        """Return the results of all ranks of all nodes in rank order, or None if a result is missing."""
         records = [self._record(rank) for rank in self._local_ranks()]
         answers = [record["answer"] for record in records if record and "answer" in record]
         if not answers or len(answers) < len(records):
@@ -229,7 +229,7 @@ class Torchrun:
         return self.agent is not None and self.agent.poll() is None
 
     def _poll_ranks(self) -> None:
-        """Handle new output of rank 0. After a rank has failed, wait `_PEERS_GRACE_S` seconds, then kill the other ranks."""
+        """Handle new output of rank 0. Kill the other ranks `_PEERS_GRACE_S` seconds after a rank has failed."""
         self._find_ranks()
         self._read_output()
         if not self._failed_first:
@@ -249,8 +249,8 @@ class Torchrun:
         for rank, pid in self.files.pids().items():
             if rank not in self.ranks:
                 with contextlib.suppress(psutil.NoSuchProcess):
-                    # psutil also stores the start time of the process. So is_running() is False if another process has got the
-                    # number.
+                    # psutil also stores the start time of the process, so is_running() is False if another process has reused
+                    # the ID.
                     self.ranks[rank] = psutil.Process(pid)
 
     def _has_failed(self, rank: int) -> bool:
@@ -289,8 +289,8 @@ class Torchrun:
 def _forward_sigterm(torchrun: Torchrun) -> Iterator[threading.Event]:
     """Forward SIGTERM from this process to the ranks, so that the ranks save their state.
 
-    The context manager yields an event, which is set when SIGTERM arrives. It does not replace a SIGTERM handler that other
-    code has installed; in this case nothing is forwarded.
+    This context manager yields an event, which is set when SIGTERM arrives. If other code has installed a SIGTERM handler, this
+    handler is not replaced, and nothing is forwarded.
     """
     received = threading.Event()
     # Python installs signal handlers in the main thread only.
@@ -331,7 +331,7 @@ def _failure(job: Job, torchrun: Torchrun, where: str) -> RankError:
     end = first_failure(torchrun.exits())
     if end is not None:
         log = rank_log(torchrun.logs, end.rank)
-        # A rank that fails before it opens its own log writes to the log of torchrun.
+        # A rank that fails before it opens its own log writes to torchrun's log.
         log = (log if log.exists() else torchrun_log(torchrun.logs)).read_text(errors="replace")
         error = rank_error(job, end, log, where)
         return collective_timeout_error(job, error, torchrun.stacks()) if collective_timed_out(end, log) else error
@@ -351,7 +351,7 @@ def require_launchable(job: Job, devices: int | None = None) -> None:
 
     Args:
         job: the job to check.
-        devices: number of GPUs that PyTorch sees on this node; None counts the GPUs. With 0 the ranks share the CPU.
+        devices: number of GPUs that PyTorch sees on this node; None counts them. With 0, the ranks share the CPU.
 
     Raises:
         HyperionError: a setting is not possible. The message names the setting and the change to make.
@@ -384,7 +384,7 @@ def _require_numbers(job: Job) -> None:
 
 
 def _require_free_port(job: Job) -> None:
-    """Raise an error if another process uses the rendezvous port of this host. The torchrun of another node may use it."""
+    """Raise an error if another process uses the rendezvous port of this host. torchrun of another node may use it."""
     host, _, port = job.rendezvous.rpartition(":")
     host = host.strip("[]")
     try:
@@ -400,11 +400,11 @@ def _require_free_port(job: Job) -> None:
 
 
 def _is_free(family: int, address: tuple) -> bool:
-    """Return True if the local port is free. Addresses of other hosts are not checked, and the result is True."""
+    """Return True if the local port is free. Also return True for addresses of other hosts, which are not checked."""
     with socket.socket(family, socket.SOCK_STREAM) as probe:
         probe.setsockopt(
             socket.SOL_SOCKET, socket.SO_REUSEADDR, 1
-        )  # torch sets this option too: a port that was just closed counts as free
+        )  # like torch, so that a port that was just closed counts as free
         try:
             probe.bind(address)
         except OSError as error:
@@ -413,9 +413,9 @@ def _is_free(family: int, address: tuple) -> bool:
 
 
 def _is_torch_store(host: str, port: int) -> bool:
-    """Return True if a TCPStore of torch listens on this port.
+    """Return True if a torch TCPStore is listening on this port.
 
-    A thread connects to the port, because torch waits forever for an answer if another kind of server listens.
+    The connection is made in a thread, because torch waits forever for an answer if another kind of server is listening.
     """
     import torch.distributed as dist
 
@@ -443,12 +443,12 @@ class JobFolder:
 
     All files are JSON and written atomically, except the stacks, which faulthandler writes.
 
-    request: the job, the process number of the launcher, and the folder of the logs.
-    pid(rank): process number of the rank, written when the rank is ready to handle signals.
+    request: the job, the process ID of the launcher, and the folder of the logs.
+    pid(rank): process ID of the rank, written when the rank is ready to handle signals.
     record(rank): {"answer": …} with the result of the rank, or the error that the rank raised (see worker.py).
     stack(rank): stack of the rank at the last SIGUSR1 or SIGTERM.
-    ends: exit codes of the ranks as torchrun reported them, or the error because of which the agent started no ranks.
-    answers: results of all ranks of all nodes. The file is written only with several nodes.
+    ends: exit codes of the ranks as torchrun reported them, or the error that prevented the agent from starting ranks.
+    answers: results of all ranks of all nodes. Written only if there are several nodes.
     """
 
     folder: Path
@@ -475,12 +475,12 @@ class JobFolder:
         return self.folder / f"rank-{rank}.stack"
 
     def pids(self) -> dict[int, int]:
-        """Return the process numbers of the ranks that have started, by rank."""
+        """Return a dict that maps each rank that has started to its process ID."""
         return {int(file.stem.removeprefix("rank-")): read_json(file) for file in self.folder.glob("rank-*.pid")}
 
 
 def read_json(file: Path) -> Any:
-    """Return the content of a JSON file; None if the file does not exist."""
+    """Return the content of a JSON file, or None if the file does not exist."""
     return json.loads(file.read_text()) if file.exists() else None
 
 
@@ -495,5 +495,5 @@ def rank_log(logs: Path, rank: int) -> Path:
 
 
 def torchrun_log(logs: Path) -> Path:
-    """Return the path of torchrun's log. It also contains what a rank prints before the rank opens its own log."""
+    """Return the path of torchrun's log. It also contains what a rank prints before it opens its own log."""
     return logs / "torchrun.log"

@@ -1,8 +1,8 @@
 """Worker processes that serve requests. Each request and each reply is one line of JSON.
 
-Use these workers when several processes must do their work one after the other. Between two requests a worker waits for input and
-uses no CPU time. A worker ends when the process that started it ends. Its output goes to a log, and an error message contains the
-end of this log.
+Use these workers if several processes must do their work one after the other. Between two requests, a worker waits for input and
+uses no CPU time. A worker ends when the process that started it ends. Its output goes to a log, the end of which is included in
+error messages.
 """
 
 import contextlib
@@ -25,7 +25,7 @@ from hyperion.processes.child_process import die_with, kill_session
 from hyperion.processes.job import KILLED_REMEDY, JobError, last_lines
 
 _LAUNCHER, _ANSWERS = "HYPERION_LAUNCHER", "HYPERION_ANSWERS"
-# Time that a hanging worker has to write its stack, in seconds.
+# Seconds that a hanging worker has to write its stack.
 _STACK_S = 0.5
 _EXIT_S = 2.0
 _POLL_S = 1.0
@@ -33,7 +33,7 @@ _LIBRARY = str(Path(hyperion.__file__).parent) + os.sep
 
 
 class RequestWorker:
-    """Client of a worker process: start a Python process that calls `serve_requests`, and send requests to it.
+    """Client of a worker process. It starts a Python process that calls `serve_requests`, and sends requests to it.
 
     Args:
         name: name of the worker in error messages.
@@ -41,21 +41,21 @@ class RequestWorker:
         environment: all environment variables of the worker.
 
     Attributes:
-        pid: process number of the worker.
+        pid: process ID of the worker.
     """
 
     def __init__(self, name: str, arguments: Sequence[str], environment: dict[str, str]):
         self.name = name
-        # In append mode the worker continues to write at the end of the file after `_log_end` has moved the position.
+        # In append mode, the worker continues to write at the end of the file after `_log_end` has moved the position.
         self._log = tempfile.TemporaryFile("a+", errors="replace")  # noqa: SIM115 - closed by `close`
         self._received = b""
         # Answers have their own pipe. Otherwise, text that is printed before `serve_requests` starts, for example by a
         # sitecustomize module, would be read as an answer.
         answers, end = os.pipe()
-        # Unbuffered, because select does not see bytes that are already in a buffer of Python.
+        # Unbuffered, because select does not see bytes that are already in a Python buffer.
         self._answers = os.fdopen(answers, "rb", buffering=0)
-        # The worker is the leader of a new session, so Ctrl-C reaches only this process. This process then ends the worker and
-        # its child processes.
+        # The worker is the leader of a new session, so Ctrl-C reaches only this process, which then ends the worker and its child
+        # processes.
         self._process = subprocess.Popen(
             [sys.executable, *arguments],
             stdin=subprocess.PIPE,
@@ -68,7 +68,7 @@ class RequestWorker:
         )
         assert self._process.stdin is not None
         self._requests = self._process.stdin
-        # Close this process's copy of the writing end. Otherwise the pipe would stay open after the worker has ended.
+        # Close this process's copy of the write end. Otherwise, the pipe would stay open after the worker has ended.
         os.close(end)
         self.pid = self._process.pid
 
@@ -79,26 +79,27 @@ class RequestWorker:
         self.close()
 
     def call(self, function: str, timeout_s: float, /, **params: object) -> dict:
-        """Send a request, wait for its result, and return the result; see `send` and `receive`."""
+        """Send a request, wait for its result, and return it; see `send` and `receive`."""
         self.send(function, **params)
         return self.receive(timeout_s)
 
     def send(self, function: str, /, **params: object) -> None:
-        """Send a request, and return at once.
+        """Send a request, and return immediately.
 
         Args:
-            function: name of the function to call, as in the argument of `serve_requests`.
-            params: keyword arguments of the function, which can be written as JSON.
+            function: name of the function to call, a key of the argument of `serve_requests`.
+            params: JSON-serializable keyword arguments of the function.
         """
-        with contextlib.suppress(BrokenPipeError):  # the worker has died: `receive` raises the error
+        with contextlib.suppress(BrokenPipeError):  # the worker has died, and `receive` will raise the error
             self._requests.write(json.dumps([function, params]).encode() + b"\n")
 
     def receive(self, timeout_s: float) -> dict:
-        """Wait for the result of the last request, and return the result.
+        """Wait for the result of the last request, and return it.
 
         Raises:
-            JobError: the worker raised an exception, ended, or took longer than `timeout_s` seconds. The message contains
-                the name of the worker, and the message of its HyperionError, its traceback, or its log with its stack.
+            JobError: the worker raised an exception, ended, or took longer than `timeout_s` seconds. The message contains the
+                name of the worker and, depending on the failure, the message of its HyperionError, its traceback, or the end of
+                its log with its stack.
         """
         line = self._read_line(time.monotonic() + timeout_s)
         if line is None:
@@ -116,7 +117,7 @@ class RequestWorker:
         return reply["answer"]
 
     def close(self) -> None:
-        """Kill the worker and its child processes at once. They have no state to save."""
+        """Kill the worker and its child processes immediately. They have no state to save."""
         kill_session(self.pid, ours=self._process.poll() is None)
         self._process.wait()
         for stream in (self._requests, self._answers, self._log):
@@ -138,7 +139,7 @@ class RequestWorker:
                 if not data:
                     return b""
                 self._received += data
-            elif self._process.poll() is not None:  # the worker has ended, but its child may keep the pipe open
+            elif self._process.poll() is not None:  # the worker has ended, but a child process may keep the pipe open
                 return b""
             elif not left_s:
                 return None
@@ -177,11 +178,11 @@ def serve_requests(functions: dict[str, Callable[..., dict]]) -> None:
     The output of the functions goes to the log. Their standard input is empty.
 
     Args:
-        functions: a dict that maps names to the functions that a request can call. Each function takes the parameters of the
-            request and returns a dict that can be written as JSON.
+        functions: a dict that maps names to the functions that a request can call. Each function takes the params of the request
+            and returns a JSON-serializable dict.
     """
     die_with(int(os.environ.pop(_LAUNCHER)))
-    # Requests move to another descriptor, and stdin becomes empty. So a function that reads stdin does not take a request.
+    # Move the requests to another descriptor and make stdin empty, so that a function that reads stdin consumes no request.
     requests, answers = os.fdopen(os.dup(0)), os.fdopen(int(os.environ.pop(_ANSWERS)), "w")
     # A child process of a function must not keep the pipe open after the worker has ended.
     os.set_inheritable(answers.fileno(), False)
@@ -201,7 +202,7 @@ def serve_requests(functions: dict[str, Callable[..., dict]]) -> None:
 
 
 def _traceback(error: Exception) -> str:
-    """Format the traceback, starting at the first frame outside this library. If there is no such frame, format all frames."""
+    """Format the traceback from the first frame outside this library, or completely if there is no such frame."""
     trace = error.__traceback__
     while trace is not None and trace.tb_frame.f_code.co_filename.startswith((_LIBRARY, "<frozen ")):
         trace = trace.tb_next

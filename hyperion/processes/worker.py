@@ -1,8 +1,8 @@
 """Main program of the processes that run jobs and notebooks: `python -m hyperion.processes.worker KIND arguments`.
 
 job REQUEST ANSWER: run a job without ranks. REQUEST and ANSWER are files.
-rank FOLDER AGENT: run one rank of a job. torchrun starts it; AGENT is the process number of the rank agent.
-kernel LAUNCHER arguments: run the kernel of a notebook, which ends when the process with the number LAUNCHER ends. The other
+rank FOLDER AGENT: run one rank of a job. torchrun starts it; AGENT is the process ID of the rank agent.
+kernel LAUNCHER arguments: run the kernel of a notebook, which ends when the process with the ID LAUNCHER ends. The other
     arguments are passed to ipykernel.
 """
 
@@ -29,7 +29,7 @@ from hyperion.processes.ranks import JobFolder, rank_log, read_json, write_json
 if TYPE_CHECKING:
     from hyperion.processes.group import World
 
-# Gloo raises RuntimeError for all errors. If the message contains one of these texts, another rank closed its connection or did
+# Gloo raises RuntimeError for all errors. If the message contains one of these strings, another rank closed its connection or did
 # not join in time.
 _GLOO_MARKS = ("gloo/transport", "Connection closed by peer", "Connection reset by peer")
 _STACKS_S = 0.5
@@ -52,11 +52,11 @@ def run_kernel(launcher: str, *arguments: str) -> None:
     """Run ipykernel with the given arguments, and end this process when its launcher ends.
 
     Args:
-        launcher: process number of the launcher.
+        launcher: process ID of the launcher.
     """
     die_with(int(launcher))
     pin_to_cores()
-    # ipykernel then watches its parent process. This is needed on systems where `die_with` requests no signal.
+    # Make ipykernel watch its parent process. This is needed on systems where `die_with` requests no signal.
     os.environ["JPY_PARENT_PID"] = str(os.getppid())
     sys.argv[1:] = arguments
     runpy.run_module("ipykernel_launcher", run_name="__main__", alter_sys=True)
@@ -66,12 +66,12 @@ def run_rank(folder: str, agent: str) -> None:
     """Join the process group, call the function of the job, and write the result or the error of this rank to a file."""
     files, rank = JobFolder(Path(folder)), int(os.environ["RANK"])
     request = read_json(files.request)
-    # First, so that everything that follows is in the rank's own log.
+    # Redirect first, so that everything that follows is in the rank's own log.
     _redirect_output(rank_log(Path(request["logs"]), rank))
     die_with(int(agent))
     do_not_outlive(int(agent))
     _dump_stack_on_signals(files.stack(rank))
-    # Only now, because the launcher sends SIGUSR1 to this number, which would end a process without the handler.
+    # Publish the process ID only now, because the launcher sends SIGUSR1 to it, which would end a process without the handler.
     write_json(files.pid(rank), os.getpid())
     with _record_errors(files, rank):
         answer, interruption = _work(request, files, rank)
@@ -86,24 +86,24 @@ def _dump_stack_on_signals(stack: Path) -> None:
     """Write the stack to a file on SIGUSR1 and SIGTERM, and to the log on a crash.
 
     The launcher sends SIGUSR1. SIGTERM writes no stack if the function of the job installs its own handler. faulthandler does
-    not need the interpreter, so a rank that hangs in C++ code also writes its stack.
+    not need the interpreter, so even a rank that hangs in C++ code writes its stack.
     """
     file = open(stack, "w")  # noqa: SIM115 - open until the process ends
     faulthandler.register(signal.SIGUSR1, file=file)
-    # chain: after the stack is written, the signal still ends the process.
+    # With chain=True, the signal still ends the process after the stack is written.
     faulthandler.register(signal.SIGTERM, file=file, chain=True)
     faulthandler.enable(all_threads=False)
 
 
 def _work(request: dict, files: JobFolder, rank: int) -> tuple[dict | None, HyperionError | None]:
-    """Call the function of the job. Return (result of the function, None).
+    """Call the function of the job, and return (result of the function, None).
 
-    If the function saved its state after SIGTERM, it raises a HyperionError with the exit code `INTERRUPTED`. In this case return
-    (None, the error). In both cases all ranks leave the process group normally.
+    If the function saved its state after SIGTERM, it raises a HyperionError with the exit code `INTERRUPTED`. In this case,
+    return (None, the error). In both cases, all ranks leave the process group normally.
     """
     from hyperion.processes.group import process_group
 
-    # The inner context records an error before the group is left, because leaving it could wait for other ranks.
+    # The inner context manager records an error before the rank leaves the group, because leaving may wait for other ranks.
     with process_group() as world, _record_errors(files, rank):
         try:
             answer = load_entry(request["entry"])(**request["params"])
@@ -129,7 +129,7 @@ def _gather_answers(answer: dict, world: "World", files: JobFolder) -> None:
 
 @contextlib.contextmanager
 def _record_errors(files: JobFolder, rank: int) -> Iterator[None]:
-    """Write any exception of the block to a file, then end the process at once. A normal exit would wait for other ranks."""
+    """Write any exception in the block to a file, then end the process immediately. A normal exit may wait for other ranks."""
     try:
         yield
     except BaseException as error:
@@ -156,7 +156,7 @@ def _record(files: JobFolder, rank: int, error: BaseException) -> dict:
         "timed_out": lost_peer and any("timed out" in text or "timeout" in text for text in texts),
     }
     write_json(files.record(rank), record)
-    # The user sees the log of rank 0. The log needs no traceback for a HyperionError or for the failure of another rank.
+    # The user sees the log of rank 0. It needs no traceback for a HyperionError or for the failure of another rank.
     short = f"rank {rank} lost its peers: {record['raised']}" if lost_peer else record["raised"]
     print(short if lost_peer or message else record["traceback"], file=sys.stderr)
     return record
@@ -170,7 +170,7 @@ def _chain(error: BaseException | None) -> Iterator[BaseException]:
 
 
 def _is_lost_peer(error: BaseException) -> bool:
-    """Return True if the error says that another rank has ended or is late. Then this rank is not the root cause."""
+    """Return True if the error says that another rank has ended or is late, so that this rank is not the root cause."""
     import torch.distributed as dist
 
     if isinstance(error, dist.DistBackendError | dist.DistNetworkError | dist.DistStoreError):
@@ -179,7 +179,7 @@ def _is_lost_peer(error: BaseException) -> bool:
 
 
 def _from_entry(frames: TracebackType | None) -> TracebackType | None:
-    """Return the traceback without its first frames, which are in this file on every rank."""
+    """Return the traceback without its first frames, which are in this file on every rank, so that it starts in the job."""
     while frames is not None and frames.tb_next is not None and frames.tb_frame.f_code.co_filename == __file__:
         frames = frames.tb_next
     return frames
@@ -198,7 +198,7 @@ def _request_peers_stacks(files: JobFolder) -> None:
 
 
 def _redirect_output(file: Path) -> None:
-    """Redirect stdout and stderr to one file. The output of C++ code and of child processes goes to this file too."""
+    """Redirect stdout and stderr to one file, including the output of C++ code and of child processes."""
     log = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     for stream in (1, 2):
         os.dup2(log, stream)

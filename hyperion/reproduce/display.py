@@ -1,4 +1,4 @@
-"""The output of `hyperion reproduce`: progress while notebooks run, reports of failures, and a summary table at the end."""
+"""The output of `hyperion reproduce`: progress while notebooks run, failure reports, and a summary table at the end."""
 
 import threading
 import time
@@ -16,8 +16,8 @@ from hyperion.reproduce.notebooks import Notebook
 from hyperion.results import Row
 
 _LOG_INTERVAL_S = 30.0
-# Expected times are scaled by the ratio of measured to expected times of the finished notebooks. The ratio is computed as if
-# one more notebook with this expected time, in seconds, had taken exactly its expected time.
+# Expected times are scaled by the ratio of measured to expected times of the finished notebooks. This ratio is computed as if
+# another notebook with this expected time, in seconds, had taken exactly as long as expected.
 _PRIOR_S = 30.0
 _LINES_OF_TRACEBACK = 40
 _STYLES = {
@@ -33,13 +33,13 @@ _STYLES = {
 class Display:
     """Shows the progress of the notebooks.
 
-    A terminal gets progress bars with the remaining time. Other outputs, such as a log file, get a line every 30 s.
+    A terminal shows progress bars with the remaining time. Other outputs, such as a log file, get a line every 30 s.
 
     Args:
         console: the console to print to. Bars are drawn if it is a terminal.
         expected_s: expected seconds of each notebook that will run. The keys are stems (file names without .ipynb).
-        total_s: function that computes the total seconds of several notebooks from a dict that maps the stem of a notebook to its
-            seconds. The default is the sum. If notebooks run at the same time, the total is less than the sum.
+        total_s: function that computes the total seconds of several notebooks from a dict that maps stems to seconds; default:
+            the sum. If notebooks run at the same time, the total is less than the sum.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class Display:
         self._log_thread = threading.Thread(target=self._log_progress, daemon=True)
         if console.is_terminal and not console.is_dumb_terminal:
             columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), _TimeLeft(self))
-            # Bars disappear at the end, so that only the lines and the table stay on the screen.
+            # The bars disappear at the end, so that only the lines and the table remain on the screen.
             self._bars = Progress(*columns, console=console, transient=True)
             self._book_bar = self._bars.add_task("notebooks", total=self._total)
 
@@ -98,7 +98,7 @@ class Display:
         Args:
             stem: stem of the notebook.
             line: the line to print.
-            whole: whether all experiments of the notebook ran. In this case its time is used to estimate the remaining time.
+            whole: whether all experiments of the notebook ran. In this case, its time is used to estimate the remaining time.
         """
         expected, running = self._expected.pop(stem, 0.0), self._running.pop(stem)
         if whole:
@@ -116,31 +116,31 @@ class Display:
 
     def say(self, line: str) -> None:
         """Print a line above the bars and flush the output."""
-        # Without markup: file names and error messages may contain square brackets.
+        # Markup is disabled, because file names and error messages may contain square brackets.
         self._console.print(line, markup=False, highlight=False, soft_wrap=True)
         self._console.file.flush()
 
     def left_s(self) -> float:
         """Return the expected seconds until all notebooks are done.
 
-        If the notebooks so far took longer or shorter than expected, the expected times of the others are scaled accordingly. A
-        notebook that takes even longer is expected to need another quarter of the time that it has already taken.
+        The expected times are scaled by the ratio of measured to expected times of the notebooks so far. A notebook that has
+        exceeded its expected time is assumed to need at least another quarter of the time that it has already taken.
         """
         now, left = time.monotonic(), {}
-        # Copied, because the thread that draws runs at the same time as the thread that changes the dict.
+        # The dict is copied, because another thread may change it while this one draws.
         spent_s = {stem: now - running.started for stem, running in list(self._running.items())}
         late = {stem: spent for stem, spent in spent_s.items() if spent > self._expected.get(stem, 0.0)}
-        # A notebook that already runs longer than expected counts as evidence before it has ended.
+        # A notebook that is already late is included in the ratio before it has ended.
         took = _PRIOR_S + self._spent_so_far + sum(late.values())
         pace = took / (_PRIOR_S + self._expected_so_far + sum(self._expected.get(stem, 0.0) for stem in late))
         for stem, seconds in list(self._expected.items()):
             spent = spent_s.get(stem, 0.0)
-            # It is late by an unknown factor, so a constant fraction bounds the relative error of the total time.
+            # The notebook is late by an unknown factor. Adding a constant fraction bounds the relative error of its total time.
             left[stem] = max(pace * seconds - spent, spent / (4 if stem in late else 10))
         return self._total_s(left)
 
     def _log_progress(self) -> None:
-        # A line is printed even if a single cell takes minutes, because a job without output looks like a hang.
+        # Print a line even if a single cell takes minutes, because a job without output seems to hang.
         while not self._closing.wait(_LOG_INTERVAL_S):
             for stem, running in list(self._running.items()):
                 spent, left = format_duration(time.monotonic() - running.started), format_duration(self.left_s())
@@ -166,7 +166,7 @@ class _TimeLeft(ProgressColumn):
 
 
 def show_failure(say: Callable[[str], object], notebook: Notebook, failure: NotebookFailure, folder: Path) -> None:
-    """Print why a notebook failed: the error, the cell, the end of the traceback, and the path of the executed copy."""
+    """Print the failure of a notebook: the error, the cell, the end of the traceback, and the path of the executed copy."""
     cell = "" if failure.cell is None else f", cell In [{failure.cell}]"
     summary, *rest = failure.summary.splitlines()
     say(f"FAILED {notebook.path.parent.name}/{notebook.path.name}{cell}: {summary}")
@@ -213,9 +213,9 @@ def show_table(console: Console, lines: dict[str, TableLine]) -> None:
 
 
 def best_fraction(rows: list[Row]) -> str:
-    """Return the rate with the highest fraction of its limit as text, such as "93% (gemm_tflops bfloat16)".
+    """Format the rate with the highest fraction of its limit, such as "93% (gemm_tflops bfloat16)".
 
-    The text is empty if no rate has a limit.
+    Return "" if no rate has a limit.
     """
     rates = [(row.fraction_of_limit, row) for row in rows if _is_rate(row) and row.fraction_of_limit is not None]
     if not rates:

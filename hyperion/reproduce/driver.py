@@ -1,7 +1,7 @@
 """Run the notebooks for one call of `make reproduce`.
 
-Only notebooks that failed or changed are run. Each notebook starts after the notebooks that it needs. At the end, a summary of
-all notebooks is printed.
+Only notebooks that failed or changed are run. Each notebook starts after the notebooks that it needs. Finally, a summary of all
+notebooks is printed.
 """
 
 import os
@@ -45,7 +45,7 @@ FINISHED, FAILED, UNFINISHED = 0, 1, 3
 # Statuses of notebooks whose rows other notebooks can use.
 _HAVE_ROWS = ("done", "up to date", "unexpected")
 _NOTICED_SLOWDOWN = 1.25  # smaller slowdowns are not mentioned
-# For each chapter that uses frameworks with environments of their own, these environments.
+# The environments of frameworks, by the chapter that uses them.
 _FRAMEWORKS = {"10_frameworks": tuple(ENVIRONMENTS), "11_megatron": ("megatron-core",)}
 _REMEASURED_NEXT = (
     "    The next call measures the experiments of this notebook again. Training runs in separate processes are not repeated "
@@ -59,8 +59,8 @@ def reproduce(request: Request, *, machine: MachineProfile | None = None, consol
 
     Args:
         request: profile, data source, chapter, run and time limits of this call.
-        machine: this machine and its profile. By default, a separate process examines the machine.
-        console: where progress is printed. The default is standard output.
+        machine: this machine and its profile; default: a separate process examines the machine.
+        console: console on which progress is printed; default: standard output.
 
     Returns:
         0 if all requested notebooks are done, 1 if a notebook failed or found something unexpected, 3 if the time budget ended
@@ -82,7 +82,7 @@ def reproduce(request: Request, *, machine: MachineProfile | None = None, consol
                 console.print(notice, markup=False, highlight=False, soft_wrap=True)
             require_page_templates()
             if machine is None:
-                # On a busy machine, the process that imports torch and examines the machine takes half a minute.
+                # On a busy machine, the process that imports torch and examines the machine can take half a minute.
                 console.print("examining this machine", highlight=False)
                 console.file.flush()
                 experiments = [name for notebook in chosen for name in notebook.produces]
@@ -103,7 +103,7 @@ class _StartedNotebook:
 
     Args:
         before: the stored entry about the previous execution of this notebook.
-        inputs: hashes of everything that the result depends on.
+        inputs: hashes of everything on which the result depends.
         why_again: the reason why the notebook runs again; "" if it has not run before in this run.
         replays: whether the notebook reads the rows of a reference machine instead of measuring.
         started: start time of the notebook, from `time.monotonic`.
@@ -126,10 +126,10 @@ def absent_frameworks(chapters: Iterable[str]) -> list[str]:
 
 
 def _slowdown(on_accelerator: bool) -> float:
-    """Return how many times longer the notebooks take because other processes use the CPU. It is 1 on an idle machine.
+    """Return the factor by which other processes on the CPU slow down the notebooks. It is 1 on an idle machine.
 
-    The scheduler gives each thread that wants to run the same share of the CPUs. On a CPU, a measurement uses one thread for each
-    CPU. On an accelerator, the host needs one thread.
+    The scheduler gives each runnable thread the same share of the CPUs. On a CPU, a measurement uses one thread per CPU. With an
+    accelerator, the host needs one thread.
     """
     cpus = os.cpu_count() or 1
     own = 1 if on_accelerator else cpus
@@ -152,7 +152,7 @@ class _Call:
     def run(self, chosen: list[Notebook], continued: bool, why_new: str) -> int:
         waiting = [notebook for notebook in chosen if not self.freshness.is_done(notebook)]
         idle = {notebook.stem: self.freshness.expected_s(notebook) for notebook in waiting}
-        # Times of earlier executions already contain the other work on this machine.
+        # Times of earlier executions already include the effect of other processes on this machine.
         unknown = [notebook.stem for notebook in waiting if self.freshness.known_s(notebook) is None]
         slowdown = _slowdown(bool(self.machine.information.get("environment", {}).get("gpus"))) if unknown else 1.0
         expected = idle | {stem: idle[stem] * slowdown for stem in unknown}
@@ -179,7 +179,7 @@ class _Call:
             self._print(f"notebooks that use one device run at the same time, on {places} devices")
         code = FINISHED
         with Display(self.console, expected, total_s) as display, warnings.catch_warnings():
-            # Warnings in this process come from the code of nbformat and papermill. Warnings of cells are output of the cells.
+            # Warnings in this process come from nbformat and papermill. Warnings in cells are part of the output of the cells.
             warnings.simplefilter("ignore")
             try:
                 self._run_all(list(chosen), display)
@@ -199,8 +199,8 @@ class _Call:
             while waiting or self.lanes.stems:
                 notebook = self.lanes.pick(waiting, self.freshness.expected_s)
                 if notebook is None:
-                    # After the budget is spent, running notebooks may still end. No new one has time to start, so the loop ends
-                    # by itself.
+                    # After the budget is spent, running notebooks may still end, but no new one has time to start, so the loop
+                    # ends.
                     spent |= self._end(*self.lanes.wait(), display)
                 else:
                     waiting.remove(notebook)
@@ -212,7 +212,7 @@ class _Call:
                 else:
                     self._unfinished(notebook, "interrupted")
             raise
-        except BaseException:  # for example, the disk is full and results can no longer be stored
+        except BaseException:  # for example, results can no longer be stored because the disk is full
             self.lanes.stop(Stopped(signal.SIGTERM))
             raise
         if spent:
@@ -241,12 +241,12 @@ class _Call:
         display.start(notebook.stem, len(notebook.code) + 1, reason)  # papermill adds a cell with the parameters
 
         silent = self.scratch / "silent-hosts"  # shared by all notebooks of this call
-        # Notebooks that run later do not wait again for a host that did not answer.
+        # With this folder, later notebooks do not wait again for a host that did not answer.
         silent.mkdir(exist_ok=True)
 
         def work(place: Place, interruption: Interruption) -> Outcome:
             variables = {LOG: str(self._log(notebook)), REMEASURE: "1" if entry.remeasure else "0", SILENT_HOSTS: str(silent)}
-            # Only one notebook at a time uses a place, so the sockets and files of its kernel cannot collide.
+            # Only one notebook at a time uses a place, so the sockets and files of kernels cannot collide.
             folder = self.scratch / str(place.number)
             folder.mkdir(exist_ok=True)
             return execute(
@@ -266,7 +266,7 @@ class _Call:
         return False
 
     def _line_without_running(self, notebook: Notebook) -> TableLine | None:
-        """Return the table line of a notebook that is blocked, skipped or up to date; None for one that must run."""
+        """Return the table line of a notebook that is blocked, skipped or up to date, or None if the notebook must run."""
         upstream = {stem: self.lines[stem].status for stem in (*notebook.needs, *notebook.optional) if stem in self.lines}
         if "unfinished" in upstream.values():  # the next call runs the needed notebooks first, then this one
             return self._line("unfinished", notebook)
@@ -299,7 +299,7 @@ class _Call:
         started, done = self.started.pop(notebook.stem), executed(self._log(notebook), notebook.stem)
         failure = outcome.failure or self.freshness.missing_rows(notebook, done)
         surprises = (*unexpected(self._log(notebook), notebook.stem), *outcome.not_evaluated)
-        # A notebook whose rows were partly stored before takes less time, so its duration is no estimate for the next full run.
+        # If some rows were already stored, the notebook took less time, so its duration does not predict that of a full run.
         seconds, whole = started.seconds(), all(done.get(e) == MEASURED for e in notebook.produces)
         note = f"{len(surprises)} unexpected, see below" if surprises else ""
         entry = Entry(
@@ -308,7 +308,7 @@ class _Call:
             seconds,
             len(self.run_store.rows(notebook.stem)),
             failure.summary.partition("\n")[0] if failure else note,
-            # After an unexpected result, every execution measures again until one ends as expected. A replay never measures.
+            # After an unexpected result, every execution measures again until one has no unexpected result. A replay never does.
             remeasure=not started.replays and bool(surprises or (failure and started.before.remeasure)),
             unexpected=surprises,
             whole_s=seconds if whole and not failure else started.before.whole_s,
@@ -357,7 +357,7 @@ class _Call:
             # Only a complete run becomes `latest`.
             set_latest(self.run_store.folder)
         folder = _relative(self.run_store.folder)
-        # An interrupted call has no report, and perhaps no executed notebook.
+        # An interrupted call has no report, and possibly no executed notebook.
         outputs = {"report": "report.html", "executed notebooks": "notebooks"}
         there = {what: name for what, name in outputs.items() if (self.run_store.folder / name).exists()}
         self._print("   ".join([f"results: {folder}", *(f"{what}: {folder}/{name}" for what, name in there.items())]))
@@ -381,9 +381,9 @@ class _Call:
         return TableLine(status, entry and entry.seconds, self.run_store.rows(notebook.stem), note)
 
     def _output_for(self, notebook: Notebook) -> str:
-        """Return the run's folder as the notebook gets it.
+        """Return the path of the run's folder that is passed to the notebook.
 
-        Inside the checkout the path is relative, so that copies of the notebook do not contain paths of this machine.
+        If the folder is in the checkout, the path is relative, so that copies of the notebook contain no local paths.
         """
         folder = self.run_store.folder.resolve()
         if not folder.is_relative_to(self.root.resolve()):

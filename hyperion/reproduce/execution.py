@@ -1,6 +1,6 @@
 """Execute one notebook with papermill and return the result.
 
-The execution stops early after a signal, at the end of the call's time budget, or at the time limit of a cell or of the notebook.
+The execution stops early on a signal, at the end of the call's time budget, or at the time limit of a cell or of the notebook.
 """
 
 import asyncio
@@ -19,9 +19,9 @@ from hyperion.reproduce.kernels import KERNEL, kernel_manager_class
 from hyperion.reproduce.notebooks import Notebook
 
 _COLOURS = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
-# Longer than a kernel takes to end. The kernel is first interrupted, then asked to shut down, and finally killed.
+# Maximum seconds in which a kernel ends: it is first interrupted, then asked to shut down, and finally killed.
 SHUTDOWN_S = 10.0
-# Limits of (a cell, a notebook) by profile. They are at least four times the expected time of the slowest chapter.
+# Time limits (of a cell, of a notebook) in seconds by profile: at least four times the expected time of the slowest chapter.
 _LIMITS_S = {
     "smoke": (15 * 60, 30 * 60),
     "full": (20 * 60, 40 * 60),
@@ -32,12 +32,12 @@ _LIMITS_S = {
 
 @dataclass(frozen=True)
 class NotebookFailure:
-    """Why a notebook failed.
+    """The failure of a notebook.
 
     Args:
         summary: the error message. Its first line is a short form.
         cell: number n of the failed cell, which the executed copy shows as In [n]. None if no cell failed.
-        traceback: text of the kernel's traceback. "" if there is no traceback, or if the traceback only repeats the summary.
+        traceback: the kernel's traceback. "" if there is none, or if it only repeats the summary.
     """
 
     summary: str
@@ -51,7 +51,7 @@ class Outcome:
 
     Args:
         document: the executed notebook as an nbformat node. None if the kernel did not start.
-        failure: why the notebook failed. None if it did not fail.
+        failure: the failure of the notebook. None if it did not fail.
         not_evaluated: one sentence for each cell that could not be evaluated because the value of a row was refused.
     """
 
@@ -72,7 +72,7 @@ class Stopped(KeyboardInterrupt):
 
     @property
     def exit_code(self) -> int:
-        """Exit code of this process: 130 after Ctrl-C and 143 after SIGTERM, the codes that a shell reports."""
+        """Exit code of this process: 130 after Ctrl-C and 143 after SIGTERM, as shells report them."""
         return 128 + self.number
 
 
@@ -89,8 +89,8 @@ class Limits:
     """Time limits of a notebook and of each of its cells.
 
     Args:
-        cell_s: limit of one cell, in seconds.
-        notebook_s: limit of all cells together, in seconds.
+        cell_s: limit for one cell, in seconds.
+        notebook_s: limit for all cells in total, in seconds.
         deadline: time of `time.monotonic` at which the call's time budget ends. None if there is no budget.
     """
 
@@ -119,7 +119,7 @@ class Interruption:
     def __call__(self, stop: Stopped) -> None:
         self._stop = own = Stopped(stop.number)  # a new object, because two threads must not raise the same exception object
         if self._loop is not None and not self._loop.is_closed():
-            # An event loop is not thread-safe, except for this method.
+            # This method is the only thread-safe one of an event loop.
             self._loop.call_soon_threadsafe(_raise, own)
 
 
@@ -136,20 +136,20 @@ def execute(
     limits: Limits,
     lacks_rows: Callable[[], bool],
 ) -> Outcome:
-    """Run a notebook in a new kernel. As in JupyterLab, the working folder is the folder of the notebook.
+    """Run a notebook in a new kernel. As in JupyterLab, the working folder is that of the notebook.
 
     Args:
         notebook: the notebook to run.
         parameters: values for the cell tagged `parameters`.
         scratch: node-local folder for the kernel's files.
-        environment: environment variables of the kernel in addition to the variables of this process.
+        environment: environment variables of the kernel, in addition to those of this process.
         on_cell: function that is called before each cell with the number of finished code cells.
         on_line: function that is called with each line of output that the driver must show.
         announced: blocks of output that `on_line` has already received in this call; see `LineFilter`.
         interruption: stops the execution from another thread.
         limits: time limits. They end the notebook even in the middle of a cell.
-        lacks_rows: function that returns True after the value of an unexpected row was refused. From then on, a cell that
-            raises an exception is recorded as a cell that cannot be evaluated, and the notebook continues.
+        lacks_rows: function that returns True after the value of a row has been refused. From then on, a cell that raises an
+            exception is recorded as a cell that cannot be evaluated, and the notebook continues.
 
     Raises:
         BudgetSpent: the deadline of `limits` has passed.
@@ -218,12 +218,12 @@ def execute(
 class LineFilter:
     """A file-like object that passes only the important lines of a cell's output to `on_line`.
 
-    Important lines start with BANNER, WARNING or UNEXPECTED, or are in a block between two lines of `=`. Such a block announces
-    the data source. Every experiment that uses the data announces it, so a block that was passed on before is left out.
+    Important lines start with BANNER, WARNING or UNEXPECTED, or are in a block between two lines of `=`, which announces the data
+    source. Every experiment that uses the data announces the source, so repeated blocks are omitted.
 
     Args:
         on_line: function that is called with each important line.
-        announced: the blocks that were passed on before. New blocks are added.
+        announced: the blocks that have already been passed on. New blocks are added.
     """
 
     def __init__(self, on_line: Callable[[str], object], announced: set[tuple[str, ...]]):
@@ -231,7 +231,7 @@ class LineFilter:
         self._rest, self._block = "", []
 
     def write(self, text: str) -> None:
-        # Output arrives in pieces of any length. The last piece may be an incomplete line, so it waits for the next call.
+        # Output arrives in pieces of any length. The end may be an incomplete line, so it is kept for the next call.
         *lines, self._rest = (self._rest + text).split("\n")
         for line in lines:
             fence = len(line) >= 40 and not line.strip("=")
@@ -256,7 +256,7 @@ class LineFilter:
 def limits_of(profile: str, cell_s: float | None, notebook_s: float | None, deadline: float | None) -> Limits:
     """Return the time limits of a notebook. A limit that is None or 0 is replaced by the limit of the profile."""
     own_cell_s, own_notebook_s = _LIMITS_S[profile]
-    # If the requested limit of a cell is above the profile's limit of a notebook, it is also the limit of the notebook.
+    # If the requested limit for a cell exceeds the profile's limit for a notebook, it is also the limit for the notebook.
     return Limits(cell_s or own_cell_s, notebook_s or max(own_notebook_s, cell_s or 0.0), deadline)
 
 
@@ -329,7 +329,7 @@ def stoppable() -> Iterator[None]:
 
 
 def format_duration(seconds: float) -> str:
-    """Return a duration as text: '25 s', '4.2 min', '1.5 h'."""
+    """Format a duration: '25 s', '4.2 min', '1.5 h'."""
     if seconds < 60:
         return f"{seconds:.0f} s"
     return f"{seconds / 60:.1f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
@@ -340,7 +340,7 @@ def _raise(end: BaseException) -> None:
 
 
 def _turn_errors_into_text(cell: Any) -> None:
-    """Replace the error output of a cell by printed text, so that papermill continues with the next cell."""
+    """Replace the error output of a cell with printed text, so that papermill continues with the next cell."""
     import nbformat
 
     # nbclient continues after a failed cell only if the cell has this tag. At the end of the notebook, papermill raises an
@@ -353,7 +353,7 @@ def _turn_errors_into_text(cell: Any) -> None:
 
 
 def _ignore_abandoned_tasks(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-    """Handle errors of the event loop, but do not report the errors of abandoned tasks.
+    """Handle errors of the event loop without reporting the errors of abandoned tasks.
 
     A stop abandons the task that waits for the cell and then ends the kernel, so this task always fails.
     """

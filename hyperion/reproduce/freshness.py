@@ -1,7 +1,7 @@
 """Decide which notebooks are up to date, and which reference run a notebook replays.
 
-A notebook is up to date if it finished and the hash of everything that its result depends on is unchanged. The modification times
-of files are not used.
+A notebook is up to date if it finished and the hash of everything on which its result depends is unchanged. Modification times of
+files are not used.
 """
 
 import hashlib
@@ -27,7 +27,7 @@ class Freshness:
         self._request, self._machine, self._ledger = request, machine, ledger
 
     def is_done(self, notebook: Notebook) -> bool:
-        """Return True if the notebook is up to date now. An earlier chapter of the same call may still change its inputs."""
+        """Return True if the notebook is up to date now. An earlier chapter in the same call may still change its inputs."""
         reference, _ = self.reference(notebook)
         return self.is_up_to_date(notebook, self.inputs(notebook, reference))
 
@@ -38,11 +38,11 @@ class Freshness:
         return not data_changed(self._ledger.run, notebook, self._request.data_source)
 
     def why_again(self, notebook: Notebook, inputs: dict[str, str]) -> str:
-        """Return the reason why a notebook of an earlier call runs again; "" if it has not run before.
+        """Return the reason why a notebook of an earlier call runs again, or "" if it has not run before.
 
         Args:
             notebook: a notebook that is not up to date.
-            inputs: hashes of its inputs now.
+            inputs: current hashes of its inputs.
         """
         entry = self._ledger.entries.get(notebook.stem)
         if entry is None:
@@ -59,8 +59,8 @@ class Freshness:
         return f"without rows of {', '.join(without)}" if without else "changed: its data"
 
     def inputs(self, notebook: Notebook, reference: "Reference | None") -> dict[str, str]:
-        """Return a dict that maps names to the hashes of everything that the notebook's result depends on."""
-        # Only the sizes of the notebook's own experiments count, not all sizes of the profile.
+        """Return a dict that maps the name of each input on which the notebook's result depends to its hash."""
+        # Only the sizes of the notebook's own experiments are inputs, not all sizes of the profile.
         settings = self._machine.settings
         sizes = {name: settings["sizes"].get(name) for name in notebook.produces}
         parameters = {
@@ -72,10 +72,9 @@ class Freshness:
         return hashed_inputs(notebook, parameters, upstream)
 
     def reference(self, notebook: Notebook) -> "tuple[Reference | None, str]":
-        """Return a pair (reference to replay, reason). If a reference can be replayed, the reason is "".
+        """Return (reference to replay, ""), or (None, reason) if no reference can be replayed.
 
-        If no reference can be replayed, the pair is None and the reason for this. If the profile is not `replay`, the pair is
-        None and "".
+        If the profile is not `replay`, return (None, "").
         """
         if self._machine.profile != REPLAY:
             return None, ""
@@ -84,11 +83,11 @@ class Freshness:
     def missing_rows(self, notebook: Notebook, done: dict[str, str]) -> NotebookFailure | None:
         """Return a failure if an experiment has no rows or did not run in this execution, else None.
 
-        Rows of an earlier execution do not count.
+        Rows of an earlier execution are not sufficient.
 
         Args:
             notebook: the executed notebook.
-            done: experiments that this execution measured or found up to date.
+            done: experiments that this execution measured or found to be up to date.
         """
         without = self._without_rows(notebook)
         missing = [name for name in notebook.produces if name in without or name not in done]
@@ -97,15 +96,14 @@ class Freshness:
     def expected_s(self, notebook: Notebook) -> float:
         """Return the expected duration of a notebook in seconds.
 
-        The function returns the duration of the latest complete execution in this run. If there is none, it returns the duration
-        in an earlier run with the same setting. If there is no such run either, it returns the expected time from the metadata of
-        the notebook, which is the time on an idle machine.
+        This is the duration of the latest complete execution in this run, else that in an earlier run with the same setting,
+        else the expected duration on an idle machine from the metadata of the notebook.
         """
         known = self.known_s(notebook)
         return notebook.budget_s(self._machine.profile) if known is None else known
 
     def known_s(self, notebook: Notebook) -> float | None:
-        """Return the seconds of the latest complete execution of a notebook on this machine. None if there is none."""
+        """Return the seconds of the latest complete execution of a notebook on this machine, or None if there is none."""
         entry = self._ledger.entries.get(notebook.stem)
         if entry is not None and entry.whole_s is not None:
             return entry.whole_s
@@ -116,11 +114,11 @@ class Freshness:
 
 
 def hashed_inputs(notebook: Notebook, parameters: Mapping, upstream: Mapping[str, str | None]) -> dict[str, str]:
-    """Return a dict that maps the name of an input to its hash, for everything that a notebook's result depends on.
+    """Return a dict that maps the name of each input on which a notebook's result depends to its hash.
 
     Args:
         notebook: the notebook.
-        parameters: parameters of the notebook. The keys are the names that the user sees if a parameter changes. The values are
+        parameters: parameters of the notebook. The keys are the names that are shown if a parameter changes. The values are
             JSON-serializable and contain no paths.
         upstream: for every chapter that the notebook needs, the digest of its rows, or None if there are no rows.
     """
@@ -156,7 +154,7 @@ def rows_digest(run: Run, notebook: str) -> str | None:
     rows = run.rows(notebook)
     if not rows:
         return None
-    # Sorted lines: the order in which experiments were measured does not change what a later chapter reads.
+    # The lines are sorted, because the order in which experiments were measured does not affect later chapters.
     return hashlib.sha256("".join(sorted(rows_to_csv(rows).splitlines(keepends=True))).encode()).hexdigest()[:16]
 
 
@@ -174,7 +172,7 @@ class Reference:
 
 
 def reference_for(notebook: Notebook, machine: str | None) -> tuple[Reference | None, str]:
-    """Return the reference that a notebook replays, and "". If there is none, return None and the reason.
+    """Return (reference that a notebook replays, ""), or (None, reason) if there is none.
 
     Args:
         notebook: the notebook to replay.
@@ -204,8 +202,8 @@ def reference_for(notebook: Notebook, machine: str | None) -> tuple[Reference | 
 
 
 def _reference_digest(run: Run, notebook: Notebook, finished: list[dict | None]) -> str:
-    # `finished` holds the hashes of the experiments' inputs. A reference that was published again can have the same inputs
-    # but other rows and samples, so the hashes of its files are included.
+    # `finished` contains the hashes of the experiments' inputs. A republished reference can have the same inputs but other rows
+    # and samples, so the hashes of its files are included.
     names = {RUN, ROWS, METRICS, PREDICTIONS, *(samples_name(notebook.stem, experiment) for experiment in notebook.produces)}
     files = {name: digest for name, digest in run.hashes().items() if name in names}
     return json_hash([finished, files])

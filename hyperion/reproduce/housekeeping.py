@@ -1,8 +1,8 @@
 """Find the files that `hyperion clean` removes.
 
-These are the caches of a checkout and, on request, the runs and the data that Hyperion wrote. A folder of caches is removed only
-in a checkout of Hyperion. A run or a folder of data is removed only if its manifest lists all of its files. Symbolic links are
-never followed.
+These are the caches of a checkout and, on request, the runs and data that Hyperion wrote. Cache folders are removed only in a
+checkout of Hyperion. A run or a data folder is removed only if its manifest lists all of its files. Symbolic links are never
+followed.
 """
 
 import os
@@ -23,10 +23,10 @@ from hyperion.results import Run
 _CACHES = (".pytest_cache", ".ruff_cache", ".hypothesis", "build", "dist", "hyperion.egg-info")
 # Files of Hyperion that no manifest lists: the manifest itself, locks, and temporary files that a killed process left.
 _UNLISTED = re.compile(r"MANIFEST(\.pending)?|\.(lock|driver\.lock|writer\.lock)(\.exclusive)?|(.+/)?\.[^/]+\.[0-9a-f]+\.tmp")
-_WORKSPACES = ("checkpoints", "adapters", "logs")  # folders in which training runs write many files that no manifest lists
+_WORKSPACES = ("checkpoints", "adapters", "logs")  # folders to which training runs write many files that no manifest lists
 _CHECKPOINT = re.compile(r"step-\d{8,}")
 _IN_WORKSPACES = (".json", ".safetensors", ".npz", ".parquet", ".log", ".lock")  # suffixes of the files in these folders
-_SETTLED_S = 3600.0  # a run that changed less than this many seconds ago may still be in use
+_SETTLED_S = 3600.0  # a run that changed within this many seconds may still be in use
 _STORES = ("raw", "processed")
 _IN_STORES = ("hub", QUARANTINE)
 _QUARANTINED = re.compile(r".+\.[0-9a-f]{8}")
@@ -40,12 +40,11 @@ def removable(root: Path, results: Path, data: Path, *, runs: bool = False, stag
         root: the checkout. If the folder is not a checkout of Hyperion, no caches are listed.
         results: folder of all runs.
         data: folder of all data.
-        runs: whether to list the runs. The folder reference/, runs in use, and runs that changed within the last hour are not
-            listed.
-        staged_data: whether to list everything in the folder of data except README.md.
+        runs: if True, list the runs, except the folder reference/, runs in use, and runs that changed within the last hour.
+        staged_data: if True, list everything in the data folder except README.md.
 
     Raises:
-        HyperionError: a run or the folder of data contains a file that Hyperion did not write.
+        HyperionError: a run or the data folder contains a file that Hyperion did not write.
     """
     found, foreign = list(_caches(root)), []
     if runs and results.is_dir():
@@ -145,7 +144,7 @@ def _launches(folder: Path) -> list[Path]:
 
 
 def _foreign_in_run(folder: Path) -> list[Path]:
-    """Return the files of a run that are not in its manifest or differ from their hash in the manifest.
+    """Return the files of a run that are not in its manifest or whose hash does not match the manifest.
 
     `folder` can also be a folder that `hyperion relaunch` or `hyperion launches` wrote.
     """
@@ -171,7 +170,7 @@ def _foreign_in_run(folder: Path) -> list[Path]:
 def _foreign_in_workspace(folder: Path) -> list[Path]:
     """Return the files and folders in `folder` that a training run never writes.
 
-    These are links, files whose suffix a training run does not use, and checkpoints that a user has copied to a name such as
+    These are links, files with a suffix that training runs do not use, and checkpoints that a user has copied, for example to
     step-best.
     """
     entries = [Path(place, name) for place, folders, files in os.walk(folder) for name in sorted(folders + files)]
@@ -184,7 +183,7 @@ def _foreign_in_workspace(folder: Path) -> list[Path]:
 
 
 def _foreign_in_store(folder: Path) -> list[Path]:
-    """Return the entries of a folder of data, such as raw/ or processed/, that Hyperion did not write."""
+    """Return the entries of a data folder, such as raw/ or processed/, that Hyperion did not write."""
     if not _is_folder(folder):
         return [folder]
     foreign = []
@@ -194,7 +193,7 @@ def _foreign_in_store(folder: Path) -> list[Path]:
         elif folder.name == QUARANTINE and _QUARANTINED.fullmatch(entry.name) and _is_file(entry):
             continue  # a refused download; Hyperion gave it this name
         elif not (WORKING.fullmatch(entry.name) and _is_folder(entry)):  # a killed process leaves such a working folder
-            quarantined = folder.name == QUARANTINE  # quarantined files may be truncated or changed, so only names count
+            quarantined = folder.name == QUARANTINE  # quarantined files may be truncated or changed, so only names are compared
             reason = entry / REASON_FILE if quarantined else None
             foreign += [path for path in strangers(entry, names_alone=quarantined) if path != reason]
     return foreign

@@ -1,7 +1,7 @@
-"""Start the kernels of notebooks.
+"""Start notebook kernels.
 
 A kernel always uses this interpreter and this checkout, even if other kernels are installed on the machine. It starts in its own
-process session. When the kernel ends, all processes that it started are ended too.
+session. When the kernel ends, all processes that it started are ended too.
 """
 
 import contextlib
@@ -38,23 +38,23 @@ def library_environment() -> dict[str, str]:
     """Return the environment variables for processes that use this library.
 
     They are the variables of this process with these changes: this checkout is importable, the user's site-packages are not used,
-    assertions are enabled, and Python's UTF-8 mode is on. In UTF-8 mode, files and output are UTF-8 in every locale.
+    assertions are enabled, and Python's UTF-8 mode is on, so that files and output are UTF-8 in every locale.
     """
     return with_assertions(child_environment() | {"PYTHONNOUSERSITE": "1", "PYTHONUTF8": "1"})
 
 
 def with_assertions(environment: dict[str, str]) -> dict[str, str]:
-    """Return the environment without PYTHONOPTIMIZE, which removes every `assert`."""
+    """Return the environment without PYTHONOPTIMIZE, which would disable every `assert`."""
     return {name: value for name, value in environment.items() if name != OPTIMIZE}
 
 
 def scratch_folder() -> tempfile.TemporaryDirectory:
     """Return a temporary folder on this node for one call.
 
-    It holds the kernels' sockets, Jupyter's run-time files, and executed copies that are not finished.
+    It contains the kernels' sockets, Jupyter's runtime files, and unfinished executed copies.
     """
     base = tempfile.gettempdir()
-    # 20 characters are left for the name of the temporary folder.
+    # 20 characters are reserved for the name of the temporary folder.
     return tempfile.TemporaryDirectory(
         prefix="hyperion-", dir=base if len(base) < _LONGEST_FOLDER - 20 else "/tmp", ignore_cleanup_errors=True
     )
@@ -63,16 +63,16 @@ def scratch_folder() -> tempfile.TemporaryDirectory:
 def kernel_manager_class(scratch: Path, environment: dict[str, str], folder: Path) -> type:
     """Return a kernel manager class whose only kernel is this interpreter.
 
-    The manager and the kernel communicate through Unix sockets in `scratch`. Two calls cannot use the same socket by accident, as
-    can happen with TCP ports, and other users of a shared node cannot connect to the sockets.
+    The manager and the kernel communicate through Unix sockets in `scratch`. Unlike with TCP ports, two calls cannot use the same
+    socket by accident, and other users of a shared node cannot connect.
 
     Args:
         scratch: folder for the sockets and the kernel's files.
-        environment: environment variables of the kernel in addition to the variables of this process.
+        environment: environment variables of the kernel, in addition to those of this process.
         folder: working folder of the kernel. The working folder of this process is not changed, because this process starts
             several kernels at the same time.
     """
-    # Registered here, because jupyter_client finds only provisioners that are entry points of installed packages.
+    # Register the provisioner here, because jupyter_client finds only entry points of installed packages.
     entry = EntryPoint(PROVISIONER, f"{__name__}:{SessionProvisioner.__name__}", KernelProvisionerFactory.GROUP_NAME)
     KernelProvisionerFactory.instance().provisioners[PROVISIONER] = entry
     specification = scratch / "kernels" / KERNEL
@@ -83,7 +83,7 @@ def kernel_manager_class(scratch: Path, environment: dict[str, str], folder: Pat
     class ThisInterpreter(AsyncKernelManager):
         @default("kernel_spec_manager")
         def _only_ours(self) -> KernelSpecManager:
-            # Without this option, jupyter_client adds a kernel of its own if the folder has none.
+            # Without this option, jupyter_client adds its own kernel if the folder has none.
             return KernelSpecManager(kernel_dirs=[str(scratch / "kernels")], ensure_native_kernel=False)
 
         @default("transport")
@@ -111,7 +111,8 @@ class SessionProvisioner(LocalProvisioner):
 
         Output of the kernel that belongs to no cell goes to the standard error of this process.
         """
-        # The arguments after `-m ipykernel_launcher`. The worker module starts the launcher after it has prepared the process.
+        # The slice contains the arguments after `-m ipykernel_launcher`. The worker module prepares the process and then starts
+        # the launcher.
         arguments = ["kernel", str(os.getpid()), *cmd[cmd.index("-m") + 2 :]]
         self.cwd = kwargs.get("cwd") or os.getcwd()
         self.below: list[psutil.Process] = []
@@ -120,7 +121,7 @@ class SessionProvisioner(LocalProvisioner):
             "hyperion.processes.worker",
             arguments,
             with_assertions(kwargs["env"]),
-            # The caller may have replaced `sys.stderr` by an object without a file descriptor.
+            # The caller may have replaced `sys.stderr` with an object without a file descriptor.
             stdout=sys.__stderr__ or sys.stderr,
             new_session=True,
             folder=os.fspath(self.cwd),
@@ -131,7 +132,7 @@ class SessionProvisioner(LocalProvisioner):
     async def send_signal(self, signum: int) -> None:
         """Send a signal to the kernel's process group, and record the processes that the kernel started.
 
-        They are recorded now, because they can no longer be found after the kernel has ended.
+        The processes are recorded now, because they cannot be found after the kernel has ended.
         """
         if self.process is not None:
             self.below = list({*self.below, *descendants(self.pid)})
@@ -141,7 +142,7 @@ class SessionProvisioner(LocalProvisioner):
         """End the processes that the kernel started. The kernel itself has already ended.
 
         Processes in the kernel's session are killed, because they have already received the kernel's signals. Processes in other
-        sessions, such as launchers, get SIGTERM. They are killed if they still run after `GRACE_S` seconds.
+        sessions, such as launchers, get SIGTERM, and are killed if they are still running after `GRACE_S` seconds.
         """
         await super().cleanup(restart)
         left, self.below = [process for process in self.below if process.is_running()], []
@@ -163,12 +164,12 @@ def _specification(scratch: Path, environment: dict[str, str]) -> dict:
     ours = library_environment()
     own = {
         **{name: ours[name] for name in ("PYTHONPATH", "PYTHONNOUSERSITE", "PYTHONUTF8")},
-        # IPython must not use start-up files or locks in a home folder that several nodes share.
+        # IPython must not use startup files or locks in a home folder that several nodes share.
         "IPYTHONDIR": str(scratch / "ipython"),
         "JUPYTER_RUNTIME_DIR": str(scratch / "jupyter"),
         SILENT_HOSTS: str(scratch / _SILENT_HOSTS),
         "MPLBACKEND": "module://matplotlib_inline.backend_inline",
-        # The profiler writes lines about its start and stop to the terminal, into the progress bar. 6 is above all its levels.
+        # The profiler prints lines about its start and stop, which would disturb the progress bar. 6 is above all its log levels.
         "KINETO_LOG_LEVEL": os.environ.get("KINETO_LOG_LEVEL", "6"),
         **_node_local_caches(scratch),
         **environment,
@@ -187,9 +188,9 @@ def _specification(scratch: Path, environment: dict[str, str]) -> dict:
 def _node_local_caches(scratch: Path) -> dict[str, str]:
     """Return environment variables that place the caches of compilers on this node. Variables that the user set are not changed.
 
-    Later calls use the same caches, so their folder has a fixed name. Another user of the node could create a folder of this name
-    first. Compilers execute files from their caches, so a folder that other users can write to is not used. In this case, the
-    caches of this call are in `scratch`.
+    The folder has a fixed name, so that later calls use the same caches. Compilers execute files from their caches, so the folder
+    is not used if other users can write to it, for example because another user created it first. In this case, the caches of
+    this call are in `scratch`.
     """
     folder = Path(tempfile.gettempdir()) / f"hyperion-{os.getuid()}"
     if not is_private(folder):

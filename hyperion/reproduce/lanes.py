@@ -1,7 +1,7 @@
 """Run several notebooks at the same time. Each notebook gets one device of the machine and a share of the CPU cores.
 
-A notebook that uses all devices runs alone. Each running notebook has a thread in the driver. The thread only relays messages,
-because the kernel and its workers are separate processes.
+A notebook that uses all devices runs alone. Each running notebook has a thread in the driver, which only relays messages, because
+the kernel and its workers are separate processes.
 """
 
 import os
@@ -22,7 +22,7 @@ class Place:
     """The part of the machine that a notebook uses.
 
     Args:
-        number: number of the place, from 0. At most one notebook at a time uses a place.
+        number: number of the place, counted from 0. At most one notebook at a time uses a place.
         environment: environment variables that restrict the kernel to this part. Empty for the whole machine.
     """
 
@@ -45,8 +45,8 @@ class Lanes:
     """The places of a machine and the notebooks that run in them.
 
     Args:
-        masks: for each place, the environment variables that hide all devices except the device of this place. With fewer than
-            two entries, the whole machine is one place.
+        masks: for each place, the environment variables that hide all devices except its own. With fewer than two entries, the
+            whole machine is one place.
     """
 
     def __init__(self, masks: Sequence[dict[str, str]] = ()):
@@ -68,7 +68,7 @@ class Lanes:
         return self._next(waiting, [going.notebook for going in self._going.values()], expected_s)
 
     def lasting_s(self, notebooks: Sequence[Notebook], expected_s: dict[str, float]) -> float:
-        """Return the seconds until all notebooks have ended, if each one takes its expected time."""
+        """Return the seconds until all notebooks have ended if each one takes its expected time."""
         waiting, now = list(notebooks), 0.0
         ends: dict[Notebook, float] = {}
         while waiting or ends:
@@ -85,7 +85,7 @@ class Lanes:
         self, waiting: Sequence[Notebook], going: Sequence[Notebook], expected_s: Callable[[Notebook], float]
     ) -> Notebook | None:
         unfinished = {notebook.stem for notebook in (*waiting, *going)}
-        # An optional chapter that runs in this call is awaited, too, because its rows are used if they exist.
+        # Also wait for optional chapters that run in this call, because their rows are used if they exist.
         ready = [notebook for notebook in waiting if not unfinished & {*notebook.needs, *notebook.optional}]
         if not ready or any(notebook.devices == "all" for notebook in going):
             return None
@@ -93,13 +93,13 @@ class Lanes:
             return None if going else ready[0]
         single = [notebook for notebook in ready if notebook.devices == "one"]
         if single and len(going) < len(self.places):
-            # Longest first: a long notebook that starts last would run alone at the end.
+            # The longest notebook starts first. If it started last, it would run alone at the end.
             return max(single, key=expected_s)
         # A notebook that uses all devices waits until no other notebook runs.
         return None if going else ready[0]
 
     def start(self, notebook: Notebook, work: Work) -> None:
-        """Start a thread that calls `work` for a notebook at a free place."""
+        """Start a thread that calls `work` for a notebook in a free place."""
         place = Place(0)
         if notebook.devices == "one" and len(self.places) > 1:
             taken = {going.place.number for going in self._going.values()}
@@ -127,10 +127,10 @@ class Lanes:
 
     def stop(self, stop: Stopped) -> list[tuple[Notebook, object]]:
         """Stop all running notebooks. Return each notebook, and the value that its work returned or the exception it raised."""
-        # All notebooks are asked to stop before the first one is awaited, so that they shut down at the same time.
+        # Request all notebooks to stop before waiting for the first one, so that they shut down at the same time.
         for going in self._going.values():
             going.interruption(stop)
-        # One deadline for all threads together, not one for each.
+        # All threads share one deadline.
         deadline = time.monotonic() + SHUTDOWN_S
         for going in self._going.values():
             going.thread.join(max(0.0, deadline - time.monotonic()))
@@ -146,12 +146,12 @@ def places_of(masks: Sequence[dict[str, str]], cores: set[int] | None = None, sy
     """Return one place for each device, with an equal share of the CPU cores.
 
     If the machine has fewer than two devices, or fewer cores than devices, the whole machine is one place. Hardware threads of
-    one core belong to the same place, because notebooks that share a core slow each other down. Cores of one package stay
-    together as far as possible.
+    one core belong to the same place, because notebooks that share a core slow each other down. As far as possible, the cores of
+    a place are in the same package.
 
     Args:
         masks: for each device, the environment variables that hide all other devices.
-        cores: numbers of the cores to share. The default is all cores that this process may use.
+        cores: numbers of the cores to share; default: all cores that this process may use.
         sys: folder of Linux's sysfs.
     """
     if cores is None:
@@ -165,7 +165,7 @@ def places_of(masks: Sequence[dict[str, str]], cores: set[int] | None = None, sy
 
 
 def _in_order(number: int, sys: Path) -> tuple[int, int, int]:
-    """Return the sort key (package, core in the package, number). If the package is unknown, only the number is compared."""
+    """Return the sort key (package, core in the package, number). If the package is unknown, sort only by number."""
     topology = sys / f"devices/system/cpu/cpu{number}/topology"
     try:
         package, core = (int((topology / name).read_text()) for name in ("physical_package_id", "core_id"))

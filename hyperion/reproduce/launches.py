@@ -1,7 +1,7 @@
 """Measure experiments in several launches, and publish the launches in results/reference/.
 
-A launch is one run of the experiments in new processes. The median over several launches and its interval are the headlines of
-docs/headlines.md. The launches of one call are the runs results/<name>/1, results/<name>/2, ….
+A launch is one run of the experiments in new processes. The headlines in docs/headlines.md are medians over several launches,
+with intervals. The launches of one call are the runs results/<name>/1, results/<name>/2, ….
 """
 
 import shutil
@@ -34,8 +34,8 @@ def measure_launches(
 ) -> None:
     """Measure experiments in several launches, one after the other.
 
-    If a launch already has the rows of an experiment for the same inputs, this experiment is not measured again. So a second call
-    continues where the first call stopped.
+    If a launch already has the rows of an experiment for the same inputs, the experiment is not measured again, so a second call
+    continues where the first one stopped.
 
     Args:
         folder: folder of all launches. The launches are the subfolders 1, 2, ….
@@ -62,7 +62,7 @@ def measure_launch(folder: str, pairs: list[list[str]], profile: str, data_sourc
 
     Args:
         folder: folder of the run.
-        pairs: pairs of a notebook and one of its experiments.
+        pairs: pairs [notebook, experiment].
         profile: name of the profile.
         data_source: source of the data.
 
@@ -99,14 +99,14 @@ def publish_launches(launches: Iterable[Path], name: str, folder: Path | None = 
     Args:
         launches: folders of the runs. Every file is first verified against the manifest of its run.
         name: name of the folder of all launches, such as `h200-launches`.
-        folder: folder of all references. The default is `reference_folder()`.
+        folder: folder of all references; default: `reference_folder()`.
 
     Returns:
         The folder of all launches.
 
     Raises:
-        HyperionError: a run was edited, two launches have the same rows, a file contains a path of this machine, or the launches
-            are too large.
+        HyperionError: a run was edited, two launches have the same rows, a file contains a local path, or the launches are too
+            large.
     """
     from hyperion.book.headline_page import launches_page
 

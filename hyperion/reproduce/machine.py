@@ -15,9 +15,9 @@ from hyperion.reproduce.kernels import library_environment
 if TYPE_CHECKING:
     from hyperion.hardware import Device
 
-# Marks the answer in the output, because imported libraries may print other lines.
+# Prefix of the answer in the output, because imported libraries may print other lines.
 _MARK = "hyperion-machine:"
-_REPLAYED_AT_ONCE = 8  # largest number of replays at the same time; a kernel with torch takes about 1 GB of memory
+_REPLAYED_AT_ONCE = 8  # maximum number of simultaneous replays; a kernel with torch takes about 1 GB of memory
 
 
 @dataclass(frozen=True)
@@ -25,13 +25,13 @@ class MachineProfile:
     """The profile of a call, and facts about this machine that torch provides.
 
     Args:
-        profile: name of the requested profile. If `auto` was requested, name of the machine's default profile.
-        settings: the part of the profile that rows depend on: a dict with the keys "sizes" (a dict that maps the name of an
+        profile: name of the requested profile, or of the machine's default profile if `auto` was requested.
+        settings: the part of the profile on which rows depend: a dict with the keys "sizes" (a dict that maps the name of an
             experiment to its sizes), "synthetic" and "allow_synthetic".
         setting: device and versions. A run with another device or other versions is not continued.
-        information: contents of run.json for a new run.
-        masks: one entry for each notebook that may run at the same time. An entry holds the environment variables that hide all
-            accelerators except the one of this notebook. For a replay, which measures nothing, the entries are empty.
+        information: content of run.json for a new run.
+        masks: for each notebook that may run at the same time, the environment variables that hide all accelerators except that
+            of the notebook. For a replay, which measures nothing, the entries are empty.
     """
 
     profile: str
@@ -48,13 +48,13 @@ def examine_machine(profile: str, data_source: str, seed: int, experiments: Iter
         profile: name of a profile, or `auto`.
         data_source: name of a data source.
         seed: seed of the run.
-        experiments: names of the experiments that will run. The check imports their modules, which takes a second for all
-            experiments of the book.
+        experiments: names of the experiments that will run. The check imports their modules, which takes a second for the whole
+            book.
 
     Raises:
-        HyperionError: the profile or the data source does not exist, or the library does not load on this machine.
+        HyperionError: the profile or the data source does not exist, or the library cannot be imported on this machine.
     """
-    # `-s` leaves out the user's site-packages, as in the kernels.
+    # `-s` excludes the user's site-packages, as in the kernels.
     command = [sys.executable, "-s", "-m", "hyperion.reproduce.machine", profile, data_source, str(seed), *experiments]
     environment = library_environment()
     done = subprocess.run(command, capture_output=True, encoding="utf-8", errors="replace", env=environment, check=False)
@@ -68,7 +68,7 @@ def examine_machine(profile: str, data_source: str, seed: int, experiments: Iter
     content = json.loads(answer.removeprefix(_MARK))
     if "error" in content:
         error = content["error"]
-        # The error is raised here again, so that the user sees the same message as without a separate process.
+        # Raise the error here again, so that the user sees the same message as without a separate process.
         raise HyperionError(error["what"], where=error["where"], next_step=error["next_step"])
     return MachineProfile(**content)
 

@@ -34,8 +34,8 @@ class Notebook:
         produces: names of the experiments whose rows the notebook must write to the run.
         time_budget_s: expected duration in seconds, by profile.
         cells: (cell type, source) of all cells in order.
-        devices: "one" if the notebook uses a single device, so that other notebooks can use the other devices at the same time.
-            "all" otherwise.
+        devices: "one" if the notebook uses a single device, so that other notebooks can use the other devices at the same time,
+            else "all".
     """
 
     path: Path
@@ -58,7 +58,7 @@ class Notebook:
 
     @property
     def code(self) -> list[str]:
-        """Sources of the code cells that are not empty."""
+        """Sources of the non-empty code cells."""
         return [source for kind, source in self.cells if kind == "code" and source.strip()]
 
     def budget_s(self, profile: str) -> float:
@@ -69,13 +69,13 @@ class Notebook:
 def read_book(root: Path) -> list[Notebook]:
     """Return all notebooks in the order of the book.
 
-    The notebooks of the checkout are sorted by phase and file name. The notebooks of added subjects follow.
+    The notebooks in the checkout are sorted by phase and file name, followed by the notebooks of added subjects.
 
     Raises:
         BookError: there is no notebook, a notebook is not JSON or has no metadata, two notebooks have the same name, or a
             notebook needs a chapter that does not exist or comes later in the book.
     """
-    # By number and not by text: phase10 comes after phase2.
+    # Sort by number and not by text, because phase10 comes after phase2.
     paths = sorted(root.glob("phase*/[0-9][0-9]_*.ipynb"), key=lambda path: (_phase_number(path), path.name))
     paths += [path for subject in subjects() for path in subject.notebooks]
     if not paths:
@@ -137,11 +137,11 @@ def select(book: list[Notebook], only: str | None) -> list[Notebook]:
 
     Args:
         book: all notebooks.
-        only: numbers (as 2.4), stems, file names or paths of chapters, separated by commas or spaces. None or "" selects all
+        only: numbers (such as 2.4), stems, file names or paths of chapters, separated by commas or spaces. None or "" selects all
             notebooks.
 
     Raises:
-        BookError: there is no such chapter; the message lists all chapters.
+        BookError: a chapter does not exist. The message lists all chapters.
     """
     if not only:
         return book
@@ -159,7 +159,7 @@ def select(book: list[Notebook], only: str | None) -> list[Notebook]:
     while waiting:
         stem = waiting.pop()
         chosen.add(stem)
-        # Optional chapters are not added: their rows are used only if they exist.
+        # Optional chapters are not added, because their rows are used only if they exist.
         waiting.extend(need for need in by_stem[stem].needs if need not in chosen)
     return [notebook for notebook in book if notebook.stem in chosen]
 

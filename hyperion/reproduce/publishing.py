@@ -1,7 +1,7 @@
 """Make the files of a run that readers use, and publish a run as the reference of a machine.
 
-The files are HTML pages of the executed notebooks, tables, pictures and a report. Pages contain no paths of this machine and need
-no network. A reference is a copy of a verified run in results/reference/<name>/.
+The files are HTML pages of the executed notebooks, tables, pictures and a report. Pages contain no local paths and need no
+network. A reference is a copy of a verified run in results/reference/<name>/.
 """
 
 import base64
@@ -31,26 +31,26 @@ from hyperion.results import Run, rows_to_csv
 from hyperion.results.execution import unexpected_in
 from hyperion.results.store import checked_name
 
-# Limit of the references of all machines together, because results/reference/ is in git.
+# Limit on the total size of all references, because results/reference/ is in git.
 LARGEST_BYTES = 16_000_000
 _PAGES = "notebooks/"
 # A link to a notebook, as in "Before: [2.7 Compilation](07_compilation_optimization.ipynb)", or to the page of a notebook.
 _NOTEBOOK_LINK = re.compile(rb'<a href="(?:[^":]*/)?(\d\d_[^":/]+)\.(?:ipynb|html)"[^>]*>(.*?)</a>', re.DOTALL)
-# The report and the tables in JSON are not copied, because they can be rebuilt from the rows. README.md has the pictures.
+# The report and the JSON tables are not copied, because they can be regenerated from the rows. README.md shows the pictures.
 _REBUILT = ("report.html", "benchmarks/*.json")
 _INLINE_PICTURE = re.compile(rb"data:image/png;base64,([A-Za-z0-9+/=\n]+)")
 ABSOLUTE_PATH = re.compile(
     r"(?<![\w.:/~$%-])/(?:home|root|Users|tmp|work|workspace|scratch|mnt|media|srv|var|opt|data|gpfs|lustre|lus|ccs|project|"
     r"projects|global|nfs|usr|etc)/[\w.+@-][^\s\"'<>)]*"
 )
-# The pattern starts with a slash and has a bounded length. Without a bound, it takes minutes on a picture in base64 of 0.5 MB.
+# The pattern starts with a slash and has a bounded length. Without the bound, it takes minutes on a base64 picture of 0.5 MB.
 _KERNEL_FILE = re.compile(r"/[^\s\"'<>]{0,200}?/ipykernel_\d+/\d+\.py")
-# Temporary folders in the messages of a worker's compiler or launcher.
+# Matches temporary folders in the messages of a worker's compiler or launcher.
 _TEMPORARY_FILE = re.compile(r"/[^\s\"'<>]{0,100}?/hyperion-[a-z]+-[^\s\"'<>\\]{0,300}")
 _WIDGET = "application/vnd.jupyter.widget-view+json"
 _MATH = re.compile(r"(?P<code>```.*?```|`[^`\n]*`)|\$\$(?P<block>.+?)\$\$|(?<![\\$])\$(?P<inline>[^$\n]+?)\$(?!\d)", re.DOTALL)
-# The style sheet of JupyterLab is not used, because it adds 0.25 MB to every page. Most of it is for an editor, which a page does
-# not have.
+# JupyterLab's style sheet is not used, because it adds 0.25 MB to every page. Most of it is for an editor, which a page does not
+# have.
 STYLE = """
 :root{--jp-cell-editor-background:#f6f7f9;--jp-cell-editor-active-background:#fff;--jp-mirror-editor-comment-color:#408080;
 --jp-mirror-editor-error-color:#c00;--jp-mirror-editor-keyword-color:#008000;--jp-mirror-editor-number-color:#080;
@@ -94,7 +94,7 @@ blockquote{margin:.5rem 0;padding-left:.8rem;border-left:3px solid var(--line);c
 .ansi-bold{font-weight:700}
 @media print{a{color:inherit}}
 """.strip()
-# The template of nbconvert with this style. The parts that load RequireJS, MathJax and Mermaid from a network are removed.
+# nbconvert's template with this style. The parts that load RequireJS, MathJax and Mermaid from a network are removed.
 _TEMPLATE = (
     """{%- extends 'lab/index.html.j2' -%}
 {%- block html_head_js_requirejs -%}{%- endblock -%}
@@ -108,9 +108,9 @@ _TEMPLATE = (
 
 
 def notebook_files(notebook: Notebook, document: Any, folder: Path, root: Path) -> dict[str, bytes]:
-    """Return the files of an executed notebook, its copy and its HTML page, as a dict that maps a path in the run to the content.
+    """Return the copy of an executed notebook and its HTML page, as a dict that maps a path in the run to the content.
 
-    Paths of this machine are replaced in both files.
+    Local paths are replaced in both files.
 
     Args:
         notebook: the notebook.
@@ -134,7 +134,7 @@ def notebook_files(notebook: Notebook, document: Any, folder: Path, root: Path) 
 
 
 def portable_copy(document: Any, replacements: dict[str, str]) -> Any:
-    """Return a copy of an executed notebook that contains no paths of this machine and no progress bars.
+    """Return a copy of an executed notebook that contains no local paths and no progress bars.
 
     Args:
         document: an nbformat notebook.
@@ -143,10 +143,9 @@ def portable_copy(document: Any, replacements: dict[str, str]) -> Any:
     import nbformat
 
     text = nbformat.writes(document)
-    # A longer path contains shorter ones, such as the home folder. Replacing the short one first would leave half of the long
-    # one.
+    # Replace longer paths first, because they may contain shorter ones, such as the home folder.
     for path in sorted(replacements, key=len, reverse=True):
-        # The text is JSON, so a path occurs in its escaped form, without the quotes.
+        # The text is JSON, so it contains the path in its escaped form. The slice removes the quotes.
         text = text.replace(json.dumps(path)[1:-1], replacements[path])
     text = _TEMPORARY_FILE.sub("a temporary file", _KERNEL_FILE.sub("cell", text))
     copy = nbformat.reads(text, as_version=4)
@@ -155,13 +154,13 @@ def portable_copy(document: Any, replacements: dict[str, str]) -> Any:
     copy.metadata.pop("widgets", None)
     for cell in copy.cells:
         if cell.cell_type == "code":
-            # Progress bars are widgets. A page without a running kernel cannot show them.
+            # Progress bars are widgets, which a page without a running kernel cannot show.
             cell.outputs = [output for output in cell.outputs if _WIDGET not in output.get("data", {})]
     return copy
 
 
 def require_page_templates() -> None:
-    """Check that nbconvert can write pages. The check is made before anything is measured.
+    """Check that nbconvert can write pages. Called before anything is measured.
 
     Raises:
         HyperionError: nbconvert is installed without its templates.
@@ -183,7 +182,7 @@ def page(document: Any, title: str) -> str:
     import nbformat
     from nbconvert import HTMLExporter
 
-    # A copy by writing and reading, because the formulas of the given document must stay as text.
+    # Copy the document by writing and reading it, because the formulas of the original must stay as text.
     drawn = nbformat.reads(nbformat.writes(document), as_version=4)
     for cell in drawn.cells:
         if cell.cell_type == "markdown":
@@ -194,9 +193,9 @@ def page(document: Any, title: str) -> str:
 
 
 def with_drawn_formulas(markdown: str) -> str:
-    """Replace each $formula$ and $$formula$$ in a Markdown text by an inline picture. Code is not changed.
+    """Replace each $formula$ and $$formula$$ in Markdown text with an inline picture. Code is not changed.
 
-    matplotlib draws the formulas and knows only a part of TeX. A formula that it cannot draw is shown as its TeX source.
+    The formulas are drawn by matplotlib, which supports only a part of TeX. A formula that it cannot draw is shown as TeX source.
     """
     return _MATH.sub(_draw_formula, markdown)
 
@@ -209,11 +208,11 @@ def _draw_formula(match: re.Match[str]) -> str:
 
     picture = io.BytesIO()
     try:
-        # As in TeX, fractions in a displayed formula have full-size letters.
+        # As in TeX, fractions in displayed formulas have full-size letters.
         source = formula.replace(r"\frac", r"\dfrac") if match["block"] else formula
         depth = math_to_image(f"${' '.join(source.split())}$", picture, dpi=72, format="svg")
     except ValueError:
-        # Backslashes are escaped, because Markdown removes a backslash before punctuation.
+        # Escape backslashes, because Markdown removes a backslash before punctuation.
         return f"<code>{html.escape(formula).replace(chr(92), '&#92;')}</code>"
     address = "data:image/svg+xml;base64," + base64.b64encode(picture.getvalue()).decode()
     height_pt = re.search(rb'<svg[^>]* height="([\d.]+)pt"', picture.getvalue())
@@ -227,14 +226,14 @@ def _draw_formula(match: re.Match[str]) -> str:
 
 
 def require_no_machine_paths(name: str, content: bytes) -> None:
-    """Check that a text file contains no absolute path of the machine on which it was made.
+    """Check that a text file contains no absolute path of the machine on which it was written.
 
     Args:
         name: name of the file.
         content: content of the file.
 
     Raises:
-        HyperionError: the file contains such a path. The message has the first one.
+        HyperionError: the file contains such a path. The message contains the first one.
     """
     if Path(name).suffix not in (".json", ".csv", ".html", ".ipynb", ".md", ".txt", ".log"):
         return
@@ -251,8 +250,8 @@ def export_subjects(ledger: Ledger) -> str:
     """Write the run's tables, pictures and report, unless they are up to date with the run's rows and the library's code.
 
     Returns:
-        The error message if an export failed, else "". No exception is raised, because a picture that cannot be drawn must not
-        stop later measurements.
+        The error message if the export failed, else "". No exception is raised, because a picture that cannot be drawn must not
+        prevent later measurements.
     """
     rows = hashlib.sha256(rows_to_csv(ledger.run.rows()).encode()).hexdigest()[:16]
     unexpected = hashlib.sha256(repr(unexpected_in(ledger.run)).encode()).hexdigest()[:16]
@@ -267,7 +266,7 @@ def export_subjects(ledger: Ledger) -> str:
         export_run(ledger.run, material)
         write_report(ledger.run, material)
     except HyperionError as error:
-        # The cause is a Python error in the code of a picture. Its traceback is needed to repair the code.
+        # The cause is a Python error in the code of a picture. Its traceback is needed to fix the code.
         cause = "".join(traceback.format_exception(error.__cause__)) if error.__cause__ else ""
         return "\n".join(filter(None, [f"FAILED to export tables and pictures: {error}", cause]))
     except Exception:
@@ -280,19 +279,19 @@ def publish(run: Run, name: str, folder: Path | None = None) -> tuple[Path, list
     """Copy a verified run to the reference results and write its README.md.
 
     Pages are copied last, from the smallest to the largest, until the size limit is reached. If a picture in a page is also a
-    file of the run, the page gets a link to this file. An existing reference of the same name is replaced completely or not at
-    all.
+    file of the run, it is replaced with a link to this file. An existing reference of the same name is replaced completely or not
+    at all.
 
     Args:
         run: the run. Every file is first verified against the manifest of the run.
         name: name of the machine, such as `h200`.
-        folder: folder of all references. The default is `reference_folder()`.
+        folder: folder of all references; default: `reference_folder()`.
 
     Returns:
-        The new reference folder, and the names of the pages that were left out because of the size limit.
+        The new reference folder, and the names of the pages that were omitted because of the size limit.
 
     Raises:
-        HyperionError: the run was edited, a file contains a path of this machine, or the run is too large even without pages.
+        HyperionError: the run was edited, a file contains a local path, or the run is too large even without pages.
     """
     folder = folder or reference_folder()
     target = folder / checked_name(name)
@@ -313,12 +312,12 @@ def publish(run: Run, name: str, folder: Path | None = None) -> tuple[Path, list
 
 
 def room_for(size: int, folder: Path, target: Path) -> int:
-    """Return how many bytes are left below the size limit after files of `size` bytes are added to the references.
+    """Return how many bytes remain below the size limit after files of `size` bytes are added to the references.
 
     Args:
-        size: size in bytes of the files that cannot be left out.
+        size: total size in bytes of the files that cannot be omitted.
         folder: folder of all references.
-        target: the reference that these files replace. Its present size does not count.
+        target: the reference that these files replace. Its current size is not counted.
 
     Raises:
         HyperionError: the files exceed the limit.
@@ -339,11 +338,11 @@ def _choose_files(run: Run, folder: Path, target: Path) -> tuple[dict[str, bytes
     contents = {name: run.read(name) for name in names}
     for name, content in contents.items():
         require_no_machine_paths(name, content)
-    # Pictures are inline in a page and files of the run at the same time. The page can link to the file instead.
+    # If an inline picture of a page is also a file of the run, the page can link to the file.
     files = {base64.b64encode(content): name for name, content in contents.items() if name.endswith(".png")}
     for name in (name for name in names if name.startswith(_PAGES)):
         contents[name] = _link_pictures(name, contents[name], files)
-    # Smallest first, so that as many pages as possible fit.
+    # Sort by size, so that as many pages as possible fit.
     pages = sorted((name for name in names if name.startswith(_PAGES)), key=lambda name: len(contents[name]))
     size = sum(len(content) for name, content in contents.items() if name not in pages)
     room = room_for(size, folder, target)
@@ -353,7 +352,7 @@ def _choose_files(run: Run, folder: Path, target: Path) -> tuple[dict[str, bytes
         if room < 0:
             left_out.append(name)
             del contents[name]
-    # Links are adapted last, when it is known which pages were left out.
+    # Links are adapted last, when the omitted pages are known.
     stems = {Path(name).stem for name in pages if name not in left_out}
     for name in (name for name in pages if name not in left_out):
         contents[name] = link_pages(contents[name], stems)
@@ -361,11 +360,11 @@ def _choose_files(run: Run, folder: Path, target: Path) -> tuple[dict[str, bytes
 
 
 def link_pages(content: bytes, pages: Iterable[str] | None = None) -> bytes:
-    """Return a page of a notebook whose links to other notebooks lead to the pages of these notebooks, in the same folder.
+    """Return the page of a notebook with links to other notebooks replaced by links to their pages in the same folder.
 
     Args:
         content: the page as HTML.
-        pages: stems of the notebooks that have a page. A link to another notebook becomes text. None: all have one.
+        pages: stems of the notebooks that have a page. Links to other notebooks become text. None means that all have one.
     """
     there = None if pages is None else set(pages)
 
@@ -377,16 +376,16 @@ def link_pages(content: bytes, pages: Iterable[str] | None = None) -> bytes:
 
 
 def _link_pictures(page: str, content: bytes, pictures: dict[bytes, str]) -> bytes:
-    """Return an HTML page with relative links instead of inline pictures, for all pictures that are also files of the run.
+    """Return an HTML page in which inline pictures that are also files of the run are replaced by relative links.
 
     Args:
         page: name of the page in the run.
         content: the page.
-        pictures: a dict that maps the content of a picture file in base64 to the name of the file.
+        pictures: a dict that maps the base64 content of a picture file to the name of the file.
     """
 
     def link(match: re.Match[bytes]) -> bytes:
-        # Pictures are compared in base64 and not decoded, because a script in the page may contain only the start of a picture.
+        # Pictures are compared in base64 without decoding, because a script in the page may contain only the start of one.
         name = pictures.get(match[1].replace(b"\n", b""))
         return match[0] if name is None else posixpath.relpath(name, posixpath.dirname(page)).encode()
 
@@ -403,7 +402,7 @@ def _write_readme(reference: Run) -> None:
 
 
 def replace_folder(staged: Path, target: Path) -> None:
-    """Move the folder `staged` to `target`. If `target` exists, it is replaced."""
+    """Move the folder `staged` to `target`, replacing `target` if it exists."""
     old = target.with_name(f".{target.name}.old")
     shutil.rmtree(old, ignore_errors=True)
     if target.exists():

@@ -1,6 +1,6 @@
 """The request of a call, the run folder that the call locks, and the run's ledger.
 
-The ledger is a file in the run folder. It records which notebooks earlier calls have finished.
+The ledger is a file in the run folder that records which notebooks earlier calls have finished.
 """
 
 import contextlib
@@ -37,13 +37,13 @@ class Request:
         profile: auto, smoke, full, study or replay.
         data_source: auto, mirror, cache, download or synthetic.
         only: names of chapters. These chapters and the chapters that they need are run. None runs all chapters.
-        run: None continues the newest run of the same setting, or starts a run if there is none. "new" always starts a run. Any
-            other text is the name of a run to continue or to start.
+        run: None continues the newest run with the same setting, or starts a run if there is none. "new" always starts a run. Any
+            other value is the name of a run to continue or to start.
         time_budget_s: seconds after which the call stops cleanly. None means no limit.
         seed: seed of all random numbers.
-        replay_of: name of the reference machine to replay. None takes the first machine that has results of the notebook.
-        cell_timeout_s: seconds after which a cell fails. None takes the limit of the profile.
-        notebook_timeout_s: seconds after which a notebook fails. None takes the limit of the profile.
+        replay_of: name of the reference machine to replay. None means the first machine that has results of the notebook.
+        cell_timeout_s: seconds after which a cell fails. None means the limit of the profile.
+        notebook_timeout_s: seconds after which a notebook fails. None means the limit of the profile.
     """
 
     profile: str = "auto"
@@ -58,7 +58,7 @@ class Request:
 
 
 def require_mirror(request: Request) -> None:
-    """Check that the folder named by HYPERION_DATA_MIRROR exists, if the request uses the mirror. Called before anything runs.
+    """If the request uses the mirror, check that the folder named by HYPERION_DATA_MIRROR exists. Called before anything runs.
 
     Raises:
         HyperionError: the variable does not name a folder.
@@ -79,17 +79,17 @@ def setting_of(request: Request, machine: MachineProfile) -> dict:
 
 @dataclass(frozen=True)
 class Entry:
-    """The ledger's entry on the latest execution of a notebook.
+    """The ledger's entry about the latest execution of a notebook.
 
     Args:
         status: done, unexpected, failed, interrupted or unfinished.
-        inputs: hashes of everything that the result depends on, from `freshness.hashed_inputs`.
+        inputs: hashes of everything on which the result depends, from `freshness.hashed_inputs`.
         seconds: wall time of this execution.
         rows: number of the notebook's rows in the run.
         note: one line about a failure; "" if the notebook did not fail.
-        remeasure: whether the next execution must measure all experiments again, because a result was unexpected.
+        remeasure: whether the next execution must measure all experiments again because a result was unexpected.
         unexpected: one sentence for each unexpected result.
-        whole_s: wall time of the latest execution that measured all experiments. It may be an earlier execution.
+        whole_s: wall time of the latest execution that measured all experiments, which may be an earlier execution.
     """
 
     status: str
@@ -104,11 +104,11 @@ class Entry:
 
 @dataclass(frozen=True)
 class LedgerContent:
-    """The contents of the ledger's file.
+    """The content of the ledger file.
 
     Args:
         setting: the setting that all notebooks of the run share.
-        notebooks: entry of each notebook. The keys are stems (file names without .ipynb).
+        notebooks: a dict that maps the stem (file name without .ipynb) of each notebook to its entry.
         exported: digest of the rows and of the code from which tables and pictures were last exported.
     """
 
@@ -118,7 +118,7 @@ class LedgerContent:
 
 
 class Ledger:
-    """The entries of a run's notebooks, and the setting that the notebooks share.
+    """The entries of a run's notebooks, and their common setting.
 
     An entry and the files of its notebook are written in one transaction.
     """
@@ -149,7 +149,7 @@ class Ledger:
         Args:
             stem: stem of the notebook.
             entry: the new entry.
-            files: a dict that maps a path in the run to the content of the file: the executed copy and its HTML page.
+            files: the executed copy and its HTML page, as a dict that maps a path in the run to the content of the file.
         """
         self.entries[stem] = entry
         self._write(files)
@@ -160,7 +160,7 @@ class Ledger:
         self._write()
 
     def is_done(self, stem: str, inputs: dict[str, str]) -> bool:
-        """Return True if the notebook finished in this run with this digest of everything that its result depends on."""
+        """Return True if the notebook finished in this run with these hashes of everything on which its result depends."""
         entry = self.entries.get(stem)
         return entry is not None and (entry.status, entry.inputs) == ("done", inputs)
 
@@ -175,9 +175,9 @@ def claimed_run(results: Path, name: str | None, setting: dict, information: dic
 
     Args:
         results: folder of all runs.
-        name: None continues the newest run of the same setting. `new` starts a run. Any other text is the name of the run.
+        name: None continues the newest run with the same setting. "new" starts a run. Any other value is the name of the run.
         setting: profile, data source, seed, device and versions. Runs with another setting are not continued.
-        information: contents of run.json, if the run is new.
+        information: content of run.json for a new run.
 
     Yields:
         The ledger of the run, and whether the run existed before.
@@ -200,9 +200,9 @@ def claimed_run(results: Path, name: str | None, setting: dict, information: dic
 
 
 def why_not_continued(results: Path, setting: dict) -> str:
-    """Return how the setting differs from the setting of the newest run, or "" if it does not differ or there is no run."""
+    """Return how the setting differs from that of the newest run, or "" if it does not differ or there is no run."""
     for path in _newest_first(results):
-        with contextlib.suppress(StoreError):  # a damaged run is reported where it would be continued
+        with contextlib.suppress(StoreError):  # a damaged run is reported when it would be continued
             return _differences(peek(path.parent).setting, setting)
     return ""
 
@@ -215,13 +215,13 @@ def _differences(before: dict, now: dict) -> str:
 def earlier_seconds(results: Path, setting: dict, stem: str) -> float | None:
     """Return the seconds that a notebook took in an earlier run, or None if they are unknown.
 
-    The run is the newest one with this setting in which one execution measured all experiments of the notebook.
+    This is the newest run with this setting in which one execution measured all experiments of the notebook.
     """
     for path in _newest_first(results):
         try:
             ledger = peek(path.parent)
         except StoreError:
-            continue  # an estimate ignores damaged runs; only a call that would continue such a run refuses it
+            continue  # ignore damaged runs here; only a call that would continue such a run raises an error
         entry = ledger.notebooks.get(stem)
         if ledger.setting == setting and entry is not None and entry.whole_s is not None:
             return entry.whole_s
@@ -230,7 +230,7 @@ def earlier_seconds(results: Path, setting: dict, stem: str) -> float | None:
 
 def in_use(folder: Path) -> bool:
     """Return True if a running call uses this run folder."""
-    # Without this test, `_try_lock` would create a lock file in a folder that is only examined.
+    # Without this check, `_try_lock` would create a lock file in a folder that is only examined.
     if not (folder / _DRIVER_LOCK).exists():
         return False
     lock = _try_lock(folder)
@@ -276,10 +276,10 @@ def _claim_named(folder: Path) -> tuple[Path, FileLock]:
 def _claim_newest(results: Path, setting: dict) -> tuple[Path, FileLock] | None:
     """Lock the newest run with this setting that no other call uses, and return its folder and its lock.
 
-    None if there is no such run.
+    Return None if there is no such run.
     """
     for path in _newest_first(results):
-        # The setting is compared before the lock is tried, so that runs with another setting are never locked.
+        # Compare the setting before trying the lock, so that runs with another setting are never locked.
         if peek(path.parent).setting == setting and (lock := _try_lock(path.parent)):
             return path.parent, lock
     return None
@@ -294,7 +294,7 @@ def _newest_first(results: Path) -> list[Path]:
 
 
 def _try_lock(folder: Path) -> FileLock | None:
-    """Lock a run. Return None if another call holds the lock. The operating system frees the lock when this process ends.
+    """Lock a run, or return None if another call holds the lock. The operating system frees the lock when this process ends.
 
     Raises:
         StoreError: the lock file cannot be created, or it is not a regular file.
@@ -311,7 +311,7 @@ def _start_run(folder: Path, setting: dict, information: dict) -> Ledger:
     try:
         return Ledger.new(Run.create(folder, information), setting)
     except BaseException:
-        # Remove the folder, because it has no run. rmdir fails if the folder contains other files, which must not be removed.
+        # Remove the folder, because it contains no run. rmdir fails if it contains other files, which must not be removed.
         with contextlib.suppress(OSError):
             for name in (_DRIVER_LOCK, ".lock"):
                 (folder / name).unlink(missing_ok=True)

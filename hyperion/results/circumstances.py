@@ -1,7 +1,7 @@
 """List the differences between the circumstances of two sets of runs: device, versions, settings and data.
 
-This module also raises an error if the same launch is given twice. A launch is one process that measures one version of the
-code, and is stored as a run.
+This module also checks that no launch is given twice. A launch is one process that measures one version of the code, and is
+stored as a run.
 """
 
 import hashlib
@@ -35,7 +35,7 @@ _FIRST = (
     "source.modified",
 )
 # Fields that `hyperion relaunch` records for a launch and that are not circumstances. The first three identify the launch. The
-# list of files is not needed, because its digest is listed.
+# list of files is omitted because its digest is listed.
 _IDENTITY = ("call", "side", "launch", "files")
 _DIGEST = re.compile("[0-9a-f]{32,}")  # only the first characters of a digest are shown
 _NOT_RECORDED = "not recorded"
@@ -43,11 +43,11 @@ _NOT_RECORDED = "not recorded"
 
 @dataclass(frozen=True)
 class Circumstance:
-    """One circumstance that is not the same in all runs.
+    """A circumstance that is not the same in all runs.
 
     Args:
         name: name of the circumstance.
-        a, b: values of the circumstance in the runs of set A and in the runs of set B, as texts.
+        a, b: values of the circumstance in the runs of set A and in the runs of set B, formatted as strings.
     """
 
     name: str
@@ -58,9 +58,9 @@ class Circumstance:
 def circumstances(runs_a: list[Run], runs_b: list[Run]) -> list[Circumstance]:
     """Return every circumstance that is not the same in all runs of both sets, the most important first.
 
-    The function compares the device, the profile, the data source, the seed, the versions of software, the source code and
-    everything else in the recorded environment. It also compares the sizes and the data of each experiment that both sets have.
-    Throttled rows are always listed. Clocks are listed if the median clocks of a value differ by more than 3 %.
+    The function compares the device, the profile, the data source, the seed, software versions, the source code and everything
+    else in the recorded environment. It also compares the sizes and the data of each experiment that both sets have. Throttled
+    rows are always listed. Clocks are listed if the median clocks of a value differ by more than 3 %.
     """
     sides = [_recorded(runs) for runs in (runs_a, runs_b)]
     differences = [_throttled(runs_a, runs_b), _clocks(runs_a, runs_b)]
@@ -104,7 +104,7 @@ def _identities(run: Run) -> Iterator[tuple[str, object]]:
         place = tuple(launched.get(part) for part in ("call", "side", "launch"))
         yield f"both are launch {place[2]} of version {place[1]} in the same call of `hyperion relaunch`", place
     # Compare measured values only, because predictions may be added later. The times of two runs are never equal in every bit.
-    # `repr` keeps every bit of the values, so that two runs with rounded copies of the same values still differ.
+    # `repr` keeps every bit, so that two runs differ even if their values agree after rounding.
     measured = sorted(repr((row.key, row.value, row.value_reason, row.n, row.ci_low, row.ci_high)) for row in run.rows())
     if measured:
         yield (
@@ -124,7 +124,7 @@ def _recorded(runs: list[Run]) -> dict[str, set[str]]:
 
 def _statements(run: Run) -> Iterator[tuple[str, object]]:
     information, rows = run.information(), run.rows()
-    # A run has one environment in run.json, and further ones if it was continued on another machine or with other versions.
+    # A run has one environment in run.json, and others if it was continued on another machine or with other versions.
     environments = [information.get("environment", {}), *run.environments().values()]
     for environment in filter(None, environments):
         yield "device", _device(environment)
@@ -144,7 +144,7 @@ def _statements(run: Run) -> Iterator[tuple[str, object]]:
         for name in ("profile", "data_source", "seed"):
             if name in provenance:
                 yield name.replace("_", " "), provenance[name]
-        if not launched:  # for launches of `hyperion relaunch`, the sizes repeat what was listed above
+        if not launched:  # for launches of `hyperion relaunch`, the sizes would repeat the fields above
             yield from _flat(provenance.get("sizes", {}), f"sizes of {notebook}/{experiment}: ")
         yield from _flat(finished.get("data", {}), f"data of {notebook}/{experiment}: ")
 
@@ -157,7 +157,7 @@ def _device(environment: dict) -> str:
 
 def _flat(content: dict, prefix: str = "") -> Iterator[tuple[str, object]]:
     for name, value in content.items():
-        # A list of devices becomes one text per field. The number of devices is listed under "device".
+        # A list of devices becomes one string per field. The number of devices is listed under "device".
         if isinstance(value, list) and value and all(isinstance(entry, dict) for entry in value):
             value = {field: ", ".join(sorted({_text(entry.get(field)) for entry in value})) for field in value[0]}
         if isinstance(value, dict):
@@ -169,7 +169,7 @@ def _flat(content: dict, prefix: str = "") -> Iterator[tuple[str, object]]:
 def _of_one_side(name: str, sides: list[dict[str, set[str]]]) -> bool:
     """Return True if the circumstance belongs to an experiment that only one set has.
 
-    The comparison lists the values of this experiment as missing, so the circumstance does not need to be listed too.
+    The comparison lists the values of this experiment as missing, so the circumstance need not be listed too.
     """
     # The name is "sizes of NOTEBOOK/EXPERIMENT: FIELD". The part before ": " identifies the experiment.
     experiment = name.partition(": ")[0] + ": "

@@ -1,6 +1,7 @@
 """Compare two sets of launches, A and B: which values became worse, whether this can be chance, and which values are missing.
 
-A launch is one process that measures one version of the code. Its results are stored as a run. A and B are often two versions.
+A launch is one process that measures one version of the code. Its results are stored as a run. Typically, A and B are two
+versions of the code.
 """
 
 from collections import defaultdict
@@ -14,14 +15,14 @@ from hyperion.results.rows import Row
 from hyperion.results.statistics import DIVISIONS, Power, fenced, log_deviations, randomization_test
 from hyperion.results.store import Run, find_runs
 
-# Five launches of each version have comb(10, 5) = 252 divisions. A division and its mirror image have the same statistic, so
-# the smallest p-value is 2/252, which is far below 5 %.
+# Five launches of each version can be divided in comb(10, 5) = 252 ways. A division and its mirror image have the same statistic,
+# so the smallest p-value is 2/252, which is far below 5 %.
 RELAUNCHES = 5
 SMALLEST_CHANGE = 0.03
 SIGNIFICANCE = 0.05
 VERDICTS = ("regression", "improvement", "indicative", "same", "missing")
-# The params of a row of a search contain the number of candidates ("seen") and the result of the search.
-# "m", "n" and "k" are the shape of the fastest product; the search may stop at another shape in each launch.
+# In a row of a search, the params contain the number of sampled shapes ("seen") and the result of the search: "m", "n" and "k"
+# are the shape of the fastest product, which may differ between launches.
 _SEARCHED, _SEARCH_RESULT = "seen", ("seen", "stopped", "m", "n", "k")
 
 
@@ -30,25 +31,24 @@ class Comparison:
     """Comparison of one metric of one variant between the sets A and B.
 
     Args:
-        name: experiment, variant, number format, params and rank of the compared rows, as one text.
+        name: experiment, variant, number format, params and rank of the compared rows, joined into one string.
         metric: name of the metric.
-        value_a, value_b: typical value of each set. It is the geometric mean over the launches of the set, after outliers are
-            clipped (see `fenced`). If not all values are positive, it is the arithmetic mean. None if the value is missing.
+        value_a, value_b: typical value of each set: the geometric mean over the launches of the set, after outliers are clipped
+            (see `fenced`), or the arithmetic mean if not all values are positive. None if the value is missing.
         change: relative change from A to B, positive if B is better. If not all values are positive, the difference is divided
             by the larger of the two absolute means. None if the value is missing.
         spread: relative standard deviation between launches of the same set, pooled over both sets. None if each set has one
             launch, or if not all values are positive.
         p_value: p-value of the randomization test, corrected for the number of metrics. None if these runs cannot confirm a
             change.
-        verdict: one of five words. "regression" and "improvement" are confirmed changes. "indicative" is a change of more than
-            3 % that these runs cannot confirm. "same" means that no change was found. "missing" means that not all runs have
-            the value.
+        verdict: "regression" or "improvement" for a confirmed change; "indicative" for a change of more than 3 % that these runs
+            cannot confirm; "same" if no change was found; "missing" if not all runs have the value.
         power: probability that a worsening of 3 % would be confirmed, given the spread and the number of launches. It is at
             most one half, because 3 % is also the threshold. None if these runs cannot confirm a change.
-        detectable: the smallest worsening that would be confirmed with a probability of 80 %. None if there is no such
-            worsening, or if these runs cannot confirm a change.
-        reason: which runs lack a missing value, and why.
-        launches_a, launches_b: values of the launches of each set. Launches without a value are left out.
+        detectable: the smallest relative worsening that would be confirmed with a probability of 80 %. None if there is none, or
+            if these runs cannot confirm a change.
+        reason: for a missing value, the runs that lack it, and why.
+        launches_a, launches_b: values of the launches of each set. Launches without a value are omitted.
     """
 
     name: str
@@ -69,7 +69,7 @@ class Comparison:
 def relaunches(name: str) -> list[Run]:
     """Return the runs that a name on the command line stands for.
 
-    The name is either the name of one run, or a folder that contains several runs. Links to the same run count once.
+    The name is either that of one run, or that of a folder that contains several runs. Links to the same run count once.
 
     Raises:
         HyperionError: there is no run and no folder of runs of this name.
@@ -80,13 +80,13 @@ def relaunches(name: str) -> list[Run]:
 def compare(runs_a: list[Run], runs_b: list[Run]) -> list[Comparison]:
     """Compare all metrics for which a higher or a lower value is better.
 
-    A change is confirmed, as a regression or an improvement, under two conditions. Its estimate exceeds 3 %, and the
-    randomization test over whole launches is significant at 5 % after the correction for the number of metrics. If A and B are
-    the same code, at most one comparison in twenty confirms any change. This holds for every distribution of the launches.
-    The first condition uses the estimate and not the lower end of its interval, which would require a change of 6 % or more.
+    A change is confirmed, as a regression or an improvement, if its estimate exceeds 3 % and the randomization test over whole
+    launches is significant at 5 % after correction for the number of metrics. If A and B are the same code, at most one
+    comparison in twenty confirms any change, whatever the distribution of the launches. The first condition uses the estimate
+    and not the lower end of its interval, which would require a change of 6 % or more.
 
     A change can be confirmed only if all launches come from one call of `hyperion relaunch` and each set has at least five of
-    them. Such launches alternate between A and B, so that a change of the machine affects both. In all other cases a change
+    them. Such launches alternate between A and B, so that a change of the machine affects both. In all other cases, a change
     above 3 % is indicative (see `why_indicative`).
 
     A value is missing if some runs have it and others do not. A value that no run has is not compared.
@@ -95,7 +95,7 @@ def compare(runs_a: list[Run], runs_b: list[Run]) -> list[Comparison]:
         The comparisons, the worst change first. Missing values come last.
 
     Raises:
-        HyperionError: a launch is given twice, the sets share no value, or launches of different calls of `hyperion relaunch`
+        HyperionError: a launch is given twice, the sets share no value, or launches from different calls of `hyperion relaunch`
             are compared.
     """
     require_distinct(runs_a, runs_b)
@@ -118,22 +118,22 @@ def compare(runs_a: list[Run], runs_b: list[Run]) -> list[Comparison]:
             where=f"{runs_a[0].folder} and {runs_b[0].folder}",
             next_step="compare runs of the same profile and data source",
         )
-    # Shape (launches, keys), the launches of A first.
+    # Shape (launches, keys), with the launches of A first.
     table = np.array([values[key] for key in shared], dtype=np.float64).T
     positive = np.all(table > 0, axis=0).tolist()
     confirming = not why_indicative(runs_a, runs_b)
-    # Ratios need positive values. Counts may be zero, and are compared by their difference instead.
+    # Ratios need positive values. Counts may be zero, so they are compared by their difference.
     ratios = {key: shared[key] for key, p in zip(shared, positive, strict=True) if p}
     compared = _by_ratio(ratios, table[:, positive], len(runs_a), confirming)
     compared += [
         _by_difference(key, shared[key], table[:, place], len(runs_a)) for place, key in enumerate(shared) if not positive[place]
     ]
-    # `change` is positive if B is better, so that ascending order lists the worst change first.
+    # `change` is positive if B is better, so ascending order lists the worst change first.
     return sorted(compared, key=lambda c: c.change or 0.0) + sorted(absent, key=lambda c: (len(c.launches_b), c.name, c.metric))
 
 
 def why_indicative(runs_a: list[Run], runs_b: list[Run]) -> str:
-    """Return the reason why these runs cannot confirm a change, or "" if they can."""
+    """Return the reason why these runs cannot confirm a change, or "" if they can confirm one."""
     if any("relaunch" not in run.information() for run in (*runs_a, *runs_b)):
         return "the runs did not alternate, so a change of the machine looks like a change of the code"
     if min(len(runs_a), len(runs_b)) < RELAUNCHES:
@@ -161,13 +161,12 @@ def _require_turns(runs_a: list[Run], runs_b: list[Run]) -> None:
     """Raise an error if launches belong to different calls of `hyperion relaunch`, or if a set mixes both versions.
 
     All launches of one call are measured within a short time. Their spread does not include changes of the machine between two
-    calls. Therefore the test would report a change of the machine as a change of the code.
+    calls, so the test would report a change of the machine as a change of the code.
     """
     sides = [[run.information().get("relaunch", {}) for run in side] for side in (runs_a, runs_b)]
     calls = {launched.get("call") for side in sides for launched in side}
     where = f"{runs_a[0].folder} and {runs_b[0].folder}"
-    # Runs without an entry of `hyperion relaunch` give the call None. Mixing them with launches of a call raises the error,
-    # too.
+    # The call of runs that `hyperion relaunch` did not make is None. Mixing them with launches of a call is an error too.
     if len(calls) > 1:
         raise HyperionError(
             "the launches come from several calls of `hyperion relaunch`, so the two versions did not take turns",
@@ -193,7 +192,7 @@ def _values(rows: list[dict[tuple, Row]]) -> dict[tuple, list[float]]:
 
 
 def _by_identity(run: Run) -> dict[tuple, Row]:
-    """Return a dict that maps a key to a row of the run. The key says what the row measures.
+    """Return a dict that maps a key, which identifies what is measured, to the row of the run.
 
     The key of a row from the search for the fastest shape does not contain this shape, because it may differ between runs.
     """
@@ -205,7 +204,7 @@ def _by_identity(run: Run) -> dict[tuple, Row]:
         else:
             by_key[row.key] = row
     for key, rows in searches.items():
-        # If several searches differ only in their shape, their keys keep the shape.
+        # If several searches differ only in their resulting shape, their keys keep it.
         by_key |= {key: rows[0]} if len(rows) == 1 else {row.key: row for row in rows}
     return by_key
 
@@ -223,7 +222,7 @@ def _missing(key: tuple, *sides: list[dict[tuple, Row]]) -> Comparison:
 
 
 def _incomparable(key: tuple, values: list[float], launches_a: int, forms: list[tuple[str, str]]) -> Comparison:
-    """Return a comparison that only states its reason: the runs define this metric differently."""
+    """Return a comparison without a result, whose reason is that the runs define this metric differently."""
     stated = ", ".join(f"[{unit}] {'no direction' if better == 'none' else f'{better} is better'}" for unit, better in forms)
     reason = f"the runs define the metric differently: {stated}"
     return _without_verdict(key, reason, tuple(values[:launches_a]), tuple(values[launches_a:]))
@@ -238,7 +237,7 @@ def _by_ratio(keys: dict[tuple, float], table: np.ndarray, launches_a: int, conf
 
     Args:
         keys: for each row key, 1 if a higher value is better and -1 if a lower value is better.
-        table: values; shape (launches, keys), the launches of A first.
+        table: values; shape (launches, keys), with the launches of A first.
         launches_a: number of launches of A.
         confirming: True if these runs can confirm a change (see `why_indicative`).
     """
@@ -249,7 +248,7 @@ def _by_ratio(keys: dict[tuple, float], table: np.ndarray, launches_a: int, conf
     logs = fenced(np.log(table), launches_a)
     means = [side.mean(axis=0) for side in (logs[:launches_a], logs[launches_a:])]
     changes, deviations = np.expm1(better * (means[1] - means[0])), log_deviations(logs, launches_a)
-    # The sign makes larger values better for every metric, so that the test has one direction for all keys.
+    # The sign makes larger values better for every metric, so that the test has the same direction for all keys.
     test = randomization_test(logs * better, launches_a, SMALLEST_CHANGE) if confirming else None
     power = (
         Power(
@@ -273,7 +272,7 @@ def _by_ratio(keys: dict[tuple, float], table: np.ndarray, launches_a: int, conf
                 float(np.exp(means[0][place])),
                 float(np.exp(means[1][place])),
                 change,
-                # Two launches, one of each set, have no spread within a set.
+                # With one launch per set, there is no spread within a set.
                 float(np.expm1(deviations[place])) if len(table) > 2 else None,
                 p_value,
                 _verdict(change, p_value),
@@ -287,7 +286,10 @@ def _by_ratio(keys: dict[tuple, float], table: np.ndarray, launches_a: int, conf
 
 
 def _by_difference(key: tuple, better: float, values: np.ndarray, launches_a: int) -> Comparison:
-    """Compare values that are not all positive, such as numbers of graph breaks, by their difference. It is never confirmed."""
+    """Compare values that are not all positive, such as numbers of graph breaks, by their difference.
+
+    Such a change is never confirmed.
+    """
     a, b = values[:launches_a], values[launches_a:]
     mean_a, mean_b = float(a.mean()), float(b.mean())
     largest = max(abs(mean_a), abs(mean_b))
@@ -307,7 +309,7 @@ def _by_difference(key: tuple, better: float, values: np.ndarray, launches_a: in
 
 
 def _name(key: tuple) -> str:
-    # The parts of a key are notebook, experiment, variant, dtype, params, rank and metric (see `Row.key`).
+    # A key consists of notebook, experiment, variant, dtype, params, rank and metric (see `Row.key`).
     name = " ".join(str(part) for part in key[1:5] if part not in ("", "{}"))
     return name if key[5] is None else f"{name} rank {key[5]}"
 

@@ -1,4 +1,4 @@
-"""Verify a run: files are unchanged, rows are valid, counts agree, and values of rows agree with the stored samples."""
+"""Verify a run: files are unchanged, rows are valid, counts agree, and the values of rows agree with the stored samples."""
 
 from collections import Counter
 from collections.abc import Callable
@@ -14,10 +14,10 @@ from hyperion.results.store import Run
 from hyperion.untrusted import parse_json
 
 _NEXT = "restore the run from where it was copied, or measure the experiment again"
-_SAME = 1e-9  # relative tolerance for the order of floating-point operations; samples are stored exactly
+_SAME = 1e-9  # relative tolerance for a different order of floating-point operations; samples are stored exactly
 _PHASES = ("forward", "backward", "optimizer")
-# Metrics that are an amount of work divided by the median time. If the row does not state the amount of work, the amount is
-# computed from the value of the row.
+# Metrics that are an amount of work divided by the median time. If a row does not state the amount of work, it is computed from
+# the value of the row.
 _RATES = (
     "gemm_tflops",
     "bandwidth_gb_s",
@@ -37,10 +37,10 @@ def verify_run(run: Run) -> list[str]:
     """Verify the files, rows, counts and samples of a run.
 
     Returns:
-        One line for each verified statement, and lines that state what cannot be verified.
+        One line for each verified statement, followed by lines that state what cannot be verified.
 
     Raises:
-        HyperionError: a file, a row or a count is wrong. The message describes the first fault.
+        HyperionError: a file, a row or a count is wrong. The message describes the first error.
     """
     names, rows, experiments = run.verify(), run.rows(), run.experiments()
     statements = [
@@ -52,9 +52,9 @@ def verify_run(run: Run) -> list[str]:
         "environments match their digests",
     ]
     sampled, proven, others = 0, Counter(), Counter()
-    # One file of samples at a time: all samples of a run together may not fit into memory.
+    # Load one file of samples at a time, because all samples of a run may not fit into memory.
     for name in experiments:
-        # The names of a notebook may contain dots but no slash, so the first slash separates notebook and experiment.
+        # Notebook names contain no slash, so the first slash separates notebook and experiment.
         samples = run.samples(*name.split("/", 1))
         sampled += len(samples)
         groups = _sample_groups(samples, name)
@@ -102,13 +102,13 @@ def _recomputed(row: Row, groups: dict[tuple, np.ndarray], where: str) -> str:
     Raises:
         StoreError: the samples do not agree with the row.
     """
-    # Only a monotone function of the median time can be recomputed: it maps the ends of the interval to ends of the interval.
+    # Only monotone functions of the median time can be recomputed, because they map the ends of the interval to ends.
     function = _function_of(row)
     if function is None or row.value is None or None in (row.n, row.ci_low, row.ci_high):
         return ""
     phase = row.metric.removesuffix("_time_s")
     phases = ("", phase if phase in _PHASES else "step")
-    # More than one match is ambiguous: the samples do not say which of the two series the row used.
+    # More than one match is ambiguous, because the samples do not say which series the row used.
     matching = [
         groups[key] for key in ((row.variant, row.dtype, canonical_params(row.params), p) for p in phases) if key in groups
     ]
@@ -116,7 +116,7 @@ def _recomputed(row: Row, groups: dict[tuple, np.ndarray], where: str) -> str:
         return ""
     estimate, work = median_estimate(matching[0]), _work(row)
     exact = row.metric not in _RATES or work is not None
-    # Without the amount of work, the value of the row sets the factor, so that only the interval and n are tested.
+    # If the amount of work is unknown, the factor is computed from the value of the row, and only the interval and n are checked.
     factor = (work or 1.0) if exact else row.value / function(estimate.value)
     named = f"{row.metric} of {row.variant} {row.dtype} {row.params}".strip()
     if row.n != estimate.n:
@@ -133,7 +133,7 @@ def _recomputed(row: Row, groups: dict[tuple, np.ndarray], where: str) -> str:
 
 
 def _function_of(row: Row) -> Callable[[float], float] | None:
-    """Return a monotone function that computes the metric from the median time, except for a constant factor.
+    """Return a monotone function that computes the metric from the median time, up to a constant factor.
 
     Return None if the metric is not a function of the median time.
     """
@@ -143,9 +143,9 @@ def _function_of(row: Row) -> Callable[[float], float] | None:
 
 
 def _work(row: Row) -> float | None:
-    """Return the operations, bytes or items of one call, in the unit of the rate.
+    """Return the amount of work of one call (operations, bytes or items) in the unit of the rate.
 
-    None if the params of the row do not state them.
+    Return None if the params of the row do not state it.
     """
     params = {name: value for name, value in row.params.items() if type(value) in (int, float) and value > 0}
     if row.metric == "gemm_tflops" and {"m", "n", "k"} <= params.keys() and "kind" not in row.params:
@@ -160,9 +160,9 @@ def _work(row: Row) -> float | None:
 
 
 def _drifting(estimate: Estimate, samples: np.ndarray) -> Estimate:
-    """Return the estimate with a wider interval, for samples with drift.
+    """Return the estimate with the wider interval that is used for samples with drift.
 
-    The interval then includes the median of the first third of the samples and the median of the last third.
+    This interval also contains the median of the first third and the median of the last third of the samples.
     """
     third = len(samples) // 3
     if third == 0:
@@ -173,12 +173,12 @@ def _drifting(estimate: Estimate, samples: np.ndarray) -> Estimate:
 
 def _agree(row: Row, form: Estimate) -> bool:
     stated = np.array([row.value, row.ci_low, row.ci_high], dtype=np.float64)
-    # The absolute tolerance is 0, because values of all magnitudes occur, from nanoseconds to thousands of TFLOPS.
+    # The absolute tolerance is 0, because values range from nanoseconds to thousands of TFLOPS.
     return bool(np.allclose(stated, (form.value, form.ci_low, form.ci_high), _SAME, 0.0))
 
 
 def _strangers(run: Run, names: list[str]) -> list[str]:
-    # The locks are not in the manifest: they are files of the running processes and not results.
+    # The locks are not in the manifest, because they belong to running processes and are not results.
     known = {*names, MANIFEST, LOCK, WRITER_LOCK, ".driver.lock"}
     files = (path.relative_to(run.folder).as_posix() for path in run.folder.rglob("*") if not path.is_dir())
     return sorted(set(files) - known)

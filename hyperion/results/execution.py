@@ -1,7 +1,7 @@
-"""The log file through which the kernel of a notebook reports to the driver, the process of `hyperion reproduce`.
+"""The log file through which a notebook kernel reports to the driver, which is the process of `hyperion reproduce`.
 
-The driver sets the path of the log in an environment variable. The kernel appends one line for each experiment and one line for
-each unexpected result. The line of an experiment says whether its rows were measured now or were already stored in the run.
+The driver passes the path of the log in an environment variable. The kernel appends one line for each experiment and one line for
+each unexpected result. The line for an experiment says whether its rows were measured now or were already stored in the run.
 """
 
 import json
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 LOG = "HYPERION_EXECUTION_LOG"
 REMEASURE = "HYPERION_REMEASURE"
 MEASURED, KEPT = "measured", "kept"
-# An unexpected row is a row whose value was refused. An unexpected claim is a claim of the notebook that turned out to be false.
+# An unexpected row is a row whose value was refused. An unexpected claim is a claim in the notebook that is false for this run.
 UNEXPECTED_ROW, UNEXPECTED_CLAIM = "unexpected row", "unexpected claim"
 # File of a run in which the driver stores the state of each notebook.
 LEDGER = "reproduce.json"
@@ -34,23 +34,23 @@ def note_unexpected(notebook: str, sentence: str, what: str) -> None:
 def executed(log: Path, notebook: str) -> dict[str, str]:
     """Read a log and return a dict that maps the name of an experiment of a notebook to MEASURED or KEPT.
 
-    If both words occur for an experiment, the value is MEASURED.
+    If the log contains both for an experiment, the value is MEASURED.
     """
     outcomes: dict[str, str] = {}
     for experiment, what in _noted(log, notebook):
-        # A notebook may run an experiment twice. The second call finds the rows that the first one stored, and reports KEPT.
+        # A notebook may run an experiment twice. The second call finds the rows that the first one stored and reports KEPT.
         if what in (MEASURED, KEPT) and outcomes.get(experiment) != MEASURED:
             outcomes[experiment] = what
     return outcomes
 
 
 def unexpected(log: Path, notebook: str, *kinds: str) -> list[str]:
-    """Return the sentences that a log contains about unexpected results of a notebook. Each sentence is returned once.
+    """Return the distinct sentences in a log about unexpected results of a notebook.
 
     Args:
-        kinds: UNEXPECTED_ROW, UNEXPECTED_CLAIM or both. Without this argument both kinds are returned.
         log: path of the log.
         notebook: stem of the notebook (file name without .ipynb).
+        kinds: UNEXPECTED_ROW, UNEXPECTED_CLAIM or both; default: both.
     """
     wanted = kinds or (UNEXPECTED_ROW, UNEXPECTED_CLAIM)
     return list(dict.fromkeys(sentence for sentence, what in _noted(log, notebook) if what in wanted))
@@ -59,7 +59,7 @@ def unexpected(log: Path, notebook: str, *kinds: str) -> list[str]:
 def unexpected_in(run: "Run") -> dict[str, list[str]]:
     """Return a dict that maps a notebook to the sentences about unexpected results in its latest execution.
 
-    Notebooks without unexpected results are left out.
+    Notebooks without unexpected results are omitted.
     """
     if not (run.folder / LEDGER).is_file():
         return {}
@@ -68,13 +68,13 @@ def unexpected_in(run: "Run") -> dict[str, list[str]]:
 
 
 def must_remeasure() -> bool:
-    """Return True if the driver asks for new measurements because the stored measurements have unexpected results."""
+    """Return True if the driver requests new measurements because the stored ones have unexpected results."""
     return os.environ.get(REMEASURE) == "1"
 
 
 def _note(line: list[str]) -> None:
     log = os.environ.get(LOG)
-    # The file is opened for each line, so that a killed kernel loses none of the lines that it reported.
+    # The file is opened for each line, so that no reported line is lost if the kernel is killed.
     if log:
         with open(log, "a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")

@@ -1,7 +1,7 @@
-"""Files of a run: atomic writes, a manifest of all files of a folder, and safe reads of samples.
+"""Files of a run: atomic writes, a manifest of all files in a folder, and safe reading of samples.
 
-A run folder may come from another person. Therefore all names in its files must stay inside the folder, and readers never write.
-A writer lists the renames of a commit in a file before it executes them. If the writer is killed in between, readers use that
+A run folder may come from another person. Therefore names in its files may not point outside the folder, and readers never write.
+A writer lists the renames of a commit in a file before it executes them. If the writer is killed in between, readers use this
 list to find the files, and the next writer executes the renames.
 """
 
@@ -29,7 +29,7 @@ from hyperion.untrusted import inner_path, open_regular, read_json
 MANIFEST = "MANIFEST"
 PENDING = "MANIFEST.pending"
 LOCK, WRITER_LOCK = ".lock", ".writer.lock"
-LARGEST_FILE_BYTES = 2**30  # largest file of a run; samples usually take a few MiB
+LARGEST_FILE_BYTES = 2**30  # maximum size of a file in a run; samples usually take a few MiB
 # Larger samples are not decoded. These limits are generous: the largest experiment of Hyperion records 50,000 rows.
 LARGEST_ROWS, LARGEST_CELLS, LARGEST_DECODED_BYTES = 20_000_000, 100_000_000, 2**30
 _OWN = (MANIFEST, PENDING, LOCK, WRITER_LOCK)
@@ -45,7 +45,7 @@ class StoreError(HyperionError):
 
 @dataclass(frozen=True)
 class Manifest:
-    """The manifest of a folder, and the places of its files during an unfinished commit.
+    """The manifest of a folder, and the temporary names of its files during an unfinished commit.
 
     Args:
         folder: the folder.
@@ -61,11 +61,11 @@ class Manifest:
         """Return the verified content of a file.
 
         Raises:
-            StoreError: the file is missing, is not a regular file, is not in the manifest, or has another size or hash than the
-                manifest states.
+            StoreError: the file is missing, is not a regular file, is not in the manifest, or its size or hash does not match
+                the manifest.
         """
         with self._opened(name) as file:
-            # One byte more than expected reveals a file that grew after its size was checked.
+            # Reading one byte more than expected detects a file that grew after its size was checked.
             content = file.read(self.entries[name]["size"] + 1)
             self._check(name, len(content), hashlib.sha256(content).hexdigest())
         return content
@@ -90,7 +90,7 @@ class Manifest:
         place = inner_path(self.folder, self.moved.get(name, name), StoreError, _DISTRUST)
         try:
             with open_regular(place, StoreError, RESTORE) as file:
-                # Check the size before reading, so that an enormous file is not hashed.
+                # Check the size first, so that an enormous file is not hashed.
                 self._check(name, os.fstat(file.fileno()).st_size)
                 yield file
         except (FileNotFoundError, NotADirectoryError) as error:
@@ -108,12 +108,12 @@ class Manifest:
 
 
 def write_atomically(path: Path, content: bytes) -> None:
-    """Write `content` to `path` atomically. Readers see either the old file or the new file, also after a power cut.
+    """Write `content` to `path` atomically. Readers see either the old or the new file, even after a power failure.
 
     Raises:
         StoreError: the folder is not writable or the disk is full; the old file is unchanged.
     """
-    # The content is on disk (fsync) before the rename. In the other order, a power cut could leave an empty file under the
+    # The content is written to disk (fsync) before the rename. Otherwise, a power failure could leave an empty file under the
     # final name.
     temporary = _write_temporary(path, content)
     try:
@@ -121,7 +121,7 @@ def write_atomically(path: Path, content: bytes) -> None:
     except OSError as error:
         temporary.unlink(missing_ok=True)
         raise _write_error(error, path) from error
-    # Also after Ctrl-C, which is not an OSError.
+    # BaseException includes Ctrl-C, which is not an OSError.
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
@@ -132,22 +132,21 @@ def write_atomically(path: Path, content: bytes) -> None:
 def commit(folder: Path, contents: dict[str, bytes]) -> None:
     """Add or replace several files of a folder and its manifest as one transaction.
 
-    A commit has three steps. First it writes the new files and the new manifest under temporary names. Then it writes the list of
-    renames. Last it renames the files, which needs no disk space. If the process is killed after the second step, readers use the
-    list to find the files, and the next writer executes the renames.
+    A commit has three steps. First, it writes the new files and the new manifest under temporary names. Then it writes the list
+    of renames. Finally, it renames the files, which needs no disk space. If the process is killed after the second step, readers
+    use the list to find the files, and the next writer executes the renames.
 
     Args:
         folder: the folder; it is created if it does not exist.
-        contents: a dict that maps the path of a file, relative to `folder`, to its content. A file has at most
-            `LARGEST_FILE_BYTES`.
+        contents: a dict that maps the path of a file, relative to `folder`, to its content of at most `LARGEST_FILE_BYTES`.
 
     Raises:
-        StoreError: the folder is not writable, or the disk is full. Or a name points outside the folder, is a link, or is the
-            name of one of the store's own files. The old files are unchanged.
+        StoreError: the folder is not writable; the disk is full; or a name points outside the folder, is a link, or is the name
+            of one of the store's own files. The old files are unchanged.
     """
     make_folder(folder)
     with locked(folder, create=True):
-        # An earlier writer may have been killed between its list of renames and its renames. Its commit takes effect first.
+        # An earlier writer may have been killed after it wrote its list of renames. Complete its commit first.
         _finish(folder)
         _require_writable_names(folder, contents)
         entries = read_manifest(folder).entries | {
@@ -160,10 +159,10 @@ def commit(folder: Path, contents: dict[str, bytes]) -> None:
             for name, content in (contents | {MANIFEST: manifest}).items():
                 _remove_strays(folder / name)
                 moves[str(_write_temporary(folder / name, content).relative_to(folder))] = name
-            # This write is the commit point: before it, the old files count; after it, the new ones.
+            # This write is the commit point: before it, the old files are valid; after it, the new ones.
             write_atomically(folder / PENDING, json.dumps(moves, indent=1).encode())
         except BaseException:
-            # Once the list of renames is written, the commit is complete, so its temporary files must not be removed.
+            # Once the list of renames is written, the commit is valid, so its temporary files must not be removed.
             if not (folder / PENDING).exists():
                 for temporary in moves:
                     (folder / temporary).unlink(missing_ok=True)
@@ -206,7 +205,7 @@ def read_manifest(folder: Path) -> Manifest:
     Raises:
         StoreError: the manifest or the list of renames is damaged, or contains the name of a file outside the folder.
     """
-    # A temporary file that no longer exists was already renamed by the writer that was interrupted.
+    # If a temporary file no longer exists, the interrupted writer has already renamed it.
     moved = {name: temporary for temporary, name in _pending(folder).items() if os.path.lexists(folder / temporary)}
     path = inner_path(folder, moved.get(MANIFEST, MANIFEST), StoreError, _DISTRUST)
     if not os.path.lexists(path):
@@ -227,21 +226,21 @@ def read_manifest(folder: Path) -> Manifest:
 
 @contextlib.contextmanager
 def locked(folder: Path, name: str = LOCK, create: bool = False) -> Iterator[None]:
-    """Hold a lock of the folder while the `with` block runs, so that only one process at a time uses the folder.
+    """Context manager that holds a lock on the folder, so that only one process at a time uses the folder.
 
-    Writers create the lock file. Readers use the lock file only if it exists and is writable. A fresh checkout of the reference
-    results has no lock file, and readers do not need one there.
+    Writers create the lock file. Readers use the lock file only if it exists and is writable. In a fresh checkout, the reference
+    results have no lock file, and readers do not need one.
 
     Args:
         folder: the folder.
         name: name of the lock file.
-        create: True for writers, which create the lock file if it does not exist.
+        create: if True, create the lock file if it does not exist. True for writers.
 
     Raises:
         StoreError: the lock file is a link, a named pipe or a folder, or it cannot be created.
     """
     path = inner_path(folder, name, StoreError, _DISTRUST)
-    # A read-only copy of a run, or a fresh checkout, has no writers that a reader must wait for.
+    # A read-only copy of a run and a fresh checkout have no writers for which a reader must wait.
     if not create and not (os.path.lexists(path) and os.access(path, os.W_OK)):
         yield
         return
@@ -264,21 +263,21 @@ def read_samples(content: bytes, where: object) -> pd.DataFrame:
         where: name of the file for error messages.
 
     Raises:
-        StoreError: the content is not Parquet, or the table is larger than anything that Hyperion records. Or two columns have
-            the same name, or a column has another type than numbers, dates, texts and lists of numbers.
+        StoreError: the content is not Parquet, the table is larger than anything that Hyperion records, two columns have the same
+            name, or a column has another type than numbers, dates, strings and lists of numbers.
     """
     import pyarrow as pa
 
     try:
         table = _samples_table(content, where)
-        table.validate(full=True)  # without this check, texts that are not UTF-8 would fail later in pandas
+        table.validate(full=True)  # without this check, strings that are not UTF-8 would fail later in pandas
         return table.to_pandas(ignore_metadata=True)
     except (pa.ArrowException, ValueError, OSError, OverflowError) as error:
         raise StoreError(f"unreadable samples: {str(error)[:200]}", where=where, next_step=RESTORE) from error
 
 
 def _pending(folder: Path) -> dict[str, str]:
-    """Return the renames of an unfinished commit as {temporary name: name}; {} if there is no unfinished commit."""
+    """Return the renames of an unfinished commit as {temporary name: name}, or {} if there is no unfinished commit."""
     path = inner_path(folder, PENDING, StoreError, _DISTRUST)
     if not os.path.lexists(path):
         return {}
@@ -290,7 +289,7 @@ def _pending(folder: Path) -> dict[str, str]:
             _require_file_name(folder, name)
         inner_path(folder, temporary, StoreError, _DISTRUST)
         target, source = PurePosixPath(name), PurePosixPath(temporary)
-        # Only names that `_write_temporary` gives are accepted. A manipulated list could otherwise replace any file.
+        # Accept only names that `_write_temporary` gives. Otherwise, a manipulated list could replace any file.
         ours = source.parent == target.parent and re.fullmatch(rf"\.{re.escape(target.name)}\.\w+\.tmp", source.name)
         if not ours:
             fault = f"{temporary!r} is not a temporary file of {name!r}"
@@ -310,7 +309,7 @@ def _finish(folder: Path) -> None:
             except OSError as error:
                 raise _write_error(error, folder / name) from error
             flush((folder / name).parent)
-    # The list is removed last: until then, a repetition of the renames is harmless.
+    # The list is removed last. Until then, the renames can be repeated without harm.
     (folder / PENDING).unlink(missing_ok=True)
 
 
@@ -342,14 +341,13 @@ def _document(path: Path) -> object:
 
 def _remove_strays(path: Path) -> None:
     # A writer that was killed before it wrote its list of renames leaves temporary files. The caller holds the lock, so no other
-    # process uses these files.
-    # The name of a notebook may contain characters with a meaning in patterns, such as "[".
+    # process uses these files. The name of a notebook may contain characters that are special in patterns, such as "[".
     for stray in path.parent.glob(f".{glob.escape(path.name)}.*.tmp"):
         stray.unlink(missing_ok=True)
 
 
 def _write_temporary(path: Path, content: bytes) -> Path:
-    # The name is unpredictable and the file must not exist yet. So an attacker cannot place a link there in advance.
+    # The name is unpredictable and the file must not exist yet, so an attacker cannot place a link there in advance.
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -375,7 +373,7 @@ def make_folder(folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise _write_error(error, folder) from error
-    # An existing folder that is not writable passes `mkdir`, and would fail only after the measurement.
+    # `mkdir` accepts an existing folder that is not writable. Writing would then fail only after the measurement.
     if not os.access(folder, os.W_OK):
         raise _write_error(PermissionError(errno.EACCES, "folder is not writable"), folder)
 
@@ -400,7 +398,7 @@ def _samples_table(content: bytes, where: object):
     import pyarrow.parquet as parquet
 
     file = parquet.ParquetFile(pa.BufferReader(content))
-    # Columns whose metadata contradict each other raise an error here; `group.column` below would abort the process.
+    # Columns with contradictory metadata raise an error here. Otherwise, `group.column` below would abort the process.
     next(file.iter_batches(batch_size=1, use_threads=False), None)
     metadata = file.metadata
     groups = [metadata.row_group(group) for group in range(metadata.num_row_groups)]
@@ -408,7 +406,7 @@ def _samples_table(content: bytes, where: object):
     _require_size(0 <= metadata.num_rows <= LARGEST_ROWS, f"{metadata.num_rows} rows", where)
     cells = sum(chunk.num_values for chunk in chunks)
     _require_size(all(chunk.num_values >= 0 for chunk in chunks) and cells <= LARGEST_CELLS, f"{cells} values", where)
-    # The sizes in the metadata come from the file and may be wrong. They exclude honest mistakes before anything is decoded.
+    # The sizes in the metadata come from the file and may be wrong. Checking them excludes honest mistakes before decoding.
     decoded = sum(chunk.total_uncompressed_size for chunk in chunks)
     _require_size(0 <= decoded <= LARGEST_DECODED_BYTES, f"{decoded} bytes", where)
 
@@ -419,10 +417,10 @@ def _samples_table(content: bytes, where: object):
         if not _is_plain(field.type):
             fault = f"samples with a column of type {field.type} ({field.name!r:.40})"
             raise StoreError(fault, where=where, next_step="record numbers, dates, texts and lists of numbers")
-    # Parquet can store a text once and repeat it a million times. Such a column is small in the file and large after decoding, so
-    # the decoded size is computed first.
+    # Parquet can store a string once and repeat it a million times. Such a column is small in the file and large after decoding,
+    # so the decoded size is computed first.
     texts = [field.name for field in schema if _is_text(field.type)]
-    # As dictionaries, repeated texts stay small in memory until their size is known.
+    # Read as dictionaries, repeated strings stay small in memory until their decoded size is known.
     table = parquet.ParquetFile(pa.BufferReader(content), read_dictionary=texts).read(use_threads=False)
     for name in texts:
         column = table.column(name)
@@ -438,7 +436,7 @@ def _text_bytes(chunk) -> int:
 
     # The functions are called by their names, because pyarrow creates them at import and type checkers do not see them.
     lengths = compute.call_function("binary_length", [chunk.dictionary])
-    # Bytes of the decoded column: the length of the text that each index selects.
+    # Bytes of the decoded column: sum of the lengths of the strings that the indices select.
     return compute.call_function("sum", [lengths.take(chunk.indices).cast("int64")]).as_py() or 0
 
 

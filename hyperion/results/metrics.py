@@ -1,7 +1,7 @@
 """Metrics: the name, the unit and the direction of each metric, and the columns that its rows must fill.
 
 The built-in metrics are in one table below. A package adds its own metrics with `register_metric`. A run stores the definitions
-of the added metrics that its rows use. So the run can also be read on a machine where the package is not installed.
+of the added metrics that its rows use, so that it can also be read on a machine where the package is not installed.
 """
 
 import re
@@ -23,11 +23,11 @@ class Metric:
     """The definition of a metric: what it means, and which columns its rows must fill.
 
     Args:
-        name: the common term for the quantity, in lower case. The name contains the unit if the unit is not obvious.
-        unit: the unit of `value`, `limit`, `predicted` and the confidence interval.
+        name: the common term for the quantity, in lower case, with the unit if the unit is not obvious.
+        unit: the unit of the columns `value`, `limit`, `predicted`, `ci_low` and `ci_high`.
         direction: "higher" or "lower" if a higher or a lower value is better, else "none". A limit is the best possible value: a
             maximum for "higher", a minimum for "lower".
-        meaning: one line for tables and reports, at most 300 characters.
+        meaning: one-line description for tables and reports, at most 300 characters.
         needs_limit: if True, a row must state a limit, or it must state in `limit_source` why it has no limit.
         needs_interval: if True, a row must state n and a 95 % confidence interval of the value.
         needs_check: if True, a row must name a check with its error and its tolerance.
@@ -213,13 +213,13 @@ REGISTRY: Mapping[str, Metric] = MappingProxyType(_registered)
 def register_metric(metric: Metric) -> Metric:
     """Make a metric available to the rows of this process, and return the metric.
 
-    Call this function at the top level of the module that uses the metric, so that the import registers the metric. Registering
-    the same definition again changes nothing.
+    Call this function at the top level of the module that uses the metric, so that importing the module registers the metric.
+    Registering the same definition again changes nothing.
 
     Raises:
         HyperionError: a metric of this name with another definition is already registered.
     """
-    # `setdefault` stores a new definition and returns the definition that is now in force.
+    # `setdefault` stores a new definition, and returns the definition that is now registered.
     known = _registered.setdefault(metric.name, metric)
     if known != metric:
         raise HyperionError(
@@ -231,7 +231,7 @@ def register_metric(metric: Metric) -> Metric:
 
 
 def metric_named(name: str) -> Metric:
-    """Return the metric of this name. It is a built-in metric or a metric that this process registered.
+    """Return the built-in or registered metric of this name.
 
     Raises:
         HyperionError: there is no metric of this name. The message lists all metrics.
@@ -249,7 +249,7 @@ def require_one_definition(metrics: Iterable[Metric], where: object) -> dict[str
     """Return a dict that maps the name of a metric to its definition, after checking that no name has two definitions.
 
     Args:
-        metrics: the metrics; a repeated definition is allowed.
+        metrics: the metrics; repeated equal definitions are allowed.
         where: origin of the metrics for error messages.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Rows of results. A row holds one value with its statistics, its limit and its check. Rows are stored as CSV."""
+"""Result rows. A row holds one value with its statistics, its limit and its check. Rows are stored as CSV."""
 
 import csv
 import functools
@@ -29,16 +29,16 @@ Value = TypeVar("Value")
 
 
 def idle_rows(rows: "list[Row]") -> "list[Row]":
-    """Return the rows that were measured while no other process used the CPU cores. If there are none, return all rows."""
-    # A busy machine may have no idle row at all. Its rows are still better than none.
+    """Return the rows that were measured while no other process used the CPU cores, or all rows if there are none."""
+    # On a busy machine, there may be no such row. Its rows are still better than none.
     return [row for row in rows if not row.busy] or rows
 
 
 def require_file_names(notebook: str, experiment: str) -> None:
-    """Raise an error if a name of a notebook or an experiment cannot be part of the file name "notebook.experiment.parquet".
+    """Raise an error if the name of a notebook or an experiment cannot be part of the file name "notebook.experiment.parquet".
 
     Raises:
-        RowError: a name contains a character such as "/", begins with a dot, or is longer than 80 characters. Or the name of
+        RowError: a name contains a character such as "/", begins with a dot, or is longer than 80 characters; or the name of
             the experiment contains a dot, so that two different pairs of names could give the same file name.
     """
     for name, text in (("notebook", notebook), ("experiment", experiment)):
@@ -55,25 +55,25 @@ class Row:
     """One measured, counted or computed value with its limit, its statistics, its check and the state of the device.
 
     Args:
-        notebook: file name of the notebook that the value comes from, without ".ipynb".
-        experiment, variant: the experiment and its variant that the value comes from.
+        notebook: file name of the notebook that produced the value, without ".ipynb".
+        experiment, variant: the experiment that produced the value, and its variant.
         metric: name of a built-in or registered metric.
-        value: the value in the unit of the metric. None if there is no value; then `value_reason` must state the reason.
+        value: the value in the unit of the metric. None if there is no value; `value_reason` must then state why.
         dtype: number format of the arithmetic; "" if the value does not depend on one.
-        params: shapes, batch size, world size, epoch and other values that distinguish this row from other rows (JSON values).
+        params: shapes, batch size, world size, epoch and other JSON values that distinguish this row from other rows.
         rank: the rank that measured the value. None for a value of the whole run.
         value_reason: why there is no value, for example because the device does not support the operation. "" if there is one.
         n: number of samples of the value.
         ci_low, ci_high: ends of the 95 % confidence interval of the value.
-        predicted: the estimate of the library, which was stored before the first sample.
-        limit: physical or information-theoretic bound of the value.
+        predicted: the library's estimate of the value, stored before the first sample.
+        limit: physical or information-theoretic bound on the value.
         limit_source: source of the limit, or the reason why there is no limit.
         check: name of the check, which says what was verified.
         check_error, check_tolerance: error that the check found, and the largest error that it allows.
         data_source: source of the data: mirror, cache, download or synthetic; "" if no data set is used.
         clock_mhz, power_w, throttle: state of the device while the samples were taken. None if it cannot be read.
-        own_metric: definition of the metric in the run that the row was read from. None for a metric that is built in or
-            registered in this process. It is not a column and not part of the identity of a row.
+        own_metric: definition of the metric in the run from which the row was read. None for a metric that is built in or
+            registered in this process. It is neither a column nor part of the identity of a row.
     """
 
     notebook: str
@@ -98,14 +98,14 @@ class Row:
     clock_mhz: float | None = None
     power_w: float | None = None
     throttle: str | None = None
-    # Two rows with the same columns are equal, whatever process read them, so the definition takes no part in `==`.
+    # Two rows with the same columns are equal, whichever process read them, so the definition is not compared by `==`.
     own_metric: Metric | None = field(default=None, compare=False, repr=False)
 
     @property
     def definition(self) -> Metric:
         """The definition of the metric.
 
-        A built-in definition is used first, then the definition in the run of the row, then the one registered in this process.
+        A built-in definition has priority, then the definition in the run of the row, then the one registered in this process.
 
         Raises:
             HyperionError: the metric is unknown.
@@ -129,19 +129,19 @@ class Row:
     @property
     def busy(self) -> bool:
         """True if other processes used the cores while the row was measured on a CPU. The measured times are then too long."""
-        # Several reasons for throttling are stored as one text with "+" between them.
+        # Several reasons for throttling are stored as one string, joined by "+".
         return "busy" in (self.throttle or "").split("+")
 
     @property
     def hot(self) -> bool:
-        """True if the caches were warm. Such a value is shown, but it is not used as a measured ceiling of the device."""
+        """True if the caches were hot. Such a value is shown, but not used as a measured ceiling of the device."""
         return self.params.get("cache") == "hot"
 
     @property
     def fraction_of_limit(self) -> float | None:
         """The value as a fraction of its limit, at most 1.
 
-        It is value / limit if higher is better, and limit / value if lower is better. None without a value or a limit.
+        It is value / limit if higher is better, and limit / value if lower is better. None if there is no value or no limit.
         """
         direction = self.definition.direction
         if self.value is None or self.limit is None or direction == "none":
@@ -155,19 +155,19 @@ class Row:
         return self.value is None and self.value_reason.startswith(UNEXPECTED)
 
     def without_failed_value(self) -> "Row":
-        """Return this row. If its value failed its check, is beyond its limit or is not finite, the returned row has no value.
+        """Return this row, without its value if the value failed its check, is beyond its limit or is not finite.
 
         A wrong number is never stored as a value. Instead, `value_reason` states the number with the error and the tolerance.
 
         Raises:
-            RowError: the row breaks another rule of its metric. This is an error in the code and not in the measurement.
+            RowError: the row breaks another rule of its metric, which is an error in the code and not in the measurement.
         """
         failure = self._failure()
         if not failure or self.value is None:
             return self
-        # A check may return NaN or infinity, which a CSV of a valid row cannot contain. It is stored as "no error".
+        # A check may return an error of NaN or infinity, which a valid row cannot contain. It is replaced by None.
         known_error = self.check_error is None or math.isfinite(self.check_error)
-        # A value that is not finite fails the rules of the form, too, so the form is checked only for finite values.
+        # A value that is not finite also breaks the rules of the form, so the form is checked only for finite values.
         if math.isfinite(self.value) and known_error:
             self._validate_form()
         return replace(
@@ -203,7 +203,7 @@ class Row:
         require_file_names(self.notebook, self.experiment)
         for column in _FLOATS:
             number = getattr(self, column)
-            # False for NaN and infinity, and also for integers that are too large for a float.
+            # This is False for NaN and infinity, and for integers that are too large for a float.
             finite = number is None or abs(number) <= sys.float_info.max
             self._demand(
                 finite,
@@ -221,7 +221,7 @@ class Row:
             text = f"{column} is {reading:g}" if reading is not None else ""
             self._demand(reading is None or reading > 0, text, "store null for an unreadable value, never 0")
             self._demand(reading is None or reading < _MOST_READING, text, "clocks are in MHz (not kHz), power in watts")
-        # Params are compared after a round trip through JSON. A tuple, for example, would come back as a list and not match.
+        # Params must survive a round trip through JSON. A tuple, for example, would become a list.
         self._demand(_is_json(self.params), f"has params that are not a JSON object: {self.params!r:.200}", "use plain values")
         self._demand(_is_bounded(self.params), "has params beyond the range of a float", "store other numbers")
         if self.value is None:
@@ -244,7 +244,7 @@ class Row:
             self._demand(known, f"check {self.check!r} lacks its error or tolerance", "record the error and the tolerance")
 
     def _failure(self) -> str:
-        """Return the reason why the measured value is not valid, as the end of a sentence. Return "" if the value is valid."""
+        """Return the reason why the measured value is not valid, as the end of a sentence, or "" if it is valid."""
         if self.value is None:
             return ""
         if not math.isfinite(self.value):
@@ -269,9 +269,9 @@ _FLOATS = ("value", "ci_low", "ci_high", "predicted", "limit", "check_error", "c
 _INTEGERS = ("rank", "n")
 # Only the name of a notebook may contain dots, so the last dot of "notebook.experiment" separates the two names.
 _FILE_NAMES = {"notebook": re.compile(r"\w[\w .+-]{0,79}"), "experiment": re.compile(r"\w[\w +-]{0,79}")}
-# Counts fit into a signed 64-bit integer, the type of the columns in Parquet and pandas.
+# Counts must fit into a signed 64-bit integer, the type of the columns in Parquet and pandas.
 _MOST_COUNTED = 2**63
-# This bound is above every clock in MHz and every device's power in W, and below every clock in kHz and every power in mW.
+# This bound is above every clock in MHz and every power in W, and below every clock in kHz and every power in mW.
 _MOST_READING = 20_000
 # Order of the columns in the file: origin, value, statistics, limit and check, circumstances.
 COLUMNS = (
@@ -304,12 +304,12 @@ _METRIC_CELLS = tuple(map(COLUMNS.index, ("notebook", "experiment", "metric")))
 
 
 def rows_to_csv(rows: Iterable[Row]) -> str:
-    """Return the rows as CSV. Floats are written with `repr`, so that reading returns exactly the same numbers."""
+    """Return the rows as CSV. Floats are written with `repr`, so that reading them returns exactly the same numbers."""
     return "".join([_line(COLUMNS), *(_line([_cell(getattr(row, column)) for column in COLUMNS]) for row in rows)])
 
 
 def _line(cells: Iterable[str]) -> str:
-    # The writer must use its default line end "\r\n", because it then quotes a single "\r" inside a cell. On disk, lines end
+    # The writer must use its default line ending "\r\n", because it then quotes a single "\r" inside a cell. On disk, lines end
     # with "\n".
     text = io.StringIO()
     csv.writer(text).writerow(cells)
@@ -323,7 +323,7 @@ def own_metrics(rows: Iterable[Row]) -> dict[str, list[Metric]]:
     """Return the definitions of the metrics that the rows use and that are not built into the library.
 
     Returns:
-        A dictionary that maps "notebook/experiment" to the metrics of this experiment.
+        A dict that maps "notebook/experiment" to the metrics of this experiment.
 
     Raises:
         HyperionError: two rows of an experiment have a metric of the same name with different definitions.
@@ -337,7 +337,7 @@ def own_metrics(rows: Iterable[Row]) -> dict[str, list[Metric]]:
 
 
 def own_metrics_to_json(metrics: OwnMetrics) -> dict[str, list[dict]]:
-    """Return definitions of metrics as JSON values, which `own_metrics_from_json` reads."""
+    """Return metric definitions as JSON values, which `own_metrics_from_json` reads."""
     return {name: [asdict(metric) for metric in of_experiment] for name, of_experiment in metrics.items()}
 
 
@@ -349,7 +349,8 @@ def own_metrics_from_json(document: object, where: object) -> dict[str, list[Met
         where: name of the file for error messages.
 
     Raises:
-        HyperionError: the document has another form, defines a metric of an experiment twice, or redefines a built-in metric.
+        HyperionError: the document does not have the expected form, defines a metric of an experiment twice, or redefines a
+            built-in metric.
     """
     try:
         metrics = read_form(dict[str, list[Metric]], document, "metrics")
@@ -372,21 +373,21 @@ def rows_from_csv(
         where: name of the file for error messages.
         validated: if True, check the rules of each row's metric. Use False for rows from a worker, because one failed check must
             not discard the other rows. `Run.record` validates the rows that it stores.
-        metrics: a dict that maps "notebook/experiment" to the definitions of the metrics that its rows use and that are not built
-            in, as `own_metrics` returns them. None uses the metrics that this process registered.
+        metrics: definitions of metrics that are not built in, as `own_metrics` returns them. None uses the metrics that this
+            process registered.
 
     Raises:
         RowError: the header is not the expected one, a cell is missing, a number is invalid, a metric is unknown, a unit is
             wrong, or a row breaks a rule.
     """
-    # A frozenset, because `functools.lru_cache` needs arguments that can be hashed.
+    # A frozenset, because `functools.lru_cache` needs hashable arguments.
     known = None if metrics is None else frozenset((name, metric) for name in metrics for metric in metrics[name])
     return list(_parsed(text, str(where), validated, known))
 
 
 @functools.lru_cache(maxsize=4)
 def _parsed(text: str, where: str, validated: bool, metrics: frozenset[tuple[str, Metric]] | None) -> tuple[Row, ...]:
-    # The result is cached by the text, because one command may read the same rows a hundred times. Rows are immutable.
+    # The result is cached per text, because one command may read the same rows a hundred times. Rows are immutable.
     reader = csv.reader(io.StringIO(text), strict=True)
     own = None if metrics is None else {(name, metric.name): metric for name, metric in metrics}
     rows: list[Row] = []
@@ -401,7 +402,7 @@ def _parsed(text: str, where: str, validated: bool, metrics: frozenset[tuple[str
     except csv.Error as error:
         fault = f"invalid CSV after row {len(rows)}: {error}"
         raise RowError(fault, where=where, next_step="run the experiment again") from error
-    # A key that occurs twice would make one of the rows invisible to everything that looks rows up by key.
+    # If two rows had the same key, a lookup by key would not find one of them.
     places: dict[tuple, int] = {}
     for number, row in enumerate(rows, 1):
         if (first := places.setdefault(row.key, number)) != number:
@@ -431,7 +432,7 @@ def _parse(cells: list[str], where: str, validated: bool, own: dict[tuple[str, s
 
 @functools.lru_cache(maxsize=8192)
 def _row_and_unit(cells: tuple[str, ...], validated: bool, definition: Metric | None) -> tuple[Row, str]:
-    # The result is cached for each line. Recording an experiment changes the file, but most of its lines stay the same.
+    # The result is cached per line, because recording an experiment leaves most lines of the file unchanged.
     named = dict(zip(COLUMNS, cells, strict=True))
     unit = named.pop("unit")
     columns: dict[str, Any] = {name: _typed(name, text) for name, text in named.items()}
@@ -461,7 +462,7 @@ def _cell(value) -> str:
         return ""
     if isinstance(value, dict):
         return _json(value)
-    # `float` first: the `repr` of a NumPy scalar is "np.float64(…)", not a number.
+    # Convert to `float` first, because the `repr` of a NumPy scalar is "np.float64(…)".
     return repr(float(value)) if isinstance(value, float) else str(value)
 
 
@@ -479,7 +480,7 @@ def _is_bounded(value) -> bool:
 
 
 def canonical_params(params: dict) -> str:
-    """Return params as a JSON text. Two equal dicts have the same text, whatever the order of their keys."""
+    """Return params as a JSON string that does not depend on the order of the keys."""
     return json.dumps(params, sort_keys=True)
 
 

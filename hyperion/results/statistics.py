@@ -1,7 +1,7 @@
-"""Statistics: medians with bootstrap confidence intervals, A/B ratios, and a randomization test for sets of launches.
+"""Statistics: medians with bootstrap confidence intervals, A/B ratios, and a randomization test with its power.
 
-A launch is one process that measures one version of the code. A set of launches measures the same version several times. The
-module also computes the power of the randomization test.
+The randomization test compares two sets of launches. A launch is one process that measures one version of the code. All launches
+of a set measure the same version.
 """
 
 import functools
@@ -12,20 +12,20 @@ from dataclasses import dataclass
 
 import numpy as np
 
-# 2,000 resamples place about 50 medians outside each end of a 95 % interval.
+# With 2,000 resamples, about 50 medians lie beyond each end of a 95 % interval.
 RESAMPLES = 2000
 CONFIDENCE = 0.95
 DIVISIONS = 10_000
 POWER_TRIALS = 1000
 WANTED_POWER = 0.8
-# The power is simulated with a subset of the divisions, because the cost is trials x divisions for each spread and change.
+# The power is simulated with a subset of the divisions, because its cost is trials x divisions for each spread and change.
 _POWER_DIVISIONS = 400
 # A worsening of 100 % has no logarithm, so the search for a detectable change ends at 99 %.
 _LARGEST = 0.99
 # Spreads are rounded to steps of 10 %, so that values with similar spreads share one simulation.
 _STEP = math.log(1.1)
 _NORMAL_HALF_WIDTH = 1.96  # standard deviations in half of a 95 % interval of a normal distribution
-_CELLS = 100_000  # elements in each of the few arrays of a test at once; such arrays fit into the cache of a core
+_CELLS = 100_000  # maximum number of elements of the arrays in a test, so that the few arrays fit into the cache of a core
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ def median_estimate(samples, seed: int = 0) -> Estimate:
 
 
 def ratio_estimate(times_a, times_b, seed: int = 0) -> Estimate:
-    """Return the speed-up of A over B, median(times_b) / median(times_a), of an interleaved run.
+    """Return the speed-up of A over B, median(times_b) / median(times_a), for samples that were taken alternately.
 
     Sample i of A and sample i of B are a pair, because they were measured one after the other. The bootstrap resamples whole
     pairs, so that drift cancels.
@@ -91,14 +91,14 @@ def ratio_estimate(times_a, times_b, seed: int = 0) -> Estimate:
 
 
 def independent_ratio_estimate(times_a, times_b, seed: int = 0) -> Estimate:
-    """Return the speed-up of A over B, median(times_b) / median(times_a), of two series that were not interleaved.
+    """Return the speed-up of A over B, median(times_b) / median(times_a), for two series that were not interleaved.
 
     The bootstrap resamples each series separately, so the interval does not include drift between the two series. To claim that
-    one variant is faster, use an interleaved run and `ratio_estimate`.
+    one variant is faster, use interleaved samples and `ratio_estimate`.
     """
     a, b = _finite(times_a), _finite(times_b)
     medians_a = np.median(a[_resampled(len(a), seed)], axis=1)
-    # Another seed for B: with the same seed, both series would use the same positions, as if the samples were pairs.
+    # B needs another seed. With the same seed, both series would be resampled at the same positions, as if they were pairs.
     medians_b = np.median(b[_resampled(len(b), seed + 1)], axis=1)
     return _estimate(float(np.median(b) / np.median(a)), medians_b / medians_a, min(len(a), len(b)))
 
@@ -114,7 +114,7 @@ def estimates_of_medians(series: Sequence, function: Callable[[np.ndarray], Sequ
         seed: seed of the resampling.
     """
     series = [_finite(samples) for samples in series]
-    # The point estimate uses the medians of all samples. The resamples give only its interval.
+    # The point estimate uses the medians of all samples. The resamples only give its interval.
     values = function(np.array([np.median(samples) for samples in series]))
     drawn = [np.median(s[_resampled(len(s), seed + i)], axis=1) for i, s in enumerate(series)]
     outcomes = np.array([function(medians) for medians in np.transpose(drawn)])
@@ -123,30 +123,30 @@ def estimates_of_medians(series: Sequence, function: Callable[[np.ndarray], Sequ
 
 
 def proportion_estimate(successes: int, n: int) -> Estimate:
-    """Return the share of successes with its Wilson score interval, for example the accuracy on n images.
+    """Return the share of successes, such as the accuracy on n images, with its Wilson score interval.
 
     Source: Wilson, JASA 22 (1927) 209-212.
     """
-    # scipy is imported here because the import takes almost a second. At the top, it would slow down every worker process.
+    # scipy is imported here because the import takes almost a second, which would slow down every worker process.
     from scipy import stats
 
     interval = stats.binomtest(successes, n).proportion_ci(CONFIDENCE, method="wilson")
     share = successes / n
-    # At 0 or n successes the end of the Wilson interval equals the share, but rounding may place it on the wrong side.
+    # At 0 or n successes, one end of the Wilson interval equals the share, but rounding may move it to the wrong side.
     return Estimate(share, min(interval.low, share), max(interval.high, share), n)
 
 
 def launches_estimate(values: Sequence[float], intervals: Sequence[tuple[float | None, float | None]], seed: int = 0) -> Estimate:
-    """Return the median over launches, with a 95 % interval that contains the variation between and within launches.
+    """Return the median over launches, with a 95 % interval that includes the variation between and within launches.
 
-    The bootstrap is nested. It resamples the launches. Then it adds a normally distributed error to the value of each chosen
-    launch. The standard deviation of this error is computed from the interval within the launch. If there is only one launch,
-    the result has the interval within this launch.
+    The bootstrap is nested: it resamples the launches, and then adds a normally distributed error to the value of each drawn
+    launch. The standard deviation of this error is computed from the interval within the launch. For a single launch, the result
+    has the interval within this launch.
 
     Args:
         values: the value of each launch.
-        intervals: the 95 % interval within each launch; (None, None) if a launch has no interval. No error is added to the
-            value of such a launch.
+        intervals: the 95 % interval within each launch. (None, None) if a launch has no interval; no error is then added to its
+            value.
         seed: seed of the resampling.
 
     Source: Davison and Hinkley, Bootstrap Methods and their Application, 1997, section 3.8.
@@ -155,7 +155,7 @@ def launches_estimate(values: Sequence[float], intervals: Sequence[tuple[float |
     halves = [0.0 if low is None or high is None else (high - low) / 2 for low, high in intervals]
     deviations = np.array(halves) / _NORMAL_HALF_WIDTH
     picks = _resampled(len(launches), seed)
-    # The errors within launches need their own stream of random numbers, independent of the choice of launches.
+    # The errors within launches need random numbers that are independent of the choice of launches.
     errors = np.random.default_rng(seed + 1).standard_normal(picks.shape) * deviations[picks]
     return _estimate(float(np.median(launches)), np.median(launches[picks] + errors, axis=1), len(launches))
 
@@ -185,7 +185,7 @@ class RandomizationTest:
         differences: mean of B minus mean of A for each value; shape (values,).
         p_values: p-values corrected for the number of values, so that the probability of any false alarm is bounded; shape
             (values,).
-        largest: for each division of the launches, the largest statistic among all values; shape (divisions,). The observed
+        largest: for each division of the launches, the largest statistic over all values; shape (divisions,). The observed
             division comes first.
     """
 
@@ -198,29 +198,29 @@ def randomization_test(values: np.ndarray, launches_a: int, smallest: float, div
     """Test which of many values differ between two sets of launches, whatever their distribution and correlation.
 
     If A and B are the same code, every division of the launches into two sets of these sizes is equally likely. The statistic
-    of a value is the absolute correlation between the value and the membership in B. It is 0 if the means of the two sets differ
-    by `smallest` or less. The p-value is the share of divisions in which the largest statistic is at least as large as the
-    observed statistic. It is corrected with the step-down procedure of Westfall and Young. The test divides whole launches,
-    because values within a launch are correlated.
+    of a value is the absolute correlation between the value and membership in B. It is 0 if the means of the two sets differ by
+    `smallest` or less. The p-value is the share of divisions in which the largest statistic is at least as large as the observed
+    statistic. It is corrected with the step-down procedure of Westfall and Young. The test divides whole launches, because values
+    within a launch are correlated.
 
-    The probability of any false alarm at p <= 0.05 is at most 5 %. This bound is exact, also for heavy-tailed, skewed or bimodal
-    launches. `smallest` makes the test more powerful for values with a small spread, because it excludes changes that are too
-    small to be relevant.
+    The probability of any false alarm at p <= 0.05 is at most 5 %. This bound is exact, even for heavy-tailed, skewed or bimodal
+    distributions. `smallest` makes the test more powerful for values with a small spread, because it excludes changes that are
+    too small to be relevant.
 
     Args:
         values: logarithms of the values, where larger is better; shape (launches, values). The launches of A come first. There
             must be at least one value.
         launches_a: number of launches of A.
         smallest: relative change (0.03 for 3 %) that a difference must exceed.
-        divisions: largest number of divisions. If there are not more possible divisions (there are 252 for five and five
-            launches), all are used. Otherwise this number of divisions is drawn at random.
+        divisions: maximum number of divisions. If there are at most this many possible divisions (252 for five and five
+            launches), all are used. Otherwise, this number of divisions is drawn at random.
 
     Source: Westfall and Young, Resampling-Based Multiple Testing, 1993, algorithm 2.8; Phipson and Smyth, Statistical
     Applications in Genetics and Molecular Biology 9 (2010) article 39, for counting the observed division.
     """
     values = np.asarray(values, dtype=np.float64)
-    # Each contrast has the sum 0, so centring does not change the differences of means. Centred values have
-    # the norm that a correlation needs.
+    # The weights of a contrast add up to 0, so centring does not change the differences of means. A correlation needs the norm of
+    # centred values.
     values = values - values.mean(axis=0)
     contrasts = side_contrasts(launches_a, len(values) - launches_a, divisions)
     lengths = np.sqrt((values**2).sum(axis=0))
@@ -231,16 +231,16 @@ def randomization_test(values: np.ndarray, launches_a: int, smallest: float, div
     order = np.argsort(observed)
     reached, largest = np.zeros(len(order)), []
     ordered, ordered_lengths, thresholds = values[:, order], lengths[order], observed[order] * (1 - 1e-9)
-    # Blocks of divisions limit the memory: all divisions of all values at once could take gigabytes.
+    # Blocks of divisions limit the memory, because all divisions of all values at once could take gigabytes.
     for some in np.array_split(contrasts, math.ceil(contrasts.shape[0] * len(order) / _CELLS)):
         statistics = _correlations(ordered.T @ some.T, ordered_lengths, smallest)
-        # Each row contains the largest statistic among this value and all less significant values.
+        # Each row then contains the largest statistic over its value and all less significant values.
         maxima = np.maximum.accumulate(statistics, axis=0, out=statistics)
-        # The factor also counts divisions whose statistic equals the observed one except for rounding.
+        # The thresholds are slightly lowered, to count divisions whose statistic equals the observed one except for rounding.
         reached += (maxima >= thresholds[:, None]).sum(axis=1)
         largest.append(maxima[-1].copy())
     p_values = np.empty(len(order))
-    # A less significant value never gets a smaller p-value than a more significant one (monotonicity of the step-down
+    # A less significant value must not get a smaller p-value than a more significant one (monotonicity of the step-down
     # procedure).
     p_values[order] = np.maximum.accumulate((reached / len(contrasts))[::-1])[::-1]
     return RandomizationTest(differences, p_values, np.concatenate(largest))
@@ -255,16 +255,16 @@ def side_contrasts(launches_a: int, launches_b: int, divisions: int) -> np.ndarr
         divisions are in random order.
     """
     launches, random = launches_a + launches_b, np.random.default_rng(0)
-    # All divisions, if they are few: then the p-values are exact. `combinations` yields the observed division (0, 1, …)
-    # first.
+    # If there are few divisions, use all of them, so that the p-values are exact. `combinations` yields the observed division
+    # (0, 1, …) first.
     if math.comb(launches, launches_a) <= divisions:
         of_a = np.array(list(itertools.combinations(range(launches), launches_a)))
         # `_draws` uses the first divisions as a sample, so their order must be random.
         of_a[1:] = random.permutation(of_a[1:])
     else:
-        # The order of random numbers is a random permutation; its first launches form set A.
+        # Sorting random numbers gives a random permutation. Its first launches form set A.
         of_a = np.argsort(random.random((divisions, launches)), axis=1)[:, :launches_a]
-        # The observed division counts as one of the random divisions. Otherwise a p-value could be 0, and the bound would not
+        # The observed division counts as one of the random divisions. Otherwise, a p-value could be 0, and the bound would not
         # hold.
         of_a[0] = range(launches_a)
     contrasts = np.full((len(of_a), launches), 1 / launches_b)
@@ -276,17 +276,16 @@ def side_contrasts(launches_a: int, launches_b: int, divisions: int) -> np.ndarr
 def fenced(values: np.ndarray, launches_a: int) -> np.ndarray:
     """Return the values with outliers clipped to two bounds, so that one stalled launch does not hide a change.
 
-    The bounds are the same for both sets. They are computed from the central range of all launches, which leaves out about a
-    tenth of the launches at each end. Fewer launches are left out if all launches of the smaller set could otherwise be
-    outside.
-    The distance of each bound from the central range is the width of that range. For ten launches per set with normal values,
-    the bounds are about four standard deviations from the middle.
+    The bounds are the same for both sets. They are computed from the central range of all launches, which excludes about a tenth
+    of the launches at each end, or fewer if otherwise all launches of the smaller set could be excluded. Each bound is one width
+    of this range beyond its end. For ten launches per set with normally distributed values, the bounds are about four standard
+    deviations from the middle.
 
     Args:
         values: the values; shape (launches, values). The launches of A come first.
         launches_a: number of launches of A.
     """
-    # With fewer than five launches in the smaller set, no launch is left out and the clipping changes nothing.
+    # With fewer than five launches in the smaller set, no launch is excluded, and clipping changes nothing.
     ends = min(launches_a, len(values) - launches_a) // 5
     ordered = np.sort(values, axis=0)
     low, high = ordered[ends], ordered[len(values) - 1 - ends]
@@ -296,15 +295,15 @@ def fenced(values: np.ndarray, launches_a: int) -> np.ndarray:
 class Power:
     """The power of a comparison of launches: the probability that the comparison confirms a change of a given size.
 
-    The power is simulated with the same rule that the comparison uses. The simulation draws the logarithms of the changed value
-    from a normal distribution with the measured spread, and takes all other values as measured. The random draws are the same
-    for every spread and every change. Therefore the power increases smoothly with the change, and the result is reproducible.
+    The simulation applies the same rule as the comparison. It draws the logarithms of the changed value from a normal
+    distribution with the measured spread, and takes all other values as measured. The random draws are the same for every spread
+    and every change, so that the power increases smoothly with the change, and the result is reproducible.
 
     Args:
         launches_a, launches_b: number of launches of each set.
-        largest: for each division of the launches, the largest statistic among all values, as `randomization_test` returns it
-            for the same `divisions`.
-        divisions: largest number of divisions of the test.
+        largest: for each division of the launches, the largest statistic over all values, as `randomization_test` returns it for
+            the same `divisions`.
+        divisions: maximum number of divisions of the test.
         smallest: relative change that a difference must exceed.
         significance: a change is confirmed if its p-value is at most this number.
     """
@@ -313,7 +312,7 @@ class Power:
         self, launches_a: int, launches_b: int, largest: np.ndarray, *, divisions: int, smallest: float, significance: float
     ):
         self._draws = _draws(launches_a, launches_b, divisions)
-        # In the observed division and in its mirror image, a new change is compared only with itself. The step-down procedure has
+        # In the observed division and its mirror image, a new change is compared only with itself: the step-down procedure has
         # removed all more significant values, and less significant values do not matter.
         self._others = np.where(np.abs(self._draws[1]) > 1 - 1e-9, 0.0, largest[: len(self._draws[1])])
         self._smallest, self._significance = smallest, significance
@@ -322,7 +321,7 @@ class Power:
     def chance(self, deviation: float, change: float) -> float:
         """Return the probability that a worsening by `change` (0.03 for 3 %) is confirmed.
 
-        For a change equal to the threshold the probability is at most one half, because half of the estimates are below the
+        For a change equal to the threshold, the probability is at most one half, because half of the estimates are below the
         threshold.
 
         Args:
@@ -336,11 +335,11 @@ class Power:
         return self._chances[deviation, change]
 
     def detectable(self, deviation: float) -> float | None:
-        """Return the smallest worsening that is confirmed with a probability of 80 %. Return None if even 99 % is too small."""
+        """Return the smallest worsening that is confirmed with a probability of 80 %, or None if even 99 % is too small."""
         low, high = self._smallest, _LARGEST
         if self.chance(deviation, high) < WANTED_POWER:
             return None
-        # Bisection of the logarithm, up to a relative error of 2 %. The power increases with the change.
+        # Bisect the logarithm to a relative error of 2 %. The power increases with the change.
         while high > 1.02 * low:
             middle = math.sqrt(low * high)
             low, high = (low, middle) if self.chance(deviation, middle) >= WANTED_POWER else (middle, high)
@@ -349,48 +348,48 @@ class Power:
     def _simulated(self, deviation: float, change: float) -> float:
         noise, side, squares, products, side_square = self._draws
         shift = math.log1p(-change)
-        # Squared norm of (deviation · noise + shift · side), expanded, so that no array over the launches is needed.
+        # The squared norm of (deviation · noise + shift · side) is expanded, so that no array over the launches is needed.
         lengths = np.sqrt(deviation**2 * squares + 2 * deviation * shift * products + shift**2 * side_square)
         # Column 0 is the observed division.
         observed = deviation * noise[:, 0] + shift * side[0]
-        # Only trials whose estimate exceeds the threshold can be confirmed; all others fail the first condition.
+        # Only trials whose estimate exceeds the threshold can be confirmed.
         worse = np.flatnonzero(-np.expm1(observed) > self._smallest)
         reach = np.abs(observed[worse, None]) * (1 - 1e-9)
-        # The length of a value is the same in all divisions, so comparing differences is the same as comparing statistics.
+        # The norm of a value is the same in all divisions, so comparing differences is equivalent to comparing statistics.
         itself = np.abs(deviation * noise[worse] + shift * side) >= reach
         p_values = np.mean(itself | (self._others >= reach / lengths[worse, None]), axis=1)
         return float(np.count_nonzero(p_values <= self._significance) / len(noise))
 
 
 def log_deviations(values: np.ndarray, launches_a: int) -> np.ndarray:
-    """Return the standard deviation between launches of the same set, pooled over both sets. It is 0 with one launch per set.
+    """Return the standard deviation between launches of the same set, pooled over both sets. 0 with one launch per set.
 
     Args:
         values: logarithms of the values; shape (launches, values). The launches of A come first.
         launches_a: number of launches of A.
     """
     squares = sum(((side - side.mean(axis=0)) ** 2).sum(axis=0) for side in (values[:launches_a], values[launches_a:]))
-    # Each of the two sets has lost one degree of freedom to its mean.
+    # Each of the two means takes one degree of freedom.
     return np.sqrt(squares / max(1, len(values) - 2))
 
 
 def _correlations(differences: np.ndarray, lengths: np.ndarray, smallest: float) -> np.ndarray:
-    """For each value, return its absolute correlation with the membership in set B, up to a constant factor.
+    """Return the absolute correlation of each value with membership in set B, up to a constant factor.
 
-    The result is 0 for values that change by `smallest` or less.
+    It is 0 for values that change by `smallest` or less.
 
     Args:
         differences: difference of the means of both sets; shape (values, divisions).
         lengths: Euclidean norm of each value over the launches; shape (values).
         smallest: see `randomization_test`.
     """
-    # |exp(d) - 1| <= smallest, without an exponential of each of millions of elements
+    # Tests |exp(d) - 1| <= smallest without computing the exponentials of millions of elements.
     lower = math.log1p(-smallest) if smallest < 1 else -math.inf
     too_small = (differences <= math.log1p(smallest)) & (differences >= lower)
-    # A value that is equal in all launches has the norm 0. Its correlation is defined as 0 here, not as NaN.
+    # A value that is equal in all launches has norm 0. Its correlation is set to 0 instead of NaN.
     inverse = np.divide(1.0, lengths, out=np.zeros_like(lengths), where=lengths > 0)
     correlations = np.abs(differences)
-    # In place, so that the test needs only a few arrays of _CELLS elements.
+    # Computed in place, so that the test needs only a few arrays of _CELLS elements.
     correlations *= inverse[:, None]
     correlations[too_small] = 0.0
     return correlations
@@ -419,13 +418,13 @@ def _draws(launches_a: int, launches_b: int, divisions: int) -> tuple:
 
     Returns:
         A tuple of five statistics. The first two are differences of means in each division: those of the simulated values, of
-        shape (trials, divisions), and those of the membership in B, of shape (divisions,). The other three are sums over the
-        launches: the squares of the values, and the products of value and membership, both of shape (trials,), and the squared
+        shape (trials, divisions), and those of membership in B, of shape (divisions,). The other three are sums over the
+        launches: of the squared values and of the products of value and membership, both of shape (trials,), and of the squared
         membership, a float.
     """
     launches = launches_a + launches_b
     noise = np.random.default_rng(0).standard_normal((POWER_TRIALS, launches))
-    # Centred for the same reason as in `randomization_test`.
+    # Centre the values for the same reason as in `randomization_test`.
     noise -= noise.mean(axis=1, keepdims=True)
     # Membership in B (0 or 1) minus its mean, so that the sum is 0.
     side = (np.arange(launches) >= launches_a) - launches_b / launches

@@ -1,6 +1,6 @@
-"""Run folders: their names, their rows, samples and predictions, and their finished experiments.
+"""Run folders: their names, rows, samples, predictions and finished experiments.
 
-Each change of a run folder is one transaction.
+Each change to a run folder is one transaction.
 """
 
 import hashlib
@@ -53,7 +53,7 @@ ROWS, RUN, EXPERIMENTS, PREDICTIONS = "rows.csv", "run.json", "experiments.json"
 ENVIRONMENTS, METRICS = "environments.json", "metrics.json"
 # Names in results/ that are not runs. `latest` is a link to the newest finished run. `passports` is the folder of passports.
 LATEST, PASSPORTS = "latest", "passports"
-# A name never starts with a dot or a minus sign, so it is no hidden file, no parent folder and no option of a command.
+# A name never starts with a dot or a minus sign, so it cannot be a hidden file, a parent folder or a command-line option.
 _RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
 
@@ -69,12 +69,12 @@ class Prediction:
             estimate.
         input_hash: hash of the inputs of the experiment. Each configuration of an experiment has its own predictions.
         upstream_hash: digest of the earlier rows from which the estimate was computed.
-        each_rank: if True, this is a prediction for the row of each single rank. If False, it is a prediction for the row of all
-            ranks together.
-        ceiling: the limit that the value cannot exceed; None if no limit is known. A ceiling is not an estimate.
+        each_rank: if True, the prediction applies to the row of each individual rank. If False, it applies to rows without a
+            rank, which are values of the whole run.
+        ceiling: upper limit that the value cannot exceed; None if no limit is known. A ceiling is not an estimate.
         low, high: ends of the 80 % interval of the estimate; None if the library states no interval.
         made_at: UTC time at which the prediction was made, before the first sample. "" in runs of earlier versions.
-        digest: hash of all other fields except the guess, which is the reader's. "" in runs of earlier versions.
+        digest: hash of all other fields except the guess, which the reader may add later. "" in runs of earlier versions.
     """
 
     notebook: str
@@ -97,7 +97,7 @@ class Prediction:
 
     @property
     def is_ceiling(self) -> bool:
-        """True if the stored estimate is a ceiling. Earlier versions stored the ceilings of these rates as their estimates."""
+        """True if the stored estimate is a ceiling, because earlier versions stored ceilings of some rates as estimates."""
         return not self.made_at and self.estimate is not None and self.metric in CEILING_METRICS
 
     @property
@@ -110,7 +110,7 @@ class Prediction:
         # The guess may be added later, so it is not part of the digest.
         fields = {name: value for name, value in asdict(self).items() if name not in ("guess", "digest")}
         for name in ("estimate", "ceiling", "low", "high"):
-            # The store reads all numbers back as float: 0 and 0.0 are the same prediction.
+            # The store reads all numbers back as floats, so 0 and 0.0 must have the same digest.
             fields[name] = None if fields[name] is None else float(fields[name])
         text = json.dumps(fields, sort_keys=True, allow_nan=False)
         return replace(self, digest=hashlib.sha256(text.encode()).hexdigest()[:16])
@@ -118,8 +118,8 @@ class Prediction:
     def predicts(self, row: Row) -> bool:
         """Return True if this is a prediction for the row.
 
-        A prediction has the parameters that it depends on. A row may have more parameters. A prediction for all ranks together
-        does not apply to the row of one rank.
+        A prediction has only the params on which it depends. A row may have more params. A prediction for the whole run does not
+        apply to the row of a single rank.
         """
         same = (self.notebook, self.experiment, self.variant, self.dtype, self.metric) == (
             row.notebook,
@@ -128,14 +128,14 @@ class Prediction:
             row.dtype,
             row.metric,
         )
-        # `<=` of dict views: each param of the prediction is in the row with the same value.
+        # `<=` on dict views: the row has each param of the prediction with the same value.
         return same and self.each_rank == (row.rank is not None) and self.params.items() <= row.params.items()
 
 
-# End of the basis of a prediction that was made after the measurement.
+# Suffix of the basis of a prediction that was made after the measurement.
 LATE = "; made after the measurement"
-# Rates whose estimates were ceilings in runs of earlier versions: the roofline, the bandwidth of memory and of the links, and the
-# rates of steps that do nothing but matrix products and memory traffic at the measured ceilings.
+# Rates whose estimates were ceilings in runs of earlier versions: the roofline, the bandwidths of memory and links, and the rates
+# of steps that consist only of matrix products and memory traffic at the measured ceilings.
 CEILING_METRICS = ("gemm_tflops", "bandwidth_gb_s", "busbw_gb_s", "taf_tflops", "images_per_s", "tokens_per_s")
 
 
@@ -204,7 +204,7 @@ class Run:
     The methods verify each file that they read, and they write atomically. Several processes may use the same folder.
 
     Args:
-        folder: the folder. `Run.create` and `Run.open` also create or check it.
+        folder: the folder. `Run.create` also creates it, and `Run.open` also checks it.
     """
 
     def __init__(self, folder: Path):
@@ -233,7 +233,7 @@ class Run:
         """Open an existing run.
 
         Raises:
-            StoreError: the folder contains no run, or the run has another schema or was edited.
+            StoreError: the folder contains no run, or the run has another schema version or was edited.
         """
         folder = Path(folder)
         if not (folder / RUN).is_file():
@@ -281,14 +281,14 @@ class Run:
     def own_metrics(self) -> dict[str, list[Metric]]:
         """Return the definitions of this run's own metrics, which are the metrics that the library does not define.
 
-        The definitions apply to the rows of this run only. A metric of the same name that this process registered is another
-        metric, and is not changed.
+        The definitions apply only to the rows of this run. A registered metric of the same name is a different metric and is not
+        changed.
 
         Returns:
-            A dictionary that maps "notebook/experiment" to the metrics of this experiment.
+            A dict that maps "notebook/experiment" to the metrics of this experiment.
 
         Raises:
-            HyperionError: the file is damaged, has another form, or redefines a built-in metric.
+            HyperionError: the file is damaged, does not have the expected form, or redefines a built-in metric.
         """
         return own_metrics_from_json(self._json_of(METRICS), self.folder / METRICS)
 
@@ -296,7 +296,8 @@ class Run:
         """Return the raw samples and curves that an experiment recorded.
 
         Raises:
-            StoreError: the file is damaged, is too large, or contains other types than numbers, texts and lists of numbers.
+            StoreError: the file is damaged, is too large, or contains other types than numbers, dates, strings and lists of
+                numbers.
         """
         name = samples_name(notebook, experiment)
         return read_samples(read_verified(self.folder, name), self.folder / name)
@@ -321,7 +322,7 @@ class Run:
             notebook, experiment: names of the notebook and the experiment.
             rows: rows of the experiment.
             samples: raw samples and curves of the experiment.
-            input_hash: hash of everything that the result depends on. The method `finished` returns the stored hash.
+            input_hash: hash of everything on which the result depends. The method `finished` returns the stored hash.
             source: the data source that the experiment used; "" if it used no data set.
             data: identity of the data sets that the experiment used, as `data_identity` returns it.
             provenance: conditions of the measurement: profile, seed, sizes, versions and source, as JSON values.
@@ -331,15 +332,15 @@ class Run:
                 "" if it is unknown.
 
         Raises:
-            RowError: a row breaks the rules of its metric, belongs to another experiment, or occurs twice. Then nothing is
-                stored.
+            RowError: a row breaks the rules of its metric, belongs to another experiment, or occurs twice. Nothing is stored in
+                this case.
         """
         require_file_names(notebook, experiment)
         # Rows are checked before the lock is taken, so that a wrong row stores nothing.
         rows = _checked(notebook, experiment, rows)
         entry = {"input_hash": input_hash, "rows": len(rows), "source": source, "data": data or {}}
-        # Two locks: `commit` takes the lock of the folder for each write. This one covers reading the old rows and writing the
-        # new ones, so that two writers cannot lose each other's rows.
+        # `commit` takes the lock of the folder for each write. This second lock covers both reading the old rows and writing the
+        # new ones, so that two writers cannot overwrite each other's rows.
         with locked(self.folder, WRITER_LOCK, create=True):
             if started_at:
                 predicted = [p for p in self.predictions(notebook, experiment) if p.input_hash == input_hash]
@@ -360,13 +361,13 @@ class Run:
                     EXPERIMENTS: _json(self.experiments() | {f"{notebook}/{experiment}": entry}),
                 }
             )
-        # After the transaction: the driver must not count an experiment whose rows are not stored.
+        # This comes after the transaction, because the driver must not count an experiment whose rows are not stored.
         note_experiment(notebook, experiment, MEASURED)
 
     def confirm(self, notebook: str, experiment: str, rows: Iterable[Row]) -> None:
-        """Report to the driver that the stored rows of an experiment are used again, and store their predictions.
+        """Report to the driver that the stored rows of an experiment are reused, and store the predictions in `rows`.
 
-        Only the predictions in the rows may differ from the stored rows.
+        `rows` may differ from the stored rows only in their predictions.
         """
         rows = _checked(notebook, experiment, rows)
         with locked(self.folder, WRITER_LOCK, create=True):
@@ -375,16 +376,15 @@ class Run:
         note_experiment(notebook, experiment, KEPT)
 
     def finished(self, notebook: str, experiment: str) -> dict | None:
-        """Return a dict with the keys "input_hash", "rows", "source", "data" and "provenance" about a finished experiment.
+        """Return the entry of a finished experiment, or None if the experiment is not finished.
 
-        Return None if the experiment is not finished.
-
-        The provenance states the profile, the seed and the environment of the experiment. They may differ from those in run.json.
+        The entry is a dict with the keys "input_hash", "rows", "source", "data" and "provenance". The provenance contains the
+        profile, the seed and the environment of the experiment, which may differ from those in run.json.
         """
         return self.experiments().get(f"{notebook}/{experiment}")
 
     def environments(self) -> dict[str, dict]:
-        """Return a dict that maps a digest to an environment in which experiments of this run were measured.
+        """Return a dict that maps the digest of each environment in which this run was measured to the environment.
 
         The provenance of an experiment contains the digest of its environment.
 
@@ -400,7 +400,7 @@ class Run:
         return environments
 
     def predict(self, predictions: Iterable[Prediction]) -> None:
-        """Store predictions before the first sample. A stored prediction does not change, with two exceptions.
+        """Store predictions before the first sample. Stored predictions do not change, with two exceptions.
 
         First, a missing guess is added if the experiment is not finished. Second, the estimates of a configuration are replaced
         if the rows from which they were computed have changed. The reader's guess is kept.
@@ -415,7 +415,7 @@ class Run:
             self.write({PREDICTIONS: _json([asdict(p) for p in written])})
 
     def predictions(self, notebook: str | None = None, experiment: str | None = None) -> list[Prediction]:
-        """Return the stored predictions of the run, or only those of a notebook or an experiment if it is given."""
+        """Return the stored predictions of the run, or only those of the given notebook or experiment."""
         if PREDICTIONS not in manifest_names(self.folder):
             return []
         predictions = read_form(list[Prediction], self.document(PREDICTIONS), PREDICTIONS)
@@ -463,7 +463,7 @@ class Run:
             The names of the verified files.
 
         Raises:
-            HyperionError: a file is damaged or a rule is broken. The message describes the first fault.
+            HyperionError: a file is damaged or a rule is broken. The message describes the first error.
         """
         names = verify_folder(self.folder)
         rows, experiments, environments = self.rows(), self.experiments(), self.environments()
@@ -491,20 +491,21 @@ class Run:
     def _verify_predictions(self, experiments: dict[str, dict]) -> None:
         """Check that the predictions of each experiment are those that were stored before its first sample.
 
-        Predictions that were made later say so, because rows that they depend on have changed after the measurement.
+        An experiment is not checked if one of its predictions is marked as made after the measurement, which happens if rows on
+        which it depends have changed since.
 
         Raises:
             StoreError: a prediction is later than the first sample, or the predictions are not those that were stored.
         """
         predictions = self.predictions()
         for name, entry in experiments.items():
-            # Runs of earlier versions have no times. There is nothing to compare.
+            # Runs of earlier versions have no start times to compare.
             if not entry.get("started_at"):
                 continue
             predicted = [p for p in predictions if (f"{p.notebook}/{p.experiment}", p.input_hash) == (name, entry["input_hash"])]
             if any(p.basis.endswith(LATE) for p in predicted):
                 continue
-            # ISO 8601 times in UTC with a fixed number of digits compare like texts.
+            # ISO 8601 times in UTC with a fixed number of digits can be compared as strings.
             late = next((p for p in predicted if p.made_at > entry["started_at"]), None)
             fault = f"a prediction of {name} was made at {late.made_at}, after the first sample" if late else ""
             if not fault and predictions_digest(predicted) != entry.get("predictions"):
@@ -523,8 +524,8 @@ class Run:
     def experiments(self) -> dict[str, dict]:
         """Return a dict with one entry for each experiment that is stored in this run.
 
-        A key has the form "notebook/experiment". A value is a dict with information about the stored experiment, such as the
-        number of its rows. `finished` describes its fields.
+        The keys have the form "notebook/experiment". Each value is a dict with information about the stored experiment, such as
+        the number of its rows. `finished` describes its fields.
 
         Raises:
             HyperionError: the file is damaged, or an entry does not have the expected fields.
@@ -532,7 +533,7 @@ class Run:
         found = self._json_of(EXPERIMENTS)
         read_form(dict[str, _Finished], found, EXPERIMENTS, extra=True)
         for name in found:
-            # `[::2]` leaves out the separator.
+            # `[::2]` drops the separator.
             require_file_names(*name.partition("/")[::2])
         return found
 
@@ -553,7 +554,7 @@ def new_run_folder(name: str, results: Path | None = None) -> Path:
     for attempt in range(1000):
         folder = results / (stem if attempt == 0 else f"{stem}.{attempt}")
         try:
-            # `mkdir` is atomic: exactly one of several processes creates the folder, the others get FileExistsError.
+            # `mkdir` is atomic: exactly one of several processes creates the folder, and the others get FileExistsError.
             folder.mkdir()
             return folder
         except FileExistsError:
@@ -578,7 +579,7 @@ def checked_name(name: str) -> str:
 
 def set_latest(run: Path) -> None:
     """Make the link results/latest point to a finished run. The change is atomic."""
-    # A symbolic link cannot be overwritten in place. A new link under a temporary name replaces the old one in one rename.
+    # A symbolic link cannot be overwritten in place. Create a new link under a temporary name, and rename it to the final name.
     temporary = run.parent / f".{LATEST}.{os.getpid()}"
     temporary.unlink(missing_ok=True)
     # A relative link stays valid if the folder of all runs is moved.
@@ -598,7 +599,7 @@ def find_run(name: str) -> Path:
     places = [Path(name), results_folder() / name, reference_folder() / name]
     for place in places:
         if (place / "run.json").is_file():
-            # `latest` is a link that may point elsewhere while a command runs, so it is resolved once.
+            # The link `latest` may change while a command runs, so it is resolved once.
             return place.resolve()
     known = sorted(p.parent.name for root in (results_folder(), reference_folder()) for p in root.glob("*/run.json"))
     raise HyperionError(
@@ -609,7 +610,7 @@ def find_run(name: str) -> Path:
 
 
 def find_runs(name: str) -> list[Path]:
-    """Return the folders of the runs that a name stands for: one run, or all runs of a folder of launches.
+    """Return the folders of the runs that a name stands for: one run, or all runs in a folder of launches.
 
     Args:
         name: as in `find_run`, or the path or the name of a folder that contains runs.
@@ -626,17 +627,17 @@ def find_runs(name: str) -> list[Path]:
 
 
 def stored_references() -> list[Run]:
-    """Return the reference runs in git, in the order of the names of their machines."""
+    """Return the reference runs in git, sorted by the names of their folders."""
     return [Run.open(path.parent) for path in sorted(reference_folder().glob("*/run.json"))]
 
 
 def environment_digest(environment: dict) -> str:
-    """Return the digest of an environment: 16 hexadecimal digits. It is used in environments.json and in provenances."""
+    """Return the digest of an environment (16 hexadecimal digits), which environments.json and provenances contain."""
     return hashlib.sha256(_json(environment)).hexdigest()[:16]
 
 
 def samples_name(notebook: str, experiment: str) -> str:
-    """Return the path of an experiment's file of samples, relative to the folder of the run."""
+    """Return the path of an experiment's samples file, relative to the folder of the run."""
     return f"samples/{notebook}.{experiment}.parquet"
 
 
@@ -654,20 +655,20 @@ def _checked(notebook: str, experiment: str, rows: Iterable[Row]) -> list[Row]:
 
 
 def utc_now() -> str:
-    """Return the current UTC time in ISO 8601 with milliseconds. Two such texts compare like their times."""
+    """Return the current UTC time in ISO 8601 with milliseconds. Such strings sort by time."""
     return datetime.now(UTC).isoformat(timespec="milliseconds")
 
 
 def predictions_digest(predictions: Iterable[Prediction]) -> str:
-    """Return a hash of the digests of predictions, in any order."""
+    """Return a hash of the digests of predictions that does not depend on their order."""
     return hashlib.sha256(" ".join(sorted(p.digest for p in predictions)).encode()).hexdigest()[:16]
 
 
 def _with_prediction(written: list[Prediction], new: Prediction) -> list[Prediction]:
     """Return the stored predictions with the new prediction added.
 
-    Older predictions for the same inputs of the experiment that were computed from other rows are removed. The guess that the
-    reader made first is kept.
+    Older predictions for the same inputs of the experiment that were computed from other rows are removed. The reader's first
+    guess is kept.
     """
 
     def configuration(p: Prediction) -> tuple:
@@ -676,7 +677,7 @@ def _with_prediction(written: list[Prediction], new: Prediction) -> list[Predict
     def key(p: Prediction) -> tuple:
         return configuration(p), p.variant, p.dtype, canonical_params(p.params), p.metric, p.upstream_hash
 
-    # The same prediction again: only a guess that was missing is added.
+    # If the prediction is already stored, only add a missing guess.
     for place, stored in enumerate(written):
         if key(stored) == key(new):
             guess = new.guess if stored.guess is None else stored.guess

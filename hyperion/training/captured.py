@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from hyperion.hardware import Device
 from hyperion.training.recipe import rng_state, set_rng_state
 
-# Warm-up steps load libraries, choose convolution algorithms, compile code and allocate optimizer state. None of these is
+# Warm-up steps load libraries, choose convolution algorithms, compile code and allocate optimizer state, none of which is
 # possible during a capture.
 WARM_UP_STEPS = 3
 
@@ -25,15 +25,15 @@ WARM_UP_STEPS = 3
 def compile_options(device: Device) -> dict[str, Any] | None:
     """Return the torch.compile options for whole training steps.
 
-    On an NVIDIA GPU the compiler combines small independent kernels into one kernel. Examples are casts of weights to 16 bits
-    and the batch counters of norms. In a graph each kernel has an overhead of about one microsecond. On an AMD GPU kernels
-    are not combined, because PyTorch 2.9 could store wrong scalars from a combined kernel (pytorch/pytorch issue 168937).
+    On an NVIDIA GPU the compiler combines small independent kernels into one, for example casts of weights to 16 bits and the
+    batch counters of norms. In a graph each kernel has an overhead of about one microsecond. On an AMD GPU kernels are not
+    combined, because PyTorch 2.9 could store wrong scalars from a combined kernel (pytorch/pytorch issue 168937).
     """
     return {"combo_kernels": True} if device.kind == "cuda" else None
 
 
 def why_not_captured(device: Device, ranks: int, dtype: str) -> str:
-    """Return the reason why a step cannot be captured as a graph; "" if it can be captured."""
+    """Return the reason why a step cannot be captured as a graph, or "" if it can."""
     if device.kind == "cpu":
         return "a CPU has no graphs"
     if ranks > 1:
@@ -73,14 +73,14 @@ class CapturedStep:
     ):
         started, where = time.perf_counter(), torch.device(device.torch_device)
         self._inputs = tuple(part.clone() for part in batch)
-        # A graph replays the numbers of its capture. A learning rate in a tensor can change between replays.
+        # A graph replays the values of its capture. A learning rate in a tensor can change between replays.
         self._learning_rate = torch.zeros((), device=where)
         self._graph = torch.cuda.CUDAGraph()
         with torch.cuda.device(where), _convolution_search():
             side = torch.cuda.Stream()  # PyTorch cannot capture on the default stream
             with restored(model, optimizer, counters), _learning_rate_from(optimizer, self._learning_rate):
-                # The copies of the batch were started on the current stream. The side stream must not read them before they are
-                # done.
+                # The copies of the batch were started on the current stream. The side stream must not read them before they have
+                # finished.
                 side.wait_stream(torch.cuda.current_stream())
                 with torch.cuda.stream(side):
                     for _ in range(WARM_UP_STEPS):
@@ -89,7 +89,7 @@ class CapturedStep:
                 torch.cuda.current_stream().wait_stream(side)
             # thread_local: a driver call that is illegal during a capture raises an error in this thread, but not in others.
             recording = torch.cuda.graph(self._graph, stream=side, capture_error_mode="thread_local")
-            # During a capture, kernels are recorded and do not run. So no tensor has to be restored afterwards.
+            # During a capture, kernels are recorded and do not run, so no tensor has to be restored afterwards.
             with _learning_rate_from(optimizer, self._learning_rate, capturable=True), recording:
                 self._numbers = step(self._inputs)
             torch.cuda.synchronize()
@@ -166,9 +166,9 @@ def _learning_rate_from(optimizer: torch.optim.Optimizer, rate: Tensor, capturab
 
 @contextmanager
 def _convolution_search() -> Iterator[None]:
-    """Context manager that lets cuDNN or MIOpen use the fastest convolution algorithms.
+    """Context manager in which cuDNN or MIOpen benchmarks convolution algorithms and uses the fastest one.
 
-    The library measures the algorithms, unless deterministic results are requested.
+    It has no effect if deterministic results are requested.
     """
     cudnn = torch.backends.cudnn  # also controls MIOpen
     before = cudnn.benchmark

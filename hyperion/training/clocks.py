@@ -1,7 +1,7 @@
 """Classes that the training loop uses to stop early, to decide when to read losses, and to measure epochs.
 
 A batch system sends SIGTERM some time before it ends a job. SIGTERM sets a flag. The ranks then agree to stop after the same
-step, and the training loop saves a checkpoint and exits with the code `EXIT_CODE`.
+step, and the training loop saves a checkpoint and raises `Interrupted`, whose exit code is `EXIT_CODE`.
 """
 
 import signal
@@ -35,8 +35,8 @@ class Interrupted(HyperionError):
 class StopFlag:
     """Context manager in which SIGTERM sets `requested` instead of ending the process.
 
-    The previous handler is restored at the end. In Python only the main thread can install signal handlers. In another thread
-    `requested` remains False, and SIGTERM has its previous effect.
+    The previous handler is restored on exit. Only the main thread of a Python program can install signal handlers. In other
+    threads `requested` remains False, and SIGTERM has its previous effect.
 
     Attributes:
         requested: True if SIGTERM was received.
@@ -75,7 +75,7 @@ class StopFlag:
 
 
 class Pulse:
-    """Decides after how many steps losses are read. When losses are read, the ranks also agree whether to stop.
+    """Decides how many steps pass between reads of the losses. At each read, the ranks also agree whether to stop.
 
     Reading losses waits for the device, so the additional small all-reduce takes little time. On a CPU losses are read after
     every step. On one accelerator they are read every SYNC_STEPS steps. On several accelerators they are read more often if
@@ -86,7 +86,7 @@ class Pulse:
         device: the device that trains.
 
     Attributes:
-        steps: number of steps between two reads.
+        steps: number of steps between reads.
     """
 
     def __init__(self, device: Device):
@@ -96,7 +96,7 @@ class Pulse:
         self.start()
 
     def start(self) -> None:
-        """Start to measure the time per step, for example after an evaluation or a checkpoint."""
+        """Start measuring the time per step, for example after an evaluation or a checkpoint."""
         self._since = time.perf_counter()
 
     def agree(self, stop: bool, fault: bool, steps: int) -> tuple[bool, bool]:
@@ -104,7 +104,7 @@ class Pulse:
 
         Args:
             stop: True if this rank was requested to stop.
-            fault: True if this rank has found an error.
+            fault: True if this rank found an error.
             steps: number of steps since the last call.
         """
         now = time.perf_counter()
@@ -144,7 +144,7 @@ class EpochMeter:
         self._since: float | None = None
 
     def start(self) -> None:
-        """Start to measure steps."""
+        """Start measuring steps."""
         self._region = PeakMemoryRegion(self.device)
         self._region.__enter__()
         self._start_clock()
@@ -187,7 +187,7 @@ class EpochMeter:
         self.gib = peak.gib if self.gib is None or peak.gib is None else max(self.gib, peak.gib)
 
     def results(self) -> dict[str, Any]:
-        """Return a dict that maps names to values, with the fields of EpochRecord that this class measures."""
+        """Return the fields of EpochRecord that this class measures, as a dict of names and values."""
         timed_items = int(self.timed_items)
         return {
             "items": int(self.items),

@@ -1,4 +1,4 @@
-"""Engines: an engine runs one optimizer step per batch. The training loop works with any class that implements Engine.
+"""Engines, which run one optimizer step per batch. The training loop works with any class that implements Engine.
 
 TorchEngine is the base class for PyTorch modules. Its subclasses LanguageEngine and ImageEngine define batches of tokens and of
 images.
@@ -55,7 +55,7 @@ class NonFiniteError(HyperionError):
 class StepMetrics:
     """Metrics of one optimizer step. The tensors are on the device. Reading a value waits for the device.
 
-    All tensors are scalars. "Whole batch" means the batch of all ranks together.
+    All tensors are scalars. "Whole batch" means the batch over all ranks.
 
     Attributes:
         loss: mean loss of the whole batch in nats per token or image, before the update.
@@ -110,9 +110,9 @@ class Engine(Protocol):
 class TorchEngine(ABC):
     """Engine that trains a PyTorch module with an optimizer and a learning-rate schedule. Subclasses define the batch.
 
-    With several ranks each rank gets its part of the batch. The parts may have different numbers of items. The result of the
-    step is the same as on a single device with the whole batch. The ranks exchange two small sums, which overlap with the
-    forward and the backward pass. The host does not wait for these sums.
+    With several ranks, each rank gets its part of the batch. The parts may have different numbers of items. The step gives the
+    same result as a single device with the whole batch. The ranks exchange two small sums, which overlap with the forward and the
+    backward pass. The host does not wait for these sums.
 
     Args:
         model: a module on the device. With several ranks it must be the result of hyperion.parallel.parallelize.
@@ -120,7 +120,7 @@ class TorchEngine(ABC):
         schedule: function that returns the learning rate of a step. Steps are counted from 1.
         precision: number format of matrix products and convolutions.
         device: the device of the model.
-        clip_norm: limit of the L2 norm of the gradients. Larger gradients are scaled down to this norm. math.inf disables
+        clip_norm: upper bound on the L2 norm of the gradients. Larger gradients are scaled down to this norm. math.inf disables
             clipping.
         world: the ranks that share each batch; by default all ranks of the process group of this process.
         capture: if True, capture the whole step as a CUDA (HIP) graph at the first batch, and replay the graph for every
@@ -176,7 +176,7 @@ class TorchEngine(ABC):
 
     @property
     def capture_time_s(self) -> float | None:
-        """Duration of the capture in seconds; None before the capture. The duration of the first step includes this time."""
+        """Duration of the capture in seconds, or None before the capture. The first step's duration includes it."""
         return None if self._captured is None else self._captured.time_s
 
     def capture(self) -> None:
@@ -185,7 +185,7 @@ class TorchEngine(ABC):
 
     @abstractmethod
     def count_items(self, batch: Any) -> Tensor:
-        """Return the number of items of this rank's batch that are in the loss, as an int64 scalar created on the device."""
+        """Return the number of this rank's items that contribute to the loss, as an int64 scalar created on the device."""
 
     @abstractmethod
     def summed_loss(self, batch: Any) -> Tensor:
@@ -196,7 +196,7 @@ class TorchEngine(ABC):
         """Check the shapes, dtypes and values of a batch. Called only before the first step, because it waits for the device.
 
         Raises:
-            HyperionError: the batch does not have the expected form. The message describes the expected form.
+            HyperionError: the batch does not have the expected form, which the message describes.
         """
 
     def train_step(self, batch: Any) -> StepMetrics:
@@ -212,7 +212,7 @@ class TorchEngine(ABC):
         learning_rate = self.schedule(self.steps + 1)
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate
-        if not self.model.training:  # train() visits all modules, which takes the host as long as the launch of some kernels
+        if not self.model.training:  # train() visits all modules, which takes as much host time as launching several kernels
             self.model.train()
         if not self.uncaptured and self._captured is None:
             counters = (self._items_seen,)
@@ -356,9 +356,7 @@ class LanguageEngine(TorchEngine):
         return nll_BT.sum()
 
     def evaluate(self, batches: Iterable[tuple[Tensor, Tensor]]) -> dict[str, float]:
-        """Return the results of evaluate_language as a dict with the keys 'loss' in nats per token, 'perplexity_token',
-        'total_nll_nats', …
-        """
+        """Return the results of evaluate_language as a dict: 'loss' in nats per token, 'perplexity_token', 'total_nll_nats', …"""
         result = evaluate_language(self.model, batches, self.precision, self.device)
         return {"loss": result.loss, "perplexity_token": result.perplexity_token} | asdict(result)
 

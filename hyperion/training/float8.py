@@ -59,7 +59,7 @@ def to_float8(model: nn.Module, formats: Formats) -> nn.Module:
     """Replace each linear layer in the blocks of the model by a Float8Linear. Parameters and their names do not change.
 
     Raises:
-        HyperionError: a size of a layer is not a multiple of 16, or the blocks have no linear layer.
+        HyperionError: a dimension of a layer is not a multiple of 16, or the blocks have no linear layer.
     """
     layers = [
         (parent, name, layer)

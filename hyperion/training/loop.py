@@ -1,7 +1,7 @@
 """The training loop: runs the steps of an Engine, measures them, evaluates the model, saves checkpoints and resumes.
 
-The loop does not depend on the model, its wrapper or the optimizer. Losses remain on the device and are read for several steps
-together (see Pulse). When losses are read, the ranks also agree whether to stop.
+The loop does not depend on the model, its wrapper or the optimizer. Losses remain on the device and are read for several steps at
+once (see Pulse). When losses are read, the ranks also agree whether to stop.
 """
 
 import math
@@ -73,7 +73,7 @@ class Batches(Protocol):
 
 @dataclass(frozen=True)
 class EpochRecord:
-    """Results of one epoch, for one rank or for all ranks together.
+    """Results of one epoch, for one rank or over all ranks.
 
     An epoch is one pass over the training data. The last epoch may be shorter, because training stops after the number of steps
     in the plan.
@@ -96,9 +96,9 @@ class EpochRecord:
         waited_s: part of `time_s` in which the loop waited for the loader, in seconds. On an accelerator the host waits, and
             the device may compute during this time.
         rank: number of the rank to which the loss, the items and the times belong. If the run was resumed on another number of
-            ranks during the epoch, the record contains only the steps after the resume. None if the record is for all ranks
-            together. In this case the loss is that of the whole batches, the items are the sum over the ranks, and the times
-            and the memory are the largest values of any rank.
+            ranks during the epoch, the record contains only the steps after the resume. None if the record covers all ranks: the
+            loss is then that of the whole batches, the items are summed over the ranks, and the times and the memory are the
+            largest values of any rank.
     """
 
     epoch: int
@@ -129,8 +129,8 @@ class History:
     Attributes:
         item: 'token' or 'image'.
         losses: training loss of each optimizer step, over the batch of all ranks.
-        epochs: one record per epoch, for all ranks together.
-        resumed_at: numbers of the steps at which the run resumed from a checkpoint.
+        epochs: one record per epoch, over all ranks.
+        resumed_at: steps at which the run resumed from a checkpoint.
         rank_epochs: one record per epoch and rank, ordered by epoch, then by rank. If all ranks have the same number of items
             in each step, the loss of an epoch is equal to `mean_over_ranks` of its records.
     """
@@ -144,21 +144,21 @@ class History:
     def add_epoch(
         self, parts: Sequence[EpochRecord], loss: float, earlier_items: int, evaluation: dict[str, float] | None
     ) -> EpochRecord:
-        """Add an epoch, and return its record for all ranks together.
+        """Add an epoch, and return its record over all ranks.
 
         Args:
-            parts: the records of all ranks.
+            parts: records of the single ranks.
             loss: mean of the losses of the steps over the batches of all ranks.
             earlier_items: number of items of this epoch that are in no record, because they were processed before the run
                 was resumed on another number of ranks.
             evaluation: metrics on the held-out split.
 
         Returns:
-            The record of all ranks together.
+            The record over all ranks.
         """
         self.rank_epochs.extend(parts)
         time_s = max(part.time_s for part in parts)
-        # The items of each rank, divided by the time of the slowest rank.
+        # Items of each rank, divided by the time of the slowest rank.
         rates = [part.items_per_s * (part.time_s / time_s) for part in parts if part.items_per_s is not None]
         peaks = [part.peak_memory_gib for part in parts if part.peak_memory_gib is not None]
         whole = replace(
@@ -225,8 +225,8 @@ def train(
         plan: how long to train, and when to evaluate and save.
         validation: function that returns a new iterable of held-out batches for engine.evaluate.
         folder: folder for the checkpoints of this run, which all ranks share. With None no checkpoint is saved.
-        on_epoch: functions that are called with the record of each epoch.
-        report: function that is called with (steps done, total steps, text with the last loss) whenever losses are read.
+        on_epoch: functions called with the record of each epoch.
+        report: function called with (steps done, total steps, message with the last loss) whenever losses are read.
 
     Returns:
         The history of the whole run, including the parts before an interruption. It is the same on all ranks.
@@ -247,7 +247,7 @@ def train(
 
 
 class _Run:
-    """One call of `train` on one rank: its arguments, and the values that change during the training."""
+    """One call of `train` on one rank: its arguments, and the values that change during training."""
 
     def __init__(
         self,
@@ -375,7 +375,7 @@ class _Run:
         self.pulse.start()
 
     def finish_epoch(self) -> None:
-        """Evaluate if the plan says so, record the epoch, and save if a checkpoint is due."""
+        """Evaluate if the plan requires it, record the epoch, and save if a checkpoint is due."""
         self.read_losses()
         if self.stopping:
             self.save_and_stop()
@@ -461,7 +461,7 @@ class _Run:
         self.unread.clear()
 
     def save_and_stop(self) -> NoReturn:
-        """Save a checkpoint and raise Interrupted."""
+        """Save a checkpoint if there is a checkpoint folder, and raise Interrupted."""
         if self.folder is None:
             raise Interrupted(
                 f"stopped by SIGTERM after step {self.step}; nothing was saved, because there is no checkpoint folder",
@@ -498,7 +498,7 @@ class _Run:
         self.saved_at = self.step
 
     def restore(self) -> None:
-        """Resume from the newest valid checkpoint, if there is one."""
+        """Resume from the newest valid checkpoint, if any."""
         checkpoint = None
         if self.folder is not None:
             checkpoint = newest_good(self.folder, lambda path: read_run(path, self.engine, self.total_steps))
@@ -523,7 +523,7 @@ class _Run:
     def change_ranks(self, before: int) -> None:
         """Start with a new state on each rank and print a warning.
 
-        The stored states cannot be used, because they belong to another number of ranks.
+        The stored states cannot be used, because they were saved with another number of ranks.
         """
         seed_rank(self.seed, self.step, self.rank)
         if self.rank == 0:

@@ -1,10 +1,10 @@
 """LoRA: add a trainable low-rank update to each frozen target layer (Hu et al. 2021, arXiv 2106.09685), and save the updates.
 
-The updates of all target layers together are called an adapter. The size of an adapter is megabytes, while the size of a model
-is gigabytes. An adapter is saved in the file format of the peft library, in a checkpoint folder. Like other checkpoints, the
-folder is written completely or not at all, and its manifest contains hashes. The files are adapter_model.safetensors,
-adapter_config.json, and base.json with the hash of the frozen weights. Without this hash, an adapter could be loaded into
-another base model of the same shape without an error. The outputs would then be meaningless.
+The updates of all target layers form an adapter. An adapter takes megabytes, while a model takes gigabytes. An adapter is saved
+in the file format of the peft library, in a checkpoint folder. Like other checkpoints, the folder is written completely or not at
+all, and its manifest contains hashes. The files are adapter_model.safetensors, adapter_config.json, and base.json with the hash
+of the frozen weights. Without this hash, an adapter could be loaded into another base model of the same shape without an error.
+The outputs would then be meaningless.
 """
 
 import copy
@@ -54,12 +54,12 @@ def add_lora(model: nn.Module, rank: int = 16, alpha: float = 32, targets: Seque
 
     Args:
         model: model with the target layers, which are nn.Linear. It is modified in place.
-        rank: r, at most the smaller one of d_in and d_out of every target layer.
+        rank: r, at most the smaller of d_in and d_out of every target layer.
         alpha: numerator of the scale alpha / r.
         targets: last parts of the names of the target layers, such as "q_proj".
 
     Returns:
-        The model of the peft library that wraps `model`.
+        The peft model that wraps `model`.
 
     Raises:
         HyperionError: no layer has the name of a target, the rank is too large or below 1, or the number of trainable
@@ -223,12 +223,12 @@ def _peft_model(model: nn.Module) -> "PeftModel":
 
 
 def _adapters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Return a dict that maps a name in the peft model to the adapter's parameter with this name."""
+    """Return a dict that maps each name in the peft model to the adapter parameter with this name."""
     return {name: p for name, p in _peft_model(model).named_parameters() if _MARK in name}
 
 
 def _stored_name(name: str) -> str:
-    """Return the name of a parameter in the file of peft. It does not contain the name of the adapter ("default")."""
+    """Return a parameter's name in the file of peft, without the name of the adapter ("default")."""
     return name.replace(f".{_NAME}.", ".")
 
 

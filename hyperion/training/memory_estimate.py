@@ -71,7 +71,7 @@ def estimate_memory(make: Make, device: Device, ask: bool = False) -> MemoryEsti
     Args:
         make: function that returns the engine and one batch on the given device. It is called with fake tensors and a
             device whose `torch_device` is "cpu".
-        device: the device on which the step will run. The device does not have to be present, unless `ask` is True.
+        device: device on which the step will run. It need not be present, unless `ask` is True.
         ask: if True, measure the workspaces of libraries on the device. This runs two small layers, and each distinct
             convolution of the step.
     """
@@ -83,7 +83,7 @@ def estimate_memory(make: Make, device: Device, ask: bool = False) -> MemoryEsti
             engine, batch = make(replace(device, torch_device="cpu"))
         engine.uncaptured = "fake tensors cannot be captured"
         engine.unchecked = False  # fake tensors have no values to check
-        # The steady state, not the first step, is estimated. So the state that the first step creates must exist.
+        # The steady state is estimated, not the first step, so the state that the first step creates must exist.
         _create_optimizer_state(engine)
         persistent: dict[str, Iterable[Tensor]] = {**state_of(engine.model, engine.optimizer), "batch": batch}
         timeline = MemoryTimeline(engine.model, persistent, BLOCK_BYTES if accelerator else 1, kernels, in_place=True)
@@ -121,13 +121,13 @@ def library_bytes(device: Device) -> int:
 
 
 def largest_batch(peak: Callable[[int], float], memory: float, at_most: int = 2**20) -> int:
-    """Return the largest batch size with which a step fits into a given memory; 0 if a single item does not fit.
+    """Return the largest batch size at which a step fits into a given memory, or 0 if a single item does not fit.
 
     Args:
-        peak: function that returns the peak memory of a step for a number of items in the batch. A larger batch must not
-            have a smaller peak.
+        peak: function that returns the peak memory of a step for a number of items in the batch. A larger batch must not have a
+            smaller peak.
         memory: available memory, in the unit of `peak`.
-        at_most: upper limit of the result.
+        at_most: upper bound on the result.
     """
     fits, used = 1, peak(1)
     if used > memory:
@@ -142,14 +142,14 @@ def largest_batch(peak: Callable[[int], float], memory: float, at_most: int = 2*
         if needed <= memory:
             fits, used, halve = guess, needed, False
         else:
-            # The first guess that fails ends the growth. After a further one, the line overestimates, so bisect until a guess
-            # fits.
+            # The first failing guess bounds the search. If another guess fails, the line underestimates the memory, so bisect
+            # until a guess fits.
             halve, fails = fails <= at_most, guess
     return fits
 
 
 def fewest_checkpointed(peak_bytes: Callable[[int], int], blocks: int, memory_bytes: int) -> int:
-    """Return the smallest number of checkpointed blocks with which a step fits into a given memory.
+    """Return the minimum number of checkpointed blocks with which a step fits into a given memory.
 
     Use it for the checkpointing policy 'budget' of ParallelPlan.
 
@@ -189,7 +189,7 @@ class BlockBytes:
         input: bytes of the input of the block. With activation checkpointing only the input is saved.
         saved: bytes of activations that the forward pass saves in addition to the input.
         recomputed: bytes that the recomputation allocates in the backward pass.
-        transient: largest number of bytes of activation gradients that exist at the same time in the backward pass.
+        transient: largest number of activation-gradient bytes that exist at once in the backward pass.
         gradients: bytes of the gradients of the parameters.
     """
 
@@ -352,8 +352,7 @@ class _KernelBytes:
     """Function that returns the workspace bytes of a GPU kernel for an operator and its arguments.
 
     Args:
-        ask: the device on which each distinct convolution is measured once. With None the workspaces of convolutions are
-            counted as 0 bytes.
+        ask: device on which each distinct convolution is measured once. With None, convolution workspaces count as 0 bytes.
     """
 
     def __init__(self, ask: Device | None):
@@ -395,7 +394,7 @@ def _workspace_bytes(operator: Any, arguments: tuple, device: Device) -> int:
         torch.cuda.reset_peak_memory_stats(where)
         outputs = operator(*real)
         torch.cuda.synchronize(where)
-        # The outputs are counted as tensors already; only what the kernel needs in addition is its workspace.
+        # The outputs already count as tensors; the workspace is only what the kernel needs in addition.
         returned = torch.cuda.memory_allocated(where) - before
         peak = torch.cuda.max_memory_allocated(where) - before
         del outputs, real

@@ -1,6 +1,6 @@
 """Options of a training run: optimizer, learning-rate schedule, number format with loss scaling, and random seeds.
 
-The optimizers apply weight decay to weights, but not to biases and parameters of norms.
+The optimizers apply weight decay to weights, but not to biases and norm parameters.
 """
 
 import contextlib
@@ -64,10 +64,10 @@ def sgd_nesterov(model: nn.Module, learning_rate: float, weight_decay: float = 5
 
 
 def decay_groups(model: nn.Module, weight_decay: float) -> list[dict]:
-    """Return two parameter groups. The first group has weight decay, the second group has none.
+    """Return two parameter groups: the first with weight decay, the second without.
 
-    The first group contains the parameters with at least two dimensions: matrices, embeddings and convolution kernels. The
-    second group contains biases and parameters of norms.
+    The first group contains the parameters with at least two dimensions: matrices, embeddings and convolution kernels. The second
+    contains biases and norm parameters.
 
     Raises:
         HyperionError: the weight decay is negative or not finite, or no parameter requires a gradient.
@@ -93,8 +93,8 @@ class WarmupCosine:
     The learning rate depends only on the step, so a checkpoint contains no state of the schedule. Steps are counted from 1.
 
     Attributes:
-        peak: highest learning rate. It is reached at step `warmup_steps`.
-        warmup_steps: number of steps of the warm-up. With 0 the schedule starts at the peak.
+        peak: peak learning rate, reached at step `warmup_steps`.
+        warmup_steps: number of warm-up steps. With 0 the schedule starts at the peak.
         total_steps: step at which the learning rate reaches peak * final_fraction.
         final_fraction: final learning rate divided by the peak. With 1 the rate is constant after the warm-up.
     """
@@ -157,15 +157,15 @@ class Precision:
     def products(self) -> AbstractContextManager:
         """Return a context manager for a whole step, including the backward pass.
 
-        It sets whether float32 matrix products may use TF32, and restores the previous setting at the end. The setting is
-        global in the process. Therefore engines with different precisions can be used alternately in one process.
+        It sets whether float32 matrix products may use TF32, and restores the previous setting on exit. The setting is global in
+        the process; restoring it allows engines with different precisions to alternate in one process.
         """
         # With a 16-bit format almost no matrix product is float32, so the setting is not changed.
         return contextlib.nullcontext() if self.dtype in _AUTOCAST else matmul_precision(FORMATS[self.dtype])
 
     @contextlib.contextmanager
     def autocast(self, device: Device) -> Iterator[None]:
-        """Context manager for a forward pass, with the autocast of this format."""
+        """Context manager that applies this format's autocast to a forward pass."""
         where = torch.device(device.torch_device).type
         dtype = _AUTOCAST.get(self.dtype, torch.bfloat16)
         with self.products(), torch.autocast(where, dtype, enabled=self.dtype in _AUTOCAST):
@@ -246,7 +246,7 @@ class LossScaler:
         """Restore a state that `state_dict` returned.
 
         Raises:
-            CheckpointError: the state was saved with fp16 and this run does not use fp16, or the other way round.
+            CheckpointError: the state was saved with fp16 and this run does not use fp16, or vice versa.
         """
         if bool(state) != self._scaler.is_enabled():
             saved, here = ("fp16", "another precision") if state else ("another precision than fp16", "fp16")
@@ -261,7 +261,7 @@ class LossScaler:
 
 
 def _initialize_momentum(optimizer: torch.optim.Optimizer) -> None:
-    """Create the momentum buffers of SGD with value zero before the first step. The result of the first step is the same.
+    """Create SGD's momentum buffers with value zero before the first step, which does not change its result.
 
     The fused SGD of PyTorch (2.11, 2.13) allocates momentum buffers without values and writes them in the first update. If this
     update is skipped, the next update would read uninitialized memory.
@@ -335,7 +335,7 @@ def seed_everything(seed: int, deterministic: bool = False) -> None:
 def seed_rank(seed: int, step: int, rank: int) -> None:
     """Set the seeds of all random generators from the seed of the run, the current step and the rank.
 
-    As a result, ranks have different random numbers, and a resumed run does not repeat the random numbers of an earlier start.
+    As a result, ranks draw different random numbers, and a resumed run does not repeat those of an earlier start.
 
     Raises:
         HyperionError: an argument is negative or not a whole number.

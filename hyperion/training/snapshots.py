@@ -77,7 +77,7 @@ def write_run(folder: Path, step: int, keep: int, engine: Engine, shared: dict, 
         keep: number of checkpoints to keep, including the new one.
         engine: engine whose state is saved.
         shared: state that is the same on all ranks. Rank 0 writes it.
-        own: state of this rank.
+        own: state that only this rank has. Each rank writes its own.
 
     Raises:
         CheckpointError: the checkpoint cannot be written (see `saving`).
@@ -96,9 +96,9 @@ def read_run(path: Path, engine: Engine, total_steps: int) -> tuple[dict, dict |
     """Verify a checkpoint and load it into the engine. All ranks must call this function.
 
     Returns:
-        A pair of the shared state and the state of this rank. The shared state has the additional entries "step" and "ranks";
-        its entry "history" is the state of a History. The state of this rank is None if the checkpoint was saved on another
-        number of ranks.
+        The pair (shared state, state of this rank). The shared state has the additional entries "step" and "ranks"; its entry
+        "history" is the state of a History. The state of this rank is None if the checkpoint was saved on another number of
+        ranks.
 
     Raises:
         CheckpointError: the checkpoint is damaged, belongs to another model, or has more steps than the plan. The error is

@@ -1,1 +1,1 @@
-"""Models, data and training recipes that are shared by the experiments of several subjects."""
+"""Models, data and training recipes shared by the experiments of several subjects."""

@@ -1,4 +1,4 @@
-"""Load the text and image data sets of the book from an experiment's data source, and prepare them on disk."""
+"""Load the book's text and image data sets from an experiment's data source, and prepare them on disk."""
 
 from hyperion.chapter.context import Context
 from hyperion.data import (
@@ -21,7 +21,7 @@ TEXT, IMAGES = ("wikitext-2", "gpt2"), ("cifar-10",)
 
 
 def text(context: Context) -> tuple[TextCorpus, Tokenizer, PreparedText]:
-    """Return (corpus, tokenizer, token streams on disk). The corpus is WikiText-2 or the synthetic corpus."""
+    """Return (corpus, tokenizer, token streams on disk) for WikiText-2 or the synthetic corpus."""
     corpus = load_wikitext2(
         context.data_source,
         allow_synthetic=context.allow_synthetic,
@@ -34,7 +34,7 @@ def text(context: Context) -> tuple[TextCorpus, Tokenizer, PreparedText]:
 
 
 def images(context: Context) -> tuple[ImageSet, PreparedImages]:
-    """Return (images, their arrays on disk). The images are CIFAR-10 or the synthetic images."""
+    """Return (images, their arrays on disk) for CIFAR-10 or the synthetic images."""
     image_set = load_cifar10(
         context.data_source,
         allow_synthetic=context.allow_synthetic,
@@ -47,10 +47,9 @@ def images(context: Context) -> tuple[ImageSet, PreparedImages]:
 def proof_rows(context: Context, loaded: TextCorpus | ImageSet, prepared: PreparedText | PreparedImages) -> list[Row]:
     """Return rows that show whether the data are authentic and whether their splits overlap.
 
-    The value of the first row is the share of files whose checksum is the checksum of the publisher. For synthetic data the row
-    has no value, because they have no publisher. There is one more row for each split. Its value is the share of the records of
-    this split that another split also contains. The check of this row fails if the share is above the tolerance of
-    `hyperion.data.store.overlap`.
+    The value of the first row is the share of files whose checksum matches the publisher's. Synthetic data have no publisher, so
+    their row has no value. One more row per split gives the share of its records that another split also contains. The check of
+    this row fails if the share exceeds the tolerance of `hyperion.data.store.overlap`.
     """
     checksums = loaded.checksums
     params = {"what": "files with the publisher's checksum"}
@@ -78,9 +77,6 @@ def proof_rows(context: Context, loaded: TextCorpus | ImageSet, prepared: Prepar
 
 
 def vocabulary_row(context: Context) -> Row | None:
-    """Return the row with the size of the vocabulary, which the experiment `text_pipeline` has measured.
-
-    Return None if this experiment has not run in this run.
-    """
+    """Return the row with the vocabulary size measured by the experiment `text_pipeline`, or None if it has not run."""
     counted = (r for r in context.upstream if r.experiment == "text_pipeline" and r.params.get("what") == "vocabulary")
     return next(counted, None)

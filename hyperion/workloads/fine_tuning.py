@@ -1,7 +1,7 @@
-"""Functions for the fine-tuning of a Llama.
+"""Functions for fine-tuning a Llama.
 
-They load the data and the base model, add and check LoRA adapters, and compute the bytes and FLOPs of a step from the shapes of
-the model. In this module, an instruction row (or row) is one training example: a prompt and its completion.
+They load the data and the base model, add and check LoRA adapters, and compute a step's bytes and FLOPs from the model's shape.
+In this module, an instruction row (or row) is one training example: a prompt and its completion.
 """
 
 import contextlib
@@ -59,26 +59,25 @@ from hyperion.training.lora import CONFIG as ADAPTER
 DATA = ("instructions", "gpt2", "llama")
 RANK, ALPHA = 16, 32  # rank and scale of the LoRA adapters
 LORA, FULL = "LoRA", "full fine-tuning"
-LOADED_TOLERANCE = 1e-5  # tolerance for the logits after adapters were saved and loaded; this copies float32 values
-_TRAINED_BYTES = 16  # bytes for each trained parameter: weight, gradient and the two moments of AdamW, all in float32
+LOADED_TOLERANCE = 1e-5  # tolerance for logits after adapters were saved and loaded, which copies float32 values
+_TRAINED_BYTES = 16  # bytes per trained parameter: weight, gradient and the two AdamW moments, all in float32
 _WARMUP_SHARE = 0.1
 _PROBE_ROWS = 4
 
 
 class FineTuningOptions(Options):
-    """Options of the experiments on fine-tuning.
+    """Options for the fine-tuning experiments.
 
     Args:
         model: name of a random configuration, for example "random_llama_1b".
-        real_weights: if True, and if the mirror or the cache has a folder llama/, use the weights in this folder instead of
-            `model`.
-        sequence_length: largest number of tokens in a row.
-        batch_size: number of rows in one optimizer step, on all ranks together.
+        real_weights: if True, and if the mirror or the cache has a folder llama/, use its weights instead of `model`.
+        sequence_length: maximum number of tokens in a row.
+        batch_size: number of rows in one optimizer step, summed over all ranks.
         held_out_rows: number of held-out rows to use. None uses all of them.
         steps: number of optimizer steps.
-        learning_rate: largest learning rate, after a warm-up of a tenth of the steps.
+        learning_rate: peak learning rate, reached after a warm-up over a tenth of the steps.
         precision: number format of the training. "auto" is bf16 if the device has matrix units for it, otherwise fp32.
-        steady_time_limit_s: seconds for timing the step after warm-up.
+        steady_time_limit_s: timing budget in seconds for the step after warm-up.
     """
 
     model: str
@@ -92,7 +91,7 @@ class FineTuningOptions(Options):
     steady_time_limit_s: float
 
     def data(self, context: Context, quiet: bool = False) -> "FineTuningData":
-        """Return the tokenized instruction rows, as `fine_tuning_data` loads them."""
+        """Return the tokenized instruction rows, as loaded by `fine_tuning_data`."""
         return fine_tuning_data(
             context,
             self.model,
@@ -105,15 +104,15 @@ class FineTuningOptions(Options):
 
 @dataclass(frozen=True)
 class FineTuningData:
-    """Tokenized instruction rows, and the model for which they are tokenized.
+    """Tokenized instruction rows, and the model they are tokenized for.
 
     Attributes:
-        rows: the instruction rows as text.
+        rows: instruction rows as text.
         tokenizer: tokenizer of the model.
-        train: tokenized rows for the training.
-        held_out: tokenized rows for the evaluation.
-        model: name of the model in the rows of results. It is the name of a random configuration or of a folder.
-        weights: first argument of `load_llama`. It is the name of a random configuration or the path of a folder.
+        train: tokenized rows for training.
+        held_out: tokenized rows for evaluation.
+        model: name of the model in the result rows: that of a random configuration or of a folder.
+        weights: first argument of `load_llama`: the name of a random configuration or the path of a folder.
     """
 
     rows: InstructionSet
@@ -135,14 +134,13 @@ def fine_tuning_data(
 ) -> FineTuningData:
     """Load the instruction rows of the context's data source and tokenize them for a model.
 
-    If the model is a folder or a model of the Hugging Face hub, its own tokenizer is used.
+    If the model is a folder or a model of the Hugging Face Hub, its own tokenizer is used.
 
     Args:
         context: context of the experiment.
-        model: name of a random configuration, path of a folder, or name of a model of the Hugging Face hub.
-        sequence_length: largest number of tokens in a row.
-        real_weights: if True, and if the mirror or the cache has a folder llama/, use the weights in this folder instead of
-            `model`.
+        model: name of a random configuration, path of a folder, or name of a model of the Hugging Face Hub.
+        sequence_length: maximum number of tokens in a row.
+        real_weights: if True, and if the mirror or the cache has a folder llama/, use its weights instead of `model`.
         held_out_rows: number of held-out rows. None uses all of them.
         quiet: if True, do not print the data source.
     """
@@ -162,7 +160,7 @@ def fine_tuning_data(
 
 
 def base_model(context: Context, data: FineTuningData, dtype: torch.dtype) -> nn.Module:
-    """Return the model before training, on the context's device. Each call returns the same weights.
+    """Return the untrained model on the context's device. Each call returns the same weights.
 
     Raises:
         HyperionError: the weights are incomplete, or the tokenizer does not fit the model.
@@ -175,7 +173,7 @@ def base_model(context: Context, data: FineTuningData, dtype: torch.dtype) -> nn
 
 
 def with_lora(base: nn.Module, seed: int, rank: int = RANK, alpha: float = ALPHA) -> LlamaLM:
-    """Return the base model with new LoRA adapters on the attention projections. Their weights are drawn from the seed."""
+    """Return the base model with new LoRA adapters on the attention projections, with weights drawn from the seed."""
     seed_everything(seed)
     return LlamaLM(add_lora(base, rank, alpha))
 
@@ -183,7 +181,7 @@ def with_lora(base: nn.Module, seed: int, rank: int = RANK, alpha: float = ALPHA
 def frozen_dtype(precision: Precision) -> torch.dtype:
     """Return the dtype in which a frozen base model is stored.
 
-    It is the dtype of the computation. Frozen weights are never updated, so they need no float32 copy.
+    It is the compute dtype. Frozen weights are never updated, so they need no float32 copy.
     """
     return torch.bfloat16 if precision.dtype == "bf16" else torch.float32
 
@@ -193,10 +191,10 @@ def fine_tuning_engine(
 ) -> LanguageEngine:
     """Return a training engine with AdamW without weight decay.
 
-    The learning rate has a warm-up and then falls along a cosine, over the number of steps in the options.
+    The learning rate warms up and then falls along a cosine, over the number of steps in the options.
     """
     rate, steps = options.learning_rate, options.steps
-    # One step more than planned, so that the learning rate of the last step is not zero.
+    # One more than the planned steps, because the warm-up must be shorter than the schedule even with a single step.
     schedule = WarmupCosine(rate, math.ceil(_WARMUP_SHARE * steps), steps + 1)
     optimizer = adamw(model, rate, weight_decay=0.0)
     return LanguageEngine(model, optimizer, schedule, precision, context.device, **engine_options)
@@ -208,8 +206,8 @@ class TokenCounts:
 
     Attributes:
         positions: number of positions that the step computes, including padding.
-        tokens: number of tokens of prompts and completions.
-        completion_tokens: number of tokens that have a loss.
+        tokens: number of prompt and completion tokens.
+        completion_tokens: number of tokens with a loss.
         length: mean number of tokens in a row.
     """
 
@@ -220,9 +218,9 @@ class TokenCounts:
 
 
 def count_tokens(batch: tuple[Tensor, Tensor]) -> TokenCounts:
-    """Count the tokens of a batch, which is a pair (inputs, targets).
+    """Count the tokens of a batch (inputs, targets).
 
-    In each row, the last input that counts is the token before the last target.
+    In each row, the last input counted is the token before the last target.
     """
     inputs, targets = (side.cpu() for side in batch)
     scored = targets >= 0  # targets without a loss are IGNORE_INDEX, which is negative
@@ -232,16 +230,16 @@ def count_tokens(batch: tuple[Tensor, Tensor]) -> TokenCounts:
 
 
 def shape_of(model: nn.Module) -> LlamaShape:
-    """Return the shape of a Llama model of the library transformers."""
+    """Return the shape of a transformers Llama model."""
     config = model.config
     return LlamaShape(**{field.name: getattr(config, field.name) for field in fields(LlamaShape)})
 
 
 def state_bytes(shape: LlamaShape, method: str, dtype: str) -> int:
-    """Return the bytes of the weights, the gradients and the moments of AdamW at the end of the backward pass.
+    """Return the bytes of the weights, gradients and AdamW moments at the end of the backward pass.
 
-    A frozen base model is stored in the dtype of the computation. Trained weights are stored in float32. In a 16-bit format, the
-    small updates of fine-tuning would be rounded to zero.
+    A frozen base model is stored in the compute dtype. Trained weights are stored in float32, because a 16-bit format would round
+    the small updates of fine-tuning to zero.
 
     Args:
         shape: shape of the model.
@@ -258,19 +256,19 @@ def trained_parameters(shape: LlamaShape, method: str) -> int:
 
 
 def step_flops(shape: LlamaShape, method: str, length: int) -> ModelFlops:
-    """Return the FLOPs of a training step per token, for rows of `length` tokens. `method` is LORA or FULL."""
+    """Return the FLOPs per token of a training step, for rows of `length` tokens. `method` is LORA or FULL."""
     return llama_flops_per_token(shape, length, RANK, ATTENTION) if method == LORA else llama_flops_per_token(shape, length)
 
 
 def least_flops(shape: LlamaShape, method: str, counts: TokenCounts) -> float:
-    """Return the FLOPs of a training step per token that every implementation must compute.
+    """Return the FLOPs per token of a training step that every implementation must compute.
 
-    Attention is not counted. The head is counted only for tokens that have a loss.
+    Attention is not counted. The head is counted only for tokens with a loss.
     """
-    # Length 0 leaves out attention.
+    # Length 0 omits attention.
     whole = step_flops(shape, method, 0).forward_backward
-    # Products with the weights of the head: forward and gradient of the input, 2 FLOPs each per weight. Full fine-tuning has a
-    # third one, the gradient of the weight; LoRA freezes the head.
+    # Products with the head's weights: forward and input gradient, 2 FLOPs each per weight. Full fine-tuning has a third one, the
+    # weight gradient; LoRA freezes the head.
     head = 2 * shape.vocab_size * shape.hidden_size * (2 if method == LORA else 3)
     return whole - head * (1 - counts.completion_tokens / counts.tokens)
 
@@ -278,8 +276,8 @@ def least_flops(shape: LlamaShape, method: str, counts: TokenCounts) -> float:
 def load_base_and_adapter(context: Context, data: FineTuningData, path: Path, dtype: torch.dtype) -> LlamaLM:
     """Return a new base model with the adapters of a checkpoint.
 
-    Before the checkpoint is loaded, the model gets adapters with other weights. So if loading had no effect, the logits would be
-    different, and a test would find this.
+    Before loading, the model gets adapters with other weights. If loading had no effect, the logits would differ, and a test
+    would detect this.
 
     Raises:
         CheckpointError: the adapters were trained on another base.
@@ -292,17 +290,17 @@ def load_base_and_adapter(context: Context, data: FineTuningData, path: Path, dt
 def equality_row(
     context: Context, data: FineTuningData, variant: str, what: str, difference: float, check: str, tolerance: float, **params
 ) -> Row:
-    """Return the row that holds a relative difference.
+    """Return the row with a relative difference.
 
     Args:
         context: context of the experiment.
-        data: the fine-tuning data, which name the model.
+        data: fine-tuning data, which name the model.
         variant: variant of the row.
-        what: param of the row that says what was compared.
+        what: param of the row that states what was compared.
         difference: value of the row.
         check: name of the check.
-        tolerance: largest allowed difference. If the difference is larger, the check fails.
-        params: further params of the row.
+        tolerance: largest allowed difference. The check fails if the difference is larger.
+        params: additional params of the row.
     """
     return context.error_row(
         variant,
@@ -318,8 +316,8 @@ def equality_row(
 
 @torch.no_grad()
 def probe_logits(model: nn.Module, data: FineTuningData, device: str) -> Tensor:
-    """Return the float32 logits of the first held-out rows. The model is converted to float32 and stays in this format."""
-    # Only the longest probe row matters; columns beyond it are padding in all rows.
+    """Return the float32 logits of the first held-out rows. The model is converted to float32 and stays in float32."""
+    # Use the length of the longest probe row; columns beyond it are padding in all rows.
     width = int(data.held_out.sizes[:_PROBE_ROWS].max())
     inputs = torch.from_numpy(data.held_out.inputs[:_PROBE_ROWS, :width]).long().to(device)
     return model.float().eval()(inputs)
@@ -331,16 +329,16 @@ def largest_difference(values: Tensor, expected: Tensor) -> float:
 
 
 def require_llama(model: str) -> None:
-    """Check that a training can start from a model, without loading the model.
+    """Check that training can start from a model, without loading it.
 
-    A model of the Hugging Face hub is not checked here but after its download.
+    A model of the Hugging Face Hub is checked only after its download.
 
     Args:
-        model: name of a random configuration, path of a folder, or name of a model of the hub.
+        model: name of a random configuration, path of a folder, or name of a model of the Hub.
 
     Raises:
-        HyperionError: there is no random configuration with this name. Or the folder is incomplete, it contains an adapter
-            instead of a model, or its tokenizer does not fit the model.
+        HyperionError: there is no random configuration with this name, or the folder is incomplete, contains an adapter instead
+            of a model, or has a tokenizer that does not fit the model.
     """
     folder = expanded(model)
     if model.startswith("random_"):

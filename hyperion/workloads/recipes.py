@@ -39,36 +39,35 @@ Task = Literal["language", "images", "llama"]
 Strategy = Literal["single", "ddp", "fsdp"]
 TASKS = ("language", "images", "llama")
 CLASSES = 10
-_HELD_OUT = 10  # one in this number of training images is held out for evaluation
+_HELD_OUT = 10  # one in this many training images is held out for evaluation
 T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """Description of a training run, for commands and profiles. It can be stored as JSON, and it is the same on every rank.
+    """Description of a training run, for commands and profiles. It can be stored as JSON and is the same on every rank.
 
     Args:
         task: "language" (WikiText-2), "images" (CIFAR-10) or "llama" (instruction rows).
-        model: name of the model. For the task "language" it is a Transformer configuration, and for "images" it is "resnet18".
-            For "llama" it is a random configuration, or a folder or a model of the Hugging Face hub with real weights.
+        model: name of the model: a Transformer configuration for "language", and "resnet18" for "images". For "llama", a random
+            configuration, or a folder or a Hugging Face Hub model with real weights.
         strategy: "single", "ddp" or "fsdp".
         precision: number format, for example "fp32" or "bf16", or "auto". See `choose_precision`.
-        batch_size: number of examples in one optimizer step, on all ranks together.
-        learning_rate: largest learning rate. It is reached at the end of the warm-up, then it falls to zero along a cosine.
+        batch_size: number of examples in one optimizer step, summed over all ranks.
+        learning_rate: peak learning rate, reached at the end of the warm-up. It then falls to a tenth along a cosine.
         weight_decay: weight decay of the optimizer.
-        steps, epochs: length of the training. Exactly one of the two is given.
-        warmup_share: length of the warm-up as a share of all steps.
+        steps, epochs: length of the training run. Exactly one of the two is given.
+        warmup_share: warm-up steps as a share of all steps.
         sequence_length: number of tokens in one example (language, llama).
         width: number of channels of the first stage (images).
         lora: whether to train adapters on frozen weights instead of all parameters (llama).
         records: number of training examples to use (images). None uses all examples that are not held out.
-        evaluation_batches: number of held-out batches for the evaluation at the end of an epoch. For images, it is also the
-            number of test batches for the evaluation after the last step. None uses all batches, and 0 switches the evaluation
-            off.
-        checkpoint_every: number of steps between two checkpoints. None saves no checkpoints.
+        evaluation_batches: number of held-out batches in the evaluation at the end of an epoch and, for images, of test batches
+            in the evaluation after the last step. None uses all batches, and 0 disables evaluation.
+        checkpoint_every: number of steps between checkpoints. None saves no checkpoints.
     """
 
-    # Options of a profile contain recipes. With this setting pydantic rejects unknown names.
+    # Options in a profile contain recipes. With this setting pydantic rejects unknown names.
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid", strict=True)
 
     task: Task
@@ -94,30 +93,29 @@ class Recipe:
 
     @property
     def name(self) -> str:
-        """Name of the training run. It consists of the model and the strategy, for example "gpt2_124m_fsdp"."""
+        """Name of the training run: the model and the strategy, for example "gpt2_124m_fsdp"."""
         name = self.model.rstrip("/").rpartition("/")[2]
         part = f"_w{self.width}" if self.task == "images" else "_lora" if self.lora else ""
         return f"{name}{part}_{self.strategy}"
 
     def plan(self) -> TrainingPlan:
-        """Return the length of the training and its checkpoint interval."""
+        """Return the length of the training run and its checkpoint interval."""
         return TrainingPlan(steps=self.steps, epochs=self.epochs, checkpoint_every=self.checkpoint_every)
 
 
 @dataclass(frozen=True)
 class Training:
-    """A recipe that is set up on this rank.
+    """A recipe set up on this rank.
 
     Attributes:
-        engine: the model and its optimizer, distributed by the strategy of the recipe.
+        engine: the model and its optimizer, distributed according to the recipe's strategy.
         batches: this rank's part of every batch.
-        validation: function that returns an iterable of the held-out batches. None if the recipe has no evaluation on held-out
-            data.
+        validation: function that returns an iterable of the held-out batches. None if the recipe has no held-out evaluation.
         source: name of the data source.
-        base_sha256: SHA-256 of the frozen weights that the adapters belong to. An empty string if the recipe has no adapters.
-        test: function that returns an iterable of the batches of the test split, for one evaluation after the last step. None if
-            the recipe has no test split.
-        normalisation: means and standard deviations of the channels of the images. None if the task has no images.
+        base_sha256: SHA-256 of the frozen weights that the adapters belong to, or an empty string without adapters.
+        test: function that returns an iterable of the test batches, for one evaluation after the last step. None without a test
+            split.
+        normalisation: means and standard deviations of the image channels. None if the task has no images.
     """
 
     engine: LanguageEngine | ImageEngine
@@ -135,16 +133,15 @@ def set_up(context: Context, recipe: Recipe) -> Training:
     Raises:
         HyperionError: the batch size is not a multiple of the number of ranks, or the model, precision or strategy is unknown.
     """
-    # The same seed on every rank: the ranks must start from the same weights.
+    # The same seed on every rank, because all ranks must start from the same weights.
     seed_everything(context.seed)
     return {"language": _language, "images": _images, "llama": _llama}[recipe.task](context, recipe)
 
 
 def rank_zero_first(function: Callable[[], T]) -> T:
-    """Call `function` on rank 0, and then on all other ranks. Return its result.
+    """Call `function` on rank 0, then on all other ranks. Return its result.
 
-    Use it for functions that prepare files if they are missing. Then only rank 0 prepares the files, and the other ranks read
-    them.
+    Use it for functions that prepare missing files: only rank 0 prepares them, and the other ranks read them.
 
     Raises:
         CheckpointError: the function failed on one of the ranks. The error is raised on all ranks, so that no rank waits forever.
@@ -152,7 +149,7 @@ def rank_zero_first(function: Callable[[], T]) -> T:
     here, first = world(), []
     if here.size == 1:
         return function()
-    # Rank 0 writes the files. `on_rank_0` also makes the other ranks wait, so that they find finished files.
+    # Rank 0 writes the files. `on_rank_0` also makes the other ranks wait until the files are complete.
     on_rank_0(lambda: first.append(function()))
     return agreed(lambda: first[0] if here.rank == 0 else function())
 
@@ -190,7 +187,7 @@ def _language(context: Context, recipe: Recipe) -> Training:
             recipe.sequence_length,
             recipe.sequence_length,
             tokenizer.eos_id,
-            # Every rank evaluates all windows, so a batch has the size of a rank's part and needs no more memory than in
+            # Every rank evaluates all windows, so a batch has the size of one rank's part and needs no more memory than in
             # training.
             recipe.batch_size // here.size,
             device.torch_device,
@@ -208,7 +205,7 @@ def _images(context: Context, recipe: Recipe) -> Training:
     first_held_out = len(arrays["train_images"]) * (_HELD_OUT - 1) // _HELD_OUT
     used = min(recipe.records or first_held_out, first_held_out)
     images, labels = arrays["train_images"][:used], arrays["train_labels"][:used]
-    # Statistics of the images that are trained on: held-out images must not influence the training.
+    # Statistics of the images that are trained on: held-out images must not influence training.
     normalisation = channel_statistics(images)
     batches = ImageBatches(
         images,
@@ -235,7 +232,7 @@ def _images(context: Context, recipe: Recipe) -> Training:
             normalisation,
             device=device.torch_device,
             shuffle=False,
-            # An evaluation scores every image once, also those of an incomplete batch.
+            # An evaluation scores every image once, including those of an incomplete batch.
             drop_last=False,
         )
         return _first(batches, recipe.evaluation_batches)
@@ -271,14 +268,14 @@ def _llama(context: Context, recipe: Recipe) -> Training:
 
 
 def _sharers(recipe: Recipe) -> World:
-    """Return the ranks among which a batch is divided: all ranks, or only this rank if the strategy is "single"."""
+    """Return the ranks that share a batch: all ranks, or only this rank if the strategy is "single"."""
     here = world()
     return replace(here, rank=0, size=1) if recipe.strategy == "single" else here
 
 
 def _plan(recipe: Recipe, precision: Precision) -> ParallelPlan:
-    # The statistics of batch norms are float32, so batch norms need float32 parameters. Therefore FSDP gathers the parameters of
-    # a ResNet in float32.
+    # BatchNorm statistics are float32, so BatchNorm needs float32 parameters. FSDP therefore gathers the parameters of a ResNet
+    # in float32.
     sixteen_bit = recipe.strategy == "fsdp" and recipe.task != "images" and precision.dtype == "bf16"
     return ParallelPlan(strategy=recipe.strategy, param_dtype="bf16" if sixteen_bit else None)
 

@@ -1,4 +1,4 @@
-"""Training steps of the reference models, rows of a timed step, and forecasts of the time of a step.
+"""Training steps of the reference models, rows of a timed step, and forecasts of the step time.
 
 A reference model is a well-known model such as ResNet-50. A forecast is computed from the rates that the run has measured (its
 ceilings) and from the operators that the step dispatches.
@@ -45,25 +45,25 @@ from hyperion.workloads.workloads import ADAMW_BYTES_A_PARAMETER, SGD_BYTES_A_PA
 EAGER, COMPILED = "eager", "compiled"
 CONTIGUOUS, CHANNELS_LAST = "contiguous", "channels_last"
 LEAST_MEMORY = "weights, gradients and moments in float32, and the batch"
-# Seconds that the host needs for one operator of an eager training step, including Python, autograd and dispatch. These values
-# are used only if the run has measured neither this time nor the time of a launch. The value for GPUs was measured on the host of
-# an H200. The host of another H200 needs 1.5 times as long.
+# Host time in seconds for one operator of an eager training step, including Python, autograd and dispatch. Used only if the run
+# has measured neither this time nor the launch time. The GPU value was measured on the host of an H200; another H200's host takes
+# 1.5 times as long.
 _OPERATOR_S = {"cpu": 30e-6, "gpu": 19e-6}
-# Host time of one operator of an eager step, divided by the time of one kernel launch. On a CPU, a launch is only a call of
+# Host time of one operator in an eager step, divided by the time of one kernel launch. On a CPU, a launch is only a call of
 # PyTorch's dispatcher.
 _LAUNCHES = {"cpu": 20, "gpu": 4}
-# Host time of launching one kernel from compiled code, divided by the host time of one operator. Compiled code launches a kernel
+# Host time of launching one kernel from compiled code, divided by the host time of one operator. Compiled code launches kernels
 # without autograd and dispatch. The value is an assumption.
 _KERNEL_OPERATORS = 0.5
-# A batch size above 1, for which the operators of a step are counted. They are the same for every batch size above 1. For batch
-# size 1, PyTorch transposes fewer tensors.
+# Batch size at which the operators of a step are counted. The count is the same for every batch size above 1. At batch size 1,
+# PyTorch transposes fewer tensors.
 _MANY = 32
 _AUTOCAST = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @dataclass(frozen=True)
 class StepVariant:
-    """One way to compute a training step.
+    """Variant of a training step.
 
     Args:
         dtype: fp32, tf32, bf16 or fp16, see `hyperion.training.Precision`.
@@ -77,7 +77,7 @@ class StepVariant:
 
     @property
     def params(self) -> dict:
-        """Params that distinguish the rows of this variant from the rows of other variants with the same dtype."""
+        """Params that distinguish this variant's rows from those of other variants with the same dtype."""
         layout = CHANNELS_LAST if self.channels_last else CONTIGUOUS
         return {"layout": layout, "mode": COMPILED if self.compiled else EAGER}
 
@@ -87,26 +87,26 @@ class StepVariant:
 
 
 def has_layout(model: ReferenceModel) -> bool:
-    """Return True if channels_last has an effect on the model, which is the case for convolutional networks.
+    """Return True if channels_last affects the model, i.e. for convolutional networks.
 
-    A Vision Transformer has a single convolution, and all its other layers work on sequences.
+    A Vision Transformer has a single convolution; all its other layers work on sequences.
     """
     return isinstance(model, ResNet50)
 
 
 def to_channels_last(module: nn.Module) -> None:
-    """Convert the convolution kernels of the module to the memory format channels_last."""
+    """Convert the module's convolution kernels to the channels_last memory format."""
     module.to(memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue]  # torch's annotations omit the argument
 
 
 @dataclass(frozen=True)
 class Update:
-    """The optimizer that is usual for one kind of reference model, with the bytes that it needs.
+    """Standard optimizer of one kind of reference model, with the bytes that it needs.
 
     Args:
         make: function that takes a module and returns the optimizer of its parameters.
-        traffic_bytes: number of bytes that an update reads and writes for each parameter.
-        held_bytes: number of bytes of the weight, the gradient and the moments of each parameter, in float32.
+        traffic_bytes: bytes that an update reads and writes per parameter.
+        held_bytes: bytes of the weight, gradient and moments per parameter, in float32.
     """
 
     make: Callable[[nn.Module], torch.optim.Optimizer]
@@ -114,14 +114,14 @@ class Update:
     held_bytes: int
 
 
-# The learning rates are low, so that the training needs no warm-up. These models are not trained to the end.
+# The learning rates are low, so training needs no warm-up. These models are not trained to the end.
 _SGD = Update(lambda module: sgd_nesterov(module, 1e-3), SGD_BYTES_A_PARAMETER, 3 * 4)
 _ADAMW = Update(lambda module: adamw(module, 1e-4), ADAMW_BYTES_A_PARAMETER, 4 * 4)
 _UPDATES: dict[type, Update] = {ResNet50: _SGD, VisionTransformer: _ADAMW, Encoder: _ADAMW}
 
 
 def update_of(model: ReferenceModel) -> Update:
-    """Return the description of the usual optimizer for a reference model."""
+    """Return the standard optimizer of a reference model."""
     return _UPDATES[type(model)]
 
 
@@ -130,19 +130,19 @@ class TrainingStep:
 
     The inputs are standard normal numbers, and the model's configuration defines the targets. Every step uses the same batch, so
     the loss falls if the step is correct. If the variant is compiled, the forward and backward pass of each block are compiled at
-    the first call of the block, and equal blocks share the compiled code. Loss and update are not compiled.
+    its first call, and equal blocks share the compiled code. Loss and update are not compiled.
 
     Args:
         name: name of the reference model.
         batch: number of samples in the batch.
-        variant: the variant of the step, or only its dtype. With only a dtype, the step is eager and uses the memory format that
-            is faster for the model.
-        device: the device.
+        variant: variant of the step, or only its dtype. With only a dtype, the step is eager and uses the memory format that is
+            faster for the model.
+        device: device of the step.
         seed: seed of weights, inputs and targets.
 
     Attributes:
         model: configuration of the reference model.
-        module: the module that is trained.
+        module: module being trained.
         losses: losses of all steps, as scalar tensors on the device. Reading a value waits for the device.
     """
 
@@ -163,8 +163,7 @@ class TrainingStep:
             to_channels_last(self.module)
             inputs = inputs.contiguous(memory_format=torch.channels_last)
         self._inputs, self._optimizer = inputs, update_of(self.model).make(self.module)
-        # Blocks are compiled and not the whole model: equal blocks share one compiled graph, so the compilation takes less
-        # time.
+        # Compile blocks instead of the whole model: equal blocks share one compiled graph, so compilation takes less time.
         for block in map(self.module.get_submodule, self.model.layout().blocks if variant.compiled else ()):
             # Fixed shapes: without this flag, a second batch size would make the compiler generate slower code for any shape.
             block.forward = torch.compile(block.forward, dynamic=False)
@@ -188,14 +187,14 @@ class TrainingStep:
             self(lambda name: contextlib.nullcontext())
 
     def products(self) -> contextlib.AbstractContextManager:
-        """Return the context manager in which a step must run. It turns TF32 off if the dtype is fp32, and on if it is tf32."""
+        """Return the context manager in which a step must run. It turns TF32 off for fp32, and on for tf32."""
         return self._precision.products()
 
 
 def timed(step: TrainingStep, device: Device, time_limit_s: float) -> tuple[StepTiming, Verification]:
     """Time a training step. Return its timing, and the verification that the loss has fallen.
 
-    The verification is needed because a step with a fault may not lower the loss.
+    A faulty step may not lower the loss.
     """
     with step.products():
         timing = time_step(step, device, time_limit_s=time_limit_s)
@@ -205,7 +204,7 @@ def timed(step: TrainingStep, device: Device, time_limit_s: float) -> tuple[Step
 
 
 def step_params(batch: int) -> dict:
-    """Return the params that all rows of a step with this batch size share."""
+    """Return the params shared by all rows of a step at this batch size."""
     return {"batch": batch, "step": "steady"}
 
 
@@ -214,17 +213,17 @@ def step_rows(
 ) -> tuple[list[Row], pd.DataFrame]:
     """Return the rows and the samples of a timed step.
 
-    There are rows for the step time, the throughput, the model FLOPs utilisation (MFU) and each phase. Their limits come from the
-    least time that the device needs for the FLOPs and the memory traffic.
+    The rows give the step time, the throughput, the model FLOPs utilisation (MFU) and the time of each phase. Their limits come
+    from the least time that the device needs for the FLOPs and the memory traffic.
 
     Args:
         context: context of the experiment.
-        model: the reference model.
+        model: reference model.
         batch: batch size.
         dtype: dtype of the step.
         timing: timing of the step.
-        learned: verification that the loss has fallen, for the row of the throughput.
-        params: further params of the rows, which distinguish them from other variants.
+        learned: verification that the loss has fallen, for the throughput row.
+        params: additional params that distinguish the rows from other variants.
     """
     name, work, device = model.name, model.flops, context.device
     params = step_params(batch) | params
@@ -252,21 +251,20 @@ def _traffic_floor(device: Device, traffic_bytes: int) -> tuple[float | None, st
         return None, f"no limit: {reason}"
     if found.memory_bandwidth_limit_gb_s is None:
         return None, f"no limit: {reason or found.memory_bandwidth_source}"
-    # A part of this traffic may not reach the memory: the cache may contain gradients when the update begins, and new weights
-    # when the update ends.
-    # Twice the cache: once for the gradients that are read, once for the weights that are written.
+    # Part of this traffic may not reach the memory: the cache may hold gradients when the update begins, and new weights when it
+    # ends. Hence twice the cache: once for the gradients read, once for the weights written.
     uncached = max(0, traffic_bytes - 2 * (device.last_level_cache_bytes or 0))
     return uncached / (found.memory_bandwidth_limit_gb_s * 1e9), f"beyond the cache: {found.memory_bandwidth_source}"
 
 
 def least_memory_gib(model: ReferenceModel, batch: int) -> float:
-    """Return the least memory at the end of a step in GiB: weights, gradients and moments in float32, and the batch."""
+    """Return the minimum memory in GiB at the end of a step: weights, gradients and moments in float32, and the batch."""
     inputs = 4 * batch * torch.Size(model.sample_shape).numel()
     return (update_of(model).held_bytes * model.parameter_count + inputs) / GIB
 
 
 def forecast_reference_step(context: Context, name: str, batch: int, variant: StepVariant) -> list[Forecast]:
-    """Predict the samples per second and the seconds of a reference model's step, from the run's ceilings and from shapes.
+    """Predict the samples per second and the time of a reference model's step, from the run's ceilings and from shapes.
 
     The memory format of the images is ignored, because it does not change the number of bytes that a step moves.
     """
@@ -293,8 +291,8 @@ def forecast_reference_step(context: Context, name: str, batch: int, variant: St
 def step_ceilings(context: Context, dtype: str) -> tuple[StepCeilings | None, str]:
     """Return (ceilings for steps in a dtype, source of the host time), or (None, reason why there are no ceilings).
 
-    In a tf32 step, matrix products of float32 numbers have the rates of tf32. A step in a 16-bit format has few float32 matrix
-    products. If the run has measured no rate for them, the rate of the 16-bit matrix products is used.
+    In a tf32 step, matrix products of float32 numbers run at tf32 rates. A step in a 16-bit format has few float32 matrix
+    products; if the run has measured no rate for them, the 16-bit rate is used.
     """
     units = context.device.compute_units or 1
     measured = {name: _products(context.upstream, dtype if dtype == "tf32" else name) for name in (dtype, "fp32")}
@@ -306,13 +304,13 @@ def step_ceilings(context: Context, dtype: str) -> tuple[StepCeilings | None, st
     convolution_s = _operator_cost(context, "convolution", "operator_time_s")
     # The measured overhead is a difference of two times, so noise can make it negative.
     once_s = max(0.0, _operator_cost(context, "once a step", "step_overhead_s") or 0.0)
-    # On an accelerator the host runs ahead of the device, so the longer of both times counts. On a CPU they add up.
+    # On an accelerator the host runs ahead of the device, so the longer of both times counts. On a CPU the times add up.
     overlapped = context.device.kind != "cpu"
     return StepCeilings(rates, _memory(context.upstream, stream), operator_s, overlapped, convolution_s, once_s), host
 
 
 def host_time(context: Context, name: str, batch: int, dtype: str) -> tuple[float, str]:
-    """Return (seconds that the host needs for an eager step of a reference model, source of this value).
+    """Return (host time in seconds of a reference model's eager step, source of this value).
 
     Raises:
         ValueError: the run has measured no ceilings.
@@ -322,10 +320,10 @@ def host_time(context: Context, name: str, batch: int, dtype: str) -> tuple[floa
 
 
 def operator_time(context: Context) -> tuple[float, str]:
-    """Return (seconds that the host needs for one operator of an eager step, source of this value).
+    """Return (host time in seconds of one operator in an eager step, source of this value).
 
-    If the run has not measured this time, it is computed from the measured time of a launch. If the run has not measured a
-    launch, a constant is used.
+    If the run has not measured this time, it is computed from the measured launch time. If that is missing too, a constant is
+    used.
     """
     measured = _operator_cost(context, "operator", "operator_time_s")
     if measured is not None:
@@ -338,10 +336,10 @@ def operator_time(context: Context) -> tuple[float, str]:
 
 
 def compiled_host(context: Context, blocks: int) -> tuple[CompiledHost, str]:
-    """Return the host times of a step whose blocks are compiled, and the source of the time that entering a block takes.
+    """Return the host times of a step with compiled blocks, and the source of the time for entering a block.
 
-    The measured time of a compiled block includes the launches of its kernels. They are subtracted, because the launches of a
-    step are counted separately.
+    The measured time of a compiled block includes its kernel launches. They are subtracted, because the launches of a step are
+    counted separately.
 
     Args:
         context: context of the experiment.
@@ -361,7 +359,7 @@ def _operator_cost(context: Context, variant: str, metric: str) -> float | None:
 
 
 def _last_row(context: Context, experiment: str, variant: str, metric: str) -> Row | None:
-    """Return the last row with a value of this experiment, variant and metric, or None if the run has no such row."""
+    """Return the last row with a value for this experiment, variant and metric, or None if the run has none."""
     rows = [r for r in context.upstream if (r.experiment, r.variant, r.metric) == (experiment, variant, metric)]
     return next((row for row in reversed(rows) if row.value is not None), None)
 
@@ -376,7 +374,7 @@ def _products(rows: Iterable[Row], dtype: str) -> list[tuple[int, int, int, floa
 
 
 def _memory(rows: Iterable[Row], stream: Row) -> MemoryStream:
-    """Fit a latency and a bandwidth to the memory streams of the run. If all streams have the same size, the latency is 0."""
+    """Fit a latency and a bandwidth to the run's memory streams. If all streams have the same size, the latency is 0."""
     streams = [
         (OPERATIONS[row.variant].arrays * row.params["elements"] * FORMATS[row.dtype].bytes, row.value)
         for row in rows
@@ -394,12 +392,12 @@ def captured_step(name: str, batch: int, dtype: str) -> tuple[Call, ...]:
     """Return the operators that a training step dispatches in forward pass, loss, backward pass and update.
 
     The operators are recorded with tensors that have shapes but no memory, so nothing is computed. This takes some seconds on a
-    slow CPU core. For a step in tf32, pass fp32: both dispatch the same operators.
+    slow CPU core. For a tf32 step, pass fp32: both dispatch the same operators.
 
     Args:
-        name: name of a reference model, or of a Transformer configuration such as "gpt2_124m". The sequences of a Transformer
-            have the length of its context.
-        batch: number of samples. For a Transformer, number of sequences.
+        name: name of a reference model, or of a Transformer configuration such as "gpt2_124m", whose sequences have the length of
+            its context.
+        batch: number of samples or, for a Transformer, of sequences.
         dtype: fp32, bf16 or fp16. bf16 and fp16 use autocast.
 
     Raises:

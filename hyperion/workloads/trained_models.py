@@ -1,19 +1,18 @@
 """Small trained models for the chapters on inference and serving: a Llama on WikiText-2, and a ResNet-18 on CIFAR-10.
 
-A change of the number format changes the loss of a trained model in a meaningful way. With random weights it would not. Each
-model is trained with the loop of chapter 2.2, and stored once per machine in data/processed/ in Hugging Face's layout:
-config.json and model.safetensors, and for the language model the files of its tokenizer.
-`LlamaForCausalLM.from_pretrained(folder)` loads it. The folder also contains the held-out data on which variants of the model are
-scored, so a worker process needs only its path.
+The loss of a trained model responds meaningfully to a change of number format; with random weights it would not. Each model is
+trained with the loop of chapter 2.2 and stored once per machine in data/processed/ in Hugging Face's layout: config.json and
+model.safetensors and, for the language model, its tokenizer files. `LlamaForCausalLM.from_pretrained(folder)` loads it. The
+folder also contains the held-out data on which variants of the model are scored, so a worker process needs only its path.
 
-The weights of the two models of the profile `smoke` come with the library, in the folder trained/. To train them takes a minute
-on two idle cores, and several minutes on busy ones. They are used only for the recipe, the seed and the data with which they were
-trained. `python -m hyperion.workloads.trained_models` trains them again.
+The weights of the two models of the profile `smoke` come with the library, in the folder trained/. Training them takes a minute
+on two idle cores, and several minutes on busy ones. They are used only with the recipe, the seed and the data that they were
+trained with. `python -m hyperion.workloads.trained_models` trains them again.
 
-The small language model has a byte-level BPE of 2,048 entries, which is trained on the train split. With GPT-2's 50,257 tokens,
-most of the parameters and of the time would belong to the embedding, which no number format of this chapter changes. No text is
-lost, because every byte has a token. A perplexity per token depends on the tokenizer: compare it only between variants of one
-model, and with the loss of a unigram model on the same tokens.
+The small language model has a byte-level BPE of 2,048 entries, trained on the train split. With GPT-2's 50,257 tokens, the
+embedding would take most of the parameters and the time, and no number format of this chapter changes it. No text is lost,
+because every byte has a token. A perplexity per token depends on the tokenizer: compare it only between variants of one model,
+and with the loss of a unigram model on the same tokens.
 
 Shape suffixes: W windows, T tokens of a window, N images, C channels, Y rows, X columns, V vocabulary, K classes.
 """
@@ -53,24 +52,24 @@ LANGUAGE, CLASSIFIER = "language", "classifier"
 WEIGHTS, HELD_OUT, CONFIG = "model.safetensors", "held_out.safetensors", "config.json"
 _REMEDY = "run the experiment again: it trains the model again"
 _WEIGHTS_OF_THE_LIBRARY = Path(__file__).with_name("trained")
-_CALIBRATION = 64  # windows or images of the train split, for the calibration of activations
-# transformers' server refuses a tokenizer without a template. The model has seen no dialogues, so the template adds nothing.
+_CALIBRATION = 64  # windows or images of the train split used to calibrate activations
+# The transformers server refuses a tokenizer without a template. The model has seen no dialogues, so the template adds nothing.
 _CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'] }}\n{% endfor %}"
 
 
 class LanguageRecipe(Table):
-    """Training of a Llama on WikiText-2.
+    """Recipe for training a Llama on WikiText-2.
 
     Args:
-        vocabulary: number of entries of a byte-level BPE that is trained on the train split. None uses GPT-2's tokenizer.
-        width, layers, heads, key_value_heads, mlp_width: shape of the model. The embedding and the head share their weights.
-        context: largest number of positions that the model accepts.
-        sequence_length, batch_size: tokens of a sequence, and sequences of a step.
+        vocabulary: number of entries of a byte-level BPE trained on the train split. None uses GPT-2's tokenizer.
+        width, layers, heads, key_value_heads, mlp_width: dimensions of the model. The embedding and the head share their weights.
+        context: maximum number of positions that the model accepts.
+        sequence_length, batch_size: tokens per sequence, and sequences per step.
         steps: number of optimizer steps.
         initial_deviation: standard deviation of the initial weights. The default is that of transformers.
-        learning_rate: largest learning rate, after a warm-up of a tenth of the steps.
+        learning_rate: peak learning rate, reached after a warm-up over a tenth of the steps.
         weight_decay: weight decay of AdamW.
-        held_out_tokens: number of tokens of the test split on which variants are scored. None uses all.
+        held_out_tokens: number of test-split tokens on which variants are scored. None uses all.
     """
 
     vocabulary: int | None = None
@@ -90,15 +89,15 @@ class LanguageRecipe(Table):
 
 
 class ClassifierRecipe(Table):
-    """Training of a ResNet-18 on CIFAR-10.
+    """Recipe for training a ResNet-18 on CIFAR-10.
 
     Args:
         width: channels of the first stage.
-        batch_size: images of a step.
+        batch_size: images per step.
         steps: number of optimizer steps.
-        learning_rate: largest learning rate, after a warm-up of a fifth of the steps.
+        learning_rate: peak learning rate, reached after a warm-up over a fifth of the steps.
         weight_decay: weight decay of SGD.
-        held_out_images: number of images of the test split on which variants are scored. None uses all.
+        held_out_images: number of test images on which variants are scored. None uses all.
     """
 
     width: int
@@ -109,7 +108,7 @@ class ClassifierRecipe(Table):
     held_out_images: int | None = None
 
 
-# The models by name. An experiment states the name in its options. The toys train in seconds, for tests.
+# The models by the name that an experiment states in its options. The toys train in seconds, for tests.
 LANGUAGE_MODELS = {
     "llama_toy": LanguageRecipe(
         vocabulary=640,
@@ -161,7 +160,7 @@ CLASSIFIERS = {
 
 @dataclass(frozen=True)
 class Scores:
-    """Scores of a model on held-out data, one entry for each token or image, in a fixed order.
+    """Scores of a model on held-out data, one entry per token or image, in a fixed order.
 
     Attributes:
         losses: negative log-likelihoods in nats, float64 [n].
@@ -196,9 +195,9 @@ class TrainedModel:
         name: name of the recipe.
         folder: folder with the weights.
         source: name of the data source.
-        facts: the recipe, the seed, and the results of the training: `loss` and `accuracy` on the held-out data, `baseline_loss`
-            (of a unigram model on the same tokens, or of equal probabilities for all classes), `parameters`, and `trained`,
-            which says where the weights come from.
+        facts: the recipe, the seed, and the training results: `loss` and `accuracy` on the held-out data, `baseline_loss` (of a
+            unigram model on the same tokens, or of equal probabilities for all classes), `parameters`, and `trained`, which
+            states where the weights come from.
     """
 
     kind: str
@@ -209,19 +208,19 @@ class TrainedModel:
 
     @property
     def loss(self) -> float:
-        """Held-out loss in nats that was computed after the training."""
+        """Held-out loss in nats, computed after training."""
         return self.facts["loss"]
 
     @property
     def weight_bytes(self) -> int:
-        """Size of the file of weights in bytes."""
+        """Size of the weight file in bytes."""
         return (self.folder / WEIGHTS).stat().st_size
 
     def load(self, device: Device, dtype: torch.dtype = torch.float32) -> nn.Module:
-        """Return the model in evaluation mode, a module that maps inputs to logits.
+        """Return the model in evaluation mode, as a module that maps inputs to logits.
 
-        For a language model it is a `LlamaLM`, which maps ids [W, T] to logits [W, T, V] and whose attribute `lm` is
-        transformers' LlamaForCausalLM. For a classifier it is a `ResNet18`, which maps images [N, 3, 32, 32] to logits [N, K].
+        For a language model it is a `LlamaLM` that maps ids [W, T] to logits [W, T, V] and whose attribute `lm` is transformers'
+        LlamaForCausalLM. For a classifier it is a `ResNet18` that maps images [N, 3, 32, 32] to logits [N, K].
         """
         if self.kind == LANGUAGE:
             from transformers import LlamaForCausalLM
@@ -241,14 +240,14 @@ class TrainedModel:
     def held_out(self, device: Device) -> tuple[Tensor, Tensor]:
         """Return the held-out data of the test split on the device.
 
-        For a language model: ids int64 [W, T] and targets int64 [W, T], where IGNORE_INDEX marks tokens that an earlier window
-        scores. For a classifier: normalised float32 images [N, 3, 32, 32] and classes int64 [N].
+        For a language model: int64 ids [W, T] and int64 targets [W, T], in which IGNORE_INDEX marks tokens that an earlier window
+        scores. For a classifier: normalised float32 images [N, 3, 32, 32] and int64 classes [N].
         """
         tensors = load_file(self.folder / HELD_OUT)
         return self._inputs(tensors["inputs"], device), tensors["targets"].long().to(device.torch_device)
 
     def calibration(self, device: Device) -> Tensor:
-        """Return 64 inputs of the train split on the device, for the calibration of activations."""
+        """Return 64 inputs of the train split on the device, for calibrating activations."""
         return self._inputs(load_file(self.folder / HELD_OUT)["calibration"], device)
 
     def score(
@@ -257,10 +256,10 @@ class TrainedModel:
         """Score a variant of the model on the held-out data.
 
         Args:
-            logits_of: function that maps inputs, as `held_out` returns them, to logits. A module or any other function.
+            logits_of: module or function that maps inputs, as returned by `held_out`, to logits.
             device: device of the inputs.
-            batch_size: windows or images of a call. The last batch may be smaller.
-            records: number of windows or images to score, from the first. None scores all.
+            batch_size: windows or images per call. The last batch may be smaller.
+            records: number of windows or images to score, starting with the first. If None, all are scored.
         """
         inputs, targets = (part[:records] for part in self.held_out(device))
         losses, correct = [], []
@@ -285,12 +284,12 @@ def trained_language_model(context: Context, name: str) -> TrainedModel:
     """Return the trained Llama of a recipe. If this machine has not trained it yet, train it.
 
     Args:
-        context: context of the experiment, with its seed, its device and its data source.
+        context: context of the experiment, with its seed, device and data source.
         name: a name in LANGUAGE_MODELS.
 
     Raises:
         HyperionError: no recipe has this name.
-        DataError: the data are wrong or no source has them.
+        DataError: the data are wrong, or no source has them.
     """
     return _trained(context, LANGUAGE, name, LANGUAGE_MODELS, datasets.TEXT, _train_language)
 
@@ -299,18 +298,18 @@ def trained_classifier(context: Context, name: str) -> TrainedModel:
     """Return the trained ResNet-18 of a recipe. If this machine has not trained it yet, train it.
 
     Args:
-        context: context of the experiment, with its seed, its device and its data source.
+        context: context of the experiment, with its seed, device and data source.
         name: a name in CLASSIFIERS.
 
     Raises:
         HyperionError: no recipe has this name.
-        DataError: the data are wrong or no source has them.
+        DataError: the data are wrong, or no source has them.
     """
     return _trained(context, CLASSIFIER, name, CLASSIFIERS, datasets.IMAGES, _train_classifier)
 
 
 def read_trained_model(folder: Path) -> TrainedModel:
-    """Return the trained model in a folder. The size and the hash of each file are checked.
+    """Return the trained model in a folder. The size and hash of each file are checked.
 
     Raises:
         DataError: a file is missing or damaged.
@@ -429,7 +428,7 @@ def _train_classifier(context: Context, name: str, recipe: ClassifierRecipe, wor
     state = {key: value.detach().cpu().contiguous() for key, value in model.state_dict().items()}
     save_file(state, work / WEIGHTS, metadata={"format": "pt"})
     arrays = prepared.arrays
-    # The constants of the images that the model was trained on.
+    # Normalisation constants of the images that the model was trained on.
     mean, deviation = not_none(training.normalisation)
     config = {
         "architectures": ["ResNet18"],
@@ -454,7 +453,7 @@ def _made_from(recipe: Table, seed: int, data_sha256: str) -> dict[str, Any]:
 
 
 def _metadata(name: str) -> dict[str, str]:
-    """Return the facts of the weights of a model that come with the library, or {} if none do."""
+    """Return the metadata of a model's weights that come with the library, or {} if there are none."""
     path = _WEIGHTS_OF_THE_LIBRARY / f"{name}.safetensors"
     if not path.is_file():
         return {}
@@ -463,13 +462,13 @@ def _metadata(name: str) -> dict[str, str]:
 
 
 def _weights(name: str, model: nn.Module, made_from: dict[str, Any], train_here: Callable[[], float]) -> dict[str, Any]:
-    """Load the weights that come with the library into a model, or train it if they were made from something else.
+    """Load the weights that come with the library into a model. If recipe, seed or data differ from theirs, train the model.
 
     Args:
         name: name of the recipe.
         model: the model with its initial weights.
-        made_from: recipe, seed and data of the training.
-        train_here: trains the model and returns the last loss.
+        made_from: recipe, seed and data of the training run.
+        train_here: function that trains the model and returns the last loss.
 
     Returns:
         The facts `trained`, `train_loss` and `made_from`.
@@ -499,7 +498,7 @@ def _store(
     determines: dict,
     facts: dict[str, Any],
 ) -> None:
-    """Write the held-out data and the manifest. The stored loss is that of the stored weights, read back from the file."""
+    """Write the held-out data and the manifest. The stored loss is that of the weights as read back from the file."""
     save_file(tensors, work / HELD_OUT)
     stored = TrainedModel(kind, name, work, source, {})
     model = stored.load(device)
@@ -509,7 +508,7 @@ def _store(
 
 
 def _streams(context: Context, recipe: LanguageRecipe) -> tuple[TextCorpus, Tokenizer, np.ndarray, np.ndarray]:
-    """Return the text, the tokenizer, and the token ids of the train split and of the test split."""
+    """Return the text, the tokenizer, and the token ids of the train and test splits."""
     if recipe.vocabulary is None:
         corpus, tokenizer, prepared = datasets.text(context)
         return corpus, tokenizer, prepared.tokens["train"], prepared.tokens["test"]

@@ -1,8 +1,8 @@
-"""Functions that make the rows and curves of training runs.
+"""Functions that build the rows and curves of training runs.
 
-There are rows for epochs, for a timed step after warm-up, and for the comparison of several implementations of a step. There are
-also forecasts of the throughput. To compare several engines, their steps are timed alternately: A B C A B C …. If the engines
-were timed one after the other, changes of the clock and the temperature of the device would distort the comparison.
+There are rows for epochs, for a timed step after warm-up, and for the comparison of several implementations of a step, and
+forecasts of the throughput. Engines are compared by timing their steps in alternation: A B C A B C …. If they were timed one
+after the other, changes of the device's clock and temperature would distort the comparison.
 """
 
 import gc
@@ -38,15 +38,15 @@ from hyperion.results import Estimate, Row, mean_estimate
 from hyperion.training import EpochRecord, History, TorchEngine
 from hyperion.workloads.workloads import Batch, Workload
 
-# The `limit_source` of the rows of a speed-up.
+# `limit_source` of speed-up rows.
 NO_SPEEDUP_LIMIT = "no limit: how far the slower of the two stays below its own limit is not bounded"
-# The `value_reason` of the rows of an epoch without a timed step.
+# `value_reason` of epoch rows without a timed step.
 NOT_TIMED = "no step of this epoch was timed, or the system does not report it"
 _NO_LIMIT = "no limit: "
 
 
 def epoch_rows(context: Context, variant: str, dtype: str, engine: TorchEngine, history: History, source: str) -> list[Row]:
-    """Return the rows that hold the results of all epochs.
+    """Return the rows with the results of all epochs.
 
     Each epoch has rows for the loss, the learning rate, the throughput, the peak memory, and the share of time spent waiting for
     data.
@@ -85,8 +85,8 @@ def epoch_rows(context: Context, variant: str, dtype: str, engine: TorchEngine, 
 def _peaks(engine: TorchEngine, history: History) -> list[float | None]:
     """Return the peak memory of each epoch in GiB.
 
-    If a step is captured as a graph, the graph has its own memory pool. The allocator counts this pool as memory of tensors only
-    during the capture. Therefore this function does not let the peak of an epoch be lower than the peak of an earlier epoch.
+    A step captured as a graph has its own memory pool, which the allocator counts as tensor memory only during the capture.
+    Therefore the peak of an epoch is at least that of every earlier epoch.
     """
     peaks = [record.peak_memory_gib for record in history.epochs]
     if engine.uncaptured or None in peaks:
@@ -116,7 +116,7 @@ def seed_statistics(
         values: value of the metric for each seed.
         limit: (limit of the metric, source of this limit), or (None, reason why there is no limit).
         shared: dtype, params and data source of both rows.
-        most: largest possible value of the metric. The confidence interval is cut off at 0 and at this value.
+        most: largest possible value of the metric. The confidence interval is clipped to 0 and this value.
     """
     mean = mean_estimate(values)
     return [
@@ -157,20 +157,20 @@ def steady_rows(
 ) -> tuple[list[Row], pd.DataFrame]:
     """Time one optimizer step on a batch that is already on the device, and return its rows and samples.
 
-    The timed steps change the weights of the engine.
+    The timed steps change the engine's weights.
 
     Args:
         context: context of the experiment.
         variant: variant of the rows.
-        engine: the training engine.
-        batch: a batch on the device.
+        engine: training engine.
+        batch: batch on the device.
         items: number of tokens or images in `batch`.
-        flops: FLOPs for each token or image, as they are usually counted for MFU. They are the FLOPs of matrix products and
-            convolutions in the forward and backward pass, with attention over the whole sequence and without recomputation.
-        least_flops: FLOPs of the forward and backward pass for each token or image that every implementation must compute. The
-            limit of the rows follows from them.
+        flops: FLOPs per token or image as conventionally counted for MFU: matrix products and convolutions in the forward and
+            backward pass, with attention over the whole sequence and without recomputation.
+        least_flops: FLOPs per token or image of the forward and backward pass that every implementation must compute. The limit
+            of the rows follows from them.
         source: data source of the rows.
-        time_limit_s: seconds of timing.
+        time_limit_s: timing budget in seconds.
     """
     device, dtype = engine.device, engine.precision.dtype
     # Caches are not flushed: in training, a step finds in the cache what the previous step left there.
@@ -193,22 +193,22 @@ def speed_rows(
     step_check: Verification | None = None,
     rate_check: Verification | None = None,
 ) -> list[Row]:
-    """Return the rows that hold the time, the throughput and the MFU of an optimizer step.
+    """Return the rows with the time, the throughput and the MFU of an optimizer step.
 
     The limits follow from the time that the device needs for `least_flops` at its peak rate.
 
     Args:
         context: context of the experiment.
         variant: variant of the rows.
-        item: what the throughput counts, "token" or "image". For example, "image" gives the metric `images_per_s`.
+        item: unit of the throughput, "token" or "image". For example, "image" gives the metric `images_per_s`.
         items, flops, least_flops: as for `steady_rows`.
         timing: timing of the step.
         shared: dtype, params and data source of all three rows.
-        step_check: verification of the step, for the row of the time.
-        rate_check: verification of the step, for the row of the throughput.
+        step_check: verification of the step, for the time row.
+        rate_check: verification of the step, for the throughput row.
     """
     device, dtype, step = context.device, shared["dtype"], timing.estimate
-    # A limit uses the FLOPs that must be computed; the MFU below uses the FLOPs that are conventionally counted.
+    # The limit uses the FLOPs that must be computed; the MFU below uses the FLOPs that are conventionally counted.
     floor, limit_source = flops_floor(device, dtype, least_flops * items)
     work = flops.forward_backward * items
     rate = step.map(lambda seconds: items / seconds)
@@ -230,7 +230,7 @@ def speed_rows(
 
 
 def flops_floor(device: Device, dtype: str, flops: float) -> tuple[float | None, str]:
-    """Return (least seconds for these FLOPs at the peak rate of the dtype, source of the rate).
+    """Return (minimum time in seconds for these FLOPs at the dtype's peak rate, source of the rate).
 
     If no peak rate is known, return (None, reason).
     """
@@ -241,7 +241,7 @@ def flops_floor(device: Device, dtype: str, flops: float) -> tuple[float | None,
 
 
 def _mfu_row(context: Context, variant: str, device: Device, dtype: str, tflops: Estimate, shared: dict, timing: Timing) -> Row:
-    """Return the row that holds the model FLOPs utilisation (MFU): the FLOPs per second divided by the peak of the device.
+    """Return the row with the model FLOPs utilisation (MFU): the FLOPs per second divided by the device's peak.
 
     The peak is the published one. If no peak is published, the row has no value.
     """
@@ -251,7 +251,7 @@ def _mfu_row(context: Context, variant: str, device: Device, dtype: str, tflops:
         reason = f"no peak to divide by: {published.reason or 'no published value'}"
         return context.absent_row(variant, "mfu", reason, **shared)
     share = tflops.map(lambda rate: rate / peak_tflops)
-    # The limit of the MFU may be above 1: the device may clock higher than the clock of the published peak.
+    # The limit of the MFU can exceed 1, because the device may clock higher than the published peak assumes.
     limit = published.limit_tflops / peak_tflops if published.limit_tflops else None
     return timed_row(
         context,
@@ -272,20 +272,20 @@ def _gemm_dtype(dtype: str) -> str:
 def step_ceiling(
     context: Context, dtype: str, items: int, flops: ModelFlops, traffic: dict[str, float]
 ) -> tuple[float | None, str]:
-    """Compute the ceiling of the throughput of a step after warm-up on one device.
+    """Compute the throughput ceiling of a step after warm-up on one device.
 
-    It is computed from the shapes of the model and from the rates that this run has measured. It ignores the time of the host, of
+    It is computed from the shapes of the model and the rates measured in this run. It ignores the time of the host, of
     element-wise kernels and of communication.
 
     Args:
         context: context of the experiment.
         dtype: number format of the step.
         items: number of tokens or images in a batch.
-        flops: FLOPs of the step for each token or image.
-        traffic: a dict that maps a cause, such as the optimizer, to the bytes that a step moves outside of matrix products.
+        flops: FLOPs of the step per token or image.
+        traffic: a dict that maps each cause, such as the optimizer, to the bytes that a step moves outside matrix products.
 
     Returns:
-        (tokens or images per second, how they were computed), or (None, the reason) if this run has measured no rates.
+        (tokens or images per second, how they were computed), or (None, reason) if this run has measured no rates.
     """
     gemm, stream = context.best_upstream("gemm_tflops", dtype), stream_ceiling(context.upstream)
     if gemm is None or stream is None:
@@ -305,13 +305,13 @@ def step_forecasts(
 ) -> list[Forecast]:
     """Predict the throughput of a step after warm-up on one device.
 
-    The prediction is the ceiling, see `step_ceiling`, times the share of it that a reference machine reached.
+    The prediction is the ceiling (see `step_ceiling`) times the share of it that a reference machine reached.
 
     Args:
         context: context of the experiment.
         variant: variant of the predicted row.
         dtype: number format of the step.
-        item: what the throughput counts, "token" or "image".
+        item: unit of the throughput, "token" or "image".
         items, flops, traffic: arguments of `step_ceiling`.
     """
     ceiling, basis = step_ceiling(context, dtype, items, flops, traffic)
@@ -329,15 +329,14 @@ def rate_forecast(context: Context, work: Workload, dtype: str) -> Forecast:
 
 @dataclass(frozen=True)
 class Contender:
-    """One implementation of a training step that `compare_steps` times together with others.
+    """One implementation of a training step, timed by `compare_steps` together with others.
 
     Args:
-        name: name of the implementation in the rows of speed-ups.
-        dtype: number format of the matrix products. It is the dtype of the rows.
+        name: name of the implementation in the speed-up rows.
+        dtype: number format of the matrix products, and dtype of the rows.
         params: params of the rows. `compare_steps` adds the batch size.
         build: function that returns the training engine.
-        least_flops: smallest number of FLOPs for each token or image with which the step can be computed. None uses
-            `Workload.least_flops`.
+        least_flops: minimum FLOPs per token or image with which the step can be computed. None uses `Workload.least_flops`.
     """
 
     name: str
@@ -356,25 +355,25 @@ def compare_steps(
     time_limit_s: float,
     minimum_samples: int = MINIMUM_SAMPLES,
 ) -> Result:
-    """Time the steps of several implementations alternately. Return their rows and samples.
+    """Time the steps of several implementations in alternation. Return their rows and samples.
 
-    Each implementation has rows for the step time, the throughput and the MFU, and for its speed-up over the first
-    implementation. The engines of all implementations are in memory at the same time, so the peak memory is not measured. If they
-    do not fit into memory, the rows have a reason instead of a value.
+    Each implementation has rows for the step time, the throughput, the MFU, and its speed-up over the first implementation. All
+    engines are in memory at once, so the peak memory is not measured. If they do not fit into memory, the rows have a reason
+    instead of a value.
 
     Args:
         context: context of the experiment.
         work: workload of the step.
-        batch: batch on the device, which all implementations use.
-        contenders: the implementations. The first one is the baseline of the speed-ups.
+        batch: batch on the device, shared by all implementations.
+        contenders: implementations to compare. The first one is the baseline of the speed-ups.
         source: data source of the rows.
-        time_limit_s: seconds of timing for all implementations together.
-        minimum_samples: smallest number of samples of each implementation. If there are fewer samples at the time limit, the
-            timing continues.
+        time_limit_s: total timing budget in seconds for all implementations.
+        minimum_samples: minimum number of samples of each implementation. Timing continues beyond the time limit until they are
+            taken.
     """
     try:
         with memory_released():
-            # All engines exist before the first sample, because the timing alternates between them.
+            # All engines must exist before the first sample, because the timing alternates between them.
             steps: list[Callable[[], object]] = [partial(contender.build().train_step, batch) for contender in contenders]
             sampling = {"minimum_samples": minimum_samples, "time_limit_s": time_limit_s}
             timings = time_interleaved(steps, context.device, cold=False, **sampling)
@@ -397,11 +396,11 @@ def compare_steps(
 
 
 def part_report(report: Report, part: int, parts: int) -> Report:
-    """Return a function that reports the progress of one of several parts, such as the training with one seed.
+    """Return a function that reports the progress of one of several parts, such as the training run with one seed.
 
     Args:
-        report: reports the progress of all parts together.
-        part: number of the part, from 0.
+        report: function that reports the progress of all parts together.
+        part: index of the part, from 0.
         parts: number of parts. All parts have the same number of steps.
     """
     return lambda done, total, note: report(part * total + done, parts * total, note)
@@ -409,11 +408,11 @@ def part_report(report: Report, part: int, parts: int) -> Report:
 
 @contextmanager
 def memory_released() -> Iterator[None]:
-    """Context manager that frees memory at its end: unreferenced tensors, and the cached memory of the accelerator."""
+    """Context manager that frees memory on exit: unreferenced tensors, and the accelerator's cached memory."""
     try:
         yield
     finally:
-        # Engines may be part of reference cycles. Their tensors are freed here, before the allocator returns its cached blocks.
+        # Engines may be part of reference cycles. Free their tensors here, before the allocator returns its cached blocks.
         gc.collect()
         if torch.cuda.is_available():
             torch.cuda.empty_cache()

@@ -1,18 +1,16 @@
-"""Twins: training runs that differ only in rounding. They give the tolerance for comparing the losses of two training runs.
+"""Twins: training runs that differ only in rounding. They set the tolerance for comparing the losses of two training runs.
 
-A training that repeats the same batches is chaotic. If two correct training runs round differently, they diverge, and after some
-hundred steps their losses differ by some percent. No fixed tolerance is right for such runs. It would be too small late in the
-training and cause false alarms, and it would be too large early in the training and miss faults. Therefore this module measures
-how much the losses scatter.
+Training that repeats the same batches is chaotic. Two correct runs that round differently diverge, and after some hundred steps
+their losses differ by some percent. No fixed tolerance suits such runs: it would be too small late in training and cause false
+alarms, and too large early in training and miss faults. Therefore this module measures how much the losses scatter.
 
-A twin repeats the baseline training with the same initial weights and the same batches, but with other rounding. Its matrix
-products round operands and results to the numbers of a number format, multiplied by a random factor (`OtherRounding`). With the
-factor 1, this is the rounding of the number format itself. A variant is the training that is compared with the baseline, for
-example a training in another number format. It passes the comparison if its loss lies within the prediction interval of the twins
-in its format.
+A twin repeats the baseline run with the same initial weights and the same batches, but with other rounding. Its matrix products
+round operands and results to the numbers of a number format, multiplied by a random factor (`OtherRounding`). With the factor 1,
+this is the rounding of the number format itself. A variant is the run that is compared with the baseline, for example a run in
+another number format. It passes if its loss lies within the prediction interval of the twins in its format.
 
-In early steps, before the training runs diverge, the interval is narrow. These steps show whether the variant computes the same
-as the baseline. In late steps, the interval is wide. These steps show whether the variant learns as well as the baseline.
+In early steps, before the runs diverge, the interval is narrow. These steps show whether the variant computes the same as the
+baseline. In late steps, the interval is wide. These steps show whether the variant learns as well as the baseline.
 `captured_parity` makes this comparison for steps that are replayed as one graph.
 """
 
@@ -33,24 +31,24 @@ from hyperion.chapter.context import Context
 from hyperion.results import Row
 from hyperion.training import TorchEngine, seed_everything
 
-# Probability that one check fails although nothing is wrong, if the losses of twins are normally distributed. It is a tenth of
-# the probability that the book promises (1 in 10,000), because the real distribution may have heavier tails.
+# Probability that a single check fails although nothing is wrong, if the losses of twins are normally distributed. It is a tenth
+# of the probability that the book promises (1 in 10,000), because the real distribution may have heavier tails.
 FALSE_ALARM = 1e-5
 TWINS = 8
-# Training runs that use each token once do not diverge. Their checks have fixed tolerances, which are much larger than the
-# scatter of twins. The relative scatter was measured on an H200 with the language model of chapter 2.3, with 200 steps and 8
-# twins per format.
+# Training runs that use each token once do not diverge. Their checks have fixed tolerances, much larger than the scatter of
+# twins. The relative scatter was measured on an H200 with the language model of chapter 2.3, over 200 steps with 8 twins per
+# format.
 SCATTER_BF16 = "twins of a language model scatter by 1e-4, so a false alarm is rarer than 1 in 1,000,000"
 SCATTER_FP32 = "twins of a language model scatter by 1e-8, so a false alarm is rarer than 1 in 1,000,000"
-# Relative difference that is allowed for the bias of each number format: one unit roundoff. A number format has a bias because it
-# rounds a value that all positions share in the same direction everywhere. Examples are a norm weight near 1 and the logit of an
-# unseen token. In twins this bias averages out. On an H200, if all logits are computed at once, the losses of GPT-2 in bf16 are
-# 9e-4 above the losses in fp32 in the first 25 steps of every run, while its twins scatter by 3e-5. fp8 has the value of bf16,
-# because the results of fp8 matrix products are stored in bf16.
+# Relative difference allowed for the bias of each number format: one unit roundoff. A number format has a bias because it rounds
+# a value shared by all positions in the same direction everywhere, for example a norm weight near 1 or the logit of an unseen
+# token. In twins this bias averages out. On an H200, if all logits are computed at once, GPT-2's losses in bf16 are 9e-4 above
+# those in fp32 in the first 25 steps of every run, while its twins scatter by 3e-5. fp8 has the value of bf16, because the
+# results of fp8 matrix products are stored in bf16.
 BIAS = {"fp32": 2.0**-24, "tf32": 2.0**-11, "fp16": 2.0**-11, "bf16": 2.0**-8, "fp8": 2.0**-8}
 REPLAYED, ONE_BY_ONE = "replayed as one graph", "one by one"
 STEPS, WINDOWS = 200, 10
-# Tolerance for training runs whose twins do not diverge. It is a hundred times the scatter of the twins.
+# Tolerance for training runs whose twins do not diverge: a hundred times the scatter of the twins.
 TOLERANCE = 0.01
 _LOSS_SPACING = 2.0**-23  # relative spacing of float32 numbers; losses are stored in float32
 _PRODUCTS = frozenset(
@@ -78,8 +76,8 @@ class OtherRounding(TorchFunctionMode):
     """Context manager in which matrix products round each number x to ``round(x * c) / c`` with a random factor c.
 
     ``round`` rounds to a number format. With c = 1, the result is the rounding of the number format itself. Operands, results and
-    their gradients are rounded. For equal numbers the rounding error is equal, as with a number format. An example is a logit
-    that many positions share. Independent random errors would average out, which the errors of a number format do not do.
+    their gradients are rounded. Equal numbers have equal rounding errors, as with a real number format; an example is a logit
+    shared by many positions. Independent random errors would average out, which the errors of a number format do not.
 
     Args:
         dtype: number format, one of fp32, bf16 and fp8, see `twin_format`.
@@ -93,7 +91,7 @@ class OtherRounding(TorchFunctionMode):
         self._in_float64 = dtype == "fp32"  # in float32, the multiplication by c itself would round as coarsely as the format
         self.factor = float(2 ** np.random.default_rng(seed).random())
 
-    # A mode intercepts the functions of PyTorch's Python interface. All other functions run unchanged.
+    # A mode intercepts the functions of PyTorch's Python interface. Functions not in _PRODUCTS run unchanged.
     def __torch_function__(self, function: Callable, types, args=(), kwargs=None):
         if function not in _PRODUCTS:
             return function(*args, **(kwargs or {}))
@@ -104,10 +102,10 @@ class OtherRounding(TorchFunctionMode):
         return _Rounded.apply(value, self) if isinstance(value, Tensor) and value.is_floating_point() else value
 
     def rounded(self, tensor: Tensor, gradient: bool = False) -> Tensor:
-        """Return `tensor` with all elements rounded. The dtype of the result is the dtype of `tensor`.
+        """Return `tensor` with all elements rounded, in its original dtype.
 
         Args:
-            tensor: the tensor to round.
+            tensor: tensor to round.
             gradient: whether the tensor is a gradient. fp8 training uses another fp8 format for gradients.
         """
         wide = tensor.double() if self._in_float64 else tensor.float()
@@ -128,10 +126,9 @@ class _Rounded(torch.autograd.Function):
 
 
 def _to_fp8(scaled: Tensor, gradient: bool) -> Tensor:
-    """Convert a scaled tensor to fp8 and back. The scaling is the same as in `hyperion.training.float8`."""
+    """Convert a scaled tensor to fp8 and back, with the same scaling as `hyperion.training.float8`."""
     dtype = torch.float8_e5m2 if gradient else torch.float8_e4m3fn
-    # The scale is a power of two. If the tensor were scaled to the largest number of the format exactly, the scale would cancel
-    # the random factor c.
+    # The scale is a power of two. Scaling exactly to the format's largest number would cancel the random factor c.
     largest = torch.finfo(dtype).max / 2 ** torch.ceil(torch.log2(scaled.abs().amax().clamp(min=1e-30)))
     return (scaled * largest).to(dtype).to(scaled.dtype) / largest
 
@@ -144,13 +141,13 @@ _ROUNDINGS: dict[str, Callable[[Tensor, bool], Tensor]] = {
 
 
 def train_twins(dtype: str, seed: int, train: Callable[[], list[float]]) -> pd.DataFrame:
-    """Run the baseline training TWINS times. Each run has other rounding errors, as large as the rounding errors of `dtype`.
+    """Run the baseline training TWINS times, each time with other rounding errors as large as those of `dtype`.
 
     A new random factor is drawn for each run. Operands and results of matrix products are multiplied by this factor, rounded to
     `dtype`, and divided by the factor.
 
     Args:
-        dtype: number format of the twins, as `twin_format` returns it.
+        dtype: number format of the twins, as returned by `twin_format`.
         seed: seed of the experiment.
         train: function that trains the baseline and returns the loss of every step. Every call must start from the same weights
             and use the same batches.
@@ -169,24 +166,24 @@ def train_twins(dtype: str, seed: int, train: Callable[[], list[float]]) -> pd.D
 
 
 def twin_format(dtype: str) -> str:
-    """Return the number format of the twins for a variant with the number format `dtype`.
+    """Return the number format of the twins for a variant in the number format `dtype`.
 
-    Variants in TF32 and fp16, which round more finely than bf16, also use the twins in bf16. Late in a chaotic training, the
-    scatter does not depend on the format. Early in the training, the tolerance from bf16 is only a little larger.
+    Variants in TF32 and fp16, which round more finely than bf16, also use bf16 twins. Late in chaotic training, the scatter does
+    not depend on the format. Early in training, the tolerance from bf16 is only a little larger.
     """
     return dtype if dtype in ("fp32", "fp8") else "bf16"
 
 
 @dataclass(frozen=True)
 class Agreement:
-    """Difference between the losses of a variant and of the baseline in a window of steps, with the tolerance of the difference.
+    """Difference between the losses of a variant and the baseline in a window of steps, with its tolerance.
 
     Attributes:
         window: name of the window, "early" or "late".
         first, last: first and last step of the window, counted from 1.
         difference: |mean loss of the variant / mean loss of the baseline - 1|.
-        tolerance: largest difference that rounding alone explains. It includes `bias`.
-        bias: the part of the tolerance that allows a bias of the number format.
+        tolerance: largest difference that rounding alone explains, including `bias`.
+        bias: part of the tolerance that allows for a bias of the number format.
         twins: number of twins from which the tolerance was computed.
     """
 
@@ -200,7 +197,7 @@ class Agreement:
 
     @property
     def check(self) -> str:
-        """Name of the check in the row of this window."""
+        """Name of the check in this window's row."""
         beyond = f", and {self.bias:.2g} for a bias of the format" if self.bias else ""
         return (
             f"mean loss of steps {self.first} to {self.last}: no further from the baseline's than {self.twins} twins of it "
@@ -209,20 +206,20 @@ class Agreement:
 
     @property
     def params(self) -> dict:
-        """Params of the row of this window."""
+        """Params of this window's row."""
         return {"window": self.window, "first": self.first, "last": self.last}
 
 
 def agreements(losses: np.ndarray, baseline: np.ndarray, twins: pd.DataFrame, bias: float = 0.0) -> list[Agreement]:
-    """Compare the losses of a variant with the losses of the baseline, early and late in the training.
+    """Compare the losses of a variant with those of the baseline, early and late in training.
 
     Args:
         losses: loss of every step of the variant.
         baseline: loss of every step of the baseline, from the same initial weights and the same batches.
-        twins: losses of the twins of the baseline in one number format, from `train_twins`. The twins must run the code of the
-            baseline. If they ran other code, its differences would make the tolerance larger.
-        bias: relative difference that is allowed in addition to the scatter of the twins. If the variant and the baseline have
-            different number formats, pass `BIAS[dtype]` with the dtype of the variant.
+        twins: losses of the baseline's twins in one number format, from `train_twins`. The twins must run the baseline's code. If
+            they ran other code, its differences would widen the tolerance.
+        bias: relative difference allowed in addition to the scatter of the twins. If the variant and the baseline have different
+            number formats, pass `BIAS[dtype]` with the variant's dtype.
     """
     curves = [curve["loss"].to_numpy() for _, curve in twins.groupby("twin")]
     return [
@@ -240,16 +237,14 @@ def agreements(losses: np.ndarray, baseline: np.ndarray, twins: pd.DataFrame, bi
 
 
 def difference_rows(row: Row, baseline: str, windows_compared: list[Agreement]) -> list[Row]:
-    """Return one row for each window, which holds the difference between the losses of a variant and of the baseline.
-
-    A window is a number of consecutive steps.
+    """Return one row per window of steps with the difference between a variant's losses and those of the baseline.
 
     The check of a row fails if the difference exceeds the tolerance.
 
     Args:
-        row: the row of the training loss of the variant. The new rows copy its other columns, such as the variant and the dtype.
+        row: row of the variant's training loss. The new rows copy its other columns, such as the variant and the dtype.
         baseline: name of the baseline, for the params of the rows.
-        windows_compared: the differences, from `agreements`.
+        windows_compared: differences from `agreements`.
     """
     return [
         replace(
@@ -267,10 +262,10 @@ def difference_rows(row: Row, baseline: str, windows_compared: list[Agreement]) 
 
 
 def windows(steps: int) -> dict[str, slice]:
-    """Return the two windows of a training: "early" and "late".
+    """Return the two windows of a training run: "early" and "late".
 
-    The early window is the first eighth of the steps, but at least 4 steps. In these steps, training runs have not diverged yet.
-    The late window is the last quarter of the steps, but at least 2 steps.
+    The early window is the first eighth of the steps, but at least 4 steps. In these steps, runs have not diverged yet. The late
+    window is the last quarter of the steps, but at least 2 steps.
     """
     return {"early": slice(0, min(steps, max(4, steps // 8))), "late": slice(steps - min(steps, max(2, steps // 4)), steps)}
 
@@ -278,12 +273,12 @@ def windows(steps: int) -> dict[str, slice]:
 def tolerance(twins: list[float], baseline: float) -> float:
     """Return the largest relative difference from the baseline that rounding alone explains.
 
-    There are m twins. For each twin, let x be the logarithm of (mean loss of the twin / mean loss of the baseline). Let ``mean``
-    and s be the mean and the standard deviation of x over the twins. For another training run with rounding of the same kind, x
-    lies within ``mean ± t s sqrt(1 + 1/m)`` with probability 1 - FALSE_ALARM. Here t is a quantile of Student's distribution with
-    m - 1 degrees of freedom. So the relative difference from the baseline is at most ``|mean| + t s sqrt(1 + 1/m)``, plus the
-    spacing of float32 numbers, in which losses are stored. If a variant rounds less than its twins, because it has fewer
-    operations or a finer format, its difference is smaller.
+    For each of the m twins, let x be the logarithm of (mean loss of the twin / mean loss of the baseline). Let ``mean`` and s be
+    the mean and the standard deviation of x over the twins. For another training run with rounding of the same kind, x lies
+    within ``mean ± t s sqrt(1 + 1/m)`` with probability 1 - FALSE_ALARM. Here t is a quantile of Student's distribution with m -
+    1 degrees of freedom. So the relative difference from the baseline is at most ``|mean| + t s sqrt(1 + 1/m)``, plus the spacing
+    of float32 numbers, in which losses are stored. If a variant rounds less than its twins, because it has fewer operations or a
+    finer format, its difference is smaller.
 
     Args:
         twins: mean losses of at least 2 twins.
@@ -293,9 +288,9 @@ def tolerance(twins: list[float], baseline: float) -> float:
 
     x = np.log(np.asarray(twins) / baseline)
     m = len(x)
-    # Half of the false alarms on each side of the interval.
+    # Half of the false alarms fall on each side of the interval.
     reach = stats.t.isf(FALSE_ALARM / 2, m - 1) * x.std(ddof=1) * math.sqrt(1 + 1 / m)
-    # Back from logarithms to relative differences.
+    # Convert from logarithms to relative differences.
     return math.expm1(abs(x.mean()) + reach) + _LOSS_SPACING
 
 
@@ -307,18 +302,18 @@ def captured_parity(
     chaotic: bool = False,
     **params: Any,
 ) -> tuple[list[Row], list[pd.DataFrame]]:
-    """Compare the losses of steps that are replayed as one graph with the losses of the same steps without a graph.
+    """Compare the losses of steps that are replayed as one graph with those of the same steps without a graph.
 
     Args:
         context: context of the experiment.
         variant: variant of the rows.
-        begin: function that starts the training. It has one argument, which says whether the engine captures its steps as a
-            graph. It returns an engine, and a function that returns the next batch. Every call must give the same sequence of
-            batches. The random generators are seeded before each call, so that weights and dropout are the same.
+        begin: function that starts training. Its argument states whether the engine captures its steps as a graph. It returns an
+            engine, and a function that returns the next batch. Every call must give the same sequence of batches. The random
+            generators are seeded before each call, so that weights and dropout are the same.
         source: data source of the rows.
-        chaotic: whether training runs of this kind diverge within these steps if they round differently. If True, the tolerance
-            comes from twins of the training. If False, the tolerance is TOLERANCE.
-        params: further params of the rows.
+        chaotic: whether runs of this kind that round differently diverge within these steps. If True, the tolerance comes from
+            twins. If False, it is TOLERANCE.
+        params: additional params of the rows.
 
     Returns:
         (rows, loss curves). Both lists are empty if the device cannot capture steps as a graph.
@@ -329,7 +324,7 @@ def captured_parity(
         engine, next_batch = begin(capture)
         if capture and engine.uncaptured:
             return engine, []
-        # The losses stay on the device until the last step, so that no step waits for the host.
+        # The losses stay on the device until the last step, so that no step waits for the device.
         return engine, torch.stack([engine.train_step(next_batch()).loss for _ in range(STEPS)]).tolist()
 
     curves, dtype = dict[str, np.ndarray](), ""
@@ -339,7 +334,7 @@ def captured_parity(
             return [], []
         dtype = engine.precision.dtype
         curves[how] = np.array(losses)
-        del engine  # frees the memory of the device for the next training
+        del engine  # frees the device memory for the next training run
     if not chaotic:
         return [parity_row(context, variant, dtype, curves, source, **params)], [_samples(curves)]
     twins = train_twins(twin_format(dtype), context.seed, lambda: train(False)[1])
@@ -360,20 +355,20 @@ def captured_parity(
 
 
 def parity_row(context: Context, variant: str, dtype: str, curves: dict[str, np.ndarray], source: str, **params: Any) -> Row:
-    """Return the row that holds the difference between the losses of two training runs.
+    """Return the row with the difference between the losses of two training runs.
 
-    The steps are divided into WINDOWS windows. In each window, the mean losses of the two training runs are compared. The value
-    of the row is the largest relative difference.
+    The steps are divided into WINDOWS windows. In each window, the mean losses of the two runs are compared. The row's value is
+    the largest relative difference.
 
     Args:
         context: context of the experiment.
         variant: variant of the row.
         dtype: number format of the training runs.
-        curves: a dict that maps the name of each of the two training runs to its losses, one for each step.
+        curves: a dict that maps the name of each of the two runs to its loss per step.
         source: data source of the row.
-        params: further params of the row.
+        params: additional params of the row.
     """
-    # Means of windows: a single step's loss depends too much on its batch.
+    # Means over windows, because a single step's loss depends too much on its batch.
     means = {how: np.array([part.mean() for part in np.array_split(curve, WINDOWS)]) for how, curve in curves.items()}
     difference = float(np.max(np.abs(means[REPLAYED] / means[ONE_BY_ONE] - 1)))
     return context.error_row(

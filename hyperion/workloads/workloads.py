@@ -1,7 +1,7 @@
-"""The training steps of the two baselines, which are a Transformer language model and a ResNet-18.
+"""Training steps of the two baselines: a Transformer language model and a ResNet-18.
 
-This module builds the models with their optimizers, estimates the memory of a step, and stores batches in files. Batches are
-stored in files so that several processes can use the same batches.
+This module builds the models with their optimizers, estimates the memory of a step, and stores batches in files, so that several
+processes can use the same batches.
 """
 
 import functools
@@ -60,8 +60,8 @@ NO_VOCABULARY = "no estimate: this run has not counted the vocabulary (01_datase
 # and read twice.
 LOGIT_BYTES = 20
 BASIS = "the estimator: this very step on tensors that have shapes and no memory"
-# Bytes that an update reads and writes for each parameter. All values are float32. AdamW reads the weight, the gradient and two
-# moments, and writes the weight and the two moments. SGD has only one moment.
+# Bytes that an update reads and writes per parameter, all in float32. AdamW reads the weight, the gradient and two moments, and
+# writes the weight and the two moments. SGD has only one moment.
 ADAMW_BYTES_A_PARAMETER = 7 * 4
 SGD_BYTES_A_PARAMETER = 5 * 4
 _FLOAT32 = 4
@@ -69,12 +69,12 @@ Batch = tuple[Tensor, Tensor]
 
 
 class StepSizes(BaseModel, extra="forbid", frozen=True, strict=True):
-    """Sizes of a training step that both kinds of model have.
+    """Dimensions of a training step shared by both kinds of model.
 
     Args:
         batch_size: number of sequences or images in a batch.
-        learning_rate: learning rate after the warm-up. It does not change the time or the memory of a step.
-        warmup_steps: number of steps of linear warm-up. It does not change the time or the memory of a step.
+        learning_rate: learning rate after the warm-up. It does not affect the time or memory of a step.
+        warmup_steps: number of linear warm-up steps. It does not affect the time or memory of a step.
     """
 
     batch_size: int
@@ -83,13 +83,13 @@ class StepSizes(BaseModel, extra="forbid", frozen=True, strict=True):
 
 
 class LanguageSizes(StepSizes, frozen=True):
-    """Sizes of a training step of a language model.
+    """Dimensions of a language-model training step.
 
     Args:
         model: name of a Transformer configuration.
         sequence_length: number of tokens in a sequence.
-        vocabulary: number of tokens in the vocabulary. 0 uses the number in the configuration.
-        layers: number of blocks. 0 uses the number in the configuration.
+        vocabulary: number of tokens in the vocabulary. 0 uses the configuration's number.
+        layers: number of blocks. 0 uses the configuration's number.
     """
 
     model: str
@@ -99,7 +99,7 @@ class LanguageSizes(StepSizes, frozen=True):
 
 
 class ImageSizes(StepSizes, frozen=True):
-    """Sizes of a training step of a ResNet-18.
+    """Dimensions of a ResNet-18 training step.
 
     Args:
         width: number of channels of the first stage.
@@ -110,24 +110,24 @@ class ImageSizes(StepSizes, frozen=True):
 
 @dataclass(frozen=True)
 class Workload:
-    """One baseline with its sizes. Use `workload` to create a workload.
+    """One baseline with its dimensions. Use `workload` to create a workload.
 
     Attributes:
         name: name of the model in the rows. If the vocabulary or the number of blocks differs from the configuration, the name
-            contains this number.
-        item: what the throughput counts, "token" or "image".
+            contains it.
+        item: unit of the throughput, "token" or "image".
         items: number of tokens or images in one batch.
-        flops: FLOPs for each token or image, as they are usually counted for MFU. They are the FLOPs of matrix products and
-            convolutions in the forward and backward pass, with attention over the whole sequence and without recomputation.
-        least_flops: FLOPs of the forward and backward pass for each token or image that every implementation must compute.
-        block_flops: the part of `least_flops` that belongs to the forward pass of the repeated blocks. If all blocks are
+        flops: FLOPs per token or image as conventionally counted for MFU: matrix products and convolutions in the forward and
+            backward pass, with attention over the whole sequence and without recomputation.
+        least_flops: FLOPs per token or image of the forward and backward pass that every implementation must compute.
+        block_flops: part of `least_flops` that belongs to the forward pass of the repeated blocks. If all blocks are
             checkpointed, this part is computed twice.
         build: function that returns a new module. Its weights come from torch's default random generator.
-        sizes: sizes of the training step.
+        sizes: dimensions of the training step.
         parameters: number of parameters.
-        moments: number of moments that the optimizer stores for each parameter.
-        step_bytes: a dict that maps a cause, such as the optimizer, to the bytes that a step in float32 reads and writes outside
-            of matrix products.
+        moments: number of moments that the optimizer stores per parameter.
+        step_bytes: a dict that maps each cause, such as the optimizer, to the bytes that a float32 step reads and writes outside
+            matrix products.
         config: configuration of the Transformer. None for a ResNet-18.
     """
 
@@ -161,30 +161,30 @@ class Workload:
 
     @property
     def standing_bytes(self) -> int:
-        """Number of bytes of the weights and the moments of the optimizer. They exist during the whole training."""
+        """Bytes of the weights and the optimizer moments, which exist throughout training."""
         return _FLOAT32 * self.parameters * (1 + self.moments)
 
     @property
     def batch_bytes(self) -> int:
-        """Number of bytes of one batch: int64 inputs and targets, or float32 images and int64 labels."""
+        """Bytes of one batch: int64 inputs and targets, or float32 images and int64 labels."""
         if self.config is None:
             return self.sizes.batch_size * (_FLOAT32 * 3 * IMAGE_SIZE**2 + 8)
         return 2 * 8 * self.items
 
     def traffic(self, dtype: str) -> dict[str, float]:
-        """Return `step_bytes` for a step with this number format. In 16-bit formats, activations have half of the bytes."""
+        """Return `step_bytes` for a step in this number format. In 16-bit formats, activations take half of the bytes."""
         half = 0.5 if dtype in SIXTEEN_BIT else 1.0
         return {cause: moved * (half if cause == "activations" else 1) for cause, moved in self.step_bytes.items()}
 
     def model(self, device: Device, seed: int) -> nn.Module:
-        """Return a new module on the device. Its weights are drawn with this seed."""
+        """Return a new module on the device, with weights drawn from this seed."""
         seed_everything(seed)
         with torch.device(device.torch_device):  # on a GPU, drawing the weights of a large model is much faster
             return self.build()
 
     @property
     def schedule(self) -> WarmupCosine:
-        """Schedule of the learning rate: a short warm-up, then a constant. No training runs to its end, so there is no decay."""
+        """Learning-rate schedule: a short warm-up, then a constant rate. There is no decay, because no run trains to the end."""
         warmup = self.sizes.warmup_steps
         return WarmupCosine(self.sizes.learning_rate, warmup, warmup + 1, final_fraction=1.0)
 
@@ -195,7 +195,7 @@ class Workload:
             dtype: precision of the training, see `choose_precision`.
             device: device of the engine.
             seed: seed of the weights.
-            wrap: function that is applied to the module before the optimizer is built, e.g. `hyperion.parallel.parallelize`.
+            wrap: function applied to the module before the optimizer is built, e.g. `hyperion.parallel.parallelize`.
         """
         model = self.model(device, seed)
         model = model if wrap is None else wrap(model)
@@ -206,7 +206,7 @@ class Workload:
 
 
 def workload(sizes: LanguageSizes | ImageSizes) -> Workload:
-    """Return the baseline with these sizes."""
+    """Return the baseline with these dimensions."""
     return _image(sizes) if isinstance(sizes, ImageSizes) else _language(sizes)
 
 
@@ -217,7 +217,7 @@ def _language(sizes: LanguageSizes) -> Workload:
     name = sizes.model
     name += f"_v{vocabulary}" if vocabulary != named.vocab_size else ""
     name += f"_cut_to_l{layers}" if layers != named.layers else ""
-    # Only half of attention must be computed, because of the causal mask.
+    # The causal mask makes half of attention unnecessary.
     items, causal = sizes.batch_size * length, flops_per_token(config, length // 2)
     kept_bytes = language_activations(config, sizes.batch_size, length, sixteen_bit=False).saved()
     return Workload(
@@ -226,7 +226,7 @@ def _language(sizes: LanguageSizes) -> Workload:
         items=items,
         flops=flops_per_token(config, length),
         least_flops=causal.forward_backward,
-        # The head has 2 * V * D FLOPs per token in the forward pass. It is no block.
+        # The head has 2 * V * D FLOPs per token in the forward pass. It is not a block.
         block_flops=causal.forward - 2 * vocabulary * config.width,
         build=lambda: TransformerLM(config),
         sizes=sizes,
@@ -265,9 +265,9 @@ def _image(sizes: ImageSizes) -> Workload:
 
 
 def expected_workload(context: Context, sizes: LanguageSizes | ImageSizes) -> Workload | None:
-    """Return the workload with the vocabulary that this run has counted in its text.
+    """Return the workload with the vocabulary size that this run has counted in its text.
 
-    Return None if the vocabulary is needed and this run has not counted it.
+    Return None if the vocabulary size is needed and this run has not counted it.
     """
     if isinstance(sizes, ImageSizes):
         return workload(sizes)
@@ -281,7 +281,7 @@ def applied(plan: ParallelPlan, device: Device) -> Callable[[nn.Module], nn.Modu
 
 
 def build_step(work: Workload, dtype: str, plan: ParallelPlan, device: Device, seed: int = 0) -> tuple[TorchEngine, Batch]:
-    """Return (engine, random batch) on the device. The parallel plan is applied to the model of the engine."""
+    """Return (engine, random batch) on the device. The parallel plan is applied to the engine's model."""
     return work.engine(dtype, device, seed, applied(plan, device)), random_batch(work, device, seed)
 
 
@@ -289,7 +289,7 @@ def estimate_step(work: Workload, dtype: str, plan: ParallelPlan, device: Device
     """Return the estimated memory of a training step after warm-up.
 
     The estimate for an accelerator includes the memory that libraries need on this device. Estimates are cached, because an
-    experiment needs the same estimates several times.
+    experiment needs the same ones several times.
     """
     return _estimate(work.sizes, dtype, plan, device)
 
@@ -301,13 +301,13 @@ def _estimate(sizes: LanguageSizes | ImageSizes, dtype: str, plan: ParallelPlan,
 
 
 def plan_within_budget(work: Workload, dtype: str, device: Device, share: float) -> ParallelPlan:
-    """Return the parallel plan that checkpoints as few blocks as possible and still saves the requested amount of memory.
+    """Return the parallel plan that checkpoints the fewest blocks and still saves the requested amount of memory.
 
     Args:
-        work: the workload.
+        work: workload to plan.
         dtype: precision of the training.
         device: device of the training.
-        share: memory to save at the peak, as a share of the memory that checkpointing of all blocks saves.
+        share: memory to save at the peak, as a share of what checkpointing all blocks saves.
     """
     blocks = len(layout_of(work.build()).blocks)
     ends = {0: ParallelPlan(), blocks: ParallelPlan(checkpointing=EVERY_BLOCK)}
@@ -316,18 +316,18 @@ def plan_within_budget(work: Workload, dtype: str, device: Device, share: float)
         plan = ends.get(checkpointed) or ParallelPlan(checkpointing=BUDGET, checkpointed_blocks=checkpointed)
         return estimate_step(work, dtype, plan, device).peak_bytes
 
-    # share = 0 keeps the peak of a step without checkpointing; share = 1 needs all blocks checkpointed.
+    # share = 0 keeps the peak of a step without checkpointing; share = 1 requires all blocks to be checkpointed.
     budget = peak(0) - share * (peak(0) - peak(blocks))
     return ParallelPlan(checkpointing=BUDGET, checkpointed_blocks=fewest_checkpointed(peak, blocks, int(budget)))
 
 
 @dataclass(frozen=True)
 class StoredBatches:
-    """Batches that are stored in a file, so that several processes can load them.
+    """Batches stored in a file, so that several processes can load them.
 
     Attributes:
-        kind: kind of the model for which the batches are, one of KINDS.
-        file: path of a file that contains the inputs and targets of all batches, and the size of the vocabulary.
+        kind: kind of model that the batches are for, one of KINDS.
+        file: path of the file with the inputs and targets of all batches, and the vocabulary size.
         source: data source of the batches.
         vocabulary: size of the tokenizer's vocabulary. 0 for images.
     """
@@ -339,15 +339,15 @@ class StoredBatches:
 
     @property
     def params(self) -> dict[str, str]:
-        """Values that another process needs to load the batches. They can be converted to JSON."""
+        """JSON-compatible values that another process needs to load the batches."""
         return {"kind": self.kind, "file": str(self.file), "source": self.source}
 
 
 def common_source(stored: Iterable[StoredBatches]) -> str:
     """Return one data source for several stored batches.
 
-    If some of the batches are synthetic, the result is "synthetic". Pages with these results then show the warning about
-    synthetic data.
+    If any of the batches is synthetic, the result is "synthetic". Pages with these results then show the warning about synthetic
+    data.
     """
     sources = [batches.source for batches in stored]
     return "synthetic" if "synthetic" in sources else sources[0]
@@ -357,15 +357,15 @@ def common_source(stored: Iterable[StoredBatches]) -> str:
 def stored_batches(
     context: Context, sizes: Mapping[str, LanguageSizes | ImageSizes], count: int
 ) -> Iterator[list[StoredBatches]]:
-    """Context manager that stores `count` batches for each kind of model in files. At its end it deletes the files.
+    """Context manager that stores `count` batches for each kind of model in files and deletes the files on exit.
 
     Args:
         context: context of the experiment.
-        sizes: a dict that maps the kind of a model to the sizes of its training step.
+        sizes: a dict that maps each kind of model to the dimensions of its training step.
         count: number of batches for each kind of model.
 
     Yields:
-        The stored batches for each kind of model, in the order of `sizes`.
+        The stored batches of each kind of model, in the order of `sizes`.
     """
     stored = [store_batches(context, kind_sizes, count) for kind_sizes in sizes.values()]
     try:
@@ -395,7 +395,7 @@ def store_batches(context: Context, sizes: LanguageSizes | ImageSizes, count: in
 
 
 def load_batches(sizes: LanguageSizes | ImageSizes, file: Path, device: Device) -> tuple[Workload, list[Batch]]:
-    """Load a file of stored batches. Return (workload, batches). The workload has the vocabulary of the file.
+    """Load a file of stored batches. Return (workload, batches). The workload has the vocabulary size of the file.
 
     The batches are on the device.
     """
@@ -410,7 +410,7 @@ def load_batches(sizes: LanguageSizes | ImageSizes, file: Path, device: Device) 
 
 
 def random_batch(work: Workload, device: Device, seed: int) -> Batch:
-    """Return a random batch on the device, for measurements that depend only on the shapes of the batch."""
+    """Return a random batch on the device, for measurements that depend only on the batch's shapes."""
     # A generator on the host gives the same batch on every device.
     generator, count = torch.Generator().manual_seed(seed), work.sizes.batch_size
     if isinstance(work.sizes, LanguageSizes):

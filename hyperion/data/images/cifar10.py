@@ -2,7 +2,7 @@
 
 CIFAR-10 is published in two layouts, Python and binary. Each layout exists as a folder and as an archive. A record of the
 binary layout is one label byte and 3072 pixel bytes (the red, green and blue planes, row by row). A file of the Python layout
-is a pickled dictionary. The pickle reader of this module calls no function, and accepts only the three globals that such a file
+is a pickled dict. The pickle reader in this module calls no functions, and accepts only the three globals that such a file
 needs.
 
 Source: Krizhevsky, Learning Multiple Layers of Features from Tiny Images, 2009;
@@ -36,22 +36,23 @@ TEST_BATCH = "test_batch"
 PYTHON_FOLDER, PYTHON_ARCHIVE = "cifar-10-batches-py", "cifar-10-python.tar.gz"
 BINARY_FOLDER, BINARY_ARCHIVE = "cifar-10-batches-bin", "cifar-10-binary.tar.gz"
 LAYOUTS = (PYTHON_FOLDER, PYTHON_ARCHIVE, BINARY_FOLDER, BINARY_ARCHIVE)
-BATCH_BYTES = 1 << 26  # largest accepted size of one batch file; the official files have 31 MB
-UNPACKED_BYTES = 1 << 28  # largest accepted size of an unpacked archive; the official archives have 186 MB
-# Largest accepted number of opcodes in a pickle. An official pickle has about 40,000: two for each label and each file name.
+BATCH_BYTES = 1 << 26  # maximum size of a batch file; the official files have 31 MB
+UNPACKED_BYTES = 1 << 28  # maximum size of an unpacked archive; the official archives have 186 MB
+# Maximum number of opcodes in a pickle. An official pickle has about 40,000: two for each label and each file name.
 CODES = 200_000
 REMEDY = "copy the file again from its source, or remove it and run `make fetch`"
 URL = "https://www.cs.toronto.edu/~kriz/cifar-10-python.tar.gz"
-FOLDER = "cifar-10"  # folder in the cache; in a mirror, the files are at the top level under their official names
+FOLDER = "cifar-10"  # folder in the cache; in a mirror, the files with their official names are at the top level
 COUNTS = {"train": 50_000, "test": 10_000}
 TRAIN_MEANS = (0.4914, 0.4822, 0.4465)
 MEAN_TOLERANCE_OFFICIAL = 1e-4  # the published means have four digits
 MEAN_TOLERANCE_OTHER = 5e-3  # lossy compression at 37 dB shifts a mean by up to 3e-3
-# Hash of all labels in the official order, first train, then test, one byte per label. If the pixels were encoded again, no
+# Hash of all labels in the official order, first train, then test, one byte per label. If the pixels were re-encoded, no
 # published checksum applies, but the labels must still match. Permuted labels would have correct counts, but a model could not
 # learn from them.
 LABELS_SHA256 = "3edb456524d5918aefded81f5aef7c32efab2a788211df998a4eb0c8957baa1f"
-# The md5 of the archives are from the web page of the data set. The md5 of the files in the Python layout are from torchvision.
+# The md5 hashes of the archives are from the web page of the data set, and those of the files in the Python layout from
+# torchvision.
 OFFICIAL_MD5 = {
     PYTHON_ARCHIVE: "c58f30108f718f92721af3b95e74349a",
     BINARY_ARCHIVE: "c32a1d4ab5d03f1284b67883e8d87530",
@@ -77,12 +78,12 @@ def load_cifar10(
     Args:
         source: 'auto', 'mirror', 'cache', 'download' or 'synthetic'.
         allow_synthetic: if True, 'auto' uses the synthetic set if no other source has CIFAR-10.
-        synthetic_counts, seed: number of images per split and seed of the synthetic set; not used for CIFAR-10.
+        synthetic_counts, seed: number of images per split, and seed, of the synthetic set; not used for CIFAR-10.
         url: address of cifar-10-python.tar.gz; the file must have the official md5.
 
     Raises:
         DataError: a file is missing, truncated or unsafe; the number of records, the pixels or the labels are not those of
-            CIFAR-10; the train split contains images of the test split; or no source has the data.
+            CIFAR-10; the train split contains images of the test split; or no source has the data set.
     """
     suppliers = {**published(url).suppliers(), "synthetic": lambda: synthetic_images(synthetic_counts, seed)}
     return take("cifar-10", source, suppliers, allow_synthetic)
@@ -96,8 +97,7 @@ def published(url: str = URL) -> PublishedSet[ImageSet]:
 
     def fetch(target: Path) -> None:
         with staged(target) as work:
-            # The publisher states md5 only. It detects damage; the checks of labels, counts and pixels follow when the file is
-            # read.
+            # The publisher states only md5, which detects damage. Labels, counts and pixels are checked when the file is read.
             download(url, work / PYTHON_ARCHIVE, md5=OFFICIAL_MD5[PYTHON_ARCHIVE])
             write_manifest(work, name=FOLDER, source="download", detail=f"downloaded from {url}")
 
@@ -105,11 +105,11 @@ def published(url: str = URL) -> PublishedSet[ImageSet]:
 
 
 def checksums(layout: Path, note: str = "") -> Checksums:
-    """Compare the md5 of a layout's files with the published md5. None are published for the unpacked binary layout.
+    """Compare the md5 hashes of a layout's files with the published ones. For the unpacked binary layout, none are published.
 
     Args:
         layout: official folder or archive, as `find_layout` returns it.
-        note: text that says what was checked instead, for files that do not have the published md5.
+        note: what was checked instead, for files that do not have the published md5.
     """
     return compare_checksums({file: OFFICIAL_MD5.get(file.name, "") for file in layout_files(layout)}, "md5", note)
 
@@ -184,7 +184,7 @@ def _require_means(images: np.ndarray, layout: Path) -> float:
 
 @dataclass(frozen=True)
 class SplitArrays:
-    """Images, uint8 [N, 3, 32, 32], and labels, int64 [N], of both splits, in the order of the files."""
+    """Images (uint8 [N, 3, 32, 32]) and labels (int64 [N]) of both splits, in the order of the files."""
 
     train_images: np.ndarray
     train_labels: np.ndarray
@@ -193,7 +193,7 @@ class SplitArrays:
 
 
 def find_layout(root: Path) -> Path | None:
-    """Return the first official folder or archive of CIFAR-10 in `root`; None if there is none."""
+    """Return the first official folder or archive of CIFAR-10 in `root`, or None if there is none."""
     return next((root / name for name in LAYOUTS if (root / name).exists()), None)
 
 
@@ -221,14 +221,14 @@ def read_layout(path: Path) -> SplitArrays:
     missing = [name for name in wanted if name not in batches]
     if missing:
         raise DataError(f"{path.name} lacks {', '.join(missing)}", where=path, next_step=REMEDY)
-    # In the order of `wanted`: five train batches, then the test batch. An archive may list them in another order.
+    # Sort in the order of `wanted` (five train batches, then the test batch), because an archive may have another order.
     images, labels = zip(*(batches[name] for name in wanted), strict=True)
     # The test images are a view into the bytes of their file. A copy releases these bytes.
     return SplitArrays(np.concatenate(images[:-1]), np.concatenate(labels[:-1]), images[-1].copy(), labels[-1])
 
 
 def read_binary_batch(content: bytes, where: object) -> tuple[np.ndarray, np.ndarray]:
-    """Return images uint8 [N, 3, 32, 32] and labels int64 [N] of one binary batch.
+    """Return the images (uint8 [N, 3, 32, 32]) and labels (int64 [N]) of one binary batch.
 
     Raises:
         DataError: the size is not a whole number of 3073-byte records.
@@ -246,7 +246,7 @@ def read_binary_batch(content: bytes, where: object) -> tuple[np.ndarray, np.nda
 
 
 def read_python_batch(content: bytes, where: object) -> tuple[np.ndarray, np.ndarray]:
-    """Return images uint8 [N, 3, 32, 32] and labels int64 [N] of one pickled batch, without executing the pickle.
+    """Return the images (uint8 [N, 3, 32, 32]) and labels (int64 [N]) of one pickled batch, without executing the pickle.
 
     Raises:
         DataError: the content is not a pickle, the pickle refers to a global that arrays do not need, or it does not contain
@@ -272,7 +272,7 @@ def read_python_batch(content: bytes, where: object) -> tuple[np.ndarray, np.nda
 
 @dataclass
 class _Pickled:
-    """Description of an object in a pickle: the call that would create the object, and its state. The call is never made."""
+    """Description of an object in a pickle: the call that would create it, which is never made, and the state of the object."""
 
     name: str
     arguments: tuple = ()
@@ -286,16 +286,16 @@ _CONSTANTS = {"NONE": None, "NEWTRUE": True, "NEWFALSE": False}
 
 
 def _unpickled(content: bytes, where: object) -> object:
-    """Parse a pickle that contains only dictionaries, lists, tuples, strings, numbers and NumPy arrays, and return its object.
+    """Parse a pickle that contains only dicts, lists, tuples, strings, numbers and NumPy arrays, and return its object.
 
     Python's unpickler is unsafe: it calls any function that the file names, and allocates arrays and tables of any size that
-    the file declares. This function accepts only the opcodes that a CIFAR-10 batch file needs, and uses at most a small
+    the file declares. This function accepts only the opcodes that a CIFAR-10 batch file needs, and needs at most a small
     multiple of the file size as memory.
 
     Raises:
         DataError: the pickle has another opcode or global, or is broken.
     """
-    # The virtual machine of pickle has a stack of objects and a memory of objects that are used again.
+    # Pickle's virtual machine has a stack of objects, and a memory of objects that are referenced again.
     stack: list = []
     memory: dict[int, object] = {}
 
@@ -358,7 +358,7 @@ def _unpickled(content: bytes, where: object) -> object:
                     items = above_mark()
                     _list(stack[-1]).extend(items)
                 case "SETITEM":
-                    # The value is on top of the stack, the key is below it.
+                    # The value is on top of the stack, and the key is below it.
                     items = [stack.pop(-2), stack.pop()]
                     _filled(stack[-1], items)
                 case "SETITEMS":
@@ -400,7 +400,7 @@ def _list(item: object) -> list:
 
 
 def _filled(table: object, items: list) -> dict:
-    """Add alternating keys and values to a dictionary. Keys must be strings or bytes, and each key must occur only once."""
+    """Add alternating keys and values to a dict. Keys must be strings or bytes, and each key must occur only once."""
     if type(table) is not dict:
         raise TypeError(f"keys for {type(table).__name__}")
     for key, value in zip(items[::2], items[1::2], strict=True):
@@ -417,8 +417,7 @@ def _text(key: bytes | str) -> str:
 def _array(pickled: _Pickled, where: object) -> np.ndarray:
     """Convert the description of a pickled array to a uint8 array [N, 3072].
 
-    The state of the pickled array is (version, shape, dtype, Fortran order, content). The dtype is described by a code such as
-    "u1".
+    The state of a pickled array is (version, shape, dtype, Fortran order, content). The dtype is a code such as "u1".
     """
     try:
         _, shape, dtype, fortran, content = pickled.state
@@ -449,7 +448,7 @@ def _from_folder(folder: Path, wanted: list[str]) -> Iterator[tuple[str, bytes]]
 
 
 def _from_archive(archive: Path, wanted: list[str]) -> Iterator[tuple[str, bytes]]:
-    """Yield the wanted batch files of an archive. The archive is read once, as a stream, and nothing is written to disk."""
+    """Yield the wanted batch files of an archive. The archive is read once as a stream, and nothing is written to disk."""
     folder = PYTHON_FOLDER if archive.name == PYTHON_ARCHIVE else BINARY_FOLDER
     names = {f"{folder}/{name}": name for name in wanted}
     seen: set[str] = set()
@@ -461,7 +460,7 @@ def _from_archive(archive: Path, wanted: list[str]) -> Iterator[tuple[str, bytes
         ):
             for member in tar:
                 name = names.get(member.name)
-                # Links, devices and folders of an archive are skipped.
+                # Links, devices and folders in an archive are skipped.
                 if name is None or not member.isfile():
                     continue
                 if name in seen or member.size > BATCH_BYTES:
@@ -490,7 +489,7 @@ class _Bounded(io.RawIOBase):
         Raises:
             OSError: the stream exceeds its limit.
         """
-        # One byte beyond the limit reveals a stream that is too long.
+        # Reading one byte beyond the limit detects a stream that is too long.
         content = self._stream.read(min(size, self._left + 1) if size >= 0 else self._left + 1)
         self._left -= len(content)
         if self._left < 0:

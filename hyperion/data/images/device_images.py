@@ -16,21 +16,21 @@ from hyperion.data.store.folders import DataError
 
 CROP_PADDING = 4
 BORDERS = ("black", "reflect")
-# Rows of the table of random numbers of an epoch. The table has one column per example. Its rows are: the index of the image in
-# the set, the first pixel row and the first pixel column of the crop, the step from one pixel column to the next (-1 mirrors
-# the image), and the first pixel row and the first pixel column of the hole.
+# Rows of an epoch's table of random numbers, which has one column per example: the index of the image in the set, the first pixel
+# row and the first pixel column of the crop, the step from one pixel column to the next (-1 mirrors the image), and the first
+# pixel row and the first pixel column of the hole.
 _PLACE, _TOP, _LEFT, _STEP, _HOLE_TOP, _HOLE_LEFT = range(6)
 
 
 class ImageBatches(ResumableBatches):
-    """Batches of normalised images [batch, 3, 32, 32] in channels-last layout, and labels, int64 [batch].
+    """Batches of normalised images ([batch, 3, 32, 32] in channels-last layout) and labels (int64 [batch]).
 
-    All random numbers of an epoch are drawn on the host and depend only on the seed and the epoch. Therefore every machine,
-    device and number of ranks gets the same images, and a run can resume without the state of a generator. The augmentations
-    are a few operations on whole batches (see `cut_out`). None of these operations waits for the device.
+    All random numbers of an epoch are drawn on the host and depend only on the seed and the epoch. Therefore the images do not
+    depend on the machine, the device or the number of ranks, and a run can resume without the state of a generator. The
+    augmentations are a few operations on whole batches (see `cut_out`). None of these operations waits for the device.
 
     Args:
-        images: uint8 [N, 3, 32, 32]. They are stored on the device. With the augmentation 'crop' they are stored with a border.
+        images: uint8 [N, 3, 32, 32]. They are stored on the device, with a border if the augmentation 'crop' is used.
         labels: integer classes [N].
         batch_size: number of images in a global batch.
         normalisation: means and standard deviations of the channels of the TRAIN images, with pixels scaled to 0 .. 1.
@@ -40,18 +40,18 @@ class ImageBatches(ResumableBatches):
             ImageSet.augmentations, because in some image sets a flip changes the class.
         border: content of the pixels that a shift moves into the image: 'black', or 'reflect' for the image mirrored at its
             edge.
-        hole: height and width in pixels of a square that is set to the mean (Cutout, DeVries & Taylor 2017); 0 for no square.
-            The centre of the square is drawn from the whole image, so a part of the square may be outside of the image.
-        shuffle: whether every epoch has a new order. If False, every epoch has the order of the files, as an evaluation needs.
-        drop_last: whether to leave out the last batch of an epoch if it is incomplete.
+        hole: side length in pixels of a square that is set to the mean (Cutout, DeVries & Taylor 2017); 0 for no square. The
+            centre of the square is drawn from the whole image, so a part of the square may be outside of the image.
+        shuffle: if True, every epoch has a new order. If False, every epoch has the order of the files, as an evaluation needs.
+        drop_last: if True, omit the last batch of an epoch if it is incomplete.
         device: device that stores the image set and builds the batches.
         dtype: dtype of the images. They are computed in float32 and then converted to this dtype.
         rank, ranks: rank of this process, and number of ranks that share each batch. For an evaluation in which every rank
             needs whole batches, keep the defaults.
 
     Raises:
-        DataError: the images, the labels or the normalisation have a wrong shape or dtype, an augmentation or a border is
-            unknown, the images do not fill one batch, or the ranks do not divide the batch.
+        DataError: the images, the labels or the normalisation have a wrong shape or dtype; an augmentation or a border is
+            unknown; the images do not fill one batch; or the ranks do not divide the batch.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class ImageBatches(ResumableBatches):
         self._pixels = bordered(pixels_NYXC, border) if "crop" in augment else pixels_NYXC.contiguous()
         self._labels = torch.from_numpy(narrowed(labels, np.int64, "labels")).to(device)
         mean, deviation = (np.asarray(values, dtype=np.float64) for values in normalisation)
-        # (pixel / 255 - mean) / deviation = pixel * scale + shift: one multiplication and one addition for each pixel.
+        # (pixel / 255 - mean) / deviation = pixel * scale + shift needs one multiplication and one addition per pixel.
         self._scale = torch.tensor(1 / (255 * deviation), dtype=torch.float32, device=device)
         self._shift = torch.tensor(-mean / deviation, dtype=torch.float32, device=device)
         self._steps = torch.arange(self._side, device=device)
@@ -109,17 +109,16 @@ class ImageBatches(ResumableBatches):
         if self.hole:
             # After normalisation, 0 is the mean of the channel.
             images_BYXC.masked_fill_(holes(chosen, self._steps, self.hole)[..., None], 0.0)
-        # Shape [B, 3, Y, X] with the strides of [B, Y, X, 3], which is PyTorch's channels-last format. No data are copied.
+        # Shape [B, 3, Y, X] with the strides of [B, Y, X, 3] is PyTorch's channels-last format. No data are copied.
         return images_BYXC.to(self.dtype).permute(0, 3, 1, 2), self._labels[chosen[_PLACE]]
 
     def _table(self, epoch: int) -> Tensor:
-        """Return the random numbers of an epoch as a table on the device.
+        """Return an epoch's table of random numbers on the device.
 
         The table is int64 [6, records]. It has one column per example, in the order of the epoch.
         """
         if epoch not in self._tables:
-            # The table of the previous epoch stays, because this call may prefetch the next epoch while the current one is
-            # still in use.
+            # Keep the table of the previous epoch, because this call may prefetch a table while the previous one is in use.
             self._tables = {known: table for known, table in self._tables.items() if known == epoch - 1}
             self._tables[epoch] = on_device(self._draw(epoch), self._labels.device)
         return self._tables[epoch]
@@ -128,20 +127,20 @@ class ImageBatches(ResumableBatches):
         """Draw the random numbers of an epoch. Every rank draws all of them, so they do not depend on the number of ranks."""
         table = np.zeros((6, self.records), dtype=np.int64)
         table[_PLACE], table[_STEP] = self._order(epoch), 1
-        # The third number separates this stream from the stream of the order, which uses (seed, epoch).
+        # The third number separates this random stream from that of the order, which uses (seed, epoch).
         generator = np.random.default_rng((self.seed, epoch, 1))
         if "crop" in self.augment:
-            # With a border of P pixels, the crop may start at 0 to 2 P. P itself is no shift.
+            # With a border of P pixels, the crop may start at 0 to 2 P. P means no shift.
             table[[_TOP, _LEFT]] = generator.integers(0, 2 * CROP_PADDING + 1, size=(2, self.records))
         if "flip" in self.augment:
-            # Drawn per image with epoch 0 for all epochs, so that each image alternates between both directions.
+            # Drawn per image with epoch 0 in all epochs, so that each image alternates between both directions.
             first = np.random.default_rng((self.seed, 0, 2)).random(self.records) < 0.5
             mirrored = first[table[_PLACE]] ^ bool(epoch % 2)
             table[_STEP, mirrored] = -1
             # A mirrored image is read from its right edge to the left, with the step -1.
             table[_LEFT, mirrored] += self._side - 1
         if self.hole:
-            # The drawn number is the centre of the hole. The table stores its first row and column, which may be negative.
+            # The drawn numbers are the centre of the hole. The table stores its first row and column, which may be negative.
             table[[_HOLE_TOP, _HOLE_LEFT]] = generator.integers(0, self._side, size=(2, self.records)) - self.hole // 2
         return table
 
@@ -149,7 +148,7 @@ class ImageBatches(ResumableBatches):
 def require_form(images: np.ndarray, labels: np.ndarray) -> None:
     """Check the shapes and dtypes of images and labels.
 
-    Without this check, images that are already normalised could be normalised again, and channels could be read as pixel rows.
+    Without this check, normalised images could be normalised again, and channels could be read as pixel rows.
 
     Raises:
         DataError: images are not uint8 [N, 3, Y, Y], or labels are not integers [N] from 0.
@@ -178,19 +177,19 @@ def _require_normalisation(*normalisation: Sequence[float]) -> None:
 
 
 def bordered(pixels_NYXC: Tensor, border: str) -> Tensor:
-    """Return the images with a border of CROP_PADDING pixels on each side. The border is black or the mirrored image."""
+    """Return the images with a border of CROP_PADDING pixels on each side, which is black or the mirrored image."""
     if border == "black":
         # `F.pad` counts dimensions from the last one: (0, 0) for the channels, then both sides of X and of Y.
         return F.pad(pixels_NYXC, (0, 0) + 4 * (CROP_PADDING,))
     side = pixels_NYXC.shape[1]
-    # Reflection without a repeated edge pixel: -k maps to k, and (side - 1) + k maps to (side - 1) - k.
+    # Reflect without repeating the edge pixel: -k maps to k, and (side - 1) + k maps to (side - 1) - k.
     source = torch.arange(-CROP_PADDING, side + CROP_PADDING, device=pixels_NYXC.device).abs()
     source = (side - 1) - (side - 1 - source).abs()
     return pixels_NYXC.index_select(1, source).index_select(2, source)
 
 
 def cut_out(pixels_NYXC: Tensor, chosen: Tensor, steps: Tensor) -> Tensor:
-    """Shift and mirror the images of a batch with a single gather operation. The operation can be captured in a CUDA graph.
+    """Shift and mirror the images of a batch with a single gather operation, which can be captured in a CUDA graph.
 
     Args:
         pixels_NYXC: all images of the set, with their border, uint8.

@@ -1,9 +1,9 @@
 """Image sets with a train and a test split, checks of image sets, and a synthetic set whose best possible accuracy is known.
 
-An image of the synthetic set shows a grating (parallel stripes). Its class k is the orientation of the stripes, k * 18 degrees.
-The orientation is clearly visible for every phase, colour, contrast and noise. In each split, the labels of exactly
-round(flip_rate * N) of the N images are then changed to another class. The pixels do not show which labels were changed.
-Therefore the best possible model predicts the orientation, and its accuracy is 1 - round(flip_rate * N) / N.
+An image of the synthetic set shows a grating (parallel stripes). In class k, the orientation of the stripes is k * 18 degrees,
+which is clearly visible for every phase, colour, contrast and noise. In each split, the labels of exactly round(flip_rate * N) of
+the N images are then changed to another class. The pixels do not show which labels were changed. Therefore the best possible
+model predicts the orientation, and its accuracy is 1 - round(flip_rate * N) / N.
 """
 
 import hashlib
@@ -25,7 +25,7 @@ class ImageSet:
     Attributes:
         name: 'cifar-10' or 'synthetic-gratings'; a synthetic set never has the name of the real one.
         source: 'mirror', 'cache', 'download' or 'synthetic'.
-        detail: description of the source, without paths of the machine.
+        detail: description of the source, without local paths.
         train_images, test_images: uint8 [N, 3, 32, 32].
         train_labels, test_labels: int64 [N].
         classes: names of the classes. Label k belongs to classes[k].
@@ -51,7 +51,7 @@ class ImageSet:
         """Hash of all images and labels."""
         digest = hashlib.sha256()
         for array in (self.train_images, self.train_labels, self.test_images, self.test_labels):
-            # Dtype and shape are part of the hash: equal bytes of another shape are another data set.
+            # Dtype and shape are part of the hash, because equal bytes with another shape are another data set.
             digest.update(f"{array.dtype} {array.shape}\0".encode())
             digest.update(np.ascontiguousarray(array).data)
         return digest.hexdigest()
@@ -87,7 +87,7 @@ def check_split(images: np.ndarray, labels: np.ndarray, class_count: int, where:
     """Check that images are uint8 [N, 3, 32, 32] and that labels contain one class per image.
 
     Raises:
-        DataError: images or labels do not have this form. The message names the first bad record.
+        DataError: images or labels do not have this form. The message names the first invalid record.
     """
     check_images(images, where)
     check_labels(labels, len(images), class_count, where)
@@ -113,7 +113,7 @@ def check_labels(labels: np.ndarray, image_count: int, class_count: int, where: 
     """Check that labels contain one class per image.
 
     Raises:
-        DataError: labels do not have this form. The message names the first bad record.
+        DataError: labels do not have this form. The message names the first invalid record.
     """
     if labels.shape != (image_count,) or not np.issubdtype(labels.dtype, np.integer):
         raise DataError(
@@ -130,7 +130,7 @@ def check_labels(labels: np.ndarray, image_count: int, class_count: int, where: 
 
 CLASS_COUNT = 10
 PERIOD_PIXELS = (5.0, 8.0)
-NOISE_LEVELS = 12.0  # standard deviation of the noise; pixel values are from 0 to 255
+NOISE_LEVELS = 12.0  # standard deviation of the noise, for pixel values from 0 to 255
 CHUNK = 2048
 
 
@@ -144,7 +144,7 @@ def synthetic_images(counts: dict[str, int], seed: int = 0, flip_rate: float = 0
     """
     arrays, best = [], {}
     for index, split in enumerate(("train", "test")):
-        # Each split has its own stream, so the size of one split does not change the other.
+        # Each split has its own random stream, so the size of one split does not change the other.
         generator = np.random.default_rng((seed, index))
         classes = generator.permutation(np.arange(counts[split]) % CLASS_COUNT)
         labels = _with_flips(classes, round(flip_rate * counts[split]), generator)
@@ -152,7 +152,7 @@ def synthetic_images(counts: dict[str, int], seed: int = 0, flip_rate: float = 0
         arrays += [_gratings(classes, generator), labels]
     names = tuple(f"{18 * k} degrees" for k in range(CLASS_COUNT))
     detail = f"made-up gratings, seed {seed}, {counts['train']} + {counts['test']} images, {flip_rate:.0%} of labels changed"
-    # Mirroring left to right turns 18 degrees into 162 degrees, which is another class. Therefore only shifts are allowed.
+    # Mirroring left to right turns 18 degrees into 162 degrees, which is another class, so only shifts are allowed.
     train_images, train_labels, test_images, test_labels = arrays
     return ImageSet(
         "synthetic-gratings",
@@ -169,7 +169,7 @@ def synthetic_images(counts: dict[str, int], seed: int = 0, flip_rate: float = 0
 
 
 def _with_flips(classes: np.ndarray, flips: int, generator: np.random.Generator) -> np.ndarray:
-    """Return labels, int64, of which exactly `flips` differ from `classes`.
+    """Return int64 labels, of which exactly `flips` differ from `classes`.
 
     The changes are spread evenly over the classes and over the wrong labels. The label of the i-th changed image of each class
     increases by 1 + i mod 9. For each i this is a permutation of the classes, so the labels are as balanced as the classes.
@@ -187,7 +187,7 @@ def _with_flips(classes: np.ndarray, flips: int, generator: np.random.Generator)
 
 def _gratings(classes: np.ndarray, generator: np.random.Generator) -> np.ndarray:
     images = np.empty((len(classes), *IMAGE_SHAPE), dtype=np.uint8)
-    # Coordinates relative to the centre of the image.
+    # Pixel coordinates relative to the centre of the image.
     y, x = np.mgrid[0:32, 0:32].astype(np.float32) - 15.5
     for start in range(0, len(classes), CHUNK):
         part = classes[start : start + CHUNK]

@@ -15,8 +15,8 @@ from hyperion.data.store.sources import Checksums, PublishedSet, Sourced, mirror
 from hyperion.data.text import instructions, tokenizer, wikitext2
 
 _UNFINISHED = ".part"
-# For each place, the requested sources for which data may be read from this place. A download is stored in the cache, so the
-# source 'download' reads from the cache.
+# For each place, the requested sources for which data may be read from it. A download is stored in the cache, so the source
+# 'download' reads from the cache.
 _TAKEN_FROM = {"mirror": ("auto", "mirror"), "cache": ("auto", "cache", "download")}
 
 
@@ -32,12 +32,10 @@ class FetchReport(NamedTuple):
 
 
 def fetch_all(cifar10_url: str = cifar10.URL, instructions_url: str = instructions.URL) -> list[FetchReport]:
-    """Copy or download all data sets and the tokenizer into the cache.
-
-    Afterwards the source 'cache' provides them without a network.
+    """Copy or download all data sets and the tokenizer into the cache. Afterwards, the source 'cache' needs no network.
 
     A data set that is already in the cache is verified. Any other data set is copied from the mirror, or downloaded if the mirror
-    does not have it. If one data set fails, the function continues with the next data set.
+    does not have it. If one data set fails, the function continues with the next one.
     """
     return [
         _report("wikitext-2", wikitext2.WIKITEXT2.stage),
@@ -71,7 +69,7 @@ def data_identity(names: Iterable[str], wanted: str) -> dict[str, dict | None]:
 
     Args:
         names: names of data sets: 'wikitext-2', 'gpt2' (the tokenizer), 'cifar-10', 'instructions' or 'llama' (pretrained
-            weights that the user has put there). The folders in the cache have the same names.
+            weights that the user provides). The folders in the cache have the same names.
         wanted: the requested source, such as 'auto'.
 
     Raises:
@@ -103,7 +101,7 @@ _CHECKSUMS: dict[str, Callable[[Path], Checksums]] = {
 
 
 def _files_of(name: str, root: Path, place: str) -> Path | None:
-    """Return the folder or archive of a data set; None if there is none."""
+    """Return the folder or archive of a data set, or None if there is none."""
     if name == cifar10.FOLDER:
         # A mirror has the official folder or archive at its top level.
         return find_layout(root if place == "mirror" else root / cifar10.FOLDER)
@@ -116,10 +114,10 @@ def _files_of(name: str, root: Path, place: str) -> Path | None:
 def _hash_of(path: Path) -> str:
     """Return the hash of the names and contents of all files, except unfinished and quarantined files."""
     digest = hashlib.sha256()
-    # Sorted, because the order of `rglob` depends on the file system.
+    # Sort the files, because the order of `rglob` depends on the file system.
     for file in [path] if path.is_file() else sorted(path.rglob("*")):
         parts = file.relative_to(path.parent).parts
-        # Relative parts only: a hidden folder above the data set must not exclude all of its files.
+        # Only relative parts are tested, because a hidden folder above the data set must not exclude all of its files.
         if not file.is_file() or any(p.startswith(".") or p.endswith(_UNFINISHED) or p == QUARANTINE for p in parts):
             continue
         # Hash the contents and not the sizes, because all binary batch files of CIFAR-10 have the same size.

@@ -1,6 +1,6 @@
-"""Prepare text and images for training. The name of the folder of prepared data contains the hash of their inputs.
+"""Prepare text and images for training. The name of a folder of prepared data contains the hash of its inputs.
 
-Each step of the preparation is checked by its counts.
+Each preparation step is checked by its counts.
 """
 
 import hashlib
@@ -30,9 +30,9 @@ class PreparedText:
 
     Attributes:
         folder: folder with the files.
-        tokens: a dict that maps the name of a split to its token ids. The arrays are uint16 or uint32 [tokens] and memory mapped.
-        samples: a dict that maps the name of a split to an array with the start in the token stream and the number of tokens of
-            each non-blank line. The arrays are int64 [samples, 2] and memory mapped.
+        tokens: a dict that maps the name of a split to its token ids, a memory-mapped array uint16 or uint32 [tokens].
+        samples: a dict that maps the name of a split to a memory-mapped array int64 [samples, 2], which contains the start in
+            the token stream and the number of tokens of each non-blank line.
         steps: counts of each preparation step, by the name of the split and the name of the step; see `prepare_text`.
         manifest: hashes of the files, source of the data, and settings.
         reused: True if an earlier call had already prepared these data.
@@ -73,11 +73,11 @@ def prepare_text(
     Each split has five steps, with these counts:
 
     - 'read': lines, words_with_eos.
-    - 'filter': non_empty, the number of lines that are not empty.
+    - 'filter': non_empty, the number of non-empty lines.
     - 'tokenize': tokens, tokens_per_word, and round_trip, which is True because decoding reproduces the text.
-    - 'pack': windows, left_over. These are the counts if the stream is cut into windows of `sequence_length` inputs.
-    - 'pad': samples, tokens, padding, padding_share, truncated. These are the counts if each line that is not empty is padded
-      or truncated to `sequence_length` positions.
+    - 'pack': windows, left_over, for the stream cut into windows of `sequence_length` inputs.
+    - 'pad': samples, tokens, padding, padding_share, truncated, for non-empty lines padded or truncated to `sequence_length`
+      positions.
 
     The packed and padded rows are only counted and not stored. The folder contains the token streams, the positions of their
     lines, and the tokenizer. The text is read once, a few chunks at a time, so a corpus of files (`corpus_of_files`) may be
@@ -87,8 +87,7 @@ def prepare_text(
         corpus: text to tokenize.
         tokenizer: tokenizer of the text.
         sequence_length: number of input tokens in a window, and number of positions in a padded row.
-        workers: number of processes that tokenize. None chooses the number by the length of the text. The files do not depend
-            on this number.
+        workers: number of processes that tokenize. None chooses it from the length of the text. The files do not depend on it.
 
     Raises:
         DataError: decoding does not reproduce the text, long lines of one split also occur in another split, stored data are
@@ -98,12 +97,12 @@ def prepare_text(
         f"{corpus.name}-{tokenizer.name}",
         {"corpus": corpus.sha256, "tokenizer": tokenizer.sha256, "sequence_length": sequence_length},
     )
-    # The name of the folder contains the hash of all inputs. If it exists, the same data were prepared before.
+    # The name of the folder contains the hash of all inputs. If it exists, the same data have been prepared before.
     reused = folder.is_dir()
     if not reused:
         workers = workers or workers_for(sum(map(corpus.characters, SPLITS)))
         write_text(folder, corpus, tokenizer, sequence_length, workers)
-    # Fresh data are read back and verified like reused data, so both paths give the same arrays.
+    # New data are read back and verified like reused data, so both cases give the same arrays.
     arrays, manifest = open_prepared(folder)
     tokens = {split: arrays[split] for split in SPLITS}
     samples = {split: arrays[f"{split}{SAMPLES}"] for split in SPLITS}
@@ -111,7 +110,7 @@ def prepare_text(
 
 
 def prepare_images(images: ImageSet) -> PreparedImages:
-    """Check every record of an image set and store the set in data/processed/.
+    """Check every record of an image set, and store the set in data/processed/.
 
     Each split has five steps, with these counts:
 
@@ -153,9 +152,10 @@ def write_text(folder: Path, corpus: TextCorpus, tokenizer: Tokenizer, sequence_
 
 
 def _text_overlap(work: Path, name: str) -> dict[str, dict]:
-    """Count the records that occur in two splits, and return these counts as JSON values.
+    """Count the records that occur in more than one split, and return the counts as JSON values.
 
-    Raise DataError if there are too many.
+    Raises:
+        DataError: there are too many.
     """
     tokens = {split: open_array(work / f"{split}.npy") for split in SPLITS}
     samples = {split: open_array(work / f"{split}{SAMPLES}.npy") for split in SPLITS}
@@ -228,18 +228,18 @@ def write_split(work: Path, split: str, lines: Iterable[str], tokenizer: Tokeniz
                     where=tokenizer.name,
                     next_step="use a byte-level tokenizer without normalisation",
                 )
-            # First token of each line in the stream: the exclusive cumulative sum of the sizes.
+            # Index of the first token of each line in the stream: the exclusive cumulative sum of the sizes.
             starts = tokens.rows + np.cumsum(encoded.sizes) - encoded.sizes
             non_blank = ~encoded.blank
-            # Blank lines stay in the token stream, but they are no samples of their own.
+            # Blank lines are in the token stream, but they are not samples.
             samples.append(np.stack([starts, encoded.sizes], axis=1)[non_blank])
             tokens.append(encoded.ids)
             padded += Padding.of(encoded.sizes[non_blank], length)
-            # Only of the first chunk. `verify` decodes these tokens to find a file of another split or vocabulary.
+            # Taken from the first chunk only. `verify` decodes these tokens to detect a file of another split or vocabulary.
             opening = opening or encoded.ids[: _opening_tokens(encoded.sizes)].tolist()
             read, words = read + len(encoded.sizes), words + encoded.words_with_eos
         windows, left_over = packed_windows(tokens.rows, length)
-        # `close` writes the final header. It runs only if all chunks were encoded.
+        # `close` writes the final header. It is called only if all chunks were encoded.
         samples.close()
         tokens.close()
     return {
@@ -257,10 +257,7 @@ def write_split(work: Path, split: str, lines: Iterable[str], tokenizer: Tokeniz
 
 
 def _opening_tokens(sizes: np.ndarray) -> int:
-    """Return the number of tokens in the first lines of a split.
-
-    The function uses as many lines as are needed to reach OPENING_TOKENS tokens.
-    """
+    """Return the number of tokens in the first lines of a split: as many lines as are needed to reach OPENING_TOKENS tokens."""
     ends = np.cumsum(sizes)
     return int(ends[min(np.searchsorted(ends, OPENING_TOKENS), len(ends) - 1)])
 

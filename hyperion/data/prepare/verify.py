@@ -1,7 +1,7 @@
 """Verify data folders: find every damaged file and record, and move damaged folders to quarantine.
 
-The content of prepared arrays is checked too. Token ids must be within the vocabulary and decode to the recorded text. Images
-and labels must be valid. All counts must be those that were recorded when the data were prepared.
+The content of prepared arrays is checked too: token ids must be within the vocabulary and decode to the recorded text, images and
+labels must be valid, and all counts must equal those that were recorded when the data were prepared.
 """
 
 import json
@@ -44,7 +44,7 @@ OUTDATED = (
 STAGE_AGAIN = "download the data again with `make fetch`, or set HYPERION_DATA_MIRROR to a folder that contains them"
 _SHOWN_RUNS = 3
 FORMAT = 3  # version of the layout; part of the folder names and the manifests, so that a new layout gets new folders
-SAMPLES = "_samples"  # suffix of the name of the array with the start and the length of each line of a split
+SAMPLES = "_samples"  # name suffix of the array with the start and the length of each line in a split
 TOKENIZER_FILE = "tokenizer.json"
 ARRAYS_OF = {
     "text": tuple(f"{split}{kind}" for split in SPLITS for kind in ("", SAMPLES)),
@@ -58,7 +58,7 @@ class FolderVerdict(NamedTuple):
 
     Attributes:
         folder: the folder that was verified.
-        findings: faults of the folder; empty if the folder is unchanged.
+        findings: problems found in the folder; empty if the folder is unchanged.
         moved_to: new path of a damaged folder; None if the folder was not moved.
         next_step: what the user should do; "" if there is nothing to do.
         origin: source of the data, and whether they are the publisher's files; "" if the source could not be read.
@@ -73,11 +73,11 @@ class FolderVerdict(NamedTuple):
 
 @dataclass(frozen=True)
 class DataFinding:
-    """One fault of a data folder.
+    """A problem found in a data folder.
 
     Attributes:
         file: path of the damaged file, relative to the folder.
-        fault: description of the fault. It contains the indices of the damaged records if they are known.
+        fault: description of the problem, with the indices of the damaged records if they are known.
     """
 
     file: str
@@ -118,12 +118,12 @@ def is_prepared(folder: Path) -> bool:
 
 
 def examine(folder: Path) -> list[DataFinding]:
-    """Return every fault of a prepared folder; an empty list if the folder is unchanged.
+    """Return every problem found in a prepared folder, or an empty list if the folder is unchanged.
 
     First, each file is compared with the manifest. A file can be missing, truncated, changed, swapped with another file, or not
-    listed in the manifest. For a changed file the fault names the records whose checksums differ. Then the contents of the
-    undamaged files are checked. Token ids must be within the vocabulary and decode to the recorded text with the stored
-    tokenizer. Images must be finite, labels must be valid, and all counts must be those that were recorded when the data were
+    listed in the manifest. For a changed file, the finding names the records whose checksums do not match. Then the contents of
+    the undamaged files are checked: token ids must be within the vocabulary and decode to the recorded text with the stored
+    tokenizer, images must be finite, labels must be valid, and all counts must equal those that were recorded when the data were
     prepared.
     """
     try:
@@ -138,7 +138,7 @@ def examine(folder: Path) -> list[DataFinding]:
     names = ARRAYS_OF[kind]
     findings = [*_file_findings(folder, manifest)]
     findings += [DataFinding(f"{n}.npy", "the manifest does not list it") for n in names if f"{n}.npy" not in manifest.files]
-    # A file that already has a finding is not opened again, so that each fault is reported once.
+    # A file that already has a finding is not opened again, so that each problem is reported once.
     damaged = {finding.file for finding in findings}
     arrays = {}
     for name in names:
@@ -153,7 +153,7 @@ def examine(folder: Path) -> list[DataFinding]:
 
 
 def quarantine(folder: Path, findings: list[DataFinding]) -> Path:
-    """Move a damaged folder to the folder `quarantine/` next to it, and write the faults to a file. Nothing is deleted.
+    """Move a damaged folder to the folder `quarantine/` next to it, and write the findings to a file. Nothing is deleted.
 
     Returns:
         The new path of the folder.
@@ -166,7 +166,7 @@ def quarantine(folder: Path, findings: list[DataFinding]) -> Path:
         quarantined.parent.mkdir(exist_ok=True)
         os.rename(folder, quarantined)
         reasons = {"was": folder.name, "findings": [asdict(finding) for finding in findings]}
-        # If the folder is a symbolic link, only the link was moved. Its target may belong to another user and is not changed.
+        # If the folder is a symbolic link, only the link was moved. The target may belong to another user and is not changed.
         report = (
             quarantined.with_name(f"{quarantined.name}.{REASON_FILE}") if quarantined.is_symlink() else quarantined / REASON_FILE
         )
@@ -186,7 +186,7 @@ def quarantine(folder: Path, findings: list[DataFinding]) -> Path:
 
 def _file_findings(folder: Path, manifest: DataManifest) -> Iterator[DataFinding]:
     """Yield a finding for each file that is missing, changed or not listed in the manifest."""
-    # Hash of every array, to recognise a file that has the content of another one.
+    # Hashes of all arrays, to recognise a file with the content of another one.
     hashes = {entry["sha256"]: name for name, entry in manifest.files.items() if is_array(name)}
     for name, expected in manifest.files.items():
         path = folder / name
@@ -213,7 +213,7 @@ def _file_findings(folder: Path, manifest: DataManifest) -> Iterator[DataFinding
 
 
 def _missing_rows(path: Path, whole_bytes: int) -> str:
-    """Describe which rows a truncated file has lost."""
+    """Describe which rows of a truncated file are missing."""
     try:
         with open_regular(path, DataError, PREPARE_AGAIN) as file:
             version = np.lib.format.read_magic(file)
@@ -226,7 +226,7 @@ def _missing_rows(path: Path, whole_bytes: int) -> str:
         return "the header of the file is lost too"
     if not shape or not row or header + row * shape[0] != whole_bytes:
         return "the header of the file was changed too"
-    # The header states the original number of rows. The rows that still fit into the file are complete.
+    # The header states the original number of rows. Only the rows that fit into the file are complete.
     whole = max(0, path.stat().st_size - header) // row
     return f"records {whole} to {shape[0] - 1} are missing"
 
@@ -265,7 +265,7 @@ def _verdict(folder: Path) -> FolderVerdict:
 
 
 def _manifest_of(folder: Path) -> DataManifest | None:
-    """Return the manifest of a folder; None if the manifest is missing or unreadable."""
+    """Return the manifest of a folder, or None if it is missing or unreadable."""
     try:
         return read_manifest(folder)
     except DataError:
@@ -278,10 +278,7 @@ def _is_described(manifest: DataManifest | None) -> bool:
 
 
 def _staged_verdict(place: tuple[Path, Callable[[], Sourced]]) -> FolderVerdict:
-    """Verify the raw files of a data set in the cache with the loader of this data set.
-
-    The loader checks counts, checksums, hashes and the overlap of splits.
-    """
+    """Verify the raw files of a data set in the cache with its loader, which checks counts, checksums, hashes and overlap."""
     folder, read = place
     try:
         origin = read().detail
@@ -294,14 +291,14 @@ def _staged_verdict(place: tuple[Path, Callable[[], Sourced]]) -> FolderVerdict:
 def content_faults(
     folder: Path, arrays: dict[str, np.ndarray], manifest: DataManifest, thorough: bool = False
 ) -> Iterator[DataError]:
-    """Yield one error for each fault in the content of prepared arrays.
+    """Yield one error for each problem in the content of prepared arrays.
 
     Args:
         folder: folder of prepared data.
-        arrays: a dict that maps names to arrays. Arrays that are not given are not checked.
+        arrays: a dict that maps names to arrays. Other arrays of the folder are not checked.
         manifest: manifest of the folder.
         thorough: if True, also compare the arrays with the counts and statistics that were recorded when the data were prepared.
-            This detects an undamaged file of another split or tokenizer, even if the manifest was rewritten to match this file.
+            This detects an undamaged file of another split or tokenizer, even if the manifest was rewritten to match it.
     """
     facts = manifest.facts
     checks = _text_checks if facts["kind"] == "text" else _image_checks
@@ -311,7 +308,7 @@ def content_faults(
                 check(*arguments)
             except DataError as fault:
                 yield fault
-    # The manifest is a file that may have been edited, so each of its facts may be missing or have another type.
+    # The manifest may have been edited, so each of its facts may be missing or have another type.
     except (KeyError, TypeError, ValueError, AttributeError, IndexError, OverflowError) as error:
         fault = f"the entry 'facts' of the manifest does not fit this kind of data: {printable(repr(error))[:200]}"
         yield DataError(fault, where=folder / FILE_NAME, next_step=_REMEDY)
@@ -322,8 +319,8 @@ def _text_checks(folder: Path, arrays: dict[str, np.ndarray], facts: dict, thoro
     for split in SPLITS:
         tokens, samples, steps = arrays.get(split), arrays.get(f"{split}{SAMPLES}"), facts["steps"][split]
         path, places = folder / f"{split}.npy", folder / f"{split}{SAMPLES}.npy"
-        # A check yields its function and arguments. `content_faults` calls it, so that one failed check does not end the
-        # others.
+        # The generator yields the function and the arguments of a check, and `content_faults` calls it, so that a failed check
+        # does not prevent the others.
         if tokens is not None:
             yield _check_token_type, path, tokens, facts["vocab_size"]
             yield check_tokens, tokens, facts["vocab_size"], path
@@ -359,7 +356,7 @@ def _image_checks(folder: Path, arrays: dict[str, np.ndarray], facts: dict, thor
 
 
 def _decoder(path: Path) -> tokenizers.Tokenizer | None:
-    """Return the stored tokenizer, or None if its file is damaged. The check of the hashes reports the damage."""
+    """Return the stored tokenizer, or None if its file is damaged, which the check of the hashes reports."""
     try:
         return tokenizers.Tokenizer.from_buffer(read_bounded(path, DataError, _REMEDY))
     except Exception:  # tokenizers raises plain Exception
@@ -387,7 +384,7 @@ def _check_image_overlap(folder: Path, arrays: dict[str, np.ndarray], expected: 
 
 
 def _check_overlap(folder: Path, found: dict[str, SplitOverlap], expected: dict, what: str) -> None:
-    """Check that the overlap of the splits is small, and that it is the same as when the data were prepared."""
+    """Check that the overlap of the splits is small, and equal to that when the data were prepared."""
     require_little_overlap(found, what, folder / FILE_NAME)
     for split, overlap in found.items():
         fault = (
@@ -431,8 +428,8 @@ def _check_channels(path: Path, images: np.ndarray, expected: list[float]) -> No
         f"{path.name} has the channel means {found}, but had {wanted} when it was prepared: "
         "it is the file of another split, or its pixels were changed"
     )
-    # The means come from exact integer histograms. Only the rounding of the JSON numbers and of the float64 division may
-    # differ.
+    # The means are computed from exact integer histograms, so they differ at most by the rounding of JSON numbers and of the
+    # float64 division.
     _require(np.allclose(means, expected, rtol=0, atol=1e-9), fault, path)
 
 

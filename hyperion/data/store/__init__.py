@@ -1,1 +1,1 @@
-"""Files of data sets: sources of data, folders with manifests, arrays on disk, and the overlap of splits."""
+"""Files of data sets: data sources, folders with manifests, arrays on disk, and the overlap of splits."""

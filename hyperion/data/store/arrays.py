@@ -1,4 +1,4 @@
-"""Arrays on disk. They are written piece by piece with a checksum per block of rows, and are memory mapped to read them."""
+"""Arrays on disk. They are written incrementally with a checksum per block of rows, and read through memory maps."""
 
 import zlib
 from collections.abc import Callable
@@ -15,12 +15,12 @@ BLOCK_BYTES = 2048
 
 
 def rows_of_a_block(dtype: DTypeLike, row_shape: tuple[int, ...]) -> int:
-    """Return the number of rows that share a checksum. It is 1 for CIFAR-10 images and 1,024 for tokens of 16 bits."""
+    """Return the number of rows that share a checksum: 1 for CIFAR-10 images, and 1,024 for 16-bit tokens."""
     return max(1, BLOCK_BYTES // (np.dtype(dtype).itemsize * int(np.prod(row_shape, dtype=np.int64))))
 
 
 def narrowed(values: np.ndarray, dtype: DTypeLike, where: object) -> np.ndarray:
-    """Return the same values in a new array of the type `dtype`.
+    """Return the same values in a new array of type `dtype`.
 
     Raises:
         DataError: `dtype` cannot represent a value, because the value is too large, negative, fractional or NaN. The message
@@ -31,7 +31,7 @@ def narrowed(values: np.ndarray, dtype: DTypeLike, where: object) -> np.ndarray:
         return np.array(values, dtype=dtype, order="C")
     with np.errstate(invalid="ignore"):  # casting NaN to an integer warns; the comparison below detects it
         cast = np.array(values, dtype=dtype, order="C")
-    # A negative number that was cast to an unsigned type can compare equal to the original, so the signs are compared too.
+    # A negative number that was cast to an unsigned type can compare equal to the original, so the signs are also compared.
     changed = np.flatnonzero(((cast != values) | ((cast < 0) != (values < 0))).reshape(-1))
     if len(changed):
         raise DataError(
@@ -50,7 +50,7 @@ def open_array(path: Path) -> np.ndarray:
     """
     again = "prepare the data again"
     try:
-        # A named pipe or a device would block or never end, so the type of the file is checked before the map.
+        # Reading a named pipe or a device could block or never end, so the type of the file is checked first.
         open_regular(path, DataError, again).close()
         array = np.lib.format.open_memmap(path, mode="r")
     except (ValueError, OSError, TypeError, OverflowError, SyntaxError, MemoryError) as error:
@@ -66,7 +66,7 @@ def open_array(path: Path) -> np.ndarray:
 class ArrayWriter:
     """Writer of one array. Rows are appended to a new file, `<folder>/<name>.npy`.
 
-    The checksums of the rows are written to `<folder>/checksums/<name>.npy`.
+    Their checksums are written to `<folder>/checksums/<name>.npy`.
 
     Args:
         folder: folder for the two files.
@@ -79,7 +79,7 @@ class ArrayWriter:
         self.rows, self.dtype, self._row_shape = 0, np.dtype(dtype), tuple(row_shape)
         self._checksums, self._sums = folder / FOLDER / f"{name}.npy", bytearray()
         self._block = rows_of_a_block(self.dtype, self._row_shape) * self.dtype.itemsize * int(np.prod(row_shape, dtype=int))
-        self._left = b""  # bytes of the rows of the last block, as long as this block is incomplete
+        self._left = b""  # bytes of the rows in the last, incomplete block
         self._file = open(folder / f"{name}.npy", "xb")  # noqa: SIM115 - closed by `close`
         # The number of rows is not known yet. `close` writes the final header over this one.
         self._write_header()
@@ -93,7 +93,7 @@ class ArrayWriter:
         content = narrowed(rows, self.dtype, self._file.name)
         self._file.write(content.data)
         self.rows += len(content)
-        # Sums are computed over whole blocks only, so the bytes after the last whole block wait for the next call.
+        # Checksums are computed over complete blocks, so the bytes after the last one are kept for the next call.
         ready = memoryview(self._left + content.tobytes())
         full = len(ready) - len(ready) % self._block
         self._add_sums(ready[:full])
@@ -127,7 +127,7 @@ class ArrayWriter:
 
 
 def damaged_rows(folder: Path, name: str) -> list[tuple[int, int]]:
-    """Return the ranges (first, last) of rows of `<name>.npy` whose checksums differ. A range consists of whole blocks.
+    """Return the ranges (first, last) of rows in `<name>.npy` whose checksums do not match. A range consists of whole blocks.
 
     Raises:
         DataError: the array or its checksums are missing or unreadable.
@@ -153,14 +153,14 @@ def _checksums(content: memoryview, block: int) -> np.ndarray:
 
 
 ROWS_AT_ONCE = 4096
-ROWS_READ_AT_ONCE = 1 << 18  # limited, because a token stream may be larger than the memory
+ROWS_READ_AT_ONCE = 1 << 18  # a token stream may be larger than the memory
 
 
 def token_dtype(vocab_size: int, where: object = "vocabulary") -> np.dtype:
     """Return uint16 if it can represent every token id, else uint32.
 
     Args:
-        vocab_size: largest id + 1. This is more than the number of entries of the vocabulary if some ids are unused.
+        vocab_size: largest id + 1, which is more than the number of vocabulary entries if some ids are unused.
         where: value for the field `where` of an error.
 
     Raises:
@@ -185,13 +185,13 @@ def write_shards(folder: Path, arrays: dict[str, np.ndarray], *, name: str, sour
             with ArrayWriter(work, key, array.dtype, array.shape[1:]) as writer:
                 for first in range(0, len(array), ROWS_AT_ONCE):
                     writer.append(array[first : first + ROWS_AT_ONCE])
-                # Explicitly, and not by `__exit__`: after an error, the array must stay without a final header.
+                # Closed explicitly and not by `__exit__`, because after an error the array must not get a final header.
                 writer.close()
         write_manifest(work, name=name, source=source, detail=detail, facts=facts)
 
 
 def open_shards(folder: Path) -> tuple[dict[str, np.ndarray], DataManifest]:
-    """Compare every file of a folder with the manifest. Return a dict that maps names to memory-mapped arrays, and the manifest.
+    """Compare every file of a folder with its manifest. Return the memory-mapped arrays by name, and the manifest.
 
     Raises:
         DataError: a file is missing, was truncated or edited, or does not contain an array of numbers.
@@ -205,7 +205,7 @@ def open_shards(folder: Path) -> tuple[dict[str, np.ndarray], DataManifest]:
 
 
 def is_array(name: str) -> bool:
-    """Return True if a file name of a manifest is that of an array, and not of a checksum file or a tokenizer."""
+    """Return True if a file name in a manifest is that of an array, and not of a checksum file or a tokenizer."""
     return name.endswith(".npy") and "/" not in name
 
 
@@ -218,8 +218,8 @@ def check_tokens(tokens: np.ndarray, vocab_size: int, where: object) -> None:
         where: value for the field `where` of an error.
 
     Raises:
-        DataError: the stream is not an integer array [tokens], or an id is outside of the vocabulary, so that the tokens belong
-            to another tokenizer. The message names the first such id.
+        DataError: the stream is not an integer array [tokens], or an id is outside the vocabulary, which means that the tokens
+            belong to another tokenizer. The message names the first such id.
     """
     if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
         fault = f"tokens are {tokens.dtype} {list(tokens.shape)}, expected integers [tokens]"
@@ -234,7 +234,7 @@ def check_tokens(tokens: np.ndarray, vocab_size: int, where: object) -> None:
 
 
 def first_bad(rows: np.ndarray, is_bad: Callable[[np.ndarray], np.ndarray]) -> tuple[int | None, int]:
-    """Return the index of the first bad row, and the number of bad rows. The index is None if no row is bad.
+    """Return the index of the first bad row (None if no row is bad), and the number of bad rows.
 
     The array may be larger than the memory.
 

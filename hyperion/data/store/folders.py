@@ -25,12 +25,12 @@ from hyperion.paths import data_folder, flush
 from hyperion.untrusted import inner_path, open_regular, printable, read_json
 
 # `staged` writes this file, the mark, into every folder. It contains the size and the modification time of each file, by
-# relative path. Without the mark, `hyperion clean` could not distinguish Hyperion's files from the user's files. The dot in the
-# name excludes the mark from the hash of a data set.
+# relative path. Without the mark, `hyperion clean` could not distinguish Hyperion's files from the user's. The dot in the name
+# excludes the mark from the hash of a data set.
 MARK = ".hyperion.json"
-# Names of the working folders of `staged`: ".<name>.<process number>.<random digits>.part".
+# Names of the working folders of `staged`: ".<name>.<process ID>.<random digits>.part".
 WORKING = re.compile(r"\..+\.\d+\.[0-9a-f]{8}\.part")
-QUARANTINE = "quarantine"  # name of the folder for data that failed a check, so that the user can inspect them
+QUARANTINE = "quarantine"  # folder for data that failed a check, where the user can inspect them
 
 
 FILE_NAME = "manifest.json"
@@ -52,7 +52,7 @@ class DataUnavailable(DataError):
 
 
 def cache_root() -> Path:
-    """Return the folder of the cache, which contains the raw files of data sets."""
+    """Return the cache folder, which contains the raw files of data sets."""
     return data_folder() / "raw"
 
 
@@ -66,8 +66,8 @@ def staged(target: Path) -> Iterator[Path]:
     """Context manager that yields an empty working folder. If the block succeeds, the folder is renamed to `target`.
 
     The working folder is next to `target`, and is flushed to the disk before it is renamed. If another process has created
-    `target` in the meantime, the working folder is removed and `target` is not changed. This is safe, because callers verify
-    all data that they load. The working folder is also removed after an error, such as a full disk.
+    `target` meanwhile, the working folder is removed and `target` is not changed. This is safe, because callers verify all data
+    that they load. The working folder is also removed after an error, such as a full disk.
 
     Raises:
         DataError: the disk is full or the folder is not writable.
@@ -79,9 +79,9 @@ def staged(target: Path) -> Iterator[Path]:
         work.mkdir(parents=True)
         yield work
         files = {path.relative_to(work).as_posix(): _marked(path) for path in work.rglob("*") if path.is_file()}
-        # Written last, because it lists the sizes and times of all other files.
+        # The mark is written last, because it lists the sizes and times of all other files.
         (work / MARK).write_text(json.dumps({"made_by": "hyperion", "files": files}, indent=1), encoding="utf-8")
-        # Files and folders are flushed before the rename. Otherwise a power cut could leave the final name with empty files.
+        # Files and folders are flushed before the rename. Otherwise, a power failure could leave empty files in `target`.
         for path in (work, *sorted(work.rglob("*"))):
             flush(path)
         _take_the_name(work, target)
@@ -93,8 +93,8 @@ def staged(target: Path) -> Iterator[Path]:
 
 
 def _marked(path: Path) -> list[int]:
-    """Return the size in bytes and the modification time in ns. An edit of the file changes at least one of them."""
-    # `lstat`: a link counts as itself and not as its target.
+    """Return the size in bytes and the modification time in ns. Editing the file changes at least one of them."""
+    # `lstat` examines a link itself and not its target.
     facts = path.lstat()
     return [facts.st_size, facts.st_mtime_ns]
 
@@ -107,7 +107,7 @@ def strangers(folder: Path, names_alone: bool = False) -> list[Path]:
 
     Args:
         folder: the folder to search.
-        names_alone: if True, only names are compared, so that files of Hyperion that were changed are not returned.
+        names_alone: if True, compare only names, so that changed files of Hyperion are not returned.
 
     Raises:
         DataError: the mark cannot be read.
@@ -121,7 +121,7 @@ def strangers(folder: Path, names_alone: bool = False) -> list[Path]:
         raise DataError(f"{mark.name} is not a list of files that Hyperion wrote", where=mark, next_step=remedy)
     found = []
     for place, folders, files in os.walk(folder):
-        # `os.walk` lists a link to a folder among the folders, without entering it. So folders are examined as well.
+        # `os.walk` lists a link to a folder among the folders without entering it, so folders are also examined.
         for path in [Path(place, name) for name in sorted(files + folders)]:
             facts = path.lstat()
             if stat.S_ISDIR(facts.st_mode) or path == mark:
@@ -145,7 +145,7 @@ def sha256_of(path: Path) -> str:
 def content_hash(path: Path, algorithm: str) -> str:
     """Return the hash of a regular file as hexadecimal digits.
 
-    The process caches the hash until the size or the modification time of the file changes.
+    The hash is cached in this process until the size or the modification time of the file changes.
 
     Args:
         path: path of the file.
@@ -159,14 +159,14 @@ def content_hash(path: Path, algorithm: str) -> str:
 
 
 @functools.cache
-# `size` and `mtime_ns` are unused here. They are part of the key of the cache, so a changed file is hashed again.
+# `size` and `mtime_ns` are only part of the cache key, so that a changed file is hashed again.
 def _known_hash(path: Path, algorithm: str, size: int, mtime_ns: int) -> str:
     return _digest_of(path, algorithm)
 
 
 def _digest_of(path: Path, algorithm: str) -> str:
     with open_regular(path, DataError, "remove it, or replace it by a regular file") as file:
-        # md5 and sha1 serve as checksums only. With this flag they also work on machines in FIPS mode.
+        # md5 and sha1 are used only as checksums. With this flag, they also work on machines in FIPS mode.
         return hashlib.file_digest(cast(BufferedReader, file), lambda: hashlib.new(algorithm, usedforsecurity=False)).hexdigest()
 
 
@@ -198,10 +198,10 @@ class DataManifest:
     """Manifest of a data folder: the origin of the data, and the size and hash of each file.
 
     Attributes:
-        name, source, detail: the same as in the corpus or the image set. They contain no paths of the machine.
-        files: {'sha256': hexadecimal digits, 'bytes': size} of each file, by file name.
+        name, source, detail: the same as in the corpus or the image set. They contain no local paths.
+        files: a dict that maps each file name to {'sha256': hexadecimal digits, 'bytes': size}.
         facts: counts and settings of the step that wrote the folder, as JSON values.
-        schema_version: version of the form of the manifest.
+        schema_version: version of the manifest's schema.
     """
 
     name: str
@@ -239,7 +239,7 @@ class DataManifest:
 
 
 def write_manifest(folder: Path, *, name: str, source: str, detail: str, facts: dict | None = None) -> DataManifest:
-    """Hash every file of a folder, write the manifest into this folder, and return the manifest.
+    """Hash every file in a folder, write the manifest to this folder, and return the manifest.
 
     Args:
         folder: working folder that `staged` yielded.
@@ -257,7 +257,7 @@ def write_manifest(folder: Path, *, name: str, source: str, detail: str, facts: 
 
 
 def read_manifest(folder: Path) -> DataManifest | None:
-    """Return the manifest of `folder`; None if the folder has no manifest, because a user put the files there.
+    """Return the manifest of `folder`, or None if it has none, because the user put the files there.
 
     Raises:
         DataError: the manifest is unreadable, has a field of a wrong type, names a file outside of the folder, or has another

@@ -1,8 +1,8 @@
-"""Find records that occur in more than one split. A model must not be tested on records that it was trained on.
+"""Find records that occur in more than one split. A model must not be tested on records on which it was trained.
 
-Records are compared exactly: images byte by byte, and lines by their words or token ids. Copies that were changed (compressed
-again, cropped or edited) are not detected. In CIFAR-10, 3.3 % of the test images have such near duplicates: Barz and Denzler,
-Do We Train on Test Data?, J. Imaging 2020.
+Records are compared exactly: images byte by byte, and lines by their words or token ids. Changed copies (recompressed, cropped or
+edited) are not detected. In CIFAR-10, 3.3 % of the test images have such near duplicates: Barz and Denzler, Do We Train on Test
+Data?, J. Imaging 2020.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -13,7 +13,7 @@ import numpy as np
 
 from hyperion.data.store.folders import DataError
 
-# Only long lines are compared, because headings and short sentences occur in several splits of a correct corpus too. In
+# Only long lines are compared, because headings and short sentences also occur in several splits of a correct corpus. In
 # WikiText-2, 7 lines of at least 10 words in valid and test also occur in another split, and all of them are headings. No line
 # of at least 12 words does (train has 16,281 such lines, valid 1,736 and test 1,963).
 LONG_LINE_WORDS = 12
@@ -21,7 +21,7 @@ LONG_LINE_WORDS = 12
 # WikiText-2 with at least 12 tokens also occur in another split, but no line with at least 16 tokens does (train has 16,363
 # such lines, valid 1,746 and test 1,995).
 LONG_LINE_TOKENS = 16
-# Largest accepted share of repeated records in a split. It is 0 in WikiText-2 and CIFAR-10. A few repeated records do not
+# Largest accepted share of repeated records in a split. In WikiText-2 and CIFAR-10, the share is 0. A few repeated records do not
 # change a score, and the user's own corpus may repeat, for example, a copyright notice.
 TOLERANCE = 1e-3
 _ROWS_AT_ONCE = 1 << 16
@@ -34,7 +34,7 @@ class SplitOverlap:
     Attributes:
         records: number of records that were compared: all images, or all long lines.
         repeated: number of the compared records that another split also contains.
-        first: number of the first repeated record, as the caller numbers records; None if no record is repeated.
+        first: number of the first repeated record, in the caller's numbering; None if no record is repeated.
     """
 
     records: int
@@ -54,8 +54,7 @@ class SplitOverlap:
 def line_overlap(splits: Mapping[str, Iterable[str]]) -> dict[str, SplitOverlap]:
     """Find long lines that also occur in another split, for every split except 'train'.
 
-    A long line has at least LONG_LINE_WORDS words. White space and the case of letters are ignored. Lines are numbered from
-    1.
+    A long line has at least LONG_LINE_WORDS words. White space and case are ignored. Lines are numbered from 1.
     """
     return _overlap({split: _long_lines(lines) for split, lines in splits.items()})
 
@@ -63,7 +62,7 @@ def line_overlap(splits: Mapping[str, Iterable[str]]) -> dict[str, SplitOverlap]
 def token_overlap(tokens: Mapping[str, np.ndarray], samples: Mapping[str, np.ndarray]) -> dict[str, SplitOverlap]:
     """Find lines of at least LONG_LINE_TOKENS tokens that also occur in another split, for every split except 'train'.
 
-    The needed memory depends on the sizes of the other splits and not on the size of 'train'.
+    The required memory depends on the sizes of the other splits and not on the size of 'train'.
 
     Args:
         tokens: a dict that maps the name of a split to its token ids [tokens].
@@ -79,7 +78,7 @@ def image_overlap(train: np.ndarray, test: np.ndarray) -> dict[str, SplitOverlap
 
 
 def require_little_overlap(found: Mapping[str, SplitOverlap], what: str, where: object) -> None:
-    """Check that at most the share TOLERANCE of each split's records occurs in another split.
+    """Check that at most the share TOLERANCE of each split's records also occurs in another split.
 
     Args:
         found: a dict that maps the name of a split to its overlap.
@@ -87,7 +86,7 @@ def require_little_overlap(found: Mapping[str, SplitOverlap], what: str, where: 
         where: value for the field `where` of the error.
 
     Raises:
-        DataError: the share is larger. The message names the split, the share and the first repeated record.
+        DataError: a larger share is repeated. The message names the split, the share and the first repeated record.
     """
     for split, overlap in found.items():
         if overlap.share > TOLERANCE:
@@ -134,7 +133,7 @@ def _long_samples(tokens: np.ndarray, samples: np.ndarray) -> Iterator[tuple[int
         part = np.asarray(samples[begin : begin + _ROWS_AT_ONCE])
         for number in np.flatnonzero(part[:, 1] >= LONG_LINE_TOKENS).tolist():
             start, size = part[number].tolist()
-            # The same dtype in all splits, so equal ids give equal bytes.
+            # The dtype is the same in all splits, so equal ids give equal bytes.
             yield begin + number, tokens[start : start + size].tobytes()
 
 

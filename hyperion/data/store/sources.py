@@ -1,7 +1,7 @@
-"""Sources of data: mirror, cache, download and synthetic data. They are tried in this order, and the used source is printed.
+"""Data sources: mirror, cache, download and synthetic data. They are tried in this order, and the source used is printed.
 
 The mirror is a folder of the user, and the cache is a folder of Hyperion. A download cannot hang, because the host is tested
-first and a stalled download has a time limit. At the end of a download its checksum is compared.
+first and a stalled download has a time limit. After a download, its checksum is verified.
 """
 
 import errno
@@ -41,23 +41,23 @@ CHUNK_BYTES = 1 << 20
 OFFLINE_SWITCHES = ("HYPERION_OFFLINE", "HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE")
 NETWORK_FAULTS = (OSError, http.client.HTTPException)  # errors of urllib, timeouts and TLS errors are OSErrors
 
-# For each host: the time until which it counts as unreachable, and the reason.
+# For each host that did not answer: the time until which it is treated as unreachable, and the reason.
 _silent_until: dict[str, tuple[float, str]] = {}
 
 
 @dataclass(frozen=True)
 class Checksums:
-    """Number of files of a data set that have the checksum that their publisher states.
+    """Number of files in a data set that have the checksum stated by their publisher.
 
-    A data set is official if all of its files have the published checksum. Otherwise nothing proves that the files are the
+    A data set is official if all of its files have the published checksum. Otherwise, nothing proves that the files are the
     publisher's, for example that each label belongs to its image. The `detail` of the data set then says what was checked
     instead.
 
     Attributes:
         matching: number of files with the published checksum.
-        files: number of all files.
+        files: total number of files.
         algorithm: algorithm of the published checksums.
-        note: text that says what was checked if the data set is not official; may be "".
+        note: what was checked instead if the data set is not official; may be "".
     """
 
     matching: int
@@ -77,7 +77,7 @@ class Checksums:
 
 
 def compare_checksums(expected: Mapping[Path, str], algorithm: str, note: str = "") -> Checksums:
-    """Compare files with the checksums (hexadecimal digits) that their publisher states. A missing file does not match."""
+    """Compare files with the checksums (hexadecimal digits) stated by their publisher. A missing file does not match."""
     matching = sum(path.is_file() and content_hash(path, algorithm) == digest for path, digest in expected.items())
     return Checksums(matching, len(expected), algorithm, note)
 
@@ -85,7 +85,7 @@ def compare_checksums(expected: Mapping[Path, str], algorithm: str, note: str = 
 class Sourced(Protocol):
     """A data set with its name and source. `checksums` is None if the data set has no publisher."""
 
-    # Properties, because the attributes of frozen dataclasses are read-only.
+    # These are properties, because the attributes of frozen dataclasses are read-only.
     @property
     def name(self) -> str: ...
     @property
@@ -104,7 +104,7 @@ def mirror_root() -> Path:
 
     Raises:
         DataUnavailable: the variable is not set.
-        DataError: the variable does not name a folder. In this case no other source is tried, because the user has requested a
+        DataError: the variable does not name a folder. No other source is tried in this case, because the user has requested a
             mirror.
     """
     named = os.environ.get("HYPERION_DATA_MIRROR")
@@ -131,13 +131,13 @@ def require_known_source(wanted: str) -> None:
 
 
 def take(name: str, wanted: str, suppliers: Mapping[str, Callable[[], T]], allow_synthetic: bool = True) -> T:
-    """Load a data set from a source, and print which source was used. 'auto' uses the first source that has the data set.
+    """Load a data set from a source, and print the source used. 'auto' uses the first source that has the data set.
 
     Args:
         name: name of the data set, for messages.
         wanted: one of SOURCES.
-        suppliers: for each source, a function that loads the data set from this source. The function raises DataUnavailable if
-            the source does not have the data set, and DataError if the data are wrong.
+        suppliers: for each source, a function that loads the data set from it. The function raises DataUnavailable if the source
+            does not have the data set, and DataError if the data are wrong.
         allow_synthetic: if True, 'auto' uses synthetic data if no other source has the data set. The source 'synthetic' is
             always allowed.
 
@@ -151,13 +151,13 @@ def take(name: str, wanted: str, suppliers: Mapping[str, Callable[[], T]], allow
         return result
     refused: dict[str, str] = {}
     for source in (source for source in ORDER if source in suppliers):
-        # A silent fallback to synthetic data would make results look like results on real data.
+        # After a silent fallback to synthetic data, the results would look like results on real data.
         if source == "synthetic" and not allow_synthetic:
             refused[source] = "not allowed in this profile unless data_source=synthetic is given"
             continue
         try:
             result = suppliers[source]()
-        # Only a missing data set leads to the next source. Wrong data (DataError) end the search.
+        # Try the next source only if this one lacks the data set. Wrong data (DataError) end the search.
         except DataUnavailable as reason:
             refused[source] = reason.what
             continue
@@ -182,10 +182,9 @@ class PublishedSet(Generic[T]):
 
     Attributes:
         folder: name of the data set's folder in the cache.
-        read: function (folder, source, label) that reads and checks the data set. `label` is the name of the place for error
-            messages. The function raises DataUnavailable if the folder does not have the data set, and DataError if the data
-            are wrong.
-        files: function that returns the data files in a folder. `read` must have accepted the folder before.
+        read: function (folder, source, label) that reads and checks the data set. `label` names the folder in error messages. The
+            function raises DataUnavailable if the folder does not have the data set, and DataError if the data are wrong.
+        files: function that returns the data files in a folder that `read` has accepted.
         fetch: function that downloads the data set into a new folder in the cache, completely or not at all (see
             `folders.staged`).
         at_top: True if the mirror has the files at its top level, and not in `folder`.
@@ -216,17 +215,14 @@ class PublishedSet(Generic[T]):
         return self.read(target, "download", "the cache")
 
     def suppliers(self) -> dict[str, Callable[[], T]]:
-        """Return a dict that maps the name of a source to a function that loads the data set from it.
-
-        `take` needs these functions.
-        """
+        """Return a dict that maps the name of a source to a function that loads the data set from it, for `take`."""
         return {"mirror": self.mirrored, "cache": self.cached, "download": self.downloaded}
 
     def stage(self) -> str:
         """Copy the data set from the mirror into the cache. If the mirror does not have it, download it into the cache.
 
         Returns:
-            'present' if the cache already had the data set, else text that describes its origin.
+            'present' if the cache already had the data set, else a description of its origin.
 
         Raises:
             DataError: no source has the data set, or the data are wrong. The cache is unchanged.
@@ -236,7 +232,7 @@ class PublishedSet(Generic[T]):
             self.cached()
             return "present"
         try:
-            # Read only to check the files: damaged files must not enter the cache.
+            # The result is not used. Reading checks the files, because damaged files must not enter the cache.
             self.mirrored()
         except DataUnavailable:
             self.fetch(target)
@@ -256,16 +252,16 @@ class PublishedSet(Generic[T]):
 
 
 def hub_endpoint() -> str:
-    """Return the address of the Hugging Face hub: the value of HF_ENDPOINT if this environment variable is set."""
+    """Return the address of the Hugging Face hub, or the value of the environment variable HF_ENDPOINT if it is set."""
     return os.environ.get("HF_ENDPOINT") or "https://huggingface.co"
 
 
 def require_network(url: str) -> None:
     """Check that the host of `url` answers within PROBE_LIMIT_S seconds. This time includes name resolution and TLS.
 
-    The request runs in a thread, because a name resolution that hangs, or a host that accepts a connection and sends nothing,
-    cannot be interrupted. A failure is remembered, so that the wait is not repeated for each data set. This process remembers
-    the failure for PROBE_MEMORY_S seconds. All processes of one `make reproduce` remember it until the end of this call.
+    The request runs in a thread, because it cannot be interrupted if name resolution hangs, or if the host accepts a connection
+    and sends nothing. A failure is remembered, so that the wait is not repeated for each data set: by this process for
+    PROBE_MEMORY_S seconds, and by all processes of one `make reproduce` until it ends.
 
     Raises:
         DataUnavailable: an environment variable disables downloads, or the host refuses the connection or does not answer.
@@ -294,24 +290,24 @@ def download(url: str, path: Path, md5: str | None = None, sha256: str | None = 
     Args:
         url: address of the file.
         path: a file in a working folder of `folders.staged`, which no other process reads yet.
-        md5, sha256: checksums that the publisher states.
+        md5, sha256: checksums stated by the publisher.
 
     Raises:
-        DataUnavailable: there is no network, the host sends nothing for STALL_LIMIT_S seconds, the download takes longer than
-            DOWNLOAD_LIMIT_S seconds or has more than DOWNLOAD_LIMIT_BYTES, fewer bytes are received than announced, or the
+        DataUnavailable: there is no network; the host sends nothing for STALL_LIMIT_S seconds; the download takes longer than
+            DOWNLOAD_LIMIT_S seconds or is larger than DOWNLOAD_LIMIT_BYTES; fewer bytes are received than announced; or the
             checksum is wrong.
     """
     require_network(url)
     # Both hashes are updated while the file arrives, so it is not read a second time.
     digests = {"md5": (hashlib.md5(usedforsecurity=False), md5), "sha256": (hashlib.sha256(), sha256)}
     try:
-        # The timeout applies to each read and not to the whole download, so that a slow network is not an error.
+        # This timeout applies to each read and not to the whole download, so that a slow network is not an error.
         with urllib.request.urlopen(url, timeout=STALL_LIMIT_S) as answer, open(path, "wb") as file:
             announced = answer.headers.get("Content-Length")
             announced = int(announced) if announced and announced.isdecimal() else None
             received = _copy(answer, file, [digest for digest, _ in digests.values()], path.name, announced)
     except NETWORK_FAULTS as error:
-        # A full disk is not a problem of the source. `staged` explains it.
+        # A full disk is not a problem of the source, so `staged` reports it.
         if _is_local(error):
             raise
         if isinstance(getattr(error, "reason", error), TimeoutError):  # the host answered the first request, but sends no data
@@ -335,7 +331,7 @@ def _host(url: str) -> str:
 
 
 def _remembered(host: str) -> str:
-    """Return the reason why a host did not answer when it was tested recently; "" if no such reason is known."""
+    """Return the reason why a host did not answer when it was last tested, or "" if no failure is remembered."""
     until, fault = _silent_until.get(host, (0.0, ""))
     if time.monotonic() < until:
         return fault

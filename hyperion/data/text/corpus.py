@@ -4,15 +4,15 @@ A corpus is read from files that are fully checked, or it is synthetic text whos
 
 For synthetic text, the lowest possible loss of a model is known. A line is " w1 w2 ... w15 \n". It has LINE_UNITS units:
 LINE_WORDS words and the newline. In the first line of a split, each word is drawn from a Zipf distribution q over 256
-pronounceable words. In every other line, a word ECHOES the word at the same position of the line above with probability p, and is
-drawn from q otherwise. The word in the line above is LINE_UNITS units back. Each position of the line is then a Markov chain with
-the stationary distribution q, and the positions are independent. Therefore:
+pronounceable words. In every other line, a word ECHOES the word at the same position in the line above, which is LINE_UNITS units
+back, with probability p, and is drawn from q otherwise. So the words at each position form a Markov chain with the stationary
+distribution q, and the positions are independent. Therefore:
 
     entropy rate per word      sum_x q(x) H(p d_x + (1 - p) q); the newline adds nothing, because all lines have equal length
     n-grams up to 16 units     H(q) per word, plus a small term, because the model does not know the position in the line
 
-H is the entropy, and d_x is the distribution in which the word x has probability 1. A model that does not see the unit that is
-LINE_UNITS units back learns only the frequencies of words. All entropies are in nats.
+H is the entropy, and d_x is the distribution in which the word x has probability 1. A model that does not see the unit LINE_UNITS
+units back learns only word frequencies. All entropies are in nats.
 """
 
 import hashlib
@@ -28,7 +28,7 @@ from hyperion.data.store.sources import Checksums
 from hyperion.untrusted import open_regular
 
 SPLITS = ("train", "valid", "test")
-LINE_BYTES = 1 << 26  # largest accepted length of a line, because a file without newlines would exhaust the memory
+LINE_BYTES = 1 << 26  # maximum length of a line, because a file without newlines would exhaust the memory
 LINE_WORDS = 15
 LINE_UNITS = LINE_WORDS + 1
 SYLLABLES = ("ba", "de", "fi", "go", "ku", "la", "me", "ni", "po", "ru", "sa", "te", "vi", "zo", "ja", "he")
@@ -43,8 +43,8 @@ class EchoLanguage:
     """Generator of the synthetic text. It is also the true model of this text, with exact probabilities and entropies.
 
     Attributes:
-        echo_probability: p, the probability that a word repeats the word at the same position of the line above.
-        zipf_exponent: exponent of the word distribution. q of the word with rank r is proportional to r ** -zipf_exponent.
+        echo_probability: p, the probability that a word repeats the word at the same position in the line above.
+        zipf_exponent: exponent of the word distribution: q of the word with rank r is proportional to r ** -zipf_exponent.
         words: the 256 words, from the most to the least frequent one.
     """
 
@@ -71,17 +71,17 @@ class EchoLanguage:
         edges = np.cumsum(self.probabilities)[:-1]
         fresh = np.searchsorted(edges, generator.random(shape), side="right")
         echo = generator.random(shape) < self.echo_probability
-        # The first line has no line above it.
+        # There is no line above the first one.
         echo[:1] = False
-        # For each position, the latest line at or above this one whose word was drawn. An echo copies the word of that line,
-        # also through several lines.
+        # For each position, find the latest line, up to this one, whose word was drawn. An echo copies the word of that line,
+        # possibly through several lines.
         origin = np.maximum.accumulate(np.where(echo, 0, np.arange(lines)[:, None]), axis=0)
         ranks = np.take_along_axis(fresh, origin, axis=0)
         table = np.array([f" {word}" for word in self.words], dtype=object)
         return ["".join(row) + " \n" for row in table[ranks]]
 
     def ranks(self, lines: Sequence[str]) -> np.ndarray:
-        """Return the ranks of the words of a text in this language, int64 [lines, 15].
+        """Return the ranks of the words in a text in this language, int64 [lines, 15].
 
         Raises:
             DataError: a line is not in the language. The error names the number of the line.
@@ -108,9 +108,9 @@ class EchoLanguage:
         return float(total - np.log(p * echoed + (1 - p) * fresh[1:]).sum())
 
     def entropy_rate_nats_per_word(self) -> float:
-        """Return the entropy of a word given all previous text. It is the lower bound of the loss after the first line."""
-        # For each word x of the line above, the next word is x with probability p + (1 - p) q(x), and any other y with (1 - p)
-        # q(y).
+        """Return the entropy of a word given all previous text, the lower bound on the loss per word after the first line."""
+        # If the word above is x, the next word is x with probability p + (1 - p) q(x), and any other word y with probability
+        # (1 - p) q(y).
         q, p = self.probabilities, self.echo_probability
         repeated = p + (1 - p) * q  # probability of the word above
         others = (1 - p) * q  # probability of any other word
@@ -120,7 +120,7 @@ class EchoLanguage:
         return float(q @ given)
 
     def entropy_rate_nats_per_unit(self) -> float:
-        """Return the entropy rate per unit. A line has 15 words, and a newline whose entropy is 0."""
+        """Return the entropy rate per unit. A line consists of 15 words and a newline, whose entropy is 0."""
         return self.entropy_rate_nats_per_word() * LINE_WORDS / LINE_UNITS
 
     def unigram_entropy_nats_per_word(self) -> float:
@@ -150,7 +150,7 @@ class EchoLanguage:
 
 @dataclass(frozen=True)
 class LineFile:
-    """Lines of a UTF-8 text file, which are read when they are needed. Only '\\n' ends a line, and it is part of the line."""
+    """The lines of a UTF-8 text file, read on demand. Only '\\n' ends a line, and it is part of the line."""
 
     path: Path
 
@@ -159,14 +159,14 @@ class LineFile:
 
         Raises:
             DataError: the file is missing, is not a regular file, is not UTF-8, contains a carriage return or a line of more
-                than LINE_BYTES bytes, or does not end with a newline (it is truncated). The error names the line and, if the
-                file is not UTF-8, the byte offset.
+                than LINE_BYTES bytes, or does not end with a newline (because it is truncated). The error names the line and, if
+                the file is not UTF-8, the byte offset.
         """
         again = "copy the file again from its source, as UTF-8 text with Unix line endings"
         name, offset, number, content = self.path.name, 0, 0, b""
         try:
             with open_regular(self.path, DataError, again) as file:
-                # One byte more than the limit distinguishes a line of exactly the limit from a longer one.
+                # Reading one byte more than the limit distinguishes a line of exactly the limit from a longer one.
                 for number, content in enumerate(iter(lambda: file.readline(LINE_BYTES + 1), b""), 1):
                     if len(content) > LINE_BYTES:
                         fault = f"{name} has a line of more than {LINE_BYTES >> 20} MiB"
@@ -199,9 +199,9 @@ class TextCorpus:
     Attributes:
         name: 'wikitext-2', 'synthetic-echo', or the name that the caller of `corpus_of_files` chose.
         source: 'mirror', 'cache', 'download', 'synthetic' or 'files'.
-        detail: description of the source, without paths of the machine.
-        splits: the lines of the splits 'train', 'valid' and 'test'. Each line contains its newline. The lines are a list, or a
-            LineFile, which reads its file again in every iteration.
+        detail: description of the source, without local paths.
+        splits: the lines of the splits 'train', 'valid' and 'test', each with its newline. The lines are a list, or a LineFile,
+            which reads its file again in every iteration.
         language: generator and true model of a synthetic corpus; None for a real corpus.
         checksums: result of the comparison with the published checksums; None for synthetic text and the user's own files.
     """
@@ -224,7 +224,7 @@ class TextCorpus:
         return digest.hexdigest()
 
     def characters(self, split: str) -> int:
-        """Return the approximate number of characters of a split."""
+        """Return the approximate number of characters in a split."""
         lines = self.splits[split]
         return lines.path.stat().st_size if isinstance(lines, LineFile) else sum(map(len, lines))
 
@@ -232,7 +232,7 @@ class TextCorpus:
 def count_words_with_eos(lines: Iterable[str]) -> int:
     """Count the words, plus one <eos> per line. Words are separated by white space.
 
-    The word perplexity of WikiText divides by this number.
+    WikiText's perplexity per word is computed with this number.
     """
     return sum(len(line.split()) + 1 for line in lines)
 
@@ -265,7 +265,7 @@ def require_counts(name: str, found: Sequence[int], expected: Sequence[int], uni
         name: name of the file, for the error message.
         found: the counts.
         expected: the expected counts, in the same order.
-        units: what each count counts, such as "lines".
+        units: the unit of each count, such as "lines".
         where: value for the field `where` of the error.
 
     Raises:

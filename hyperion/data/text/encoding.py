@@ -1,10 +1,9 @@
 """Encode text of any length to token ids, in this process or in several worker processes.
 
-Each distinct word is encoded once. Its ids are stored in a dictionary, because a lookup is faster than BPE. This is correct,
-because GPT-2 splits text before every space that follows a visible character, and BPE never merges tokens across such a split.
-Therefore the ids of a word with its leading space do not depend on the words around it. The train split of WikiText-2 has 2.1
-million words, but only 33 thousand distinct words. A line in which words are separated by other white space than single spaces
-is encoded as a whole.
+Each distinct word is encoded once, and its ids are stored in a dict, because a lookup is faster than BPE. This is correct because
+GPT-2 splits text before every space that follows a visible character, and BPE never merges tokens across such a split, so the ids
+of a word with its leading space do not depend on the surrounding words. The train split of WikiText-2 has 2.1 million words, but
+only 33 thousand distinct ones. A line in which words are not separated by single spaces is encoded as a whole.
 
 Source of GPT-2's rule: Radford et al. 2019, gpt-2/src/encoder.py.
 """
@@ -29,10 +28,10 @@ from hyperion.data.store.folders import DataError
 from hyperion.processes.child_process import child_environment
 
 CHUNK_CHARACTERS = 1 << 16
-WAITING_CHUNKS = 2  # chunks in the queue, in addition to the chunks that workers encode now
-WORTH_A_WORKER = 1 << 25  # characters per worker; encoding them takes seconds, starting a worker takes almost a second
-REMEMBERED_BYTES = 1 << 24  # approximate limit of the memory of the dictionary, for text of any length
-_PIECE_BYTES = 160  # approximate memory of a dictionary entry in bytes, without its characters
+WAITING_CHUNKS = 2  # chunks in the queue, in addition to the chunks that workers are encoding
+WORTH_A_WORKER = 1 << 25  # characters per worker; encoding them takes seconds, and starting a worker takes almost a second
+REMEMBERED_BYTES = 1 << 24  # approximate limit on the memory of the dict, for text of any length
+_PIECE_BYTES = 160  # approximate memory of a dict entry in bytes, without its characters
 _MARK = "\0"  # prefix of the key of a piece without a leading space; a line that contains this character is encoded as a whole
 
 
@@ -44,7 +43,7 @@ class Encoded:
         ids: uint32 [tokens], the ids of all lines, concatenated.
         sizes: int64 [lines], number of tokens of each line.
         blank: bool [lines], True for a line that contains only white space.
-        words_with_eos: number of words, which are separated by white space, plus one <eos> per line.
+        words_with_eos: number of words, separated by white space, plus one <eos> per line.
         lost: the first piece of text that decoding does not reproduce; "" if decoding reproduces all text.
     """
 
@@ -56,7 +55,7 @@ class Encoded:
 
 
 class LineEncoder:
-    """Encodes lines of text to the same token ids as the tokenizer. It checks that decoding reproduces the lines.
+    """Encodes lines of text to the same token ids as the tokenizer, and checks that decoding reproduces the lines.
 
     A line is encoded in pieces, which are its words or the whole line. A byte-level tokenizer decodes a text piece by piece, so
     decoding reproduces the text if it reproduces each piece. A piece is checked when it occurs for the first time.
@@ -70,14 +69,14 @@ class LineEncoder:
 
     def encode(self, lines: Sequence[str]) -> Encoded:
         """Return the token ids of the lines, without special tokens. The ids of a line do not depend on other lines."""
-        # Forgetting everything is simpler than removing the least used words. Frequent words are learned again at once.
+        # Clearing the dict is simpler than removing the least used words. Frequent words are soon encoded and stored again.
         if self._bytes > REMEMBERED_BYTES:
             self._forget()
         split = [line.split() for line in lines]
         blank = np.array([not plain for plain in split], dtype=bool)
         pieces = [self._pieces(line, plain) for line, plain in zip(lines, split, strict=True)]
         counts = np.array([len(keys) for keys in pieces], dtype=np.int64)
-        # A lookup gives a new key the next number, so `_learn` afterwards sees exactly the new keys.
+        # A lookup gives a new key the next number, so the last numbers are those of the new keys, which `_learn` uses.
         places = np.fromiter(map(self._place.__getitem__, chain.from_iterable(pieces)), np.int64, int(counts.sum()))
         self._learn()
         starts, lengths = self._starts[places], self._lengths[places]
@@ -86,23 +85,23 @@ class LineEncoder:
         # Gather without a Python loop: piece i occupies the output positions ends[i] - lengths[i] to ends[i] - 1, and its ids
         # start at starts[i].
         ids = self._ids[np.repeat(starts - (ends - lengths), lengths) + np.arange(total)]
-        # Tokens of a line: difference of the cumulative token counts at the ends of its pieces.
+        # Tokens of a line: difference between the cumulative token counts at its end and at its start.
         sizes = np.diff(np.append(0, ends)[np.append(0, np.cumsum(counts))])
         return Encoded(ids, sizes, blank, sum(map(len, split)) + len(lines), self._lost)
 
     def _pieces(self, line: str, plain: list[str]) -> list[str]:
-        """Return the dictionary keys of the pieces of a line. The key of a piece without a leading space starts with _MARK."""
+        """Return the dict keys of the pieces of a line. The key of a piece without a leading space starts with _MARK."""
         words = _words(line, plain) if self._by_words else None
         if words is None:
             return [_MARK + line] if line else []
         if words[0]:
-            # The first word of a line without a leading space has other ids than the same word after a space.
+            # Without a leading space, the first word of a line has other ids than the same word after a space.
             words[0] = _MARK + words[0]
             return words
         return words[1:]
 
     def _learn(self) -> None:
-        """Encode the pieces of text that have occurred for the first time, and store their token ids."""
+        """Encode the new pieces of text, and store their token ids."""
         # A dict keeps the order of insertion, so the new keys are the last ones.
         new = list(self._place)[len(self._starts) :]
         if not new:
@@ -111,7 +110,7 @@ class LineEncoder:
         ids = [encoding.ids for encoding in self._bpe.encode_batch_fast(texts, add_special_tokens=False)]
         lengths = np.array([len(piece) for piece in ids], dtype=np.int64)
         flat = np.fromiter(chain.from_iterable(ids), np.uint32, int(lengths.sum()))
-        # One decoding of all new pieces is fast. Only if it differs, each piece is decoded to find the first wrong one.
+        # Decoding all new pieces at once is fast. Only if the result differs, each piece is decoded to find the first wrong one.
         if not self._lost and self._bpe.decode(flat.tolist(), skip_special_tokens=False) != "".join(texts):
             decoded = self._bpe.decode_batch(ids, skip_special_tokens=False)
             self._lost = next((text for text, other in zip(texts, decoded, strict=True) if text != other), "".join(texts))
@@ -154,7 +153,7 @@ class EncoderPool:
         for chunk in chunks:
             # The calling thread only reads and submits. One thread per worker waits for its pipe.
             pending.append(self._threads.submit(self._encode_chunk, chunk))
-            # The queue is bounded, so that a fast reader does not load the whole corpus. Results are taken in order.
+            # The queue is bounded, so that a fast reader does not load the whole corpus. Results are returned in order.
             if len(pending) >= self._workers + WAITING_CHUNKS:
                 yield pending.popleft().result()
         while pending:
@@ -181,7 +180,7 @@ class EncoderPool:
 
 
 class _Worker:
-    """A process that runs `serve`. Requests and answers are sent through pipes. The process ends when the pipes are closed."""
+    """A process that runs `serve`. Requests and answers are sent through pipes. It ends when the pipes are closed."""
 
     def __init__(self, bpe: tokenizers.Tokenizer):
         # The worker is not forked, because this process may have threads and may use a device.
@@ -206,7 +205,7 @@ class _Worker:
             self._send(lines)
             return pickle.load(self._answers)  # safe, because the sender is a child of this process
         except (OSError, EOFError, pickle.UnpicklingError) as error:
-            # `wait` below would block on a worker that still runs.
+            # Otherwise, `wait` below would block on a worker that is still running.
             self._process.kill()
             raise DataError(
                 f"a tokenizing worker ended with exit code {self._process.wait()}",
@@ -232,14 +231,14 @@ class _Worker:
 def serve() -> None:
     """Main function of a worker process.
 
-    Read a tokenizer from stdin, then chunks of lines. Write an Encoded for each chunk to stdout. The function returns when
-    stdin is closed. stdin is also closed when the parent process ends.
+    Read a tokenizer from stdin, then chunks of lines. Write an Encoded for each chunk to stdout. Return when stdin is closed,
+    which also happens when the parent process ends.
     """
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
-    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # text that is printed must not be mixed with the answers
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # printed text must not be mixed with the answers
     requests = sys.stdin.buffer
     encoder = LineEncoder(tokenizers.Tokenizer.from_str(pickle.load(requests)))
-    # These errors mean that the parent ended, so there is nothing left to do.
+    # These errors mean that the parent has ended, so there is nothing left to do.
     with contextlib.suppress(EOFError, BrokenPipeError, pickle.UnpicklingError):
         while True:
             pickle.dump(encoder.encode(pickle.load(requests)), answers)
@@ -273,13 +272,12 @@ class _Places(dict[str, int]):
 
 
 def _words(line: str, plain: list[str]) -> list[str] | None:
-    """Split a line at its spaces. Return None if the line must be encoded as a whole.
+    """Split a line at its spaces, or return None if the line must be encoded as a whole.
 
     If the line begins with a space, the first entry is "".
 
     Args:
-        plain: the line, split at white space of any kind. If both splits have the same words, words are separated only by
-            single spaces.
+        plain: the line, split at any white space. If both splits have the same words, the words are separated by single spaces.
     """
     words = line.split(" ")
     body = words if words[0] else words[1:]

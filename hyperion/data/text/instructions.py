@@ -10,7 +10,7 @@ The loss is computed only for completions. A row consists of the prompt, the com
     inputs      p1      p2      p3   c1   c2   (padding)
     targets     IGNORE  IGNORE  c1   c2   end  IGNORE
 
-Padding is on the right. With causal attention no real token attends to the padding after it, so no attention mask is needed.
+Padding is on the right. With causal attention, no real token attends to the padding after it, so no attention mask is needed.
 """
 
 import hashlib
@@ -47,7 +47,7 @@ class Instruction:
 
     @property
     def prompt(self) -> str:
-        """The text that the model gets: the instruction, the input and the heading of the response, in a fixed template."""
+        """The input of the model: the instruction, the input and the heading of the response, in a fixed template."""
         given = f"### Input:\n{self.input}\n\n" if self.input else ""
         return f"### Instruction:\n{self.instruction}\n\n{given}### Response:\n"
 
@@ -59,7 +59,7 @@ class InstructionSet:
     Attributes:
         name: 'instructions' or 'synthetic-instructions'; a synthetic set never has the name of the real one.
         source: 'mirror', 'cache', 'download' or 'synthetic'.
-        detail: description of the source, without paths of the machine.
+        detail: description of the source, without local paths.
         train, held_out: the rows.
         least_loss_nats: loss of a perfect model in nats per completion token; None if it is unknown.
         checksums: result of the comparison with the published checksum; None for synthetic rows.
@@ -95,8 +95,7 @@ def load_instructions(source: str = "auto", *, allow_synthetic: bool = True, see
         url: address from which the file is downloaded.
 
     Raises:
-        DataError: the file is unreadable, a record is invalid, or no source has the data. For an invalid record, the error
-            names its number.
+        DataError: the file is unreadable, a record is invalid (the error states its number), or no source has the data.
     """
     suppliers = {**published(url).suppliers(), "synthetic": lambda: synthetic_instructions(seed=seed)}
     return take(FOLDER, source, suppliers, allow_synthetic)
@@ -114,10 +113,10 @@ def published(url: str = URL) -> PublishedSet[InstructionSet]:
 
 
 def synthetic_instructions(train: int = 990, held_out: int = 110, seed: int = 0) -> InstructionSet:
-    """Generate tasks on synthetic words. No prompt is repeated. By default there are as many rows as in the real set."""
+    """Generate tasks on synthetic words. No prompt is repeated. By default, there are as many rows as in the real set."""
     generator, words = np.random.default_rng(seed), EchoLanguage().words
     rows: dict[str, Instruction] = {}
-    # A repeated prompt does not increase the number of rows, so the loop draws until there are enough distinct prompts.
+    # Draw until there are enough distinct prompts. A repeated prompt does not increase the number of rows.
     while len(rows) < train + held_out:
         text, solve = _TASKS[generator.integers(len(_TASKS))]
         given = [words[i] for i in generator.integers(len(words), size=generator.integers(2, 6))]
@@ -169,7 +168,7 @@ def _records(path: Path) -> list[Instruction]:
 
     Raises:
         DataError: the path is not a regular file, the content is not UTF-8 or not a JSON list, or a record has a missing key,
-            an unknown key, or an empty instruction or output. For a record, the error names its number.
+            an unknown key, or an empty instruction or output. The error states the number of the record.
     """
     try:
         records = read_json(path, DataError, _AGAIN)
@@ -193,15 +192,15 @@ def _records(path: Path) -> list[Instruction]:
 
 
 def _is_torn(text: str) -> bool:
-    """Return True if a text contains half of a surrogate pair. JSON can represent such a text, but UTF-8 cannot."""
+    """Return True if a string contains an unpaired surrogate. JSON can represent such a string, but UTF-8 cannot."""
     return any("\ud800" <= character <= "\udfff" for character in text)
 
 
 def split_by_prompt(rows: Sequence[Instruction]) -> tuple[tuple[Instruction, ...], tuple[Instruction, ...]]:
     """Return a pair (train rows, held-out rows). All rows of every tenth prompt are held out.
 
-    A prompt may occur twice with different completions. Both rows are in the same split. Otherwise the model would be tested on
-    a prompt that it was trained on.
+    If a prompt occurs twice with different completions, both rows are in the same split. Otherwise, the model would be tested on
+    a prompt on which it was trained.
     """
     numbers: dict[str, int] = {}
     for row in rows:
@@ -221,7 +220,7 @@ class Completions:
     Attributes:
         inputs: token ids, int32 [rows, length]. The padding on the right consists of end-of-text tokens.
         targets: token ids, int32 [rows, length]: the next token if this token belongs to the completion, else IGNORE_INDEX.
-        sizes: int64 [rows], number of real tokens in each row of inputs. All later positions are padding.
+        sizes: number of real tokens in each row of inputs, int64 [rows]. All later positions are padding.
         prompts_cut: number of rows whose prompt was truncated at its start.
         completions_cut: number of rows whose completion was truncated at its end. These rows have no end of text.
     """
@@ -239,7 +238,7 @@ class Completions:
 
     @property
     def scored(self) -> np.ndarray:
-        """Mask bool [rows, length] that is True where a target is part of the loss."""
+        """Mask, bool [rows, length], that is True where a target is part of the loss."""
         return self.targets != IGNORE_INDEX
 
     @property
@@ -252,13 +251,13 @@ def tokenize_completions(rows: Sequence[Instruction], tokenizer: Tokenizer, leng
     """Tokenize rows. The prompt and the completion are tokenized separately, so that no token belongs to both.
 
     If a row has more than length + 1 tokens, the start of its prompt is removed first, because the end of the prompt contains
-    the heading of the response. If the row is still too long, the end of its completion is removed. No row is left out, and at
-    least one token of each completion remains. The result contains the numbers of both truncations.
+    the heading of the response. If the row is still too long, the end of its completion is removed. No row is omitted, and at
+    least one token of each completion remains. The result contains the numbers of both kinds of truncation.
 
     Args:
         rows: the rows.
         tokenizer: the tokenizer. If it has a beginning-of-text token, each prompt starts with this token.
-        length: number of positions of a row.
+        length: number of positions in a row.
 
     Raises:
         DataError: there are no rows, or the length is below 1.
@@ -269,8 +268,8 @@ def tokenize_completions(rows: Sequence[Instruction], tokenizer: Tokenizer, leng
         )
     prompts = tokenizer.encode([row.prompt for row in rows])
     completions = tokenizer.encode([row.output for row in rows])
-    # Any id works as padding: its targets are IGNORE_INDEX, and no real token attends to it. The end of text exists in every
-    # tokenizer.
+    # Any id works as padding, because its targets are IGNORE_INDEX and no real token attends to it. Every tokenizer has an end
+    # of text.
     inputs = np.full((len(rows), length), tokenizer.eos_id, dtype=np.int32)
     targets = np.full((len(rows), length), IGNORE_INDEX, dtype=np.int32)
     sizes = np.empty(len(rows), dtype=np.int64)
@@ -278,7 +277,7 @@ def tokenize_completions(rows: Sequence[Instruction], tokenizer: Tokenizer, leng
     beginning = [] if tokenizer.bos_id is None else [tokenizer.bos_id]
     for number, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
         whole = [*beginning, *prompt], [*completion, tokenizer.eos_id]
-        # The shift between inputs and targets costs one token, so length + 1 tokens fill a row.
+        # Inputs and targets are shifted by one token, so length + 1 tokens fill a row.
         prompt, completion = fit(*whole, length + 1, len(beginning))
         cuts += [len(prompt) < len(whole[0]), len(completion) < len(whole[1])]
         ids = narrowed(np.array(prompt + completion), np.int32, tokenizer.name)
@@ -290,17 +289,17 @@ def tokenize_completions(rows: Sequence[Instruction], tokenizer: Tokenizer, leng
 
 
 def fit(prompt: list[int], completion: list[int], limit: int, beginning: int = 0) -> tuple[list[int], list[int]]:
-    """Truncate a prompt and a completion, so that together they have at most `limit` tokens.
+    """Truncate a prompt and a completion so that they have at most `limit` tokens in total.
 
     At least one token of each remains.
 
     Args:
         prompt: token ids of the prompt.
         completion: token ids of the completion.
-        limit: largest number of tokens of both together.
+        limit: maximum total number of tokens.
         beginning: number of tokens at the start of the prompt that are never removed, such as the beginning-of-text token.
     """
-    # A long completion leaves this much room for the prompt: its whole length, or a quarter of the row.
+    # Reserve positions for the prompt: its length or a quarter of the row, whichever is smaller.
     most = limit - min(len(prompt), max(1, limit // LEAST_PROMPT_SHARE))
     completion = completion[:most]
     room = limit - len(completion)

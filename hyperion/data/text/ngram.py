@@ -5,9 +5,9 @@ The bigram model gives the token w after the token v the probability
     P(w | v) = a(v) c(v, w) / c(v) + b(v) c(w) / N + (1 - a(v) - b(v)) / V
 
 where c are counts in the train tokens, N is the number of train tokens, and V is the size of the vocabulary. The weights a and
-b depend on the count c(v): tokens with similar counts form a bucket, and all tokens of a bucket have the same weights. The
-weights are fitted with expectation-maximisation on the last part (the fraction HELD_OUT) of the train tokens, with counts from
-the other train tokens. The final model uses the counts of all train tokens.
+b depend on the count c(v): tokens with similar counts form a bucket, and all tokens in a bucket have the same weights. The
+weights are fitted by expectation-maximisation on the last part (the fraction HELD_OUT) of the train tokens, with counts from the
+other train tokens. The final model uses the counts of all train tokens.
 
 Source: Jelinek and Mercer, 1980.
 """
@@ -43,7 +43,7 @@ def unigram_baseline(train: np.ndarray, evaluation: np.ndarray, vocab_size: int)
     """Evaluate a unigram model. Train frequencies are mixed with the uniform distribution, so that no probability is zero.
 
     Args:
-        train, evaluation: token ids [tokens] of the train text and of the text to evaluate.
+        train, evaluation: token ids [tokens] of the train text and of the evaluated text.
         vocab_size: V, the size of the vocabulary.
     """
     counted, held_out = _split(train)
@@ -59,8 +59,7 @@ def bigram_baseline(train: np.ndarray, evaluation: np.ndarray, vocab_size: int, 
     Args:
         train, evaluation: token ids [tokens] of the train text and of the text to evaluate.
         vocab_size: V, the size of the vocabulary.
-        prefix_id: token id that stands before the first evaluated token, usually the end of text. Therefore the first token is
-            evaluated too.
+        prefix_id: token id that precedes the first evaluated token, usually the end of text, so that this token is evaluated too.
     """
     counted, held_out = _split(train)
     # The first held-out token follows the last counted token.
@@ -88,14 +87,14 @@ def _unigram_terms(train: np.ndarray, tokens: np.ndarray, vocab_size: int) -> np
 
 
 def _bigram_terms(train: np.ndarray, tokens: np.ndarray, vocab_size: int, prefix_id: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return two arrays: the bigram, unigram and uniform probability of each token, [tokens, 3], and the bucket of c(v)."""
+    """Return the bigram, unigram and uniform probabilities of each token, [tokens, 3], and its bucket of c(v), [tokens]."""
     train, tokens = np.asarray(train, dtype=np.int64), np.asarray(tokens, dtype=np.int64)
-    # A pair (v, w) as one integer, v * V + w. In int64 the product does not overflow.
+    # Encode a pair (v, w) as one integer, v * V + w, which does not overflow int64.
     pairs, pair_counts = np.unique(train[:-1] * vocab_size + train[1:], return_counts=True)
     before_counts = np.bincount(train[:-1], minlength=vocab_size)
     before = np.concatenate([[prefix_id], tokens[:-1]])
     keys = before * vocab_size + tokens
-    # Binary search in the sorted pairs. A pair beyond the last one would have an index outside of the array.
+    # Binary search in the sorted pairs. The index is clipped, because that of a pair beyond the last one is outside the array.
     place = np.minimum(np.searchsorted(pairs, keys), len(pairs) - 1)
     count = np.where(pairs[place] == keys, pair_counts[place], 0)
     # c(v) counts tokens with a successor, so that the bigram probabilities of each v sum to 1.
@@ -109,7 +108,7 @@ def _bigram_terms(train: np.ndarray, tokens: np.ndarray, vocab_size: int, prefix
 
 
 def _fit(terms: np.ndarray, buckets: np.ndarray, bucket_count: int) -> np.ndarray:
-    """Fit mixture weights [buckets, terms] with expectation-maximisation. Each bucket has its own weights."""
+    """Fit the mixture weights [buckets, terms] of each bucket by expectation-maximisation."""
     width = terms.shape[1]
     weights = np.full((bucket_count, width), 1 / width)
     sizes = np.bincount(buckets, minlength=bucket_count)

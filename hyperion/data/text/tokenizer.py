@@ -1,9 +1,9 @@
-"""Tokenizers: the tokenizer of GPT-2, a tokenizer that is trained on the corpus, or the tokenizer in the folder of a model.
+"""Tokenizers: GPT-2's tokenizer, a tokenizer that is trained on the corpus, or the tokenizer in the folder of a model.
 
 GPT-2's tokenizer is read from a mirror, the cache or the Hugging Face hub. GPT-2's tokenizer and trained tokenizers use a
 byte-level BPE: they can encode every text, and decode(encode(text)) == text.
 
-Source of GPT-2's tokenizer: Radford et al. 2019; model openai-community/gpt2 of the hub.
+Source of GPT-2's tokenizer: Radford et al. 2019; model openai-community/gpt2 on the hub.
 """
 
 import hashlib
@@ -43,12 +43,11 @@ class Tokenizer:
         source: 'mirror', 'cache' or 'download' for GPT-2's tokenizer, 'trained' for a tokenizer trained on the corpus, or the
             `source` that was given to `read_tokenizer`.
         detail: description of the source.
-        vocab_size: largest token id + 1. The end of text is included. This is more than the number of entries if some ids are
-            unused.
+        vocab_size: largest token id + 1, including the end of text. It exceeds the number of entries if some ids are unused.
         sha256: hash of the tokenizer's complete definition.
-        eos_id: id of the end of text, such as <|endoftext|>. This id is also used as prefix and as padding.
+        eos_id: id of the end of text, such as <|endoftext|>. It is also used as prefix and as padding.
         bos_id: id of the beginning of text; None if the tokenizer has no such token (GPT-2).
-        checksums: result of the comparison with the published checksums; None for other tokenizers than GPT-2's.
+        checksums: result of the comparison with the published checksums; None for tokenizers other than GPT-2's.
     """
 
     name: str
@@ -75,11 +74,11 @@ class Tokenizer:
         return EncoderPool(self._bpe, workers)
 
     def encode_split(self, lines: Sequence[str]) -> np.ndarray:
-        """Return the token ids of the lines of a split, int32 [tokens]. Newlines are encoded, special tokens are not added."""
+        """Return the token ids of the lines of a split, int32 [tokens]. Newlines are encoded, and no special tokens are added."""
         return np.concatenate([np.empty(0, np.int32), *self.encode(lines)])
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
-        """Return the text of token ids. With a byte-level tokenizer it is exactly the text that was encoded."""
+        """Return the text of token ids. With a byte-level tokenizer, it is exactly the text that was encoded."""
         return self._bpe.decode(np.asarray(ids).tolist(), skip_special_tokens=False)
 
     def library_tokenizer(self) -> tokenizers.Tokenizer:
@@ -95,14 +94,13 @@ def load_tokenizer(source: str = "auto", corpus: TextCorpus | None = None, vocab
     """Load GPT-2's tokenizer, or train a BPE tokenizer on the train split of the corpus.
 
     'auto' loads GPT-2's tokenizer from the mirror, the cache or the hub. If none of them has it, 'auto' trains a tokenizer. For
-    a synthetic corpus 'auto' always trains a tokenizer, because the merges of an English tokenizer would split the synthetic
+    a synthetic corpus, 'auto' always trains a tokenizer, because the merges of an English tokenizer would split the synthetic
     words.
 
     Args:
         source: 'auto', 'mirror', 'cache', 'download', or 'synthetic' for a trained tokenizer.
         corpus: the text to train on; required if a tokenizer may be trained.
-        vocab_size: largest number of entries of a trained tokenizer. None means 640 for a synthetic corpus and 8192 for a real
-            corpus.
+        vocab_size: maximum number of entries of a trained tokenizer. None means 640 for a synthetic and 8192 for a real corpus.
 
     Raises:
         DataError: the files are wrong, no source has them, or a tokenizer must be trained and no corpus is given.
@@ -131,7 +129,7 @@ def train_tokenizer(corpus: TextCorpus | None, vocab_size: int | None = None) ->
     trainer = tokenizers.trainers.BpeTrainer(
         vocab_size=vocab_size,
         special_tokens=[END_OF_TEXT],
-        # All 256 bytes are in the vocabulary, so every text can be encoded. Sorted, because the alphabet has no fixed order.
+        # All 256 bytes are in the vocabulary, so every text can be encoded. The alphabet has no fixed order, so it is sorted.
         initial_alphabet=sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
@@ -151,7 +149,7 @@ def checksums(folder: Path) -> Checksums:
 def id_count(bpe: tokenizers.Tokenizer) -> int:
     """Return the largest id + 1, which is the number of rows that an embedding needs.
 
-    This is more than the number of entries if some ids are unused.
+    It exceeds the number of entries if some ids are unused.
     """
     return max(bpe.get_vocab(with_added_tokens=True).values()) + 1
 
@@ -180,7 +178,7 @@ def _gpt2(folder: Path, source: str, label: str) -> Tokenizer:
     try:
         bpe = _byte_level(tokenizers.models.BPE(*_parsed(contents, folder, remedy)))
         bpe.add_special_tokens([END_OF_TEXT])
-        # Two files that are readable but belong together with another tokenizer would give other ids for this text.
+        # Readable files of another tokenizer would give other ids for this text.
         probe = bpe.encode("Hello world").ids
     except Exception as error:  # tokenizers raises plain Exception
         raise DataError(f"not a readable tokenizer: {error}", where=folder, next_step=remedy) from error
@@ -248,7 +246,7 @@ def _fetch(target: Path) -> None:
 GPT2 = PublishedSet(FOLDER, _gpt2, lambda folder: [folder / name for name in GPT2_SHA256], _fetch, manifest=False)
 
 FILE = "tokenizer.json"
-TOKENIZER_BYTES = 1 << 28  # largest accepted size of tokenizer.json; the largest vocabularies in use need about 35 MB
+TOKENIZER_BYTES = 1 << 28  # maximum size of tokenizer.json; the largest vocabularies in use need about 35 MB
 _CONFIGS = ("tokenizer_config.json", "special_tokens_map.json")
 
 
@@ -291,7 +289,7 @@ def read_tokenizer(folder: Path, source: str = "folder") -> Tokenizer:
 
 
 def _special(folder: Path, name: str, bpe: tokenizers.Tokenizer) -> int | None:
-    """Return the id of a special token. The first configuration file with an entry `name` is used; None if no file has it."""
+    """Return the id of a special token from the first configuration file with an entry `name`, or None if no file has it."""
     for config in _CONFIGS:
         path = folder / config
         if not path.exists():
@@ -306,6 +304,6 @@ def _special(folder: Path, name: str, bpe: tokenizers.Tokenizer) -> int | None:
         if not isinstance(token, str):
             fault = f"{name} in {config} is {type(token).__name__}, expected a string"
             raise DataError(fault, where=path, next_step=f"copy {config} again")
-        # JSON may contain half of a surrogate pair, which the Rust library cannot represent.
+        # JSON may contain an unpaired surrogate, which the Rust library cannot represent.
         return bpe.token_to_id(token.encode(errors="replace").decode())
     return None

@@ -23,7 +23,7 @@ from hyperion.data.text.corpus import (
 FOLDER = "wikitext-2"
 UNITS = ("lines", "non-empty lines", "words with one <eos> per line")
 COUNTS = {"train": (36718, 23767, 2088628), "valid": (3760, 2461, 217646), "test": (4358, 2891, 245569)}
-# Hashes of the files in wikitext-2-v1.zip, as the loaders of MXNet and GluonNLP state them.
+# Hashes of the files in wikitext-2-v1.zip, from the loaders of MXNet and GluonNLP.
 SHA1 = {
     "train": "863f29c46ef9d167fff4940ec821195882fe29d1",
     "valid": "0418625c8b4da6e4b5c7a0b9e78d4ae8f7ee5422",
@@ -35,8 +35,8 @@ HUB_FILES = {
     "test": "test-00000-of-00001.parquet",
 }
 HUB_FOLDER = "datasets/Salesforce/wikitext/resolve/main/wikitext-2-v1"
-TABLE_BYTES = 1 << 26  # largest accepted size of the text of a split; the train split has 10.8 MB
-EMPTY_LINE = " \n"  # an empty line in the original files; the table of the hub has "" instead
+TABLE_BYTES = 1 << 26  # maximum size of the text of a split; the train split has 10.8 MB
+EMPTY_LINE = " \n"  # an empty line in the original files; the table on the hub has "" instead
 
 
 def load_wikitext2(
@@ -47,7 +47,7 @@ def load_wikitext2(
     Args:
         source: 'auto', 'mirror', 'cache', 'download' or 'synthetic'.
         allow_synthetic: if True, 'auto' uses the synthetic corpus if no other source has WikiText-2.
-        synthetic_lines, seed: number of lines per split and seed of the synthetic corpus; not used for WikiText-2.
+        synthetic_lines, seed: number of lines per split, and seed, of the synthetic corpus; not used for WikiText-2.
 
     Raises:
         DataError: a file is missing, is not UTF-8 or has wrong counts; long lines of one split also occur in another split; or
@@ -83,7 +83,7 @@ def _read(folder: Path, source: str, label: str) -> TextCorpus:
         raise DataUnavailable(
             f"{label} has no {FOLDER}/", where=folder, next_step="put wiki.{train,valid,test}.tokens there, or run `make fetch`"
         )
-    # Files that a user put into the mirror have no manifest. Then the counts and checksums below are the only checks.
+    # Files that a user put into the mirror have no manifest, so the counts and checksums below are their only checks.
     manifest = read_manifest(folder)
     if manifest is not None:
         manifest.verify(folder)
@@ -112,9 +112,9 @@ def _fetch(target: Path) -> None:
             lines = _lines_of_table(parquet, COUNTS[split][0])
             found = (len(lines), count_non_empty(lines), count_words_with_eos(lines))
             require_counts(parquet.name, found, COUNTS[split], UNITS, f"{hub_endpoint()}/{HUB_FOLDER}")
-            # No translation of line ends: the hashes and counts refer to Unix line ends.
+            # Line endings are not translated, because the hashes and counts refer to Unix line endings.
             (work / _file(split)).write_text("".join(lines), encoding="utf-8", newline="\n")
-            # The manifest lists all files of the folder, so the table is removed first.
+            # The manifest lists all files in the folder, so the table is removed first.
             parquet.unlink()
         write_manifest(work, name=FOLDER, source="download", detail="downloaded from the hub's Salesforce/wikitext")
 

@@ -1,1 +1,1 @@
-"""Baselines: train a language model and an image classifier, measure the training speed, and test recovery from faults."""
+"""Baselines: train a language model and an image classifier, measure training speed, and test recovery from faults."""

@@ -1,4 +1,4 @@
-"""The exercise of chapter 2.2: write a check that accepts a correct training loop and rejects four loops that have a fault."""
+"""Exercise for chapter 2.2: write a check that accepts a correct training loop and rejects four faulty ones."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -17,7 +17,7 @@ Batch = tuple[Tensor, Tensor]
 
 
 class Loop:
-    """A correct training loop, reduced to four methods. A mistake in any of these methods changes the reported losses."""
+    """A correct training loop, reduced to four methods. A mistake in any of them changes the reported losses."""
 
     def pairs(self, tokens_BT: Tensor) -> Batch:
         """Return (inputs, targets), each of shape [B, T - 1], for a model that predicts the next token at each position.
@@ -28,18 +28,18 @@ class Loop:
         return tokens_BT[:, :-1], tokens_BT[:, 1:]
 
     def accumulate(self, model: nn.Module, parts: Sequence[Batch]) -> None:
-        """Add a gradient to the `.grad` of each parameter: the gradient of the mean loss over all examples of all parts.
+        """Add the gradient of the mean loss over all examples of all parts to each parameter's `.grad`.
 
         Args:
             model: model that maps inputs of shape [B, ...] to logits of shape [B, classes].
-            parts: the parts of a batch, as pairs of inputs [B, ...] and targets [B]. B may differ between parts.
+            parts: parts of a batch, as pairs of inputs [B, ...] and targets [B]. B may differ between parts.
         """
         examples = sum(len(targets) for _, targets in parts)
         for inputs, targets in parts:
             (F.cross_entropy(model(inputs), targets, reduction="sum") / examples).backward()
 
     def evaluate(self, model: nn.Module, batches: Sequence[Batch]) -> float:
-        """Return the mean loss over all examples of all batches. The loss is computed in evaluation mode.
+        """Return the mean loss over all examples of all batches, computed in evaluation mode.
 
         The model is in training mode before and after the call.
         """
@@ -53,7 +53,7 @@ class Loop:
         """Return the index of the epoch whose model is reported.
 
         Args:
-            epochs: for each epoch, its losses on the validation and the test split: {"valid": loss, "test": loss}.
+            epochs: the losses of each epoch on the validation and test splits: {"valid": loss, "test": loss}.
         """
         return min(range(len(epochs)), key=lambda epoch: epochs[epoch]["valid"])
 
@@ -81,10 +81,10 @@ class _ChosenByTest(Loop):
 
 
 def judge_loop_check(my_check: Callable[[Loop], bool]) -> pd.DataFrame:
-    """Test the reader's check of training loops. It must accept `Loop` and reject four loops that have a fault.
+    """Test the reader's check of training loops: it must accept `Loop` and reject four faulty loops.
 
     Args:
-        my_check: function that takes a Loop and returns True if each of the four methods does what its docstring says.
+        my_check: function that takes a Loop and returns True if each of its four methods does what its docstring says.
     """
     mutants = {
         "targets are not shifted, so the model only has to copy": _Unshifted(),

@@ -1,4 +1,4 @@
-"""Figures of the baselines: losses, accuracies, throughput, memory, recovery from faults, and comparisons of losses."""
+"""Figures of the baselines: losses, accuracies, throughput, memory, recovery from faults, and loss comparisons."""
 
 import math
 
@@ -10,8 +10,19 @@ from matplotlib.figure import Figure
 from hyperion.errors import not_none
 from hyperion.experiments.baselines import figures_speed
 from hyperion.figures.material import Material, Plot, items, measured, number
-from hyperion.figures.style import add_notes, errors_of, limit_line, look, new_figure, spread_labels, whole_numbers, write_at
-from hyperion.palette import COLOURS, INK, MUTED
+from hyperion.figures.style import (
+    COLOURS,
+    INK,
+    MUTED,
+    add_notes,
+    errors_of,
+    limit_line,
+    look,
+    new_figure,
+    spread_labels,
+    whole_numbers,
+    write_at,
+)
 from hyperion.results import Row
 
 _THROUGHPUT = {"tokens_per_s": "tokens/s", "images_per_s": "images/s"}
@@ -28,7 +39,7 @@ _STEADY = (
 def language_model(material: Material) -> Figure | None:
     """Draw two panels: the training loss by step, and the training and validation losses by epoch.
 
-    Horizontal lines show the losses of n-gram models. If the least possible loss is known, another line shows it.
+    Horizontal lines show the losses of n-gram models and, if known, the least possible loss.
     """
     epochs = epoch_rows(material, "language_model")
     if not epochs:
@@ -51,7 +62,7 @@ def language_model(material: Material) -> Figure | None:
 def image_classifier(material: Material) -> Figure | None:
     """Draw the training loss by step and the held-out accuracy by epoch.
 
-    Horizontal lines show the accuracy of random guessing and the best possible accuracy.
+    Horizontal lines show chance accuracy and the best possible accuracy.
     """
     epochs = epoch_rows(material, "image_classifier")
     if not epochs:
@@ -85,9 +96,9 @@ def _caveats(material: Material) -> list[str]:
 
 
 def time_to_accuracy(material: Material) -> Figure | None:
-    """Draw the held-out accuracy by training time in seconds, with one line per seed, and the target accuracy.
+    """Draw the held-out accuracy by training time in seconds, one line per seed, with the target accuracy.
 
-    The accuracies are in the samples whose column "kind" is "evaluation". The columns "accuracy", "time_s" and "seed" are drawn.
+    The accuracies come from the samples whose "kind" is "evaluation". The columns "accuracy", "time_s" and "seed" are used.
     """
     rows = material.of("image_classifier", metric="time_to_accuracy_s")
     samples = material.samples("image_classifier") if rows else pd.DataFrame()
@@ -120,7 +131,7 @@ def time_to_accuracy(material: Material) -> Figure | None:
 
 
 def perplexity(material: Material) -> Figure | None:
-    """Draw the perplexity per token of n-gram models and trained models on the validation split."""
+    """Draw the validation perplexity per token of n-gram models and trained models."""
     rows = [r for r in measured(material.rows) if r.metric == "perplexity_token" and r.params.get("split") == "valid"]
     if len({row.variant for row in rows}) < 2:
         return None
@@ -170,7 +181,7 @@ def throughput(material: Material) -> Figure | None:
             axes.errorbar(x, values, errors_of(points), label=variant, **look(variant, position))
         for row in [row for row in steady if row.metric == metric]:
             axes.axhspan(not_none(row.ci_low), not_none(row.ci_high), color=MUTED, alpha=0.25, linewidth=0)
-            # Dotted, because dashed lines are limits in all figures of the book, and this line is not a limit.
+            # Dotted, because all figures of the book show limits as dashed lines, and this line is not a limit.
             axes.axhline(not_none(row.value), color=MUTED, linestyle=":", linewidth=1.6, label="a steady step, timed alone")
         axes.set(xlabel="epoch", ylabel=_THROUGHPUT[metric], ylim=(0, None), title=f"{_THROUGHPUT[metric]} by epoch")
         axes.set_ylim(0, axes.get_ylim()[1] * 1.1)
@@ -184,10 +195,10 @@ def throughput(material: Material) -> Figure | None:
 
 
 def leakage(material: Material) -> Figure | None:
-    """Draw the loss on independent random tokens by step. The loss of a model that does not see future tokens stays near ln V.
+    """Draw the loss on independent random tokens by step. It stays near ln V if the model does not see future tokens.
 
-    The losses are in the samples whose column "kind" is "step". The horizontal line shows the predicted held-out loss, ln V,
-    where V is the size of the vocabulary.
+    The losses come from the samples whose "kind" is "step". The horizontal line shows the predicted held-out loss ln V, where V
+    is the vocabulary size.
     """
     rows = measured(material.of("leakage", metric="validation_loss"))
     if not rows:
@@ -212,7 +223,7 @@ def leakage(material: Material) -> Figure | None:
 
 
 def epoch_rows(material: Material, experiment: str) -> list[Row]:
-    """Return the rows of an experiment that hold a value of one epoch, in the order of the epochs."""
+    """Return the rows of an experiment with per-epoch values, in epoch order."""
     rows = [row for row in measured(material.of(experiment)) if "epoch" in row.params]
     return sorted(rows, key=lambda row: row.params["epoch"])
 
@@ -225,7 +236,7 @@ def _title(what: str, rows: list[Row]) -> str:
 def _draw_steps(axes: Axes, material: Material, experiment: str) -> None:
     """Draw the loss of every training step and the running mean of these losses.
 
-    The losses are in the samples of `experiment` whose column "kind" is "step". The columns "step" and "loss" are drawn.
+    The losses come from the samples of `experiment` whose "kind" is "step". The columns "step" and "loss" are used.
     """
     samples = material.samples(experiment)
     steps = samples.query("kind == 'step'").sort_values("step")
@@ -270,7 +281,7 @@ def _draw_memory(axes: Axes, rows: list[Row]) -> None:
 
 
 def counted_losses(material: Material) -> list[tuple[float, str, str]]:
-    """Return (loss in nats, label with perplexity, colour) of each n-gram model on the validation split."""
+    """Return (loss in nats, label with perplexity, colour) for each n-gram model on the validation split."""
     rows = measured(material.of("ngram_baselines", metric="perplexity_token"))
     return [
         (math.log(not_none(row.value)), f"{_model_name(row)} ({number(not_none(row.value))})", MUTED)
@@ -294,9 +305,9 @@ def _model_name(row: Row) -> str:
 
 
 def recovery(material: Material) -> Figure | None:
-    """Draw one marker for each trial, at the phase and the kind of its fault. A trial is a training with one fault.
+    """Draw one marker for each trial, at the phase and kind of its fault. A trial is a training run with one fault.
 
-    The number in the marker says how many steps were lost. The shape of the marker says whether the training run recovered.
+    The number in the marker is the number of lost steps. The marker's shape shows whether the training run recovered.
     """
     rows = material.of("recovery", metric="steps_lost")
     if not rows:
@@ -323,20 +334,16 @@ def recovery(material: Material) -> Figure | None:
 
 
 def _lost(row: Row) -> str:
-    """Return a text with the largest number of steps that a trial with this kind of fault lost, and the number that is
-    allowed.
-    """
+    """Return a label with the largest number of steps lost to this kind of fault, and the number allowed."""
     lost = "failed" if row.value is None else f"lost at most {row.value:.0f}"
     return f"{lost}, allowed {row.params['may_lose']}"
 
 
 def parity_ladder(material: Material) -> Figure | None:
-    """Draw the parity ladder: a list of trainings, called rungs.
+    """Draw the losses of the parity ladder, a list of training runs called rungs. Each rung adds one change to the previous one.
 
-    Each rung makes one change to the training of the rung before it.
-
-    The left panel shows the difference between the losses of each rung and of the first rung, by step. The right panel shows the
-    difference between the losses of each rung and of the rung before it, with its tolerance.
+    The left panel shows the difference of each rung's losses from those of the first rung, by step. The right panel shows the
+    difference of each rung's losses from those of the previous rung, with its tolerance.
     """
     rows = measured(material.of("parity_ladder", metric="relative_difference"))
     if not rows:
@@ -428,5 +435,5 @@ PLOTS = (
     Plot("parity_ladder", "parity_ladder", "How much each change alters the losses.", parity_ladder),
 )
 
-# Name of the folder in benchmarks/ of a run that contains the tables and figures of this subject.
+# Folder for this subject's tables and figures, in benchmarks/ of a run.
 RESULTS_FOLDER = "baseline"

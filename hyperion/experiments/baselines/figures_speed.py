@@ -1,4 +1,4 @@
-"""Figures and a table of training speed: this library's training loops compared with plain public training loops."""
+"""Figures and a table of training speed: this library's training loops compared with plain public ones."""
 
 from collections.abc import Iterable
 from textwrap import fill
@@ -9,19 +9,18 @@ from matplotlib.figure import Figure
 
 from hyperion.errors import not_none
 from hyperion.figures.material import Material, items, measured, number
-from hyperion.figures.style import add_notes, errors_of, new_figure, whole_numbers, write_at
-from hyperion.palette import COLOURS, INK
+from hyperion.figures.style import COLOURS, INK, add_notes, errors_of, new_figure, whole_numbers, write_at
 from hyperion.results import Row
 
-# Colour and label of each loop. The loop in the middle exists only where a step can be captured as a graph.
+# Colour and label of each loop. The middle loop exists only where a step can be captured as a graph.
 _LOOPS = {
     "plain": (COLOURS[1], "plain public loop"),
     "plain, captured": (COLOURS[3], "plain loop in a graph"),
     "hyperion": (COLOURS[0], "this library"),
 }
-_SHORT = {"plain": "plain", "plain, captured": "graph"}  # names of the other loops in the lines with the speed-ups
-# Colour of each part of a roof, which is an estimate of the least step time. In older stored results each matrix product was
-# timed alone, and attention was a separate part.
+_SHORT = {"plain": "plain", "plain, captured": "graph"}  # names of the other loops in the speed-up labels
+# Colour of each part of a roof, an estimate of the least step time. In older stored results each matrix product was timed alone,
+# and attention was a separate part.
 _PARTS = {
     "products": COLOURS[6],
     "attention": COLOURS[2],
@@ -30,13 +29,13 @@ _PARTS = {
     "optimizer": COLOURS[3],
 }
 _FACTORS = "Factors: the step time of a loop divided by that of this library."
-# Label of a share, by the parameter "what" of its row.
+# Label of a share, by the param "what" of its row.
 _OWN = "of the roof of its own products"
 _ROOFS = {"of the step's roof": "roof", _OWN: "roof of its\nown products"}
 
 
 def image_training_speed(material: Material) -> Figure | None:
-    """Draw the images per second of the loops by batch size, the speed-ups, and the losses of two loops on the same batches."""
+    """Draw each loop's images per second by batch size, the speed-ups, and the losses of two loops on the same batches."""
     rows = _of_loops(material, "image_training_speed")
     rates = [row for row in rows if row.metric == "images_per_s"]
     if not rates:
@@ -61,7 +60,7 @@ def image_training_speed(material: Material) -> Figure | None:
 def _draw_alone(axes: Axes, batches: list[int], shares: list[Row]) -> None:
     """Draw the throughput of a hypothetical training step that computes only its matrix products.
 
-    Each matrix product was timed by itself. The time of the hypothetical step is the sum of these times.
+    Each matrix product was timed alone. The time of the hypothetical step is the sum of these times.
     """
     for index, (batch, params) in enumerate({row.params["batch"]: row.params for row in shares}.items()):
         place = batches.index(batch)
@@ -71,7 +70,7 @@ def _draw_alone(axes: Axes, batches: list[int], shares: list[Row]) -> None:
 
 
 def _draw_rates(axes: Axes, batches: list[int], rates: list[Row], ratios: list[Row]) -> None:
-    """Draw one bar for each loop and batch size. Above the bars stand the speed-ups of this library's loop over the others."""
+    """Draw one bar for each loop and batch size, labelled with the speed-ups of this library's loop over the others."""
     loops = [loop for loop in _LOOPS if any(row.params["loop"] == loop for row in rates)]
     spacing = 0.72 / len(loops)
     for place, loop in enumerate(loops):
@@ -98,7 +97,7 @@ def _draw_rates(axes: Axes, batches: list[int], rates: list[Row], ratios: list[R
 def _draw_losses(axes: Axes, samples: pd.DataFrame, item: str) -> None:
     """Draw the losses of both training loops on the same batches, in nats per token or per image.
 
-    The losses are in the samples whose column "kind" is "parity". The columns "loop", "batch", "step" and "loss" are drawn.
+    The losses come from the samples whose "kind" is "parity". The columns "loop", "batch", "step" and "loss" are used.
     """
     samples = samples.query("kind == 'parity'")
     batch = max(samples["batch"])
@@ -113,7 +112,7 @@ def _draw_losses(axes: Axes, samples: pd.DataFrame, item: str) -> None:
 
 
 def language_speed(material: Material) -> Figure | None:
-    """Draw the step times of the loops, the parts of their roofs, and the losses of two loops on the same batches."""
+    """Draw the loops' step times, the parts of the roofs, and the losses of two loops on the same batches."""
     rows = _of_loops(material, "language_training_speed")
     times = {row.params["loop"]: row for row in rows if row.metric == "step_time_s"}
     if not {"plain", "hyperion"} <= times.keys():
@@ -149,10 +148,10 @@ def _notes(shares: list[Row], compiled: bool) -> list[str]:
 
 
 def speed_ladder_table(rows: Iterable[Row]) -> pd.DataFrame:
-    """Return a table with one line for each rung of the speed ladder, at each batch size, with 95 % intervals.
+    """Return a table with one line for each rung of the speed ladder at each batch size, with 95 % intervals.
 
-    A rung is a training step. It adds one change to the rung before it. The first rung is the plain loop, and the last one is
-    this library's loop. A rung that was not timed has the reason, and the next rung is compared with the last one that was timed.
+    A rung is a training step that adds one change to the previous rung. The first rung is the plain loop, the last this library's
+    loop. A rung that was not timed shows the reason, and the next one is compared with the last timed rung.
     """
     ladder = [row for row in rows if "rung" in row.params]
     ratios = {(row.params["batch"], row.params["rung"]): row for row in ladder if row.metric == "speedup"}
@@ -175,7 +174,7 @@ def speed_ladder_table(rows: Iterable[Row]) -> pd.DataFrame:
 
 
 def _of_loops(material: Material, experiment: str) -> list[Row]:
-    """Return the rows with values that compare whole loops. The rows of the speed ladder have a table of their own."""
+    """Return the rows with values that compare whole loops. The rows of the speed ladder have their own table."""
     return [row for row in measured(material.of(experiment)) if "rung" not in row.params]
 
 

@@ -1,6 +1,6 @@
 """The vision baseline: a ResNet-18 whose first layers are adapted to the small images of CIFAR (the "CIFAR stem").
 
-The options were chosen by the accuracy on held-out training images. The test images are used once, after the training.
+Its options were chosen by the accuracy on held-out training images. The test images are used once, after training.
 """
 
 import gc
@@ -39,27 +39,27 @@ from hyperion.workloads.training_rows import epoch_rows, loss_curve, part_report
 from hyperion.workloads.twins import captured_parity
 from hyperion.workloads.workloads import CLASSES, SGD_BYTES_A_PARAMETER
 
-# Number of activations per image and per unit of width. ResNet-18 has 20 convolutions (1 in the stem, 16 in the blocks and 3 in
-# the shortcuts), and five of them work at each of four image sizes.
+# Number of activations per image and per unit of width. ResNet-18 has 20 convolutions (1 in the stem, 16 in the blocks, 3 in the
+# shortcuts), five at each of four image sizes.
 _ACTIVATIONS_PER_WIDTH = 5 * (1024 + 512 + 256 + 128)
-# Estimated number of times that the output of a convolution is written or read in the forward and backward pass. The
-# convolution, the norm and the ReLU each write and read it.
+# Estimated number of writes and reads of each convolution output in the forward and backward pass, by the convolution, the norm
+# and the ReLU.
 _PASSES = 12
 Images = tuple[np.ndarray, np.ndarray]  # uint8 [N, 3, 32, 32] and labels [N]
 
 
 class ImageClassifierOptions(Options):
-    """Options of `image_classifier`.
+    """Options for the `image_classifier` experiment.
 
     Args:
         width: number of channels of the first stage.
         batch_size: number of images in a batch.
         epochs: number of training epochs.
         train_images: number of training images to use. None uses all images that are not held out.
-        held_out_images: number of training images that are kept for evaluation and never used for training.
+        held_out_images: number of training images reserved for evaluation.
         test_images: number of test images to use. None uses all of them.
-        learning_rate: largest learning rate. It is reached at the end of the warm-up; then it falls to zero along a cosine.
-        warmup_share: length of the warm-up as a share of all steps.
+        learning_rate: peak learning rate, reached at the end of the warm-up. It then falls to zero along a cosine.
+        warmup_share: warm-up steps as a share of all steps.
         weight_decay: weight decay of SGD.
         label_smoothing: label smoothing of the training loss.
         border: padding of the random crops, "black" or "reflect".
@@ -68,10 +68,10 @@ class ImageClassifierOptions(Options):
         precision: number format, or "auto".
         evaluate_every: number of epochs between evaluations on the held-out images.
         checkpoint_every: number of steps between checkpoints.
-        seeds: number of trainings, each with its own seed.
+        seeds: number of training runs, each with its own seed.
         target: held-out accuracy for the metric "time to accuracy", 0 to 1.
-        reaches: smallest allowed test accuracy after the training, 0 to 1.
-        steady_time_limit_s: seconds for timing single training steps after the training.
+        reaches: minimum test accuracy required after training, 0 to 1.
+        steady_time_limit_s: timing budget in seconds for single training steps after the training run.
     """
 
     width: int
@@ -98,7 +98,7 @@ class ImageClassifierOptions(Options):
 
 @dataclass(frozen=True)
 class _Splits:
-    """The training, held-out and test images. The held-out images are the last images of the training split."""
+    """Training, held-out and test images. The held-out images are the last images of the training split."""
 
     train: Images
     held_out: Images
@@ -131,9 +131,9 @@ def forecast(context: Context) -> list[Forecast]:
 
 
 def run(context: Context, report: Report) -> Result:
-    """Train with each seed, and evaluate on the test images once after each training.
+    """Train with each seed, and evaluate on the test images once after each training run.
 
-    After the training with the first seed, time its training step.
+    After the run with the first seed, time its training step.
     """
     image_set, prepared = datasets.images(context)
     options = ImageClassifierOptions.of(context)
@@ -148,8 +148,8 @@ def run(context: Context, report: Report) -> Result:
             rows, steady_samples = _rows(data, trained, engine, batches)
             samples.append(steady_samples)
         runs.append(trained)
-        # Free the device's memory for the next training. A compiled model is part of a reference cycle, so `del` alone does
-        # not free it.
+        # Free the device memory for the next training run. A compiled model is part of a reference cycle, so `del` alone does not
+        # free it.
         del engine, batches
         gc.collect()
     if len(seeds) > 1:
@@ -167,14 +167,14 @@ EXPERIMENT = Experiment(
 
 @dataclass(frozen=True)
 class TrainedImages:
-    """Results of one training.
+    """Results of one training run.
 
     Attributes:
         name: name of the model.
-        dtype: number format of the training.
+        dtype: number format of the training run.
         steps: number of optimizer steps.
         history: losses, times and evaluations of the epochs.
-        tested: metrics on the test split, as `evaluate_images` returns them.
+        tested: metrics on the test split, as returned by `evaluate_images`.
     """
 
     seed: int
@@ -187,7 +187,7 @@ class TrainedImages:
 
 @dataclass(frozen=True)
 class _Data:
-    """The data and the options that all trainings of this experiment share."""
+    """Data and options shared by all training runs of this experiment."""
 
     context: Context
     options: ImageClassifierOptions
@@ -200,12 +200,12 @@ class _Data:
 
     @property
     def why_not_compiled(self) -> str:
-        """Return the reason why the model is not compiled, or an empty string if the model is compiled."""
+        """Reason why the model is not compiled, or an empty string if it is."""
         return missing_compiler(self.context.device) if self.options.compiled else "left out by this profile"
 
     @property
     def best_tested(self) -> tuple[float | None, str]:
-        """Return (largest possible test accuracy, source of this limit), or (None, reason why there is no limit)."""
+        """Pair (largest possible test accuracy, source of this limit), or (None, reason why there is no limit)."""
         return _best_possible(self.image_set, len(self.splits.test[0]) == len(self.image_set.test_images))
 
     def loader(self, split: Images, seed: int, **options: Any) -> ImageBatches:
@@ -247,8 +247,8 @@ class _Data:
 def compile_training(model: nn.Module, backend: str = "inductor", options: dict | None = None) -> None:
     """Compile the forward and backward pass in training mode. In evaluation mode the model stays eager.
 
-    Evaluation mode would need two more compilations: one for whole batches and one for the smaller last batch. They would take
-    longer than the evaluation itself.
+    Evaluation mode would need two more compilations, for full batches and for the smaller last batch. They would take longer than
+    the evaluation itself.
     """
     plain, compiled = model.forward, torch.compile(model.forward, backend=backend, options=options)
     model.forward = lambda images: (compiled if model.training else plain)(images)
@@ -257,12 +257,12 @@ def compile_training(model: nn.Module, backend: str = "inductor", options: dict 
 def seed_rows(
     context: Context, runs: list[TrainedImages], best: tuple[float | None, str], target: float, source: str
 ) -> list[Row]:
-    """Return the rows that hold the test accuracy and the time to accuracy for every seed.
+    """Return the rows with the test accuracy and the time to accuracy for every seed.
 
-    The last two rows hold the mean and the standard deviation of the test accuracies over the seeds.
+    The last two rows give the mean and the standard deviation of the test accuracies over the seeds.
 
     Args:
-        runs: results of the trainings, one for each seed.
+        runs: results of the training runs, one per seed.
         best: (largest possible accuracy, source of this limit), or (None, reason why there is no limit).
         target: held-out accuracy whose time is measured, 0 to 1.
         source: data source.
@@ -280,7 +280,7 @@ def seed_rows(
 
 
 def _train(data: _Data, seed: int, report: Report) -> tuple[ImageEngine, ImageBatches, TrainedImages]:
-    """Train a new model with one seed. Then evaluate the trained model once on the test images."""
+    """Train a new model with one seed, then evaluate it once on the test images."""
     seed_everything(seed)
     options, batches = data.options, data.training_batches(seed)
     engine = data.engine(len(batches), fast=True)
@@ -304,7 +304,7 @@ def _train(data: _Data, seed: int, report: Report) -> tuple[ImageEngine, ImageBa
 def _beginning(data: _Data) -> Callable[[bool], tuple[ImageEngine, Callable]]:
     """Return a function that builds a new engine and a new loader for the first seed.
 
-    The function takes one argument. True compiles the model and runs the step as a CUDA graph. False runs the step eagerly.
+    Its argument is True to compile the model and run the step as a CUDA graph, and False to run the step eagerly.
     """
 
     def begin(fast: bool) -> tuple[ImageEngine, Callable]:
@@ -315,7 +315,7 @@ def _beginning(data: _Data) -> Callable[[bool], tuple[ImageEngine, Callable]]:
 
 
 def _rows(data: _Data, run: TrainedImages, engine: ImageEngine, batches: ImageBatches) -> tuple[list[Row], pd.DataFrame]:
-    """Return the rows of one training, and the rows and samples of training steps that are timed after this training."""
+    """Return the rows of one training run, and the rows and samples of training steps timed after it."""
     context, source, options = data.context, data.image_set.source, data.options
     rows = epoch_rows(context, run.name, run.dtype, engine, run.history, source)
     for record in run.history.epochs:
@@ -346,9 +346,9 @@ def _rows(data: _Data, run: TrainedImages, engine: ImageEngine, batches: ImageBa
 
 
 def _curve(run: TrainedImages) -> pd.DataFrame:
-    """Return a table with the losses and the evaluations of each step.
+    """Return a table with the loss of each step and the evaluations.
 
-    The column "time_s" is the training time in seconds before an evaluation.
+    For evaluations, the column "time_s" gives the training time in seconds up to that point.
     """
     curve = loss_curve(run.history).assign(seed=run.seed)
     ends = {record.step: time_s for record, time_s in zip(run.history.epochs, _training_time_s(run.history), strict=True)}
@@ -359,11 +359,11 @@ def _curve(run: TrainedImages) -> pd.DataFrame:
 def _best_possible(image_set: ImageSet, whole_split: bool) -> tuple[float | None, str]:
     """Return (largest possible accuracy, source of this limit), or (None, reason why there is no limit).
 
-    In the synthetic images, a known share of the labels is wrong on purpose, so no model can reach an accuracy of 1. The share is
-    exact only for the whole split. Therefore there is no limit for a part of a split.
+    A known share of the synthetic labels is deliberately wrong, so no model can reach an accuracy of 1. The share is exact only
+    for the whole split, so part of a split has no limit.
 
     Args:
-        image_set: the images.
+        image_set: set of images.
         whole_split: whether all images of the test split are used.
     """
     if image_set.bayes_accuracy is None:
@@ -376,7 +376,7 @@ def _best_possible(image_set: ImageSet, whole_split: bool) -> tuple[float | None
 def _accuracy_row(
     context: Context, run: TrainedImages, evaluation: dict[str, float], params: dict, best: tuple[float | None, str], source: str
 ) -> Row:
-    """Return the row that holds the accuracy and its Wilson score interval.
+    """Return the row with the accuracy and its Wilson score interval.
 
     Args:
         best: (largest possible accuracy, source of this limit), or (None, reason why there is no limit).
@@ -397,16 +397,16 @@ def _accuracy_row(
 
 
 def _training_time_s(history: History) -> list[float]:
-    """Return, for each epoch, the training time in seconds from the start of the training until the end of this epoch.
+    """Return the training time in seconds from the start of the run to the end of each epoch.
 
-    The warm-up steps of an epoch are not timed. Each warm-up step counts with the mean time of the timed steps of the same epoch.
+    The warm-up steps of an epoch are not timed. Each counts as the mean time of the timed steps of the same epoch.
     """
     epochs = history.epochs
     return list(accumulate(e.time_s * e.steps / e.timed_steps if e.timed_steps else math.nan for e in epochs))
 
 
 def _time_to_accuracy_row(context: Context, run: TrainedImages, target: float, source: str, **params: Any) -> Row:
-    """Return the row that holds the training time in seconds until the held-out accuracy reached `target` for the first time."""
+    """Return the row with the training time in seconds until the held-out accuracy first reached `target`."""
     reached = [
         time_s
         for time_s, record in zip(_training_time_s(run.history), run.history.epochs, strict=True)

@@ -1,8 +1,7 @@
-"""Speed of this library's ResNet-18 training, compared with a plain public training loop on one device.
+"""Speed of this library's ResNet-18 training compared with a plain public training loop, on one device.
 
-The steps of both loops are timed alternately, so that a drift of the clock affects both loops. The speed ladder (see
-`speed_ladder`) leads from the plain loop to this library's loop, and adds a graph, the loader and the optimizer one after the
-other.
+The steps of both loops are timed in alternation, so that clock drift affects both. The speed ladder (see `speed_ladder`) leads
+from the plain loop to this library's loop by adding a graph, the loader and the optimizer one after the other.
 """
 
 import copy
@@ -53,7 +52,7 @@ _HOST_UNKNOWN = (
 
 
 class ImageTrainingSpeedOptions(Options):
-    """Options of `image_training_speed`.
+    """Options for the `image_training_speed` experiment.
 
     Args:
         width: number of channels of the first stage.
@@ -64,10 +63,10 @@ class ImageTrainingSpeedOptions(Options):
         compiled: whether to compile the model of this library's loop.
         plain_compiled: whether to compile the model of the plain loop.
         parity_steps: number of steps whose losses are compared.
-        steps_in_a_row: number of steps that one loop runs before the other loop continues.
-        time_limit_s: seconds of timing for each measurement.
-        ladder_s: seconds of timing of the speed ladder of each batch size.
-        tolerance: not used. It exists because older stored runs have this option.
+        steps_in_a_row: number of steps that one loop runs before the other takes over.
+        time_limit_s: timing budget in seconds for each measurement.
+        ladder_s: timing budget in seconds for the speed ladder at each batch size.
+        tolerance: unused, accepted for compatibility with older stored runs.
     """
 
     width: int
@@ -84,12 +83,12 @@ class ImageTrainingSpeedOptions(Options):
     tolerance: float | None = None
 
     def work(self, batch: int) -> Workload:
-        """Return the workload of the training step with this batch size."""
+        """Return the workload of the training step at this batch size."""
         return workload(ImageSizes(width=self.width, batch_size=batch))
 
 
 def forecast(context: Context) -> list[Forecast]:
-    """Predict images per second of this library's loop from ceilings and shapes. There is no prediction of the speed-up."""
+    """Predict the images per second of this library's loop from ceilings and shapes. The speed-up has no prediction."""
     options = ImageTrainingSpeedOptions.of(context)
     dtype = choose_precision(context.device, options.precision).dtype
     ratios, rates = [], []
@@ -102,14 +101,11 @@ def forecast(context: Context) -> list[Forecast]:
 
 
 def run(context: Context, report: Report) -> Result:
-    """For each batch size, compare the losses of both loops on the same batches.
-
-    Then time the steps of both loops alternately.
-    """
+    """For each batch size, compare the losses of both loops on the same batches, then time their steps in alternation."""
     options = ImageTrainingSpeedOptions.of(context)
     image_set, prepared = datasets.images(context)
     torch.backends.cudnn.benchmark = (
-        True  # the setting is for both loops; it need not be restored, because the process ends with the experiment
+        True  # applies to both loops; it need not be restored, because the process ends with the experiment
     )
     rows, frames = [], []
     for number, batch in enumerate(options.batches):
@@ -137,15 +133,15 @@ class _Pair:
 
     Attributes:
         options: options of the experiment.
-        loops: makes the rows that compare both loops.
+        loops: builder of the rows that compare both loops.
         engine: training engine of this library's loop.
         batches: loader of this library's loop.
         plain: the plain loop.
-        published: name of the library that defines the model of the plain loop.
+        published: name of the library that defines the plain loop's model.
         fresh_plain: function that returns a new plain loop with the initial weights. Its arguments `compiled` and `fused` are
-            those of `PlainImageLoop`, and False by default.
+            those of `PlainImageLoop`, False by default.
         fresh_batches: function that returns a new loader that starts at the first batch.
-        captured: the plain loop whose step runs as a CUDA graph. None if the step cannot be captured on this device.
+        captured: the plain loop whose step runs as a CUDA graph, or None if this device cannot capture the step.
     """
 
     options: ImageTrainingSpeedOptions
@@ -184,7 +180,7 @@ class _Pair:
         model = resnet18(CLASSES, options.width)
         other, published = plain_model(options.width)
         copy_weights(model, other)
-        # A copy that is never trained: each new plain loop starts from these weights.
+        # An untrained copy of the weights, from which each new plain loop starts.
         weights = copy.deepcopy(other)
 
         def fresh_plain(compiled: bool = False, fused: bool = False) -> PlainImageLoop:
@@ -194,8 +190,8 @@ class _Pair:
 
         plain, batches = fresh_plain(options.plain_compiled), fresh_batches()
         model = model.to(device.torch_device)
-        # Both loops must do the same update. The published loop applies weight decay to norms too and does not clip gradients,
-        # so both loops use no weight decay and no clipping.
+        # Both loops must do the same update. The published loop applies weight decay to norms too and does not clip gradients, so
+        # weight decay and clipping are off in both.
         engine = ImageEngine(
             model,
             sgd_nesterov(model, rate, weight_decay=0.0),
@@ -217,9 +213,9 @@ class _Pair:
         return cls(options, loops, engine, batches, plain, captured, published, fresh_plain, fresh_batches)
 
     def train_on(self, loop: str, images: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        """Run one optimizer step on a given batch with the loop of the given name. Return the loss before the update."""
+        """Run one optimizer step on a given batch with the named loop. Return the loss before the update."""
         if loop == PLAIN:
-            # The plain loop stores its images as float32, so it gets them in the same format here.
+            # The plain loop stores its images as float32, so it receives this format here as well.
             return self.plain.train_on(images.float(), labels)
         if loop == CAPTURED:
             return not_none(self.captured).train_on(images.float(), labels)
@@ -231,10 +227,10 @@ class _Pair:
 
 
 def _parity(pair: _Pair, frames: list[pd.DataFrame]) -> list[Row]:
-    """Compare the losses of both loops on the same batches.
+    """Compare the losses of the loops with those of an uncompiled plain loop on the same batches.
 
     Returns:
-        The rows of the comparison, and for each loop one row that holds the time of its first step.
+        The rows of the comparison, and one row with the first step's time for each loop whose first step compiles or captures.
     """
     options, loops, steps = pair.options, pair.loops, pair.options.parity_steps
     losses: dict[str, list[torch.Tensor]] = {OURS: [], PLAIN: []} | ({} if pair.captured is None else {CAPTURED: []})
@@ -244,14 +240,14 @@ def _parity(pair: _Pair, frames: list[pd.DataFrame]) -> list[Row]:
         for name, curve in losses.items():
             started = time.perf_counter()
             curve.append(pair.train_on(name, images, labels))
-            # Only the first step is waited for, because it compiles. A wait in every step would slow down the loops.
+            # Wait only for the first step, which compiles. Waiting in every step would slow the loops down.
             if step == 0:
                 wait_for(loops.context.device)
                 first_s[name] = time.perf_counter() - started
     curves = {name: torch.stack(curve).float().cpu().numpy() for name, curve in losses.items()}
     twins = train_twins(twin_format(loops.dtype), loops.context.seed, lambda: _plain_losses(pair, steps))
-    # Both loops are compared with an uncompiled plain loop. The tolerance comes from that loop and its twins, so a fault in the
-    # timed plain loop cannot make the tolerance larger.
+    # The reference is an uncompiled plain loop. The tolerance comes from this reference and its twins, so a fault in the timed
+    # plain loop cannot widen the tolerance.
     uncompiled = np.array(_plain_losses(pair, steps))
     rows = [
         loops.parity(
@@ -276,9 +272,9 @@ def _plain_losses(pair: _Pair, steps: int) -> list[float]:
 
 
 def _speeds(pair: _Pair, frames: list[pd.DataFrame]) -> list[Row]:
-    """Time the steps of all loops alternately, including their loaders, and then those of the speed ladder.
+    """Time the steps of all loops in alternation, loaders included, then those of the speed ladder.
 
-    Finally time each matrix product of the step by itself.
+    Finally time each matrix product of the step alone.
     """
     options, loops, device = pair.options, pair.loops, pair.loops.context.device
     steps: dict[str, Callable[[], torch.Tensor]] = {OURS: pair.our_step, PLAIN: pair.plain.step}
@@ -307,18 +303,18 @@ def _speeds(pair: _Pair, frames: list[pd.DataFrame]) -> list[Row]:
     try:
         alone = time_alone(products, precision, device, options.time_limit_s)
         frames.append(alone.frame(loops.work.name, precision.dtype, {"batch": loops.work.items}))
-    except torch.OutOfMemoryError as error:  # both loops are still in memory; their timings are valid anyway
+    except torch.OutOfMemoryError as error:  # both loops are still in memory; their timings remain valid
         alone = out_of_memory_reason(error)
     return rows + [_products_row(loops, name, timing, alone) for name, timing in by_loop.items()]
 
 
 def _climbed(pair: _Pair, timings: dict[str, Timing], frames: list[pd.DataFrame]) -> list[Row]:
-    """Time the steps of all rungs of the speed ladder alternately, including their loaders.
+    """Time the steps of all rungs of the speed ladder in alternation, loaders included.
 
     Args:
         pair: both loops.
-        timings: timings of the loops. If the plain step cannot be captured, no other rung runs, and nothing is timed again.
-        frames: list to which the samples are added.
+        timings: timings of the loops. If the plain step cannot be captured, no other rung runs, and these timings are reused.
+        frames: list to which the samples are appended.
     """
     options, loops, device, captured = pair.options, pair.loops, pair.loops.context.device, pair.captured
     adds = {
@@ -352,16 +348,16 @@ def _climbed(pair: _Pair, timings: dict[str, Timing], frames: list[pd.DataFrame]
 
 
 def _products_row(loops: PairedLoops, name: str, timing: Timing, alone: ProductsAlone | str) -> Row:
-    """Return the row that holds the share of the step time that the matrix products of the step need.
+    """Return the row with the share of the step time that the step's matrix products take.
 
-    Each matrix product was timed by itself.
+    Each matrix product was timed alone.
 
     Args:
-        loops: makes the rows that compare both loops.
+        loops: builder of the rows that compare both loops.
         name: name of the loop whose step time is used.
-        timing: timing of the steps of the loop.
-        alone: timings of the matrix products, or the reason why they could not be timed. In the second case the row has this
-            reason and no value.
+        timing: timing of the loop's steps.
+        alone: timings of the matrix products. If they could not be timed, the reason, which the row then gives instead of a
+            value.
     """
     columns = loops.of(name)
     columns["params"] |= {"what": OF_PRODUCTS}

@@ -1,6 +1,6 @@
 """The language baseline: a small causal Transformer.
 
-Its options were chosen by the loss on the validation split. The test split is used once, after the training.
+Its options were chosen by the validation loss. The test split is used once, after training.
 """
 
 import math
@@ -39,13 +39,13 @@ Split = Literal["valid", "test"]
 
 
 class Beats(BaseModel, extra="forbid", frozen=True, strict=True):
-    """Requirements that the trained model must fulfil.
+    """Requirements for the trained model.
 
     Args:
-        baseline: name of the n-gram model for the comparison on natural text. It is a variant of `ngram_baselines`.
-        factor: on natural text, the perplexity of the trained model must be below `factor` times the perplexity of the baseline.
-        floor_share: on synthetic text, the loss of the trained model may exceed the least possible loss by at most this share of
-            the least possible loss.
+        baseline: n-gram model for the comparison on natural text, a variant of `ngram_baselines`.
+        factor: on natural text, the perplexity of the trained model must be below `factor` times that of the baseline.
+        floor_share: on synthetic text, the trained model's loss may exceed the least possible loss by at most this share of the
+            least possible loss.
     """
 
     baseline: str
@@ -54,9 +54,9 @@ class Beats(BaseModel, extra="forbid", frozen=True, strict=True):
 
 
 class SyntheticChanges(BaseModel, extra="forbid", frozen=True, strict=True):
-    """Options that have other values for synthetic text. None keeps the value of `LanguageModelOptions`.
+    """Options whose values differ for synthetic text. None keeps the value of `LanguageModelOptions`.
 
-    Synthetic text has a small vocabulary, and a model learns its structure late in the training.
+    Synthetic text has a small vocabulary, and a model learns its structure late in training.
 
     Args:
         sequence_length, batch_size, steps, warmup_steps, stride, scores: as in `LanguageModelOptions`.
@@ -71,30 +71,29 @@ class SyntheticChanges(BaseModel, extra="forbid", frozen=True, strict=True):
 
 
 class LanguageModelOptions(Options):
-    """Options of `language_model`.
+    """Options for the `language_model` experiment.
 
     Args:
         model: name of the Transformer configuration.
         sequence_length: number of tokens in a sequence.
         batch_size: number of sequences in a batch.
-        steps, epochs: length of the training. Exactly one of the two is given.
-        learning_rate: largest learning rate, which is reached at the end of the warm-up.
-        warmup_steps: number of steps of the warm-up.
+        steps, epochs: length of the training run. Exactly one of the two is given.
+        learning_rate: peak learning rate, reached at the end of the warm-up.
+        warmup_steps: number of warm-up steps.
         weight_decay: weight decay of AdamW.
         dropout: dropout probability of the model.
         precision: number format, or "auto".
         evaluate_every: number of epochs between evaluations on the validation split.
         checkpoint_every: number of steps between checkpoints.
-        evaluation_batch_size: number of windows in a batch of an evaluation.
-        stride: number of tokens between the starts of two successive windows when the final scores are computed. Windows may
-            overlap. Each token is scored once, in the window in which it has the longest context.
-        scores: splits to score after the training.
-        seeds: number of trainings, each with its own seed.
-        steady_time_limit_s: seconds for timing single training steps after the training.
+        evaluation_batch_size: number of windows in an evaluation batch.
+        stride: number of tokens between the starts of successive windows when the final scores are computed. Windows may overlap.
+            Each token is scored once, in the window that gives it the longest context.
+        scores: splits to score after training.
+        seeds: number of training runs, each with its own seed.
+        steady_time_limit_s: timing budget in seconds for single training steps after the training run.
         beats: requirements for the trained model.
-        reaches: largest allowed perplexity per word on the validation split, as the mean over all seeds. It is only used if
-            there are several seeds.
-        when_synthetic: options that have other values for synthetic text.
+        reaches: maximum validation perplexity per word, averaged over the seeds. Used only if there are several seeds.
+        when_synthetic: options whose values differ for synthetic text.
     """
 
     model: str
@@ -124,13 +123,13 @@ class LanguageModelOptions(Options):
 
     @property
     def plan(self) -> TrainingPlan:
-        """The length of the training, the epochs between evaluations, and the steps between checkpoints."""
+        """Length of the training run, epochs between evaluations, and steps between checkpoints."""
         return TrainingPlan(
             epochs=self.epochs, steps=self.steps, evaluate_every=self.evaluate_every, checkpoint_every=self.checkpoint_every
         )
 
     def config(self, vocabulary: int) -> TransformerConfig:
-        """Return the configuration of the model for a vocabulary of this size."""
+        """Return the model configuration for a vocabulary of this size."""
         return named_config(self.model, vocab_size=vocabulary, context=self.sequence_length, dropout=self.dropout)
 
 
@@ -153,9 +152,9 @@ def forecast(context: Context) -> list[Forecast]:
 
 
 def run(context: Context, report: Report) -> Result:
-    """Train with each seed, and score every token of the chosen splits after each training.
+    """Train with each seed, and score every token of the chosen splits after each training run.
 
-    After the training with the first seed, time its training step.
+    After the run with the first seed, time its training step.
     """
     corpus, tokenizer, prepared = datasets.text(context)
     text = _Text(context, LanguageModelOptions.of(context).for_source(corpus.source), corpus, tokenizer, prepared)
@@ -172,7 +171,7 @@ def run(context: Context, report: Report) -> Result:
             rows, steady_samples = _rows(text, trained, engine, batches)
             samples.append(steady_samples)
         runs.append(trained)
-        del engine, batches  # free the device's memory for the next training
+        del engine, batches  # free the device memory for the next training run
     if len(seeds) > 1:
         rows += seed_rows(context, runs, corpus)
     parity, parity_samples = captured_parity(context, runs[0].name, _beginning(text), corpus.source)
@@ -191,7 +190,7 @@ EXPERIMENT = Experiment(
 
 @dataclass(frozen=True)
 class _Text:
-    """The data and the options that all trainings of this experiment share."""
+    """Data and options shared by all training runs of this experiment."""
 
     context: Context
     options: LanguageModelOptions
@@ -225,14 +224,14 @@ class _Text:
 
 @dataclass(frozen=True)
 class TrainedLanguage:
-    """Results of one training.
+    """Results of one training run.
 
     Attributes:
         name: name of the model.
-        dtype: number format of the training.
+        dtype: number format of the training run.
         history: losses, times and evaluations of the epochs.
-        score_params: params of all rows that hold scores. They say how the scores were computed and with which weights.
-        scored: a dict that maps the name of a split to the score on this split.
+        score_params: params of all score rows: how the scores were computed and with which weights.
+        scored: a dict that maps each split to its score.
     """
 
     seed: int
@@ -244,10 +243,9 @@ class TrainedLanguage:
 
 
 def seed_rows(context: Context, runs: list[TrainedLanguage], corpus: TextCorpus) -> list[Row]:
-    """Return rows that hold all measures of all seeds and splits, then rows that hold their means and standard deviations over
-    the seeds.
+    """Return rows with the metrics of every seed and split, then their means and standard deviations over the seeds.
 
-    The measures are perplexity per token, perplexity per word and bits per byte.
+    The metrics are perplexity per token, perplexity per word and bits per byte.
     """
     rows, first = [], runs[0]
     for split in first.scored:
@@ -266,7 +264,7 @@ def seed_rows(context: Context, runs: list[TrainedLanguage], corpus: TextCorpus)
 
 
 def _train(text: _Text, seed: int, report: Report) -> tuple[LanguageEngine, LanguageBatches, TrainedLanguage]:
-    """Train a new model with one seed. This function does not read the test split."""
+    """Train a new model with one seed. The test split is not read."""
     seed_everything(seed)
     options, batches = text.options, text.batches(seed)
     engine = text.engine(len(batches), capture=True)
@@ -284,8 +282,8 @@ def _train(text: _Text, seed: int, report: Report) -> tuple[LanguageEngine, Lang
         "context": options.sequence_length,
         "stride": options.stride,
         "step": engine.steps,
-        # The weights after the last step are scored, not the weights with the best validation loss. The length of the training is
-        # the same for all seeds. It was chosen on the validation split.
+        # Score the weights after the last step, not those with the best validation loss. All seeds train for the same number of
+        # steps, which was chosen on the validation split.
         "weights": "after the last step",
         "dropout": options.dropout,
         "tokenizer": text.tokenizer.name,
@@ -295,10 +293,10 @@ def _train(text: _Text, seed: int, report: Report) -> tuple[LanguageEngine, Lang
 
 
 def _score(text: _Text, engine: LanguageEngine, history: History, split: str) -> Scored:
-    """Compute the negative log-likelihood of every token of the split with the final weights."""
+    """Compute the negative log-likelihood of the split's tokens with the final weights."""
     stride, last = text.options.stride, history.epochs[-1].evaluation
     if split == "valid" and stride == text.options.sequence_length and last is not None:
-        # The last evaluation of the training used the same weights and windows. On a CPU, a repetition would take a minute.
+        # The last evaluation during training used the same weights and windows. Repeating it would take a minute on a CPU.
         columns: dict[str, Any] = {column.name: last[column.name] for column in fields(LanguageEvaluation)}
         evaluation = LanguageEvaluation(**columns)
     else:
@@ -308,9 +306,9 @@ def _score(text: _Text, engine: LanguageEngine, history: History, split: str) ->
 
 
 def _least_flops(config: TransformerConfig, length: int) -> float:
-    """Return the FLOPs per token of one forward and backward pass, without the FLOPs that a causal mask makes unnecessary.
+    """Return the FLOPs per token of one forward and backward pass, without those that a causal mask makes unnecessary.
 
-    The mask makes half of the FLOPs of attention unnecessary.
+    The mask makes half of the attention FLOPs unnecessary.
     """
     return flops_per_token(config, length // 2).forward_backward
 
@@ -318,7 +316,7 @@ def _least_flops(config: TransformerConfig, length: int) -> float:
 def _beginning(text: _Text) -> Callable[[bool], tuple[LanguageEngine, Callable]]:
     """Return a function that builds a new engine and a new loader for the first seed.
 
-    The function takes one argument, which says whether the step runs as a CUDA graph.
+    Its argument states whether the step runs as a CUDA graph.
     """
 
     def begin(capture: bool) -> tuple[LanguageEngine, Callable]:
@@ -329,7 +327,7 @@ def _beginning(text: _Text) -> Callable[[bool], tuple[LanguageEngine, Callable]]
 
 
 def _rows(text: _Text, run: TrainedLanguage, engine: LanguageEngine, batches: LanguageBatches) -> tuple[list[Row], pd.DataFrame]:
-    """Return the rows of one training and of its scores, and the rows and samples of training steps that are timed after it."""
+    """Return the rows of one training run and its scores, and the rows and samples of training steps timed after it."""
     context, source = text.context, text.corpus.source
     config, length = text.options.config(text.tokenizer.vocab_size), text.options.sequence_length
     rows = epoch_rows(context, run.name, run.dtype, engine, run.history, source)

@@ -1,30 +1,30 @@
-"""Speed of this library's language-model training, compared with a plain public training loop on one device.
+"""Speed of this library's language-model training compared with a plain public training loop, on one device.
 
-The steps of both loops are timed alternately. Both loops are also compared with a roof. The roof is an estimate of the least time
-of a step. It is computed from the rates that this run has measured, and it has two parts, because kernels run one after the
-other: the time of the matrix products, and the time to move all other bytes through memory.
+The steps of both loops are timed in alternation. Both loops are also compared with a roof, an estimate of the least step time. It
+is computed from rates measured in this run and has two parts, because kernels run one after the other: the time of the matrix
+products, and the time to move all other bytes through memory.
 
 The time of the matrix products is determined in one of two ways:
 
-- All FLOPs run at the highest rate of any matrix product that the run has measured. Attention counts only the half of its FLOPs
-  that a causal mask leaves.
-- The step's own matrix products run one after the other. Their calls are timed alternately with whole steps (see
+- All FLOPs run at the highest matrix-product rate measured in this run. Of the attention FLOPs, only the half that a causal mask
+  leaves is counted.
+- The step's own matrix products run one after the other. Their calls are timed in alternation with whole steps (see
   `products_alone`).
 
-The other bytes are the bytes that no matrix product reads or writes. The roof assumes that they move at the rate of the fastest
+The other bytes are those that no matrix product reads or writes. The roof assumes that they move at the rate of the fastest
 memory stream. These bytes are counted:
 
-- The optimizer works in float32. It reads weight, gradient and the two moments of AdamW, and writes weight and moments. Where
-  matrix products write 16-bit numbers, the gradient is first converted to float32 and written.
+- The optimizer works in float32. It reads the weight, the gradient and the two AdamW moments, and writes the weight and the
+  moments. Where matrix products write 16-bit numbers, the gradient is first converted to float32 and written.
 - The loss reads the logits once, in the number format of the matrix products.
 - Activations have the same format. They are counted in tensors of [B, T, D]. Each block writes its input and the sum after
-  attention and reads both in the backward pass (4 tensors). It writes the outputs of both norms and of GELU (2 + 4 tensors). It
+  attention, and reads both in the backward pass (4 tensors). It writes the outputs of both norms and of GELU (2 + 4 tensors). It
   reads the input of GELU in the backward pass (4 tensors). The head writes and reads the input of the last norm (2 tensors) and
   writes its output (1 tensor).
 
-The roof leaves out gradients of activations, repeated reads in the forward pass, the statistics of norms and of attention, 16-bit
-copies of weights, the lookups of the embedding, and the launches of kernels. A kernel that fuses a norm or a GELU with a matrix
-product could be faster than this roof. Neither loop uses such a kernel.
+The roof omits gradients of activations, repeated reads in the forward pass, the statistics of norms and of attention, 16-bit
+copies of weights, embedding lookups, and kernel launches. A kernel that fuses a norm or a GELU with a matrix product could be
+faster than this roof. Neither loop uses such a kernel.
 
 The speed ladder (see `speed_ladder`) leads from the plain loop to this library's loop. Its first change is a graph: the step of
 the plain loop is captured and replayed. The rungs between both loops train from the same weights on the same batches, and their
@@ -81,9 +81,9 @@ from hyperion.workloads.workloads import (
     workload,
 )
 
-# The steps are divided into this number of windows, and the mean losses of the windows are compared. In a mean, the scatter of
-# single steps averages out, and a lasting difference remains. In a test over 200 steps of a small model, the use of bfloat16
-# changed the mean loss of a window by 0.2 %, and a 10 % higher learning rate changed the mean loss by 1.4 %.
+# The steps are divided into this many windows, whose mean losses are compared. In the mean, the scatter of single steps averages
+# out, and a lasting difference remains. In a test over 200 steps of a small model, bfloat16 changed the mean loss of a window by
+# 0.2 %, and a 10 % higher learning rate changed it by 1.4 %.
 WINDOWS = 10
 BF16_STREAM, LOSS_KERNEL = "plain, bf16 stream", "plain, loss kernel"
 _ADDS = {
@@ -99,23 +99,23 @@ _FLOAT32, _PASSES_OF_A_BLOCK, _PASSES_OF_THE_HEAD = 4, 14, 3
 
 
 class LanguageTrainingSpeedOptions(Options):
-    """Options of `language_training_speed`.
+    """Options for the `language_training_speed` experiment.
 
     Args:
         model: name of the Transformer configuration.
-        layers: number of blocks. 0 uses the number of the configuration.
+        layers: number of blocks. 0 uses the configuration's number.
         sequence_length: number of tokens in a sequence.
         batch_size: number of sequences in a batch.
         learning_rate: learning rate after the warm-up.
-        warmup_steps: number of steps of the warm-up.
+        warmup_steps: number of warm-up steps.
         precision: number format, or "auto".
         compiled: whether to compile both models.
-        steps: smallest number of steps of a loop or rung whose losses are compared.
-        steps_in_a_row: number of steps that one loop runs before the other loop continues.
-        tolerance: largest allowed relative difference between the mean losses of both loops in a window. The difference that the
-            padded vocabulary explains is allowed in addition.
-        time_limit_s: seconds of timing.
-        ladder_s: seconds of timing of the speed ladder.
+        steps: minimum number of steps whose losses are compared, for each loop or rung.
+        steps_in_a_row: number of steps that one loop runs before the other takes over.
+        tolerance: largest allowed relative difference between the two loops' mean losses in a window, in addition to the
+            difference explained by the padded vocabulary.
+        time_limit_s: timing budget in seconds for the loops.
+        ladder_s: timing budget in seconds for the speed ladder.
     """
 
     model: str
@@ -134,15 +134,15 @@ class LanguageTrainingSpeedOptions(Options):
 
     @property
     def sizes(self) -> LanguageSizes:
-        """The sizes of the model and of the batch."""
+        """Dimensions of the model and the batch."""
         return LanguageSizes(**self.model_dump(include=set(LanguageSizes.model_fields)))
 
 
 def forecast(context: Context) -> list[Forecast]:
     """Predict the speed-up of this library's loop, and the time and throughput of its step.
 
-    The speed-up assumes that all kernels of both loops run at the ceilings that this run has measured. The throughput is the
-    share of these ceilings that a reference machine reached.
+    The speed-up assumes that all kernels of both loops run at the ceilings measured in this run. The throughput is the share of
+    these ceilings that a reference machine reached.
     """
     options = LanguageTrainingSpeedOptions.of(context)
     dtype = choose_precision(context.device, options.precision).dtype
@@ -155,7 +155,7 @@ def forecast(context: Context) -> list[Forecast]:
     if roof is None:
         return [ours(metric="speedup", estimate=None, basis=NO_CEILINGS, params=params | {"over": PLAIN})]
     more = _additional_bytes(options, work, dtype)
-    # The plain loop needs the time of the roof plus the time of its additional traffic.
+    # The plain loop takes the time of the roof plus the time of its additional traffic.
     ratio = 1 + roof.moving_s(more) / roof.time_s
     expected = expected_share(context.device, TRAINING_STEP, work.items / roof.time_s, str(roof))
     rate = expected.forecast(work.name, "tokens_per_s", dtype, params)
@@ -173,7 +173,7 @@ def forecast(context: Context) -> list[Forecast]:
 
 
 def _time_forecast(rate: Forecast, items: int) -> Forecast:
-    """Return the prediction of the step time. It is computed from the prediction of the throughput.
+    """Return the prediction of the step time, computed from the predicted throughput.
 
     Args:
         rate: predicted throughput.
@@ -184,7 +184,7 @@ def _time_forecast(rate: Forecast, items: int) -> Forecast:
 
 
 def run(context: Context, report: Report) -> Result:
-    """Train both loops from the same weights on the same batches, time their steps alternately, and compare their losses."""
+    """Train both loops from the same weights on the same batches, time their steps in alternation, and compare their losses."""
     options = LanguageTrainingSpeedOptions.of(context)
     corpus, tokenizer, prepared = datasets.text(context)
     work = workload(options.sizes.model_copy(update={"vocabulary": tokenizer.vocab_size}))
@@ -213,16 +213,16 @@ EXPERIMENT = Experiment(
 
 @dataclass
 class _Loop:
-    """One of the two training loops, with its own loader.
+    """One training loop, with its own loader.
 
     Attributes:
         train_on: function that takes inputs and targets, runs one optimizer step, and returns the loss before the update.
         batches: loader of this loop.
         losses: losses of all steps so far, on the device.
-        first_s: seconds of the first steps, which compile the model and capture the step as a graph.
-        peak_gib: peak memory of the tensors in a step in GiB. Tensors that existed before the loop was built do not count. None
-            on a CPU.
-        replayed: whether the step is captured as a CUDA graph, so that later steps replay this graph.
+        first_s: time in seconds of the first steps, which compile the model and capture the step as a graph.
+        peak_gib: peak memory of the tensors in a step in GiB, without tensors that existed before the loop was built. None on a
+            CPU.
+        replayed: whether the step is captured as a CUDA graph that later steps replay.
     """
 
     train_on: Callable[[Tensor, Tensor], Tensor]
@@ -275,15 +275,15 @@ def _climbed(
     timings: dict[str, Timing],
     how: dict,
 ) -> tuple[list[Row], list[pd.DataFrame]]:
-    """Build the rungs between both loops, time all rungs alternately, and compare the losses of the new rungs.
+    """Build the rungs between both loops, time all rungs in alternation, and compare the losses of the new rungs.
 
     Args:
         options: options of the experiment.
-        loops: makes the rows that compare the loops.
+        loops: builder of the rows that compare the loops.
         tokens: token ids of the training split.
-        started: both loops, which have run the steps of the comparison.
-        timings: timings of both loops. If no other rung runs on this device, nothing is timed again.
-        how: further params of the row that compares this library's loop with the captured plain loop.
+        started: both loops, after the steps of the comparison.
+        timings: timings of both loops, reused if no other rung runs on this device.
+        how: additional params of the row that compares this library's loop with the captured plain loop.
 
     Returns:
         (rows, tables of samples).
@@ -314,10 +314,10 @@ def _climbed(
 def _rungs(
     options: LanguageTrainingSpeedOptions, loops: PairedLoops, tokens: np.ndarray, started: dict[str, _Loop]
 ) -> tuple[dict[str, _Loop], list[Rung]]:
-    """Build the rungs between both loops, and run the steps of each whose losses are compared.
+    """Build the rungs between both loops, and run the steps of each rung whose losses are compared.
 
     Returns:
-        (loops of the new rungs that run on this device, by name; all rungs of the ladder, with both loops).
+        (loops of the new rungs that run on this device, by name; all rungs of the ladder, including both loops).
     """
     context, device, dtype = loops.context, loops.context.device, loops.dtype
     uncaptured = why_not_captured(device, 1, dtype)
@@ -330,7 +330,7 @@ def _rungs(
         train = CapturedLanguageLoop(_plain_loop(options, context, loops.work, **changed), sharing)
         loop = _Loop(train.train_on, _batches(options, context, tokens))
         loop.first_s = _seconds_of(loop.step, device)
-        for _ in range(options.steps - 1):  # for the comparison of the losses; the timing alone has too few steps
+        for _ in range(options.steps - 1):  # for the loss comparison; the timing alone has too few steps
             loop.step()
         return train, loop
 
@@ -355,12 +355,12 @@ def _batches(options: LanguageTrainingSpeedOptions, context: Context, tokens: np
 def _start(options: LanguageTrainingSpeedOptions, loops: PairedLoops, tokens: np.ndarray, build: Callable) -> _Loop:
     """Build a loop and run its first three steps.
 
-    The first step compiles the model. The second step is a usual step, whose peak memory is measured. The third step is captured
-    as a CUDA graph. The memory is measured before the capture, because a graph has its own memory pool.
+    The first step compiles the model. The peak memory is measured in the second step. The third step is captured as a CUDA graph.
+    The memory is measured before the capture, because a graph has its own memory pool.
     """
     context, device = loops.context, loops.context.device
     accelerator = device.kind != "cpu"
-    # The first loop still holds its tensors while the second one is built. They are subtracted.
+    # The first loop still holds its tensors while the second is built. They are subtracted.
     before = torch.cuda.memory_allocated(device.torch_device) if accelerator else 0
     train_on, engine = build(options, context, loops.work)
     loop = _Loop(train_on, _batches(options, context, tokens))
@@ -405,7 +405,7 @@ def _plain(
 
 
 def _plain_loop(options: LanguageTrainingSpeedOptions, context: Context, work: Workload, **changes: bool) -> PlainLanguageLoop:
-    """Return a new plain loop. `changes` are arguments of `PlainTransformer`."""
+    """Return a new plain loop. `changes` are arguments of `with_weights_of`."""
     model = with_weights_of(cast(TransformerLM, work.model(context.device, context.seed)), **changes)
     precision = choose_precision(context.device, options.precision)
     return PlainLanguageLoop(model, work.schedule, precision, context.device, options.compiled)
@@ -414,13 +414,13 @@ def _plain_loop(options: LanguageTrainingSpeedOptions, context: Context, work: W
 def _timed(
     options: LanguageTrainingSpeedOptions, loops: PairedLoops, started: dict[str, _Loop]
 ) -> tuple[dict[str, Timing], Timing | str]:
-    """Time the steps of both loops and the matrix products of a step, alternately.
+    """Time the steps of both loops and the matrix products of a step in alternation.
 
     If the operands of the matrix products do not fit into memory, time only the steps.
 
     Returns:
-        A pair. The first element maps the name of a loop to its timing. The second element is the timing of the matrix products,
-        or the reason why they could not be timed.
+        A pair: a dict that maps each loop's name to its timing, and the timing of the matrix products or the reason why they
+        could not be timed.
     """
     device, steps = loops.context.device, [loop.step for loop in started.values()]
     in_turn = partial(
@@ -434,7 +434,7 @@ def _timed(
     )
     try:
         products = products_of(loops.work, options.compiled)
-        # The products alternate with the steps, so that all of them run at the same clock.
+        # The products alternate with the steps, so that both run at the same clock.
         *timings, together = in_turn([*steps, one_pass(products, choose_precision(device, options.precision), device)])
     except torch.OutOfMemoryError as error:
         reason = out_of_memory_reason(error)
@@ -444,23 +444,22 @@ def _timed(
 
 
 def _parity(options: LanguageTrainingSpeedOptions, loops: PairedLoops, started: dict[str, _Loop]) -> tuple[Row, pd.DataFrame]:
-    """Compare the mean losses of a loop and of the plain loop in each window of the steps that both loops have done.
+    """Compare the mean losses of a loop and of the plain loop in each window of the steps that both have run.
 
-    A window is a number of consecutive steps. The value of the row is the largest relative difference of all windows. The plain
-    model pads the vocabulary from V to P classes. This raises its loss by at most ln(P / V), compared with the initial loss ln V
-    of this library's model. The tolerance for this library's loop allows this difference. The remaining part of the tolerance is
-    for rounding.
+    A window is a number of consecutive steps. The row's value is the largest relative difference over all windows. The plain
+    model pads the vocabulary from V to P classes, which raises its loss by at most ln(P / V); the initial loss of this library's
+    model is ln V. The tolerance for this library's loop includes this difference. The rest of the tolerance covers rounding.
 
     Args:
         options: options of the experiment.
-        loops: makes the row.
+        loops: builder of the row.
         started: the plain loop and one other loop, by name.
     """
     name, tolerance = next(name for name in started if name != PLAIN), options.tolerance
     if name == OURS:
         classes = not_none(loops.work.config).vocab_size
         tolerance += math.log(padded_classes(classes) / classes) / math.log(classes)
-    # The loops may have done different numbers of steps. Only common steps are compared.
+    # The loops may have run different numbers of steps. Only common steps are compared.
     steps = min(len(loop.losses) for loop in started.values())
     curves = {name: torch.stack(loop.losses[:steps]).float().cpu().numpy() for name, loop in started.items()}
     means = {
@@ -472,14 +471,14 @@ def _parity(options: LanguageTrainingSpeedOptions, loops: PairedLoops, started: 
 
 
 def _share_row(loops: PairedLoops, name: str, timing: Timing, what: str, roof: "StepRoof | str") -> Row:
-    """Return the row that holds the least time of a step (the roof) divided by the step time of a loop.
+    """Return the row with the least step time (the roof) divided by a loop's step time.
 
     Args:
-        loops: makes the rows that compare both loops.
+        loops: builder of the rows that compare both loops.
         name: name of the loop.
-        timing: timing of the steps of the loop.
-        what: name of this share, which is stored in the row.
-        roof: the roof, or the reason why there is no roof. In the second case the row has this reason and no value.
+        timing: timing of the loop's steps.
+        what: name of this share, stored in the row.
+        roof: the roof, or the reason why there is none, which the row then gives instead of a value.
     """
     columns = loops.of(name)
     columns["params"] |= {"what": what}
@@ -491,7 +490,7 @@ def _share_row(loops: PairedLoops, name: str, timing: Timing, what: str, roof: "
 
 
 def _memory_rows(loops: PairedLoops, started: dict[str, _Loop]) -> list[Row]:
-    """Return one row for each loop, which holds the peak memory of its steps.
+    """Return one row per loop with the peak memory of its steps.
 
     On a CPU there are no rows, because both loops share the memory of one process.
     """
@@ -511,22 +510,20 @@ def _additional_bytes(options: LanguageTrainingSpeedOptions, work: Workload, dty
     """Return how many more bytes a step of the plain model moves than a step of this library's model.
 
     Each block makes two additions to the residual stream. Under autocast the plain model keeps both sums in float32, so each
-    write and each read of an element moves two more bytes. The plain model also reads the logits once more. The kernel of this
-    library does not need this read, because it overwrites the logits with their gradient. Without compilation or in float32, both
-    models move the same number of bytes.
+    write and each read of an element moves two more bytes. The plain model also reads the logits once more. This library's kernel
+    does not need this read, because it overwrites the logits with their gradient. Without compilation or in float32, both models
+    move the same number of bytes.
     """
     if not (options.compiled and dtype in SIXTEEN_BIT):
         return 0.0
     config = not_none(work.config)
-    # Two additions per block, each written and read once, and two more bytes per element.
+    # Two additions per block, each written and read once, with two more bytes per element.
     residual = 2 * 2 * 2 * config.layers * work.items * config.width
     return residual + 2 * work.items * config.vocab_size
 
 
 def least_traffic(config: TransformerConfig, tokens: int, dtype: str) -> dict[str, int]:
-    """Return a dict that maps a cause, such as the optimizer, to the bytes that a step must move outside of its matrix
-    products.
-    """
+    """Return a dict that maps each cause, such as the optimizer, to the bytes that a step must move outside matrix products."""
     each = FORMATS[dtype].bytes
     passes = _PASSES_OF_A_BLOCK * config.layers + _PASSES_OF_THE_HEAD
     rounded = _FLOAT32 if each < _FLOAT32 else 0
@@ -542,14 +539,13 @@ class StepRoof:
     """A roof: an estimate of the least time of a training step, as the sum of the times of its parts.
 
     Attributes:
-        products: a dict that maps the name of a part of the step, such as "attention", to the seconds of its matrix products.
-        how: text that says how these seconds were determined. A sentence lists the names of the parts and then this text.
-        ceilings: a dict that maps a name to a measured rate. It contains the rates that the roof uses besides the bandwidth.
-        bandwidth_gb_s: bandwidth of the fastest memory stream of the run, in GB/s.
-        traffic: a dict that maps a cause, such as the optimizer, to the bytes that it moves. Bytes of matrix products are not
-            included.
-        together: timing of all matrix products of a step, one after the other. These calls alternate with whole steps. None if
-            they were not timed.
+        products: a dict that maps each part of the step, such as "attention", to the time of its matrix products in seconds.
+        how: how these times were determined, worded to follow the names of the parts in a sentence.
+        ceilings: a dict that maps names to measured rates: those that the roof uses besides the bandwidth.
+        bandwidth_gb_s: bandwidth of the run's fastest memory stream in GB/s.
+        traffic: a dict that maps each cause, such as the optimizer, to the bytes that it moves, without bytes of matrix products.
+        together: timing of all matrix products of a step, one after the other, in alternation with whole steps. None if they were
+            not timed.
     """
 
     products: dict[str, float]
@@ -560,33 +556,33 @@ class StepRoof:
     together: Timing | None = None
 
     def moving_s(self, moved_bytes: float) -> float:
-        """Return the seconds that the fastest memory stream of this run needs for this number of bytes."""
+        """Return the time in seconds that the run's fastest memory stream needs for this number of bytes."""
         return moved_bytes / (self.bandwidth_gb_s * 1e9)
 
     @property
     def parts(self) -> dict[str, float]:
-        """A dict that maps the name of a part of the step to its seconds."""
+        """A dict that maps each part of the step to its time in seconds."""
         return self.products | {name: self.moving_s(moved) for name, moved in self.traffic.items()}
 
     @property
     def time_s(self) -> float:
-        """Seconds of the whole step."""
+        """Time of the whole step in seconds."""
         return sum(self.parts.values())
 
     def share_of(self, step: Timing) -> Estimate:
-        """Return the time of the roof divided by the measured time of a step, with its interval.
+        """Return the time of the roof divided by the measured step time, with an interval.
 
-        If the timings of the matrix products and of the steps alternated, the interval comes from pairs of their samples.
-        Otherwise the interval comes from the samples of the step only.
+        If the timings of the matrix products and the steps alternated, the interval comes from pairs of their samples. Otherwise
+        it comes from the step samples only.
         """
         if self.together is None:
             return step.estimate.map(lambda seconds: self.time_s / seconds)
-        # The time of the products varies from sample to sample. The time of the traffic is a constant that is added.
+        # The time of the products varies from sample to sample. The time of the traffic is added as a constant.
         return ratio_estimate(step.samples_s, self.together.samples_s + self.time_s - sum(self.products.values()))
 
     @property
     def params(self) -> dict:
-        """Params of a row: the rates that the roof uses, and the seconds of each part."""
+        """Params of a row: the rates that the roof uses, and the time of each part in seconds."""
         values = self.ceilings | {"bandwidth_gb_s": self.bandwidth_gb_s, "roof_s": self.time_s}
         values |= {f"{name}_s": seconds for name, seconds in self.parts.items()}
         return {name: float(f"{value:.4g}") for name, value in values.items()}
@@ -600,9 +596,9 @@ class StepRoof:
 
 
 def step_roof(context: Context, work: Workload, dtype: str) -> StepRoof | None:
-    """Return the roof in which all matrix products run at the highest measured rate.
+    """Return the roof with all matrix products at the highest measured rate.
 
-    Returns None if this run has measured no matrix product or no memory stream.
+    Return None if this run has measured no matrix product or no memory stream.
     """
     gemm, stream = context.best_upstream("gemm_tflops", dtype), stream_ceiling(context.upstream)
     if gemm is None or stream is None:
@@ -614,10 +610,10 @@ def step_roof(context: Context, work: Workload, dtype: str) -> StepRoof | None:
 
 
 def own_roof(context: Context, work: Workload, dtype: str, together: Timing) -> StepRoof | None:
-    """Return the roof that uses the measured time of the step's own matrix products.
+    """Return the roof with the measured time of the step's own matrix products.
 
     Args:
-        together: timing of all matrix products. Their calls alternate with the steps that the roof is compared with.
+        together: timing of all matrix products, in alternation with the steps that the roof is compared with.
 
     Returns:
         The roof, or None if this run has measured no memory stream.

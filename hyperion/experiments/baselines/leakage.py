@@ -1,7 +1,7 @@
 """Does the model see future tokens?
 
-The tokens are drawn independently and uniformly from a vocabulary of V tokens. The expected loss of a causal model on such
-tokens is at least ln V nats per token. A clearly lower loss shows that the model sees its targets.
+The tokens are drawn independently and uniformly from a vocabulary of V tokens. A causal model's expected loss on them is at least
+ln V nats per token. A clearly lower loss shows that the model sees its targets.
 """
 
 import math
@@ -20,14 +20,14 @@ VARIANT = "causal transformer"
 
 
 class LeakageOptions(Options):
-    """Options of `leakage`.
+    """Options for the `leakage` experiment.
 
     Args:
         vocabulary: number of distinct tokens, V.
         sequence_length: number of tokens in a sequence.
         batch_size: number of sequences in a batch.
         steps: number of optimizer steps.
-        held_out_batches: number of batches to score after the training.
+        held_out_batches: number of batches to score after training.
     """
 
     vocabulary: int
@@ -38,14 +38,14 @@ class LeakageOptions(Options):
 
 
 def forecast(context: Context) -> list[Forecast]:
-    """Predict the validation loss ln V, which is the entropy in nats of a token drawn uniformly from V tokens."""
+    """Predict the validation loss ln V, the entropy in nats of a token drawn uniformly from V tokens."""
     size = LeakageOptions.of(context).vocabulary
     basis = f"the entropy of a token drawn uniformly from {size} tokens is ln {size} nats"
     return [Forecast(VARIANT, "validation_loss", math.log(size), basis, dtype="fp32")]
 
 
 def run(context: Context, report: Report) -> Result:
-    """Train on new random tokens at every step, then measure the loss on tokens that were not used for training.
+    """Train on new random tokens at every step, then measure the loss on unseen tokens.
 
     The check fails if this loss is more than 4 standard errors below ln V.
     """

@@ -1,6 +1,6 @@
 """Perplexities of n-gram models on the held-out splits. A neural model must reach a lower perplexity than these baselines.
 
-The functions that compute the rows that hold perplexities are also used for neural models.
+The functions that compute perplexity rows are also used for neural models.
 """
 
 import math
@@ -16,8 +16,7 @@ from hyperion.results import Row
 from hyperion.workloads import datasets
 from hyperion.workloads.workloads import NO_VOCABULARY
 
-# For each metric: the unit by whose number the nats of a split are divided, and the function that converts nats per unit to the
-# metric.
+# For each metric: the unit by which a split's nats are divided, and the function that converts nats per unit to the metric.
 MEASURES: dict[str, tuple[str, Callable[[float], float]]] = {
     "perplexity_token": ("tokens", math.exp),
     "perplexity_word": ("words", math.exp),
@@ -27,11 +26,11 @@ _VARIANTS = {"unigram": "unigram", "interpolated bigram": "bigram_interpolated"}
 
 
 class NgramBaselinesOptions(Options):
-    """Options of `ngram_baselines`. It has only the options that every experiment has."""
+    """Options for the `ngram_baselines` experiment: only those that every experiment has."""
 
 
 def forecast(context: Context) -> list[Forecast]:
-    """Predict the perplexity of the unigram model as exp(entropy of Zipf's law), which assumes that tokens follow Zipf's law."""
+    """Predict the unigram model's perplexity as exp(entropy of Zipf's law), on the assumption that tokens follow Zipf's law."""
     counted = datasets.vocabulary_row(context)
     estimate, basis = None, NO_VOCABULARY
     if counted is not None:
@@ -68,10 +67,10 @@ EXPERIMENT = Experiment(forecast, run, options=NgramBaselinesOptions, forecast_r
 
 @dataclass(frozen=True)
 class TextFloor:
-    """The least possible expected negative log-likelihood of a split, called the floor.
+    """Floor of a split: the least possible expected negative log-likelihood.
 
     Args:
-        total_nll_nats: negative log-likelihood of the whole split under the process that generated the text, in nats. None for
+        total_nll_nats: negative log-likelihood in nats of the whole split under the process that generated the text. None for
             natural text.
         source: source of the floor, or the reason why there is none.
     """
@@ -85,7 +84,7 @@ class TextFloor:
 
 
 def text_floor(corpus: TextCorpus, split: str) -> TextFloor:
-    """Return the floor of a split. For synthetic text it is computed exactly. For natural text it is unknown."""
+    """Return the floor of a split: exact for synthetic text, unknown for natural text."""
     if corpus.language is None:
         return TextFloor(None, "no limit: the entropy of natural text is not known")
     total = corpus.language.true_negative_log_likelihood(list(corpus.splits[split]))
@@ -94,14 +93,14 @@ def text_floor(corpus: TextCorpus, split: str) -> TextFloor:
 
 @dataclass(frozen=True)
 class Scored:
-    """The score of a model on a split: the negative log-likelihood of its text.
+    """Score of a model on a split: the negative log-likelihood of its text.
 
     Attributes:
         total_nll_nats: negative log-likelihood summed over all tokens, in nats.
         tokens: number of tokens.
-        standard_error_nats: standard error of the mean negative log-likelihood per token.
+        standard_error_nats: standard error of the mean negative log-likelihood per token, in nats.
         words: number of words. The <eos> at the end of each line counts as a word.
-        utf8_bytes: size of the split's text in bytes of UTF-8.
+        utf8_bytes: size of the split's text in UTF-8 bytes.
     """
 
     total_nll_nats: float
@@ -120,13 +119,13 @@ class Scored:
         tokens: int,
         standard_error_nats: float,
     ) -> "Scored":
-        """Return the score of a split, with the number of words and bytes of the split."""
+        """Return the score of a split, including its numbers of words and bytes."""
         words = prepared.steps[split]["read"]["words_with_eos"]
         utf8_bytes = sum(len(line.encode()) for line in corpus.splits[split])
         return cls(total_nll_nats, tokens, standard_error_nats, words, utf8_bytes)
 
     def measure(self, metric: str) -> float:
-        """Return the value of a metric, which is one of MEASURES."""
+        """Return the value of a metric in MEASURES."""
         unit, convert = MEASURES[metric]
         return convert(self.total_nll_nats / getattr(self, unit))
 
@@ -134,7 +133,7 @@ class Scored:
 def perplexity_rows(
     context: Context, variant: str, dtype: str, params: dict, scored: Scored, floor: TextFloor, data_source: str
 ) -> list[Row]:
-    """Return the rows that hold perplexity per token, perplexity per word and bits per byte of a whole split.
+    """Return the rows with perplexity per token, perplexity per word and bits per byte of a whole split.
 
     The <eos> at the end of each line counts as a word.
     """

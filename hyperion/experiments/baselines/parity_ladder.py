@@ -1,7 +1,7 @@
 """The parity ladder: run the same training several times, add one change each time, and compare the losses.
 
-A training of the ladder is called a rung. Each rung makes one change to the rung before it. The rungs are: float32 on one device,
-the same training again, accumulation over micro-batches, bfloat16, activation checkpointing, compiled blocks, and a training that
+A training run of the ladder is called a rung. Each rung adds one change to the previous one. The rungs are: float32 on one
+device, the same run again, accumulation over micro-batches, bfloat16, activation checkpointing, compiled blocks, and a run that
 is interrupted and resumed. If a change affects rounding, its losses have a tolerance. For all other changes the losses must be
 equal.
 """
@@ -27,25 +27,25 @@ from hyperion.workloads import datasets
 from hyperion.workloads.twins import SCATTER_BF16
 
 FIRST = "fp32"
-# Relative tolerance for the losses of the same training on a GPU, where the order of some sums depends on which thread ends
-# first.
+# Relative tolerance for the losses of identical training runs on a GPU, where the order of some sums depends on which thread
+# finishes first.
 _UNORDERED = 2e-3
 _MOST_GRAPHS = 32  # recompile limit: each block is compiled separately, but all blocks share one forward function
 
 
 class ParityLadderOptions(Options):
-    """Options of `parity_ladder`.
+    """Options for the `parity_ladder` experiment.
 
     Args:
         tokens: number of tokens to use, from the beginning of the text.
         sequence_length: number of tokens in a sequence.
         batch_size: number of sequences in a batch.
-        micro_batches: number of parts into which a batch is split, for the versions of the training that accumulate gradients.
+        micro_batches: number of parts into which a batch is split, in the rungs that accumulate gradients.
         width: width of the Transformer.
         heads: number of attention heads.
         layers: number of blocks.
         steps: number of optimizer steps.
-        learning_rate: learning rate after the warm-up, which lasts a tenth of the steps.
+        learning_rate: peak learning rate, reached at the end of the warm-up, which lasts a tenth of the steps.
         compiler: backend of torch.compile. "aot_eager" captures the same graphs as "inductor" but generates no kernels.
     """
 
@@ -63,19 +63,19 @@ class ParityLadderOptions(Options):
 
 @dataclass(frozen=True)
 class ParityRung:
-    """One rung of the parity ladder: a version of the training that makes one change to the version before it.
+    """One rung of the parity ladder: a version of the training run that adds one change to the previous rung.
 
     Attributes:
         name: name of the rung.
-        dtype: number format of the training.
+        dtype: number format of the training run.
         micro_batches: number of parts into which each batch is split.
-        checkpointing: policy of activation checkpointing, as in `ParallelPlan`.
+        checkpointing: activation-checkpointing policy, as in `ParallelPlan`.
         compiled: whether each block is compiled.
-        resumed: whether the training is interrupted and resumed from a checkpoint.
-        tolerance: largest allowed relative difference between a loss of this rung and the loss of the same step of the rung
-            before. 0 if the losses must be equal.
-        unit: unit roundoff of the number format. The difference of the losses is predicted from it. 0 if the change does not
-            affect rounding.
+        resumed: whether the run is interrupted and resumed from a checkpoint.
+        tolerance: largest allowed relative difference between the losses of this rung and the previous one at the same step. 0 if
+            the losses must be equal.
+        unit: unit roundoff of the number format, used to predict the difference of the losses. 0 if the change does not affect
+            rounding.
         why: reason for the tolerance.
     """
 
@@ -91,7 +91,7 @@ class ParityRung:
 
 
 def rungs(micro_batches: int) -> list[ParityRung]:
-    """Return all rungs (versions of the training) in order. The first rung is the plain training in float32."""
+    """Return all rungs (versions of the training run) in order. The first is the plain float32 run."""
     plain = ParityRung(FIRST)
     again = replace(plain, name="again", why="the same operations in the same order")
     parts = replace(
@@ -138,13 +138,11 @@ def rungs(micro_batches: int) -> list[ParityRung]:
 
 
 def forecast(context: Context) -> list[Forecast]:
-    """Predict the relative difference between the losses of two successive rungs.
+    """Predict the relative difference between the losses of successive rungs (versions of the training run).
 
-    A rung is a version of the training. Each rung makes one change to the rung before it.
-
-    If a change does not affect rounding, the predicted difference is 0. If it does, the prediction is the unit roundoff of the
-    format, divided by the square root of the number of tokens in a batch: the rounding errors of the tokens are independent and
-    average out. This prediction is never smaller than 2^-24, because the loss itself is rounded to float32.
+    If a change does not affect rounding, the predicted difference is 0. Otherwise it is the unit roundoff of the format, divided
+    by the square root of the number of tokens in a batch: the rounding errors of the tokens are independent and average out. The
+    prediction is at least 2^-24, because the loss itself is rounded to float32.
     """
     options = ParityLadderOptions.of(context)
     tokens = options.batch_size * options.sequence_length
@@ -166,11 +164,11 @@ def forecast(context: Context) -> list[Forecast]:
 
 
 def run(context: Context, report: Report) -> Result:
-    """Train every rung (version of the training) in one process.
+    """Train every rung (version of the training run) in one process.
 
     All rungs start from the same weights and see the same batches.
     """
-    # A checkpoint of an earlier attempt would make the interrupted training resume at the wrong step.
+    # A checkpoint of an earlier attempt would make the interrupted run resume at the wrong step.
     shutil.rmtree(context.workspace, ignore_errors=True)
     options = ParityLadderOptions.of(context)
     ladder = rungs(options.micro_batches)
@@ -195,7 +193,7 @@ EXPERIMENT = Experiment(forecast, run, options=ParityLadderOptions, isolated=Tru
 
 
 def _tokens(context: Context, options: ParityLadderOptions) -> tuple[np.ndarray, str]:
-    """Return (token ids of the beginning of the corpus, data source). The ids are renumbered, so that the vocabulary is small."""
+    """Return (token ids of the beginning of the corpus, data source). The ids are renumbered to keep the vocabulary small."""
     corpus, _, prepared = datasets.text(context)
     first = np.asarray(prepared.tokens["train"][: options.tokens])
     # The inverse indices are the ids renumbered from 0 without gaps.
@@ -203,7 +201,7 @@ def _tokens(context: Context, options: ParityLadderOptions) -> tuple[np.ndarray,
 
 
 def _why_absent(context: Context, options: ParityLadderOptions, rung: ParityRung) -> str:
-    """Return the reason why this version of the training cannot run on this device, or an empty string if it can."""
+    """Return the reason why this rung cannot run on this device, or an empty string if it can."""
     possible, how = context.device.supports(rung.dtype)
     if not possible:
         return f"unsupported: {how}"
@@ -218,11 +216,10 @@ def _losses(context: Context, options: ParityLadderOptions, rung: ParityRung, to
         seed_everything(seed, deterministic=context.device.kind != "cpu")
         # Operators without a deterministic implementation warn and run anyway.
         torch.use_deterministic_algorithms(torch.are_deterministic_algorithms_enabled(), warn_only=True)
-        torch._dynamo.reset()  # otherwise compiled code would keep the model of the rung before in memory
+        torch._dynamo.reset()  # otherwise compiled code would keep the previous rung's model in memory
         engine, where = _engine(context, options, rung, tokens), context.device.torch_device
         batches = LanguageBatches(tokens, options.sequence_length, options.batch_size, context.seed, where)
-        # If a block is recompiled too often, the compiler runs it eagerly by default and gives no error. With this setting it
-        # raises.
+        # If a block is recompiled too often, the compiler silently falls back to eager mode. With this setting it raises.
         with torch._dynamo.config.patch(recompile_limit=_MOST_GRAPHS, fail_on_recompile_limit_hit=True):
             return train(engine, batches, TrainingPlan(steps=until), folder=folder, report=report).losses
 
@@ -249,14 +246,14 @@ def _engine(context: Context, options: ParityLadderOptions, rung: ParityRung, to
 def _rows(
     context: Context, options: ParityLadderOptions, rung: ParityRung, curves: dict[str, list[float]], reason: str, source: str
 ) -> list[Row]:
-    """Return the rows that compare the losses of a rung with those of the rung before it, and with those of the first rung."""
+    """Return the rows that compare the losses of a rung with those of the previous rung and of the first rung."""
     params = _params(options, rung)
     if reason:
         return [context.absent_row(rung.name, "relative_difference", reason, dtype=rung.dtype, params=params)]
     before = list(curves)[-2]  # the last earlier rung that can run on this device
     exact = rung.tolerance == 0
     tolerance = _UNORDERED if exact and context.device.kind != "cpu" else rung.tolerance
-    # The difference from the first rung may be as large as the tolerances of all rungs together.
+    # The difference from the first rung may be as large as the sum of all rungs' tolerances.
     total = sum(other.tolerance for other in rungs(options.micro_batches))
     allowed = {before: tolerance, FIRST: total if before != FIRST else tolerance}
     rows = []

@@ -1,9 +1,9 @@
 """Training loops in the style of public GPU scripts, one for a ResNet-18 and one for a GPT-2.
 
-This module also makes the rows that compare this library's loops with the plain loops.
+This module also builds the rows that compare this library's loops with the plain loops.
 
-Shape suffixes are the same as in hyperion.models.transformer. P is the vocabulary size V rounded up to a multiple of 64, so
-that rows of the logits are aligned in memory. The padded classes take part in the softmax but are never a target.
+Shape suffixes are the same as in hyperion.models.transformer. P is the vocabulary size V rounded up to a multiple of 64, so that
+rows of the logits are aligned in memory. The padded classes take part in the softmax but are never a target.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -38,10 +38,10 @@ _PUBLISHED_WIDTH = 64  # the only width of torchvision's ResNet-18
 
 
 def plain_model(width: int) -> tuple[nn.Module, str]:
-    """Return a ResNet-18 with the CIFAR stem, and the name of the library that the model comes from.
+    """Return a ResNet-18 with the CIFAR stem, and the name of the library that defines it.
 
-    At a width of 64 the model comes from torchvision, and the name is "torchvision". At other widths the model comes from this
-    library, and the name is "hyperion".
+    At a width of 64 the model comes from torchvision, and the name is "torchvision". At other widths it comes from this library,
+    and the name is "hyperion".
 
     Raises:
         HyperionError: torchvision is needed but cannot be imported.
@@ -59,7 +59,7 @@ def plain_model(width: int) -> tuple[nn.Module, str]:
 
 
 def copy_weights(source: nn.Module, target: nn.Module) -> None:
-    """Copy the weights of a ResNet-18 to a ResNet-18 whose parameters have other names.
+    """Copy the weights of a ResNet-18 to a ResNet-18 with other parameter names.
 
     Both state dicts must have the same tensors in the same order.
     """
@@ -71,14 +71,14 @@ class PlainImageLoop:
     """A plain training loop for a ResNet-18.
 
     All images are on the device, as normalised float32. Batches are drawn and augmented by indexing. The loop uses autocast, the
-    channels-last memory format, torch.compile, and torch.optim.SGD. By default it uses the default implementation of SGD, which
-    on a GPU updates all parameters with a few kernels. The loop never reads a loss, so it never waits for the device.
+    channels-last memory format, torch.compile, and torch.optim.SGD. By default it uses SGD's default implementation, which on a
+    GPU updates all parameters with a few kernels. The loop never reads a loss, so it never waits for the device.
 
     Args:
         model: a ResNet-18 on the CPU.
         images: training images, uint8 of shape [N, 3, 32, 32].
         labels: class of each image, integers of shape [N].
-        augment: names of the augmentations, "crop" and "flip", see `ImageSet.augmentations`.
+        augment: augmentations to apply, "crop" and "flip", see `ImageSet.augmentations`.
         batch: number of images in a batch.
         learning_rate: constant learning rate.
         precision: number format of the training.
@@ -117,7 +117,7 @@ class PlainImageLoop:
     def next_batch(self) -> tuple[Tensor, Tensor]:
         """Return the next batch: images of shape [B, 3, 32, 32] and labels of shape [B].
 
-        At the end of an epoch the images are shuffled again.
+        At the end of an epoch the images are reshuffled.
         """
         if self.position + self.batch > len(self.labels):
             self.order, self.position = torch.randperm(len(self.labels), device=self.labels.device), 0
@@ -159,15 +159,15 @@ def _cropped(images: Tensor) -> Tensor:
 
 
 class StepGraph:
-    """A training step of a plain loop as a graph, captured as PyTorch's documentation of CUDA graphs describes it.
+    """A training step of a plain loop as a graph, captured as PyTorch's CUDA-graph documentation describes.
 
     The capture does not change weights, running statistics or random generators.
 
     Args:
-        step: function that runs one optimizer step on a batch and returns the loss, on a GPU.
+        step: function that runs one optimizer step on a batch on a GPU and returns the loss.
         batch: tensors with the shapes of all batches.
-        model, optimizer: the model and the optimizer that the step modifies.
-        sharing: another graph, whose memory this graph uses too. Both graphs must be replayed on the same stream. None gives the
+        model, optimizer: model and optimizer that the step modifies.
+        sharing: another graph whose memory this graph also uses. Both graphs must be replayed on the same stream. None gives the
             graph its own memory.
     """
 
@@ -186,12 +186,12 @@ class StepGraph:
         with restored(model, optimizer, ()):
             # The side stream must not read the weights before earlier work on the current stream has written them.
             self._stream.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(self._stream):  # warm-up steps compile code and allocate the state of the optimizer
+            with torch.cuda.stream(self._stream):  # warm-up steps compile code and allocate optimizer state
                 for _ in range(WARM_UP_STEPS):
                     step(*self._batch)
             # The current stream continues only after the warm-up steps, whose changes `restored` then reverts.
             torch.cuda.current_stream().wait_stream(self._stream)
-        # Two graphs may share memory here, because nothing that a replay leaves in it is read after the next replay begins.
+        # Two graphs can share memory, because nothing that a replay leaves in it is read after the next replay begins.
         pool = None if sharing is None else sharing._graph.pool()
         # With "thread_local", only unsafe calls of this thread invalidate the capture, not those of other threads.
         with torch.cuda.graph(self._graph, pool=pool, stream=self._stream, capture_error_mode="thread_local"):
@@ -209,11 +209,11 @@ class StepGraph:
 class CapturedImageLoop:
     """A plain loop for a ResNet-18 whose step is captured as a graph.
 
-    The graph contains the step and not the loader. The host launches the graph once per step, so it does not limit the speed of
-    small batches. A comparison with the plain loop shows how much time a graph saves without any other change.
+    The graph contains the step but not the loader. The host launches the graph once per step, so it does not limit the speed at
+    small batches. Comparing it with the plain loop shows how much time a graph alone saves.
 
     Args:
-        loop: the plain loop, on a GPU. After the first step of this object, only this object may do steps.
+        loop: the plain loop, on a GPU. After this object's first step, only this object may run steps.
     """
 
     def __init__(self, loop: PlainImageLoop):
@@ -221,7 +221,7 @@ class CapturedImageLoop:
         self._graph: StepGraph | None = None
 
     def train_on(self, images: Tensor, labels: Tensor) -> Tensor:
-        """Run one optimizer step. Return the loss before the update. The first call captures the step."""
+        """Run one optimizer step and return the loss before the update. The first call captures the step."""
         if self._graph is None:
             self._graph = StepGraph(self.loop.train_on, (images, labels), self.loop.model, self.loop.optimizer)
         return self._graph.replay(images, labels)
@@ -232,7 +232,7 @@ class CapturedImageLoop:
 
 
 class PlainBlock(nn.Module):
-    """Pre-norm attention and MLP with residual connections. One matrix product computes query, key and value."""
+    """Pre-norm attention and MLP with residual connections. A single matrix product computes query, key and value."""
 
     def __init__(self, width: int, heads: int):
         super().__init__()
@@ -255,9 +255,9 @@ class PlainTransformer(nn.Module):
     """A GPT-2 with P classes. The head shares its weight with the token embedding.
 
     Args:
-        config: shape of the model. P follows from its vocabulary.
+        config: configuration of the model. P follows from its vocabulary.
         bf16_stream: whether the residual stream is bfloat16. If False, it has the dtype of the embeddings.
-        loss_kernel: whether `hyperion.kernels.token_loss` computes the loss. If False, the cross-entropy of PyTorch is used.
+        loss_kernel: whether `hyperion.kernels.token_loss` computes the loss. If False, PyTorch's cross-entropy is used.
     """
 
     def __init__(self, config: TransformerConfig, bf16_stream: bool = False, loss_kernel: bool = False):
@@ -290,12 +290,12 @@ class PlainTransformer(nn.Module):
 
 @torch.no_grad()
 def with_weights_of(source: TransformerLM, bf16_stream: bool = False, loss_kernel: bool = False) -> PlainTransformer:
-    """Return a plain model with the weights of `source`.
+    """Return a plain model with the weights of `source`, on its device and in its dtype.
 
-    The plain model has the device and dtype of `source`. The embedding rows of padded tokens are zero.
+    The embedding rows of padded tokens are zero.
 
     Args:
-        source: the model whose weights are copied.
+        source: model whose weights are copied.
         bf16_stream, loss_kernel: as for `PlainTransformer`.
     """
     weight = source.token_embedding.weight
@@ -323,12 +323,12 @@ def with_weights_of(source: TransformerLM, bf16_stream: bool = False, loss_kerne
 class PlainLanguageLoop:
     """A plain training loop for a GPT-2.
 
-    The loop uses autocast, torch.compile of the whole model and fused AdamW, and clips gradients to norm 1. The loop never reads
-    a loss, so it never waits for the device.
+    The loop uses autocast, torch.compile of the whole model and fused AdamW, and clips gradients to norm 1. It never reads a
+    loss, so it never waits for the device.
 
     Args:
         model: the model, on the device.
-        schedule: function that takes the number of a step, counted from 1, and returns the learning rate of this step.
+        schedule: function that takes a step number, counted from 1, and returns the learning rate of this step.
         precision: number format of the training.
         device: device of the training.
         compiled: whether to compile the model.
@@ -350,7 +350,7 @@ class PlainLanguageLoop:
         return self.update(inputs_BT, targets_BT)
 
     def update(self, inputs_BT: Tensor, targets_BT: Tensor) -> Tensor:
-        """Run one optimizer step with the present learning rate. Return the loss before the update."""
+        """Run one optimizer step at the current learning rate. Return the loss before the update."""
         with self.precision.autocast(self.device):
             loss = self.forward(inputs_BT, targets_BT)
         loss.backward()
@@ -363,13 +363,13 @@ class PlainLanguageLoop:
 class CapturedLanguageLoop:
     """A plain loop for a GPT-2 whose step is captured as a graph: forward pass, backward pass, clipping and update.
 
-    The graph reads the learning rate from a tensor, so that the schedule can change it. For this the optimizer has the option
+    The graph reads the learning rate from a tensor, so that the schedule can change it; this requires the optimizer option
     `capturable`. Nothing else differs from the plain loop.
 
     Args:
-        loop: the plain loop, on a GPU. From now on, only this object may do steps.
-        sharing: another captured loop that has done its first step. Both loops then use the same memory for activations and
-            gradients. None gives this loop its own memory.
+        loop: the plain loop, on a GPU. From now on, only this object may run steps.
+        sharing: another captured loop that has run its first step. Both loops then share memory for activations and gradients.
+            None gives this loop its own memory.
     """
 
     def __init__(self, loop: PlainLanguageLoop, sharing: "CapturedLanguageLoop | None" = None):
@@ -380,7 +380,7 @@ class CapturedLanguageLoop:
         self._graph: StepGraph | None = None
 
     def train_on(self, inputs_BT: Tensor, targets_BT: Tensor) -> Tensor:
-        """Run one optimizer step. Return the loss before the update. The first call captures the step."""
+        """Run one optimizer step and return the loss before the update. The first call captures the step."""
         loop = self.loop
         if self._graph is None:
             shared = None if self._sharing is None else self._sharing._graph
@@ -391,21 +391,21 @@ class CapturedLanguageLoop:
 
 
 def wait_for(device: Device) -> None:
-    """Wait until the device has finished all queued work. A CPU has no queue, so there the function returns at once."""
+    """Wait until the device has finished all queued work. A CPU has no queue, so the function returns at once."""
     if device.kind != "cpu":
         torch.cuda.synchronize(device.torch_device)
 
 
 @dataclass(frozen=True)
 class PairedLoops:
-    """Makes the rows that compare this library's loop with a plain loop. The attributes are the same for all these rows.
+    """Builds the rows that compare this library's loop with a plain loop. All these rows share the attributes.
 
     Attributes:
         context: context of the experiment.
         work: workload of the training step of both loops.
         dtype: number format of both loops.
         source: data source of both loops.
-        params: params of every row. They include "batch".
+        params: params of every row, including "batch".
     """
 
     context: Context
@@ -415,18 +415,18 @@ class PairedLoops:
     params: dict
 
     def of(self, loop: str) -> dict:
-        """Return the columns that all rows of a loop share."""
+        """Return the columns shared by all rows of a loop."""
         return {"dtype": self.dtype, "params": self.params | {"loop": loop}, "data_source": self.source}
 
     def parity(self, steps: int, difference: float, how: str, tolerance: float, **params: Any) -> Row:
-        """Return the row that holds the difference between the losses of two loops with the same initial weights and batches.
+        """Return the row with the difference between the losses of two loops with the same initial weights and batches.
 
         Args:
             steps: number of steps that both loops have run.
             difference: relative difference between the losses.
-            how: text that says what is compared and why the tolerance is right.
+            how: what is compared and what justifies the tolerance.
             tolerance: largest allowed difference.
-            params: further params of the row. "of" and "from" are the names of the two loops. Their defaults are OURS and PLAIN.
+            params: additional params of the row. "of" and "from" name the two loops and default to OURS and PLAIN.
         """
         shared = {"batch": self.params["batch"], "what": "training loss", "of": OURS, "from": PLAIN, "steps": steps}
         return self.context.error_row(
@@ -441,7 +441,7 @@ class PairedLoops:
         )
 
     def curves_frame(self, curves: dict[str, np.ndarray]) -> pd.DataFrame:
-        """Return the losses of the loops by step, as samples with the kind "parity"."""
+        """Return the losses of the loops by step, as samples of the kind "parity"."""
         batch = self.params["batch"]
         return pd.concat(
             [
@@ -452,18 +452,18 @@ class PairedLoops:
         )
 
     def first_steps(self, seconds: dict[str, float]) -> list[Row]:
-        """Return a row for each loop with the time of its first steps, which compile the model and capture the step."""
+        """Return one row per loop with the time of its first steps, which compile the model and capture the step."""
         return [self.context.row(self.work.name, "compile_time_s", time_s, **self.of(loop)) for loop, time_s in seconds.items()]
 
     def speeds(self, timings: dict[str, Timing], how: dict) -> tuple[list[Row], pd.DataFrame]:
-        """Return the rows that hold the speed of the loops, and the samples of their steps.
+        """Return the rows with the speed of the loops, and the samples of their steps.
 
-        The rows hold the step time, the throughput and the MFU of each loop, and the speed-up of this library's loop over every
-        other loop.
+        The rows give the step time, throughput and MFU of each loop, and the speed-up of this library's loop over every other
+        loop.
 
         Args:
-            timings: a dict that maps the name of a loop to its timing. The steps of the loops must have been timed alternately.
-            how: further params of the rows of the speed-ups.
+            timings: a dict that maps each loop's name to its timing. The steps of the loops must have been timed in alternation.
+            how: additional params of the speed-up rows.
         """
         rows, frames, work = [], [], self.work
         for loop, timing in timings.items():

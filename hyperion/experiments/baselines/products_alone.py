@@ -1,9 +1,9 @@
-"""Time the matrix products of a training step without the rest of the step: each by itself, or all of them one after the other.
+"""Time the matrix products of a training step without the rest of the step: each alone, or all one after the other.
 
-The operands have the same sizes as in the step. Convolutions and attention count as matrix products. The fastest matrix product
-of any shape shows the peak rate of the arithmetic units. The matrix products of a step show which rate the units reach at the
-shapes and memory layouts of this model. Even a step that computes nothing else takes the sum of their times. A better training
-loop cannot reduce this sum.
+The operands have the same dimensions as in the step. Convolutions and attention count as matrix products. The fastest matrix
+product of any shape shows the peak rate of the arithmetic units. The matrix products of a step show the rate that the units reach
+at this model's shapes and memory layouts. Even a step that computes nothing else takes the sum of their times, which no training
+loop can reduce.
 """
 
 from collections.abc import Callable
@@ -37,9 +37,9 @@ class ProductAlone:
     """One matrix product of a step.
 
     Attributes:
-        part: part of the step to which the time of the product is added, for example "attention".
-        name: text with the sizes of the product. The text also says whether the product computes the output of the forward pass,
-            the gradient of the input, or the gradient of the weight.
+        part: part of the step to which the product's time is added, for example "attention".
+        name: label with the dimensions of the product, and whether it computes the output of the forward pass, the gradient of
+            the input, or the gradient of the weight.
         count: number of times that a step computes the product.
         make: function that allocates the operands and returns the function to time.
     """
@@ -52,11 +52,11 @@ class ProductAlone:
 
 @dataclass(frozen=True)
 class ProductsAlone:
-    """All matrix products of a step with their timings. Each product was timed by itself, without the rest of the step.
+    """All matrix products of a step with their timings. Each product was timed alone, without the rest of the step.
 
     Attributes:
         products: the matrix products.
-        timings: timing of each product, in the same order as `products`.
+        timings: timing of each product, in the order of `products`.
     """
 
     products: list[ProductAlone]
@@ -64,30 +64,30 @@ class ProductsAlone:
 
     @property
     def seconds(self) -> dict[str, float]:
-        """A dict that maps the name of a part of the step to the seconds of all its matrix products."""
+        """A dict that maps each part of the step to the total time of its matrix products in seconds."""
         seconds = dict[str, float]()
         for product, timing in zip(self.products, self.timings, strict=True):
             seconds[product.part] = seconds.get(product.part, 0.0) + product.count * timing.estimate.value
         return seconds
 
     def share(self, step: Timing) -> Estimate:
-        """Return the share of a step's time that all products take together.
+        """Return the share of the step time that all products take together.
 
         Args:
             step: timing of the whole step.
 
         Returns:
             The share with a bootstrap interval. The products and the step were timed separately, so their samples are drawn
-            independently. For every timing that drifts, the interval is widened by the interval of that timing.
+            independently. Each timing that drifts widens the interval by its own interval.
         """
         counts = [product.count for product in self.products]
 
         def shares(medians: np.ndarray) -> list[float]:
-            # Sum of count x median time of each product, divided by the median time of the step, which is the last median.
+            # Sum of count x median time over all products, divided by the median time of the step, which is the last median.
             return [sum(map(mul, counts, medians[:-1])) / medians[-1]]
 
         (share,) = estimates_of_medians([timing.samples_s for timing in (*self.timings, step)], shares)
-        # The timings follow each other, so their drifts may have the same cause. Therefore the widths are added.
+        # The timings follow each other, so their drifts may have the same cause, and their widths are added.
         reaches = [(count / step.estimate.value, timing) for count, timing in zip(counts, self.timings, strict=True)]
         reaches.append((share.value / step.estimate.value, step))
         further = [(scale, timing.estimate) for scale, timing in reaches if timing.drift.present]
@@ -95,7 +95,7 @@ class ProductsAlone:
         return Estimate(share.value, share.ci_low - reach, share.ci_high + reach, share.n)
 
     def frame(self, variant: str, dtype: str, params: dict) -> pd.DataFrame:
-        """Return a table of the raw samples, with one line per sample. The column `product` has the name of the product."""
+        """Return a table of the raw samples, one line per sample. The column `product` names the product."""
         frames = [
             sample_frame(timing, variant, dtype, params | {"product": product.name})
             for product, timing in zip(self.products, self.timings, strict=True)
@@ -106,13 +106,13 @@ class ProductsAlone:
 def language_products(config: TransformerConfig, batch: int, compiled: bool) -> list[ProductAlone]:
     """Return the matrix products of a training step of a TransformerLM.
 
-    Products of the linear layers and of the head belong to the part "products". Attention belongs to the part "attention".
+    Linear layers and the head belong to the part "products", attention to the part "attention".
 
     Args:
-        config: configuration of the model. The sequences have the length of its context.
+        config: configuration of the model. Sequences have the length of its context.
         batch: number of sequences.
-        compiled: True if query, key and value are computed by one product and the columns of the head are padded for
-            alignment, as in the compiled model.
+        compiled: True if one product computes query, key and value and the head's columns are padded for alignment, as in the
+            compiled model.
     """
     # D: width of the model. M: rows of all products, batch x context. L: number of layers.
     D, M, L = config.width, batch * config.context, config.layers
@@ -148,7 +148,7 @@ def image_products(width: int, batch: int) -> list[ProductAlone]:
         side = -(-side // stride)
         sizes.append((channels_out, channels_out, 3, 1, side))
     convolutions = [
-        # Equal convolutions are timed once and counted as often as they occur.
+        # Equal convolutions are timed once, and `count` is how often they occur.
         ProductAlone("convolutions", _named(*size, way), sizes.count(size), partial(_convolution, batch, *size, way))
         for size in dict.fromkeys(sizes)
         for way in ("forward", "of input", "of weight")
@@ -174,16 +174,16 @@ def products_of(work: Workload, compiled: bool) -> list[ProductAlone]:
 
 
 def time_alone(products: list[ProductAlone], precision: Precision, device: Device, time_limit_s: float) -> ProductsAlone:
-    """Time each matrix product by itself. The caches are not flushed between calls.
+    """Time each matrix product alone, without flushing the caches between calls.
 
-    This is close to the state of the caches in a step. Most operands are larger than any cache, and the operands of a small
-    product have just been written by the kernel before it.
+    This approximates the caches in a step: most operands are larger than any cache, and the preceding kernel has just written the
+    operands of a small product.
 
     Args:
         products: the matrix products.
         precision: precision of the step. It decides, for example, whether TF32 is allowed.
         device: device on which the products run.
-        time_limit_s: seconds of timing for all products together, without warm-up.
+        time_limit_s: total timing budget in seconds for all products, without warm-up.
     """
     timings, storage = [], FORMATS[precision.dtype].storage
     for product in products:
@@ -195,12 +195,11 @@ def time_alone(products: list[ProductAlone], precision: Precision, device: Devic
 
 
 def one_pass(products: list[ProductAlone], precision: Precision, device: Device) -> Call:
-    """Return a function that computes all matrix products of a step, layer by layer, and nothing else.
+    """Return a function that computes only the matrix products of a step, layer by layer.
 
-    The calls of this function should be timed alternately with whole steps. A device at its power limit lowers its clock. If
-    attention were timed alone, it would run at a higher clock than in the step, because it needs little power. On the other hand,
-    matrix products without other kernels between them may need more power than a step, and may run a little slower than in the
-    step.
+    Its calls should be timed in alternation with whole steps. A device at its power limit lowers its clock. If attention were
+    timed alone, it would run at a higher clock than in the step, because it needs little power. Conversely, matrix products
+    without other kernels between them may need more power than a step and run slightly slower than in the step.
 
     All layers share the same random operands. The function has been called once before it is returned.
 
@@ -213,7 +212,7 @@ def one_pass(products: list[ProductAlone], precision: Precision, device: Device)
     storage = FORMATS[precision.dtype].storage
     with precision.products():
         calls = [(product.make(storage, torch.device(device.torch_device)), product.count) for product in products]
-    # Layer by layer: a product with `count` calls takes part in the first `count` layers.
+    # Layer by layer: a product with `count` calls is called in the first `count` layers.
     in_order = [call for layer in range(max(count for _, count in calls)) for call, count in calls if layer < count]
 
     def run() -> None:

@@ -1,8 +1,8 @@
 """Does a training run recover from faults?
 
-The experiment injects faults at random points of every phase of a step: signals, power cuts, NaNs and a full disk. Each trial has
-one fault and two processes. In the first process the fault occurs. The second process resumes from the checkpoints of the first
-process. The final state of the second process must be bitwise equal to the final state of a run without a fault.
+The experiment injects faults at random points in every phase of a step: signals, power cuts, NaNs and a full disk. Each trial has
+one fault and two processes. The fault occurs in the first process. The second process resumes from the checkpoints of the first.
+Its final state must be bitwise equal to that of a run without a fault.
 """
 
 import hashlib
@@ -49,21 +49,20 @@ from hyperion.training import (
 EVERY = 3  # number of steps between checkpoints
 STEPS = 14
 EPOCH = 5  # number of steps in an epoch
-# Largest number of steps that a fault may cost. After SIGTERM, the loop finishes the current step and saves it, so no step is
-# lost.
+# Largest number of steps that a fault may cost. After SIGTERM, the loop finishes and saves the current step, so no step is lost.
 MOST_LOST = {"SIGTERM": 0, "SIGKILL": EVERY, "power cut": 2 * EVERY, "NaN": EVERY, "full disk": EVERY}
 _TASKS = ("language", "images")
 _MOST_WORKERS = 16
 _TIMEOUT_S = 120.0
 # Number of checkpoints that must exist before the fault. A power cut damages the newest checkpoint. A NaN may prevent the
-# checkpoint that is being written.
+# checkpoint being written.
 _CHECKPOINTS_BEFORE = {"power cut": 2, "NaN": 1, "full disk": 1}
 _VOCABULARY, _LENGTH, _BATCH = 31, 8, 8
 _EXACT = Precision("fp32", "a check of exactness")
 
 
 class RecoveryOptions(Options):
-    """Options of `recovery`.
+    """Options for the `recovery` experiment.
 
     Args:
         trials: number of trials, with one fault each.
@@ -88,14 +87,14 @@ def forecast(context: Context) -> list[Forecast]:
 
 
 def run(context: Context, report: Report) -> Result:
-    """Train each model once without a fault, then run all trials. There are as many parallel trials as CPU cores.
+    """Train each model once without a fault, then run all trials, at most as many in parallel as there are CPU cores.
 
-    A trial is a training with one fault.
+    A trial is a training run with one fault.
     """
     shutil.rmtree(context.workspace, ignore_errors=True)
     faults = draw(context.seed, RecoveryOptions.of(context).trials)
     print(f"{len(faults)} faults drawn with seed {context.seed}")
-    # Threads, because each trial only waits for its own processes.
+    # Threads suffice, because each trial only waits for its own processes.
     with ThreadPoolExecutor(min(len(usable_cpus()), _MOST_WORKERS)) as threads:
         tasks = sorted({_task(number, fault) for number, fault in enumerate(faults)})
         whole = dict(zip(tasks, threads.map(lambda task: _undisturbed(context, task), tasks), strict=True))
@@ -116,8 +115,7 @@ EXPERIMENT = Experiment(forecast, run, options=RecoveryOptions)
 def draw(seed: int, trials: int) -> list[TrainingFault]:
     """Draw random faults.
 
-    Each kind of fault is drawn once for every phase before it is drawn for a phase again. The step and the point within the phase
-    are random.
+    Each kind of fault is drawn once for every phase before any phase repeats. The step and the point within the phase are random.
     """
     random = np.random.default_rng((seed, trials))
     faults: list[TrainingFault] = []
@@ -147,27 +145,27 @@ def _undisturbed(context: Context, task: str) -> dict:
 def _task(number: int, fault: TrainingFault) -> str:
     """Return which model a trial trains: "language" or "images".
 
-    The two models alternate. There is one exception: for a NaN in the loader the result is "images", because token ids are
-    integers and cannot be NaN.
+    The two models alternate, with one exception: a NaN in the loader always uses "images", because token ids are integers and
+    cannot be NaN.
     """
     return "images" if (fault.kind, fault.phase) == ("NaN", "loader") else _TASKS[number % 2]
 
 
 def _trial(context: Context, whole: dict, number: int, fault: TrainingFault) -> dict:
-    """Train until the fault of this trial occurs, resume in a second process, and return the outcome."""
+    """Train until this trial's fault occurs, resume in a second process, and return the outcome."""
     task = _task(number, fault)
     folder = context.workspace / f"trial-{number:03d}"
     params = {"folder": str(folder), "task": task, "seed": context.seed}
     folder.mkdir(parents=True)
     struck = _process({**params, "fault": asdict(fault), "moments": whole[task]["moments"]})
-    # The number of finished steps, written by the process immediately before the fault struck.
+    # Number of finished steps, written by the process immediately before the fault occurred.
     done = int((folder / "struck").read_text())
-    # A power cut is simulated after the process has died: a file of the newest checkpoint is truncated.
+    # A power cut is simulated after the process has died, by truncating a file of the newest checkpoint.
     damaged = cut_off(folder, np.random.default_rng((context.seed, number))) if fault.kind == "power cut" else ""
     again = _process(params)
     equal = {name: again.get("hashes", {}).get(name) == wanted for name, wanted in whole[task]["hashes"].items()}
     resumed_at = again.get("resumed_at", 0)
-    # The checkpoints of a finished trial are not needed any more.
+    # The checkpoints of a finished trial are no longer needed.
     shutil.rmtree(folder)
     return {
         **asdict(fault),
@@ -186,7 +184,7 @@ def _trial(context: Context, whole: dict, number: int, fault: TrainingFault) -> 
 def _process(params: dict) -> dict:
     """Train in a separate process and return its result.
 
-    If the process fails, the entry "ended" of the result holds the exit code and the error message.
+    If the process fails, the entry "ended" of the result gives the exit code and the error message.
     """
     Path(params["folder"]).mkdir(parents=True, exist_ok=True)
     try:
@@ -230,7 +228,7 @@ def _params(context: Context, kind: str) -> dict:
 def in_own_process(**params: Any) -> dict:
     """Hide all GPUs from this process and call `run_once`.
 
-    If the GPUs were visible, saving the state of their random generators would create a GPU context in every process.
+    Otherwise, saving the state of the GPUs' random generators would create a GPU context in every process.
     """
     os.environ.update({"CUDA_VISIBLE_DEVICES": "-1", "HIP_VISIBLE_DEVICES": "-1"})
     return run_once(**params)
@@ -239,23 +237,23 @@ def in_own_process(**params: Any) -> dict:
 def run_once(
     folder: str, task: str, seed: int, fault: dict | None = None, moments: dict | None = None, watch: bool = False
 ) -> dict:
-    """Train until STEPS steps are done, on the CPU. If `folder` has a checkpoint, resume from it.
+    """Train on the CPU until STEPS steps are done. If `folder` has a checkpoint, resume from it.
 
     Args:
-        folder: folder of the checkpoints.
+        folder: checkpoint folder.
         task: 'language' or 'images'.
-        seed: seed of the weights and of the data.
+        seed: seed of the weights and the data.
         fault: fields of a TrainingFault, or None for a run without a fault.
         moments: number of moments in each phase, counted in a run without a fault. A moment is a point within a phase, see
             `hyperion.experiments.baselines.recovery_faults`.
         watch: whether to count the moments of this run.
 
     Returns:
-        A dict. Its entry "ended" is "finished", or the error that ended the run. If the run has finished, there are three more
-        entries. "hashes" holds the hashes of the final state. "resumed_at" is the step from which the run was resumed. "moments"
-        is the number of moments in each phase.
+        A dict. Its entry "ended" is "finished", or the error that ended the run. A finished run has three more entries: "hashes"
+        (hashes of the losses, the evaluations and the final state), "resumed_at" (the step from which the run was resumed) and
+        "moments" (the number of moments in each phase).
     """
-    # One thread, because many trials run at the same time on the same cores.
+    # One thread, because many trials run concurrently on the same cores.
     torch.set_num_threads(1)
     seed_everything(seed)
     engine, batches, validation = {"language": _language, "images": _images}[task](seed)
@@ -272,7 +270,7 @@ def run_once(
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)  # this process must still write its result to a file
     evaluations = [record.evaluation for record in history.epochs]
     parts = {
-        # Hexadecimal text has every bit of a float.
+        # The hexadecimal form preserves every bit of a float.
         "losses": [loss.hex() for loss in history.losses],
         "evaluations": [sorted((k, float(v).hex()) for k, v in numbers.items()) for numbers in evaluations if numbers],
         "weights": engine.model.state_dict(),
@@ -288,7 +286,7 @@ def run_once(
 def _language(seed: int) -> tuple:
     tokens = np.random.default_rng(seed).integers(0, _VOCABULARY, _LENGTH + EPOCH * _BATCH * (_LENGTH + 1))
     batches = LanguageBatches(tokens, _LENGTH, _BATCH, seed)
-    # With dropout, the losses depend on the state of the random generator. So the trial also tests that this state is restored.
+    # With dropout, the losses depend on the random generator, so the trial also tests that its state is restored.
     model = TransformerLM(TransformerConfig(_VOCABULARY, _LENGTH, width=16, heads=2, layers=2, dropout=0.2))
     engine = LanguageEngine(model, adamw(model, 3e-3), WarmupCosine(3e-3, 3, STEPS), _EXACT, detect_cpu())
     return engine, batches, lambda: evaluation_windows(tokens[:100], _LENGTH, _LENGTH, 0, 4)
@@ -305,7 +303,7 @@ def _images(seed: int) -> tuple:
 
 
 def _hash(value: object) -> str:
-    """Return the SHA-256 of a nested value, such as a dict of lists of tensors. For a tensor, its bytes are hashed."""
+    """Return the SHA-256 of a nested value, such as a dict of lists of tensors, including tensor bytes, dtypes and shapes."""
     digest = hashlib.sha256()
 
     def encode(item: object) -> list:

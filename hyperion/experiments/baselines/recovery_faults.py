@@ -1,10 +1,9 @@
 """Faults that are injected into a training run at an exact point of a step.
 
-A step has several phases, such as the forward and the backward pass. A point within a phase, at which a fault can occur, is
-called a moment. In most phases there is one moment for each operator that PyTorch dispatches. The phases "loader" and "save" call
-few operators. In these phases there is one moment for each call of a Python function and for each return from it. So a signal can
-arrive in the middle of a backward pass, or between two file renames of a save. With the same seed, the fault occurs at the same
-moment again.
+A step has several phases, such as the forward and the backward pass. A point within a phase at which a fault can occur is called
+a moment. Most phases have one moment per operator that PyTorch dispatches. The phases "loader" and "save" call few operators, so
+they have one moment per Python function call and per return. A signal can thus arrive in the middle of a backward pass, or
+between two file renames of a save. The same seed reproduces the fault at the same moment.
 """
 
 import contextlib
@@ -29,7 +28,7 @@ PHASES = ("loader", "forward", "backward", "optimizer", "evaluation", "save")
 KINDS = ("SIGTERM", "SIGKILL", "power cut", "NaN", "full disk")
 _CALLS = ("loader", "save")  # phases whose moments are calls and returns of Python functions instead of operators
 _STATE = ("optimizer", "save")  # phases in which a NaN is written into weights or optimizer state
-_DISK_BYTES = 4096  # largest size of a file on the simulated full disk; longer writes fail
+_DISK_BYTES = 4096  # maximum file size on the simulated full disk; longer writes fail
 
 
 @dataclass(frozen=True)
@@ -39,7 +38,7 @@ class TrainingFault:
     Attributes:
         kind: one of KINDS. For a power cut, the process receives SIGKILL, and then the caller damages its files with `cut_off`.
         phase: one of PHASES.
-        step: number of the optimizer step, counted from 1. For an evaluation or a save, this is the step before it.
+        step: number of the optimizer step, counted from 1. For an evaluation or a save, the step before it.
         moment: position of the fault within the phase, from 0 (start) to 1 (end).
     """
 
@@ -54,15 +53,15 @@ class Phases:
     """Injects a fault into a training run. Without a fault, it counts the moments of each phase.
 
     Args:
-        engine: engine of the training.
-        fault: the fault to inject. If it is None, the moments are only counted.
-        moments: a dict that maps the name of a phase to two numbers from a run without a fault: the number of all moments, and
-            the number of moments whose operator returns floating-point numbers.
-        mark: path of a file. When the fault occurs, the number of finished steps is written to this file, because the fault may
-            end the process.
+        engine: training engine.
+        fault: fault to inject. If None, moments are only counted.
+        moments: a dict that maps each phase to two counts from a run without a fault: all moments, and moments whose operator
+            returns floating-point numbers.
+        mark: path of a file. When the fault occurs, the number of finished steps is written there, because the fault may end the
+            process.
 
     Attributes:
-        counted: a dict like `moments`, with the numbers of this run.
+        counted: a dict like `moments`, with the counts of this run.
         struck: whether the fault has occurred.
     """
 
@@ -77,7 +76,7 @@ class Phases:
         """Replace the function of each phase by a wrapper that counts moments and injects the fault.
 
         Args:
-            batches: the batches of the training.
+            batches: batches of the training run.
         """
         engine = cast(Any, self.engine)
         engine.summed_loss = self._watched("forward", engine.summed_loss)
@@ -89,16 +88,16 @@ class Phases:
 
     def _watched(self, phase: str, function: Callable) -> Callable:
         def watched(*args: Any) -> Any:
-            # `engine.steps` counts finished steps: evaluation and save belong to the step that has just finished, all other
-            # phases to the next one.
+            # `engine.steps` counts finished steps: evaluation and save belong to the step just finished, all other phases to the
+            # next one.
             step = self.engine.steps + (phase not in ("evaluation", "save"))
             fault = self.fault
             now = fault is not None and not self.struck and (fault.phase, fault.step) == (phase, step)
             if not now and (fault is not None or phase in self.counted):
                 return function(*args)
-            # In most phases a NaN replaces a number in the result of an operator. So it needs an operator that returns
-            # floating-point numbers. In the phases in _STATE, a NaN is written into weights or optimizer state. They always
-            # exist, so any moment is possible.
+            # In most phases a NaN replaces a number in an operator's result, so the operator must return floating-point numbers.
+            # In the phases in _STATE, a NaN is written into weights or optimizer state. These always exist, so any moment is
+            # possible.
             numbers_only = now and not_none(fault).kind == "NaN" and phase not in _STATE and phase not in _CALLS
             at = 1 + int(not_none(fault).moment * self.moments[phase][numbers_only]) if now else None
             moments = _Moments(at, numbers_only, self._strike)
@@ -115,26 +114,25 @@ class Phases:
         """Inject the fault.
 
         Args:
-            result: the value that the operator or the phase returned. None if the moment is a call or a return of a Python
-                function.
+            result: value returned by the operator or the phase, or None if the moment is a call or return of a Python function.
         """
         fault = not_none(self.fault)
         if self.struck or fault.kind == "NaN" and not self._poison(result):
             return
         self.struck = True
-        # Written before the signal, because SIGKILL leaves no time afterwards.
+        # Written before the signal, because after SIGKILL the process runs no more code.
         self.mark.write_text(str(self.engine.steps))
         if fault.kind == "SIGTERM":
             os.kill(os.getpid(), signal.SIGTERM)
         elif fault.kind in ("SIGKILL", "power cut"):
             os.kill(os.getpid(), signal.SIGKILL)
         elif fault.kind == "full disk":
-            # A limit on the size of files makes every longer write fail, as on a full disk, without filling the disk.
+            # A file-size limit makes every longer write fail, as on a full disk, without filling the disk.
             resource.setrlimit(resource.RLIMIT_FSIZE, (_DISK_BYTES, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
 
     @torch.no_grad()
     def _poison(self, result: Any) -> bool:
-        """Set one number to NaN: a number of `result`, of the weights, or of the optimizer state.
+        """Set one number to NaN in `result`, the weights or the optimizer state.
 
         Return False if there is no floating-point number that can be changed.
         """
@@ -145,7 +143,7 @@ class Phases:
         tensors = _float_tensors(result)
         if not tensors:
             return False
-        # The same random number chooses the tensor and the element, through different digits.
+        # Different digits of the same random number choose the tensor and the element.
         chosen = tensors[int(fault.moment * 1e6) % len(tensors)]
         place = int(fault.moment * 1e9) % chosen.numel()
         chosen[tuple(int(index) for index in torch.unravel_index(torch.tensor(place), chosen.shape))] = float("nan")
@@ -153,12 +151,12 @@ class Phases:
 
 
 class _Moments(TorchDispatchMode):
-    """Counts the moments of a phase. From the moment with the number `at` on, call `strike` at every moment.
+    """Counts the moments of a phase and calls `strike` at every moment from number `at` on.
 
     Args:
-        at: number of the moment, counted from 1. If it is None, the moments are only counted.
-        numbers_only: if True, the number `at` refers only to operators that return floating-point numbers.
-        strike: function that takes the result of the operator and injects the fault.
+        at: number of the moment, counted from 1. If None, moments are only counted.
+        numbers_only: if True, `at` counts only operators that return floating-point numbers.
+        strike: function that takes the operator's result and injects the fault.
     """
 
     def __init__(self, at: int | None, numbers_only: bool, strike: Callable[[Any], object]):
@@ -180,7 +178,7 @@ class _Moments(TorchDispatchMode):
 
 @contextlib.contextmanager
 def _calls(moments: _Moments) -> Iterator[None]:
-    """Context manager in which every call and every return of a Python function of this thread counts as a moment."""
+    """Context manager in which every call and return of a Python function in this thread counts as a moment."""
     sys.setprofile(lambda frame, event, argument: moments.tick())
     try:
         yield
@@ -189,21 +187,21 @@ def _calls(moments: _Moments) -> Iterator[None]:
 
 
 def _float_tensors(value: Any) -> list[Tensor]:
-    """Return the floating-point tensors in a nested result. Only tensors whose elements can be overwritten are returned."""
+    """Return the floating-point tensors in a nested result whose elements can be overwritten individually."""
     if isinstance(value, Tensor):
-        # An expanded tensor has the stride 0: one write would change many elements.
+        # An expanded dimension has stride 0: one write would change many elements.
         return [value] if value.is_floating_point() and value.numel() and 0 not in value.stride() else []
     return [tensor for item in value for tensor in _float_tensors(item)] if isinstance(value, tuple | list) else []
 
 
 def cut_off(folder: Path, random: np.random.Generator) -> str:
-    """Damage the files in a folder of checkpoints in the way in which a power cut may damage them.
+    """Damage the files in a checkpoint folder as a power cut may damage them.
 
-    All unfinished files and one file of the newest checkpoint are truncated. The file of the checkpoint is truncated because a
-    disk may report that data are written while they are only in the cache of the disk. A power cut loses these data.
+    All unfinished files and one file of the newest checkpoint are truncated. The checkpoint file is truncated because a disk may
+    report data as written while they are only in its cache. A power cut loses these data.
 
     Returns:
-        The path of the truncated file of the checkpoint, relative to `folder`.
+        Path of the truncated checkpoint file, relative to `folder`.
     """
     unfinished = [path for place in folder.glob(".unfinished-*") for path in place.rglob("*") if path.is_file()]
     newest = max(folder.glob("step-*"))

@@ -1,7 +1,7 @@
 """The speed ladder: a list of training steps from a plain loop to this library's loop, each with one more change.
 
-A step of the list is called a rung. The steps of all rungs are timed alternately, so that a drift of the clock affects all of
-them. The ratio of the times of a rung and of the rung before it is what the change of this rung gains, at this place in the list.
+A step of the list is called a rung. The steps of all rungs are timed in alternation, so that clock drift affects all of them. A
+rung's speed-up over the previous rung is what its change gains at this place in the list.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -18,7 +18,7 @@ from hyperion.measure import Timing, time_interleaved
 from hyperion.results import Row
 from hyperion.workloads.training_rows import NO_SPEEDUP_LIMIT, flops_floor
 
-# Least number of samples of each rung. A sample is the mean of several steps in a row, so five samples contain many steps.
+# Minimum number of samples per rung. A sample is the mean of several consecutive steps, so five samples cover many steps.
 _SAMPLES = 5
 Built = TypeVar("Built")
 
@@ -28,9 +28,9 @@ class Rung:
     """One training step of the ladder.
 
     Attributes:
-        name: name of the step.
-        adds: what the step changes, compared with the rung before it.
-        step: function that runs one optimizer step, or the reason why this device cannot run it. The next rung then leaves out
+        name: name of the rung.
+        adds: what the step changes compared with the previous rung.
+        step: function that runs one optimizer step, or the reason why this device cannot run it. In that case the next rung omits
             this change.
     """
 
@@ -50,13 +50,13 @@ def attempt(build: Callable[[], Built]) -> Built | str:
 
 
 def time_rungs(device: Device, rungs: Sequence[Rung], time_limit_s: float, steps_in_a_row: int) -> dict[str, Timing]:
-    """Time the steps of all rungs that can run alternately. Return their timings by name.
+    """Time the steps of all rungs that can run, in alternation. Return their timings by name.
 
     Args:
         device: device of the rungs.
-        rungs: the rungs, from the plain loop to this library's loop. Each one that can run has run at least one step.
-        time_limit_s: seconds of timing. There are at least `_SAMPLES` samples of each rung, even if they take longer.
-        steps_in_a_row: number of steps of a sample.
+        rungs: the rungs, from the plain loop to this library's loop. Each rung that can run must have run at least one step.
+        time_limit_s: timing budget in seconds. Each rung gets at least `_SAMPLES` samples, even if they take longer.
+        steps_in_a_row: number of steps in a sample.
 
     Raises:
         torch.OutOfMemoryError: the loops do not fit into memory together. A graph does not free its memory.
@@ -78,13 +78,13 @@ def ladder_rows(
 ) -> tuple[list[Row], list[pd.DataFrame]]:
     """Return the rows of the ladder and the samples of its steps.
 
-    Each rung has a row with its step time, or with the reason why there is none. Each rung that was timed, except the first,
-    also has a row with its speed-up over the last rung before it that was timed.
+    Each rung has a row with its step time, or with the reason why it has none. Each timed rung except the first also has a row
+    with its speed-up over the previous timed rung.
 
     Args:
-        loops: makes the rows that compare the loops.
+        loops: builder of the rows that compare the loops.
         rungs: the rungs, from the plain loop to this library's loop.
-        timings: timings by the name of the rung, which alternated, or the reason why the rungs could not be timed.
+        timings: timings by rung name, measured in alternation, or the reason why the rungs could not be timed.
     """
     context, work = loops.context, loops.work
     rows, frames, before = [], [], ""

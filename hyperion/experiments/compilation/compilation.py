@@ -1,7 +1,7 @@
-"""How much time does torch.compile save in a call, and how much does the compilation cost?
+"""How much time does torch.compile save in a call, and how much time does compilation take?
 
-Each compiler mode of each model is measured in a separate process. In this process, the timed calls of the compiled model
-alternate with calls of the eager model.
+Each compiler mode of each model is measured in a separate process, in which timed calls of the compiled model and of the eager
+model alternate.
 """
 
 import gc
@@ -56,15 +56,15 @@ _LEFT_OUT = "left out: a cold compilation takes long, and neither the profile no
 
 
 class CompilationOptions(Options):
-    """Options of `compilation`.
+    """Options for the `compilation` experiment.
 
     Args:
-        models: models to compile, with the compiler modes of each model.
-        samples: smallest number of timing samples for each mode.
-        back_to_back: number of calls that are timed together. They give one timing sample.
+        models: models to compile, each with its compiler modes.
+        samples: minimum number of timing samples for each mode.
+        back_to_back: number of consecutive calls that are timed together as one sample.
         time_limit_s: seconds of timing for each mode.
-        search: settings of Inductor for the search of kernels, as {mode: {setting: value}}, for example with the mode
-            "max-autotune". A mode that is missing uses the default settings.
+        search: Inductor settings for the kernel search of a mode, as {mode: {setting: value}}, for example for "max-autotune".
+            Modes without an entry use the default settings.
     """
 
     models: tuple[ModelSpec, ...]
@@ -88,7 +88,7 @@ def _model_forecasts(context: Context, spec: ModelSpec) -> tuple[Forecast, list[
     dtype, modes = spec.dtype, spec.modes
     gemm, stream = context.best_upstream("gemm_tflops", dtype), stream_ceiling(context.upstream)
     seconds: dict[str, float | None] = dict.fromkeys(modes)
-    basis = NO_CEILINGS  # for all models alike
+    basis = NO_CEILINGS  # the same for all models
     if gemm is not None and gemm.value and stream is not None and stream.value:
         model = make_model(spec, "meta", context.seed)
         census = count_operations(lambda: model.module(*model.inputs))
@@ -110,7 +110,7 @@ def _model_forecasts(context: Context, spec: ModelSpec) -> tuple[Forecast, list[
 
 
 def _fused_bytes(census: Census, weight_bytes: int) -> int:
-    """Return the least number of bytes that element-wise operations must move.
+    """Return the minimum number of bytes that element-wise operations must move.
 
     All element-wise operations between two matrix products are assumed to run as one fused kernel. This kernel reads the output
     of the first product and writes the input of the second product.
@@ -121,7 +121,7 @@ def _fused_bytes(census: Census, weight_bytes: int) -> int:
 def run(context: Context, report: Report) -> Result:
     """Measure every mode of every model in a separate process.
 
-    If the profile leaves out a mode, the row of this mode holds the reason instead of a value.
+    If the profile omits a mode, the row of this mode contains the reason instead of a value.
     """
     options = CompilationOptions.of(context)
     cells = [(spec, mode) for spec in options.models for mode in MODES]
@@ -153,8 +153,8 @@ def measure_mode(context: Context, report: Report, spec: dict, mode: str, probe:
         report: function that is called with the progress.
         spec: fields of a `ModelSpec`.
         mode: name of the compiler mode, or "eager".
-        probe: folder in which the compiler stores which instructions the CPU supports. All modes share this folder.
-        eager_s: seconds of an eager call, measured in another process. None if eager calls were not measured.
+        probe: folder in which the compiler stores which vector instructions the CPU supports, shared by all modes.
+        eager_s: time of an eager call in seconds, measured in another process. None if eager calls were not measured.
     """
     options, model_spec = CompilationOptions.of(context), ModelSpec.model_validate(spec, strict=False)
     supported, how = context.device.supports(model_spec.dtype)
@@ -178,9 +178,9 @@ class _CompilerFailed(Exception):
 
 
 class _Measurement:
-    """Measures one compiler mode of one model.
+    """Measurement of one compiler mode of one model.
 
-    First the model is compiled. Then the memory of compiled calls is measured. Then compiled calls and eager calls are timed
+    First the model is compiled, then the memory of compiled calls is measured, and then compiled and eager calls are timed
     alternately.
     """
 
@@ -203,15 +203,15 @@ class _Measurement:
                 probe_vector_instructions(self.device, probe)
                 search = options.search.get(mode)
                 self.call, self.compilation = measure_compilation(model.module, model.inputs, mode, self.device, search)
-            # With CUDA graphs, the next call overwrites the output.
+            # Clone the output, because with CUDA graphs the next call overwrites it.
             self.output = self.call(*model.inputs).clone()
             self.memory = self._memory_rows()
-            # Last, because the memory must be read before the timing fills the allocator's cache with the tensors of eager
-            # calls.
+            # Timing comes last, because it fills the allocator's cache with the tensors of eager calls, and the memory must be
+            # read before that.
             self.timings = self._undisturbed(eager_s)
 
     def result(self) -> Result:
-        """Measure everything and return all rows and samples."""
+        """Verify the outputs, and return all rows and samples."""
         own, *eager = self.timings
         verification = self._against_float64()
         rows = [self._time_row(own, verification), *self.memory, self._difference("float64", verification)]
@@ -224,14 +224,14 @@ class _Measurement:
         return Result(rows, pd.concat(frames, ignore_index=True))
 
     def _undisturbed(self, eager_s: float | None) -> list[Timing]:
-        """Time the calls. Repeat the timing if other processes on the host have made it slower.
+        """Time the calls. Repeat the timing if other processes on the host have slowed it down.
 
-        Another process has timed eager calls before. The eager calls of this process should take the same time. If they do not,
-        the timing is repeated, and the timing with the smallest difference is returned. On a busy host, kernel launches can take
-        twice as long. A mode that saves launches would then seem twice as fast as it is.
+        Eager calls should take as long in this process as in the process that measured them before. If they do not, the timing is
+        repeated, and the timing with the smallest difference is returned. On a busy host, kernel launches can take twice as long,
+        so a mode that saves launches would seem twice as fast as it is.
 
         Args:
-            eager_s: seconds of an eager call in the process that measured eager calls. None if they were not measured.
+            eager_s: time of an eager call in seconds, measured in another process. None if eager calls were not measured.
         """
         tries, differences = [], []
         while len(tries) < _TRIES:
@@ -259,7 +259,7 @@ class _Measurement:
         )
 
     def _memory_rows(self) -> list[Row]:
-        """Return the peak memory during calls after warm-up, and on an accelerator the memory reserved by its allocator."""
+        """Return the peak memory during calls after warm-up, and on an accelerator the memory that the allocator reserved."""
         gpu = self.device.kind != "cpu"
         gc.collect()
         if gpu:
@@ -314,7 +314,7 @@ class _Measurement:
             speedup,
             self._row(
                 "break_even_calls",
-                # Calls after which the time that compiled calls save equals the time of the compilation.
+                # Number of calls after which the time that compiled calls save equals the compilation time.
                 compilation.compile_time_s / saved if faster else None,
                 value_reason="" if faster else "no time is saved for sure: the speed-up's interval reaches down to 1",
             ),
@@ -361,7 +361,7 @@ class _Measurement:
 
 
 def _compiler_rows(row: Callable[..., Row], compilation: Compilation) -> list[Row]:
-    """Return four rows that hold the number of graph breaks, of graphs, of recompilations and of kernel calls.
+    """Return rows with the numbers of graph breaks, graphs, recompilations, and calls of each kind of kernel.
 
     The check fails if no graph was captured.
     """
@@ -384,7 +384,7 @@ def _absent(context: Context, options: CompilationOptions, spec: ModelSpec, mode
 
 @contextmanager
 def _no_tf32():
-    """Context manager that turns TF32 off for float32 convolutions. For matrix products, TF32 is already off by default.
+    """Context manager that disables TF32 for float32 convolutions. For matrix products, TF32 is off by default.
 
     PyTorch has two settings for TF32. This context uses the older one, because Inductor reads it while it tunes convolutions and
     raises an error if both settings are used.
@@ -399,7 +399,7 @@ def _no_tf32():
 
 @contextmanager
 def _compiler_failures():
-    """Context manager that converts errors of the compiler to `_CompilerFailed`. It does not import the compiler."""
+    """Context manager that converts compiler errors to `_CompilerFailed`. It does not import the compiler."""
     try:
         yield
     except Exception as error:
@@ -410,4 +410,4 @@ def _compiler_failures():
 
 
 def _quiet(done: int, total: int, note: str = "") -> None:
-    """Do nothing. This progress function hides the progress within one compiler mode."""
+    """Do nothing, to hide the progress within one compiler mode."""

@@ -1,4 +1,4 @@
-"""The models that the experiment `compilation` compiles, each with a batch of inputs.
+"""The models that the `compilation` experiment compiles, each with a batch of inputs.
 
 A model has the same dtype and the same memory format in all compiler modes.
 """
@@ -20,7 +20,7 @@ from hyperion.measure import FORMATS
 from hyperion.models import TransformerLM, named_config, resnet18
 from hyperion.models.resnet import IMAGE_SIZE
 
-# torchvision's ResNet-18 with ten classes on images of 32 x 32 pixels, as in the published measurement.
+# torchvision's ResNet-18 with ten classes for images of 32 x 32 pixels, as in the published measurement.
 IMAGENET_STEM = "resnet18_imagenet_stem"
 CLASSES = 10
 
@@ -33,12 +33,12 @@ class ModelSpec(BaseModel):
             configuration.
         dtype: dtype of weights and inputs.
         batch: number of images or sequences in one call.
-        modes: names of the compiler modes to measure. "eager" comes first.
+        modes: compiler modes to measure. "eager" comes first.
         sequence_length: number of tokens in a sequence (language models only).
         vocabulary: number of tokens in the vocabulary (language models only).
         context: largest sequence length of the model (language models only). 0 uses `sequence_length`.
-        checkpoint: path of a file with weights. An empty string uses initial weights.
-        weights: name of the weights in the rows. An empty string stands for initial weights.
+        checkpoint: path of a file with weights. An empty string keeps the initial weights.
+        weights: name of the weights in the rows. An empty string means initial weights.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
@@ -66,7 +66,7 @@ class CompiledModel:
     Attributes:
         module: the model, on its device, in the dtype and memory format of the specification.
         inputs: arguments of one call, on the same device and in the same format.
-        params: a dict with the keys "model", "batch", "input" and "weights". The rows of this model store it in their params.
+        params: params for the rows of this model, with the keys "model", "batch", "input" and "weights".
     """
 
     module: nn.Module
@@ -89,10 +89,10 @@ def make_model(spec: ModelSpec, device: str, seed: int, weights: Mapping[str, Te
         weights: a state dict whose tensors replace the initial weights. None keeps the initial weights.
 
     Raises:
-        HyperionError: the model does not exist, or the weights belong to another model.
+        HyperionError: no model has this name, or the weights belong to another model.
     """
     torch.manual_seed(seed)
-    # Weights and inputs are drawn on the CPU, so that every device gets the same numbers.
+    # Draw weights and inputs on the CPU, so that every device gets the same values.
     with torch.device("meta" if device == "meta" else "cpu"):
         module = _build(spec)
         inputs = _inputs(spec, seed)
@@ -105,7 +105,7 @@ def make_model(spec: ModelSpec, device: str, seed: int, weights: Mapping[str, Te
 
 
 def model_params(spec: ModelSpec, seed: int) -> dict:
-    """Return the params of the rows that describe the model: model, batch, input and weights."""
+    """Return the row params that describe the model: model, batch, input and weights."""
     weights = spec.weights or f"initial, seed {seed}"
     return {"model": spec.model, "batch": spec.batch, "input": _input_text(spec), "weights": weights}
 
@@ -117,7 +117,7 @@ def reference_output(spec: ModelSpec, model: CompiledModel) -> Tensor:
     """
     with torch.device("meta"):
         twin = _build(spec)  # without initial weights: drawing them takes longer than the call
-    # `assign` replaces the tensors on meta by these tensors. A copy into them is not possible, because they have no memory.
+    # `assign` replaces the meta tensors by these tensors. Copying into meta tensors is not possible, because they have no memory.
     twin.load_state_dict({name: tensor.cpu() for name, tensor in model.module.state_dict().items()}, assign=True)
     inputs = (tensor[: 8 if spec.is_image_model else 1].cpu() for tensor in model.inputs)
     return twin.double().eval()(*(tensor.double() if tensor.is_floating_point() else tensor for tensor in inputs))
@@ -149,7 +149,7 @@ def _build(spec: ModelSpec) -> nn.Module:
 
 
 def _inputs(spec: ModelSpec, seed: int) -> tuple[Tensor, ...]:
-    # Tensors on meta have no values and take no generator.
+    # Meta tensors have no values, and their creation takes no generator.
     meta = torch.get_default_device().type == "meta"
     random = partial(torch.randn if spec.is_image_model else torch.randint, generator=None if meta else _seeded(seed))
     if spec.is_image_model:
@@ -169,7 +169,7 @@ def _input_text(spec: ModelSpec) -> str:
 
 
 def weight_faults(spec: ModelSpec, weights: Mapping[str, Tensor]) -> list[str]:
-    """Return one sentence for each tensor that does not fit the model. The list is empty if the weights fit the model."""
+    """Return one sentence for each tensor that does not match the model. The list is empty if the weights fit the model."""
     with torch.device("meta"):
         return _weight_faults(_build(spec), weights)
 

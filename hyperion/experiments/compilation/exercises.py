@@ -1,4 +1,4 @@
-"""Self-marking exercises of the compilation chapter."""
+"""Self-marking exercises for the chapter on compilation."""
 
 from collections.abc import Callable
 
@@ -56,8 +56,8 @@ def judge_memory_probe(my_probe: Callable[[ToyMemory, str], float]) -> pd.DataFr
     """Test a function that measures peak memory, in a new process and in processes that have already used memory.
 
     Args:
-        my_probe: function that takes a ToyMemory and the name of a model. It returns the peak memory of a call of this model in
-            GiB, including the weights of the model.
+        my_probe: function that takes a ToyMemory and the name of a model. It returns the peak memory in GiB of one call of this
+            model, including the weights of the model.
 
     Returns:
         A table with one line for each situation: the result of the probe, the true value, and whether the result is correct.
@@ -77,11 +77,11 @@ def judge_memory_probe(my_probe: Callable[[ToyMemory, str], float]) -> pd.DataFr
 
 
 def judge_without_breaks(my_function: Callable[[torch.Tensor], torch.Tensor]) -> pd.DataFrame:
-    """Test a function that must be captured in one graph and still return the same results.
+    """Test a function that must be captured in one graph and still return the correct results.
 
     Args:
-        my_function: function that takes a tensor. If the sum of the tensor is above zero, the function returns the tensor times
-            two. Otherwise it returns the tensor minus one.
+        my_function: function that takes a tensor. It returns the tensor times two if the sum of the tensor is above zero, and the
+            tensor minus one otherwise.
 
     Returns:
         A table with one line for each requirement: whether it is met, and what was observed.

@@ -1,4 +1,4 @@
-"""Figures of compilation: time and memory of a call in each compiler mode, and the number of calls after which time is saved.
+"""Figures for the chapter on compilation: time and memory of a call by compiler mode, and the calls after which time is saved.
 
 The module also exports the rows as a table for spreadsheets, with one line for each model and mode.
 """
@@ -14,8 +14,7 @@ from matplotlib.figure import Figure
 
 from hyperion.errors import not_none
 from hyperion.figures.material import Material, Plot, items, measured, number
-from hyperion.figures.style import add_notes, errors_of, log_ticks, name_bars, new_figure, write_at
-from hyperion.palette import COLOURS, INK, MUTED
+from hyperion.figures.style import COLOURS, INK, MUTED, add_notes, errors_of, log_ticks, name_bars, new_figure, write_at
 from hyperion.results import Row
 from hyperion.units import GIB
 
@@ -72,9 +71,9 @@ def compilation(material: Material) -> Figure | None:
 
 
 def break_even(material: Material) -> Figure | None:
-    """Draw the time of N calls including the compilation, divided by the time of N eager calls, for each number of calls N.
+    """Draw the time of N calls including compilation, divided by the time of N eager calls, against the number of calls N.
 
-    Where the value is below 1, the compilation saves time.
+    Compilation saves time where the value is below 1.
     """
     subjects = {title: costs for title, rows in _subjects(material).items() if (costs := _costs(rows))}
     if not subjects:
@@ -91,7 +90,7 @@ def break_even(material: Material) -> Figure | None:
 
 
 def _absences(subjects: dict[str, list[Row]]) -> list[str]:
-    """Return one sentence for each reason why modes were not timed. The sentence names these modes."""
+    """Return one sentence for each reason why modes were not timed. It lists these modes."""
     reasons: dict[str, list[str]] = {}
     for rows in subjects.values():
         for row in _of(rows, "inference_time_s"):
@@ -101,7 +100,7 @@ def _absences(subjects: dict[str, list[Row]]) -> list[str]:
 
 
 def _subjects(material: Material) -> dict[str, list[Row]]:
-    """Return a dict that maps the title of a panel to the rows of its model. Models without timings are left out."""
+    """Map the title of each panel to the rows of its model. Models without timings are omitted."""
     subjects: dict[str, list[Row]] = {}
     for row in material.of(EXPERIMENT):
         title = f"{row.params['model']}, batch {row.params['batch']}, {row.dtype}"
@@ -162,14 +161,14 @@ def _colour(mode: str) -> str:
 
 @dataclass(frozen=True)
 class _Cost:
-    """Costs of one compiled mode.
+    """Time costs of one compiled mode.
 
     Attributes:
-        compiling: seconds of the compilation.
-        call: seconds of a compiled call.
-        eager: seconds of an eager call. Eager and compiled calls were timed alternately.
-        break_even: number of calls after which the compiled calls have saved more time than the compilation took. None if they
-            never do.
+        compiling: compilation time in seconds.
+        call: time of a compiled call in seconds.
+        eager: time of an eager call in seconds. Eager and compiled calls were timed alternately.
+        break_even: number of calls after which the compiled calls have saved more time than compilation took. None if they never
+            do.
     """
 
     compiling: float
@@ -179,7 +178,7 @@ class _Cost:
 
 
 def _costs(rows: list[Row]) -> dict[str, _Cost]:
-    """Return a dict that maps the name of a compiled mode to its costs. Modes that were not measured are left out."""
+    """Map each compiled mode to its costs. Modes that were not measured are omitted."""
     costs = {}
     for mode in _MODES:
         compiling, call, speedup = (_value(rows, metric, mode) for metric in ("compile_time_s", "inference_time_s", "speedup"))
@@ -206,10 +205,10 @@ def _draw_totals(axes: Axes, title: str, costs: dict[str, _Cost]) -> None:
 
 
 def compilation_table(rows: Iterable[Row]) -> pd.DataFrame:
-    """Return a table with one line per model and mode and the columns COLUMNS.
+    """Return a table with the columns COLUMNS and one line per model and mode.
 
     Times are in milliseconds, and memory is in GB (10^9 bytes). A missing value is None. If there is no time, the column `reason`
-    says why.
+    contains the reason.
     """
     lines: dict[tuple, list[Row]] = {}
     for row in rows:
@@ -218,7 +217,7 @@ def compilation_table(rows: Iterable[Row]) -> pd.DataFrame:
 
 
 def compilation_csv(rows: Iterable[Row]) -> str:
-    """Return the table of `compilation_table` as CSV. A program that reads the CSV gets exactly the same numbers."""
+    """Return the table of `compilation_table` as CSV. Reading the CSV gives exactly the same numbers."""
     return compilation_table(rows).to_csv(index=False, lineterminator="\n")
 
 

@@ -1,1 +1,1 @@
-"""Experiments on data: how text and images are prepared, tokenized and loaded."""
+"""Experiments on data: preparing, tokenizing and loading text and images."""

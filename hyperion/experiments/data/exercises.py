@@ -1,4 +1,4 @@
-"""Exercise of the data chapter: write a check that accepts intact folders of prepared data and rejects broken folders."""
+"""Exercise for the data chapter: write a check that accepts intact folders of prepared data and rejects broken ones."""
 
 import math
 import shutil
@@ -25,10 +25,10 @@ SOUND = ("sound text", "sound images")
 
 
 def broken_folders(place: Path) -> dict[str, Path]:
-    """Write small folders of prepared data under `place`. Return a dict that maps the name of a fault to the path of its folder.
+    """Write small folders of prepared data under `place`. Return a dict that maps each folder's name to its path.
 
-    The first two folders have no fault. Their names are in SOUND. If the name of a fault ends with "manifest renewed", the
-    manifest of the folder was written after the fault, so it contains the hashes of the broken files.
+    The first two folders are intact; their names are in SOUND. The name of each other folder is its fault. If it ends with
+    "manifest renewed", the manifest was written after the fault, so it contains the hashes of the broken files.
     """
     shutil.rmtree(place, ignore_errors=True)
     corpus = synthetic_corpus(_LINES)
@@ -47,7 +47,7 @@ def judge_folder_check(my_check: Callable[[Any], bool], folders: dict[str, Path]
 
     Args:
         my_check: function that takes a folder and returns True if its files are unchanged since the pipeline wrote them.
-        folders: the folders to check, as `broken_folders` returns them.
+        folders: folders to check, as returned by `broken_folders`.
     """
     broken = {fault: folder for fault, folder in folders.items() if fault not in SOUND}
     scores = [mutation_score(my_check, folders[SOUND[0]], {}), mutation_score(my_check, folders[SOUND[1]], broken)]
@@ -55,7 +55,7 @@ def judge_folder_check(my_check: Callable[[Any], bool], folders: dict[str, Path]
 
 
 def library_findings(folders: dict[str, Path]) -> pd.DataFrame:
-    """Return a table of the faults that `hyperion data verify` finds in each folder. The folders are not moved."""
+    """Return a table of the problems that `hyperion data verify` finds in each folder. The folders are not moved."""
     lines = []
     for fault, folder in folders.items():
         findings = examine(folder)
@@ -67,8 +67,7 @@ def library_findings(folders: dict[str, Path]) -> pd.DataFrame:
 def _edit(file: str, change: Callable[[np.ndarray], np.ndarray]) -> Callable[[Path], None]:
     """Return a function that damages a folder of prepared data.
 
-    The function changes the array in `file` with `change` and then writes a new manifest, which contains the hash of the changed
-    file.
+    It applies `change` to the array in `file`, then writes a new manifest with the hash of the changed file.
     """
 
     def inject(folder: Path) -> None:

@@ -1,12 +1,11 @@
-"""Figures of the data chapter: token counts, sample images, the speed of tokenization, and the speed of the loaders."""
+"""Figures of the data chapter: token counts, sample images, tokenization speed, and loader speed."""
 
 import numpy as np
 from matplotlib.figure import Figure
 
 from hyperion.errors import not_none
 from hyperion.figures.material import Material, Plot, interval, items, measured, number, select, values
-from hyperion.figures.style import add_notes, errors_of, new_figure, write_at
-from hyperion.palette import COLOURS, MUTED
+from hyperion.figures.style import COLOURS, MUTED, add_notes, errors_of, new_figure, write_at
 from hyperion.results import Row
 
 _COMMONEST = 20
@@ -14,9 +13,9 @@ _SIDE = 32
 
 
 def token_histogram(material: Material) -> Figure | None:
-    """Draw two panels: the counts of the most frequent tokens, and the count of every token by its rank, with Zipf's law.
+    """Draw two panels: the counts of the most frequent tokens, and all token counts by frequency rank with Zipf's law.
 
-    The counts are in the samples of `text_pipeline` whose column "kind" is "token". The columns "split", "token_id", "text" and
+    The counts come from the samples of `text_pipeline` whose "kind" is "token". The columns "split", "token_id", "text" and
     "count" are used.
     """
     samples = material.samples("text_pipeline")
@@ -48,8 +47,8 @@ def token_histogram(material: Material) -> Figure | None:
 def image_grid(material: Material) -> Figure | None:
     """Draw some images of every class, one class per column.
 
-    The images are in the samples of `image_pipeline` whose column "kind" is "image". The columns "label", "class" and "pixels"
-    are used. The column "pixels" holds each image as a flat list of 3 x 32 x 32 levels from 0 to 255.
+    The images come from the samples of `image_pipeline` whose "kind" is "image". The columns "label", "class" and "pixels" are
+    used; "pixels" holds each image as a flat list of 3 x 32 x 32 levels from 0 to 255.
     """
     samples = material.samples("image_pipeline")
     if samples.empty:
@@ -75,10 +74,9 @@ def image_grid(material: Material) -> Figure | None:
 
 
 def tokenizer_speed(material: Material) -> Figure | None:
-    """Draw the tokens written per second by this library and by `datasets.map`, and the ratio of their times.
+    """Draw the tokens written per second by this library and by `datasets.map`. A note gives the speed-ups.
 
-    The function reads the rows of `tokenizer_speed` with the metrics tokenizer_tokens_per_s and speedup. It groups them by the
-    parameter `processes`.
+    The rows of `tokenizer_speed` with the metrics tokenizer_tokens_per_s and speedup are used, grouped by the param `processes`.
     """
     rows = measured(material.of("tokenizer_speed", metric="tokenizer_tokens_per_s"))
     if not rows:
@@ -112,9 +110,9 @@ def tokenizer_speed(material: Material) -> Figure | None:
 
 
 def loader_speed(material: Material) -> Figure | None:
-    """Draw the samples per second of each loader without a training, and the share of training time spent waiting for the loader.
+    """Draw the samples per second of each loader alone, and the share of training time spent waiting for it.
 
-    The function reads the rows of `loader_speed` with the metrics loader_samples_per_s and share.
+    The rows of `loader_speed` with the metrics loader_samples_per_s and share are used.
     """
     rows = measured(material.of("loader_speed", metric="loader_samples_per_s"))
     if not rows:
@@ -147,7 +145,7 @@ def _loader_name(row: Row) -> str:
 
 
 def _source(material: Material, experiment: str) -> str:
-    """Return the name of the data set and where the data come from, for the title of a figure."""
+    """Return the name of the data set and its source, for the title of a figure."""
     rows = material.of(experiment, metric="count")
     names = sorted({row.variant for row in rows})
     sources = sorted({row.data_source for row in rows if row.data_source})

@@ -1,4 +1,4 @@
-"""Prepare the images, and verify each step of the preparation, from the image files to the batches.
+"""Prepare the images and verify each step from the image files to the batches.
 
 The experiment counts images and classes, computes the mean of each channel, stores sample images, and times the loader.
 """
@@ -18,14 +18,14 @@ from hyperion.workloads import datasets
 
 _SHOWN_PER_CLASS = 4
 _CHANNELS = ("red", "green", "blue")
-_LOADED = 8192  # number of images that the timed loader holds; the time of a batch does not depend on this number
+_LOADED = 8192  # number of images in the timed loader; the time of a batch does not depend on it
 _SAMPLE_BYTES = 3 * 32 * 32 * (1 + 4)  # bytes moved per image: each value is read as one byte and written as float32
-# Each value was rounded to one of 256 levels. This changes a mean by less than half a level.
+# Each value was rounded to one of 256 levels, which changes a mean by less than half a level.
 _MEAN_TOLERANCE = 0.5 / 255
 
 
 class ImagePipelineOptions(LoaderTimingOptions):
-    """Options of `image_pipeline`.
+    """Options for the `image_pipeline` experiment.
 
     Args:
         batch_size: number of images in a batch.
@@ -35,7 +35,7 @@ class ImagePipelineOptions(LoaderTimingOptions):
 
 
 def forecast(context: Context) -> list[Forecast]:
-    """Predict the mean of the red channel as 0.5, because cameras choose the exposure so that an average scene is middle grey."""
+    """Predict the mean of the red channel as 0.5: cameras choose the exposure so that an average scene is middle grey."""
     params = {"split": "train", "channel": "red"}
     basis = "photographs expose for middle grey"
     return [Forecast("all images", "channel_mean", 0.5, basis, params=params)]
@@ -44,8 +44,8 @@ def forecast(context: Context) -> list[Forecast]:
 def run(context: Context, report: Report) -> Result:
     """Load and verify the images, and time the loader.
 
-    The rows hold the number of images of each class, the mean of each channel, and the rate of the loader. The samples are some
-    images of every class.
+    The rows give the number of images in each class, the mean of each channel, and the loader's rate. The samples are some images
+    of every class.
     """
     report(0, 2, "load and verify")
     image_set, prepared = datasets.images(context)
@@ -68,8 +68,7 @@ def _split_rows(context: Context, image_set: ImageSet, steps: dict, split: str) 
         params = {"split": split, "what": "images of a class", "class": label}
         rows.append(context.row(name, "count", float(count), params=params, data_source=source))
     for channel, mean in enumerate(steps["channels"]["mean"]):
-        # The pipeline computed the stored mean from a histogram of levels. The check computes the mean from the pixels
-        # themselves.
+        # The pipeline computed the stored mean from a histogram of levels. The check recomputes it from the pixels.
         summed = float(images[:, channel].sum(dtype=np.int64)) / images[:, channel].size / 255
         rows.append(
             context.row(
@@ -85,7 +84,7 @@ def _split_rows(context: Context, image_set: ImageSet, steps: dict, split: str) 
 
 
 def _loader_row(context: Context, options: ImagePipelineOptions, image_set: ImageSet) -> Row:
-    """Time a loader that makes augmented and normalised batches on the device. Check the labels of some of its batches."""
+    """Time a loader that makes augmented, normalised batches on the device. Check the labels of some of its batches."""
     size, device = options.batch_size, context.device
     batches = ImageBatches(
         image_set.train_images[:_LOADED],

@@ -1,6 +1,4 @@
-"""Compare text loaders: their speed, the share of positions that have a target, and how long a training step waits for a
-batch.
-"""
+"""Compare text loaders: speed, share of positions with a target, and the time that a training step waits for a batch."""
 
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -28,15 +26,15 @@ _PACKED, _FILE, _AHEAD, _PADDED = (
     "packed, from its file, ahead",
     "padded, on the device",
 )
-_ID_BYTES, _MADE_BYTES = 4, 8  # bytes of a token id in the stream on the device (int32), and in a batch (int64)
+_ID_BYTES, _MADE_BYTES = 4, 8  # bytes per token id in the stream on the device (int32) and in a batch (int64)
 
 
 class LoaderTimingOptions(Options):
     """Options for timing a loader.
 
     Args:
-        calls: number of batches that are timed together. They give one timing sample.
-        time_limit_s: seconds of timing for each loader.
+        calls: number of consecutive batches that form one timing sample.
+        time_limit_s: timing budget in seconds for each loader.
     """
 
     calls: int
@@ -44,14 +42,14 @@ class LoaderTimingOptions(Options):
 
 
 class LoaderSpeedOptions(LoaderTimingOptions):
-    """Options of `loader_speed`.
+    """Options for the `loader_speed` experiment.
 
     Args:
         sequence_length: number of tokens in an example.
         batch_size: number of examples in a batch.
-        workers: numbers of prefetching threads to compare. Each number gives one loader.
-        model: name of the TransformerLM configuration that is trained.
-        steps: number of optimizer steps of the training.
+        workers: numbers of prefetching threads to compare, one loader for each.
+        model: name of the TransformerLM configuration to train.
+        steps: number of optimizer steps of the training run.
     """
 
     sequence_length: int
@@ -62,7 +60,7 @@ class LoaderSpeedOptions(LoaderTimingOptions):
 
     @property
     def window_bytes(self) -> int:
-        """Number of bytes moved per example: its window of token ids is read, and its inputs and targets are written."""
+        """Bytes moved per example: its window of token ids is read, and its inputs and targets are written."""
         return (self.sequence_length + 1) * _ID_BYTES + 2 * self.sequence_length * _MADE_BYTES
 
     def params(self, workers: int) -> dict:
@@ -76,11 +74,11 @@ class _Loader:
 
     Args:
         variant: name of the loader in the rows.
-        workers: number of threads that prefetch batches. 0 means that each batch is made when it is requested.
+        workers: number of threads that prefetch batches. With 0, each batch is made when it is requested.
         batches: the loader itself.
-        sample_bytes: least number of bytes that device memory must move per example. None if device memory does not limit the
-            loader.
-        why_unbounded: reason why device memory does not limit the loader. Empty if device memory limits it.
+        sample_bytes: minimum number of bytes that device memory must move per example, or None if device memory does not limit
+            the loader.
+        why_unbounded: reason why device memory does not limit the loader, or an empty string if it does.
     """
 
     variant: str
@@ -91,7 +89,7 @@ class _Loader:
 
 
 def forecast(context: Context) -> list[Forecast]:
-    """Predict the share of training time spent waiting for the loader if the token stream is on the device."""
+    """Predict the share of training time spent waiting for a loader whose token stream is on the device."""
     options = LoaderSpeedOptions.of(context)
     params = options.params(0) | {"what": "waiting for the loader"}
     vocabulary = datasets.vocabulary_row(context)
@@ -110,7 +108,7 @@ def forecast(context: Context) -> list[Forecast]:
 
 
 def run(context: Context, report: Report) -> Result:
-    """Time each loader without a training and check its batches. Then train some steps on packed batches."""
+    """Time each loader outside training and check its batches. Then train for some steps on packed batches."""
     options = LoaderSpeedOptions.of(context)
     seed_everything(context.seed)
     corpus, tokenizer, prepared = datasets.text(context)
@@ -130,7 +128,7 @@ def run(context: Context, report: Report) -> Result:
                 rows.append(_text_share_row(context, options, loader, corpus.source))
         report(len(loaders), len(loaders) + 1, "train")
         for loader, start in zip(loaders, starts, strict=True):
-            loader.batches.load_state_dict(start)  # each training starts at the beginning of an epoch
+            loader.batches.load_state_dict(start)  # each training run starts at the beginning of an epoch
         trained = [loader for loader in loaders if loader.variant in (_PACKED, _AHEAD)]
         rows += [_waiting_row(context, options, loader, tokenizer, corpus.source) for loader in trained]
     return Result(rows, pd.concat(frames, ignore_index=True), corpus.source)
@@ -163,21 +161,20 @@ def _loaders(
 
 
 def time_in_a_row(context: Context, options: LoaderTimingOptions, next_batch: Callable) -> Timing:
-    """Time several batches that are requested in a row, as in a training loop. The time ends when the last batch is complete."""
+    """Time batches that are requested back to back, as in a training loop, until the last batch is complete."""
     return time_function(next_batch, context.device, cold=False, back_to_back=options.calls, time_limit_s=options.time_limit_s)
 
 
 def _check(options: LoaderSpeedOptions, loader: _Loader, tokens: np.ndarray, examples: np.ndarray) -> Verification:
     """Compare the batches of a loader with the token stream.
 
-    If the loader packs several lines into an example, return the share of wrong batches. If the loader pads each line, return the
-    share of wrong targets.
+    Return the share of wrong batches if the loader packs lines into examples, or the share of wrong targets if it pads each line.
 
     Args:
         options: options of the experiment.
-        loader: the loader to check.
-        tokens: the token stream that the loader reads.
-        examples: index of the first token of each window of the first epoch, in the order of the epoch.
+        loader: loader to check.
+        tokens: token stream that the loader reads.
+        examples: index of the first token of each window of the first epoch, in epoch order.
     """
     taken = [loader.batches.next_batch() for _ in range(options.calls)]
     if loader.variant in (_PACKED, _FILE, _AHEAD):
@@ -190,7 +187,7 @@ def _check(options: LoaderSpeedOptions, loader: _Loader, tokens: np.ndarray, exa
         ]
         return Verification("share of batches that are not the stream's windows", sum(wrong) / len(wrong), 0.0)
     inputs, targets = (torch.cat(parts) for parts in zip(*taken, strict=True))
-    # Within a row, the target at position t must be the input at position t + 1, except where the target is ignored.
+    # Within a row, the target at position t must be the input at position t + 1, unless the target is ignored.
     shifted = (targets[:, :-1] != IGNORE_INDEX) & (targets[:, :-1] != inputs[:, 1:])
     return Verification("share of targets that are not the next token", shifted.float().mean().item(), 0.0)
 
@@ -210,13 +207,13 @@ def _rate_row(
 
 
 def loader_limit(context: Context, sample_bytes: int, batch_size: int) -> tuple[float | None, str]:
-    """Return (largest samples/s that device memory allows, source of this limit), or (None, reason why there is no limit)."""
+    """Return (maximum samples/s that device memory allows, source of this limit), or (None, reason why there is no limit)."""
     gb_s, source = bandwidth_limit(context.device, sample_bytes * batch_size)
     return None if gb_s is None else gb_s * 1e9 / sample_bytes, source
 
 
 def _text_share_row(context: Context, options: LoaderSpeedOptions, loader: _Loader, source: str) -> Row:
-    """Return the row that holds the share of positions that have a target and not padding, measured on some batches."""
+    """Return the row with the share of positions that have a target, i.e. are not padding, measured on some batches."""
     targets = torch.cat([loader.batches.next_batch()[1] for _ in range(options.calls)])
     share = (targets != IGNORE_INDEX).float().mean().item()
     params = options.params(loader.workers) | {"what": "positions that carry a loss"}
@@ -224,7 +221,7 @@ def _text_share_row(context: Context, options: LoaderSpeedOptions, loader: _Load
 
 
 def _waiting_row(context: Context, options: LoaderSpeedOptions, loader: _Loader, tokenizer: Tokenizer, source: str) -> Row:
-    """Return the row that holds the share of the training time in which the training loop waits for a batch."""
+    """Return the row with the share of training time that the training loop spends waiting for a batch."""
     device, steps = context.device, options.steps
     config = named_config(options.model, vocab_size=tokenizer.vocab_size, context=options.sequence_length)
     model = TransformerLM(config).to(device.torch_device)

@@ -1,4 +1,4 @@
-"""Prepare the text, and count lines, words and tokens after each step of the preparation."""
+"""Prepare the text, and count lines, words and tokens after each step."""
 
 import math
 from itertools import islice
@@ -12,15 +12,15 @@ from hyperion.data import PreparedText, TextCorpus, Tokenizer
 from hyperion.results import Row
 from hyperion.workloads import datasets
 
-# Mean number of words in a line, from the published train split of WikiText-2: the number of words, with one <eos> for each line,
-# divided by the number of lines that are not empty.
+# Mean number of words per line in the published train split of WikiText-2: words, with one <eos> per line, divided by the number
+# of non-empty lines.
 _WORDS_A_LINE = 2_088_628 / 23_767
 _WINDOW = 128
 _SHOWN_LINES = 4
 
 
 def forecast(context: Context) -> list[Forecast]:
-    """Predict the share of padding tokens if every line is padded to the length of the window."""
+    """Predict the share of padding tokens if every line is padded to the window length."""
     params = {"split": "train", "what": "padding"}
     filled = _WORDS_A_LINE / _WINDOW * (1 - math.exp(-_WINDOW / _WORDS_A_LINE))
     basis = (
@@ -62,7 +62,8 @@ def _split_rows(context: Context, prepared: PreparedText, split: str) -> list[Ro
         "tokens cut off by padding's window": steps["pad"]["truncated"],
     }
     source = prepared.manifest.source
-    # The round trip was checked when the stream was written. The SHA-256 of a stored stream shows that it has not changed since.
+    # The round trip was checked when the stream was written. The SHA-256 of the stored stream shows that it has not changed
+    # since.
     failed = 0.0 if steps["tokenize"]["round_trip"] else 1.0
     round_trip = checked("decode(encode(text)) == text", failed, 0.0)
     rows = [
@@ -82,7 +83,7 @@ def _split_rows(context: Context, prepared: PreparedText, split: str) -> list[Ro
 
 
 def _histogram(prepared: PreparedText, tokenizer: Tokenizer) -> pd.DataFrame:
-    """Return a table with the number of occurrences of each token in the train split. The most frequent token comes first."""
+    """Return a table with the count of each token in the train split, most frequent first."""
     ids, counts = np.unique(prepared.tokens["train"], return_counts=True)
     order = np.argsort(-counts, kind="stable")
     texts = [tokenizer.decode([token]) for token in ids[order]]

@@ -1,6 +1,6 @@
 """Compare how fast this library's pipeline and `datasets.map` tokenize text and write the tokens to disk.
 
-Both use the same tokenizer. Their timings alternate, so that a change of the machine's speed affects both.
+Both use the same tokenizer. They are timed in alternation, so that changes in machine speed affect both.
 """
 
 import contextlib
@@ -30,14 +30,14 @@ _NO_LIMIT = "no limit: there is no lower bound on the work of a tokenizer"
 
 
 class TokenizerSpeedOptions(Options):
-    """Options of `tokenizer_speed`.
+    """Options for the `tokenizer_speed` experiment.
 
     Args:
         lines: number of lines of the train split to tokenize.
         processes: numbers of worker processes to compare.
         cores: number of CPU cores that all processes share.
-        samples: smallest number of timing samples of each pipeline.
-        time_limit_s: seconds of timing for all pipelines together.
+        samples: minimum number of timing samples for each pipeline.
+        time_limit_s: total timing budget in seconds for all pipelines.
     """
 
     lines: int
@@ -63,7 +63,7 @@ def forecast(context: Context) -> list[Forecast]:
 
 
 def run(context: Context, report: Report) -> Result:
-    """Tokenize a part of the train split with both pipelines alternately, time them, and compare all tokens."""
+    """Tokenize part of the train split with both pipelines, time them in alternation, and compare all tokens."""
     options = TokenizerSpeedOptions.of(context)
     report(0, 2, "load")
     corpus, tokenizer, _ = datasets.text(context)
@@ -88,7 +88,7 @@ def run(context: Context, report: Report) -> Result:
     return Result(rows, pd.concat(frames, ignore_index=True), corpus.source)
 
 
-# The experiment runs in its own process, because it binds this process to a few cores and because `datasets` forks the process.
+# The experiment gets its own process, because it binds the process to a few cores and because `datasets` forks it.
 EXPERIMENT = Experiment(forecast, run, isolated=True, data=datasets.TEXT, options=TokenizerSpeedOptions)
 
 
@@ -129,7 +129,7 @@ def _speedup_row(
 def _ours(lines: list[str], tokenizer: Tokenizer, processes: int, folder: Path) -> Callable[[], np.ndarray]:
     """Return a function that tokenizes the lines with this library and returns the token ids.
 
-    The pipeline writes tokens of 16 or 32 bits, checksums and counts. It also checks that decoding restores the text.
+    The pipeline writes 16-bit or 32-bit tokens, checksums and counts. It also checks that decoding restores the text.
     """
 
     def tokenize() -> np.ndarray:
@@ -145,7 +145,7 @@ def _ours(lines: list[str], tokenizer: Tokenizer, processes: int, folder: Path) 
 def _theirs(lines: list[str], tokenizer: Tokenizer, processes: int, folder: Path) -> Callable[[], object]:
     """Return a function that tokenizes the lines with `datasets.map` and writes the tokens to an Arrow file.
 
-    The code follows the tutorials of `datasets`: a fast tokenizer is called with batches of 1,000 lines.
+    The code follows the `datasets` tutorials: it calls a fast tokenizer on batches of 1,000 lines.
     """
     from datasets import Dataset, disable_progress_bars
     from transformers import PreTrainedTokenizerFast
@@ -173,7 +173,7 @@ def _theirs(lines: list[str], tokenizer: Tokenizer, processes: int, folder: Path
 
 
 def _read(written: Any) -> np.ndarray:
-    """Return all token ids in one array. `written` is an array or an Arrow table."""
+    """Return all token ids in one array. `written` is an array or a `datasets.Dataset`."""
     if isinstance(written, np.ndarray):
         return np.array(written, dtype=np.int64)
     return np.concatenate([chunk.flatten().to_numpy() for chunk in written.data.column("input_ids").chunks])
@@ -181,7 +181,7 @@ def _read(written: Any) -> np.ndarray:
 
 @contextlib.contextmanager
 def _on_cores(count: int) -> Iterator[None]:
-    """Context manager that binds this process and its child processes to the first `count` CPU cores, if the system allows it."""
+    """Context manager that binds this process and its children to the first `count` CPU cores, if the system allows it."""
     if not hasattr(os, "sched_setaffinity"):
         yield
         return

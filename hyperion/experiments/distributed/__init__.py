@@ -1,1 +1,1 @@
-"""Experiments on training on several ranks: parity with one device, resharding of checkpoints, and failure of a rank."""
+"""Experiments on training with several ranks: parity with one device, checkpoint resharding, and failure of a rank."""

@@ -1,7 +1,7 @@
 """Train on all ranks of the machine with DDP and with FSDP2.
 
-The experiment returns rows for every rank. It also counts the training examples that two ranks received, and the examples that no
-rank received. Both numbers must be 0.
+The experiment returns rows for every rank. It also counts the training examples that two ranks received, and those that no rank
+received. Both numbers must be 0.
 """
 
 from collections import Counter
@@ -30,19 +30,19 @@ _FITS = "no limit: a model may fit what it is trained on exactly"
 
 
 class DistributedTrainingOptions(RankOptions):
-    """Options of `distributed_training`.
+    """Options for the `distributed_training` experiment.
 
     Args:
-        trainings: recipes of the trainings, in the order in which they run.
+        trainings: recipes of the training runs, in execution order.
     """
 
     trainings: tuple[Recipe, ...]
 
 
 def forecast(context: Context) -> list[Forecast]:
-    """Return the ceiling of the tokens per second of all ranks together.
+    """Return the ceiling of the tokens per second, summed over all ranks.
 
-    The ceiling ignores the time of communication. So it is only an upper bound and not a prediction.
+    The ceiling ignores communication time, so it is only an upper bound and not a prediction.
     """
     options = DistributedTrainingOptions.of(context)
     counted, ranks = datasets.vocabulary_row(context), options.device_count(context)
@@ -63,7 +63,7 @@ def forecast(context: Context) -> list[Forecast]:
 
 
 def run(context: Context, report: Report) -> Result:
-    """Start the ranks once and run all trainings on them."""
+    """Start the ranks once and run all training runs on them."""
     options = DistributedTrainingOptions.of(context)
     ranks = options.device_count(context)
     results = run_on_ranks(context, report, train_on_rank, ranks=ranks)
@@ -82,9 +82,9 @@ EXPERIMENT = Experiment(
 
 
 def train_on_rank(context: Context, report: Report) -> Result:
-    """Run all trainings on one rank, one after the other.
+    """Run all training runs on one rank, one after the other.
 
-    Rank 0 returns the rows of all ranks. The samples of each rank list the examples that this rank received.
+    Rank 0 returns the rows of all ranks. Each rank's samples list the examples that it received.
     """
     return merged([_train(context, report, recipe) for recipe in DistributedTrainingOptions.of(context).trainings])
 
@@ -103,7 +103,7 @@ def _train(context: Context, report: Report, recipe: Recipe) -> Result:
         report=report,
     )
     assert_ranks_agree(training.engine.model)
-    # A collective call, so it comes before the ranks other than 0 return.
+    # A collective, so it must come before the ranks other than 0 return.
     tested = test_rows(context, recipe, training)
     dist.barrier()
     if here.rank:
@@ -114,15 +114,15 @@ def _train(context: Context, report: Report, recipe: Recipe) -> Result:
 
 
 def epoch_rows(context: Context, recipe: Recipe, training: Training, history: History) -> list[Row]:
-    """Return the rows that hold the results of every epoch.
+    """Return the rows with the results of every epoch.
 
-    Loss, throughput and memory have a row for all ranks together (rank None) and a row for each rank. The held-out loss has a row
-    for all ranks together.
+    Loss, throughput and memory have one row for all ranks (rank None) and one for each rank. The held-out loss has only the row
+    for all ranks.
     """
     rows = []
     ranks = Counter(
         record.epoch for record in history.rank_epochs
-    )  # number of ranks of each epoch; it changes between epochs if the run was resumed on another number of ranks
+    )  # number of ranks in each epoch; it changes if the run was resumed on another number of ranks
     for record in [*history.epochs, *history.rank_epochs]:
         rows += _record_rows(context, recipe, training, record, ranks[record.epoch])
     for record in history.epochs:
@@ -165,10 +165,10 @@ def _record_rows(context: Context, recipe: Recipe, training: Training, record: E
 
 
 def mean_rows(context: Context, recipe: Recipe, training: Training, history: History) -> list[Row]:
-    """Return a row that compares two losses of the last epoch: the loss of all ranks together, and the mean of the ranks' losses.
+    """Return a row that compares two losses of the last epoch: the loss over all ranks, and the mean of the ranks' losses.
 
-    The list is empty if the two losses need not be equal. This is the case if the examples are completions of different lengths,
-    or if the epoch began on another number of ranks.
+    The list is empty if the two losses need not be equal, because the examples are completions of different lengths or the epoch
+    began on another number of ranks.
     """
     last = history.epochs[-1]
     parts = [record for record in history.rank_epochs if record.epoch == last.epoch]
@@ -191,9 +191,9 @@ def mean_rows(context: Context, recipe: Recipe, training: Training, history: His
 
 
 def test_rows(context: Context, recipe: Recipe, training: Training) -> list[Row]:
-    """On rank 0, return the share of test images that the trained model classifies correctly.
+    """On rank 0, return a row with the share of test images that the trained model classifies correctly.
 
-    All ranks must call this function at the end of the training.
+    All ranks must call this function after training.
     """
     if training.test is None:
         return []

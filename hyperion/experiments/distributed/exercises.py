@@ -1,4 +1,4 @@
-"""Exercise of chapter 2.5: which mean over ranks is the mean of the whole batch?"""
+"""Exercise for chapter 2.5: which mean over ranks is the mean of the whole batch?"""
 
 from collections.abc import Callable
 from typing import Any
@@ -13,12 +13,11 @@ GB_PER_RANK = Question(2.0, "four float32 numbers per parameter, 16 bytes, divid
 def judge_mean_check(check: Callable[[Any], bool]) -> pd.DataFrame:
     """Test the reader's check of functions that combine the losses of several ranks.
 
-    There are four such functions. Only one of them gives the loss that a single device computes for the whole batch.
+    There are four such functions. Only one gives the loss that a single device computes for the whole batch.
 
     Args:
-        check: function that takes one of the four functions and returns True if this function is correct. Each of the four
-            functions takes two lists: the sum of the token losses on each rank, and the number of tokens on each rank. It returns
-            a loss.
+        check: function that takes one of the four functions and returns True if it is correct. Each of the four functions takes
+            two lists, the sum of the token losses and the number of tokens on each rank, and returns a loss.
     """
     mutants = {
         "mean of the ranks' means": lambda sums, counts: sum(s / n for s, n in zip(sums, counts, strict=True)) / len(sums),

@@ -1,4 +1,4 @@
-"""Figures of distributed training: parity of losses, the loss of each rank, resharding, and the failure of a rank."""
+"""Figures of distributed training: loss parity, the loss of each rank, resharding, and the failure of a rank."""
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -7,8 +7,7 @@ from numpy.typing import ArrayLike
 
 from hyperion.errors import not_none
 from hyperion.figures.material import Material, Plot, measured, number, values
-from hyperion.figures.style import add_notes, limit_line, look, new_figure, whole_numbers, write_at
-from hyperion.palette import COLOURS, GRID, INK, MUTED
+from hyperion.figures.style import COLOURS, GRID, INK, MUTED, add_notes, limit_line, look, new_figure, whole_numbers, write_at
 from hyperion.results import Row
 
 _SMALLEST = 1e-9  # a logarithmic axis has no zero, so a difference of zero is drawn at this value
@@ -16,7 +15,7 @@ _ZERO = f"A difference of zero is drawn at {_SMALLEST:g}."
 
 
 def parity(material: Material) -> Figure | None:
-    """Draw the loss of every strategy by step, and the relative difference between this loss and the loss of one device."""
+    """Plot each strategy's loss by step, and its relative difference from the loss of one device."""
     rows = material.of("parallel_parity", metric="relative_difference")
     if not rows:
         return None
@@ -39,7 +38,7 @@ def parity(material: Material) -> Figure | None:
 
 
 def distributed_training(material: Material) -> Figure | None:
-    """Draw the loss of every training by step, and the loss of each rank on its own examples."""
+    """Plot the loss of every training run by step, and each rank's loss on its own examples."""
     rows = measured(material.of("distributed_training"))
     samples = material.samples("distributed_training")
     if not rows or samples.empty:
@@ -60,7 +59,7 @@ def distributed_training(material: Material) -> Figure | None:
 
 
 def _draw_ranks(axes: Axes, losses: list[Row]) -> None:
-    """Draw the mean loss of each rank over the last epoch, as the difference in percent from the mean of all ranks."""
+    """Draw each rank's mean loss over the last epoch, as the difference in percent from the mean over all ranks."""
     names = list(dict.fromkeys(row.variant for row in losses))
     for place, name in enumerate(names):
         chosen = _last_epoch([row for row in losses if row.variant == name])
@@ -86,7 +85,7 @@ def _draw_ranks(axes: Axes, losses: list[Row]) -> None:
 
 
 def _rates_of_ranks(rows: list[Row]) -> list[str]:
-    """Return a list with one note on the spread of the ranks' throughputs in the last epoch. It is empty if there is one rank."""
+    """Return a list with one note on the spread of the ranks' throughputs in the last epoch. It is empty for a single rank."""
     spreads = []
     for name in dict.fromkeys(row.variant for row in rows):
         rates = [row for row in rows if row.variant == name and row.metric in ("tokens_per_s", "images_per_s")]
@@ -98,7 +97,7 @@ def _rates_of_ranks(rows: list[Row]) -> list[str]:
 
 
 def _memory_of_ranks(rows: list[Row]) -> list[str]:
-    """Return a list with one note on the ranks' peak memory in the last epoch. It is empty if the memory was not measured."""
+    """Return a list with one note on the ranks' peak memory in the last epoch, or an empty list if it was not measured."""
     ranges: dict[str, str] = {}
     for name in dict.fromkeys(row.variant for row in rows):
         peaks = _last_epoch([row for row in rows if row.variant == name and row.metric in ("peak_memory_gib", "peak_rss_gib")])
@@ -110,13 +109,13 @@ def _memory_of_ranks(rows: list[Row]) -> list[str]:
 
 
 def _last_epoch(rows: list[Row]) -> list[Row]:
-    """Return the rows of the last epoch of one training, sorted by rank."""
+    """Return the last epoch's rows of one training run, sorted by rank."""
     last = max((row.params["epoch"] for row in rows), default=None)
     return sorted((row for row in rows if row.params["epoch"] == last), key=lambda row: not_none(row.rank))
 
 
 def resharding(material: Material) -> Figure | None:
-    """Draw the losses of runs that were resumed on fewer ranks, and their differences from the uninterrupted run."""
+    """Plot the losses of runs that were resumed on fewer ranks, and their differences from the uninterrupted run."""
     rows = material.of("resharding", metric="relative_difference")
     if not rows:
         return None
@@ -144,7 +143,7 @@ def resharding(material: Material) -> Figure | None:
 
 
 def rank_failure(material: Material) -> Figure | None:
-    """Draw the losses of the killed and resumed run and of the uninterrupted run, and mark the lost steps."""
+    """Plot the losses of the killed and resumed run and of the uninterrupted run, and mark the lost steps."""
     rows = material.of("rank_failure", metric="detection_time_s")
     if not rows:
         return None
@@ -174,13 +173,13 @@ def rank_failure(material: Material) -> Figure | None:
 
 
 def _sizes(material: Material, row: Row) -> dict:
-    """Return the sizes that the experiment of this row has stored, or {} if the run did not store any sizes."""
+    """Return the options stored for this row's experiment, or {} if the run stored none."""
     stored = material.run.finished(row.notebook, row.experiment) or {}
     return (stored.get("provenance") or {}).get("sizes") or {}
 
 
 def _mark_kill(axes: Axes, sizes: dict) -> None:
-    """Draw lines at the last checkpoint and at the step in which a rank was killed, and shade the steps between them."""
+    """Draw lines at the last checkpoint and at the step after which a rank was killed, and shade the steps between them."""
     if not {"kill_after", "checkpoint_every"} <= sizes.keys():
         return
     killed = sizes["kill_after"]
@@ -205,7 +204,7 @@ def _mark_kill(axes: Axes, sizes: dict) -> None:
 
 
 def _headroom(axes: Axes, share: float) -> None:
-    """Add free space above the curves. `share` is this space divided by the height of the curves."""
+    """Add free space above the curves. `share` is its height divided by the current height of the axis."""
     bottom, top = axes.get_ylim()
     axes.set_ylim(bottom, top + share * (top - bottom))
 

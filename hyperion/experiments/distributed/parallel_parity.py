@@ -18,13 +18,13 @@ TOLERANCE = 1e-4
 
 
 class ShortTrainingOptions(RankOptions):
-    """Options of a short training of a language model. The experiments on parity, resharding and rank failure share them.
+    """Options for a short language-model training run, shared by the parity, resharding and rank-failure experiments.
 
     Args:
-        model: name of the configuration of a TransformerLM.
+        model: name of a TransformerLM configuration.
         sequence_length: number of tokens in one example.
-        batch_size: number of examples in one step, on all ranks together.
-        learning_rate: largest learning rate.
+        batch_size: number of examples in one step, summed over all ranks.
+        learning_rate: peak learning rate.
     """
 
     model: str
@@ -33,7 +33,7 @@ class ShortTrainingOptions(RankOptions):
     learning_rate: float
 
     def recipe(self, strategy: Strategy, steps: int, checkpoint_every: int | None = None) -> Recipe:
-        """Return a recipe in float32 without evaluation. In float32 the parity check can have a small tolerance."""
+        """Return a float32 recipe without evaluation. In float32 the parity check can use a small tolerance."""
         return Recipe(
             task="language",
             model=self.model,
@@ -50,10 +50,10 @@ class ShortTrainingOptions(RankOptions):
 
 
 class ParallelParityOptions(ShortTrainingOptions):
-    """Options of `parallel_parity`.
+    """Options for the `parallel_parity` experiment.
 
     Args:
-        strategies: strategies that are compared with one device: "ddp", "fsdp" or both.
+        strategies: strategies to compare with one device: "ddp", "fsdp" or both.
         steps: number of optimizer steps.
     """
 
@@ -62,7 +62,7 @@ class ParallelParityOptions(ShortTrainingOptions):
 
 
 def forecast(context: Context) -> list[Forecast]:
-    """Predict the largest relative difference between the losses, under the assumption that each step adds one rounding error."""
+    """Predict the largest relative difference between the losses, assuming that each step adds one rounding error."""
     options = ParallelParityOptions.of(context)
     steps = options.steps
     basis = f"each of {steps} steps adds one rounding error of float32, because sums have another order: {steps} x 2^-24"
@@ -75,7 +75,7 @@ def forecast(context: Context) -> list[Forecast]:
 def run(context: Context, report: Report) -> Result:
     """Start the ranks once and compare the losses of all strategies.
 
-    First every rank trains without the other ranks, on whole batches. Then all ranks train together with each strategy.
+    First every rank trains alone on whole batches. Then all ranks train together with each strategy.
     """
     options = ParallelParityOptions.of(context)
     ranks = run_on_ranks(context, report, steps_on_rank, ranks=options.rank_count(context, options.batch_size))
@@ -88,7 +88,7 @@ EXPERIMENT = Experiment(forecast, run, data=datasets.TEXT, options=ParallelParit
 
 
 def steps_on_rank(context: Context, report: Report) -> Result:
-    """On one rank, train on the same batches as a single device and then with each strategy. Return the losses as samples."""
+    """On one rank, train alone on whole batches, then with each strategy. Return the losses as samples."""
     options = ParallelParityOptions.of(context)
     strategies: list[Strategy] = ["single", *options.strategies]
     return merged([_train(context, options, report, strategy) for strategy in strategies])
@@ -109,7 +109,7 @@ def _train(context: Context, options: ParallelParityOptions, report: Report, str
 
 
 def _bytes_row(context: Context, strategy: str, training: Training) -> Row:
-    """Return the row that holds the share of all parameter bytes that are on this rank.
+    """Return the row with the share of all parameter bytes held by this rank.
 
     The share is 1 with DDP and 1 / ranks with FSDP2.
     """
@@ -125,13 +125,13 @@ def _bytes_row(context: Context, strategy: str, training: Training) -> Row:
         rank=here.rank,
         params={"what": "parameter bytes held", "ranks": strategy_ranks, "bytes": whole},
         data_source=training.source,
-        # FSDP2 divides tensors along the first dimension, so the shards are unequal if the ranks do not divide it.
+        # FSDP2 splits tensors along the first dimension, so the shards are unequal if the number of ranks does not divide it.
         **checked("share that the strategy promises", abs(share / promised - 1), 0.1),
     )
 
 
 def replicas_row(context: Context, strategy: str, model: nn.Module, source: str) -> Row:
-    """Return the row that holds the number of parameter tensors that differ in any bit between ranks.
+    """Return the row with the number of parameter tensors that are not bitwise equal on all ranks.
 
     Every rank must hold the whole model, as with DDP. All ranks must call this function.
     """
@@ -164,11 +164,11 @@ def _parity_row(context: Context, options: ParallelParityOptions, curves: pd.Dat
 
 
 def largest_relative_difference(losses: np.ndarray, expected: np.ndarray) -> float:
-    """Return the largest relative difference between two losses of the same step.
+    """Return the largest relative difference between the two losses of a step.
 
     Args:
         losses: loss of every step.
-        expected: loss of every step of the reference.
+        expected: reference loss of every step.
     """
     return float(np.max(np.abs(losses / expected - 1)))
 

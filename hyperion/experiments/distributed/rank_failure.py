@@ -1,7 +1,7 @@
-"""Kill one rank during a training.
+"""Kill one rank during training.
 
-The experiment measures after how many seconds the launcher reports the failure, how many processes of the ranks still run then,
-and whether the training can be resumed from its last checkpoint.
+The experiment measures how many seconds the launcher takes to report the failure, how many rank processes still run at that
+point, and whether the training run can be resumed from its last checkpoint.
 """
 
 import os
@@ -34,11 +34,11 @@ _MARK = "HYPERION_RANK_FAILURE"
 
 
 class RankFailureOptions(ShortTrainingOptions):
-    """Options of `rank_failure`.
+    """Options for the `rank_failure` experiment.
 
     Args:
-        steps: number of optimizer steps of the whole training.
-        checkpoint_every: number of steps between two checkpoints.
+        steps: number of optimizer steps of the whole training run.
+        checkpoint_every: number of steps between checkpoints.
         kill_after: number of steps after which the last rank is killed.
     """
 
@@ -48,7 +48,7 @@ class RankFailureOptions(ShortTrainingOptions):
 
 
 def forecast(context: Context) -> list[Forecast]:
-    """Predict the seconds between the signal that kills the rank and the launcher's report of the failure."""
+    """Predict the seconds between the signal that kills the rank and the launcher's failure report."""
     options = RankFailureOptions.of(context)
     ranks = options.rank_count(context, options.batch_size)
     basis = (
@@ -59,8 +59,8 @@ def forecast(context: Context) -> list[Forecast]:
 
 
 def run(context: Context, report: Report) -> Result:
-    """Train, kill the last rank, and resume the training. Then train again without a failure, and compare all losses."""
-    # Checkpoints and notes of an earlier attempt would make the training resume, and the rank would die at another step.
+    """Train, kill the last rank, and resume the run. Then train again without a failure, and compare all losses."""
+    # Checkpoints and notes of an earlier attempt would make the run resume, and the rank would die at another step.
     shutil.rmtree(context.workspace, ignore_errors=True)
     options = RankFailureOptions.of(context)
     ranks = options.rank_count(context, options.batch_size)
@@ -108,11 +108,11 @@ def _killing(ranks: int, rank: int | None, signal_name: str) -> dict:
 
 
 def _killed(context: Context, options: RankFailureOptions, report: Report, ranks: int) -> tuple[RankError, float, int]:
-    """Run the training on several ranks. The rank with the highest number kills itself.
+    """Train on several ranks, of which the last one kills itself.
 
     Returns:
-        The error that the launcher raised, the seconds between the signal and this error, and the number of processes that still
-        ran then.
+        The error that the launcher raised, the seconds between the signal and this error, and the number of processes still
+        running at that point.
     """
     os.environ[_MARK] = mark = os.urandom(8).hex()
     params = {"folder": "killed", "kill_after": options.kill_after}
@@ -120,9 +120,9 @@ def _killed(context: Context, options: RankFailureOptions, report: Report, ranks
         run_on_ranks(context, report, train_on_rank, params, ranks=ranks)
     except RankError as error:
         raised = time.time()
-        # The rank itself records its death, because only it knows the moment. Both clocks are the wall clock of this host.
+        # The rank records its own death, because only it knows the moment. Both times come from this host's wall clock.
         died = (context.workspace / "died").stat().st_mtime
-        # Two ways to count: by the recorded process ids, and by the inherited variable, which also finds children of the ranks.
+        # Two counts: by the recorded process ids, and by the inherited variable, which also finds children of the ranks.
         return error, raised - died, _remaining_ranks(context) + _count_marked(mark)
     finally:
         del os.environ[_MARK]
@@ -134,14 +134,14 @@ def _killed(context: Context, options: RankFailureOptions, report: Report, ranks
 
 
 def _remaining_ranks(context: Context) -> int:
-    """Return the number of ranks whose processes still run. The process ids are read from files that the ranks have written."""
+    """Return the number of ranks whose processes still run, by the process ids that the ranks wrote to files."""
     return sum(not has_ended(int(note.read_text())) for note in context.workspace.glob("pid-*"))
 
 
 def _count_marked(mark: str) -> int:
-    """Return the number of child processes of the ranks that still run.
+    """Return the number of other running processes that inherited this launch's mark: ranks and their children.
 
-    A process belongs to the ranks if one of its environment variables contains `mark`.
+    A process has the mark if its environment variable `_MARK` equals `mark`.
     """
     count = 0
     for process in psutil.process_iter():
@@ -155,13 +155,12 @@ def _count_marked(mark: str) -> int:
 class _KilledAfter:
     """Wraps an iterator of batches and kills its own process after some steps.
 
-    The process is killed by a signal, so it leaves no error message, as when a machine fails.
+    The process dies from a signal, so it leaves no error message, as when a machine fails.
 
     Args:
-        batches: the batches of the training.
+        batches: batches of the training run.
         steps: number of steps after which the process is killed.
-        note: path of a file that is created just before the process is killed. The modification time of the file is the time of
-            the failure.
+        note: path of a file created just before the process is killed. Its modification time is the time of the failure.
     """
 
     def __init__(self, batches: ResumableBatches, steps: int, note: Path):
@@ -187,7 +186,7 @@ class _KilledAfter:
 
 
 def resume_and_repeat(context: Context, report: Report) -> Result:
-    """Resume the killed training and run it to its end. Then run the same training from the beginning, without a failure."""
+    """Resume the killed run and finish it. Then repeat the run from the beginning, without a failure."""
     runs = [train_on_rank(context, report, folder) for folder in ("killed", "undisturbed")]
     curves = [result.samples.assign(run=run) for result, run in zip(runs, RUNS, strict=True)]
     return Result([], pd.concat(curves, ignore_index=True), runs[0].source)
@@ -198,9 +197,9 @@ def train_on_rank(context: Context, report: Report, folder: str, kill_after: int
 
     Args:
         context: context of the experiment.
-        report: function that is called with the progress.
-        folder: name of the folder of the checkpoints in the workspace.
-        kill_after: number of steps after which the last rank kills itself. None for a training without a failure.
+        report: function called with the progress.
+        folder: name of the checkpoint folder in the workspace.
+        kill_after: number of steps after which the last rank kills itself. None for a run without a failure.
     """
     options, here = RankFailureOptions.of(context), world()
     recipe = options.recipe("ddp", options.steps, options.checkpoint_every)

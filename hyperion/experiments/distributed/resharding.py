@@ -1,4 +1,4 @@
-"""Resharding: save a checkpoint on N ranks, and resume from this checkpoint on N/2 ranks, on N/4 ranks, …, and on one rank."""
+"""Resharding: save a checkpoint on N ranks, and resume from it on N/2 ranks, on N/4 ranks, …, and on one rank."""
 
 import shutil
 from pathlib import Path
@@ -22,7 +22,7 @@ _SAVED = "saved"
 
 
 class ReshardingOptions(ShortTrainingOptions):
-    """Options of `resharding`.
+    """Options for the `resharding` experiment.
 
     Args:
         steps_before: number of optimizer steps before the checkpoint.
@@ -34,17 +34,17 @@ class ReshardingOptions(ShortTrainingOptions):
 
     @property
     def steps(self) -> int:
-        """Number of optimizer steps before and after the checkpoint together."""
+        """Total number of optimizer steps before and after the checkpoint."""
         return self.steps_before + self.steps_after
 
     def resuming(self, context: Context) -> list[int]:
-        """Return the numbers of ranks that resume the training: a half and a quarter of the ranks that saved, …, and 1."""
+        """Return the rank counts on which training resumes: half and a quarter of the saving ranks, …, and 1."""
         ranks = self.rank_count(context, self.batch_size)
         return [ranks >> halvings for halvings in range(1, ranks.bit_length())]
 
 
 def forecast(context: Context) -> list[Forecast]:
-    """Predict the largest relative difference between the losses of the resumed trainings and of the uninterrupted training."""
+    """Predict the largest relative difference between the losses of the resumed runs and of the uninterrupted run."""
     options = ReshardingOptions.of(context)
     after = options.steps_after
     basis = f"each of {after} steps adds sums in another order: {after} x 2^-24; the state itself is copied without rounding"
@@ -55,7 +55,7 @@ def forecast(context: Context) -> list[Forecast]:
 
 
 def run(context: Context, report: Report) -> Result:
-    """Train on all ranks, save a checkpoint, and continue. Then resume copies of the checkpoint on smaller numbers of ranks."""
+    """Train on all ranks, save a checkpoint, and continue. Then resume copies of the checkpoint on fewer ranks."""
     options = ReshardingOptions.of(context)
     shutil.rmtree(context.workspace, ignore_errors=True)
     first = run_on_ranks(context, report, save_and_go_on, ranks=options.rank_count(context, options.batch_size))
@@ -71,9 +71,9 @@ EXPERIMENT = Experiment(forecast, run, data=datasets.TEXT, options=ReshardingOpt
 
 
 def save_and_go_on(context: Context, report: Report) -> Result:
-    """On one rank, train, save a checkpoint, and continue the training.
+    """On one rank, train, save a checkpoint, and continue training.
 
-    The losses after the checkpoint are the reference: every resumed training must repeat them.
+    The losses after the checkpoint are the reference that every resumed run must repeat.
     """
     options, folder = ReshardingOptions.of(context), context.workspace / "first"
     before = options.steps_before
@@ -90,7 +90,7 @@ def save_and_go_on(context: Context, report: Report) -> Result:
 
 
 def resume(context: Context, report: Report) -> Result:
-    """On one rank, continue the training from a copy of the checkpoint, which more ranks have saved."""
+    """On one rank, resume from a copy of the checkpoint, which was saved by more ranks."""
     folder = context.workspace / f"resumed-{world().size}"
     if world().rank == 0:
         shutil.copytree(context.workspace / _SAVED, folder)

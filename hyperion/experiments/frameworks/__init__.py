@@ -1,1 +1,1 @@
-"""Training with other frameworks: equal work or a refusal, then speed."""
+"""Experiments that compare training frameworks: first whether they do equal work, then how fast they are."""

@@ -1,4 +1,4 @@
-"""Exercises of the chapter on frameworks: a judge that reads losses only, and a throughput that is too good."""
+"""Exercises for the chapter on frameworks: a judge that reads only losses, and a throughput that is too high."""
 
 from collections.abc import Callable
 
@@ -7,12 +7,12 @@ import pandas as pd
 from hyperion.chapter.exercises import Question
 
 _STEPS, _ROWS, _LENGTH = 4, 8, 64
-# 8 micro-batches of one row: the run counts each of them as a whole step.
+# The run counts each of its 8 micro-batches of one row as a whole step.
 OVERSTATED = Question(8.0, "divide the counted tokens by the tokens of the rows that the model read")
 
 
 def mystery_run() -> pd.DataFrame:
-    """Return what was observed of a run that claims a throughput, one line for each step.
+    """Return the observations of a run that reports a throughput, one line for each step.
 
     The columns are `time_s`; `rows_read`, the number of rows of 64 tokens that the embedding received; `micro_batches`; and
     `counted_tokens`, from which the run computes its throughput.
@@ -26,9 +26,9 @@ def judge_equal_work(my_judge: Callable[[dict, dict], bool]) -> pd.DataFrame:
     """Test a function that decides whether two runs did equal work.
 
     Args:
-        my_judge: function of (run, reference). Both are dicts with `losses`; `first_norm`, the gradient norm of the first step;
-            `rows`, the rows of each step; `counted_tokens`; `optimizer_steps`; and `undecayed`, the number of elements without
-            weight decay. The function returns True if the work is equal.
+        my_judge: function of (run, reference). Both are dicts with `losses`, the loss of each step; `first_norm`, the gradient
+            norm of the first step; `rows`, the row numbers of each step; `counted_tokens`; `optimizer_steps`; and `undecayed`,
+            the number of elements without weight decay. The function returns True if the work is equal.
 
     Returns:
         A table with one line for each run: whether the decision is right, and what it was.

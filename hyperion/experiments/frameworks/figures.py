@@ -1,4 +1,4 @@
-"""Figures of the chapter on frameworks: differences from the plain loop with their bound, planted unfairness, defaults, speed."""
+"""Figures for the chapter on frameworks: differences from the plain loop, planted unfairness, Trainer defaults, and speed."""
 
 import math
 from collections.abc import Sequence
@@ -9,8 +9,7 @@ from matplotlib.ticker import NullFormatter
 
 from hyperion.errors import not_none
 from hyperion.figures.material import Material, Plot, measured, number
-from hyperion.figures.style import add_notes, errors_of, new_figure
-from hyperion.palette import COLOURS, INK, MUTED
+from hyperion.figures.style import COLOURS, INK, MUTED, add_notes, errors_of, new_figure
 from hyperion.results import Row
 
 TITLES = {
@@ -19,7 +18,7 @@ TITLES = {
     "trainer_defaults": "What a Trainer's defaults change",
     "framework_speed": "Speed of frameworks on equal work",
 }
-# A difference of zero is drawn here on a logarithmic axis, and named.
+# A difference of zero is drawn at this share of the smallest difference above zero, with the label 0.
 _ZERO_SHARE = 0.3
 
 
@@ -36,7 +35,7 @@ def planted_unfairness(material: Material) -> Figure | None:
 
 
 def framework_parity(material: Material) -> Figure | None:
-    """Draw the loss difference of each framework and of each twin of the plain loop, with the bound from the twins."""
+    """Draw the loss difference of each framework and each twin from the plain loop, and the bound computed from the twins."""
     rows = [row for row in material.of("framework_parity") if row.metric == "loss_difference"]
     known = measured(rows)
     if not known:
@@ -60,7 +59,7 @@ def trainer_defaults(material: Material) -> Figure | None:
 
 
 def framework_speed(material: Material) -> Figure | None:
-    """Draw the throughput and the memory of each framework, from the fastest to the slowest."""
+    """Draw the throughput and the peak memory of each framework, fastest first."""
     every = material.of("framework_speed")
     rates = sorted((row for row in measured(every) if row.metric == "tokens_per_s"), key=lambda row: -not_none(row.value))
     if not rates:
@@ -96,9 +95,9 @@ def _draw_differences(axes: Axes, rows: Sequence[Row], label: str, bound: float 
             axes.annotate("0", (_ZERO_SHARE * least, place), xytext=(7, -3), textcoords="offset points", fontsize=8, color=MUTED)
     if bound is not None:
         axes.axvline(bound, color=INK, linestyle=(0, (5, 3)), linewidth=1.2, label=f"bound: {number(bound, 2)}")
-        axes.legend(loc="lower right", frameon=True, framealpha=1.0)  # in front of the line of the bound
+        axes.legend(loc="lower right", frameon=True, framealpha=1.0)  # in front of the bound's line
     axes.set_xscale("log")
-    # Whole decades, because the labels within a decade would overlap.
+    # Extend the axis to whole decades, because labels within a decade would overlap.
     low, high = axes.get_xlim()
     axes.set_xlim(10.0 ** math.floor(math.log10(low)), 10.0 ** math.ceil(math.log10(high)))
     axes.xaxis.set_minor_formatter(NullFormatter())

@@ -1,6 +1,7 @@
-"""Do all frameworks do the same work? Each trains the same 20 steps, and is compared with the plain loop.
+"""Do all frameworks do the same work? Each of them trains the same steps and is compared with the plain loop.
 
-Rounding differs between frameworks, so the bound comes from twins: runs of the plain loop that differ only in rounding.
+Rounding differs between frameworks, so the bound on the differences is computed from twins: runs of the plain loop that differ
+only in rounding.
 """
 
 import contextlib
@@ -32,7 +33,7 @@ from hyperion.results import Row
 
 PLAIN, TWO_PARTS = "plain loop", "two micro-batches"
 WORK, BITS = "differences in the work", "tensors with other bits than two micro-batches of the plain loop"
-# Twins of the plain loop: arguments of its adapter, micro-batches, and the seed of another rounding of matrix products.
+# By name of a twin: arguments of its adapter, number of micro-batches, and seed of the changed rounding of matrix products.
 _TWINS: dict[str, tuple[dict[str, Any], int, int | None]] = {
     TWO_PARTS: ({}, 2, None),
     "fused AdamW": ({"fused": True, "foreach": False}, 1, None),
@@ -43,17 +44,17 @@ _TWINS: dict[str, tuple[dict[str, Any], int, int | None]] = {
 
 
 class FrameworkParityOptions(WorkOptions):
-    """Options of `framework_parity`.
+    """Options for the `framework_parity` experiment.
 
     Args:
-        stacks: names of the frameworks. One that is not installed has a row with the reason.
+        stacks: names of the frameworks. A framework that is not installed gets a row with the reason.
     """
 
     stacks: tuple[str, ...]
 
 
 def forecast(context: Context) -> list[Forecast]:
-    """Predict the loss difference if each step adds one rounding error of float32 in a random direction."""
+    """Predict the loss difference, assuming that each step adds one float32 rounding error in a random direction."""
     options = FrameworkParityOptions.of(context)
     estimate = math.sqrt(options.steps) * 2.0**-24 * 5.5
     walk = f"√{options.steps} x 2^-24 x 5.5"
@@ -66,7 +67,7 @@ def forecast(context: Context) -> list[Forecast]:
 
 
 def run(context: Context, report: Report) -> Result:
-    """Train the plain loop with its twins in one process, then each framework in processes of its own."""
+    """Train the plain loop and its twins in one process, then each framework in separate processes."""
     options = FrameworkParityOptions.of(context)
     work, source = prepare_work(context, options)
     report(0, len(options.stacks) + 1, "plain loop and its twins")
@@ -96,7 +97,7 @@ EXPERIMENT = Experiment(forecast, run, options=FrameworkParityOptions, data=DATA
 
 
 def train_twins(work: dict, folder: str) -> dict:
-    """Train the plain loop and its twins in this process. Return their records, and the first losses for other label shifts."""
+    """Train the plain loop and its twins in this process. Return their records, and the first losses for several label shifts."""
     from hyperion.engines import plain
     from hyperion.engines.observer import Observer
     from hyperion.workloads.twins import OtherRounding
@@ -113,7 +114,7 @@ def train_twins(work: dict, folder: str) -> dict:
 
 
 def _twin_rows(context: Context, options: WorkOptions, twins: dict[str, Record], reference: Record, source: str) -> list[Row]:
-    """Return rows that show how far the twins are from the plain loop. A twin beyond a hundredth of a nat is no twin."""
+    """Return a row with the loss difference of each twin from the plain loop. Its check requires at most 0.01 nats."""
     rows = []
     for name, twin in twins.items():
         error = loss_difference(twin, reference)
@@ -145,7 +146,7 @@ def _stack_rows(
     name = f"plain loop, {TWIN_FACTOR:g} x the largest difference of its {len(_TWINS)} twins"
     try:
         parameters = parameter_difference(record, reference), bounds[1]
-    except HyperionError as error:  # the state has other names, so its adapter is wrong
+    except HyperionError as error:  # the state has other names or shapes, so the adapter is wrong
         return [context.absent_row(stack.name, "loss_difference", f"failed: {error.what}", params=params, **shared)]
     errors = {"loss_difference": (loss_difference(record, reference), bounds[0]), "parameter_difference": parameters}
     measured = {"what": WORK, "ranks": record.ranks, **as_measured(record)}
@@ -161,7 +162,7 @@ def _stack_rows(
 
 
 def as_measured(record: Record) -> dict[str, Any]:
-    """Return what a run did, as a row states it. All values were read from the run."""
+    """Return what a run did, as params for a row. All values were read from the run."""
     decayed = [group for group in record.groups if group.weight_decay]
     return {
         "engine": record.engine,

@@ -1,8 +1,8 @@
-"""How fast is each framework on equal work? Launches alternate, and each launch is judged before its time counts.
+"""How fast is each framework on equal work? Launches alternate, and the work of each launch is checked before its time counts.
 
-A step time is the time from the end of one step to the end of the next, with a synchronized device, so loaders, callbacks and
-logging are part of it. The first half of the steps of a launch warms up. A launch has one value, its median. The interval is over
-launches.
+A step time is measured from the end of one step to the end of the next, with a synchronized device, so it includes data loading,
+callbacks and logging. The first half of the steps of a launch is warm-up. The value of a launch is the median of its other step
+times. The confidence interval is computed over launches.
 """
 
 from collections.abc import Sequence
@@ -29,7 +29,7 @@ _NO_LEAST = "no limit: the least memory that a step needs is not derived"
 
 
 class FrameworkSpeedOptions(WorkOptions):
-    """Options of `framework_speed`.
+    """Options for the `framework_speed` experiment.
 
     Args:
         stacks: names of the frameworks. The plain loop must be one of them.
@@ -54,7 +54,7 @@ def forecast(context: Context) -> list[Forecast]:
 
 
 def run(context: Context, report: Report) -> Result:
-    """Launch the frameworks in turn. Return times, rates, memory and energy of those whose work is equal in every launch."""
+    """Launch the frameworks in turn. Return time, rate, memory and energy of those whose work is equal in every launch."""
     options = FrameworkSpeedOptions.of(context)
     prepared, source = prepare_work(context, options)
     work = replace(prepared, timed=True)
@@ -65,7 +65,7 @@ def run(context: Context, report: Report) -> Result:
     parts = _launch(context, options, replace(work, micro_batches=2), stack_named(PLAIN), "twin")
     fused = _launch(context, options, work, stack_named(PLAIN), "twin", {"fused": True, "foreach": False})
     for number in range(options.launches):
-        # Each round starts with another framework, so that a drift of the machine does not favour one of them.
+        # Each round starts with another framework, so that a drift of the machine does not favour any of them.
         order = passed[number % len(passed) :] + passed[: number % len(passed)]
         remaining = [stack_named(name) for name in order if name not in outcomes]
         for outcome in launch_all(remaining, lambda stack, n=number: _launch(context, options, work, stack, f"{n}")):
@@ -101,9 +101,9 @@ EXPERIMENT = Experiment(forecast, run, options=FrameworkSpeedOptions, reads=("fr
 
 
 def ranking(estimates: dict[str, Estimate]) -> dict[str, int]:
-    """Return for each framework how many others are faster beyond doubt: their whole interval is above its own.
+    """Return, for each framework, how many others are significantly faster: their whole interval lies above its own.
 
-    Frameworks with the same number are tied. The values are rates, so higher is faster.
+    Frameworks with the same count are tied. The estimates are rates, so higher is faster.
     """
     return {
         name: sum(other.ci_low > mine.ci_high for key, other in estimates.items() if key != name)
@@ -112,7 +112,7 @@ def ranking(estimates: dict[str, Estimate]) -> dict[str, int]:
 
 
 def _excluded(context: Context, options: FrameworkSpeedOptions) -> tuple[list[str], dict[str, Outcome]]:
-    """Return the frameworks to launch, and the outcome of each that the gate of equal work excluded."""
+    """Return the frameworks to launch, and the outcome of those that are not installed or have no value in `framework_parity`."""
     metrics = ("loss_difference", "parameter_difference")
     gate = [row for row in context.upstream if row.experiment == "framework_parity" and row.metric in metrics]
     failed = {row.variant: row for row in gate if row.value is None}
@@ -130,7 +130,7 @@ def _launch(
 ) -> Record:
     folder = context.workspace / f"{stack.name.replace(' ', '-')}-{label}"
     record = launch(stack, work, folder, options.ranks_of(context, stack), options.timeout_s, options=how)
-    (folder / "final.safetensors").unlink(missing_ok=True)  # the final states of a large model fill a disk
+    (folder / "final.safetensors").unlink(missing_ok=True)  # the final states of a large model would fill the disk
     return record
 
 
@@ -158,7 +158,7 @@ def _speed_rows(
     step = _over_launches(runs)
     devices = 1 if device.kind == "cpu" else runs[0].ranks
     flops = llama_flops_per_token(shape, options.sequence_length)
-    # Causal attention needs half of the full products.
+    # Causal attention needs only half of the attention products.
     without_attention = llama_flops_per_token(shape, 0).forward_backward
     least = (without_attention + flops.forward_backward) / 2
     floor, basis = flops_floor(device, options.dtype, least * work_tokens / devices)
@@ -200,7 +200,7 @@ def _mfu_row(
 
 
 def _comparison_rows(context: Context, options: FrameworkSpeedOptions, times: dict[str, list[float]], source: str) -> list[Row]:
-    """Return the speed of each framework relative to the plain loop, by pairs of launches, and its place with ties."""
+    """Return, for each framework, the number of faster ones, and the speed relative to the plain loop by pairs of launches."""
     tokens = options.batch_size * options.sequence_length
     rates = {name: median_estimate(values).map(lambda seconds: tokens / seconds) for name, values in times.items()}
     rows = []

@@ -1,4 +1,4 @@
-"""Metrics of the comparison of frameworks: differences from the plain loop, and energy for each token."""
+"""Metrics for the comparison of frameworks: differences from the plain loop, and energy per token."""
 
 from hyperion.results import Metric
 

@@ -1,7 +1,7 @@
-"""Does the judge notice unequal work? Each unfairness is planted into the plain loop, one at a time.
+"""Does the judge detect unequal work? The plain loop is trained with one unfairness at a time.
 
-The losses alone do not show all of them: a sum instead of a mean, for example, changes no loss, because clipping and AdamW both
-divide by the scale of the gradient.
+The losses alone do not reveal all of them. For example, the gradient of a sum instead of a mean changes no loss, because clipping
+and AdamW both divide by the scale of the gradient.
 """
 
 from pathlib import Path
@@ -17,9 +17,9 @@ from hyperion.experiments.frameworks.works import DATA, WorkOptions, loss_differ
 from hyperion.processes import Job, process_group, report_progress, run_job
 
 NAMED, UNSEEN, CLEAN = "differences that the judge names", "unfairnesses that the losses do not show", "clean twin"
-# A difference that rounding explains over some 20 steps in fp32: the parity of frameworks has bounds of this size.
+# Loss difference that rounding can cause over about 20 steps in fp32. The bounds of `framework_parity` are of this size.
 VISIBLE_NATS = 1e-5
-# Predicted to be invisible in losses: clipping and AdamW divide by the scale of gradients, and counting changes no weight.
+# Predicted not to change the losses: clipping and AdamW divide by the gradient scale, and counting changes no weight.
 _PREDICTED_UNSEEN = (
     "gradient of a sum",
     "micro-batches not averaged",
@@ -30,14 +30,14 @@ _PREDICTED_UNSEEN = (
 
 
 def forecast(context: Context) -> list[Forecast]:
-    """Predict how many unfairnesses the losses do not show."""
+    """Predict how many unfairnesses the losses do not reveal."""
     options = WorkOptions.of(context)
     basis = f"losses do not depend on these: {', '.join(_PREDICTED_UNSEEN)}"
     return [Forecast(UNSEEN, "count", len(_PREDICTED_UNSEEN), basis, options.dtype, options.params())]
 
 
 def run(context: Context, report: Report) -> Result:
-    """Train the plain loop, its clean twin and each planted unfairness in one process, and let the judge compare them."""
+    """Train the plain loop, its clean twin and each planted unfairness in one process, and let the judge compare the records."""
     options = WorkOptions.of(context)
     work, source = prepare_work(context, options, micro_batches=2)
     values = {"work": work.as_dict(), "folder": str(context.workspace / "planted")}
@@ -67,7 +67,10 @@ EXPERIMENT = Experiment(forecast, run, options=WorkOptions, data=DATA)
 
 
 def train_planted(work: dict, folder: str) -> dict:
-    """Train the plain loop with each unfairness in this process. Return the records by unfairness; "" is the reference."""
+    """Train the plain loop with each unfairness in this process.
+
+    Return the records by unfairness, where "" is the reference, and the first losses for several label shifts.
+    """
     from hyperion.engines import plain, planted
     from hyperion.engines.observer import Observer
 

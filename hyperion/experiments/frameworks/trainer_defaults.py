@@ -1,4 +1,4 @@
-"""What do a framework's defaults change? Hugging Face Trainer, with one default at a time in place of the work's setting."""
+"""What do a framework's defaults change? The Hugging Face Trainer uses one of its defaults at a time, and then all of them."""
 
 from pathlib import Path
 from typing import Any
@@ -10,7 +10,7 @@ from hyperion.experiments.frameworks.works import DATA, WorkOptions, loss_differ
 from hyperion.processes import Job, process_group, report_progress, run_job
 
 ALL, EQUAL = "all defaults", "equal work"
-# Default of the Trainer, as a change of `hyperion.engines.hf_trainer.EQUAL`.
+# Defaults of the Trainer, as changes to `hyperion.engines.hf_trainer.EQUAL`.
 CHANGES: dict[str, dict[str, Any]] = {
     EQUAL: {},
     "betas of its own AdamW": {"optimizer": False},
@@ -21,7 +21,7 @@ CHANGES: dict[str, dict[str, Any]] = {
 
 
 def forecast(context: Context) -> list[Forecast]:
-    """Predict the loss difference of all defaults: that of other rows, because it is the largest."""
+    """Predict the loss difference with all defaults: that of shuffled rows, because it is the largest."""
     options = WorkOptions.of(context)
     estimate = 0.3 / (options.batch_size * options.sequence_length) ** 0.5 * 10
     basis = "other rows: the loss of a token deviates by about 2 nats, and neighbouring tokens depend on each other"
@@ -29,7 +29,7 @@ def forecast(context: Context) -> list[Forecast]:
 
 
 def run(context: Context, report: Report) -> Result:
-    """Train with the plain loop and with the Trainer for each default, in one process."""
+    """Train the plain loop, and the Trainer with each default, in one process."""
     options = WorkOptions.of(context)
     work, source = prepare_work(context, options)
     values = {"work": work.as_dict(), "folder": str(context.workspace / "trainer"), "seed": context.seed}
@@ -63,6 +63,6 @@ def train_with_defaults(work: dict, folder: str, seed: int) -> dict:
         records = {"plain loop": plain.train(what, Observer(what, "plain loop", packages, Path(folder)))}
         for done, (name, changed) in enumerate(CHANGES.items()):
             report_progress(done, len(CHANGES), name)
-            torch.manual_seed(seed)  # of the shuffling
+            torch.manual_seed(seed)  # for the shuffling
             records[name] = hf_trainer.train(what, Observer(what, name, packages, Path(folder)), changed)
     return records

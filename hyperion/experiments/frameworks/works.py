@@ -1,4 +1,4 @@
-"""The work that all frameworks share: its options, its initial state and its token file, made from the data of the run."""
+"""The work that all frameworks share: its options, its initial state, and its token file, made from the data of the run."""
 
 from collections.abc import Sequence
 from itertools import islice
@@ -19,20 +19,20 @@ from hyperion.workloads import datasets
 
 BYTES, GPT2 = "bytes", "gpt2"
 DATA = datasets.TEXT
-# Bounds are this multiple of the largest difference between twins: runs of the plain loop that differ only in rounding. Another
-# framework rounds at more places than one twin does, and a maximum over few twins is below the largest possible difference.
+# Bounds are this multiple of the largest difference between the plain loop and its twins, which differ only in rounding. Another
+# framework rounds in more places than a single twin, and the maximum over a few twins is below the largest possible difference.
 TWIN_FACTOR = 4.0
 _ROUNDING = 2.0**-24
 
 
 class WorkOptions(RankOptions):
-    """Options of the work.
+    """Options that define the work.
 
     Args:
-        model: name of a Llama with random weights.
-        tokens: "bytes", the bytes of the text as 256 tokens, or "gpt2", tokens of GPT-2's tokenizer.
-        sequence_length: scored tokens of a row.
-        batch_size: rows of a step, over all ranks.
+        model: name of a Llama configuration. Its weights are random.
+        tokens: "bytes" (the bytes of the text, as 256 different tokens) or "gpt2" (tokens of the GPT-2 tokenizer).
+        sequence_length: number of scored tokens in a row.
+        batch_size: number of rows in a step, summed over all ranks.
         steps: number of optimizer steps.
         dtype: number format of matrix products, "fp32" or "bf16".
         learning_rate: constant learning rate.
@@ -47,18 +47,18 @@ class WorkOptions(RankOptions):
     learning_rate: float = 1e-3
 
     def ranks_of(self, context: Context, stack: Stack) -> int:
-        """Return the number of ranks of a framework: those of the stack, but at most one for each accelerator."""
+        """Return the number of ranks for a framework: that of its stack, but at most one for each accelerator."""
         return min(stack.ranks, self.device_count(context))
 
     def params(self) -> dict[str, Any]:
-        """Return the options that rows state."""
+        """Return the options that rows contain."""
         return self.model_dump(include={"model", "tokens", "sequence_length", "batch_size", "steps"})
 
 
 def prepare_work(context: Context, options: WorkOptions, micro_batches: int = 1) -> tuple[Work, str]:
-    """Write the initial state and the token file of a work. Return the work and the source of the data.
+    """Write the initial state and the token file. Return the work, and the source of the data.
 
-    The rows are consecutive in the training text. A row that repeats an earlier one is left out.
+    The rows are consecutive in the training text. A row whose inputs repeat those of an earlier row is omitted.
     """
     folder = context.workspace / "work"
     folder.mkdir(parents=True, exist_ok=True)
@@ -97,7 +97,7 @@ def _stream(context: Context, tokens: str) -> tuple[np.ndarray, int, str]:
 
 
 def _distinct_rows(stream: np.ndarray, count: int, length: int) -> np.ndarray:
-    """Return int64 rows of shape [count, length + 1] whose first `length` tokens differ from each other."""
+    """Return int64 rows of shape [count, length + 1] that differ from each other in their first `length` tokens."""
     whole = len(stream) // (length + 1)
     rows = np.asarray(stream[: whole * (length + 1)]).reshape(whole, length + 1)[: 2 * count].astype(np.int64)
     _, first = np.unique(rows[:, :length], axis=0, return_index=True)
@@ -112,16 +112,16 @@ def _distinct_rows(stream: np.ndarray, count: int, length: int) -> np.ndarray:
 
 
 def loss_difference(record: Record, reference: Record) -> float:
-    """Return the largest difference between the losses of the same step, over the steps that both made."""
+    """Return the largest difference between the losses of the same step, over the steps that both runs made."""
     pairs = zip(record.losses, reference.losses, strict=False)
     return max(abs(loss - expected) for loss, expected in pairs)
 
 
 def parameter_difference(record: Record, reference: Record) -> float:
-    """Return the largest difference between elements of the final states.
+    """Return the largest absolute difference between corresponding elements of the final states.
 
     Raises:
-        HyperionError: the states have other names or shapes.
+        HyperionError: the states have different names or shapes.
     """
     from safetensors.torch import load_file
 
@@ -136,7 +136,7 @@ def parameter_difference(record: Record, reference: Record) -> float:
 
 
 def differing_tensors(record: Record, reference: Record) -> int:
-    """Return the number of tensors of the final states that differ in any bit."""
+    """Return the number of tensors that are not equal in the two final states."""
     from safetensors.torch import load_file
 
     here, expected = load_file(record.final_file), load_file(reference.final_file)
@@ -144,12 +144,12 @@ def differing_tensors(record: Record, reference: Record) -> int:
 
 
 def loss_tolerance(twins: Sequence[Record], reference: Record) -> float:
-    """Return the bound of a loss difference that rounding explains, from twins of the plain loop."""
-    # A twin may agree in every bit, so each step is allowed one rounding error in any case.
+    """Return the bound on loss differences that rounding explains, computed from twins of the plain loop."""
+    # A twin may be bitwise equal, so at least one rounding error is allowed per step.
     least = len(reference.losses) * _ROUNDING * max(reference.losses)
     return max(TWIN_FACTOR * max(loss_difference(twin, reference) for twin in twins), least)
 
 
 def parameter_tolerance(twins: Sequence[Record], reference: Record) -> float:
-    """Return the bound of a parameter difference that rounding explains, from twins of the plain loop."""
+    """Return the bound on parameter differences that rounding explains, computed from twins of the plain loop."""
     return TWIN_FACTOR * max(parameter_difference(twin, reference) for twin in twins)

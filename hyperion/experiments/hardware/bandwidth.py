@@ -1,7 +1,7 @@
-"""How fast does this machine read and write memory, and how close is this to the bandwidth in its data sheet?
+"""How fast does this machine read and write memory, and how close does it come to the bandwidth in its data sheet?
 
-A stream is a simple operation over large arrays, such as a copy or a sum. The experiment times several streams with arrays of
-several sizes.
+A stream is a simple operation on large arrays, such as a copy or a sum. The experiment times several streams at several array
+sizes.
 """
 
 import pandas as pd
@@ -15,12 +15,12 @@ from hyperion.results import Row
 
 
 class BandwidthOptions(Options):
-    """Options of `bandwidth`.
+    """Options for the `bandwidth` experiment.
 
     Args:
         dtype: number format of the arrays.
-        millions: array sizes, in millions of elements.
-        time_limit_s: seconds of timing for each operation and size.
+        millions: array sizes in millions of elements.
+        time_limit_s: timing budget in seconds for each operation and size.
     """
 
     dtype: str
@@ -31,7 +31,7 @@ class BandwidthOptions(Options):
 def forecast(context: Context) -> list[Forecast]:
     """Predict the bandwidth of every operation and size whose arrays are too large for any cache."""
     options = BandwidthOptions.of(context)
-    # The reader guesses the first forecast, which is the copy of the largest array.
+    # The reader guesses the first forecast: the copy of the largest array.
     cells = sorted(_cells(options), key=lambda cell: (-cell[1], cell[0] != "copy"))
     return [stream_forecast(context, operation, options.dtype, elements) for operation, elements in cells]
 
@@ -59,7 +59,7 @@ def _cells(options: BandwidthOptions) -> list[tuple[str, int]]:
 
 
 def stream_params(elements: int) -> dict:
-    """Return the params of the row of a stream over arrays with this number of elements."""
+    """Return the params of the row for a stream over arrays with `elements` elements each."""
     return {"elements": elements, "cache": "cold"}
 
 
@@ -69,7 +69,7 @@ def stream_bytes(operation: str, dtype: str, elements: int) -> int:
 
 
 def stream_forecast(context: Context, operation: str, dtype: str, elements: int) -> Forecast:
-    """Predict the bandwidth of a stream. If the arrays may fit into a cache, there is no prediction but a reason."""
+    """Predict the bandwidth of a stream. If its arrays may fit into a cache, give the reason why there is no prediction."""
     expected = expected_stream(context, operation, dtype, stream_bytes(operation, dtype, elements))
     return expected.forecast(operation, "bandwidth_gb_s", dtype, stream_params(elements))
 
@@ -80,7 +80,7 @@ def measure_stream(
     """Time and verify one stream.
 
     Returns:
-        The measurement, its row and its samples. If the arrays did not fit into memory, the measurement is None.
+        The measurement, its row and its samples. The measurement is None if the arrays do not fit into memory.
     """
     params = stream_params(elements)
     try:
@@ -95,9 +95,9 @@ def measure_stream(
 def stream_row(
     context: Context, variant: str, dtype: str, params: dict, traffic_bytes: int, timing: Timing, verification: Verification
 ) -> Row:
-    """Return the row that holds the rate of a stream.
+    """Return the row with the bandwidth of a stream.
 
-    If the arrays are too large for every cache, its limit is the memory bandwidth.
+    The row's limit is the memory bandwidth if the arrays are too large for every cache.
     """
     rate = timing.estimate.map(lambda seconds: traffic_bytes / seconds / 1e9)
     limit, source = bandwidth_limit(context.device, traffic_bytes)

@@ -1,9 +1,8 @@
-"""What is the highest rate of a matrix product in each number format, and which rate do given shapes reach?
+"""What is the highest rate of a matrix product in each number format, and what rate do given shapes reach?
 
-For each format, a search times matrix products of many shapes with a few samples. The best of them, the finalists, are then timed
-and verified carefully. The rate of the fastest finalist is called MAF (maximum achievable FLOPS). It shows which share of the
-peak in the data sheet can be reached. The rates of given shapes, such as the shapes of a Transformer layer, are compared with the
-MAF.
+For each format, a search times matrix products of many shapes with a few samples each. The best shapes, called finalists, are
+then timed thoroughly and verified. The rate of the fastest finalist is the MAF (maximum achievable FLOPS). It shows what share of
+the data-sheet peak is attainable. The rates of given shapes, such as those of a Transformer layer, are compared with the MAF.
 """
 
 from dataclasses import replace
@@ -28,15 +27,15 @@ from hyperion.measure.clock.verify import matmul_precision
 from hyperion.results import Row
 
 FINALIST, FASTEST, GIVEN, PLAIN_LOOP = "finalist", "fastest found", "given shape", "fastest over a plain loop"
-_TAKEN = {"cache": "cold", "data": "normal"}  # all products are timed with cold caches and normally distributed numbers
+_TAKEN = {"cache": "cold", "data": "normal"}  # all products are timed with cold caches and normally distributed data
 
 
 class Shape(Table):
-    """The shape of a matrix product.
+    """Shape of a matrix product.
 
     Args:
         name: name of the layer or operation with this shape.
-        m, n, k: sizes of the operands A[m, k] and B[k, n].
+        m, n, k: dimensions of the operands A[m, k] and B[k, n].
     """
 
     name: str
@@ -46,18 +45,18 @@ class Shape(Table):
 
 
 class BestProductsOptions(Options):
-    """Options of `best_products`.
+    """Options for the `best_products` experiment.
 
     Args:
-        dtypes: number formats for which the fastest matrix product is searched.
-        largest: largest M, N and K of the search.
-        step: distance between two values of M, N or K in the grid of the search.
-        search_limit_s: seconds of the search for each format.
+        dtypes: number formats to search for the fastest matrix product.
+        largest: largest M, N and K in the search.
+        step: spacing of the search grid in M, N and K.
+        search_limit_s: search budget in seconds for each format.
         exhaustive: if True, time every shape of the grid. If False, start with a coarse grid and refine it near the best shapes.
-        time_limit_s: seconds of timing for each given shape.
+        time_limit_s: timing budget in seconds for each given shape.
         plain_loop: number formats whose fastest matrix product is also timed in a plain loop of PyTorch calls.
-        plain_loop_calls: number of calls that the plain loop times together.
-        shapes: the given shapes, which are compared with the fastest matrix product.
+        plain_loop_calls: number of calls in each timing of the plain loop.
+        shapes: given shapes to compare with the fastest matrix product.
     """
 
     dtypes: tuple[str, ...]
@@ -72,9 +71,9 @@ class BestProductsOptions(Options):
 
 
 def forecast(context: Context) -> list[Forecast]:
-    """Predict the rate of the largest square matrix product, and the rate of each given shape.
+    """Predict the rate of the largest square matrix product and the rate of each given shape.
 
-    The predictions use the rates of the square matrix products that chapter 1.1 has measured.
+    The predictions use the rates of square matrix products measured in chapter 1.1.
     """
     options = BestProductsOptions.of(context)
     formats = [dtype for dtype in options.dtypes if context.device.supports(dtype)[0]]
@@ -88,10 +87,10 @@ def forecast(context: Context) -> list[Forecast]:
 
 
 def run(context: Context, report: Report) -> Result:
-    """For each format, search for the fastest shapes, time the best of them alternately, then time the given shapes.
+    """Search for the fastest shapes in each format, time the finalists in alternation, then time the given shapes.
 
-    The fastest square matrix product of chapter 1.1 is also a finalist. The search heats the device, and this can lower the
-    clock. Without this finalist, the search could report a lower rate than chapter 1.1.
+    The fastest square matrix product of chapter 1.1 is also a finalist. The search heats the device and can lower its clock, so
+    without this finalist it could report a lower rate than chapter 1.1.
     """
     options = BestProductsOptions.of(context)
     rows: list[Row] = []
@@ -118,7 +117,7 @@ def _forecast(context: Context, variant: str, dtype: str, shape: tuple[int, int,
 
 
 def _measure_format(context: Context, options: BestProductsOptions, dtype: str) -> tuple[list[Row], list[pd.DataFrame]]:
-    """Measure one number format and return its rows and samples. If this is not possible, return one row with the reason."""
+    """Measure one number format and return its rows and samples, or one row with the reason if this is not possible."""
     supported, how = context.device.supports(dtype)
     if not supported:
         return [absent_product(context, FASTEST, dtype, _TAKEN, f"unsupported: {how}")], []
@@ -149,9 +148,9 @@ def _measure_format(context: Context, options: BestProductsOptions, dtype: str) 
 
 
 def _fastest_squares(context: Context, options: BestProductsOptions, dtype: str) -> list[tuple[int, int, int]]:
-    """Return a list that contains only the shape of the fastest square matrix product of chapter 1.1 in this format.
+    """Return a list whose only item is the shape of the fastest square product of this format in chapter 1.1.
 
-    The list is empty if this run has no such product, or if the product is larger than the largest shape of the search.
+    The list is empty if this run has no such product or if the product exceeds the largest shape of the search.
     """
     square = maf_row(context.upstream, format_of(dtype, context.device).name)
     side = square.params["m"] if square else 0
@@ -159,9 +158,9 @@ def _fastest_squares(context: Context, options: BestProductsOptions, dtype: str)
 
 
 def _search_rows(context: Context, search: GemmSearch) -> tuple[list[Row], list[pd.DataFrame]]:
-    """Return the rows of the fastest matrix product and of each finalist, and the samples.
+    """Return the rows of the fastest matrix product and of each finalist, with their samples.
 
-    The row of the fastest product comes first. It also holds the number of shapes that the search timed.
+    The row of the fastest product comes first. It also gives the number of shapes that the search timed.
     """
     extent = {"seen": search.seen, "shapes": search.shapes, "stopped": search.stopped}
     rows = [_finalist_row(context, search, FASTEST, search.best, _shape_params(search.best.shape) | extent)]
@@ -185,9 +184,9 @@ def _shape_params(shape: tuple[int, int, int]) -> dict:
 def _compared_with_plain_loop(
     context: Context, options: BestProductsOptions, dtype: str, shape: tuple[int, int, int]
 ) -> tuple[Row, pd.DataFrame]:
-    """Time the fastest matrix product with this library and with a plain loop of PyTorch calls, and return their ratio.
+    """Time the fastest matrix product with this library and in a plain loop of PyTorch calls. Return the ratio of the two rates.
 
-    The timings of both methods alternate. Each method has its own operands.
+    The two methods are timed in alternation, each with its own operands.
     """
     ours, theirs = (Gemm(*shape, dtype, context.device, seed=context.seed + seed) for seed in (1, 2))
     calls = options.plain_loop_calls

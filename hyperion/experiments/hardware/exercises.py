@@ -1,7 +1,7 @@
-"""Exercises of chapter 1.4.
+"""Exercises for chapter 1.4.
 
-A good benchmark takes several precautions, such as a warm-up. The first exercise leaves out one precaution at a time and shows
-the error that this causes. In the second exercise the reader writes a check that finds such errors.
+A good benchmark takes several precautions, such as a warm-up. The first exercise omits one precaution at a time and shows the
+resulting error. In the second exercise the reader writes a check that detects such errors.
 """
 
 import math
@@ -36,15 +36,15 @@ def toy_timer(
 ) -> float:
     """Time a copy of float32 numbers on this machine and return the time in seconds. Each precaution can be switched off.
 
-    The copy runs asynchronously. A GPU runs it in a queue, and a CPU runs it in a thread.
+    The copy runs asynchronously: in a queue on a GPU, and in a thread on a CPU.
 
     Args:
-        device: device of the copy. None uses the first device.
-        synchronise: whether to wait for the end of the copy before the clock is read.
+        device: device of the copy. None selects the first device.
+        synchronise: whether to wait for the copy to finish before reading the clock.
         warm_up: if True, copy three times before timing and return the median of fifteen timed calls. If False, time only the
             first call.
-        flush: whether to read other memory before each call, so that the numbers to copy are not in the cache.
-        random_data: if True, copy normally distributed numbers. If False, copy the zeros of an array of `np.zeros` that was never
+        flush: whether to read other memory before each call, so that the source is not in the cache.
+        random_data: if True, copy normally distributed numbers. If False, copy zeros from an `np.zeros` array that was never
             written. On a CPU, the operating system maps all pages of this array to a single page of memory. On a GPU, constant
             data need less power.
         elements: number of elements.
@@ -71,15 +71,16 @@ def toy_timer(
 
 
 def broken_benchmarks(device: Device | None = None, *, elements: int = _ELEMENTS, rounds: int = 5) -> pd.DataFrame:
-    """Time the copy of `toy_timer` with all precautions, then with each precaution left out.
+    """Time the copy of `toy_timer` with all precautions, then with each precaution omitted in turn.
 
     Args:
-        device: device of the copy. None uses the first device.
+        device: device of the copy. None selects the first device.
         elements: number of elements.
-        rounds: number of repetitions. Each repetition times the copy in all ways. The table has the medians over the repetitions.
+        rounds: number of repetitions. Each repetition times the copy in every way. The table gives the medians over the
+            repetitions.
 
     Returns:
-        A table with one line for each way of timing: the precaution that was left out, milliseconds, the resulting GB/s, and
+        A table with one line for each way of timing: the omitted precaution, the time in milliseconds, the resulting GB/s, and
         the ratio of this rate to the correct rate.
     """
     ways = {"nothing": {}, **{name: {name: False} for name in PRECAUTIONS}}
@@ -98,9 +99,9 @@ def broken_benchmarks(device: Device | None = None, *, elements: int = _ELEMENTS
 
 
 class _Launches:
-    """Simulates a device that runs functions asynchronously.
+    """Simulated device that runs functions asynchronously.
 
-    `launch` returns before the function has run. `wait` returns when all functions have run.
+    `launch` returns before the function has run. `wait` returns once all functions have run.
     """
 
     def __init__(self, device: Device):
@@ -127,16 +128,16 @@ def _flush_elements(device: Device) -> int:
 
 @dataclass(frozen=True)
 class ToyMeasurement:
-    """The results of a benchmark of a matrix product C = A B. The reader's check receives them.
+    """Results of a benchmark of a matrix product C = A B, passed to the reader's check.
 
     Args:
         a_MK, b_KN: operands A and B, float32 of shapes [48, 32] and [32, 64].
         c_MN: output C, float32 of shape [48, 64]. It was filled with NaN before the calls.
-        flops: number of floating-point operations of one call, from which the rate is computed.
-        samples_s: seconds of each timed call, in the order of the calls.
-        in_a_row_s: seconds of ten calls without a pause, divided by ten. The device is idle before and after the ten calls.
+        flops: floating-point operations per call, used to compute the rate.
+        samples_s: time in seconds of each timed call, in call order.
+        in_a_row_s: time in seconds of ten back-to-back calls, divided by ten. The device is idle before and after them.
         cold: True if the benchmark reports a rate for cold caches.
-        flushes: number of times that the benchmark flushed the caches.
+        flushes: number of cache flushes during the benchmark.
         peak_tflops: peak of the device in TFLOPS.
     """
 
@@ -152,16 +153,16 @@ class ToyMeasurement:
 
     @property
     def tflops(self) -> float:
-        """The reported rate in TFLOPS."""
+        """Reported rate in TFLOPS."""
         return self.flops / float(np.median(self.samples_s)) / 1e12
 
 
 def toy_measurement(noise: float = 0.02, seed: int = 0) -> ToyMeasurement:
-    """Return a synthetic measurement without faults. It has 50 timed calls of about 1 ms.
+    """Return a synthetic measurement without faults: 50 timed calls of about 1 ms each.
 
     Args:
-        noise: relative standard deviation of the times.
-        seed: seed of the operands and of the noise.
+        noise: relative standard deviation of the call times.
+        seed: seed for the operands and the noise.
     """
     generator = torch.Generator().manual_seed(seed)
     a_MK, b_KN = (torch.randn(*shape, generator=generator) for shape in ((_M, _K), (_K, _N)))
@@ -199,11 +200,11 @@ TOY_FAULTS: dict[str, Callable[[ToyMeasurement], ToyMeasurement]] = {
 
 
 def judge_harness_check(my_check: Callable[[ToyMeasurement], bool], fault: str | None = None) -> pd.DataFrame:
-    """Test the reader's check of measurements. It must accept correct measurements and reject measurements with a fault.
+    """Test the reader's check: it must accept correct measurements and reject faulty ones.
 
     Args:
-        my_check: function that takes a measurement and returns True if the measurement has no fault.
-        fault: name of the only fault to test, a key of `TOY_FAULTS`. None tests all faults.
+        my_check: function that takes a measurement and returns True if it finds no fault.
+        fault: the only fault to test, a key of `TOY_FAULTS`. None tests all faults.
 
     Raises:
         KeyError: `fault` is not in `TOY_FAULTS`.

@@ -1,4 +1,4 @@
-"""Figures of the hardware chapters: matrix products, memory streams and the roofline, and the list of all figures (PLOTS)."""
+"""Figures of matrix products, memory streams and the roofline, and the table of all hardware figures (PLOTS)."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -12,6 +12,8 @@ from hyperion.experiments.hardware.figures_memory import add_share_axis, element
 from hyperion.figures.material import Material, Plot, items, measured, number, values
 from hyperion.figures.published import published_bandwidth, published_gemm
 from hyperion.figures.style import (
+    INK,
+    MUTED,
     absences,
     add_notes,
     errors_of,
@@ -22,20 +24,19 @@ from hyperion.figures.style import (
     spread_labels,
     write_at,
 )
-from hyperion.palette import INK, MUTED
 from hyperion.results import Row
 
 _DOT = {"linestyle": "none", "marker": ".", "markersize": 6, "color": "white", "markeredgecolor": INK, "zorder": 4}
-_VISIBLE = 0.02  # a point is marked if its clock is lower by more than this share; smaller changes hardly change a rate
-# For each stream: number of FLOPs per element, and number of arrays that are read or written.
+_VISIBLE = 0.02  # mark points whose clock is lower by more than this fraction; smaller drops hardly change the rate
+# For each stream: FLOPs per element, and number of arrays read or written.
 _STREAMS = {"copy": (0, 2), "scale": (1, 2), "add": (1, 3), "triad": (2, 3)}
 
 
 def gemm(material: Material, published: bool = False) -> Figure | None:
-    """Draw the TFLOPS of matrix products by size and dtype with the limit of each dtype, and the rates as shares of the limits.
+    """Plot the TFLOPS of matrix products by size and dtype with each dtype's limit, and the rates as shares of the limits.
 
     Args:
-        published: add the published results of an MI250X. They are dashed and labelled as results of another machine.
+        published: add the published results of an MI250X, dashed and labelled as results of another machine.
     """
     rows = gemm_rows(material)
     if not measured(rows):
@@ -48,7 +49,7 @@ def gemm(material: Material, published: bool = False) -> Figure | None:
     notes += _name_dots(panels[-1], _slowed(measured(rows)))
     panels[0].set(yscale="log", ylabel="TFLOPS, median with 95 % interval")
     log_ticks(panels[0].yaxis)
-    # The legend is above the panel, because curves of many formats leave no free corner in it.
+    # The legend is above the panel because the curves of many formats leave no free corner.
     legend = panels[0].legend(
         ncols=6, loc="lower left", bbox_to_anchor=(0, 1), borderaxespad=0.2, columnspacing=0.9, handlelength=1.6, fontsize=8
     )
@@ -63,7 +64,7 @@ def gemm(material: Material, published: bool = False) -> Figure | None:
 
 
 def gemm_cross_check(material: Material) -> Figure | None:
-    """Draw the rate that this library measures divided by the rate that a plain loop measures. If both agree, the value is 1."""
+    """Plot the rate measured by this library divided by the rate measured by a plain loop. The value is 1 if both agree."""
     rows = measured(material.of("gemm", metric="speedup"))
     if not rows:
         return None
@@ -83,10 +84,10 @@ def gemm_cross_check(material: Material) -> Figure | None:
 
 
 def bandwidth(material: Material, published: bool = False) -> Figure | None:
-    """Draw GB/s by array size and operation, with the limit of the memory.
+    """Plot the GB/s of each operation by array size, with the memory bandwidth limit.
 
     Args:
-        published: add the published results of an MI250X. They are dashed and labelled as results of another machine.
+        published: add the published results of an MI250X, dashed and labelled as results of another machine.
     """
     rows = material.of("bandwidth", metric="bandwidth_gb_s")
     if not measured(rows):
@@ -107,7 +108,7 @@ def bandwidth(material: Material, published: bool = False) -> Figure | None:
     ticks = sorted({row.params["elements"] for row in measured(rows)})
     axes.set_xticks(ticks, [items(tick) for tick in ticks])
     axes.minorticks_off()
-    # The legend is above the panel. Streams from a cache may have any rate, so no corner of the panel is certainly free.
+    # The legend is above the panel. Streams from a cache can have any rate, so no corner is guaranteed to be free.
     axes.legend(ncols=5, loc="lower left", bbox_to_anchor=(0, 1), borderaxespad=0.2)
     if len(limits) == 1:
         add_share_axis(axes, next(iter(limits)))
@@ -116,7 +117,7 @@ def bandwidth(material: Material, published: bool = False) -> Figure | None:
 
 
 def roofline(material: Material) -> Figure | None:
-    """Draw the measured ceilings, and every matrix product and stream at its arithmetic intensity."""
+    """Plot the measured ceilings, and each matrix product and stream at its arithmetic intensity."""
     products = [row for row in measured(gemm_rows(material)) if row.params.get("cache") != "hot"]
     streams = [r for r in measured(material.of("bandwidth", metric="bandwidth_gb_s")) if r.params.get("cache") != "hot"]
     largest = max((row.params["elements"] for row in streams), default=0)
@@ -152,14 +153,14 @@ def roofline(material: Material) -> Figure | None:
 
 
 def gemm_rows(material: Material) -> list[Row]:
-    """Return the rows of the square matrix products. The rows of the comparison with a plain loop are left out."""
+    """Return the rows of the square matrix products, without the rows of the plain-loop comparison."""
     return [row for row in material.of("gemm", metric="gemm_tflops") if "plain_loop_calls" not in row.params]
 
 
 def gemm_intensity(row: Row) -> float:
     """Return the arithmetic intensity of a matrix product in FLOP per byte.
 
-    A matrix product has 2·M·N·K FLOP. Each of its three matrices is read or written once.
+    A matrix product takes 2·M·N·K FLOP. Each of its three matrices is read or written once.
 
     Source: Williams, Waterman, Patterson, Roofline, CACM 52 (2009) 65-76.
     """
@@ -183,7 +184,7 @@ def _size_label(size: tuple[int, int, int, int]) -> str:
 
 
 def _series(rows: Iterable[Row]) -> list[tuple[str, list[Row]]]:
-    """Return (label, rows) for each variant. If a variant was also timed with warm caches, these rows are a separate entry."""
+    """Return (label, rows) for each variant. Rows with warm caches form a separate entry."""
     groups: dict[str, list[Row]] = {}
     for row in rows:
         hot = ", hot cache" if row.params.get("cache") == "hot" else ""
@@ -211,13 +212,13 @@ def _draw_rates(axes: Axes, rows: list[Row], positions: dict) -> None:
 
 
 def _aside(rows: list[Row], dtype: str) -> float:
-    """Return a small horizontal offset that depends on the dtype. Without it, curves at the same height would hide each other."""
+    """Return a small horizontal offset for the dtype, so that curves at the same height do not hide each other."""
     dtypes = list(dict.fromkeys(row.dtype for row in measured(rows)))
     return 0.03 * (dtypes.index(dtype) - (len(dtypes) - 1) / 2)
 
 
 def _series_style(dtype: str, series: str) -> dict[str, Any]:
-    """Return matplotlib's style arguments for a curve. Curves for warm caches are dotted and have hollow markers."""
+    """Return matplotlib style arguments for a curve. Curves for warm caches are dotted and have hollow markers."""
     return look(dtype) | ({"markerfacecolor": "none", "linestyle": ":"} if "hot" in series else {})
 
 
@@ -238,10 +239,10 @@ def _draw_shares(axes: Axes, rows: list[Row], positions: dict) -> None:
 
 
 def _slowed(rows: list[Row]) -> list[Row]:
-    """Return the rows whose rate is too low, because the device lowered its clock or because other processes used CPU cores.
+    """Return the rows whose rate is too low because the device lowered its clock or other processes used CPU cores.
 
-    A row is returned if the device reported a reason for a lower clock, and if the clock was below the highest clock of all rows
-    by more than the fraction `_VISIBLE`. A row without a clock is returned if the device reported a reason.
+    All returned rows have a reported throttle reason. The row must also be marked busy, have no clock reading, or have a clock
+    more than the fraction `_VISIBLE` below the highest clock of all rows.
     """
     highest = max((row.clock_mhz for row in rows if row.clock_mhz is not None), default=0)
     low = [row for row in rows if row.busy or row.clock_mhz is None or row.clock_mhz < (1 - _VISIBLE) * highest]
@@ -249,15 +250,15 @@ def _slowed(rows: list[Row]) -> list[Row]:
 
 
 def _dot_slowed(axes: Axes, x: list[float], y: list[float], points: list[Row], slowed: list[Row]) -> None:
-    """Draw a dot inside the marker of every point that was measured at a lowered clock."""
+    """Draw a dot inside the marker of each point that `_slowed` selected."""
     places = [place for place, row in enumerate(points) if row in slowed]
     axes.plot([x[place] for place in places], [y[place] for place in places], **_DOT)
 
 
 def _name_dots(axes: Axes, slowed: list[Row]) -> list[str]:
-    """Add an entry for the dots to the legend of the panel.
+    """Add a legend entry for the dots.
 
-    Return a list with a note about the dots. It is empty if there are no dots.
+    Return a list with a note about the dots, or an empty list if there are none.
     """
     if not slowed:
         return []
@@ -304,7 +305,7 @@ def _draw_published_streams(axes: Axes) -> list[str]:
 
 
 def _draw_roofs(axes: Axes, products: list[Row], slope_gb_s: float, ends: tuple[float, float]) -> list[tuple]:
-    """Draw the ceilings of the roofline: the bandwidth and the rate of the fastest matrix product of each format.
+    """Draw the ceilings of the roofline: the bandwidth, and the rate of the fastest matrix product in each format.
 
     Return the labels for the right edge of the panel, as (y, text, colour).
     """

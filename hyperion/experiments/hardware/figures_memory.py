@@ -1,4 +1,4 @@
-"""Figures of memory: bandwidth by working set and by number format, copies between memories, cost of kernel launches."""
+"""Figures of memory: bandwidth by working set and by number format, copies between memories, and kernel-launch times."""
 
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -9,8 +9,19 @@ from matplotlib.figure import Figure
 
 from hyperion.errors import not_none
 from hyperion.figures.material import Material, byte_size, interval, measured, number, number_within, percent, select, values
-from hyperion.figures.style import add_notes, errors_of, limit_line, log_ticks, look, new_figure, spread_labels, write_at
-from hyperion.palette import COLOURS, INK, MUTED
+from hyperion.figures.style import (
+    COLOURS,
+    INK,
+    MUTED,
+    add_notes,
+    errors_of,
+    limit_line,
+    log_ticks,
+    look,
+    new_figure,
+    spread_labels,
+    write_at,
+)
 from hyperion.results import Row
 
 _MOST_TICKS = 9
@@ -19,9 +30,9 @@ _ELEMENT_BYTES = {"fp64": 8, "fp32": 4, "tf32": 4, "fp16": 2, "bf16": 2, "fp8": 
 
 
 def memory_levels(material: Material) -> Figure | None:
-    """Draw the GB/s of repeated reads and copies by working set, which is the number of different bytes that a call touches.
+    """Plot the GB/s of repeated reads and copies by working set, the number of distinct bytes that a call touches.
 
-    Vertical lines show the capacities of the caches. A dashed line shows the limit of the memory.
+    Vertical lines show the cache capacities. A dashed line shows the memory bandwidth limit.
     """
     rows = material.of("memory_levels", metric="bandwidth_gb_s")
     if not measured(rows):
@@ -48,9 +59,9 @@ def memory_levels(material: Material) -> Figure | None:
 
 
 def stream_formats(material: Material) -> Figure | None:
-    """Draw the GB/s of each stream in each number format as bars, with the limit of the memory.
+    """Draw the GB/s of each stream in each number format as bars, with the memory bandwidth limit.
 
-    Notes below the figure give the comparison with a plain loop, and the energy.
+    Notes below the figure give the comparison with a plain loop and the energy per gigabyte.
     """
     rows = [r for r in material.of("stream_formats", metric="bandwidth_gb_s") if "plain_loop_calls" not in r.params]
     if not measured(rows):
@@ -85,9 +96,9 @@ def stream_formats(material: Material) -> Figure | None:
 
 
 def transfers(material: Material) -> Figure | None:
-    """Draw the GB/s of copies between host and device by size, and of copies from GPU to GPU.
+    """Plot the GB/s of host-device copies by size, and the GB/s of GPU-to-GPU copies.
 
-    If the run has no such copies, draw the size of the largest tensor that could be allocated.
+    If the run has no such copies, show the size of the largest tensor that could be allocated.
     """
     rows = material.of("transfers")
     copies = [row for row in measured(rows) if "memory" in row.params]
@@ -113,9 +124,9 @@ def transfers(material: Material) -> Figure | None:
 
 
 def launch_cost(material: Material) -> Figure | None:
-    """Draw two panels: the times of kernel launches as bars, and the time of a copy by size.
+    """Draw two panels: bars of kernel-launch times, and the time of a copy by size.
 
-    In the second panel, horizontal lines show the times of the launches.
+    In the second panel, horizontal lines show the launch times.
     """
     rows = material.of("launch_cost")
     launches = measured(select(rows, metric="launch_time_s"))
@@ -142,22 +153,22 @@ def launch_cost(material: Material) -> Figure | None:
 
 
 def element_bytes(dtype: str) -> int:
-    """Return the bytes of one element of a dtype. Every fp8 format has one byte."""
+    """Return the number of bytes in one element of a dtype. Every fp8 format has one byte."""
     return _ELEMENT_BYTES[dtype.split("_")[0]]
 
 
 def add_share_axis(axes: Axes, limit: float) -> None:
-    """Add an axis on the right that shows the values as percentages of a limit."""
+    """Add a right-hand axis that shows the values as percentages of a limit."""
     functions: Any = (
         lambda y: 100 * y / limit,
         lambda y: y * limit / 100,
-    )  # matplotlib's type annotations for these functions are too wide
+    )  # matplotlib's type annotations for these functions are too broad
     share = axes.secondary_yaxis("right", functions=functions)
     share.set_ylabel("% of limit")
 
 
 def _working_set(row: Row) -> int:
-    """Return the number of bytes that a call reads or writes. Bytes that it reads or writes several times count once."""
+    """Return the number of distinct bytes that a call touches."""
     return row.params["working_set_bytes"]
 
 
@@ -170,10 +181,7 @@ def _byte_axis(axes: Axes, sizes: Iterable[int], most: int = _MOST_TICKS) -> Non
 
 
 def _limits(axes: Axes, rows: list[Row], name: str) -> list[float]:
-    """Draw a line for each limit of the rows, such as the bandwidth of the data sheet.
-
-    Equal limits are drawn once. Return the limits.
-    """
+    """Draw a line for each distinct limit of the rows, such as the data-sheet bandwidth, and return these limits."""
     limits = list(dict.fromkeys(row.limit for row in rows if row.limit is not None))
     for limit in limits:
         limit_line(axes, limit, f"{name} {number(limit)} GB/s", MUTED)
@@ -202,7 +210,7 @@ def _mark_capacities(axes: Axes, capacities: list[Row]) -> None:
 
 
 def _write_in_bars(axes: Axes, x: list[float], heights: list[float], most: float) -> None:
-    """Write the value of each bar into the bar, or above the bar if the bar is too low."""
+    """Write each value into its bar, or above the bar if it is too short."""
     for place, height in zip(x, heights, strict=True):
         inside = height > 0.25 * most
         write_at(
@@ -219,7 +227,7 @@ def _write_in_bars(axes: Axes, x: list[float], heights: list[float], most: float
 
 
 def _plain_loop_notes(material: Material) -> list[str]:
-    """Return a list with one note, which compares the rate of the copy with the rate that a plain loop measures.
+    """Return one note for each measured comparison of the copy with a plain loop.
 
     The note also states the rate of the triad in the same number format.
     """
@@ -247,7 +255,7 @@ def _energy_notes(material: Material) -> list[str]:
 def _reasons(rows: list[Row], size_of: Callable[[Row], int] | None = None) -> list[str]:
     """Return one note for each reason why rows have no value or no limit.
 
-    A note names the sizes of the rows that the reason applies to. If `size_of` is None, it names their variants instead.
+    Each note names the sizes of the rows that the reason applies to, or their variants if `size_of` is None.
     """
     grouped: dict[str, list[Row]] = {}
     for row in rows:
@@ -266,7 +274,7 @@ def _names_or_sizes(rows: list[Row], size_of: Callable[[Row], int] | None) -> st
 
 
 def _draw_copies(axes: Axes, copies: list[Row]) -> None:
-    """Draw one curve for each direction and kind of host memory. The colour shows the direction; pageable memory is dashed."""
+    """Draw one curve for each direction and kind of host memory. Colours show the direction; dashes show pageable memory."""
     directions = list(dict.fromkeys(row.variant for row in copies))
     for direction in directions:
         colour = COLOURS[directions.index(direction)]
@@ -285,7 +293,7 @@ def _draw_copies(axes: Axes, copies: list[Row]) -> None:
 
 
 def _draw_peers(axes: Axes, peers: list[Row]) -> None:
-    """Draw a matrix that shows the GB/s of copies from each GPU (line of the matrix) to each other GPU (column)."""
+    """Draw a matrix with the GB/s of copies from each GPU (row) to each other GPU (column)."""
     places = sorted({row.params[end] for row in peers for end in ("source", "destination")})
     rates = np.full((len(places), len(places)), np.nan)
     for row in peers:
@@ -314,10 +322,7 @@ def _draw_tensor(axes: Axes, tensors: list[Row]) -> None:
 
 
 def _draw_crossing(axes: Axes, copies: list[Row], launches: list[Row], worthwhile: list[Row]) -> None:
-    """Draw the time of a copy by its size, and the times of launches as horizontal lines.
-
-    Mark the size at which both times are equal.
-    """
+    """Draw the time of a copy by size, and launch times as horizontal lines. Mark the size at which both are equal."""
     x = [_working_set(row) for row in copies]
     # 1 GB/s is 1e3 bytes per microsecond.
     times = [size / rate / 1e3 for size, rate in zip(x, values(copies), strict=True)]

@@ -1,7 +1,7 @@
-"""Figures of the matrix products of our models: peak, MAF and TAF, and each matrix product under the measured roofline.
+"""Figures of the models' matrix products: peak, MAF and TAF, and each product under the measured roofline.
 
-MAF (maximum achievable FLOPS) is the rate of the fastest matrix product of any shape. TAF is the rate
-of all matrix products of one model together.
+MAF (maximum achievable FLOPS) is the rate of the fastest matrix product of any shape. TAF is the combined rate of all matrix
+products in one training step of a model.
 """
 
 from collections.abc import Mapping, Sequence
@@ -13,19 +13,30 @@ from matplotlib.figure import Figure
 
 from hyperion.errors import not_none
 from hyperion.figures.material import Material, measured, number, percent, values
-from hyperion.figures.style import add_notes, errors_of, log_ticks, look, new_figure, spread_labels, write_at
-from hyperion.palette import COLOURS, INK, MARKERS, MUTED
+from hyperion.figures.style import (
+    COLOURS,
+    INK,
+    MARKERS,
+    MUTED,
+    add_notes,
+    errors_of,
+    log_ticks,
+    look,
+    new_figure,
+    spread_labels,
+    write_at,
+)
 from hyperion.results import Row
 
-_MODELS = (0, 2, 4, 3, 5, 1)  # index in COLOURS for each model, in the order of the rows
+_MODELS = (0, 2, 4, 3, 5, 1)  # index into COLOURS for each model, in the order of the rows
 _KINDS = {"matmul": 0, "convolution": 2, "attention": 3}
-# The area of a mark in square points is _SMALLEST plus _WHOLE times the product's share of the FLOPs of the model.
+# The area of a marker in square points is _SMALLEST + _WHOLE * (the product's share of the model's FLOPs).
 _WHOLE, _SMALLEST = 1500.0, 14.0
 _NAMED = 3
 
 
 def model_products(material: Material) -> Figure | None:
-    """Draw bars for each format: the peak of the data sheet, the fastest matrix product, and the TAF of each model."""
+    """Draw bars for each format: the data-sheet peak, the fastest matrix product, and each model's TAF."""
     tafs, shares = material.of("model_products", metric="taf_tflops"), material.of("model_products", metric="share")
     dtypes = list(dict.fromkeys(row.dtype for row in measured(tafs)))
     if not dtypes:
@@ -49,11 +60,9 @@ def model_products(material: Material) -> Figure | None:
 
 
 def products_roofline(material: Material) -> Figure | None:
-    """Draw the roofline of each model in its own panel.
+    """Draw one roofline panel per model.
 
-    A panel shows the measured ceilings of this run, and a marker for each matrix product of the model.
-
-    The position of a marker shows the arithmetic intensity and the rate of a matrix product.
+    Each panel shows this run's measured ceilings and one marker per matrix product, at its arithmetic intensity and rate.
     """
     rows = measured(material.of("model_products", metric="gemm_tflops"))
     slope = _slope_gb_s(material)
@@ -86,13 +95,13 @@ def products_roofline(material: Material) -> Figure | None:
 
 @dataclass(frozen=True)
 class Kernel:
-    """A matrix product of a model, as a point of the roofline.
+    """A matrix product of a model, drawn as a point of the roofline.
 
     Args:
-        name: text with the kind, the sizes and the dtype of the product.
+        name: label with the kind, dimensions and dtype of the product.
         kind: matmul, convolution or attention.
         intensity: FLOP per byte of memory traffic.
-        tflops: the measured rate.
+        tflops: measured rate in TFLOPS.
         share: FLOPs of the product divided by all FLOPs of the model, 0 to 1.
     """
 
@@ -105,14 +114,14 @@ class Kernel:
 
 
 def draw_kernels(axes: Axes, kernels: Sequence[Kernel], tflops: Mapping[str, float], bandwidth_gb_s: float) -> None:
-    """Draw the ceilings of the roofline and one marker for each matrix product in one panel.
+    """Draw one panel with the ceilings of the roofline and one marker for each matrix product.
 
     Letters name the products with the most FLOPs.
 
     Args:
-        axes: the panel.
-        kernels: the matrix products.
-        tflops: measured arithmetic ceiling of each dtype in TFLOPS.
+        axes: panel to draw into.
+        kernels: matrix products to draw.
+        tflops: measured compute ceiling of each dtype in TFLOPS.
         bandwidth_gb_s: measured memory ceiling in GB/s.
     """
     used = [dtype for dtype in tflops if any(kernel.dtype == dtype for kernel in kernels)]
@@ -141,7 +150,7 @@ def draw_kernels(axes: Axes, kernels: Sequence[Kernel], tflops: Mapping[str, flo
 
 
 def named_kernels(kernels: Sequence[Kernel]) -> str:
-    """Return a text that explains the letters of a panel."""
+    """Return the key to the letters of a panel."""
     return "; ".join(f"{letter}: {k.name}, {percent(k.share)} %" for letter, k in zip("abc", _largest(kernels), strict=False))
 
 
@@ -150,10 +159,10 @@ def _largest(kernels: Sequence[Kernel]) -> list[Kernel]:
 
 
 def _ends(kernels: Sequence[Kernel], ceilings: list[float], bandwidth_gb_s: float) -> tuple[float, float]:
-    """Return the two ends of the horizontal axis, in FLOP per byte.
+    """Return the two ends of the horizontal axis in FLOP per byte.
 
-    The axis is long enough for all matrix products and all ridge points. A ridge point is the intensity at which the bandwidth
-    ceiling meets a compute ceiling.
+    The axis covers all matrix products and ridge points. A ridge point is the intensity at which the bandwidth ceiling meets a
+    compute ceiling.
     """
     ridges = [ceiling * 1e3 / bandwidth_gb_s for ceiling in ceilings]
     places = [kernel.intensity for kernel in kernels]
@@ -161,7 +170,7 @@ def _ends(kernels: Sequence[Kernel], ceilings: list[float], bandwidth_gb_s: floa
 
 
 def _draw_ceilings(axes: Axes, tflops: dict[str, float], bandwidth_gb_s: float, ends: tuple[float, float]) -> list[tuple]:
-    """Draw the ceilings of the roofline: the bandwidth and the given TFLOPS of each dtype.
+    """Draw the ceilings of the roofline: the bandwidth, and the given TFLOPS of each dtype.
 
     Return the labels for the right edge of the panel, as (y, text, colour).
     """
@@ -186,8 +195,8 @@ def _draw_ceilings(axes: Axes, tflops: dict[str, float], bandwidth_gb_s: float, 
 def _draw_kind(axes: Axes, kind: str, points: list[Kernel], several: bool) -> None:
     """Draw a marker for every matrix product of one kind.
 
-    The shape of the marker shows the kind: matmul, convolution or attention. If there are several dtypes, the colour shows the
-    dtype. Otherwise the colour shows the kind, too.
+    The marker's shape shows the kind: matmul, convolution or attention. Its colour shows the dtype if there are several dtypes,
+    and the kind otherwise.
     """
     index = _KINDS.get(kind, len(_KINDS) + 1)
     colours = [look(point.dtype)["color"] if several else COLOURS[index] for point in points]
@@ -239,7 +248,7 @@ def _share(rate: float, whole: float, name: str) -> str:
 def _maf(dtype: str, rows: list[Row], shares: list[Row]) -> float | None:
     """Return the MAF in TFLOPS, or None if the rows do not contain it.
 
-    The rows contain the TAF of a model and the ratio of this TAF to the MAF. The MAF is computed from these two numbers.
+    The MAF is the TAF of a model divided by the ratio TAF / MAF, both of which are in the rows.
     """
     rates = {row.variant: not_none(row.value) for row in rows}
     return next(
@@ -258,7 +267,7 @@ def _peak(dtype: str, shares: list[Row]) -> float | None:
 
 
 def _notes(tafs: list[Row], shares: list[Row]) -> list[str]:
-    """Return the notes: which share of each model's FLOPs was timed, where the MAF comes from, and why values are missing."""
+    """Return the notes: the share of each model's FLOPs that was timed, the source of the MAF, and why values are missing."""
     notes = ["TAF: rate of all products of one training step. Each is timed alone and weighted by its FLOPs."]
     for dtype in dict.fromkeys(row.dtype for row in measured(tafs)):
         rows = [row for row in measured(tafs) if row.dtype == dtype]
@@ -278,7 +287,7 @@ def _notes(tafs: list[Row], shares: list[Row]) -> list[str]:
 
 
 def _kernels(rows: list[Row]) -> tuple[str, list[Kernel]]:
-    """Return (precision, matrix products) of a training step of the model, in the narrowest precision of all rows."""
+    """Return (precision, matrix products) of the model's training step in the narrowest precision among the rows."""
     precision = rows[-1].params["precision"]
     kernels = []
     for row in (row for row in rows if row.params["precision"] == precision):
@@ -290,7 +299,7 @@ def _kernels(rows: list[Row]) -> tuple[str, list[Kernel]]:
 
 
 def _ceilings(material: Material) -> Mapping[str, float]:
-    """Return the TFLOPS of the fastest matrix product of each format in this run, with cold caches."""
+    """Return the TFLOPS of this run's fastest matrix product in each format, with cold caches."""
     ceilings: dict[str, float] = {}
     for row in measured([*material.of("gemm", metric="gemm_tflops"), *material.of("best_products", metric="gemm_tflops")]):
         if not row.hot:
@@ -299,14 +308,14 @@ def _ceilings(material: Material) -> Mapping[str, float]:
 
 
 def _slope_gb_s(material: Material) -> float | None:
-    """Return the rate of the fastest stream over the largest arrays. It is the memory ceiling of the roofline in chapter 1.1."""
+    """Return the rate of the fastest stream over the largest arrays: the memory ceiling of the roofline in chapter 1.1."""
     streams = [row for row in measured(material.of("bandwidth", metric="bandwidth_gb_s")) if not row.hot]
     largest = max((row.params["elements"] for row in streams), default=None)
     return max(values(row for row in streams if row.params["elements"] == largest), default=None)
 
 
 def _legend(figure: Figure, panels: list[Axes]) -> None:
-    """Draw one legend for all panels, into the first panel. The legend lists every kind of matrix product that is drawn."""
+    """Draw one legend for all panels in the first panel. It lists every kind of matrix product drawn."""
     kinds = {}
     for axes in panels:
         for handle, label in zip(*axes.get_legend_handles_labels(), strict=True):

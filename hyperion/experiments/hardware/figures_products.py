@@ -1,4 +1,4 @@
-"""Figures of single matrix products: best shape of each number format, data of the operands, and the gap to the peak."""
+"""Figures of single matrix products: best shape of each number format, effect of operand data, and gap to the peak."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -8,25 +8,24 @@ from matplotlib.figure import Figure
 
 from hyperion.errors import not_none
 from hyperion.figures.material import Material, measured, number
-from hyperion.figures.style import absences, add_notes, errors_of, look, new_figure, write_at
-from hyperion.palette import COLOURS, INK, MARKERS, MUTED
+from hyperion.figures.style import COLOURS, INK, MARKERS, MUTED, absences, add_notes, errors_of, look, new_figure, write_at
 from hyperion.results import Row
 
 _BEST, _DATA = "best_products", "operand_data"
-# Metrics of the ratio of two rates: "speedup" if their timings alternated, "rate_ratio" if they were timed one after the other.
+# Metrics for the ratio of two rates: "speedup" if they were timed in alternation, "rate_ratio" if one after the other.
 _RATIOS = ("speedup", "rate_ratio")
 _BAR = 0.56
 _TURNS = {"alone": COLOURS[0], "in turn": COLOURS[5]}
 _ERROR = {"ecolor": INK, "elinewidth": 1.0}
 _LOST, _GAINED, _UNEXPLAINED = COLOURS[1], COLOURS[2], COLOURS[6]
-_UNCHANGED = 1e-3  # if a factor differs from 1 by less than this, its bar would be invisible
+_UNCHANGED = 1e-3  # the bar of a factor that differs from 1 by less than this would be invisible
 
 
 def best_products(material: Material) -> Figure | None:
     """Draw two panels about the fastest matrix product of each number format.
 
-    The first panel shows its rate and the limit of the format. The second panel shows the shares of the limit that the fastest
-    product and the given shapes reach.
+    The first panel shows its rate and the format's limit. The second panel shows the shares of the limit that the fastest product
+    and the given shapes reach.
     """
     rows = material.of(_BEST, metric="gemm_tflops")
     fastest = measured(row for row in rows if row.variant == "fastest found")
@@ -48,10 +47,10 @@ def best_products(material: Material) -> Figure | None:
 
 
 def operand_data(material: Material) -> Figure | None:
-    """Draw the TFLOPS of one matrix product for several kinds of data in its operands.
+    """Plot the TFLOPS of one matrix product for several kinds of operand data.
 
-    The figure shows two timings of each kind of data: one in which calls with all kinds of data alternate, and one with only this
-    kind of data. Power and clock are drawn if they could be read.
+    Each kind of data has two timings: one in which calls with all kinds of data alternate, and one with this kind only. Power and
+    clock are shown if they could be read.
     """
     rows = material.of(_DATA)
     rates = [row for row in rows if row.metric == "gemm_tflops"]
@@ -92,14 +91,14 @@ class _Factor:
 
 @dataclass(frozen=True)
 class GapRows:
-    """The gap between the peak and the measured rate of one matrix product, read from the rows of `gemm_gap`.
+    """Gap between the peak and the measured rate of one matrix product, read from the rows of `gemm_gap`.
 
     Args:
         dtype: number format of the matrix product.
-        product: text with the sizes and the dtype of the matrix product.
-        peak: peak of the data sheet, with its source.
+        product: label with the dimensions and dtype of the matrix product.
+        peak: data-sheet peak with its source.
         measured_tflops: measured rate in TFLOPS.
-        factors: the factors that reduce the peak to the measured rate, in the order in which they are drawn.
+        factors: factors that reduce the peak to the measured rate, in drawing order.
     """
 
     dtype: str
@@ -112,8 +111,7 @@ class GapRows:
 def gaps_of(rows: list[Row]) -> list[GapRows]:
     """Return one gap for each number format.
 
-    It is the gap of the fastest matrix product that the search found. Without a search, it is the gap of the fastest square
-    product.
+    It is the gap of the fastest matrix product found by the search or, without a search, of the fastest square product.
     """
     wholes: dict[str, Row] = {}
     for row in measured(rows):
@@ -123,12 +121,12 @@ def gaps_of(rows: list[Row]) -> list[GapRows]:
 
 
 def gemm_gap(material: Material, dtype: str = "") -> Figure | None:
-    """Draw from the peak to the measured rate as waterfalls: one bar for each factor.
+    """Draw waterfalls from the peak to the measured rate, with one bar for each factor.
 
     Args:
         material: material of the run.
-        dtype: number format to draw, with the explanations of all factors. An empty string draws all formats side by side,
-            without explanations.
+        dtype: number format to draw, with explanations of all factors. An empty string draws all formats side by side, without
+            explanations.
     """
     rows = material.of("gemm_gap", metric="share")
     gaps = [gap for gap in gaps_of(rows) if dtype in ("", gap.dtype)]
@@ -150,13 +148,13 @@ def gemm_gap(material: Material, dtype: str = "") -> Figure | None:
 
 
 def gap_waterfall(gap: GapRows, machine: str, product: str, more: Sequence[str] = ()) -> Figure:
-    """Draw a bar for the peak, a bar for the change by each known factor, and a bar for the measured rate.
+    """Draw a bar for the peak, a bar for the effect of each known factor, and a bar for the measured rate.
 
     Args:
-        gap: the gap between the peak and the rate of one product.
+        gap: gap between the peak and the measured rate of one product.
         machine: name of the machine, for the title.
         product: name of the matrix product for the title, for example "matmul 4096 x 4096 x 4096 bf16".
-        more: notes to show in addition to the notes about the factors.
+        more: additional notes, shown with the notes about the factors.
     """
     known = [step for step in gap.factors if step.factor is not None]
     figure, (axes,) = new_figure(f"From the peak to the measured rate: {product}", machine, height=1.5 + 0.46 * (len(known) + 2))
@@ -166,7 +164,7 @@ def gap_waterfall(gap: GapRows, machine: str, product: str, more: Sequence[str] 
 
 
 def _name_lines(panels: list[Axes], names: list[str]) -> None:
-    """Give all panels the same ticks on the vertical axis. Write the tick labels on the left of the first panel."""
+    """Give all panels the same ticks on the vertical axis, and label them on the left of the first panel."""
     for place, axes in enumerate(panels):
         axes.set_yticks(range(len(names)), names if place == 0 else [""] * len(names))
         axes.set_ylim(len(names) - 0.5, -0.5)
@@ -174,7 +172,7 @@ def _name_lines(panels: list[Axes], names: list[str]) -> None:
 
 
 def _draw_fastest(axes: Axes, fastest: list[Row]) -> None:
-    """Draw a bar for the fastest rate of each format, and an outline for its limit.
+    """Draw a bar for the highest rate of each format and an outline for its limit.
 
     Write the rate and the shape at the end of the bar.
     """
@@ -207,13 +205,13 @@ def _draw_shares(axes: Axes, fastest: list[Row]) -> None:
 def _draw_given(axes: Axes, given: list[Row], places: dict[str, int], position_of: Callable[[Row], float | None]) -> None:
     """Draw the measured rates of the given shapes, for example the shapes of a Transformer layer.
 
-    A shape is the size M x N x K of a matrix product. Each shape has its own marker, which is drawn once for each number format
-    in which the shape was measured. The legend above the panel says which marker stands for which shape.
+    A shape M x N x K has its own marker, drawn once for each number format in which it was measured. The legend above the panel
+    explains the markers.
 
     Args:
         axes: panel with one horizontal line for each number format.
         given: rows of the given shapes.
-        places: a dict that maps a number format to the vertical position of its line.
+        places: a dict that maps each number format to the vertical position of its line.
         position_of: function that takes a row and returns the horizontal position of its marker, or None to draw no marker.
     """
     for position, name in enumerate(dict.fromkeys(row.params["shape"] for row in given)):
@@ -263,7 +261,7 @@ def _write(axes: Axes, x: float, y: float, text: str) -> None:
 
 
 def _end(row: Row) -> float:
-    """Return the largest horizontal position at which something is drawn for a row: its value, its interval or its limit."""
+    """Return the rightmost position drawn for a row: that of its value, its interval or its limit."""
     return max(not_none(row.value), row.ci_high or 0, row.limit or 0)
 
 
@@ -276,12 +274,12 @@ def _dtype_and_shape(row: Row) -> str:
 
 
 def _share(row: Row) -> float | None:
-    """Return the rate of a row as a percentage of its limit, or None if the row has no value or no limit."""
+    """Return the rate of a row as a percentage of its limit, or None if its value or limit is missing."""
     return None if row.fraction_of_limit is None else 100 * row.fraction_of_limit
 
 
 def _searches(fastest: list[Row]) -> list[str]:
-    """Return a list with a note that says how many shapes of its grid each search has timed."""
+    """Return a list with one note: how many shapes of its grid each search timed."""
     extents: dict[str, list[str]] = {}
     for row in fastest:
         seen, shapes = row.params["seen"], row.params["shapes"]
@@ -324,11 +322,9 @@ def _gap_of(whole: Row, rows: list[Row]) -> GapRows:
 
 
 def _shared_notes(gaps: list[GapRows], rows: list[Row]) -> list[str]:
-    """Return notes about factors that are unknown, and about number formats for which no waterfall is drawn.
+    """Return notes about unknown factors and about number formats without a waterfall. Formats with the same reason share a note.
 
-    A waterfall is a chart in which each bar shows by how much one factor reduces the peak.
-
-    Formats with the same reason share one note.
+    A waterfall is a chart in which each bar shows by how much one factor changes the rate.
     """
     notes = [
         "The first bar is the peak of the data sheet. Each next bar is the change by one known limit. The rest is unexplained."
@@ -344,7 +340,7 @@ def _shared_notes(gaps: list[GapRows], rows: list[Row]) -> list[str]:
 
 
 def _without_gap(gaps: list[GapRows], rows: list[Row]) -> list[str]:
-    """Return one note for each reason why no waterfall is drawn for a number format. The note names these formats."""
+    """Return one note for each reason why number formats have no waterfall. The note names these formats."""
     absent: dict[str, dict[str, None]] = {}
     for row in rows:
         if row.variant == "measured / peak" and row.value is None and row.dtype not in {gap.dtype for gap in gaps}:
@@ -353,9 +349,9 @@ def _without_gap(gaps: list[GapRows], rows: list[Row]) -> list[str]:
 
 
 def _draw_waterfall(axes: Axes, gap: GapRows, plain: bool = False) -> None:
-    """Draw a waterfall: one bar for the peak, one bar for each factor that reduces it, and one bar for the measured rate.
+    """Draw a waterfall: one bar for the peak, one for each known factor, and one for the measured rate.
 
-    If `plain` is True, leave out units and explanations, because the panel is small.
+    If `plain` is True, omit units and explanations because the panel is small.
     """
     known = [step for step in gap.factors if step.factor is not None]
     unit = "" if plain else " TFLOPS"

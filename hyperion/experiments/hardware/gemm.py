@@ -1,4 +1,4 @@
-"""How fast does this machine multiply square matrices in each number format and size, and how close is the rate to the peak?"""
+"""How fast does this machine multiply square matrices at each size and in each number format, and how close is it to the peak?"""
 
 import pandas as pd
 import torch
@@ -21,14 +21,14 @@ VARIANT = "torch.mm"
 
 
 class GemmOptions(Options):
-    """Options of `gemm`.
+    """Options for the `gemm` experiment.
 
     Args:
         dtypes: number formats. Each is a name in `hyperion.measure.FORMATS`, or "fp8".
-        sizes: sizes of the matrix products. A size is the value of M = N = K.
-        time_limit_s: seconds of timing for each matrix product, with cold and with warm caches each.
+        sizes: values of M = N = K of the matrix products.
+        time_limit_s: timing budget in seconds for each matrix product and cache state (cold, warm).
         cross_check_dtype: number format in which this library's timing is compared with a plain timing loop.
-        cross_check_calls: number of calls that the plain loop times together.
+        cross_check_calls: number of calls in each timing of the plain loop.
     """
 
     dtypes: tuple[str, ...]
@@ -39,7 +39,7 @@ class GemmOptions(Options):
 
 
 def forecast(context: Context) -> list[Forecast]:
-    """Predict the rate of each matrix product from the data sheet and the efficiency of a reference machine at this size."""
+    """Predict the rate of each matrix product from the data sheet and a reference machine's efficiency at this size."""
     options = GemmOptions.of(context)
     dtypes = [dtype for dtype in options.dtypes if context.device.supports(dtype)[0]]
     return [_forecast(context, dtype, size) for size in sorted(options.sizes, reverse=True) for dtype in dtypes]
@@ -109,9 +109,9 @@ def _absent(context: Context, dtype: str, size: int, reason: str) -> Row:
 
 
 def _cross_check(context: Context, options: GemmOptions, report: Report) -> tuple[list[Row], list[pd.DataFrame]]:
-    """Time every size of one dtype with this library and with a plain loop of PyTorch calls, and return their ratios.
+    """Time every size of one dtype with this library and in a plain loop of PyTorch calls. Return the ratios of the two rates.
 
-    The timings of both methods alternate.
+    The two methods are timed in alternation.
     """
     dtype, calls = options.cross_check_dtype, options.cross_check_calls
     rows, frames = [], []

@@ -1,7 +1,7 @@
-"""Why is the fastest matrix product of each format slower than the peak of the data sheet?
+"""Why is the fastest matrix product of each format slower than the data-sheet peak?
 
-This experiment measures nothing. It computes four factors from the rows of this run: the effects of the clock, of incomplete
-tiles, of the memory and of the launch. The factor "unexplained" contains the rest of the difference.
+This experiment takes no measurements of its own. From the rows of the run, it computes four factors: the effects of clock
+frequency, incomplete tiles, memory traffic and launches. A factor "unexplained" accounts for the remaining difference.
 """
 
 from math import prod
@@ -16,16 +16,16 @@ from hyperion.results import Row
 
 WHOLE = "measured / peak"
 _SQUARE, _SEARCHED = "gemm", "best_products"
-_EXACT = 1e-9  # tolerance of the check that all factors multiplied give measured / peak; only floating-point rounding may differ
+_EXACT = 1e-9  # tolerance of the check that the product of all factors is measured / peak; allows for rounding only
 
 
 def forecast(context: Context) -> list[Forecast]:
-    """Return no forecasts, because the factors are computed from rows that already exist."""
+    """Return no forecasts, because the factors are computed from existing rows."""
     return []
 
 
 def run(context: Context, report: Report) -> Result:
-    """For each format, compute the factors of the fastest square matrix product, and of the fastest one that the search found."""
+    """Compute, for each format, the factors of the fastest square product and of the fastest product found by the search."""
     rows: list[Row] = []
     formats = list(dict.fromkeys(row.dtype for row in context.upstream if _is_product(row)))
     for done, dtype in enumerate(formats):
@@ -44,7 +44,7 @@ def _is_product(row: Row) -> bool:
 
 
 def _rows_of(context: Context, dtype: str, experiment: str) -> list[Row]:
-    """Return the rows that hold the factors for the fastest matrix product of `experiment` in one number format.
+    """Return the rows with the factors of the fastest matrix product of `experiment` in one number format.
 
     If the factors cannot be computed, return one row with the reason. If the experiment has no matrix products in this format,
     return no rows.
@@ -74,7 +74,7 @@ def _rows_of(context: Context, dtype: str, experiment: str) -> list[Row]:
 
 
 def _gap_rows(context: Context, dtype: str, shape: dict, best: Row, gap: Gap) -> list[Row]:
-    """Return a row that holds the measured rate divided by the peak, then one row for each factor.
+    """Return a row with the measured rate divided by the peak, then one row for each factor.
 
     The check of each row compares the product of all factors with the measured rate divided by the peak.
     """
@@ -109,10 +109,10 @@ def _gap_rows(context: Context, dtype: str, shape: dict, best: Row, gap: Gap) ->
 
 
 def _launch_time_s(context: Context) -> float | None:
-    """Return the seconds of kernel launch that the measured time of a matrix product includes. None if they were not measured.
+    """Return the launch time in seconds included in the measured time of a matrix product, or None if it was not measured.
 
-    On a GPU the result is 0: there, times are measured with CUDA events, and the next launch is always in the queue before the
-    device needs it.
+    On a GPU the result is 0: times are measured with CUDA events, and the next launch is always queued before the device needs
+    it.
     """
     if context.device.kind != "cpu":
         return 0.0

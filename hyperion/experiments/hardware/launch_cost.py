@@ -1,4 +1,4 @@
-"""How long does a kernel launch take in eager mode and in a CUDA graph? How large is a copy that takes as long as its launch?"""
+"""How long does a kernel launch take in eager mode and in a CUDA graph? At what size does a copy take as long as its launch?"""
 
 from hyperion.chapter.context import Context, Experiment, Forecast, Options, Report, Result
 from hyperion.chapter.rows import all_samples, sample_frame, timed_row
@@ -12,12 +12,12 @@ _NO_ESTIMATE = "no datasheet value: a launch is the work of driver, runtime and 
 
 
 class LaunchCostOptions(Options):
-    """Options of `launch_cost`.
+    """Options for the `launch_cost` experiment.
 
     Args:
-        copy_kib: working sets in KiB of the copies that are compared with a launch. A working set is the bytes that
-            one copy reads and writes.
-        time_limit_s: seconds of timing for the launches and for each copy.
+        copy_kib: working sets in KiB of the copies that are compared with a launch. A working set is the number of bytes that one
+            copy reads and writes.
+        time_limit_s: timing budget in seconds for the launches and for each copy.
     """
 
     copy_kib: tuple[int, ...]
@@ -25,13 +25,13 @@ class LaunchCostOptions(Options):
 
 
 def forecast(context: Context) -> list[Forecast]:
-    """Return forecasts without estimates, because no data sheet states the time of a launch."""
+    """Return forecasts without estimates, because no data sheet states launch times."""
     metrics = ((EAGER, "launch_time_s"), (GRAPH, "launch_time_s"), (COPY, "worthwhile_bytes"))
     return [Forecast(variant, metric, None, _NO_ESTIMATE) for variant, metric in metrics]
 
 
 def run(context: Context, report: Report) -> Result:
-    """Time launches of an almost empty kernel, and copies of several sizes.
+    """Time launches of an almost empty kernel and copies of several sizes.
 
     From these times, compute the size at which a copy takes as long as its launch.
     """
@@ -52,7 +52,7 @@ def run(context: Context, report: Report) -> Result:
         time_limit_s=options.time_limit_s,
     )
     for point in points:
-        # The row stores the rate of a copy. The time of the copy can be computed from the rate and the working set.
+        # The row stores the rate of a copy. Its time follows from the rate and the working set.
         limit_source = "no limit: it is measured where launches weigh, not memory"
         rows.append(point_row(context, COPY, point, limit_source=limit_source))
         frames.append(sample_frame(point.timing, COPY, point.dtype, rows[-1].params).assign(how=point.how))
@@ -83,8 +83,7 @@ def _launch_row(context: Context, name: str, cost: LaunchCost, timing: Timing | 
 
 def _worthwhile_row(context: Context, cost: LaunchCost, points: list[CachePoint]) -> Row:
     found = worthwhile_size(cost, points)
-    # On a CPU the time of a call includes the launch and the work. So the work takes as long as the launch if the call takes
-    # twice as long as the launch.
+    # On a CPU the time of a call includes the launch, so work and launch are equal when the call takes twice the launch time.
     params = {"set_equal": found.basis, "launches": 1 if cost.asynchronous else 2}
     if found.bytes is None:
         return context.absent_row(COPY, "worthwhile_bytes", found.reason, params=params)

@@ -1,7 +1,7 @@
-"""Where do the caches end?
+"""At which working-set sizes do the caches end?
 
-The experiment measures the bandwidth of reads and copies that are repeated over the same bytes. The number of these bytes is
-called the working set. If the working set fits into a cache, the bandwidth can be higher than the bandwidth of the memory.
+The experiment measures the bandwidth of repeated reads and copies of the same bytes. The number of these bytes is the working
+set. If it fits into a cache, the bandwidth can exceed that of the memory.
 """
 
 import pandas as pd
@@ -15,19 +15,19 @@ from hyperion.measure import SWEEPS, CacheCapacity, CachePoint, cache_capacities
 from hyperion.results import Row
 from hyperion.units import MIB
 
-# The limit of device memory applies to working sets that are at least this many times as large as the last-level cache. The cache
-# then serves at most a twentieth of the bytes. This is not more than the difference between the fastest stream and its limit.
+# The limit of device memory applies to working sets at least this many times as large as the last-level cache. The cache then
+# serves at most a twentieth of the bytes, no more than the gap between the fastest stream and its limit.
 _BEYOND_CACHE = 20
 
 
 class MemoryLevelsOptions(Options):
-    """Options of `memory_levels`.
+    """Options for the `memory_levels` experiment.
 
     Args:
         dtype: number format of the arrays.
-        step: measure only every `step`-th size of the list of working sets, beginning with the largest. 1 measures all sizes.
-        largest_mib: largest working set in MiB. If it is more than an eighth of the memory of the device, this eighth is used.
-        time_limit_s: seconds of timing for each working set and operation.
+        step: measure every `step`-th size in the list of working sets, starting from the largest. 1 measures all sizes.
+        largest_mib: largest working set in MiB, capped at one eighth of the device memory.
+        time_limit_s: timing budget in seconds for each working set and operation.
     """
 
     dtype: str
@@ -37,9 +37,9 @@ class MemoryLevelsOptions(Options):
 
 
 def forecast(context: Context) -> list[Forecast]:
-    """Predict the bandwidth of working sets that are much larger than the caches, beginning with the largest.
+    """Predict the bandwidth of working sets much larger than the caches, starting with the largest.
 
-    For smaller working sets there is no prediction.
+    Smaller working sets have no prediction.
     """
     options = MemoryLevelsOptions.of(context)
     sizes = sorted(_sizes(options, context.device), reverse=True)
@@ -47,7 +47,7 @@ def forecast(context: Context) -> list[Forecast]:
 
 
 def run(context: Context, report: Report) -> Result:
-    """Return rows of the cache capacities that the system reports, then time reads and copies of every working set."""
+    """Record the cache capacities that the system reports, then time reads and copies of every working set."""
     options = MemoryLevelsOptions.of(context)
     sizes = _sizes(options, context.device)
     rows = [_capacity_row(context, capacity) for capacity in cache_capacities(context.device)]
@@ -74,12 +74,12 @@ EXPERIMENT = Experiment(forecast, run, options=MemoryLevelsOptions)
 
 
 def copy_params(working_set: int) -> dict:
-    """Return the params of the row of repeated reads or copies over one working set."""
+    """Return the params of the row for repeated reads or copies of one working set."""
     return {"working_set_bytes": working_set, "cache": "hot"}
 
 
 def point_row(context: Context, variant: str, point: CachePoint, *, limit: float | None = None, limit_source: str) -> Row:
-    """Return the row that holds the bandwidth of repeated reads or copies over one working set."""
+    """Return the row with the bandwidth of repeated reads or copies of one working set."""
     rate = point.bandwidth_gb_s
     params = copy_params(point.working_set_bytes) | {"level": point.level, "timed": _how_timed(point, context.device)}
     return timed_row(
@@ -98,7 +98,7 @@ def point_row(context: Context, variant: str, point: CachePoint, *, limit: float
 def _how_timed(point: CachePoint, device: Device) -> str:
     """Describe how the calls were made and timed.
 
-    The text is part of the identity of a row. So it does not contain the number of calls, which differs between runs.
+    The description is part of the row's identity. It therefore omits the number of calls, which differs between runs.
     """
     if point.captured:
         return "in a graph, on the device's clock"
@@ -108,13 +108,13 @@ def _how_timed(point: CachePoint, device: Device) -> str:
 
 
 def _sizes(options: MemoryLevelsOptions, device: Device) -> list[int]:
-    """Return the working sets in bytes. The smallest working set fits into the first cache, the largest into no cache."""
+    """Return the working sets in bytes, in ascending order."""
     most = min(options.largest_mib * MIB, device.memory_bytes // 8)
     sizes = sweep_sizes(cache_capacities(device), device.memory_bytes)
     while sizes[-1] < _BEYOND_CACHE * (device.last_level_cache_bytes or 0) and 2 * sizes[-1] <= most:
         sizes.append(2 * sizes[-1])
-    # Beginning with the largest keeps the largest working set in the list. It is the only one that no cache serves.
-    # The first slice counts from the largest size, and the second slice restores ascending order.
+    # The first slice counts from the largest size, which must stay because it is the least served by caches. The second slice
+    # restores ascending order.
     return [size for size in sizes if size <= most][:: -options.step][::-1]
 
 

@@ -1,9 +1,8 @@
 """How fast are the matrix products of our own models, compared with the peak and with the fastest product of any shape?
 
-There are three rates for each number format. The peak is the rate in the data sheet. MAF is the rate of the fastest matrix
-product in this run. TAF is the rate of all matrix products of one training step of a model together. The experiment records the
-matrix products of the forward and backward pass when PyTorch dispatches them. Then it times each product alone, without other
-operations.
+Each number format has three rates. The peak is the data-sheet rate. The MAF is the rate of this run's fastest matrix product. The
+TAF is the combined rate of all matrix products in one training step of a model. The experiment records the matrix products of the
+forward and backward pass as PyTorch dispatches them, then times each product in isolation.
 """
 
 from collections import defaultdict
@@ -22,19 +21,19 @@ from hyperion.results import Estimate, Row
 from hyperion.workloads.reference_steps import captured_step, step_ceilings
 
 TAF_OF_MAF, MAF_OF_PEAK = "TAF / MAF", "MAF / peak"
-COVERAGE = "FLOPs timed"  # name of the share of the FLOPs of a step that belong to matrix products that were timed
-_TOP = 8  # number of matrix products of a step that get a row, in addition to the fastest product
+COVERAGE = "FLOPs timed"  # label for the share of a step's FLOPs in matrix products that were timed
+_TOP = 8  # number of product groups per step that get a row, in addition to the fastest
 
 
 class ModelProductsOptions(Options):
-    """Options of `model_products`.
+    """Options for the `model_products` experiment.
 
     Args:
         models: names of reference models and of Transformer configurations.
         dtypes: number formats of the training step: any of fp32, bf16 and fp16.
-        batch_size: number of samples in a batch of a reference model.
-        sequences: number of sequences in a batch of a Transformer LM. Each has the length of the model's context.
-        time_limit_s: seconds of timing for all matrix products of a step together.
+        batch_size: samples per batch of a reference model.
+        sequences: sequences per batch of a Transformer LM. Each has the model's context length.
+        time_limit_s: total timing budget in seconds for all matrix products of a step.
     """
 
     models: tuple[str, ...]
@@ -45,19 +44,19 @@ class ModelProductsOptions(Options):
 
     @property
     def steps(self) -> list[tuple[str, str]]:
-        """Pairs (name of the model, dtype) of all training steps whose matrix products are timed."""
+        """Pairs (model name, dtype) of all training steps whose matrix products are timed."""
         return [(name, dtype) for dtype in self.dtypes for name in self.models]
 
     def batch(self, name: str) -> int:
-        """Return the number of samples or sequences in a batch of the model."""
+        """Return the batch size of the model in samples or sequences."""
         return self.batch_size if name in REFERENCE_MODELS else self.sequences
 
 
 def forecast(context: Context) -> list[Forecast]:
     """Predict the TAF of every training step.
 
-    The ceiling of a TAF is computed from the rates of the square matrix products of this run, scaled to the shape of each matrix
-    product. The prediction is the ceiling times the share of it that a reference machine reached.
+    The ceiling of a TAF is computed from this run's rates of square matrix products, scaled to the shape of each product. The
+    prediction is this ceiling times the share of the ceiling that a reference machine reached.
     """
     options = ModelProductsOptions.of(context)
     supported = [(name, dtype) for name, dtype in options.steps if context.device.supports(dtype)[0]]
@@ -65,9 +64,9 @@ def forecast(context: Context) -> list[Forecast]:
 
 
 def run(context: Context, report: Report) -> Result:
-    """Record the matrix products of every model's training step in every dtype, and time each of them.
+    """Record the matrix products of every model's training step in every dtype, and time each product.
 
-    The matrix products with the most FLOPs are timed first.
+    The products with the most FLOPs are timed first.
     """
     options = ModelProductsOptions.of(context)
     rows: list[Row] = []
@@ -132,7 +131,7 @@ def _measure_step(
 
 @dataclass(frozen=True)
 class _Kernel:
-    """All matrix products of a step that have the same sizes. Only one of them is timed."""
+    """All matrix products of a step with the same dimensions. The result is that of one of them."""
 
     dtype: str
     params: dict
@@ -140,7 +139,7 @@ class _Kernel:
 
 
 def _kernels(captured: CapturedGemms, timed: dict[Product, TimedProduct]) -> list[_Kernel]:
-    """Return the timed matrix products, grouped by their sizes. Groups with more FLOPs come first."""
+    """Return the timed matrix products, grouped by dimensions. Groups with more FLOPs come first."""
     alike: dict[tuple, list[Product]] = defaultdict(list)
     for product in timed:
         alike[product.kind, product.batch, product.m, product.n, product.k, product.dtype].append(product)
@@ -163,10 +162,10 @@ def _kernels(captured: CapturedGemms, timed: dict[Product, TimedProduct]) -> lis
 
 
 def _taf_row(context: Context, name: str, dtype: str, params: dict, rate: Estimate, timed: list[TimedProduct]) -> Row:
-    """Return the row that holds the TAF of one model in one number format.
+    """Return the row with the TAF of one model in one number format.
 
-    The clock and the power in the row were measured during the longest matrix product. The check in the row is the check of the
-    matrix product with the largest error.
+    Its clock and power were measured during the longest matrix product. Its check is the one with the largest error relative to
+    its tolerance.
     """
     limit, source = gemm_limit(context.device, dtype)
     longest = max(timed, key=lambda result: result.timing.estimate.value).timing
@@ -182,16 +181,17 @@ def _taf_of_maf(context: Context, name: str, batch: int, dtype: str, rate: Estim
     maf, params = maf_row(context.upstream, dtype), {"what": TAF_OF_MAF, "batch": batch}
     if maf is None:
         return _no_maf(context, name, dtype, params)
-    # The interval combines the extreme ends of both intervals, so it contains the true ratio with at least the same probability.
+    # Dividing opposite ends of the two intervals gives an interval that contains the true ratio with at least the same
+    # confidence.
     share = {"n": rate.n, "ci_low": rate.ci_low / not_none(maf.ci_high), "ci_high": rate.ci_high / not_none(maf.ci_low)}
     params |= {"maf": maf.experiment}
     return context.row(name, "share", rate.value / not_none(maf.value), dtype=dtype, params=params, **share)
 
 
 def _maf_of_peak(context: Context, dtype: str) -> Row:
-    """Return the row that holds the MAF divided by the peak of the data sheet.
+    """Return the row with the MAF divided by the data-sheet peak.
 
-    The value can be above 1, because the data sheet states the peak at a nominal clock.
+    The value can exceed 1, because the data sheet states the peak at a nominal clock.
     """
     maf, params = maf_row(context.upstream, dtype), {"what": MAF_OF_PEAK}
     if maf is None:

@@ -1,9 +1,9 @@
 """Does the speed of a matrix product depend on the numbers that it multiplies, and if so, why?
 
 The same matrix product is timed with five kinds of data, in two ways. First, calls with different data alternate, so that all
-kinds of data run at the same clock. A difference then comes from the arithmetic. Second, only calls with the same kind of data
-are timed, after the clock has reached the value that the power of these calls allows. A further difference then comes from the
-clock. Caches are warm in both cases, because this experiment is about arithmetic units and not about memory.
+kinds run at the same clock; any difference then comes from the arithmetic. Second, each kind is timed alone, after the clock has
+settled at the value that its power allows; any further difference then comes from the clock. Caches are warm in both cases,
+because this experiment is about arithmetic units, not memory.
 """
 
 import math
@@ -34,12 +34,12 @@ from hyperion.results import Row, independent_ratio_estimate, ratio_estimate
 DATA = (*DISTRIBUTIONS, ACTIVATIONS)
 USUAL = "normal"
 IN_TURN, ALONE = "in turn", "alone"
-# Size of the vocabulary and number of sequences. The inputs of a layer do not depend on the size of the vocabulary. A small
-# vocabulary makes the forward pass shorter.
+# Vocabulary size and number of sequences. The inputs of a layer do not depend on the size of the vocabulary, and a small
+# vocabulary shortens the forward pass.
 _VOCABULARY, _SEQUENCES = 512, 8
 _CALLS_AT_ONCE = 8
-# Metric of the ratio of two rates. Only rates that are timed alternately give a speed-up. If they are timed one after the other,
-# their ratio may include a drift of the clock.
+# Metric for the ratio of two rates. Only rates timed in alternation give a speed-up. The ratio of rates timed one after the other
+# may include clock drift.
 _RATIO = {IN_TURN: "speedup", ALONE: "rate_ratio"}
 _NO_LIMIT = {
     IN_TURN: "no limit: how far the usual data stay below their own limit is not bounded",
@@ -51,15 +51,15 @@ Timings = dict[str, dict[str, Timing]]
 
 
 class OperandDataOptions(Options):
-    """Options of `operand_data`.
+    """Options for the `operand_data` experiment.
 
     Args:
         dtype: number format of the matrix product.
-        size: size of the matrix product, the value of M = N = K.
+        size: size of the matrix product: M = N = K.
         model: name of the Transformer configuration whose MLP supplies activations and weights as data.
-        time_limit_s: seconds of timing in which calls with all kinds of data alternate.
-        settle_s: seconds of calls before the timing with only one kind of data, so that the clock becomes stable.
-        alone_s: seconds of timing with only one kind of data, for each kind.
+        time_limit_s: timing budget in seconds for the calls that alternate between all kinds of data.
+        settle_s: seconds of calls before a kind of data is timed alone, so that the clock settles.
+        alone_s: seconds for which each kind of data is timed alone.
     """
 
     dtype: str
@@ -70,18 +70,18 @@ class OperandDataOptions(Options):
     alone_s: float
 
     def params(self, timed: str) -> dict:
-        """Return the params of the row of a rate. `timed` is IN_TURN or ALONE."""
+        """Return the params of the row with a rate. `timed` is IN_TURN or ALONE."""
         return {"m": self.size, "n": self.size, "k": self.size, "cache": "hot", "timed": timed}
 
     def ratio_params(self, timed: str) -> dict:
-        """Return the params of the row of a ratio. `timed` is IN_TURN or ALONE."""
+        """Return the params of the row with a ratio. `timed` is IN_TURN or ALONE."""
         return self.params(timed) | {"over": USUAL}
 
 
 def forecast(context: Context) -> list[Forecast]:
     """Predict the same rate for all kinds of data, and ratios of 1.
 
-    The predicted time depends only on the numbers of FLOPs and bytes, which do not depend on the data.
+    The prediction depends only on the FLOPs and the bytes, which are the same for all data.
     """
     options = OperandDataOptions.of(context)
     dtype, size = options.dtype, options.size
@@ -141,22 +141,22 @@ EXPERIMENT = Experiment(forecast, run, options=OperandDataOptions, forecast_read
 
 
 def make_products(context: Context) -> dict[str, Gemm]:
-    """Return a dict that maps the name of each kind of data to a matrix product with this data.
+    """Return a dict that maps the name of each kind of data to a matrix product with such data.
 
-    The verification of a product also checks that its operands contain this kind of data.
+    Verifying a product also checks that its operands contain this kind of data.
     """
     options = OperandDataOptions.of(context)
     shape = options.size, options.size, options.size
-    # All products have the same seed and differ only in the distribution of their data.
+    # All synthetic products share a seed and differ only in the distribution of their data.
     products = {data: Gemm(*shape, options.dtype, context.device, seed=context.seed, data=data) for data in DISTRIBUTIONS}
     return products | {ACTIVATIONS: Gemm.of(*layer_operands(context), options.dtype, context.device)}
 
 
 @torch.no_grad()
 def layer_operands(context: Context) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the two operands of the second layer of an MLP: its input, and its transposed weight.
+    """Return the two operands of the second linear layer of an MLP: its input and its transposed weight.
 
-    The input comes from a forward pass of the untrained model over random tokens. Both operands are repeated or cut to the shape
+    The input comes from a forward pass of the untrained model on random tokens. Both operands are tiled or cut to the shape
     [size, size].
     """
     options, device = OperandDataOptions.of(context), context.device.torch_device
@@ -164,7 +164,7 @@ def layer_operands(context: Context) -> tuple[torch.Tensor, torch.Tensor]:
     torch.manual_seed(context.seed)
     with torch.device(device):
         model = TransformerLM(config)
-        # At least `size` rows of activations, if _SEQUENCES sequences are enough.
+        # Use as many sequences as `size` rows of activations need, but at most _SEQUENCES.
         sequences = min(_SEQUENCES, math.ceil(options.size / config.context))
         tokens_BT = torch.randint(_VOCABULARY, (sequences, config.context))
     layer = cast(nn.Linear, model.get_submodule(f"blocks.{config.layers // 2}.mlp.down"))
@@ -180,16 +180,13 @@ def _squared(matrix: torch.Tensor, size: int) -> torch.Tensor:
 
 
 def _timed_alone(context: Context, options: OperandDataOptions, product: Gemm, call_s: float) -> Timing:
-    """Call one matrix product until the clock is stable.
-
-    Then time it, for long enough that the power can be read several times.
-    """
+    """Call one matrix product until the clock settles, then time it long enough for several power readings."""
     clock = device_clock(context.device)
     settled = clock.now() + options.settle_s
     # The clock needs seconds to settle at the value that the power of these calls allows.
     while clock.now() < settled:
         clock.in_a_row(product, _CALLS_AT_ONCE)
-    # Enough samples to fill `alone_s` seconds, so that power is read several times.
+    # Request enough samples to fill `alone_s` seconds, so that the power is read several times.
     samples = max(MINIMUM_SAMPLES, math.ceil(options.alone_s / call_s))
     return time_function(product, context.device, cold=False, minimum_samples=samples, time_limit_s=options.alone_s)
 
@@ -206,9 +203,9 @@ def _rate_rows(context: Context, options: OperandDataOptions, products: dict[str
 
 
 def _ratio_rows(context: Context, options: OperandDataOptions, dtype: str, timings: Timings) -> Iterable[Row]:
-    """Yield one row for each kind of data. It holds the rate with this data divided by the rate with normally distributed data.
+    """Yield one row per kind of data: its rate divided by the rate with normally distributed data.
 
-    If the timings of two kinds of data alternated, their samples are compared in pairs, so that a drift of the clock cancels.
+    If the timings alternated, their samples are compared in pairs, so that clock drift cancels.
     """
     for timed, series in timings.items():
         estimate = ratio_estimate if timed == IN_TURN else independent_ratio_estimate
@@ -229,10 +226,9 @@ def _ratio_rows(context: Context, options: OperandDataOptions, dtype: str, timin
 def _energy_rows(
     context: Context, options: OperandDataOptions, products: dict[str, Gemm], alone: dict[str, Timing]
 ) -> Iterable[Row]:
-    """Yield one row for each kind of data. It holds the energy in joules of 10^12 floating-point operations.
+    """Yield one row per kind of data: the energy in joules per 10^12 floating-point operations.
 
-    Only the timings in `alone` are used, in which all calls have the same data. If calls with different data alternated, the
-    measured power would be a mixture.
+    Only the timings in `alone` are used. Alternating calls would mix the power of different data.
     """
     for data, timing in alone.items():
         energy, params = energy_of(timing), options.params(ALONE)

@@ -1,6 +1,6 @@
-"""The roofline of chapter 1.1: at which arithmetic intensity do the two measured ceilings of this run meet?
+"""Roofline of chapter 1.1: at which arithmetic intensity do this run's two measured ceilings meet?
 
-This intensity is called the ridge point. Below it, memory bandwidth limits the rate; above it, arithmetic limits the rate.
+This intensity is the ridge point. Below it, memory bandwidth limits the rate; above it, arithmetic does.
 """
 
 import pandas as pd
@@ -14,7 +14,7 @@ VARIANT, METRIC = "measured ceilings", "roofline_ridge_flop_per_byte"
 
 
 def forecast(context: Context) -> list[Forecast]:
-    """Predict the ridge point of each measured dtype, in FLOP per byte, from the data sheet."""
+    """Predict the ridge point of each measured dtype in FLOP per byte, from the data sheet."""
     forecasts = []
     for dtype in reversed(_fastest_products(context)):
         ceilings, basis = datasheet_ceilings(context.device, dtype)
@@ -24,7 +24,7 @@ def forecast(context: Context) -> list[Forecast]:
 
 
 def run(context: Context, report: Report) -> Result:
-    """Compute the ridge point of each dtype from the fastest matrix product and the fastest stream of this run.
+    """Compute each dtype's ridge point from this run's fastest matrix product and fastest stream.
 
     Raises:
         HyperionError: this run has no rows of `gemm` or no rows of `bandwidth`.
@@ -50,7 +50,7 @@ EXPERIMENT = Experiment(forecast, run, options=Options, reads=("gemm", "bandwidt
 
 
 def _fastest_products(context: Context) -> dict[str, Row]:
-    """Return a dict that maps a dtype to the row of its fastest matrix product with cold caches."""
+    """Return a dict that maps each dtype to the row of its fastest matrix product with cold caches."""
     dtypes = dict.fromkeys(row.dtype for row in context.upstream if row.metric == "gemm_tflops")
     found = {dtype: context.best_upstream("gemm_tflops", dtype) for dtype in dtypes}
     return {dtype: row for dtype, row in found.items() if row is not None}

@@ -1,7 +1,6 @@
-"""Sentences about results that differ between machines, or between two chapters of one run.
+"""Sentences about results that differ between machines or between two chapters of one run.
 
-Each function compares rows of the hardware chapters and returns Markdown sentences. All numbers in the sentences come from the
-rows.
+Each function compares rows of the hardware chapters and returns Markdown sentences. All numbers come from the rows.
 """
 
 from collections.abc import Iterable
@@ -12,14 +11,13 @@ from hyperion.figures.material import byte_size, measured, number, select
 from hyperion.results import Row
 
 _LAUNCHING = "no limit: mostly launching"
-# Two rates agree if they differ by at most this share. Different clocks and temperatures of two experiments cause such
-# differences.
+# Two rates agree if they differ by at most this fraction, which allows for different clocks and temperatures.
 _ALIKE = 0.03
 _SAME_BANDWIDTH = 0.1
 
 
 def square_beside_search(rows: Iterable[Row], dtype: str) -> str:
-    """Return sentences that compare the fastest square matrix product of chapter 1.1 with the fastest product of the search.
+    """Return sentences that compare the fastest square matrix product of chapter 1.1 with the fastest from the search.
 
     Return "" if the run does not have both.
 
@@ -48,11 +46,11 @@ def square_beside_search(rows: Iterable[Row], dtype: str) -> str:
 
 
 def _clocks(square: Row, found: Row) -> str:
-    """Return sentences that say whether the clock explains why the search found a slower product than the squares of chapter 1.1.
+    """Return sentences on whether the clock explains that the search found a slower product than chapter 1.1.
 
     Args:
-        square: row of the fastest product of square matrices in chapter 1.1.
-        found: row of the fastest product that the search found.
+        square: row of the fastest square matrix product in chapter 1.1.
+        found: row of the fastest product found by the search.
     """
     if not square.clock_mhz or not found.clock_mhz:
         return "The clock was not read, so it is not known whether it explains this."
@@ -68,8 +66,27 @@ def _clocks(square: Row, found: Row) -> str:
     )
 
 
+def faster_at_equal_clock(given: Iterable[Row], best: Row) -> list[Row]:
+    """Return the given shapes that are faster than the fastest shape of the search at the same clock frequency.
+
+    A search keeps a GPU at its power limit, and the given shapes are timed afterwards, so their clock can be higher. The rate of
+    a matrix product is proportional to the clock, so rates divided by the clock are compared. If a clock is unknown, the rates
+    themselves are compared. The 95 % intervals must be more than 3 % apart.
+
+    Args:
+        given: rows of given shapes.
+        best: row of the fastest shape of the search, in the same number format.
+    """
+
+    def faster(row: Row) -> bool:
+        same_clock = best.clock_mhz / row.clock_mhz if best.clock_mhz and row.clock_mhz else 1.0
+        return not_none(row.ci_low) * same_clock > (1 + _ALIKE) * not_none(best.ci_high)
+
+    return [row for row in measured(given) if faster(row)]
+
+
 def memory_levels(rows: Iterable[Row]) -> list[str]:
-    """Return one sentence for reads and one for copies: which working set is the fastest, and whether the curve shows a cache.
+    """Return one sentence per operation (read, copy): the fastest working set, and whether the curve shows a cache.
 
     Args:
         rows: rows of the experiment `memory_levels`.
@@ -103,10 +120,10 @@ def _levels(points: list[Row], name: str, capacity: float | None) -> str:
 
 
 def copies_of_one_size(rows: Iterable[Row]) -> str:
-    """Return sentences that compare the copy of the largest working set in `memory_levels` with the copies of `stream_formats`.
+    """Return sentences that compare the largest repeated copy in `memory_levels` with the copy in `stream_formats`.
 
-    Only copies whose limit is the bandwidth of device memory are compared, because a cache may serve the other copies. Return ""
-    if the run does not have both copies.
+    Only copies limited by the bandwidth of device memory are compared, because a cache may serve the others. Return "" if the run
+    does not have both copies.
 
     Args:
         rows: rows of a run.

@@ -1,8 +1,8 @@
-"""Does the bandwidth of memory depend on the number format?
+"""Does memory bandwidth depend on the number format?
 
-A stream is a simple operation over large arrays: copy, scale, add, triad (scale and add) or dot (dot product). Every stream runs
-in every format, over arrays with the same number of bytes. The copy is also compared with a plain loop of PyTorch's `copy_`. If
-the power of the device can be read, the experiment also measures how much energy is needed to move a gigabyte.
+A stream is a simple operation on large arrays: copy, scale, add, triad (scale and add) or dot (dot product). Every stream runs in
+every format, on arrays with the same number of bytes. The copy is also compared with a plain loop of PyTorch's `copy_`. If the
+power of the device can be read, the experiment also measures the energy per gigabyte moved.
 """
 
 import math
@@ -32,16 +32,16 @@ RATIO = "copy over a plain loop of copy_"
 
 
 class StreamFormatsOptions(Options):
-    """Options of `stream_formats`.
+    """Options for the `stream_formats` experiment.
 
     Args:
         dtypes: number formats of the arrays.
-        array_mib: size of one array in MiB. It is the same in every format.
-        time_limit_s: seconds of timing for each operation and format.
+        array_mib: size of one array in MiB, the same in every format.
+        time_limit_s: timing budget in seconds for each operation and format.
         cross_check_dtype: number format of the copy that is compared with a plain loop.
-        cross_check_calls: number of calls that the plain loop times together.
+        cross_check_calls: number of calls in each timing of the plain loop.
         energy_dtype: number format of the streams whose energy is measured.
-        energy_s: seconds that each stream runs while the power is read.
+        energy_s: seconds for which each stream runs while the power is read.
     """
 
     dtypes: tuple[str, ...]
@@ -58,7 +58,7 @@ class StreamFormatsOptions(Options):
 
 
 def forecast(context: Context) -> list[Forecast]:
-    """Predict the bandwidth of every operation in every format, from the bandwidths that chapter 1.1 has measured."""
+    """Predict the bandwidth of every operation in every format from the bandwidths measured in chapter 1.1."""
     options = StreamFormatsOptions.of(context)
     return [
         stream_forecast(context, operation, dtype, options.elements(dtype))
@@ -91,16 +91,16 @@ EXPERIMENT = Experiment(forecast, run, options=StreamFormatsOptions, forecast_re
 
 
 def _energy_row(context: Context, operation: str, rate: Row, measured: BandwidthMeasurement | None, energy_s: float) -> Row:
-    """Return the row that holds the energy in joules that a stream needs per gigabyte of memory traffic.
+    """Return the row with the energy in joules that a stream needs per gigabyte of memory traffic.
 
-    The stream runs again for this row, so long that the power can be read several times. If the power cannot be read, the value
-    of the row is None, and the row stores the reason.
+    The stream runs again, long enough for several power readings. If the power cannot be read, the row's value is None, and the
+    row gives the reason.
 
     Args:
         context: context of the experiment.
         operation: name of the stream.
-        rate: row that holds the bandwidth of the same stream.
-        measured: measurement of this bandwidth. None if it failed.
+        rate: row with the bandwidth of the same stream.
+        measured: measurement of this bandwidth, or None if it failed.
         energy_s: seconds for which the stream runs.
     """
     identity: dict = {"variant": operation, "metric": "energy_j_per_gb", "dtype": rate.dtype, "params": rate.params}
@@ -128,9 +128,9 @@ def _energy_row(context: Context, operation: str, rate: Row, measured: Bandwidth
 
 
 def _cross_check(context: Context, options: StreamFormatsOptions) -> tuple[list[Row], list[pd.DataFrame]]:
-    """Time the copy with this library and with `destination.copy_(source)` in a plain loop, and return their ratio.
+    """Time the copy with this library and with `destination.copy_(source)` in a plain loop. Return the ratio of the two rates.
 
-    The timings of both methods alternate.
+    The two methods are timed in alternation.
     """
     dtype, calls = options.cross_check_dtype, options.cross_check_calls
     elements, number_format = options.elements(dtype), FORMATS[dtype]
@@ -152,7 +152,7 @@ def _cross_check(context: Context, options: StreamFormatsOptions) -> tuple[list[
     frames = []
     traffic = stream_bytes("copy", dtype, elements)
     for name, timing, output in (("copy", copy, ours), ("plain copy_", plain, theirs)):
-        # A copy must be exact in every bit.
+        # A copy must be bitwise exact.
         verification = verify_elementwise(output, lambda copied: copied, (source,), tolerance=0.0)
         rows.append(stream_row(context, name, dtype, params, traffic, timing, verification))
         frames.append(sample_frame(timing, name, dtype, params))

@@ -1,4 +1,4 @@
-"""How fast are copies between host and device and between GPUs, and how large may one tensor be?"""
+"""How fast are copies between host and device and between GPUs, and how large can a single tensor be?"""
 
 import gc
 from collections.abc import Callable
@@ -33,15 +33,14 @@ Measured = tuple[list[Row], list[pd.DataFrame]]
 
 
 class TransfersOptions(Options):
-    """Options of `transfers`.
+    """Options for the `transfers` experiment.
 
     Args:
-        kib: sizes in KiB of the copies between host and device.
-        peer_mib: size in MiB of the copies from GPU to GPU.
+        kib: sizes in KiB of the host-device copies.
+        peer_mib: size in MiB of the GPU-to-GPU copies.
         step_mib: resolution in MiB of the search for the largest tensor.
-        cpu_cap_gib: largest tensor in GiB that the search allocates on a CPU. If it is more than a quarter of the memory, a
-            quarter of the memory is used.
-        time_limit_s: seconds of timing for each copy.
+        cpu_cap_gib: largest tensor in GiB that the search allocates on a CPU, capped at a quarter of the memory.
+        time_limit_s: timing budget in seconds for each copy.
     """
 
     kib: tuple[int, ...]
@@ -51,9 +50,9 @@ class TransfersOptions(Options):
     time_limit_s: float
 
     def cap_gib(self, device: Device) -> float | None:
-        """Return the size in GiB at which the search for the largest tensor stops. Return None on a GPU.
+        """Return the size in GiB at which the search for the largest tensor stops, or None on a GPU.
 
-        On a CPU the search must stop early, because other processes need the memory too.
+        On a CPU the search must stop early, because other processes also need memory.
         """
         return min(self.cpu_cap_gib, device.memory_bytes / GIB / 4) if device.kind == "cpu" else None
 
@@ -61,9 +60,9 @@ class TransfersOptions(Options):
 def forecast(context: Context) -> list[Forecast]:
     """Predict the size of the largest tensor that can be allocated, and the rate of copies between each pair of GPUs.
 
-    The predicted size is the size of the whole memory, or the limit that the profile sets on a CPU.
+    The predicted size is that of the whole memory or, on a CPU, the limit set by the profile.
 
-    For copies between host and device there is no prediction.
+    Host-device copies have no prediction.
     """
     options, devices = TransfersOptions.of(context), visible_devices(context)
     limit, basis = _allocation_limit(options, context.device)
@@ -80,11 +79,9 @@ def forecast(context: Context) -> list[Forecast]:
 
 
 def run(context: Context, report: Report) -> Result:
-    """Time copies between host and device, then copies between every pair of GPUs.
+    """Time host-device copies and copies between every pair of GPUs, then find the largest tensor that can be allocated.
 
-    Then search for the size in bytes of the largest tensor that can be allocated.
-
-    Copies between host and device are timed in both directions, with pinned and with pageable host memory, and in several sizes.
+    Host-device copies are timed in both directions, with pinned and pageable host memory, at several sizes.
     """
     options, devices = TransfersOptions.of(context), visible_devices(context)
     work: list[Callable[[], Measured]]
@@ -112,14 +109,14 @@ EXPERIMENT = Experiment(forecast, run, options=TransfersOptions)
 
 
 def visible_devices(context: Context) -> list[Device]:
-    """Return all GPUs that this process can use. If the process computes on the CPU, return a list with the CPU."""
+    """Return all GPUs visible to this process, or only the CPU if the process computes on it."""
     if context.device.kind == "cpu":
         return [context.device]
     return [detect(index=index) for index in range(torch.cuda.device_count())]
 
 
 def _cells(options: TransfersOptions) -> list[tuple[str, bool, int]]:
-    """Return a list with one entry (direction, pinned, bytes) for each copy between host and device that is timed."""
+    """Return one entry (direction, pinned, bytes) for each host-device copy to time."""
     return [(direction, pinned, kib * KIB) for direction in DIRECTIONS for pinned in (True, False) for kib in options.kib]
 
 
@@ -143,7 +140,7 @@ def _peer_params(source: Device, destination: Device, options: TransfersOptions)
 
 
 def _peer_limit(source: Device, destination: Device, devices: int) -> tuple[float | None, str]:
-    """Return (GB/s that one GPU can send to another GPU, source of this number), or (None, reason why there is no limit).
+    """Return (GB/s that one GPU can send to another, source of this number), or (None, reason why there is no limit).
 
     The rate comes from the data sheet.
     """
@@ -152,7 +149,7 @@ def _peer_limit(source: Device, destination: Device, devices: int) -> tuple[floa
     sheet, reason = lookup(source)
     if sheet is None:
         return None, reason
-    # A value for one particular pair of GPUs does not apply to other pairs.
+    # The rate of one particular pair of GPUs does not apply to other pairs.
     return sheet.link_limit_gb_s(devices if sheet.link_to_one_peer else 2)
 
 
@@ -190,7 +187,7 @@ def _allocation_limit(options: TransfersOptions, device: Device) -> tuple[float,
 
 
 def _allocation_row(context: Context, options: TransfersOptions) -> Row:
-    """Return the row that holds the size of the largest tensor that can be allocated, written and read back.
+    """Return the row with the size of the largest tensor that can be allocated, written and read back.
 
     The size is found by bisection.
     """

@@ -1,4 +1,4 @@
-"""Checks of one architecture: forward, backward and generate of a tiny model with random weights, against float64."""
+"""Checks of one architecture: forward, backward and generate of a tiny model with random weights, compared with float64."""
 
 import contextlib
 import copy
@@ -14,13 +14,13 @@ from torch.utils._pytree import tree_map
 from hyperion.experiments.inference.architecture_configs import ARCHITECTURES
 from hyperion.experiments.inference.rounding import Case, Derivatives, errors_over_tolerance
 
-# Two largest logits that differ by less than this share of the largest one are a tie. It is about 1,000 roundings of float32.
+# The two largest logits are a tie if they differ by less than this share of the largest magnitude, or 1,000 float32 roundings.
 TIE = 1e-4
 _EMBEDDING_SCALE = 0.1
 
 
 class _StaysInFloat64(TorchDispatchMode):
-    """Replace float32 by float64 in each call. Many models convert some steps to float32, and the reference must not."""
+    """Replace float32 by float64 in each call. Many models convert some steps to float32, which the reference must not do."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         args, kwargs = tree_map(lambda one: torch.float64 if one is torch.float32 else one, (args, kwargs or {}))
@@ -29,7 +29,7 @@ class _StaysInFloat64(TorchDispatchMode):
 
 @contextlib.contextmanager
 def float64_arithmetic() -> Iterator[None]:
-    """Context in which models compute in float64, also where they ask for float32."""
+    """Context manager in which models compute in float64, even where they ask for float32."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
     try:
@@ -41,12 +41,12 @@ def float64_arithmetic() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class TinyModel:
-    """A tiny model on the device that is tested, and a copy in float64 on the CPU.
+    """A tiny model on the device under test, and a float64 copy on the CPU.
 
     Args:
         name: key of `ARCHITECTURES`.
-        model, reference: the model in float32, and its copy.
-        inputs: inputs with labels, on the CPU.
+        model, reference: the model in float32, and its float64 copy.
+        inputs: inputs, including labels, on the CPU.
     """
 
     name: str
@@ -56,7 +56,7 @@ class TinyModel:
 
     @classmethod
     def build(cls, name: str, device: torch.device, seed: int) -> "TinyModel":
-        """Build a model from its configuration. The weights have a spread at which the outputs depend on all inputs."""
+        """Build a model from its configuration. The weights are scaled so that the outputs depend on all inputs."""
         import transformers
 
         architecture = ARCHITECTURES[name]
@@ -68,22 +68,22 @@ class TinyModel:
         with torch.no_grad():
             for parameter in model.parameters():
                 if parameter.ndim >= 2:
-                    # Embeddings are small, so that the last token does not determine the next one alone.
+                    # Embeddings are small, so that the last token alone does not determine the next one.
                     scale = parameter[0].numel() ** -0.5 * (_EMBEDDING_SCALE if parameter in embeddings else 1.0)
                     parameter.copy_(scale * torch.randn(parameter.shape, generator=generator))
         reference = copy.deepcopy(model).double()
-        # The grouped matrix product of the experts has no float64 kernel.
+        # The grouped matrix product of mixture-of-experts layers has no float64 kernel.
         if hasattr(reference.config, "_experts_implementation"):
             reference.set_experts_implementation("eager")
         return cls(name, model.to(device), reference, architecture.inputs(generator))
 
     def on_device(self, inputs: dict[str, Any]) -> dict[str, Any]:
-        """Return inputs on the device of the model."""
+        """Return the inputs on the model's device."""
         device = next(self.model.parameters()).device
         return {name: one.to(device) if isinstance(one, Tensor) else one for name, one in inputs.items()}
 
     def case(self, read: Callable[[Any], object], inputs: dict[str, Any]) -> Case:
-        """Return a call of the model in which parameters, buffers and inputs are arguments. `read` takes its outputs."""
+        """Return a model call with parameters, buffers and inputs as arguments. `read` selects the compared tensors."""
         state = dict(self.model.named_parameters()) | dict(self.model.named_buffers())
 
         def call(state: dict[str, Tensor], inputs: dict[str, Any]) -> object:
@@ -96,24 +96,24 @@ class TinyModel:
 
 
 def check_derivatives(tiny: TinyModel, seed: int, probes: int) -> dict[str, float]:
-    """Return the errors over tolerances: "forward" of the loss and the logits, and "backward" of their gradients."""
+    """Return the largest error over its tolerance: "forward" for the loss and the logits, "backward" for their gradients."""
     case = tiny.case(lambda outputs: (outputs.loss, logits_of(outputs)), tiny.inputs)
     return errors_over_tolerance(case, torch.float32, seed, probes)
 
 
 def logits_of(outputs: Any) -> Tensor:
-    """Return the logits of a model. Of a model of texts and images, they are the similarities of the pairs."""
+    """Return the logits of a model. For a model of text and images, these are the similarities of the pairs."""
     return outputs.logits_per_image if hasattr(outputs, "logits_per_image") else outputs.logits
 
 
 @dataclass(frozen=True)
 class Gradients:
-    """Gradients of the loss.
+    """Gradients of the loss with respect to the parameters.
 
     Args:
         finite: number of parameter tensors whose gradient is finite.
-        bad: names of the parameters with NaN or infinity.
-        missing: {name of a parameter without a gradient: the reason}.
+        bad: names of the parameters whose gradient contains NaN or infinity.
+        missing: for each parameter without a gradient, its name and the reason.
     """
 
     finite: int
@@ -122,7 +122,7 @@ class Gradients:
 
 
 def check_gradients(tiny: TinyModel) -> Gradients:
-    """Compute the gradient of the loss, and find out which parameters get none and why."""
+    """Compute the gradients of the loss, and determine which parameters get none and why."""
     called: set[nn.Module] = set()
     hooks = [module.register_forward_hook(lambda module, *_: called.add(module)) for module in tiny.model.modules()]
     tiny.model.zero_grad()
@@ -148,15 +148,15 @@ def check_gradients(tiny: TinyModel) -> Gradients:
 
 @dataclass(frozen=True)
 class Generated:
-    """Greedy generation with a cache, compared with plain forward passes of the whole sequence without a cache.
+    """Greedy generation with a cache, compared with forward passes over the whole sequence without a cache.
 
     Args:
         tokens: number of generated tokens.
-        wrong: tokens that differ from the largest logit of the plain forward pass, without ties.
-        ties: positions where the two largest logits are closer than `TIE`.
-        need_context: tokens that a model would choose differently if it saw only the last token. With 0, a broken cache is not
-            noticed.
-        ratio: largest error of the generated logits against float64, over its tolerance.
+        wrong: number of tokens that differ from the most probable token of the plain forward pass, excluding ties.
+        ties: number of positions at which the two largest logits are closer than `TIE`.
+        need_context: number of tokens that a model would choose differently if it saw only the last token. If it is 0, a broken
+            cache is not noticed.
+        ratio: largest error of the generated logits against float64, divided by its tolerance.
     """
 
     tokens: int
@@ -170,7 +170,7 @@ def check_generation(tiny: TinyModel, new_tokens: int, seed: int, probes: int) -
     """Generate tokens with a cache, and compare tokens and logits with plain forward passes."""
     given = tiny.on_device({name: one for name, one in tiny.inputs.items() if name != "labels"})
     options = {"max_new_tokens": new_tokens, "min_new_tokens": new_tokens, "do_sample": False, "use_cache": True}
-    # No token ends the text, so that each sequence has the same length.
+    # No token ends the generation, so that all sequences have the same length.
     for name in ("eos_token_id", "forced_eos_token_id", "forced_bos_token_id"):
         setattr(tiny.model.generation_config, name, None)
     with torch.no_grad():
@@ -178,7 +178,7 @@ def check_generation(tiny: TinyModel, new_tokens: int, seed: int, probes: int) -
     logits = torch.stack(answer.logits, 1).float()
     sequences, new_tokens = answer.sequences, logits.shape[1]
     start = sequences.shape[1] - new_tokens
-    # The text of a decoder is its input. An encoder-decoder model reads its input once, and continues another text.
+    # A decoder continues its input. An encoder-decoder model reads its input once and generates another sequence.
     text = "decoder_input_ids" if tiny.model.config.is_encoder_decoder else "input_ids"
 
     def forward(begin: int, end: int) -> Tensor:

@@ -1,4 +1,4 @@
-"""Configurations of the architectures: each is a class of transformers with random weights and a few thousand parameters."""
+"""Configurations of the architectures: each is a transformers class with random weights and a few thousand parameters."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -35,13 +35,13 @@ _TWO_TOWERS = {"text_config": _ENCODER, "vision_config": _VISION, "projection_di
 
 @dataclass(frozen=True)
 class Architecture:
-    """An architecture.
+    """An architecture to check.
 
     Args:
-        family: kind of the architecture, for tables.
-        auto: class of transformers that makes the model from its configuration.
+        family: kind of architecture, for tables.
+        auto: transformers class that creates the model from its configuration.
         sizes: options of the configuration.
-        inputs: function of a random generator that returns the inputs of the model with its labels.
+        inputs: function of a random generator that returns the inputs of the model, including labels.
     """
 
     family: str
@@ -51,7 +51,7 @@ class Architecture:
 
 
 def _tokens(generator: torch.Generator) -> dict[str, Tensor]:
-    # The first numbers are left out, because models use them for padding and for the ends of a text.
+    # The smallest token ids are not used, because models use them for padding and for the ends of a sequence.
     ids = torch.randint(5, VOCABULARY, (2, LENGTH), generator=generator)
     return {"input_ids": ids, "labels": ids}
 
@@ -107,7 +107,7 @@ def _audio(**sizes) -> Architecture:
 
 _MAMBA = {"vocab_size": VOCABULARY, "hidden_size": WIDTH, "num_hidden_layers": 2, "state_size": 8}
 
-# {name of the configuration in transformers: architecture}
+# Architectures by their model type in transformers.
 ARCHITECTURES = {
     "gpt2": _gpt(),
     "gptj": _gpt(rotary_dim=4),

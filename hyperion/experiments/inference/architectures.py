@@ -1,8 +1,8 @@
-"""Which architectures of transformers run on this device, and do they compute the right numbers?
+"""Which architectures of transformers run on this device, and are their results correct?
 
-Each architecture is built with a few thousand random weights from its configuration class, without a download. Its logits and
-gradients in float32 are compared with the same model in float64 on the CPU. Generation with a cache must choose
-the tokens that plain forward passes over the whole text choose. An architecture that fails has rows with the reason.
+Each architecture is built from its configuration class with a few thousand random weights, without a download. Its float32 logits
+and gradients are compared with the same model in float64 on the CPU. Generation with a cache must choose the same tokens as plain
+forward passes over the whole sequence. If an architecture fails, its rows contain the reason.
 """
 
 import pandas as pd
@@ -22,13 +22,14 @@ PASSED = "pass forward, backward and, where the class can, generate"
 
 
 class ArchitecturesOptions(Options):
-    """Options of `architectures`.
+    """Options for the `architectures` experiment.
 
     Args:
-        names: architectures; empty for all of them.
+        names: names of the architectures, or an empty tuple for all of them.
         new_tokens: number of tokens to generate.
-        probes: number of references with changed inputs, for each of the two sizes of the change.
-        seeds: number of models with different weights for each architecture.
+        probes: number of float64 references with randomly changed inputs, for each of the two sizes of change: the unit roundoff
+            of float32 and that of float64. See `rounding`.
+        seeds: number of models with different random weights for each architecture.
     """
 
     names: tuple[str, ...] = ()
@@ -38,7 +39,7 @@ class ArchitecturesOptions(Options):
 
 
 def forecast(context: Context) -> list[Forecast]:
-    """Predict how many architectures pass: all of them."""
+    """Predict that all architectures pass."""
     names = ArchitecturesOptions.of(context).names or tuple(ARCHITECTURES)
     basis = "each architecture consists of operators that PyTorch has on every device"
     params = {"what": PASSED}
@@ -46,14 +47,14 @@ def forecast(context: Context) -> list[Forecast]:
 
 
 def run(context: Context, report: Report) -> Result:
-    """Check each architecture. A row without a value states why a step failed, or why the class has no such step."""
+    """Check each architecture. If a step fails or the class does not have it, its row contains the reason instead of a value."""
     import transformers  # here, because it is slow to import
 
     options = ArchitecturesOptions.of(context)
     names = options.names or tuple(ARCHITECTURES)
     rows: list[Row] = []
     passed = 0
-    transformers.logging.set_verbosity_error()  # the tiny vocabulary lacks the special tokens of the configurations' defaults
+    transformers.logging.set_verbosity_error()  # the tiny vocabulary lacks the default special tokens of the configurations
     with matmul_precision(FORMATS["fp32"]):
         for done, name in enumerate(names):
             report(done, len(names), name)
@@ -68,7 +69,7 @@ def run(context: Context, report: Report) -> Result:
 
 EXPERIMENT = Experiment(forecast, run, options=ArchitecturesOptions, isolated=True)
 
-# Number of models with different weights that are tried until the generated tokens depend on the context.
+# Largest number of models with different weights that are tried until the generated tokens depend on the context.
 _WEIGHTS = 4
 NO_GENERATION = "not applicable: the class has no generation"
 
@@ -78,7 +79,7 @@ def _is_absent_step(row: Row) -> bool:
 
 
 def _check(context: Context, options: ArchitecturesOptions, name: str, seed: int) -> list[Row]:
-    """Return the rows of one model. A step that raises an error has a row with the error; the steps after it are still run."""
+    """Return the rows of one model. If a step raises an error, its row contains the error, and the later steps still run."""
     family = ARCHITECTURES[name].family
     common = {"family": family, "seed": seed}
     rows: list[Row] = []

@@ -1,6 +1,6 @@
 """Runtimes for a trained model: PyTorch eager, compiled and captured, AOTInductor, ONNX Runtime, and MIGraphX.
 
-Each function `prepare_…` makes a function from inputs to logits, and records what it cost to make it and what will run.
+`prepare` and `load_package` return a function from inputs to logits, with the cost of its preparation and what will run.
 """
 
 import importlib
@@ -25,12 +25,12 @@ from hyperion.measure.steps.compilation import measure_first_calls, missing_comp
 
 EAGER, COMPILED, GRAPH = "eager", "torch.compile", "CUDA graph"
 AOTI, ORT_CPU, ORT_GPU, MIGRAPHX = "AOTInductor", "ONNX Runtime CPU", "ONNX Runtime GPU", "MIGraphX"
-# All but AOTInductor run in one process. AOTInductor has processes of its own, because to load a package may end a process.
+# All runtimes except AOTInductor run in one process. AOTInductor has its own, because loading a package may end a process.
 IN_PROCESS = (EAGER, COMPILED, GRAPH, ORT_CPU, ORT_GPU, MIGRAPHX)
 CPU_PROVIDER = "CPUExecutionProvider"
 GPU_PROVIDERS = {"cuda": ("CUDAExecutionProvider",), "rocm": ("MIGraphXExecutionProvider", "ROCMExecutionProvider")}
 _MOST_EXAMPLES = 4096
-# Operators that only change the form of a tensor, or allocate it. They launch no kernel.
+# Operators that only change the form of a tensor or allocate it. They launch no kernel.
 _NO_WORK = re.compile(
     r"_?(unsafe_)?(view|reshape|transpose|permute|expand|slice|select|narrow|squeeze|unsqueeze|split|unbind|chunk|flatten)\w*"
     r"|t|to|size|alias|detach|lift_fresh|as_strided|contiguous|empty\w*|resize_|result_type|item|_local_scalar_dense|is_nonzero"
@@ -39,7 +39,7 @@ _NO_WORK = re.compile(
 
 
 class Logits(nn.Module):
-    """A model as a module with one input `x` and one output, as exporters need it."""
+    """Wrapper around a model with one input `x` and one output, as exporters require it."""
 
     def __init__(self, model: nn.Module):
         super().__init__()
@@ -51,15 +51,15 @@ class Logits(nn.Module):
 
 @dataclass(frozen=True)
 class Prepared:
-    """A model in a runtime.
+    """A model that is ready to run in a runtime.
 
     Attributes:
-        call: function from inputs to logits. It has returned when the work is enqueued on the device.
+        call: function from inputs to logits. It returns when the work has been enqueued on the device.
         device: device on which the work runs.
         dtype: number format of weights and activations.
-        seconds: seconds of each step of the preparation, by the name of its metric.
-        stored_bytes: bytes of the file from which the runtime starts. None if there is no such file.
-        ran: what will run, for the params of rows, such as the providers of a session.
+        seconds: time of each preparation step in seconds, by the name of its metric.
+        stored_bytes: size of the file that the runtime loads, in bytes. None if there is no such file.
+        ran: what will run, as params for rows, such as the providers of a session.
     """
 
     call: Callable[[Tensor], Tensor]
@@ -71,7 +71,7 @@ class Prepared:
 
 
 def why_absent(runtime: str, device: Device) -> str:
-    """Return the reason why a runtime cannot be used on this machine, or ""."""
+    """Return why a runtime cannot be used on this machine, or "" if it can."""
     if runtime in (COMPILED, AOTI):
         missing = missing_compiler(device)
         return f"unavailable: {missing}" if missing else ""
@@ -85,14 +85,14 @@ def why_absent(runtime: str, device: Device) -> str:
 
 
 def why_no_migraphx(device: Device, find: Callable[[str], object] = importlib.util.find_spec) -> str:
-    """Return the reason why MIGraphX cannot be used, or "". It is a part of ROCm and is not in the package index."""
+    """Return why MIGraphX cannot be used, or "" if it can. It is part of ROCm and is not in the Python package index."""
     if device.kind != "rocm":
         return f"unavailable: MIGraphX needs an AMD GPU, and this device is of the kind {device.kind}"
     return "" if find("migraphx") else "unavailable: migraphx is not installed; next step: install migraphx with ROCm's packages"
 
 
 def why_no_provider(runtime: str, device: Device, find: Callable[[str], object] = importlib.util.find_spec) -> str:
-    """Return the reason why ONNX Runtime or a provider for this device cannot be used, or ""."""
+    """Return why ONNX Runtime or a provider for this device cannot be used, or "" if it can."""
     missing = [name for name in ("onnx", "onnxscript", "onnxruntime") if find(name) is None]
     if missing:
         return f"unavailable: {' and '.join(missing)} not installed; next step: pip install {' '.join(missing)}"
@@ -111,15 +111,15 @@ def why_no_provider(runtime: str, device: Device, find: Callable[[str], object] 
 def prepare(
     runtime: str, model: nn.Module, example: Tensor, device: Device, dtype: str, folder: Path, batches: tuple[int, ...] = (1,)
 ) -> Prepared:
-    """Prepare a model in one of the runtimes of `IN_PROCESS`.
+    """Prepare a model for one of the runtimes in `IN_PROCESS`.
 
     Args:
-        runtime: name of the runtime, for which `why_absent` returns "".
+        runtime: name of the runtime. `why_absent` must return "" for it.
         model: module that maps inputs to logits, in float32 on the device.
-        example: inputs with at least two examples.
+        example: inputs of at least two examples.
         device: the device.
-        dtype: number format, for the runtimes of PyTorch. ONNX Runtime and MIGraphX run the float32 graph.
-        folder: folder for files.
+        dtype: number format for PyTorch's runtimes. ONNX Runtime and MIGraphX run the float32 graph.
+        folder: folder for exported files.
         batches: batch sizes for which torch.compile compiles.
     """
     if runtime == EAGER:
@@ -140,14 +140,14 @@ def prepare(
     if runtime == MIGRAPHX:
         return _migraphx(path, device, seconds)
     provider = CPU_PROVIDER if runtime == ORT_CPU else _gpu_provider(device)
-    # The CPU provider is compared with PyTorch on the CPU, also on a machine with a GPU.
+    # Even on a machine with a GPU, the CPU provider is compared with PyTorch on the CPU.
     where = detect_cpu() if runtime == ORT_CPU else device
     session = OrtSession(path, provider)
     return Prepared(session, where, "fp32", seconds, path.stat().st_size, session.ran)
 
 
 def exported(model: nn.Module, example: Tensor) -> torch.export.ExportedProgram:
-    """Return the graph of a model for batches of 1 to 4,096 examples."""
+    """Return the exported graph of a model, for batches of 1 to 4,096 examples."""
     batch = torch.export.Dim("batch", min=1, max=_MOST_EXAMPLES)
     with torch.no_grad():
         return torch.export.export(Logits(model), (example,), dynamic_shapes={"x": {0: batch}})
@@ -166,14 +166,14 @@ def export_onnx(model: nn.Module, example: Tensor, path: Path) -> None:
 
 
 def _recorded_loops() -> Any:
-    """Context in which Inductor compiles loops for a CPU so that the profiler sees them. It costs nothing without a profiler."""
+    """Context manager in which Inductor makes its CPU loops visible to the profiler. It costs nothing without a profiler."""
     import torch._inductor.config as config
 
     return config.patch({"cpp.enable_kernel_profile": True})
 
 
 def build_package(model: nn.Module, example: Tensor, path: Path) -> float:
-    """Compile a model ahead of time with AOTInductor into one file, and return the seconds."""
+    """Compile a model ahead of time with AOTInductor into a package file, and return the time in seconds."""
     began = time.perf_counter()
     with _recorded_loops():
         torch._inductor.aoti_compile_and_package(exported(model, example), package_path=str(path))
@@ -181,7 +181,7 @@ def build_package(model: nn.Module, example: Tensor, path: Path) -> float:
 
 
 def load_package(path: Path, device: Device, dtype: str, build_s: float) -> Prepared:
-    """Load a file of `build_package`. On some versions of PyTorch this ends the process: call it in a process of its own."""
+    """Load a package of `build_package`. In some versions of PyTorch this ends the process, so call it in a separate process."""
     began = time.perf_counter()
     package = torch._inductor.aoti_load_package(str(path))
     seconds = {"export_time_s": build_s, "compile_time_s": time.perf_counter() - began}
@@ -189,13 +189,13 @@ def load_package(path: Path, device: Device, dtype: str, build_s: float) -> Prep
 
 
 class OrtSession:
-    """An ONNX model in ONNX Runtime, callable on a tensor. Inputs and outputs are arrays of the host.
+    """An ONNX model in ONNX Runtime, callable with a tensor. Inputs and outputs are arrays in host memory.
 
     Attributes:
-        ran: the provider that was asked for, and the providers of the session.
+        ran: the requested provider, and the providers of the session.
 
     Raises:
-        HyperionError: the session does not have the provider. ONNX Runtime itself only warns and runs on the CPU.
+        HyperionError: the session does not have the requested provider. ONNX Runtime itself only warns and runs on the CPU.
     """
 
     def __init__(self, path: Path, provider: str):
@@ -204,7 +204,7 @@ class OrtSession:
         self._path, self._provider = path, provider
         options = onnxruntime.SessionOptions()
         options.intra_op_num_threads = torch.get_num_threads()
-        # Idle threads that spin would take the cores from PyTorch, which is timed in turn.
+        # Spinning idle threads would take cores from PyTorch, which is timed in turn.
         options.add_session_config_entry("session.intra_op.allow_spinning", "0")
         self._session = onnxruntime.InferenceSession(str(path), options, providers=[provider])
         require_provider(provider, self._session.get_providers())
@@ -214,7 +214,7 @@ class OrtSession:
         return torch.from_numpy(self._session.run(None, {"x": x.cpu().numpy()})[0])
 
     def node_providers(self, x: Tensor) -> list[str]:
-        """Run once with ONNX Runtime's profiler. Return the provider of each node that ran."""
+        """Run once under ONNX Runtime's profiler. Return the provider of each node that ran."""
         import onnxruntime
 
         options = onnxruntime.SessionOptions()
@@ -228,10 +228,10 @@ class OrtSession:
 
 
 def require_provider(asked: str, present: Sequence[str]) -> None:
-    """Check that a session has the provider that was asked for, as its first one.
+    """Check that the first provider of a session is the requested one.
 
     Raises:
-        HyperionError: it has another one.
+        HyperionError: the first provider is another one.
     """
     if not present or present[0] != asked:
         raise HyperionError(
@@ -244,14 +244,14 @@ def require_provider(asked: str, present: Sequence[str]) -> None:
 def count_kernels(prepared: Prepared, inputs: Tensor) -> int:
     """Return the number of kernels that one call launches.
 
-    On a CPU, count the operators that compute, without those that call others that compute. A fused loop of Inductor counts as
-    one operator. For ONNX Runtime, count the nodes that ran.
+    On a CPU, count the operators that compute, except those that call other computing operators. A fused loop of Inductor counts
+    as one operator. For ONNX Runtime, count the nodes that ran.
     """
     if isinstance(prepared.call, OrtSession):
         return len(prepared.call.node_providers(inputs))
     gpu = prepared.device.kind != "cpu"
     with torch.no_grad():
-        prepared.call(inputs)  # a first call compiles, captures or allocates
+        prepared.call(inputs)  # the first call compiles, captures or allocates
     with torch.no_grad(), profile(activities=[ProfilerActivity.CUDA if gpu else ProfilerActivity.CPU]) as watch:
         prepared.call(inputs)
         if gpu:
@@ -263,7 +263,7 @@ def count_kernels(prepared: Prepared, inputs: Tensor) -> int:
 
 
 def _kernels_of(event: Any) -> int:
-    """Return the number of innermost operators within an event that compute."""
+    """Return the number of innermost computing operators within an event."""
     return sum(map(_kernels_of, event.cpu_children)) or int(_computes(event.name))
 
 
@@ -283,9 +283,9 @@ def _gpu_provider(device: Device) -> str:
 
 
 class _Compiled:
-    """A model that is compiled for a few batch sizes. Other batches are cut into pieces of these sizes.
+    """A model that is compiled for a few batch sizes. Other batches are split into parts of these sizes.
 
-    One compilation takes longer than all other measurements of the model. Without the sizes, each new batch would cause another.
+    One compilation takes longer than all other measurements of the model. Without fixed sizes, each new batch size would add one.
     """
 
     def __init__(self, model: nn.Module, batches: tuple[int, ...]):
@@ -303,9 +303,9 @@ class _Compiled:
 
 
 class _Captured:
-    """A model whose kernels are captured once for each shape and then launched as one graph.
+    """A model whose kernels are captured once for each input shape and then launched as one graph.
 
-    The output of a call is overwritten by the next call.
+    Each call overwrites the output of the previous call.
     """
 
     def __init__(self, model: nn.Module):
@@ -321,7 +321,7 @@ class _Captured:
 
     @torch.no_grad()
     def _capture(self, source: Tensor) -> tuple[torch.cuda.CUDAGraph, Tensor, Tensor]:
-        # Libraries allocate their workspaces in the first calls, which must not be captured.
+        # Libraries allocate workspaces in the first calls, so these must not be captured.
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
@@ -335,10 +335,10 @@ class _Captured:
 
 
 def _migraphx(path: Path, device: Device, seconds: dict[str, float], module: ModuleType | None = None) -> Prepared:
-    """Prepare an ONNX file in MIGraphX, which compiles it for each shape.
+    """Prepare an ONNX file for MIGraphX, which compiles it for each input shape.
 
     Args:
-        module: the module `migraphx`. None imports it.
+        module: the module `migraphx`. If None, it is imported.
     """
     migraphx: Any = module or importlib.import_module("migraphx")
     programs: dict[tuple[int, ...], Any] = {}

@@ -1,7 +1,7 @@
-"""Claims of the chapter on inference: pairs of whether a claim holds, and the sentence that says why not.
+"""Claims of the chapter on inference. A claim is a pair: True if it holds, and the sentence to print otherwise.
 
-A claim about a row that is missing, or whose value was refused, does not hold. A runtime or a number format that cannot be used
-here makes no claim.
+A claim does not hold if its row is missing or has no value. A runtime or a number format that cannot be used on this machine
+makes no claim.
 """
 
 from collections.abc import Iterable, Sequence
@@ -11,7 +11,7 @@ from hyperion.experiments.inference.figures_operators import gaps, steps_of
 from hyperion.results import Row
 
 Claim = tuple[bool, str]
-# Largest change of perplexity or accuracy by another runtime with the same number format, and by bf16.
+# Largest change of perplexity or accuracy that another runtime may cause: in fp32, and in a 16-bit format.
 SAME_FORMAT, SIXTEEN_BITS = 1e-3, 2e-2
 
 
@@ -26,7 +26,7 @@ def parity_claims(rows: Sequence[Row]) -> list[Claim]:
 
 
 def runtime_quality_claims(rows: Sequence[Row]) -> list[Claim]:
-    """Return the claims that no runtime changes perplexity or accuracy by more than its number format explains."""
+    """Return the claims that no runtime changes perplexity or accuracy by more than its number format allows."""
     claims = []
     for row in rows:
         if row.metric not in ("perplexity_ratio", "accuracy_difference") or row.value is None:
@@ -38,7 +38,7 @@ def runtime_quality_claims(rows: Sequence[Row]) -> list[Claim]:
 
 
 def provider_claims(rows: Sequence[Row]) -> list[Claim]:
-    """Return the claims that each session of ONNX Runtime has the provider that was asked for, on the device of the row."""
+    """Return the claims that each ONNX Runtime session has the requested provider, on the device of the row."""
     claims = []
     for row in rows:
         if "providers" not in row.params:
@@ -51,7 +51,7 @@ def provider_claims(rows: Sequence[Row]) -> list[Claim]:
 
 
 def fusion_claims(rows: Sequence[Row]) -> list[Claim]:
-    """Return the claim for each model that the compiled model launches fewer kernels than the eager one."""
+    """Return, for each model, the claim that the compiled model launches fewer kernels than the eager one."""
     counts = {
         (row.variant, row.params["model"]): not_none(row.value)
         for row in rows
@@ -64,15 +64,15 @@ def fusion_claims(rows: Sequence[Row]) -> list[Claim]:
     ]
 
 
-# The bar of decoding is about models whose weights are far larger than the last-level cache.
+# The threshold for decoding applies to models whose weights are far larger than the last-level cache.
 LARGE_BYTES, SHARE_OF_BANDWIDTH = 5e9, 0.7
-# An 8-bit format may change perplexity by at most this share, a 4-bit format by at most that.
+# Largest change of perplexity by an 8-bit format, and by a 4-bit format.
 EIGHT_BITS, FOUR_BITS = 0.01, 0.15
 _BITS = {"int8": 8, "fp8": 8, "int4": 4, "nf4": 4}
 
 
 def byte_claims(rows: Sequence[Row]) -> list[Claim]:
-    """Return the claims that every byte count equals the one computed from the format, and that a format has its bits."""
+    """Return the claims that every byte count equals the one computed from the format."""
     claims = []
     for row in _known(rows, "weight_bytes"):
         claims.append((row.check_error == 0, f"{row.variant}: {row.value:g} bytes, computed {row.predicted}"))
@@ -80,7 +80,7 @@ def byte_claims(rows: Sequence[Row]) -> list[Claim]:
 
 
 def error_claims(rows: Sequence[Row]) -> list[Claim]:
-    """Return the claims that no element of a quantised layer is beyond its bound."""
+    """Return the claims that no element of a quantised layer has an error above its bound."""
     found = _known(rows, "relative_difference")
     claims = [
         (
@@ -93,7 +93,7 @@ def error_claims(rows: Sequence[Row]) -> list[Claim]:
 
 
 def quality_claims(rows: Sequence[Row]) -> list[Claim]:
-    """Return the claims that 8-bit weights change perplexity by at most 1 %, and that 4-bit weights change it by at most 15 %."""
+    """Return the claims that perplexity does not rise by significantly more than 1 % (8-bit weights) or 15 % (4-bit weights)."""
     claims = []
     for row in _known(rows, "perplexity_ratio"):
         allowed = EIGHT_BITS if _BITS[row.dtype] == 8 else FOUR_BITS
@@ -103,7 +103,7 @@ def quality_claims(rows: Sequence[Row]) -> list[Claim]:
 
 
 def decode_claims(rows: Sequence[Row]) -> list[Claim]:
-    """Return the claim that the best decode of a large original model reaches `SHARE_OF_BANDWIDTH` of a copy's bandwidth.
+    """Return the claim that decoding with a large unquantised model reaches `SHARE_OF_BANDWIDTH` of a copy's bandwidth.
 
     Without a large model, as on a CPU, there is no such claim.
     """
@@ -139,7 +139,7 @@ FEWEST_OPERATORS, FEWEST_ARCHITECTURES = 80, 20
 
 
 def operator_claims(rows: Sequence[Row]) -> list[Claim]:
-    """Return the claims that no operator fails for an unknown reason, and that at least 80 pass in each format and pass."""
+    """Return the claims that no operator fails for an unknown reason, and that at least 80 pass for each format and pass."""
     failed = [line for line in gaps(rows) if line["status"] == "failed"]
     claims = [(False, f"{line['operator']}, {line['dtype']}, {line['pass']}: {line['reason']}") for line in failed]
     counts = [row for row in rows if row.metric == "count" and row.params.get("what") == "passed"]

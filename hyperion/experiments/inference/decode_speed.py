@@ -1,7 +1,7 @@
-"""How fast can one sequence be decoded, and how near is that to reading all weights once per token?
+"""How fast can one sequence be decoded, and how close is this to reading all weights once per token?
 
-With one sequence, every weight is read for every token and used for a single multiply-add. So the least time of a token is the
-bytes of the weights and of the cache, divided by the memory bandwidth. Fewer bytes per weight make this time shorter.
+With one sequence, every weight is read for every token and used for a single multiply-add. So the minimum time per token is the
+size of the weights and the cache, divided by the memory bandwidth. Fewer bytes per weight reduce this time.
 """
 
 import math
@@ -37,23 +37,23 @@ from hyperion.workloads.trained_models import LANGUAGE_MODELS, trained_language_
 ORIGINAL = "original"
 METRICS = metrics.METRICS
 _COPY = "copy"
-# Roundings of a layer to its number format that change the stream which the next layer reads.
+# Number of roundings in a layer that change the residual stream that the next layer reads.
 _ROUNDINGS = 8
 _DEVIATIONS = 4
 
 
 class DecodeSpeedOptions(Options):
-    """Options of `decode_speed`.
+    """Options for the `decode_speed` experiment.
 
     Args:
         trained_model: name of a trained language model, see `hyperion.workloads.trained_models`.
-        random_model: name of a random Llama, whose speed is that of trained weights of this shape. None leaves it out.
-        vocabulary: vocabulary of the random Llama.
-        dtype: number format of the original weights, of the cache and of the arithmetic.
-        schemes: names of the schemes of quantised weights.
-        prompt_tokens: tokens of the prompt.
-        new_tokens: tokens of a timed decode.
-        positions: positions of the cache, which are all read for each token.
+        random_model: name of a Llama with random weights, which is as fast as a trained one of the same shape. None omits it.
+        vocabulary: vocabulary size of the random Llama.
+        dtype: number format of the original weights, the cache and the arithmetic.
+        schemes: names of the quantisation schemes.
+        prompt_tokens: number of tokens in the prompt.
+        new_tokens: number of tokens in a timed decode.
+        positions: number of positions in the cache. All of them are read for each token.
         time_limit_s: seconds of timing for each variant.
     """
 
@@ -68,12 +68,12 @@ class DecodeSpeedOptions(Options):
     time_limit_s: float
 
     def chosen_schemes(self) -> list[Scheme]:
-        """Return the schemes of this profile."""
+        """Return the quantisation schemes that the profile names."""
         return [scheme for scheme in SCHEMES if scheme.name in self.schemes]
 
 
 def forecast(context: Context) -> list[Forecast]:
-    """Predict the time of a token: bytes of weights and cache over the bandwidth that this run measured for a copy."""
+    """Predict the time per token: bytes of weights and cache, divided by the copy bandwidth that this run measured."""
     options = DecodeSpeedOptions.of(context)
     copy = _copy_row(context)
     forecasts = []
@@ -93,7 +93,7 @@ def forecast(context: Context) -> list[Forecast]:
 
 
 def run(context: Context, report: Report) -> Result:
-    """Decode with the original and with quantised weights. The tokens of timed decodes are verified by a plain forward pass."""
+    """Decode with the original and with quantised weights, and verify the tokens of timed decodes with a plain forward pass."""
     options = DecodeSpeedOptions.of(context)
     rows, frames = [], []
     schemes = (None, *options.chosen_schemes())
@@ -126,9 +126,9 @@ EXPERIMENT = Experiment(forecast, run, options=DecodeSpeedOptions, reads=("bandw
 
 
 def step_bytes(shape: LlamaShape, options: DecodeSpeedOptions, scheme: Scheme | None) -> int:
-    """Return the bytes that a step must read: the weights of all layers, of the norms and of the head, and the whole cache.
+    """Return the bytes that a decoding step must read: the weights of all layers, the norms and the head, and the whole cache.
 
-    Of the embedding, a step reads one row, which does not count.
+    A step reads one row of the embedding, which is not counted.
     """
     size = FORMATS[options.dtype].bytes
     L, D = shape.num_hidden_layers, shape.hidden_size
@@ -140,11 +140,11 @@ def step_bytes(shape: LlamaShape, options: DecodeSpeedOptions, scheme: Scheme | 
 
 
 def bytes_of_step(decoder: StaticDecoder) -> int:
-    """Return the bytes of the tensors that a step reads, found in the model and in the decoder."""
+    """Return the bytes of the tensors that a decoding step reads, counted in the model and the decoder."""
     total = bytes_of([decoder.lm.lm_head.weight, decoder.lm.model.norm.weight])
     for block in decoder.blocks:
         leaves = [module for module in block.modules() if module is not block and not list(module.children())]
-        # Layer by layer, because layers may share the table of a format.
+        # Count layer by layer, because layers may share the table of a format.
         total += sum(bytes_of(stored_tensors(leaf)) for leaf in leaves) + bytes_of([block.keys_KSH, block.values_KSH])
     return total
 
@@ -152,7 +152,7 @@ def bytes_of_step(decoder: StaticDecoder) -> int:
 def _measure(
     context: Context, options: DecodeSpeedOptions, name: str, scheme: Scheme | None, lm: Any, prompt: list[int]
 ) -> tuple[list[Row], list[pd.DataFrame]]:
-    """Time a model in all modes in turn, and verify the tokens of each."""
+    """Time a model in all modes in turn, and verify the tokens of each mode."""
     variant, dtype = (scheme.name if scheme else ORIGINAL), _dtype(options, scheme)
     decoders = {mode: StaticDecoder(lm, options.positions, context.device, mode) for mode in _modes(scheme, context.device)}
 
@@ -181,7 +181,7 @@ def _measure(
 
 
 def _time_rows(context: Context, variant: str, timing: Timing, check: Verification, bytes_read: int, columns: dict) -> list[Row]:
-    """Return the rows of the time of a token, and of its share of the bandwidth of a copy."""
+    """Return the rows with the time per token, and with its share of the copy bandwidth."""
     ceiling, source = bandwidth_limit(context.device, bytes_read)
     least_s = None if ceiling is None else bytes_read / (ceiling * 1e9)
     rows = [timed_row(context, variant, "decode_time_s", timing.estimate, timing, check, (least_s, source), **columns)]
@@ -199,8 +199,8 @@ def _verified(decoder: StaticDecoder, options: DecodeSpeedOptions, prompt_length
     """Compare the tokens and the last logits of the last timed decode with a plain forward pass over the same sequence.
 
     In fp32, every token must be the most probable one. In a 16-bit format, the logit of a token may be below the largest logit by
-    what rounding can change. In both, the last logits must be equal up to rounding: a model that repeats a token would hide a
-    wrong cache.
+    as much as rounding can explain. In both cases, the last logits must also be equal up to rounding, because a model that
+    repeats a token would hide a wrong cache.
     """
     end = prompt_length + options.new_tokens
     best, logits = tokens_of_plain_forward(decoder.lm, decoder.tokens_S[:end], prompt_length)
@@ -215,11 +215,12 @@ def _verified(decoder: StaticDecoder, options: DecodeSpeedOptions, prompt_length
 
 
 def _logit_rounding(decoder: StaticDecoder, logits: Tensor) -> float:
-    """Return how much the difference of two logits can change between two orders of the same arithmetic.
+    """Return how much the difference of two logits can change if the same arithmetic is done in another order.
 
-    Each of `_ROUNDINGS` roundings of a layer changes the stream by at most half a unit, uniformly, so by u / sqrt(3) of itself;
-    they add like a random walk, in both passes, to both logits. In 16 bits, sums are accumulated in float32. In float32, each
-    term of a sum is one more rounding. The limit is four standard deviations, and the spacing of the largest logit.
+    Each of the `_ROUNDINGS` roundings of a layer changes the stream by a uniformly distributed share of at most the unit roundoff
+    u, with a standard deviation of u / sqrt(3). The changes add up like a random walk, in both passes, for both logits. In 16-bit
+    formats, sums are accumulated in float32. In float32, each term of a sum adds one more rounding. The result is four standard
+    deviations plus the spacing at the largest logit.
     """
     weight = decoder.lm.lm_head.weight
     half_unit = torch.finfo(weight.dtype).eps / 2
@@ -230,7 +231,7 @@ def _logit_rounding(decoder: StaticDecoder, logits: Tensor) -> float:
 
 
 def _model(context: Context, options: DecodeSpeedOptions, name: str) -> tuple[Any, list[int], str]:
-    """Return (transformers' model, prompt, data source)."""
+    """Return (the transformers model, the prompt, the data source)."""
     device, storage = context.device, FORMATS[options.dtype].storage
     if name == options.trained_model:
         trained = trained_language_model(context, name)
@@ -243,7 +244,7 @@ def _model(context: Context, options: DecodeSpeedOptions, name: str) -> tuple[An
 
 
 def _shapes(options: DecodeSpeedOptions) -> list[tuple[str, LlamaShape]]:
-    """Return the names and shapes of the models of this profile."""
+    """Return the name and the shape of each model in the options."""
     recipe = LANGUAGE_MODELS[options.trained_model]
     sizes = recipe.width, recipe.layers, recipe.heads, recipe.key_value_heads, recipe.mlp_width
     shapes = [(options.trained_model, LlamaShape(*sizes, recipe.vocabulary or _GPT2_VOCABULARY, tie_word_embeddings=True))]
@@ -256,9 +257,9 @@ _GPT2_VOCABULARY = 50257
 
 
 def _modes(scheme: Scheme | None, device: Device) -> tuple[str, ...]:
-    """Return the modes of a variant. Without a GPU there is no graph, and compiling takes longer than all decodes of smoke.
+    """Return the modes of a variant. On a CPU, there are no graphs, and compilation takes longer than all decodes in `smoke`.
 
-    The kernels of bitsandbytes are called as they are; the layers of this library need a compiler to fuse their conversion.
+    The kernels of bitsandbytes run without compilation. The layers of this library need a compiler to fuse their conversion.
     """
     if device.kind == "cpu":
         return (EAGER,)
@@ -276,5 +277,5 @@ def _params(options: DecodeSpeedOptions, name: str, mode: str) -> dict:
 
 
 def _copy_row(context: Context) -> Row | None:
-    """Return the fastest copy of the largest arrays of this run."""
+    """Return the row of this run's fastest copy of the largest arrays."""
     return stream_ceiling(row for row in context.upstream if row.variant == _COPY)

@@ -1,10 +1,10 @@
-"""A greedy decoder of one sequence with a static cache, whose step always launches the same kernels on the same memory.
+"""Greedy decoder for one sequence with a static cache. Each step launches the same kernels on the same memory.
 
-The decoder uses the layers of transformers' Llama, also after they were quantised. Its own part is the attention of one new token
-to the cache, and the cache: tensors of a fixed length, to which the step writes at the position that another tensor states. So a
+The decoder uses the layers of transformers' Llama, even after they were quantised. It adds the attention of one new token to the
+cache, and the cache itself: tensors of fixed length, to which a step writes at the position that another tensor contains. So a
 step can be captured as a graph and replayed, and all blocks share one compiled function.
 
-Shape suffixes: D width, K key-value heads, G query heads of a key-value head, S positions of the cache, H width of a head.
+Shape suffixes: D width, K key-value heads, G query heads per key-value head, S positions of the cache, H width of a head.
 """
 
 import math
@@ -18,7 +18,7 @@ from hyperion.hardware import Device
 
 EAGER, CAPTURED, COMPILED = "eager", "captured graph", "compiled, captured graph"
 MODES = (EAGER, CAPTURED, COMPILED)
-# Calls before a graph is captured: the first ones compile, and choose and load kernels.
+# Number of calls before a graph is captured. The first calls compile, choose and load kernels.
 _WARM_UP = 3
 
 
@@ -27,8 +27,8 @@ class DecodeBlock(nn.Module):
 
     Args:
         layer: the layer of transformers' model.
-        heads, key_heads: heads of queries, and of keys and values.
-        positions: positions of the cache.
+        heads, key_heads: number of query heads, and of key-value heads.
+        positions: number of positions in the cache.
         like: a tensor with the dtype and the device of the cache.
     """
 
@@ -50,17 +50,18 @@ class DecodeBlock(nn.Module):
         """Return the output of the layer for the token at `position_1`, and write its keys and values to the cache.
 
         Args:
-            x_1D: output of the layer below.
-            cosine_1H, sine_1H: rotation of this position.
+            x_1D: output of the previous layer.
+            cosine_1H, sine_1H: rotary embedding of this position.
             position_1: position of the token.
-            hidden_S: True for positions after it.
+            hidden_S: True for the positions after it, which are masked.
         """
         h_1D = self.norm1(x_1D)
         q_KGH = _rotated(self.q(h_1D).view(self.key_heads, self.groups, -1), cosine_1H, sine_1H)
         k_K1H = _rotated(self.k(h_1D).view(self.key_heads, 1, -1), cosine_1H, sine_1H)
         self.keys_KSH.index_copy_(1, position_1, k_K1H)
         self.values_KSH.index_copy_(1, position_1, self.v(h_1D).view(self.key_heads, 1, -1))
-        # Products and sums instead of matrix products: a compiler fuses them, and with one query they read the cache once, too.
+        # Products and sums instead of matrix products: a compiler can fuse them, and with one query they also read the cache
+        # once.
         scores_KGS = (q_KGH[:, :, None].float() * self.keys_KSH[:, None].float()).sum(-1) / math.sqrt(q_KGH.shape[-1])
         weights_KGS = scores_KGS.masked_fill(hidden_S, -math.inf).softmax(-1)
         mixed_KGH = (weights_KGS[..., None] * self.values_KSH[:, None].float()).sum(-2)
@@ -70,23 +71,23 @@ class DecodeBlock(nn.Module):
 
 
 def _rotated(x: Tensor, cosine_1H: Tensor, sine_1H: Tensor) -> Tensor:
-    """Return x after the rotary embedding in transformers' layout, in which the halves of a head are rotated together."""
+    """Return x with the rotary embedding in transformers' layout, which rotates the two halves of a head together."""
     first, second = x.chunk(2, -1)
     return x * cosine_1H + torch.cat([-second, first], -1) * sine_1H
 
 
 class StaticDecoder:
-    """Greedy decoder of one sequence with a static cache.
+    """Greedy decoder for one sequence with a static cache.
 
     Args:
         lm: transformers' LlamaForCausalLM, on its device.
-        positions: largest number of tokens of a sequence, prompt included.
+        positions: largest number of tokens in a sequence, including the prompt.
         device: device of the model.
-        mode: one of `MODES`. The two with a graph need a GPU.
+        mode: one of `MODES`. The two modes with a graph need a GPU.
 
     Attributes:
-        blocks: the decode blocks, which hold the cache.
-        tokens_S: the tokens of the last sequence.
+        blocks: the decoder blocks, which hold the cache.
+        tokens_S: token ids of the last sequence.
         logits_1V: the logits of the last step.
     """
 
@@ -97,8 +98,8 @@ class StaticDecoder:
             DecodeBlock(layer, config.num_attention_heads, config.num_key_value_heads, positions, embedding.weight)
             for layer in lm.model.layers
         ]
-        # One compiled function for all blocks, which differ only in the tensors that they hold. With coordinate descent,
-        # Inductor turns the product of a matrix and a vector into a reduction, into which it fuses the steps around it.
+        # All blocks share one compiled function, because they differ only in the tensors that they hold. With coordinate descent,
+        # Inductor turns a matrix-vector product into a reduction, into which it fuses the surrounding operations.
         forward: Any = DecodeBlock.forward
         if mode == COMPILED:
             forward = torch.compile(forward, fullgraph=True, dynamic=False, options={"coordinate_descent_tuning": True})
@@ -112,12 +113,12 @@ class StaticDecoder:
 
     @torch.inference_mode()
     def decode(self, prompt: Sequence[int], new_tokens: int) -> None:
-        """Decode `new_tokens` tokens after a prompt. The tokens of the prompt are processed one by one, like the others."""
+        """Decode `new_tokens` tokens after a prompt. The tokens of the prompt are processed one by one, like new tokens."""
         self.tokens_S[: len(prompt)] = torch.tensor(list(prompt), device=self.tokens_S.device)
         self._position.zero_()
         self.prompt_length = len(prompt)
         for _ in range(len(prompt) - 1):
-            # The step writes its prediction behind the token that it reads. The next token of the prompt is put back.
+            # The step overwrites the token after the one that it reads. Restore the next token of the prompt.
             kept = self.tokens_S[self._position + 1]
             self._replay()
             self.tokens_S.index_copy_(0, self._position, kept)
@@ -131,11 +132,11 @@ class StaticDecoder:
 
     @torch.inference_mode()
     def rewind(self, length: int) -> None:
-        """Go back to the sequence's first `length` tokens, the last of which is processed next."""
+        """Go back to the first `length` tokens of the sequence. The next step processes the last of them."""
         self._position.fill_(length - 1)
 
     def _step(self) -> None:
-        """Read the token at the position, write the most probable next token behind it, and advance the position."""
+        """Read the token at the position, write the most probable next token after it, and advance the position."""
         model, position = self.lm.model, self._position
         x_1D = model.embed_tokens(self.tokens_S[position])
         cosine, sine = model.rotary_emb(x_1D[None], position[None])
@@ -168,12 +169,12 @@ def tokens_of_plain_forward(lm: Any, tokens_T: Tensor, first: int) -> tuple[Tens
 
     Args:
         lm: transformers' LlamaForCausalLM.
-        tokens_T: the sequence.
-        first: number of tokens of the prompt.
+        tokens_T: token ids of the sequence.
+        first: number of tokens in the prompt.
 
     Returns:
-        (most probable token after each prefix from the prompt on, float32 logits of all tokens there). Their length is the number
-        of tokens after the prompt.
+        (most probable token after each prefix, starting with the prompt; float32 logits at these positions). Both have one entry
+        for each token after the prompt.
     """
     with torch.inference_mode():
         logits_TV = lm(input_ids=tokens_T[None, :-1], use_cache=False).logits[0, first - 1 :]

@@ -21,11 +21,11 @@ def judge_parity(my_check: Callable[[Tensor, Tensor], bool]) -> pd.DataFrame:
     """Test a check that compares the logits of an exported model with those of the original.
 
     Args:
-        my_check: function of the logits of the original and of the export, float32 [N, K], that returns whether they agree. A
-            rounding error of 1e-6 is right. An exception counts as False.
+        my_check: function of the logits of the original and of the exported model, float32 of shape [N, K], that returns whether
+            they agree. It should accept differences of about 1e-6, which are rounding error. An exception counts as False.
 
     Returns:
-        A table with one line for each export: the answer of the check, and whether it is right.
+        A table with one line for each exported model: the result of the check, and whether it is right.
     """
     generator = torch.Generator().manual_seed(0)
     one = torch.randn(1, 10, generator=generator)
@@ -51,14 +51,14 @@ def judge_parity(my_check: Callable[[Tensor, Tensor], bool]) -> pd.DataFrame:
 
 
 def judge_percentile(my_p99: Callable[[Sequence[float], Sequence[bool]], float]) -> pd.DataFrame:
-    """Test a function that computes the 99th percentile of the latency of requests, of which some failed.
+    """Test a function that computes the 99th percentile of request latencies if some requests failed.
 
     Args:
-        my_p99: function of the seconds and of the success of each request. A failed request never got its answer, so its
-            latency is infinite.
+        my_p99: function of the time in seconds and of the success of each request. A failed request never got its answer, so its
+            latency counts as infinite.
 
     Returns:
-        A table with one line for each server: the answer, and whether it is right.
+        A table with one line for each server: the result of the function, and whether it is right.
     """
     seconds = np.linspace(0.010, 0.020, 1000)
     slow = np.where(np.arange(1000) % 50 == 0, 5.0, seconds)  # 2 % of the requests
@@ -86,13 +86,13 @@ DECODE_MS = Question(
 
 
 def judge_packing(my_unpack: Callable[[Tensor], Tensor]) -> pd.DataFrame:
-    """Test a function that unpacks 4-bit integers, whose first value of a pair is in the upper four bits of a byte.
+    """Test a function that unpacks 4-bit integers. The first value of each pair is in the upper four bits of a byte.
 
     Args:
         my_unpack: function of packed uint8 [N, K / 2] that returns integers [N, K] from -8 to 7.
 
     Returns:
-        A table with one line for each matrix: whether it is unpacked correctly, and what was observed.
+        A table with one line per matrix, which says whether it was unpacked correctly, and what the function returned or raised.
     """
     generator = torch.Generator().manual_seed(0)
     matrices = {
@@ -117,7 +117,7 @@ def judge_int8(my_quantise: Callable[[Tensor], tuple[Tensor, Tensor]]) -> pd.Dat
             weight = values * scales[:, None] up to half a step.
 
     Returns:
-        A table with one line for each weight: the largest error over half a step of its output, and whether it is at most 1.
+        A table with one line for each weight: the largest error in half steps of its output, and whether it is at most 1.
     """
     generator = torch.Generator().manual_seed(0)
     plain = torch.randn(8, 8, generator=generator)
@@ -155,6 +155,6 @@ def quantise_without_scale(weight_NK: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def quantise_wrong_axis(weight_NK: Tensor) -> tuple[Tensor, Tensor]:
-    """Planted bug: take one scale for each input, and use it as if it were that of an output."""
+    """Planted bug: take one scale for each input, and use it as the scale of an output."""
     scales = weight_NK.abs().amax(0) / 127
     return (weight_NK / scales).round().clamp(-127, 127).to(torch.int8), scales

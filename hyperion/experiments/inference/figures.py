@@ -1,4 +1,4 @@
-"""Figures of the chapter on inference. Those of quantised weights and of operators are in modules of their own."""
+"""Figures for the chapter on inference. Those on quantised weights and on operators are in separate modules."""
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -14,20 +14,20 @@ _PERCENTILES = ("latency_p50_s", "latency_p95_s", "latency_p99_s")
 
 
 def runtime_latency(material: Material) -> Figure | None:
-    """Draw the percentiles of the latency of one example, one panel for each model."""
+    """Draw the latency percentiles for one example, in one panel per model."""
     rows = [row for row in material.of("runtimes") if row.metric in _PERCENTILES]
     return _panels(material, rows, "Latency of one example", "ms, one example", 1e3)
 
 
 def runtime_throughput(material: Material) -> Figure | None:
-    """Draw the rate of the best batch of each runtime, one panel for each model."""
+    """Draw the throughput of the best batch size of each runtime, in one panel per model."""
     rows = [row for row in material.of("runtimes") if row.metric == "samples_per_s"]
     best = [row for row in rows if row.value is None or row.params.get("role") == "best batch"]
     return _panels(material, best, "Throughput of the best batch", "examples/s", 1.0)
 
 
 def kernel_counts(material: Material) -> Figure | None:
-    """Draw the number of kernels that one call launches, one panel for each model."""
+    """Draw the number of kernels that one call launches, in one panel per model."""
     rows = [row for row in material.of("runtimes") if row.metric == "kernels_per_call"]
     return _panels(material, rows, "Kernels of one call", "kernels", 1.0)
 
@@ -43,7 +43,7 @@ def _panels(material: Material, rows: list[Row], title: str, label: str, factor:
         _bars(axes, [row for row in known if row.params["model"] == model], factor)
         axes.set(xlabel=label, xlim=(0, axes.get_xlim()[1] * 1.3))
         axes.set_title(model)
-    # Only a rate has a limit, so the other rows have no reason why they have none.
+    # Only rates have a limit, so the other rows need no note about a missing one.
     noted = [row for row in rows if row.value is None or row.limit_source]
     add_notes(figure, dict.fromkeys(absences(noted, lambda row: row.variant)))
     return figure

@@ -1,4 +1,4 @@
-"""Figures and tables of the operator suite and of the architectures."""
+"""Figures and tables for the operator suite and the architectures."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -8,20 +8,19 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from hyperion.figures.material import Material, Plot, measured, number, values
-from hyperion.figures.style import add_notes, log_ticks, look, new_figure
-from hyperion.palette import COLOURS, MUTED
+from hyperion.figures.style import COLOURS, MUTED, add_notes, log_ticks, look, new_figure
 from hyperion.results import Row
 from hyperion.results.rows import UNEXPECTED
 
 TITLES = {"operator_suite": "Operators against float64", "architectures": "Architectures of transformers"}
 _METRIC, _ALL = "error_over_tolerance", "all operators"
 _STATUSES = {"passed": COLOURS[2], "failed": COLOURS[1], "unsupported": COLOURS[3], "no gradient": COLOURS[5]}
-# A logarithmic axis cannot show an error of 0.
+# Smaller errors are drawn here, because a logarithmic axis cannot show 0.
 _SMALLEST = 1e-4
 
 
 def operator_counts(material: Material) -> Figure | None:
-    """Draw the number of operators that pass, fail or are unsupported, for each format and pass."""
+    """Draw the number of operators that pass, fail or are unsupported, for each number format and pass."""
     rows = measured(material.of("operator_suite", metric="count", variant=_ALL))
     if not rows:
         return None
@@ -43,7 +42,7 @@ def operator_counts(material: Material) -> Figure | None:
 
 
 def operator_errors(material: Material) -> Figure | None:
-    """Draw the share of the operators whose error is at most x tolerances, for each format."""
+    """Draw, for each number format, the share of the operators whose error is at most x times its tolerance."""
     rows = [row for row in material.of("operator_suite", metric=_METRIC) if row.params.get("mode") == "eager"]
     if not measured(rows):
         return None
@@ -62,7 +61,7 @@ def operator_errors(material: Material) -> Figure | None:
 
 
 def architectures(material: Material) -> Figure | None:
-    """Draw the errors of each architecture: logits, gradients, and logits of generated tokens."""
+    """Draw the errors of each architecture: of the logits, the gradients, and the logits of generated tokens."""
     rows = material.of("architectures", metric=_METRIC)
     if not measured(rows):
         return None
@@ -90,14 +89,14 @@ def gap_table(rows: Iterable[Row]) -> pd.DataFrame:
 
 
 def gaps(rows: Iterable[Row]) -> list[dict[str, str]]:
-    """Return the gap report: a line for each operator that is wrong, raises an error, or has no kernel.
+    """Return the gap report: one entry for each operator that is wrong, raises an error, or has no kernel.
 
     Args:
         rows: rows of `operator_suite`.
 
     Returns:
         Dicts with the keys operator, kind, dtype, pass, mode, status and reason. The status is "failed", "unsupported", or
-        "known" for an inaccuracy of PyTorch itself whose cause is documented.
+        "known" for a documented inaccuracy of PyTorch itself.
     """
     lines = []
     for row in rows:
@@ -114,7 +113,7 @@ def gaps(rows: Iterable[Row]) -> list[dict[str, str]]:
 
 
 def count_table(rows: Iterable[Row]) -> pd.DataFrame:
-    """Return the numbers of operators by format and pass, with one column for each status."""
+    """Return the number of operators by number format and pass, with one column for each status."""
     lines: dict[str, dict] = {}
     for row in rows:
         if (row.variant, row.metric) == (_ALL, "count"):
@@ -129,7 +128,7 @@ def architecture_table(rows: Iterable[Row]) -> pd.DataFrame:
 
 
 def steps_of(rows: Iterable[Row]) -> list[dict]:
-    """Return a line for each step of each architecture: its error over the tolerance, or why there is none.
+    """Return one entry for each step of each architecture: its error over the tolerance, or why there is none.
 
     Args:
         rows: rows of `architectures`.
@@ -151,7 +150,7 @@ def steps_of(rows: Iterable[Row]) -> list[dict]:
 
 
 def family_table(rows: Sequence[Row]) -> pd.DataFrame:
-    """Return a line for each family: its architectures, the number that passes every step, and the range of parameter counts."""
+    """Return one line for each family: its architectures, how many of them pass every step, and the range of their sizes."""
     steps, sizes = steps_of(rows), [row for row in rows if row.params.get("what") == "parameters"]
     failed = {row.variant for row in rows if row.is_unexpected or row.value_reason.startswith("failed")}
     lines = []

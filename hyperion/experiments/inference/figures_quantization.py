@@ -1,4 +1,4 @@
-"""Figures of quantised weights, of decoding, and of training with few bits."""
+"""Figures on quantised weights, decoding, and training with few bits."""
 
 from typing import Any
 
@@ -6,8 +6,7 @@ from matplotlib.figure import Figure
 
 from hyperion.errors import not_none
 from hyperion.figures.material import Material, Plot, measured, number
-from hyperion.figures.style import absences, add_notes, errors_of, look, new_figure, write_at
-from hyperion.palette import COLOURS
+from hyperion.figures.style import COLOURS, absences, add_notes, errors_of, look, new_figure, write_at
 from hyperion.results import Row
 
 TITLES = {"quantization": "Quantised weights", "decode_speed": "Decoding one sequence", "qlora": "Training with few bits"}
@@ -15,7 +14,7 @@ _ORIGINAL = "original"
 
 
 def quantization(material: Material) -> Figure | None:
-    """Draw the perplexity of each scheme over that of the original, by the bytes of its weights, and the times of a batch."""
+    """Draw the perplexity of each scheme relative to the original against the bytes of its weights, and the speed-ups."""
     rows = material.of("quantization")
     ratios = measured(row for row in rows if row.metric == "perplexity_ratio")
     if not ratios:
@@ -45,7 +44,7 @@ def quantization(material: Material) -> Figure | None:
 
 
 def decode_speed(material: Material) -> Figure | None:
-    """Draw the time of a token of each model, variant and mode, with its limit."""
+    """Draw the time per token of each model, variant and mode, with its limit and its prediction."""
     rows = [row for row in material.of("decode_speed") if row.metric == "decode_time_s"]
     known = measured(rows)
     if not known:
@@ -76,7 +75,7 @@ def decode_speed(material: Material) -> Figure | None:
 
 
 def qlora(material: Material) -> Figure | None:
-    """Draw the losses of the variants, and the bytes of their optimizer states."""
+    """Draw the loss curves of the variants, and the bytes of their optimizer states."""
     samples, rows = material.samples("qlora"), material.of("qlora")
     if samples.empty or not len(rows):
         return None
@@ -84,7 +83,7 @@ def qlora(material: Material) -> Figure | None:
     for position, name in enumerate(dict.fromkeys(samples["variant"])):
         series = samples[samples["variant"] == name]
         style: dict[str, Any] = look(name, position) | {"marker": ""}
-        # Twins lie on each other, so the quantised one is dashed.
+        # The curves of twins overlap, so the quantised one is dashed.
         style["linestyle"] = "--" if position % 2 else "-"
         curves.plot(series["step"], series["loss"], label=name, **style)
     curves.set(xlabel="step", ylabel="training loss, nats per completion token")

@@ -1,4 +1,4 @@
-"""Layers of PyTorch, and a custom layer with a custom gradient, that must work unmodified on each device."""
+"""Layers of PyTorch, and a custom layer with a custom gradient, that must work unmodified on every device."""
 
 import copy
 import io
@@ -13,7 +13,7 @@ from hyperion.experiments.inference.rounding import Case
 
 
 class SquaredReLU(torch.autograd.Function):
-    """f(x) = max(x, 0)², with a gradient that is written by hand: 2·max(x, 0)."""
+    """f(x) = max(x, 0)², with a hand-written gradient: 2·max(x, 0)."""
 
     @staticmethod
     def forward(ctx, x: Tensor) -> Tensor:
@@ -27,7 +27,7 @@ class SquaredReLU(torch.autograd.Function):
 
 
 class ScaledMLP(nn.Module):
-    """A custom module: SquaredReLU between two matrix products, a parameter of its own, and a buffer."""
+    """A custom module: SquaredReLU between two matrix products, with its own parameter and buffer."""
 
     def __init__(self, width: int):
         super().__init__()
@@ -41,7 +41,7 @@ class ScaledMLP(nn.Module):
 
 @dataclass(frozen=True)
 class Layer:
-    """A layer and the shape of its input. `tokens`: the input holds that many different integers, or 0 for random numbers."""
+    """A layer and its input: integers below `tokens`, or random numbers if it is 0, passed as each of `copies` arguments."""
 
     make: Callable[[], nn.Module]
     shape: tuple[int, ...]
@@ -68,13 +68,13 @@ LAYERS = {
 
 
 def layer_case(name: str, device: torch.device, dtype: torch.dtype, seed: int) -> Case:
-    """Return a call of a layer. The input, the parameters and the buffers are arguments, so that the reference replaces them."""
+    """Return a layer call. Input, parameters and buffers are arguments, so that the reference can replace them."""
     layer, module = LAYERS[name], _module(name, device, dtype, seed)
     if layer.tokens:
         given = torch.randint(layer.tokens, layer.shape).to(device)
     else:
         given = torch.randn(layer.shape).to(device, dtype).requires_grad_()
-    # `functional_call` writes into buffers, for example running means. A copy gives each call the same ones.
+    # `functional_call` writes to buffers, such as running means. With copies, each call starts from the same buffers.
     state = dict(module.named_parameters()) | {key: one.clone() for key, one in module.named_buffers()}
 
     def call(x: Tensor, state: dict[str, Tensor]) -> object:
@@ -85,7 +85,7 @@ def layer_case(name: str, device: torch.device, dtype: torch.dtype, seed: int) -
 
 
 def round_trip(name: str, device: torch.device, seed: int) -> tuple[int, int]:
-    """Save the state dict of a layer, load it into a new layer on the same device, and compare tensors and outputs bit for bit.
+    """Save a layer's state dict, load it into a new layer on the same device, and compare tensors and outputs bit by bit.
 
     Returns:
         (number of tensors in the state dict, number of tensors and outputs that differ).

@@ -1,4 +1,4 @@
-"""Metrics of this subject that the library does not have."""
+"""Metrics for inference that the library does not define elsewhere."""
 
 from hyperion.results import Metric, register_metric
 

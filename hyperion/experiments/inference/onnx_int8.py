@@ -1,10 +1,10 @@
-"""Quantise a model to int8 with the tools of ONNX Runtime, and run it with the CPU provider.
+"""Quantise a model to int8 with ONNX Runtime's tools, and run it with the CPU provider.
 
 Weights are unsigned 8-bit integers around 128, with one scale for each output or output channel. Unsigned weights are exact on
-every CPU: without VNNI instructions, the product of unsigned inputs and signed weights saturates at 16 bits.
+every CPU: without VNNI instructions, products of unsigned inputs and signed weights saturate at 16 bits.
 
-- dynamic: the inputs of a product are quantised when it runs, with the range of the values at hand.
-- static: the ranges of inputs and outputs are fixed before, from calibration data.
+- dynamic: the inputs of a product are quantised at run time, with the range of the current values.
+- static: the ranges of inputs and outputs are determined in advance from calibration data.
 """
 
 import contextlib
@@ -29,7 +29,7 @@ from hyperion.errors import HyperionError
 PROVIDER = "CPUExecutionProvider"
 DYNAMIC, STATIC = "int8 dynamic", "int8 static"
 KINDS = (DYNAMIC, STATIC)
-# Operators of ONNX Runtime that multiply integers. Its optimiser makes the fused ones from those of the ONNX standard.
+# Operators of ONNX Runtime that multiply integers. Its optimizer creates the fused ones from standard ONNX operators.
 INTEGER_PRODUCTS = (
     "MatMulInteger",
     "MatMulIntegerToFloat",
@@ -44,14 +44,14 @@ _STEPS = 255  # steps between the smallest and the largest of 256 values
 
 
 def why_no_onnx() -> str:
-    """Return the reason why ONNX Runtime or the exporter of PyTorch cannot be used here, or ""."""
+    """Return why ONNX Runtime or PyTorch's ONNX exporter cannot be used here, or "" if they can."""
     missing = [name for name in ("onnx", "onnxscript", "onnxruntime") if importlib.util.find_spec(name) is None]
     names = " and ".join(missing)
     return f"unavailable: {names} not installed; next step: pip install {' '.join(missing)}" if missing else ""
 
 
 def export(model: nn.Module, example: Tensor, path: Path) -> Path:
-    """Export a model with one input and one output to ONNX, with the shape of the example. Prepare it for quantisation.
+    """Export a model with one input and one output to ONNX, with the shape of the example, and prepare it for quantisation.
 
     The preparation folds batch norms into convolutions, so that a convolution and its norm are quantised as one operation.
 
@@ -70,20 +70,20 @@ def export(model: nn.Module, example: Tensor, path: Path) -> Path:
         quant_pre_process(str(plain), str(path), skip_symbolic_shape=True)
     plain.unlink()
     prepared = onnx.load(str(path))
-    # The quantiser transposes the weights of a Gemm and infers shapes again, and refuses shapes that are stored for the old ones.
+    # The quantiser transposes the weights of a Gemm, infers shapes again, and rejects the shapes that were stored before.
     del prepared.graph.value_info[:]
     onnx.save(prepared, str(path))
     return path
 
 
 def quantise(kind: str, source: Path, target: Path, calibration: Sequence[Tensor] = (), skip_width: int = 0) -> Path:
-    """Quantise the products of an exported model with constant weights.
+    """Quantise the products with constant weights in an exported model.
 
     Args:
         kind: one of `KINDS`.
-        source: the exported model.
+        source: path of the exported model.
         target: path of the quantised model.
-        calibration: inputs with which ranges are measured, for `STATIC`.
+        calibration: inputs from which the ranges are measured, for `STATIC`.
         skip_width: products with this number of outputs stay in float32, such as the head of a language model.
 
     Returns:
@@ -132,10 +132,10 @@ def quantise(kind: str, source: Path, target: Path, calibration: Sequence[Tensor
 
 
 class Session:
-    """An ONNX model in ONNX Runtime's CPU provider, callable on a tensor.
+    """An ONNX model with ONNX Runtime's CPU provider, callable with a tensor.
 
     Args:
-        path: the ONNX file.
+        path: path of the ONNX file.
         threads: number of threads.
     """
 
@@ -144,7 +144,7 @@ class Session:
         self._session = self._open(profiling="")
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Return the outputs. A batch that is smaller than the exported one is filled up with copies of its first example."""
+        """Return the outputs. A batch that is smaller than the exported one is padded with copies of its first example."""
         missing = self._session.get_inputs()[0].shape[0] - len(x)
         full = torch.cat([x, x[:1].expand(missing, *x.shape[1:])]) if missing else x
         return torch.from_numpy(self._session.run(None, {"x": full.numpy()})[0][: len(x)])
@@ -159,25 +159,25 @@ class Session:
         return onnxruntime.InferenceSession(str(self.path), options, providers=[PROVIDER])
 
     def what_ran(self, x: Tensor) -> tuple[Counter[str], set[str]]:
-        """Run once with ONNX Runtime's profiler. Return the number of calls of each operator, and the providers that ran them."""
+        """Run once under ONNX Runtime's profiler. Return how often each operator was called, and the providers that ran them."""
         session = self._open(profiling=str(self.path.with_suffix("")))
         session.run(None, {"x": x.numpy()})
         trace = Path(session.end_profiling())
         events = [event["args"] for event in json.loads(trace.read_text()) if event.get("cat") == "Node"]
         trace.unlink()
-        # The first word of a name is the operator; each node has one event with a provider.
+        # Each node has one event with a provider.
         ran = [(event["op_name"], event["provider"]) for event in events if "provider" in event]
         return Counter(operator for operator, _ in ran), {provider for _, provider in ran}
 
 
 @dataclass(frozen=True)
 class Ranges:
-    """Steps and ranges of a quantised layer with a single product.
+    """Quantisation steps and ranges of a layer with a single product.
 
     Args:
         input_step: distance between neighbouring values of the input.
-        input_low, input_high: range of the input. Values outside are clipped.
-        output_step, output_low, output_high: the same of the output; a step of 0 if the output is not quantised.
+        input_low, input_high: range of the input. Values outside it are clipped.
+        output_step, output_low, output_high: the same for the output. The step is 0 if the output is not quantised.
     """
 
     input_step: float
@@ -188,22 +188,22 @@ class Ranges:
     output_high: float
 
     def input_error(self, x: Tensor) -> Tensor:
-        """Return a bound for the error of each input: one step, and the distance from the range for values outside of it."""
+        """Return a bound on the error of each input: one step, plus the distance to the range for values outside it."""
         return self.input_step + _outside(x.double(), self.input_low, self.input_high)
 
     def output_error(self, y: Tensor) -> Tensor:
-        """Return a bound for the error that the quantisation of the output adds to each value."""
+        """Return a bound on the error that quantising the output adds to each value."""
         return self.output_step + _outside(y.double(), self.output_low, self.output_high)
 
 
 def dynamic_ranges(x: Tensor) -> Ranges:
-    """Return the ranges of a dynamically quantised layer, which follow from its input."""
+    """Return the ranges of a dynamically quantised layer, computed from its input."""
     low, high = min(x.min().item(), 0.0), max(x.max().item(), 0.0)
     return Ranges((high - low) / _STEPS, low, high, 0.0, 0.0, 0.0)
 
 
 def static_ranges(path: Path) -> Ranges:
-    """Return the ranges that are stored in a statically quantised model with a single product."""
+    """Return the ranges stored in a statically quantised model with a single product."""
     import onnx
     from onnx import numpy_helper
 
@@ -218,24 +218,24 @@ def static_ranges(path: Path) -> Ranges:
 
 
 def _by_output(kind: str, dimensions: int) -> bool:
-    """Return True if each output has its own scale. The integer convolution of the dynamic kind takes a single scale."""
+    """Return True if each output has its own scale. The integer convolution of the dynamic kind has a single scale."""
     return kind == STATIC or dimensions == 2
 
 
 def weight_error(kind: str, weight: Tensor) -> Tensor:
-    """Return a bound for the error of each weight: one step, as the centre of the range is rounded, too."""
+    """Return a bound on the error of each weight: one step, because the centre of the range is rounded, too."""
     rows = weight.double().flatten(1) if _by_output(kind, weight.dim()) else weight.double().view(1, -1)
     step = 2 * rows.abs().amax(1) / _STEPS
     return step.view(-1, *[1] * (weight.dim() - 1)).expand(weight.shape)
 
 
 def weight_bytes(kind: str, shapes: Sequence[tuple[int, ...]]) -> int:
-    """Return the bytes of 8-bit weights of these shapes. Each scale is a float32 number with an 8-bit zero point."""
+    """Return the bytes of 8-bit weights of these shapes. Each scale is a float32 number and comes with an 8-bit zero point."""
     return sum(math.prod(shape) + 5 * (shape[0] if _by_output(kind, len(shape)) else 1) for shape in shapes)
 
 
 def stored_weight_bytes(path: Path) -> int:
-    """Return the bytes of the 8-bit weights in an ONNX file, with their scales and zero points."""
+    """Return the bytes of the 8-bit weights in an ONNX file, including their scales and zero points."""
     import onnx
     from onnx import numpy_helper
 
@@ -269,7 +269,7 @@ def _float_products(path: Path, width: int) -> list[str]:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Hide the progress and the advice that the exporter and the quantiser print."""
+    """Context manager that hides the progress and the advice that the exporter and the quantiser print."""
     level, logging.root.manager.disable = logging.root.manager.disable, logging.WARNING
     try:
         with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()), open(os.devnull, "w") as nowhere:

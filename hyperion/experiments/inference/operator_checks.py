@@ -1,6 +1,6 @@
-"""The operators of models, with the sample inputs that PyTorch's own tests use for them (its OpInfo database).
+"""Checks of operators with the sample inputs that PyTorch's own tests use for them (its OpInfo database).
 
-The database imports PyTorch's test package. That package freezes settings of the backends, so it is used in a process of its own.
+The database imports PyTorch's test package, which freezes backend settings. So it is used in a separate process.
 """
 
 import functools
@@ -20,8 +20,8 @@ from hyperion.measure import FORMATS
 from hyperion.measure.clock.verify import matmul_precision
 from hyperion.processes import report_progress, world
 
-# Operators that the models of the book and the architectures of `architectures` use in training or inference, by kind. Operators
-# with random results are left out, because float64 gives other random numbers. Names are those of the OpInfo database.
+# Operators that the models of the book and of `architectures` use in training or inference, by kind. Operators with random
+# results are excluded, because float64 gives other random numbers. Names are those of the OpInfo database.
 OPERATORS = {
     "element-wise": (
         *("add", "sub", "mul", "div", "neg", "abs", "exp", "log", "log1p", "sqrt", "rsqrt", "reciprocal", "pow", "square"),
@@ -73,7 +73,7 @@ OPERATORS = {
     "resampling": ("nn.functional.interpolate", "nn.functional.grid_sample"),
     "spectra": ("fft.rfft", "fft.irfft"),
 }
-# Gaps of PyTorch itself: (operator, pass) with the formats and the cause. Their errors are reported, and not refused.
+# Gaps of PyTorch itself: formats and cause by (operator, pass). Their errors are reported, but do not count as failures.
 KNOWN_GAPS = {
     ("logcumsumexp", "backward"): (
         ("fp32", "bf16", "fp16"),
@@ -85,17 +85,17 @@ KNOWN_GAPS = {
         "the position in pixels is rounded to the format, so it can be in another pixel, where the gradient is another one",
     ),
 }
-# Entries that are steps: where the exact quotient is just below an integer, rounding gives the integer.
+# Excluded entries: they are step functions, and if the exact quotient is just below an integer, rounding gives the integer.
 _STEPS = ("div (trunc_rounding)", "div (floor_rounding)")
-# Kinds whose kernels on a GPU add to elements in memory, in the format of the tensor.
+# Kinds whose GPU kernels add to elements in memory, in the dtype of the tensor.
 _IN_STORAGE = ("indexing and shapes", "resampling")
 KIND_OF = {name: kind for kind, names in OPERATORS.items() for name in names}
-# Of an operator with many sample inputs, only the first ones are generated: as many times the number that is tested.
+# For each operator, at most this many times the tested number of sample inputs are generated.
 _GENERATED = 8
 
 
 def why_no_database() -> str:
-    """Return the reason why PyTorch's operator database cannot be used here, or "" if nothing is missing."""
+    """Return why PyTorch's operator database cannot be used here, or "" if it can."""
     if importlib.util.find_spec("expecttest") is None:
         return (
             "unavailable: PyTorch's operator database imports the package expecttest, which is not installed; "
@@ -107,20 +107,20 @@ def why_no_database() -> str:
 def check_operators(
     names: list[str], formats: list[str], samples: int, probes: int, compiled: list[str], seed: int, file: str
 ) -> dict:
-    """Check operators and layers, and append the outcomes to a file after each operator. This is the function of a Job.
+    """Check operators and layers, and append the outcomes to a file after each operator. A Job runs this function.
 
     Args:
         names: operators and layers to check, in this order.
         formats: names of number formats.
-        samples: number of sample inputs for each operator and format; 0 for all of them.
-        probes: number of changed references, see `rounding`.
+        samples: number of sample inputs for each operator and format, or 0 for all of them.
+        probes: number of references with changed inputs; see `errors_over_tolerance`.
         compiled: operators whose first sample input is also checked with torch.compile.
         seed: seed of the sample inputs.
         file: path of the file. Each line is a JSON list [name, outcomes]. An outcome is a dict with the keys entry, dtype, pass,
             mode, status, ratio, samples and reason.
 
     Returns:
-        {"unavailable": reason why there is no database, or ""}.
+        {"unavailable": why there is no database, or "" if there is one}.
     """
     checker = _Checker(formats, samples, probes, seed)
     for done, name in enumerate(names):
@@ -136,7 +136,7 @@ class _Checker:
         self.device = torch.device(world().device.torch_device)
         self.formats, self.samples, self.probes, self.seed = formats, samples, probes, seed
         self.unavailable, self._entries = why_no_database(), {}
-        # The import below freezes these settings, so they are made first, and they stay: the process has no other work.
+        # The import below freezes these settings, so set them first. They are never reset: the process does nothing else.
         matmul_precision(FORMATS["fp32"]).__enter__()
         if not self.unavailable:
             try:
@@ -145,7 +145,7 @@ class _Checker:
                 self.unavailable = f"unavailable: PyTorch's operator database cannot be imported: {_text(error)}"
 
     def check(self, name: str, compiled: bool) -> list[dict]:
-        """Return the outcomes of all entries of an operator: one for each format, pass and mode."""
+        """Return the outcomes of all entries of an operator, for each format, pass and mode."""
         if name in LAYERS:
             outcomes = []
             for dtype in self.formats:
@@ -202,9 +202,9 @@ class _Checker:
         return outcomes
 
     def _forward_alone(self, case: Case, dtype: str, compute: Callable) -> dict[str, float]:
-        """Return the ratio of a call whose backward pass may have raised an error, or {} if the forward pass raises it."""
+        """Return the ratio of the forward pass alone after a call raised an error, or {} if the forward pass raises it too."""
         if self.device.type != "cpu":
-            # An error inside a kernel makes the whole process unusable. This call raises it again, and the process ends.
+            # An error inside a kernel makes the whole process unusable. This call raises it again, which ends the process.
             torch.cuda.synchronize()
         try:
             args, kwargs = tree_map(lambda one: one.detach() if isinstance(one, Tensor) else one, (case.args, case.kwargs))
@@ -219,7 +219,7 @@ def _compiled(function: Callable, *rest):
 
 
 def _database() -> dict[str, dict]:
-    """Return the entries of the database, as {name of the operator: {name of the entry: OpInfo}}."""
+    """Return the entries of the database, as {operator name: {entry name: OpInfo}}."""
     from torch.testing._internal.common_methods_invocations import op_db
 
     entries: dict[str, dict] = {}
@@ -231,7 +231,7 @@ def _database() -> dict[str, dict]:
 
 
 def _is_unsupported(error: Exception) -> bool:
-    """Return True if an error says that there is no kernel for this format or device."""
+    """Return True if an error means that there is no kernel for this format or device."""
     words = ("not implemented for", "not supported", "unsupported", "only supports", "expected scalar type")
     return isinstance(error, NotImplementedError) or any(word in str(error).lower() for word in words)
 

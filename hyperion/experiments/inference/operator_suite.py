@@ -1,9 +1,9 @@
-"""Which operators of PyTorch compute the right numbers on this device, forward and backward, in each number format?
+"""Which PyTorch operators compute correct results on this device, forward and backward, in each number format?
 
 Each operator is called with the sample inputs of PyTorch's own tests, and its outputs and gradients are compared with float64 on
-the CPU. `rounding` derives the tolerances, and `operator_checks` lists the operators. Operators that are wrong or not supported
-make the gap report. The operators run in a process of their own. If an operator ends the process, it is reported, and the others
-follow in a new process.
+the CPU. `rounding` derives the tolerances, and `operator_checks` lists the operators. Operators that are wrong or unsupported
+form the gap report. The operators run in a separate process. If an operator ends this process, it is reported, and the remaining
+operators run in a new process.
 """
 
 import json
@@ -29,12 +29,13 @@ ALL = "all operators"
 
 
 class OperatorSuiteOptions(Options):
-    """Options of `operator_suite`.
+    """Options for the `operator_suite` experiment.
 
     Args:
         formats: number formats.
-        samples: number of sample inputs for each operator and format; 0 for all sample inputs.
-        probes: number of references with changed inputs, for each of the two sizes of the change.
+        samples: number of sample inputs for each operator and format, or 0 for all of them.
+        probes: number of float64 references with randomly changed inputs, for each of the two sizes of change: the unit roundoff
+            of the tested format and that of float64. See `rounding`.
         compiled: operators that are also checked with torch.compile.
     """
 
@@ -45,7 +46,7 @@ class OperatorSuiteOptions(Options):
 
 
 def forecast(context: Context) -> list[Forecast]:
-    """Predict how many operators and layers pass: all of them."""
+    """Predict that all operators and layers pass."""
     basis = "PyTorch has a kernel for every operator of the list in each format, and each kernel is as accurate as its formula"
     names = [*KIND_OF, *LAYERS]
     return [
@@ -56,7 +57,7 @@ def forecast(context: Context) -> list[Forecast]:
 
 
 def run(context: Context, report: Report) -> Result:
-    """Check all operators and layers. Return counts, errors over tolerances, gaps, and the state dicts of the layers."""
+    """Check all operators and layers. Return counts, errors over tolerances, gaps, and comparisons of saved and loaded layers."""
     options = OperatorSuiteOptions.of(context)
     outcomes, unavailable = collect_outcomes(context, options, [*KIND_OF, *LAYERS], report)
     rows: list[Row] = []
@@ -89,7 +90,7 @@ def collect_outcomes(
     continues with the next operator.
 
     Returns:
-        ({name: outcomes}, reason why PyTorch's database cannot be used, or "").
+        ({name: outcomes}, why PyTorch's database cannot be used or "").
     """
     context.workspace.mkdir(parents=True, exist_ok=True)
     file = context.workspace / "operators.jsonl"
@@ -120,9 +121,9 @@ def collect_outcomes(
 
 
 def status_of(outcomes: list[dict], dtype: str, which: str) -> str:
-    """Return the status of an operator in a format and a pass, without torch.compile.
+    """Return the status of an operator for a format and a pass, without torch.compile.
 
-    An operator fails if one of its entries fails. It is unsupported if it has entries, and none of them has a kernel.
+    An operator fails if one of its entries fails. It is unsupported if it has entries but none of them has a kernel.
     """
     wanted = (dtype, which, "eager")
     statuses = {one["status"] for one in outcomes if (one["dtype"], one["pass"], one["mode"]) == wanted}
@@ -138,7 +139,7 @@ def _read(file: Path) -> dict[str, list[dict]]:
 
 
 def _counts(context: Context, outcomes: dict[str, list[dict]], unavailable: str, dtype: str, which: str) -> list[Row]:
-    """Return the number of operators for each status. Together they must be all operators of the list.
+    """Return the number of operators with each status. Every operator in the list must have a status.
 
     If PyTorch's database is unavailable, return one row with the reason.
     """
@@ -155,7 +156,7 @@ def _counts(context: Context, outcomes: dict[str, list[dict]], unavailable: str,
 
 
 def _rows_of(context: Context, name: str, outcomes: list[dict]) -> list[Row]:
-    """Return the errors of each entry of an operator over their tolerances, and a row with the reason for each gap."""
+    """Return the largest error over its tolerance for each entry of an operator, and a row with the reason for each gap."""
     kind = KIND_OF.get(name, "layers")
     groups: dict[tuple, list[dict]] = {}
     rows: list[Row] = []

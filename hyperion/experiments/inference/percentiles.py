@@ -1,7 +1,7 @@
-"""Percentiles of latencies with intervals that assume no distribution.
+"""Percentiles of latencies, with distribution-free confidence intervals.
 
-The interval of a percentile lies between two samples in sorted order. How many samples fall below the true percentile follows a
-binomial distribution, whatever the distribution of the latencies is. A bootstrap cannot do this for the 99th percentile of few
+The ends of the interval are two of the sorted samples. The number of samples below the true percentile has a binomial
+distribution, whatever the distribution of the latencies. A bootstrap cannot give such an interval for the 99th percentile of few
 samples: it never draws a value above the largest sample.
 
 Source: Conover, Practical Nonparametric Statistics, 3rd edition, section 3.2.
@@ -19,9 +19,9 @@ CONFIDENCE = 0.95
 
 
 def samples_needed(share: float) -> int:
-    """Return the smallest number of samples for which a percentile has an interval.
+    """Return the smallest number of samples for which a percentile has a confidence interval.
 
-    With fewer samples, the largest sample is below the true percentile with a probability of more than 2.5 %. So no sample can be
+    With fewer samples, the largest sample is below the true percentile with a probability of more than 2.5 %, so no sample can be
     the upper end of the interval. 72 samples are needed for the 95th percentile, and 368 for the 99th.
 
     Args:
@@ -32,10 +32,10 @@ def samples_needed(share: float) -> int:
 
 
 def percentile(samples: Sequence[float] | np.ndarray, share: float) -> Estimate:
-    """Return a percentile with its 95 % interval.
+    """Return a percentile with its 95 % confidence interval.
 
     Args:
-        samples: the samples. They must contain every request, also those that failed or timed out: see `latencies_of_requests`.
+        samples: latencies of all requests, including those that failed or timed out; see `latencies_of_requests`.
         share: the percentile as a share, such as 0.99.
 
     Raises:
@@ -59,8 +59,8 @@ def percentile(samples: Sequence[float] | np.ndarray, share: float) -> Estimate:
 
 
 def latencies_of_requests(seconds: Sequence[float], succeeded: Sequence[bool]) -> np.ndarray:
-    """Return one latency for each request. A request that failed has an infinite latency: its caller never got the answer.
+    """Return one latency for each request. It is infinite if the request failed, because its caller never got the answer.
 
-    Without it, the percentiles of a server that refuses every slow request would be excellent.
+    Otherwise, a server that refuses every slow request would have excellent percentiles.
     """
     return np.where(np.asarray(succeeded, dtype=bool), np.asarray(seconds, dtype=float), np.inf)

@@ -1,6 +1,7 @@
-"""Can a model be trained with 4-bit weights, or with 8-bit states of the optimizer?
+"""Can a model be trained with 4-bit weights, or with 8-bit optimizer states?
 
-- QLoRA: the base model is frozen in NF4, and adapters in float32 are trained. Its twin has the same adapters on its own weights.
+- QLoRA: the base model is frozen in NF4, and adapters in float32 are trained. Its twin trains the same adapters on the original
+  weights.
 - AdamW with 8-bit moments trains all parameters. Its twin is AdamW with float32 moments.
 
 Both members of a pair start from the same trained model and get the same batches of instruction rows.
@@ -53,22 +54,22 @@ LORA, QLORA, ADAMW, ADAMW_8BIT = "LoRA", "QLoRA", "AdamW", "8-bit AdamW"
 TWINS = {QLORA: LORA, ADAMW_8BIT: ADAMW}
 METRICS = metrics.METRICS
 BASE = Nf4(double=True)
-_SMALLEST_8BIT, _BLOCK, _TABLE_BYTES = 4096, 256, 256 * 4  # of bitsandbytes: smaller tensors have float32 moments
-_CLUSTER = 5  # steps whose losses are treated as one sample, because losses of neighbouring steps are correlated
+_SMALLEST_8BIT, _BLOCK, _TABLE_BYTES = 4096, 256, 256 * 4  # in bitsandbytes: smaller tensors have float32 moments
+_CLUSTER = 5  # number of consecutive steps whose losses are treated as one sample, because they are correlated
 _GPT2_VOCABULARY = 50257
 
 
 class QloraOptions(Options):
-    """Options of `qlora`.
+    """Options for the `qlora` experiment.
 
     Args:
         trained_model: name of a trained language model, see `hyperion.workloads.trained_models`.
-        sequence_length: largest number of tokens of an instruction row.
-        batch_size: rows of an optimizer step.
-        held_out_rows: held-out rows on which losses are compared. None uses all.
-        steps: optimizer steps of each variant, at least ten.
-        adapter_rate: largest learning rate of the adapters.
-        full_rate: largest learning rate if all parameters are trained.
+        sequence_length: largest number of tokens in an instruction row.
+        batch_size: number of rows in an optimizer step.
+        held_out_rows: number of held-out rows on which losses are compared. None uses all.
+        steps: number of optimizer steps of each variant, at least ten.
+        adapter_rate: peak learning rate for the adapters, reached after a warm-up over a tenth of the steps.
+        full_rate: peak learning rate if all parameters are trained, reached after the same warm-up.
     """
 
     trained_model: str
@@ -81,7 +82,7 @@ class QloraOptions(Options):
 
 
 def forecast(context: Context) -> list[Forecast]:
-    """Predict the bytes of the optimizer's state from the shapes of the parameters and the format of the moments."""
+    """Predict the size of the optimizer state from the shapes of the parameters and the format of the moments."""
     options = QloraOptions.of(context)
     sizes = _parameter_sizes(LANGUAGE_MODELS[options.trained_model])
     params = {"model": options.trained_model}
@@ -95,7 +96,7 @@ def forecast(context: Context) -> list[Forecast]:
 
 
 def run(context: Context, report: Report) -> Result:
-    """Train all four variants for the same steps. Without bitsandbytes, two of them have rows with the reason."""
+    """Train all four variants for the same number of steps. Without bitsandbytes, two of them get a row with the reason."""
     options = QloraOptions.of(context)
     trained = trained_language_model(context, options.trained_model)
     data = fine_tuning_data(
@@ -126,7 +127,7 @@ EXPERIMENT = Experiment(forecast, run, options=QloraOptions, data=(*TEXT, "instr
 
 
 def state_bytes(variant: str, sizes: Sequence[int]) -> int:
-    """Return the bytes of the state of an optimizer.
+    """Return the bytes of an optimizer state.
 
     Args:
         variant: `ADAMW` or `ADAMW_8BIT`.
@@ -136,24 +137,24 @@ def state_bytes(variant: str, sizes: Sequence[int]) -> int:
         return sum(8 * size + 4 for size in sizes)
     large = [size for size in sizes if size >= _SMALLEST_8BIT]
     moments = sum(2 * size + 2 * 4 * math.ceil(size / _BLOCK) for size in large)
-    # The tables of both moments exist once. Small parameters have float32 moments.
+    # The tables of both moments exist only once. Small parameters have float32 moments.
     return moments + sum(8 * size for size in sizes if size < _SMALLEST_8BIT) + (2 * _TABLE_BYTES if large else 0)
 
 
 @dataclass(frozen=True)
 class _Base:
-    """The frozen base of adapters.
+    """The frozen base model of adapters.
 
     Args:
-        model: transformers' model.
-        layers: its quantised layers; none if it has its original weights.
+        model: the transformers model.
+        layers: its quantised layers, or none if it has its original weights.
     """
 
     model: nn.Module
     layers: tuple[nn.Module, ...]
 
     def sha256(self) -> str:
-        """Return the hash of all frozen weights, and of the scales and tables of quantised weights."""
+        """Return the SHA-256 of all frozen weights, including the scales and tables of quantised weights."""
         digest = hashlib.sha256(frozen_sha256(self.model).encode())
         for layer in self.layers:
             for tensor in stored_tensors(layer):
@@ -164,7 +165,7 @@ class _Base:
 def _train(
     context: Context, options: QloraOptions, data: FineTuningData, variant: str, shared: dict
 ) -> tuple[list[float], list[Row]]:
-    """Train a variant. Return its loss of each step, and its rows."""
+    """Train a variant. Return the loss of each step, and its rows."""
     device, precision = context.device, choose_precision(context.device, "auto")
     adapters = variant in (LORA, QLORA)
     model = base_model(context, data, frozen_dtype(precision) if adapters else torch.float32)
@@ -173,11 +174,11 @@ def _train(
         names = list(replace_linears(model, BASE, device))
         layers = tuple(model.get_submodule(name) for name in names)
         for layer in layers:
-            # On CPUs with AVX512-BF16, an evaluation reorders the weights for a kernel that has no backward pass. Later training
+            # On CPUs with AVX512-BF16, evaluation reorders the weights for a kernel that has no backward pass. Later training
             # steps would use this kernel, and the layers below would get no gradient.
             own: Any = layer
             own.support_avx512bf16_for_cpu = False
-        # peft then chooses its adapter for the layers of bitsandbytes.
+        # peft then chooses its adapter for bitsandbytes layers.
         marked: Any = model
         marked.is_loaded_in_4bit = True
     base = _Base(model, layers)
@@ -217,9 +218,9 @@ def _optimizer(variant: str, model: nn.Module, rate: float) -> torch.optim.Optim
 def _byte_rows(
     context: Context, variant: str, model: nn.Module, optimizer: torch.optim.Optimizer, base: _Base, shared: dict
 ) -> list[Row]:
-    """Return the rows of the bytes of the optimizer's state and, with adapters on a quantised base, of the base's weights."""
+    """Return the rows with the bytes of the optimizer state and, for adapters on a quantised base, of the base weights."""
     sizes = [parameter.numel() for parameter in model.parameters() if parameter.requires_grad]
-    # A step count of torch is a tensor, that of bitsandbytes is a number.
+    # A step count is a tensor in torch, but a number in bitsandbytes.
     measured = bytes_of(state_of(model, optimizer)["optimizer state"])
     computed = state_bytes(ADAMW_8BIT if variant == ADAMW_8BIT else ADAMW, sizes)
     check = checked("bytes computed from shapes and format", abs(measured - computed), 0)
@@ -234,7 +235,7 @@ def _byte_rows(
 
 
 def _loss_row(context: Context, variant: str, dtype: str, step: int, scored: dict[str, float], shared: dict) -> Row:
-    """Return the row of the mean loss of a held-out completion token."""
+    """Return the row with the mean loss of a held-out completion token."""
     half = 1.96 * scored["standard_error_nats"]
     return context.row(
         variant,
@@ -251,14 +252,14 @@ def _loss_row(context: Context, variant: str, dtype: str, step: int, scored: dic
 
 
 def _difference_row(context: Context, variant: str, losses: np.ndarray, twin: np.ndarray, shared: dict) -> Row:
-    """Return the row of the mean difference of the training losses of a variant and its twin, over all steps."""
+    """Return the row with the mean difference between the training losses of a variant and its twin, over all steps."""
     mean = clustered_mean(losses - twin, np.arange(len(losses)) // _CLUSTER)
     params = shared["params"] | {"twin": TWINS[variant], "steps": len(losses)}
     return context.row(variant, "loss_difference_nats", mean, **(shared | {"params": params}))
 
 
 def _parameter_sizes(recipe: LanguageRecipe) -> list[int]:
-    """Return the number of elements of each parameter of a trained Llama, whose head is its embedding."""
+    """Return the number of elements of each parameter of a trained Llama whose head shares its weights with the embedding."""
     D, wide, key_width = recipe.width, recipe.mlp_width, recipe.width // recipe.heads * recipe.key_value_heads
     layer = [D * D, D * D, D * key_width, D * key_width, D * wide, D * wide, D * wide, D, D]
     return [(recipe.vocabulary or _GPT2_VOCABULARY) * D, *recipe.layers * layer, D]

@@ -1,6 +1,6 @@
-"""The difference between two models on the same data, with an interval.
+"""Differences between two models on the same data, with confidence intervals.
 
-Two models are compared in pairs: the same tokens, the same images. The difference has a far smaller interval than each value.
+Two models are compared in pairs, on the same tokens or images. The difference has a far smaller interval than each value.
 """
 
 import math
@@ -9,15 +9,15 @@ import numpy as np
 
 from hyperion.results import Estimate
 
-_NORMAL = 1.959964  # standard deviations in half of a 95 % interval of a normal distribution
+_NORMAL = 1.959964  # half of a 95 % interval of a normal distribution, in standard deviations
 
 
 def clustered_mean(values: np.ndarray, clusters: np.ndarray) -> Estimate:
-    """Return the mean of values with a 95 % interval that allows correlated values within a cluster.
+    """Return the mean of the values, with a 95 % confidence interval that allows for correlation within a cluster.
 
     Args:
         values: float [n].
-        clusters: number of the cluster of each value, int [n]. There are at least two clusters.
+        clusters: cluster number of each value, int [n]. There must be at least two clusters.
 
     Source: Cameron and Miller, A Practitioner's Guide to Cluster-Robust Inference, J. Human Resources 50 (2015) 317-372.
     """
@@ -37,15 +37,15 @@ def perplexity(losses: np.ndarray, windows: np.ndarray) -> Estimate:
 
 
 def perplexity_ratio(losses: np.ndarray, original: np.ndarray, windows: np.ndarray) -> Estimate:
-    """Return the perplexity over that of the original model: exp of the mean difference of the losses of the same tokens."""
+    """Return the perplexity relative to the original model: exp of the mean difference of the losses on the same tokens."""
     return clustered_mean(losses - original, windows).map(math.exp)
 
 
 def accuracy_difference(hits: np.ndarray, original: np.ndarray) -> Estimate:
-    """Return the accuracy minus that of the original model on the same images.
+    """Return the difference in accuracy of the quantised and the original model on the same images, with confidence interval.
 
-    The interval is that of Agresti and Min (2005, Statistics in Medicine 24, 729-740): half an image is added to each of the four
-    combinations of right and wrong. So the interval does not shrink to a point if both models classify every image alike.
+    The 95 % confidence interval is that of Agresti and Min (2005, Statistics in Medicine 24, 729-740): half an image is added to
+    each of the four combinations of right and wrong. So it does not shrink to a point if both models classify every image alike.
 
     Args:
         hits, original: whether each image is classified correctly, bool [n], by the quantised and by the original model.

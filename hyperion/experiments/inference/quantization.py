@@ -1,11 +1,12 @@
-"""How many bytes, how much quality and how much time do 8-bit and 4-bit weights cost or save?
+"""How do 8-bit and 4-bit weights change the size, the quality and the speed of a model?
 
-A trained language model and a trained classifier are quantised in each scheme that can run here. For each scheme, rows hold:
+A trained language model and a trained classifier are quantised with each scheme that can run here. For each scheme, the rows
+contain:
 
-- the error of each quantised layer against float64, with a bound from the distance between neighbouring values of the format;
+- the error of each quantised layer against float64, with a bound computed from the spacing of the format's values;
 - perplexity or accuracy relative to the original model on the same tokens or images;
-- bytes of the stored weights, which must equal the bytes computed from the format, and bytes of the file;
-- the time of a batch, in turn with the original model in the same runtime;
+- bytes of the stored weights, which must equal the bytes computed from the format, and size of the file;
+- the time of a batch, measured in turn with the original model in the same runtime;
 - the modules, operators and kernels that ran.
 """
 
@@ -52,12 +53,12 @@ _NO_TIME_LIMIT = "no limit: the work of a batch depends on the format"
 
 
 class QuantizationOptions(Options):
-    """Options of `quantization`.
+    """Options for the `quantization` experiment.
 
     Args:
         language_model, classifier: names of trained models, see `hyperion.workloads.trained_models`.
-        dtype: number format of the original language model in PyTorch, and of the inputs of its quantised layers.
-        batch_size: windows or images of a timed batch.
+        dtype: number format of the original language model in PyTorch, and of the inputs to its quantised layers.
+        batch_size: number of windows or images in a timed batch.
         time_limit_s: seconds of timing for each variant.
     """
 
@@ -69,7 +70,7 @@ class QuantizationOptions(Options):
 
 
 def forecast(context: Context) -> list[Forecast]:
-    """Predict the bytes of the weights of each scheme from the shapes of the model and the format alone."""
+    """Predict the bytes of each scheme's weights from the dimensions of the model and the format alone."""
     options = QuantizationOptions.of(context)
     recipe = LANGUAGE_MODELS[options.language_model]
     head = recipe.width // recipe.heads
@@ -105,7 +106,7 @@ def forecast(context: Context) -> list[Forecast]:
 
 
 def run(context: Context, report: Report) -> Result:
-    """Quantise both models in every scheme. A scheme that cannot run here has rows with the reason."""
+    """Quantise both models with every scheme. A scheme that cannot run here has rows with the reason."""
     options = QuantizationOptions.of(context)
     report(0, len(SCHEMES) + 2, "trained models")
     language = trained_language_model(context, options.language_model)
@@ -127,11 +128,11 @@ Found = tuple[list[Row], list[pd.DataFrame]]
 
 @dataclass(frozen=True)
 class _Material:
-    """A trained model with the scores of the original.
+    """A trained model in a runtime, with functions that score and time its variants and return their rows.
 
     Args:
         context: context of the experiment.
-        options: its options.
+        options: options of the experiment.
         trained: the trained model.
         runtime: `EAGER` or `ORT`.
         device: device of the runtime.
@@ -147,12 +148,12 @@ class _Material:
 
     @property
     def shared(self) -> dict:
-        """Columns of all rows."""
+        """Columns that all rows share."""
         params = {"model": self.trained.name, "runtime": self.runtime}
         return {"dtype": self.dtype, "params": params, "data_source": self.trained.source}
 
     def columns(self, dtype: str = "", **params) -> dict:
-        """Return `shared` with another number format and further params."""
+        """Return `shared` with another number format and additional params."""
         return self.shared | {"dtype": dtype or self.dtype, "params": self.shared["params"] | params}
 
     def batch(self) -> Tensor:
@@ -164,7 +165,7 @@ class _Material:
         return self.trained.score(call, self.device, self.options.batch_size)
 
     def quality_rows(self, name: str, dtype: str, scores: Scores, original: Scores) -> list[Row]:
-        """Return the row of perplexity or accuracy. That of a quantised model is relative to the original."""
+        """Return the row with perplexity or accuracy. For a quantised model, it is relative to the original."""
         windows, columns = self._windows(), self.columns(dtype)
         no_limit = {"limit": None, "limit_source": "no limit: real data have an unknown best value"}
         if self.trained.kind == "language":
@@ -183,7 +184,7 @@ class _Material:
         return [row]
 
     def _windows(self) -> np.ndarray:
-        """Return the number of the window of each scored token."""
+        """Return the window number of each scored token, or for a classifier the number of each image."""
         targets = self.trained.held_out(self.device)[1]
         if targets.dim() == 1:
             return np.arange(len(targets))
@@ -194,7 +195,7 @@ class _Material:
         """Time variants in turn. Return their times and their speed-ups over the original.
 
         Args:
-            calls: (number format, function) of each variant. One of them is the original.
+            calls: (number format, function) by name of the variant. One of them is the original.
         """
         functions = [call for _, call in calls.values()]
         limit_s = self.options.time_limit_s * len(calls)
@@ -210,7 +211,7 @@ class _Material:
         return rows, frames
 
     def byte_rows(self, name: str, dtype: str, stored: int, computed: int, path: Path) -> list[Row]:
-        """Return the rows of the bytes of the quantised weights, and of the whole model on disk."""
+        """Return the rows with the bytes of the quantised weights, and with the size of the whole model on disk."""
         check = checked("bytes computed from the format", abs(stored - computed), 0)
         return [
             self.context.row(name, "weight_bytes", stored, **self.columns(dtype), **check),
@@ -256,9 +257,9 @@ def _language_in_torch(context: Context, options: QuantizationOptions, trained: 
 def _scheme_rows(
     material: _Material, scheme: Scheme, model: nn.Module, originals: dict[str, Tensor], original: Scores, folder: Path
 ) -> list[Row]:
-    """Return the rows of a quantised language model, except those of its time."""
+    """Return the rows of a quantised language model, except those with its time."""
     layers = {name: model.get_submodule(name) for name in originals}
-    # Before the first call, in which bitsandbytes moves tensors to other places.
+    # Save before the first call, in which bitsandbytes moves tensors.
     path = _save(model, folder / "quantised.safetensors")
     computed = sum(scheme.weight_bytes(*weight.shape) for weight in originals.values())
     rows = material.byte_rows(scheme.name, scheme.dtype, weight_bytes_of(layers.values()), computed, path)
@@ -277,7 +278,7 @@ def _scheme_rows(
 def _error_rows(
     material: _Material, scheme: Scheme, model: nn.Module, layers: dict[str, nn.Module], originals: dict[str, Tensor]
 ) -> list[Row]:
-    """Compare every quantised layer with float64, on the inputs that it gets inside of the model."""
+    """Compare every quantised layer with float64, on the inputs that it gets in the model."""
     seen: dict[str, tuple[Tensor, Tensor]] = {}
 
     def remember(name: str) -> Callable[..., None]:
@@ -310,7 +311,7 @@ def _error_rows(
 
 
 def _in_onnx(context: Context, options: QuantizationOptions, trained: TrainedModel) -> Found:
-    """Return the rows of a model in the CPU provider of ONNX Runtime: the original, and both kinds of int8."""
+    """Return the rows of a model with ONNX Runtime's CPU provider: of the original, and of both kinds of int8."""
     material = _Material(context, options, trained, ORT, detect_cpu(), "fp32")
     if reason := onnx_int8.why_no_onnx():
         columns = material.columns("int8")
@@ -348,7 +349,7 @@ def _in_onnx(context: Context, options: QuantizationOptions, trained: TrainedMod
 
 
 def _onnx_error_rows(material: _Material, model: nn.Module, folder: Path, threads: int) -> list[Row]:
-    """Compare one layer, exported and quantised alone, with float64, on inputs that it gets inside of the model."""
+    """Compare one layer, exported and quantised alone, with float64, on inputs that it gets in the model."""
     layer = _probed_layer(model)
     captured: list[Tensor] = []
     handle = layer.register_forward_pre_hook(lambda module, inputs: captured.append(inputs[0].detach().clone()))
@@ -395,14 +396,14 @@ def _product_of(layer: Any) -> Callable[[Tensor, Tensor], Tensor]:
 
 
 def _products(model: nn.Module) -> Iterator[Tensor]:
-    """Yield the weights of the layers that are quantised: all, except the head of a language model."""
+    """Yield the weights of the layers that are quantised: all except the head of a language model."""
     for name, module in model.named_modules():
         if isinstance(module, nn.Linear | nn.Conv2d) and not name.endswith("lm_head"):
             yield module.weight
 
 
 def _save(model: nn.Module, path: Path) -> Path:
-    """Write all tensors of a model into a file, a tensor with two names once. Return the path."""
+    """Write all tensors of a model to a file, and return its path. A tensor with two names is written once."""
     tensors: dict[tuple, tuple[str, Tensor]] = {}
     for name, tensor in model.state_dict().items():
         if isinstance(tensor, Tensor):

@@ -1,7 +1,7 @@
-"""Linear layers with quantised weights: how each format stores them, how many bytes that takes, and how large its error can be.
+"""Linear layers with quantised weights: how each format stores them, how many bytes they take, and how large their error can be.
 
-A format replaces a weight by an integer or by a short code, and by scales. Its error is at most half of the distance between two
-neighbouring values. From this follows a bound for the error of each element of a layer's output.
+A format replaces a weight by an integer or by a short code, and by scales. Its error is at most half the distance between two
+neighbouring values. From this follows a bound on the error of each element of a layer's output.
 
 Shape suffixes: N outputs, K inputs, M rows of the input, G groups of inputs that share a scale.
 """
@@ -22,18 +22,18 @@ from hyperion.errors import HyperionError
 from hyperion.hardware import Device, fp8_format
 from hyperion.measure import FORMATS, bytes_of
 
-GROUP = 32  # inputs that share a scale in the int4 format
-NF4_BLOCK, NESTED_BLOCK = 64, 256  # weights, and scales, that share a scale in bitsandbytes
+GROUP = 32  # number of inputs that share a scale in the int4 format
+NF4_BLOCK, NESTED_BLOCK = 64, 256  # number of weights, and of scales, that share a scale in bitsandbytes
 _INT8, _INT4 = 127.0, 7.0
-_TINY = torch.finfo(torch.float32).tiny  # smallest scale, for a group of zeros
+_TINY = torch.finfo(torch.float32).tiny  # smallest scale, used for a group of zeros
 _SCALE_ROUNDING = (
     2.0**-15
-)  # a scale in float32 is off by 2^-24 of itself, so a value of 127 scales is off by 2^-16 of half a step
-_CODE_BYTES, _NESTED_CODE_BYTES, _OFFSET_BYTES = 16 * 4, 256 * 4, 4  # tables of bitsandbytes, float32
+)  # a float32 scale has a relative error of 2^-24, so a value of 127 scales is off by 2^-16 of half a step
+_CODE_BYTES, _NESTED_CODE_BYTES, _OFFSET_BYTES = 16 * 4, 256 * 4, 4  # sizes of bitsandbytes' float32 tables
 
 
 def pack_int4(values_NK: Tensor) -> Tensor:
-    """Return two 4-bit integers in each byte. The first value of a pair is in the upper four bits, as in bitsandbytes.
+    """Pack two 4-bit integers into each byte. The first value of a pair is in the upper four bits, as in bitsandbytes.
 
     Args:
         values_NK: integers from -8 to 7. K is even.
@@ -65,7 +65,7 @@ class Int8Linear(nn.Module):
         self.register_buffer("scale_N", scale_N)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the outputs in the dtype of x. The scale is applied to the product, so the weights need no copy in float32."""
+        """Return the outputs in the dtype of x. The product is scaled, so no float32 copy of the weights is needed."""
         return (F.linear(x, self.q_NK.to(x.dtype)) * self.scale_N).to(x.dtype)
 
     def weight(self) -> Tensor:
@@ -99,12 +99,12 @@ class Int4Linear(nn.Module):
 
 
 class Fp8Linear(nn.Module):
-    """Linear layer with fp8 weights and inputs, multiplied by `torch._scaled_mm` in the fp8 units of the device.
+    """Linear layer with fp8 weights and inputs, multiplied by `torch._scaled_mm` on the device's fp8 units.
 
     Args:
         weight_NK: the weights. N and K are multiples of 16.
         storage: the fp8 format of the device.
-        by_row: whether each output and each row of the input has its own scale. Otherwise each tensor has one scale.
+        by_row: if True, each output and each row of the input has its own scale. Otherwise, each tensor has a single scale.
     """
 
     q_NK: Tensor
@@ -137,7 +137,7 @@ class Fp8Linear(nn.Module):
 
 
 class Scheme(ABC):
-    """One way to quantise linear layers.
+    """A way to quantise linear layers.
 
     Attributes:
         name: name of the variant in rows.
@@ -148,7 +148,7 @@ class Scheme(ABC):
     dtype: ClassVar[str]
 
     def why_absent(self, device: Device) -> str:
-        """Return the reason why the scheme cannot run on a device, or ""."""
+        """Return why the scheme cannot run on a device, or "" if it can."""
         return ""
 
     @abstractmethod
@@ -157,20 +157,20 @@ class Scheme(ABC):
 
     @abstractmethod
     def weight_bytes(self, n: int, k: int) -> int:
-        """Return the bytes of a stored weight [N, K] with its scales, from the format alone."""
+        """Return the bytes of a stored weight of shape [N, K] and its scales, computed from the format alone."""
 
     @abstractmethod
     def weight_error(self, weight_NK: Tensor) -> Tensor:
-        """Return a bound for the error of each stored weight, in float64 and of the shape of the weight."""
+        """Return a bound on the error of each stored weight, in float64, with the shape of the weight."""
 
     def input_error(self, x_MK: Tensor) -> Tensor:
-        """Return a bound for the error of each input of the product. It is 0 if the inputs are not quantised."""
+        """Return a bound on the error of each input to the product. It is 0 if the inputs are not quantised."""
         return torch.zeros_like(x_MK, dtype=torch.float64)
 
     def roundoff(self, k: int, dtype: torch.dtype) -> float:
-        """Return a bound for the rounding errors of a product of K terms, relative to the sum of the magnitudes of its terms.
+        """Return a bound on the rounding errors of a product of K terms, relative to the sum of the magnitudes of its terms.
 
-        With a float32 sum and one rounding of inputs, weights and output to `dtype`: three units and K units of float32.
+        It is 1.5 eps of `dtype` for one rounding each of inputs, weights and output, plus K eps of float32 for the sum.
         """
         return 1.5 * torch.finfo(dtype).eps + k * torch.finfo(torch.float32).eps
 
@@ -207,10 +207,10 @@ class Int4WeightOnly(Scheme):
 
 
 class Fp8(Scheme):
-    """fp8 weights and inputs with 3 bits of mantissa (e4m3).
+    """fp8 weights and inputs with 3 mantissa bits (e4m3).
 
     Args:
-        by_row: whether each row has its own scale.
+        by_row: if True, each row has its own scale.
     """
 
     dtype = "fp8"
@@ -218,8 +218,8 @@ class Fp8(Scheme):
     def __init__(self, by_row: bool):
         self.by_row = by_row
         self.name = "fp8, a scale for each row" if by_row else "fp8, a scale for each tensor"  # pyright: ignore[reportAttributeAccessIssue]
-        # The bound is the same for the OCP and the fnuz format: both have 3 bits of mantissa. The OCP format has the larger
-        # smallest number relative to its maximum, so its bound is the larger one.
+        # The bound holds for the OCP and the fnuz format: both have 3 mantissa bits. The smallest number of the OCP format is
+        # larger relative to its maximum, so its bound is the larger one.
         self._info = torch.finfo(torch.float8_e4m3fn)
 
     def why_absent(self, device: Device) -> str:
@@ -239,7 +239,7 @@ class Fp8(Scheme):
         return self._error(x_MK)
 
     def _error(self, values: Tensor) -> Tensor:
-        """Half of the distance between neighbouring values: relative for normal numbers, absolute below the smallest one."""
+        """Return half the distance between neighbouring values: relative for normal numbers, absolute for subnormal numbers."""
         magnitudes, info = values.double().abs(), self._info
         absmax = magnitudes.amax(1, keepdim=True) if self.by_row else magnitudes.amax()
         smallest = info.tiny * info.eps / 2 * absmax / info.max
@@ -251,7 +251,7 @@ class Fp8(Scheme):
 
 
 def why_no_bitsandbytes(device: Device) -> str:
-    """Return the reason why bitsandbytes cannot be used here, or ""."""
+    """Return why bitsandbytes cannot be used here, or "" if it can."""
     if importlib.util.find_spec("bitsandbytes") is None:
         return "unavailable: bitsandbytes is not installed; next step: pip install bitsandbytes"
     try:
@@ -264,7 +264,7 @@ def why_no_bitsandbytes(device: Device) -> str:
 
 
 def bitsandbytes_library() -> Any:
-    """Import bitsandbytes, which takes seconds and is optional. Its stubs do not know its layers, so its type is Any."""
+    """Import bitsandbytes, which takes seconds and is optional. The type is Any, because its stubs do not contain its layers."""
     return importlib.import_module("bitsandbytes")
 
 
@@ -284,7 +284,7 @@ class LlmInt8(Scheme):
         bnb = bitsandbytes_library()
         n, k = weight_NK.shape
         layer = bnb.nn.Linear8bitLt(k, n, bias=False, has_fp16_weights=False, threshold=self._OUTLIER)
-        # Weights are quantised when they move to a device, also when they move from the CPU to the CPU.
+        # Weights are quantised when they are moved to a device, even from the CPU to the CPU.
         layer.weight = bnb.nn.Int8Params(weight_NK.cpu(), requires_grad=False, has_fp16_weights=False)
         return layer.to(device.torch_device)
 
@@ -307,11 +307,11 @@ class LlmInt8(Scheme):
 class Nf4(Scheme):
     """NF4 of bitsandbytes: 16 values at the quantiles of a normal distribution, with a scale for each block of 64 weights.
 
-    With double quantisation, the scales themselves are stored with 8 bits in blocks of 256.
+    With double quantisation, the scales themselves are stored with 8 bits, in blocks of 256.
     Source: Dettmers et al. 2023, arXiv 2305.14314.
 
     Args:
-        double: whether scales are quantised, too.
+        double: if True, the scales are quantised too.
     """
 
     dtype = "nf4"
@@ -342,8 +342,8 @@ class Nf4(Scheme):
         absmax = weight_NK.double().flatten().unflatten(0, (-1, NF4_BLOCK)).abs().amax(1)
         error = absmax * _largest_gap(_nf4_code()) / 2
         if self.double:
-            # Scales minus their mean are stored with the codes of an 8-bit table. An error of a scale is multiplied by a code
-            # of magnitude 1 at most.
+            # Scales minus their mean are stored as codes of an 8-bit table. The error of a scale is multiplied by a code of
+            # magnitude at most 1.
             centred = absmax - absmax.mean()
             nested = F.pad(centred, (0, -len(centred) % NESTED_BLOCK)).unflatten(0, (-1, NESTED_BLOCK)).abs().amax(1)
             gaps = nested * _largest_gap(_nested_code()) / 2
@@ -371,9 +371,9 @@ def _nested_code() -> Tensor:
 
 
 def _largest_gap(code: Tensor) -> float:
-    """Return the largest distance between neighbouring values of a table. Values outside of the table have the same error."""
+    """Return the largest distance between neighbouring values of a table, including the distances to the ends of [-1, 1]."""
     values = code.sort().values
-    # A table that does not reach -1 or 1 rounds -1 or 1 to its last value, as if the gap were twice as large.
+    # If a table does not reach -1 or 1, these are rounded to its last value, as if the gap were twice as large.
     ends = 2 * (1 - min(abs(values[0].item()), values[-1].item()))
     return max(values.diff().max().item(), ends)
 
@@ -393,7 +393,7 @@ def stored_tensors(layer: nn.Module) -> list[Tensor]:
 def represented_weight(layer: nn.Module) -> Tensor:
     """Return the weights [N, K] that the stored values of a quantised layer represent, computed in float64 by this library.
 
-    The stored bytes of bitsandbytes are decoded here, and not by bitsandbytes, so that its kernels are verified.
+    This library decodes the stored bytes of bitsandbytes itself, so that the kernels of bitsandbytes are verified.
     """
     module: Any = layer
     if isinstance(layer, Int8Linear | Int4Linear | Fp8Linear):
@@ -411,24 +411,24 @@ def represented_weight(layer: nn.Module) -> Tensor:
 
 
 def _row_scales(layer: Any) -> Tensor:
-    """Return the scales of a layer of LLM.int8(), which its first call moves from the weight to its state."""
+    """Return the scales of an LLM.int8() layer. Its first call moves them from the weight to its state."""
     return layer.weight.SCB if layer.weight.SCB is not None else layer.state.SCB
 
 
 def replace_linears(model: nn.Module, scheme: Scheme, device: Device, within: str = "layers") -> dict[str, Tensor]:
-    """Quantise the linear layers of the blocks of a model in place. The embedding and the head stay as they are.
+    """Quantise the linear layers in the blocks of a model in place. The embedding and the head are not changed.
 
     Args:
         model: the model.
-        scheme: how to quantise.
+        scheme: quantisation scheme.
         device: device of the model.
-        within: name of the list of blocks.
+        within: name of the list that contains the blocks.
 
     Returns:
-        The original weights by the names of the layers.
+        The original weights, by the names of their layers.
 
     Raises:
-        HyperionError: no linear layer is in a block, or a layer has a bias.
+        HyperionError: the blocks contain no linear layer, or a layer has a bias.
     """
     linears = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear) and f".{within}." in name}
     if not linears or any(module.bias is not None for module in linears.values()):
@@ -445,15 +445,15 @@ def replace_linears(model: nn.Module, scheme: Scheme, device: Device, within: st
 def output_bound(
     product: Callable[[Tensor, Tensor], Tensor], x: Tensor, weight: Tensor, dx: Tensor, dw: Tensor, roundoff: float
 ) -> Tensor:
-    """Return a bound for the error of each element of product(x, weight), for a product that is linear in both arguments.
+    """Return a bound on the error of each element of product(x, weight), for a product that is linear in both arguments.
 
     |y' - y| <= |x| dw + dx |w| + dx dw + roundoff (|x| + dx) (|w| + dw), in float64.
 
     Args:
         product: the layer as a function of input and weight, such as `torch.nn.functional.linear`.
         x, weight: input and weight.
-        dx, dw: bounds of their errors.
-        roundoff: bound of the rounding errors of the product, relative to the sum of the magnitudes of its terms.
+        dx, dw: bounds on their errors.
+        roundoff: bound on the rounding errors of the product, relative to the sum of the magnitudes of its terms.
     """
     x, weight = x.double().abs(), weight.double().abs()
     exact, disturbed = product(x, weight), product(x + dx, weight + dw)
@@ -461,11 +461,11 @@ def output_bound(
 
 
 def layer_error(scheme: Scheme, weight_NK: Tensor, layer: nn.Module, x: Tensor, y: Tensor) -> tuple[float, float, float]:
-    """Compare a quantised layer with float64.
+    """Compare a quantised layer with a float64 layer with the original weights.
 
     Returns:
-        (relative Frobenius error of the output, largest error of a stored weight over its bound, largest error of an output
-        over its bound).
+        (relative Frobenius error of the output, largest ratio of a stored weight's error to its bound, largest ratio of an output
+        element's error to its bound).
     """
     x_MK, y_MN = x.flatten(0, -2), y.flatten(0, -2).double()
     dw = scheme.weight_error(weight_NK)
@@ -477,14 +477,14 @@ def layer_error(scheme: Scheme, weight_NK: Tensor, layer: nn.Module, x: Tensor, 
 
 
 def _largest_ratio(errors: Tensor, bounds: Tensor) -> float:
-    """Return the largest error over its bound. NaN stays NaN, and an error of 0 is within a bound of 0."""
+    """Return the largest ratio of an error to its bound. NaN stays NaN, and an error of 0 is within a bound of 0."""
     return (errors / (bounds * (1 + _SCALE_ROUNDING)).clamp_min(torch.finfo(torch.float64).tiny)).max().item()
 
 
 def what_ran(call: Callable[[], object], device: Device) -> str:
     """Call a function once under the profiler. Return its longest kernel, or on a CPU its longest operator.
 
-    On a CPU, an operator of bitsandbytes is named rather than a longer operator of PyTorch around it.
+    On a CPU, an operator of bitsandbytes takes precedence over a longer PyTorch operator that contains it.
     """
     gpu = device.kind != "cpu"
     with profile(activities=[ProfilerActivity.CUDA if gpu else ProfilerActivity.CPU]) as watch:

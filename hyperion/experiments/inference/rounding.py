@@ -1,27 +1,27 @@
-"""Compare a function in a number format with float64. The tolerance is derived from the function and its inputs.
+"""Compare a function in a number format with float64, with a tolerance derived from the function and its inputs.
 
-Rounding to a format with the unit roundoff u changes a number x to x·(1 + δ) with |δ| ≤ u. A stable algorithm returns
-what it would return, without rounding, for inputs that are changed by a few u. So the float64 reference is computed again for
-changed inputs:
+Rounding to a format with the unit roundoff u changes a number x to x·(1 + δ) with |δ| ≤ u. A stable algorithm returns what exact
+arithmetic would return for inputs that are changed by a few u. So the float64 reference is computed again for changed inputs:
 
     tolerance of an element = MARGIN · (1 + √n · v/u) · (a + u · (b + c)) + underflow
 
-- a is the largest change of the element if each input is changed at random by up to u. It is large where terms cancel. It also
+- a is the largest change of the element when every input is changed at random by up to u. It is large where terms cancel. It also
   covers ties (two equal numbers, of which a sort may take either) and steps of the function.
-- b is the largest element of the exact tensor. Results of intermediate steps are about as large, and are rounded too.
-- c is the largest change of an element if each input is changed by up to the unit roundoff of float64, 2⁻⁵³, divided by 2⁻⁵³.
+- b is the largest element of the exact tensor. Intermediate results are about as large, and are rounded too.
+- c is the largest change of an element when every input is changed by up to 2⁻⁵³, the unit roundoff of float64, divided by 2⁻⁵³.
   This is the rounding error of the float64 kernel itself in units of its roundoff. It is large where a kernel computes a small
-  number as the difference of two large ones. A kernel of the same formula in a smaller format has the same error in units of u.
+  number as the difference of two large ones. In a smaller format, a kernel with the same formula has the same error in units of
+  u.
 - √n · v/u accounts for sums. n is the number of elements of the largest tensor, which bounds the number of terms. v is the unit
   roundoff of the accumulator: that of float32 for 16-bit formats. Rounding errors with random signs grow with √n (Higham and
   Mary, A new approach to probabilistic rounding error analysis, 2019).
 - MARGIN allows for the roundings of intermediate results.
 
-A gradient is checked in the same way. The gradient of the output is then one more input.
+A gradient is checked in the same way, with the gradient of the output as an additional input.
 
 False alarms: with 15 seeds on a CPU, all 42,795 comparisons of the operators and layers in `operator_checks` without a known gap
-stayed within the tolerance. Missed errors: an error below about 30 u of the largest element of a tensor is not found
-(in float32, √n times more). TF32 instead of float32, or a sum in 16 bits instead of float32, is found.
+stayed within the tolerance. Missed errors: an error below about 30 u of the largest element of a tensor is not detected (in
+float32, √n times more). TF32 instead of float32, or a sum in 16 bits instead of float32, is detected.
 """
 
 import math
@@ -34,8 +34,8 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 MARGIN = 8.0
-# A gradient below this share of the gradient of the output is 0 in exact arithmetic, or nearly, because large terms cancel. An
-# example is the layer norm of a single number. Its rounding errors have no scale, so the check is only that it is finite.
+# A gradient below this share of the gradient of the output is 0 or nearly 0 in exact arithmetic, because large terms cancel. An
+# example is the layer norm of a single number. Its rounding errors have no scale, so it is only checked to be finite.
 _VANISHING = 1e-5
 _FLOAT64_UNIT = 2.0**-53
 _FLOAT32_UNIT = 2.0**-24
@@ -46,9 +46,9 @@ class Case:
     """A call of a function.
 
     Args:
-        function: the function. It returns a tensor or a structure of tensors.
+        function: the function, which returns a tensor or a structure of tensors.
         args, kwargs: its arguments. Tensors that require a gradient are the inputs of the backward pass.
-        in_storage: whether sums are accumulated in the format of the tensors and not in float32. This is so where several
+        in_storage: if True, sums are accumulated in the dtype of the tensors instead of float32. This is the case where several
             threads of a GPU add to the same element in memory.
     """
 
@@ -66,10 +66,10 @@ def forward_backward(function: Callable, leaves: list, structure: Any, cotangent
 
     Args:
         function: the function.
-        leaves, structure: its arguments, as `tree_flatten((args, kwargs))` returns them.
-        cotangents: gradients of the outputs, one for each differentiable output. None for random numbers. If their shapes are not
-            those of the outputs, there are no gradients of the inputs.
-        seed: seed of these random numbers.
+        leaves, structure: its arguments, as returned by `tree_flatten((args, kwargs))`.
+        cotangents: gradients of the outputs, one for each differentiable output. If None, they are random numbers. If their
+            shapes differ from those of the outputs, no gradients of the inputs are computed.
+        seed: seed of the random gradients of the outputs.
     """
     args, kwargs = tree_unflatten(leaves, structure)
     tensors = [one for one in tree_flatten(function(*args, **kwargs))[0] if isinstance(one, Tensor)]
@@ -91,21 +91,21 @@ def forward_backward(function: Callable, leaves: list, structure: Any, cotangent
 def errors_over_tolerance(
     case: Case, dtype: torch.dtype, seed: int, probes: int, compute: Callable[..., Derivatives] = forward_backward
 ) -> dict[str, float]:
-    """Return the largest error of the outputs and of the gradients of a call, divided by the tolerance of the element.
+    """Return the largest ratio of an error to the tolerance of the element, for the outputs and for the gradients of a call.
 
-    The reference is computed in float64 on the CPU from the same numbers. Integers and truth values must be equal, except where a
-    changed input changes them too. Exact values beyond the largest number of the format are not compared, and neither
-    are gradients of outputs with such values.
+    The reference is computed in float64 on the CPU from the same values. Integers and booleans must be equal, except where a
+    changed input changes them too. Exact values beyond the largest number of the format are not compared, and with such outputs
+    no gradients are compared.
 
     Args:
         case: the call, with tensors of `dtype` on the device to be tested.
         dtype: number format that is tested.
-        seed: seed of the gradient of the output and of the random changes.
-        probes: number of changed references of each of the two kinds.
-        compute: function that computes the tested result, with the arguments of `forward_backward`.
+        seed: seed of the gradients of the outputs and of the random changes of the inputs.
+        probes: number of references with changed inputs, for each of the two sizes of change, u and 2⁻⁵³.
+        compute: function that computes the tested result. It takes the arguments of `forward_backward`.
 
     Returns:
-        {"forward": ratio, "backward": ratio}, without "backward" if the call has no gradient. A ratio of at most 1 passes. It is
+        {"forward": ratio, "backward": ratio}, without "backward" if no gradients are compared. A ratio of at most 1 passes. It is
         infinite for outputs of another shape.
     """
     leaves, structure = tree_flatten((case.args, case.kwargs))
@@ -126,7 +126,7 @@ def errors_over_tolerance(
     accumulator = unit if case.in_storage else min(unit, _FLOAT32_UNIT)
     factor = MARGIN * (1 + math.sqrt(max(sizes, default=1)) * accumulator / unit)
     given = max((one.abs().max().item() for one in cotangents if one.numel()), default=0.0)
-    # A gradient at an output that is beyond the range of the format is not a number that could be compared.
+    # If an output is beyond the range of the format, its gradient cannot be compared.
     largest = torch.finfo(dtype).max
     overflows = any(_largest(one) > largest for one in exact[0] if one.is_floating_point())
     ratios = {}
@@ -166,7 +166,7 @@ def _worst(
     factor: float,
     vanishing: float,
 ) -> float:
-    """Return the largest error of an element, divided by its tolerance. It is infinite if a number should be there and is not."""
+    """Return the largest ratio of an element's error to its tolerance, or infinity if an expected finite value is missing."""
     tested = tested.detach().cpu()
     if not tested.numel():
         return 0.0
@@ -177,11 +177,11 @@ def _worst(
     if _largest(exact) < vanishing and exact.isfinite().all():
         return 0.0 if result.isfinite().all() else math.inf
     change = torch.stack([(one - exact).abs() for one in rounded]).amax(0)
-    # Where a changed input leaves the domain of the function, the change bounds nothing.
+    # Where a changed input leaves the domain of the function, the change is not a bound.
     change = torch.where(change.isnan() & ~exact.isnan(), math.inf, change)
     noise = _largest(torch.stack([one - exact for one in noisy])) / _FLOAT64_UNIT
     size = min(_largest(exact), info.max)
-    # Numbers below the smallest normal number lose digits, and devices may replace them by 0. For fp16 they lose digits only.
+    # Numbers below the smallest normal number lose digits, and devices may replace them by 0. In fp16, they only lose digits.
     underflow = info.smallest_normal * (info.eps if tested.dtype == torch.float16 else 1.0)
     tolerance = factor * (change + unit * (size + noise)) + underflow
     beyond = (exact.abs() > info.max) & ~result.isfinite()
@@ -191,6 +191,6 @@ def _worst(
 
 
 def _largest(tensor: Tensor) -> float:
-    """Return the largest absolute value among the finite elements, or 0 if there is none."""
+    """Return the largest absolute value of the finite elements, or 0 if there are none."""
     finite = tensor[tensor.isfinite()].abs()
     return finite.max().item() if finite.numel() else 0.0

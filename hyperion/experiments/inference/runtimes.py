@@ -1,14 +1,15 @@
-"""How fast and how exact is a trained model in each runtime?
+"""How fast and how accurate is a trained model in each runtime?
 
-The trained language model and the trained classifier run in PyTorch eager, compiled and as a captured graph, in AOTInductor, in
-ONNX Runtime and in MIGraphX. For each runtime, rows hold:
+The trained language model and the trained classifier run in PyTorch (eager, compiled and as a captured graph), in AOTInductor, in
+ONNX Runtime and in MIGraphX. For each runtime, the rows contain:
 
-- the error of the logits against float64, and against PyTorch eager, with a tolerance from the rounding of the products;
+- the error of the logits against float64 and against PyTorch eager, with a tolerance computed from the rounding of the products;
 - perplexity or accuracy on the held-out data, relative to the float32 model in eager mode on the same tokens or images;
-- percentiles of the latency of one example, the speed-up over eager, and the rate of the best batch, which a search finds;
-- seconds of export and compilation, bytes of the file, and kernels launched per call.
+- percentiles of the latency for one example, the speed-up over eager, and the throughput of the best batch size found by a
+  search;
+- times of export and compilation, size of the file, and number of kernels launched per call.
 
-The work of a language model is one forward pass over windows of tokens. Chapter 2.12's `decode_speed` measures single tokens.
+For the language model, a call is one forward pass over windows of tokens. Chapter 2.12's `decode_speed` measures single tokens.
 """
 
 import copy
@@ -73,19 +74,19 @@ HOST_BOUND_SHARE = 0.5
 _LATENCY_EXAMPLES = 1
 Found = tuple[list[Row], list[pd.DataFrame]]
 _LEFT_OUT = "left out: a compilation takes longer than all other measurements, and the profile does not ask for this one"
-_COMPARED = 8  # examples whose logits are compared with float64
+_COMPARED = 8  # number of examples whose logits are compared with float64
 
 
 class RuntimesOptions(Options):
-    """Options of `runtimes`.
+    """Options for the `runtimes` experiment.
 
     Args:
         language_model, classifier: names of trained models, see `hyperion.workloads.trained_models`.
-        dtype: number format of PyTorch's runtimes. ONNX Runtime and MIGraphX run the float32 graph.
-        batches: batch sizes among which the search finds the best one.
-        compiled_batches: batch sizes for which torch.compile compiles the model, and among which it is searched. They include 1.
-        left_out: runtimes that the profile does not ask for, by kind of model: "language" or "classifier". Their rows say so.
-        latency_samples: calls for the percentiles of the latency. The 99th percentile needs at least 368.
+        dtype: number format for PyTorch's runtimes. ONNX Runtime and MIGraphX run the float32 graph.
+        batches: batch sizes that the search for the best one tries.
+        compiled_batches: batch sizes for which torch.compile compiles the model, and which its search tries. They include 1.
+        left_out: runtimes that the profile skips, by kind of model: "language" or "classifier". Their rows contain this reason.
+        latency_samples: number of calls for the latency percentiles. The 99th percentile needs at least 368.
         time_limit_s: seconds of timing for each comparison.
         windows, images: largest number of windows and of images that are scored. None scores all.
     """
@@ -102,16 +103,16 @@ class RuntimesOptions(Options):
     images: int | None = None
 
     def why_absent(self, kind: str, runtime: str, device: Device) -> str:
-        """Return the reason why a runtime of a kind of model is not measured, or ""."""
+        """Return why a runtime is not measured for a kind of model, or "" if it is."""
         return _LEFT_OUT if runtime in self.left_out.get(kind, ()) else why_absent(runtime, device)
 
     def records(self, kind: str) -> int | None:
-        """Return the number of windows or of images that are scored."""
+        """Return the number of windows or of images that are scored, or None for all."""
         return self.windows if kind == LANGUAGE else self.images
 
 
 def forecast(context: Context) -> list[Forecast]:
-    """Predict that no runtime changes the perplexity or the accuracy. The reader guesses the first one."""
+    """Predict that no runtime changes the perplexity or the accuracy. The reader guesses the first value."""
     options = RuntimesOptions.of(context)
     forecasts = []
     for kind, name in ((LANGUAGE, options.language_model), (CLASSIFIER, options.classifier)):
@@ -126,7 +127,7 @@ def forecast(context: Context) -> list[Forecast]:
 
 
 def run(context: Context, report: Report) -> Result:
-    """Measure both models in every runtime. A runtime that cannot be used, or whose process ends, has rows with the reason."""
+    """Measure both models in every runtime. If a runtime cannot be used or its process ends, its rows contain the reason."""
     options = RuntimesOptions.of(context)
     report(0, 8, "trained models")
     models = trained_language_model(context, options.language_model), trained_classifier(context, options.classifier)
@@ -145,7 +146,7 @@ EXPERIMENT = Experiment(forecast, run, options=RuntimesOptions, data=(*TEXT, *IM
 
 
 def measure_in_process(context: Context, report: Report, folder: str) -> Result:
-    """Measure one model in all runtimes of `IN_PROCESS`. A worker process calls this function."""
+    """Measure one model in all runtimes in `IN_PROCESS`. A worker process calls this function."""
     options, trained = RuntimesOptions.of(context), read_trained_model(Path(folder))
     rows: list[Row] = []
     frames: list[pd.DataFrame] = []
@@ -157,7 +158,7 @@ def measure_in_process(context: Context, report: Report, folder: str) -> Result:
             continue
         device = detect_cpu() if runtime == ORT_CPU else context.device
         try:
-            # Outside of `matmul_precision`: PyTorch 2.13 refuses to export while its old and new settings of TF32 differ.
+            # Outside `matmul_precision`, because PyTorch 2.13 refuses to export while its old and new TF32 settings differ.
             example = _inputs(trained, device)[:2]
             model, batches = trained.load(device), options.compiled_batches
             prepared = prepare(runtime, model, example, device, dtype, context.workspace, batches)
@@ -168,7 +169,7 @@ def measure_in_process(context: Context, report: Report, folder: str) -> Result:
         except torch.OutOfMemoryError as error:
             found, frame = _absent(context, trained, runtime, dtype, out_of_memory_reason(error)), pd.DataFrame()
         except Exception as error:
-            # A runtime that refuses the model must not stop the others. The reason is the first line of its message.
+            # If a runtime refuses the model, the others must still run. The reason is the first line of its message.
             if runtime == EAGER:
                 raise
             found, frame = _absent(context, trained, runtime, dtype, _reason(error)), pd.DataFrame()
@@ -201,10 +202,11 @@ def load_in_process(context: Context, report: Report, folder: str, build_s: floa
 
 
 def output_tolerance(model: nn.Module, dtype: str) -> float:
-    """Return the tolerance for the relative error of logits, from the rounding of each product.
+    """Return the tolerance for the relative error of logits, computed from the rounding of each product.
 
-    A product that sums K terms in float32 has an error of about sqrt(K) roundings of float32, and one rounding of its output. The
-    errors of all layers are added, as if none cancelled, and doubled for the element-wise operations between the products.
+    A product that sums K terms in float32 has an error of about sqrt(K) float32 roundings, plus one rounding of its output. The
+    errors of all layers are added, as if none cancelled, and doubled to allow for the element-wise operations between the
+    products.
 
     Source: Higham, Accuracy and Stability of Numerical Algorithms, section 2.8, on statistical rounding errors.
     """
@@ -214,7 +216,7 @@ def output_tolerance(model: nn.Module, dtype: str) -> float:
 
 
 class _Reference:
-    """The model in eager mode on a device, with its inputs, its scores in float32 and its logits in float64.
+    """The model in eager mode on a device, with its inputs, its float32 scores and its float64 logits.
 
     Args:
         trained: the model.
@@ -242,11 +244,11 @@ class _Reference:
         return self._eager[dtype]
 
     def score(self, call: Callable[[Tensor], Tensor]) -> Scores:
-        """Score a variant on the held-out data that the options name."""
+        """Score a variant on the held-out data selected by the options."""
         return self.trained.score(call, self.device, records=self.options.records(self.trained.kind))
 
     def tolerance(self, dtype: str) -> float:
-        """Return the tolerance of logits in a number format."""
+        """Return the tolerance for logits in a number format."""
         return output_tolerance(self.model, dtype)
 
 
@@ -271,7 +273,7 @@ def _measure(
         agreement = relative_error(output, theirs)
         for name, error, tolerance in (
             ("float64", check.error, check.tolerance),
-            # Both have an error of at most the tolerance.
+            # Both logits have an error of at most the tolerance.
             ("PyTorch eager", agreement, 2 * check.tolerance),
         ):
             params = base | host | {"against": name}
@@ -300,7 +302,7 @@ def _latency(
     reference: _Reference,
     base: dict,
 ) -> Found:
-    """Return rows with the percentiles of one example, on the host's clock, and whether the host limits them."""
+    """Return rows with the latency percentiles for one example on the host's clock, and whether the host limits the latency."""
     device, dtype = prepared.device, prepared.dtype
     one = reference.inputs[:_LATENCY_EXAMPLES].clone()
     params = base | {"batch": _LATENCY_EXAMPLES, "cache": "hot"}
@@ -308,7 +310,7 @@ def _latency(
         lambda: call(one),
         device,
         cold=False,
-        back_to_back=1,  # one call between two synchronisations: what a caller waits for
+        back_to_back=1,  # one call between two synchronizations, which is what a caller waits for
         minimum_samples=options.latency_samples,
         time_limit_s=options.time_limit_s,
     )
@@ -343,7 +345,7 @@ def _throughput(
     base: dict,
     check: Verification,
 ) -> Found:
-    """Search the batch with the highest rate, then time it and eager mode in turn. Also compare a single example with eager."""
+    """Find the batch size with the highest rate, then time this batch and a single example in turn with eager mode."""
     device, dtype = prepared.device, prepared.dtype
     eager, rows, frames, rates = reference.eager(dtype), [], [], {}
     storage = FORMATS[dtype].storage
@@ -388,7 +390,7 @@ def _throughput(
 
 
 def _quality_row(context: Context, trained: TrainedModel, runtime: str, dtype: str, scores: Scores, reference: _Reference) -> Row:
-    """Return the row of perplexity or accuracy relative to the float32 model in eager mode, in pairs."""
+    """Return the row with perplexity or accuracy relative to the float32 model in eager mode, on the same data."""
     params, original = {"model": trained.name}, reference.scores
     if trained.kind == CLASSIFIER:
         difference = accuracy_difference(scores.correct, original.correct)
@@ -400,7 +402,7 @@ def _quality_row(context: Context, trained: TrainedModel, runtime: str, dtype: s
 
 
 def _ahead_of_time(context: Context, options: RuntimesOptions, trained: TrainedModel) -> Result:
-    """Build a package in one process, and load and measure it in another. If a process ends, the rows hold the reason."""
+    """Build a package in one process, and load and measure it in another. If a process ends, the rows contain the reason."""
     if reason := options.why_absent(trained.kind, AOTI, context.device):
         return Result(_absent(context, trained, AOTI, options.dtype, reason), pd.DataFrame())
     folder, step = {"folder": str(trained.folder)}, "builds"
@@ -429,7 +431,7 @@ def _absent(context: Context, trained: TrainedModel, runtime: str, dtype: str, r
 
 
 def _dtype(runtime: str, options: RuntimesOptions) -> str:
-    """Return the number format of a runtime. The graphs of ONNX are exported in float32."""
+    """Return the number format of a runtime. ONNX graphs are exported in float32."""
     return "fp32" if runtime in (ORT_CPU, ORT_GPU, IN_PROCESS[-1]) else options.dtype
 
 
@@ -438,7 +440,7 @@ def _inputs(trained: TrainedModel, device: Device) -> Tensor:
 
 
 def _formed(x: Tensor, storage: torch.dtype) -> Tensor:
-    """Return token ids as they are, and images in a number format with channels last. A compiler makes code for one form."""
+    """Return token ids unchanged, and images in the given dtype with channels last. Compiled code is for one dtype and layout."""
     return x.to(storage, memory_format=torch.channels_last) if x.is_floating_point() else x
 
 
@@ -447,10 +449,10 @@ def _package(context: Context, trained: TrainedModel) -> Path:
 
 
 def _reason(error: Exception) -> str:
-    """Return the first line of an error that says something, in at most 200 characters."""
+    """Return the type of an error and the first nonempty line of its message, truncated to 200 characters."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()] or ["no message"]
     return f"{type(error).__name__}: {lines[0]}"[:200]
 
 
 def _quiet(done: int, total: int, note: str = "") -> None:
-    """Ignore the progress of a worker process: its steps are not those of the experiment."""
+    """Ignore the progress of a worker process, because its steps are not those of the experiment."""

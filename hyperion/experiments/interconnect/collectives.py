@@ -1,8 +1,8 @@
 """How fast do the devices of a machine exchange data, and are the results correct?
 
-The experiment times collectives for several number formats and message sizes. It also times an all-reduce that runs at the same
-time as matrix products, and records which kernels the communication library launches. The ranks are started once for all of these
-measurements.
+The experiment times collectives at several message sizes and in several number formats. It also times an all-reduce that runs
+concurrently with matrix products, and records which kernels the communication library launches. The ranks are started once for
+all measurements.
 """
 
 import itertools
@@ -49,25 +49,25 @@ _TOGETHER = (
     "left out"
 )
 _IN_TURNS = "0: gloo copies by the very cores that compute"
-# Memory traffic in bytes for each byte sent over loopback. The byte is copied into the buffer of a socket and out of this buffer.
-# Each of these two copies reads the byte once and writes it once.
+# Memory traffic in bytes per byte sent over loopback: the byte is copied into and out of a socket buffer, and each copy reads and
+# writes it once.
 _LOOPBACK_TRAFFIC = 4
 
 
 class CollectivesOptions(Options):
-    """Options of `collectives`.
+    """Options for the `collectives` experiment.
 
     Args:
-        dtype: number format in which all message sizes are measured.
-        bytes: message sizes in bytes. The size of a message is defined for each collective as in nccl-tests.
-        other_dtypes: number formats that are measured in addition to `dtype`.
+        dtype: number format measured at all message sizes.
+        bytes: message sizes in bytes, defined for each collective as in nccl-tests.
+        other_dtypes: number formats measured in addition to `dtype`.
         other_bytes: message sizes in bytes for the formats in `other_dtypes`.
-        all_reduce_bytes: message sizes in bytes for the all-reduce in `dtype`, in addition to `bytes`.
-        time_limit_s: seconds of timing for each combination of collective, format and size.
-        overlap_bytes: message sizes in bytes of the all-reduces that run at the same time as matrix products.
-        overlap_time_limit_s: seconds of timing for each size in `overlap_bytes`.
-        hang_timeout_s: if no rank makes progress for this number of seconds, the ranks that are behind are reported.
-        ranks: largest number of ranks to start.
+        all_reduce_bytes: additional message sizes in bytes for the all-reduce in `dtype`.
+        time_limit_s: timing budget in seconds for each combination of collective, format and size.
+        overlap_bytes: message sizes in bytes of the all-reduces that run concurrently with matrix products.
+        overlap_time_limit_s: timing budget in seconds for each size in `overlap_bytes`.
+        hang_timeout_s: if no rank makes progress for this many seconds, report the ranks that are behind.
+        ranks: maximum number of ranks to start.
         cpu_ranks: number of ranks on a CPU.
     """
 
@@ -84,14 +84,14 @@ class CollectivesOptions(Options):
     cpu_ranks: int = 2
 
     def ranks_on(self, device: Device) -> int:
-        """Return the number of ranks to start: one for each GPU, or `cpu_ranks` on a CPU, but at most `ranks`."""
+        """Return the number of ranks to start: one per GPU, or `cpu_ranks` on a CPU, but at most `ranks`."""
         return min(self.cpu_ranks if device.kind == "cpu" else torch.cuda.device_count(), self.ranks)
 
 
 def forecast(context: Context) -> list[Forecast]:
     """Predict the bus bandwidth of the largest messages and the overlap of an all-reduce with matrix products.
 
-    There is no prediction for latencies.
+    Latencies have no prediction.
     """
     options = CollectivesOptions.of(context)
     dtype, ranks = options.dtype, options.ranks_on(context.device)
@@ -115,7 +115,7 @@ def forecast(context: Context) -> list[Forecast]:
 
 
 def run(context: Context, report: Report) -> Result:
-    """Measure all collectives on all devices. If there is only one device, check the results of the calls without timing them."""
+    """Measure all collectives on all devices. With a single device, check the results of the calls without timing them."""
     options = CollectivesOptions.of(context)
     ranks = options.ranks_on(context.device)
     if ranks < 2:
@@ -130,7 +130,7 @@ EXPERIMENT = Experiment(forecast, run, options=CollectivesOptions, forecast_read
 def _expected_busbw(context: Context, collective: Collective, ranks: int, size: int) -> Expected:
     """Predict the bus bandwidth of a large message.
 
-    On a CPU there is only a ceiling, which is computed from the measured memory bandwidth.
+    On a CPU there is only a ceiling, computed from the measured memory bandwidth.
     """
     if context.device.kind != "cpu":
         return expected_busbw(context.device, collective, ranks, size)
@@ -147,19 +147,19 @@ def _expected_busbw(context: Context, collective: Collective, ranks: int, size: 
 
 
 def cells(options: CollectivesOptions, ranks: int) -> list[Cell]:
-    """Return (collective, dtype, bytes) of all measurements. All sizes are measured in one format, and some in other formats."""
+    """Return (collective, dtype, bytes) of all measurements. `dtype` is measured at all sizes, the other formats at some."""
     sizes = [(options.dtype, size) for size in options.bytes]
     sizes += itertools.product(options.other_dtypes, options.other_bytes)
     every = list(itertools.product(ALL_COLLECTIVES.values(), sizes))
     every += [(ALL_COLLECTIVES["all_reduce"], (options.dtype, size)) for size in options.all_reduce_bytes]
-    # A size smaller than one element per rank is rounded up. So several sizes may become equal.
+    # A size below one element per rank is rounded up, so several sizes may become equal.
     return list(dict.fromkeys((c, dtype, collective_bytes(size, dtype, ranks)) for c, (dtype, size) in every))
 
 
 def measure_on_rank(context: Context, report: Report) -> Result:
-    """Take part in all measurements on one rank.
+    """Take part in all measurements as one rank.
 
-    The time of a collective is the time of the slowest rank. So there is one row for all ranks, and only rank 0 returns rows.
+    The time of a collective is that of the slowest rank. So one row covers all ranks, and only rank 0 returns rows.
     """
     options, here = CollectivesOptions.of(context), world()
     todo = cells(options, here.size)
@@ -168,7 +168,8 @@ def measure_on_rank(context: Context, report: Report) -> Result:
     sweeps: dict[tuple[str, str], list[CollectiveMeasurement]] = {}
     with roll_call(options.hang_timeout_s) as roll:
         roll.step("agreeing on the memory there is")
-        # Agreed before the first measurement: ranks that skip different messages would wait for each other forever.
+        # All ranks agree on this before the first measurement: if they skipped different messages, they would wait for each other
+        # forever.
         free = least_free_bytes(here)
         for done, (collective, dtype, size) in enumerate(todo):
             report(done, len(todo), f"{collective.name} {dtype} {size:,} B")
@@ -196,9 +197,7 @@ def measure_on_rank(context: Context, report: Report) -> Result:
 
 
 def _check_alone(context: Context, report: Report) -> Result:
-    """Check the communication library on a single device: it must support every collective and format and return correct
-    results.
-    """
+    """Check that the communication library on one device supports every collective and format, with correct results."""
     here, rows = world(), []
     todo = cells(CollectivesOptions.of(context), 1)
     free = least_free_bytes(here)
@@ -231,7 +230,7 @@ def _absent(context: Context, cell: Cell, ranks: int, reason: str, **params) -> 
 
 
 def _timed_rows(context: Context, measured: CollectiveMeasurement, backend: str) -> list[Row]:
-    """Return three rows that hold time, algorithm bandwidth and bus bandwidth of one collective in one format and size."""
+    """Return three rows with the time, algorithm bandwidth and bus bandwidth of one collective in one format and size."""
     seconds = measured.timing.estimate
     no_limit = None, ""
     rows: list[tuple[str, Estimate, tuple[float | None, str]]] = [
@@ -256,10 +255,10 @@ def _timed_rows(context: Context, measured: CollectiveMeasurement, backend: str)
 
 
 def _sweep_rows(context: Context, sweep: list[CollectiveMeasurement]) -> list[Row]:
-    """Return the rows that are computed from the times of one collective at all message sizes.
+    """Return the rows computed from the times of one collective at all message sizes.
 
-    The rows hold the latency, the bandwidth, the size that reaches half of the best rate, and the recommended size. If fewer than
-    three sizes were measured, the list is empty.
+    They give the latency, the bandwidth, the size that reaches half of the best rate, and the recommended size. With fewer than
+    three sizes, the list is empty.
     """
     first = sweep[0]
     # A line has two unknowns, so only a third size shows how well it fits.
@@ -285,7 +284,7 @@ def _sweep_rows(context: Context, sweep: list[CollectiveMeasurement]) -> list[Ro
             **interval,
         )
 
-    # If the interval of the seconds per gigabyte contains zero, no bandwidth can be computed from it.
+    # If the interval of the seconds per gigabyte contains zero, they do not determine a bandwidth.
     rate = None if fit.s_per_gb.ci_low <= 0 else fit.s_per_gb.map(lambda s_per_gb: 1 / s_per_gb)
     note = {"share": SHARE, "note": "" if bucket.bytes is None else bucket.reason}
     return [
@@ -298,10 +297,10 @@ def _sweep_rows(context: Context, sweep: list[CollectiveMeasurement]) -> list[Ro
 
 
 def _overlap_rows(context: Context, measured: CollectiveOverlap, backend: str) -> tuple[list[Row], list[pd.DataFrame]]:
-    """Return (rows, samples) of an all-reduce that runs at the same time as matrix products.
+    """Return (rows, samples) of an all-reduce that runs concurrently with matrix products.
 
-    The rows hold the time of only the all-reduce, of only the matrix products, and of both at the same time. One more row holds
-    the share of the communication time that the matrix products hide.
+    The rows give the time of the all-reduce alone, of the matrix products alone, and of both together. One more row gives the
+    share of the communication time that the matrix products hide.
     """
     params = {"bytes": measured.bytes, "ranks": measured.ranks, "backend": backend}
     timings: dict[str, Timing] = {"products": measured.compute, "all_reduce": measured.collective, "both at once": measured.both}
@@ -330,10 +329,10 @@ def _overlap_rows(context: Context, measured: CollectiveOverlap, backend: str) -
 
 
 def _kernel_rows(context: Context, options: CollectivesOptions, here: World, roll: RollCall, free: int) -> list[Row]:
-    """Profile every collective at its smallest and its largest size. Return rows that hold the names of the kernels.
+    """Profile every collective at its smallest and its largest size. Return rows with the names of the kernels.
 
-    Only rank 0 returns rows. The profiler runs after all timing, because it makes calls slower. If no size fits into `free`
-    bytes, there are no rows.
+    Only rank 0 returns rows. The profiler slows calls down, so it runs after all timing. If no size fits into `free` bytes, there
+    are no rows.
     """
     sizes = [collective_bytes(size, options.dtype, here.size) for size in options.bytes if memory_needed(size) <= free]
     if not sizes:
@@ -361,7 +360,7 @@ def _kernel_rows(context: Context, options: CollectivesOptions, here: World, rol
 
 
 def _link_rows(context: Context, here: World) -> list[Row]:
-    """Return a row that holds the number of pairs of devices that can copy directly, and one row for the link of each pair."""
+    """Return a row with the number of device pairs that can copy directly, and one row for the link of each pair."""
     params: dict = {"what": "pairs of devices with direct access", "pairs": here.size * (here.size - 1), "ranks": here.size}
     if here.device.kind == "cpu":
         reason = "no GPUs: the ranks are processes of one host"
@@ -389,18 +388,18 @@ def _link_rows(context: Context, here: World) -> list[Row]:
 
 
 def devices_of(here: World) -> list[Device]:
-    """Return the GPUs of this host on which ranks run. If the ranks run on the CPU, return the CPU."""
+    """Return the GPUs of this host on which ranks run, or the CPU if the ranks run on it."""
     if here.device.kind == "cpu":
         return [here.device]
     return [detect(index=index) for index in range(min(here.size, torch.cuda.device_count()))]
 
 
 def least_free_bytes(here: World) -> int:
-    """Return the free memory in bytes of the rank that has the least free memory.
+    """Return the free memory in bytes of the rank with the least free memory.
 
-    On a GPU this is the free memory of the GPU. On a CPU it is the rank's share of the free memory of the host. All ranks must
-    call this function. They get the same result, so they skip the same measurements. If only one rank ran out of memory, the
-    other ranks would wait for it.
+    On a GPU this is the free memory of the GPU. On a CPU it is the rank's share of the host's available memory. All ranks must
+    call this function. They get the same result and so skip the same measurements. If only one rank ran out of memory, the others
+    would wait for it.
     """
     if here.device.kind == "cpu":
         free = psutil.virtual_memory().available // here.size
@@ -412,7 +411,7 @@ def least_free_bytes(here: World) -> int:
 
 
 LOOPBACK = "no limit: gloo's ranks share a host, and their messages are memory copies over loopback"
-# NCCL's switch for reductions within NVSwitch (NVLink SHARP).
+# NCCL's environment variable for reductions inside NVSwitch (NVLink SHARP).
 _NVLS = "NCCL_NVLS_ENABLE"
 _PATHS = {
     "send_recv": "link, from each device to one other, one direction",
@@ -423,9 +422,9 @@ _PATHS = {
 def busbw_limit(device: Device, collective: Collective, ranks: int) -> tuple[float | None, str]:
     """Return (GB/s that the links allow, source), or (None, reason why there is no limit).
 
-    Bus bandwidth counts the bytes that must cross the link of a device in one direction. There is one exception: if the switch
-    between the devices adds the values of an all-reduce, a device sends each byte once instead of almost twice. The limit is then
-    higher than the rate of the link.
+    Bus bandwidth counts the bytes that must cross a device's link in one direction. With one exception: if the switch between the
+    devices performs the reduction of an all-reduce, a device sends each byte once instead of almost twice. The limit then exceeds
+    the rate of the link.
     """
     if device.kind == "cpu":
         return None, LOOPBACK
@@ -437,13 +436,13 @@ def busbw_limit(device: Device, collective: Collective, ranks: int) -> tuple[flo
     if switch_is_off():
         return link, f"link: {source}; NVLS off ({_NVLS}=0)"
     # The bus factor of an all-reduce is 2 (N - 1) / N, the bytes sent by a ring. With NVLS each byte is sent once, so the
-    # measured bus bandwidth can exceed the link by this factor.
+    # measured bus bandwidth can exceed the link rate by this factor.
     factor = max(1.0, collective.bus_factor(ranks))
     return link * factor, f"link, each byte sent once because the switch may add (NVLS): {factor:g} x {link:g} GB/s, {source}"
 
 
 def switch_can_add(device: Device) -> bool:
-    """Return True if the switch between the devices can add values (NVLink SHARP).
+    """Return True if the switch between the devices can perform reductions (NVLink SHARP).
 
     NVSwitch supports this since the Hopper generation. AMD GPUs are connected without a switch.
     """
@@ -452,5 +451,5 @@ def switch_can_add(device: Device) -> bool:
 
 
 def switch_is_off() -> bool:
-    """Return True if the environment variable NCCL_NVLS_ENABLE=0 forbids NCCL to add values in the switch."""
+    """Return True if the environment variable NCCL_NVLS_ENABLE=0 prevents NCCL from reducing in the switch."""
     return os.environ.get(_NVLS) == "0"

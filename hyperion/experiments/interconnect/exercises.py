@@ -1,7 +1,7 @@
-"""Exercises of the interconnect chapter.
+"""Exercises for the interconnect chapter.
 
-In the first exercise the reader computes a bus bandwidth without the usual mistakes, which make it too high. In the second
-exercise the reader chooses inputs for a verification that finds every fault.
+In the first exercise the reader computes a bus bandwidth and avoids the usual mistakes, which make it too high. In the second
+exercise the reader chooses inputs for a verification that detects every fault.
 """
 
 from collections.abc import Callable, Iterable
@@ -20,7 +20,7 @@ _COUNT, _RANKS = 4096, 4
 
 
 def timed_calls(ranks: int, calls: int = 40) -> np.ndarray:
-    """Return synthetic seconds [calls, ranks] of an all-reduce. All ranks finish within microseconds of each other."""
+    """Return synthetic times in seconds [calls, ranks] of an all-reduce. All ranks finish within microseconds of each other."""
     random = np.random.default_rng(ranks)
     return _CALL_S * random.normal(1, 0.01, (calls, 1)) + random.uniform(0, 5e-6, (calls, ranks))
 
@@ -29,14 +29,14 @@ def judge_busbw(my_busbw: Callable[[np.ndarray, int], float]) -> pd.DataFrame:
     """Test a function that computes the bus bandwidth of an all-reduce from the times of each rank.
 
     Args:
-        my_busbw: function that takes seconds of shape [calls, ranks] and the message size in bytes, and returns GB/s.
+        my_busbw: function that takes times in seconds of shape [calls, ranks] and the message size in bytes, and returns GB/s.
 
     Returns:
         A table with one line for each case: whether the answer is within 2 % of the correct value, the answer, and the correct
         value.
     """
     unwaited, cold = timed_calls(4), timed_calls(4)
-    unwaited[:, 0] = 2e-5  # only the launch: this rank stopped its clock before its device had finished
+    unwaited[:, 0] = 2e-5  # launch time only: this rank stopped its clock before its device had finished
     cold[0] = 0.4  # the first call of a collective sets up its connections
     cases = {
         "4 ranks": timed_calls(4),
@@ -53,16 +53,15 @@ def _busbw_line(case: str, answer: float, ranks: int) -> dict:
 
 
 def judge_inputs(my_inputs: Callable[[int, int], torch.Tensor]) -> pd.DataFrame:
-    """Test the inputs of a verification. They must reveal every fault of an all-reduce in bf16.
+    """Test the inputs of a verification: they must reveal every fault of an all-reduce in bf16.
 
     Args:
         my_inputs: function that takes a rank (0 to 3) and a number of elements. It returns the input of this rank as a tensor
             with this number of elements, in any dtype. The input is converted to bf16.
 
     Returns:
-        A table. Its first line says whether the sum is exact in bf16 for any order of the ranks. Each other line is about one
-        fault.
-        It says whether an output with this fault differs from the correct output.
+        A table. Its first line says whether the sum is exact in bf16 for the tested orders of the ranks. Each other line says
+        whether the output with one fault differs from the correct output.
     """
     given = [my_inputs(rank, _COUNT).to(torch.bfloat16) for rank in range(_RANKS)]
     expected = torch.stack([one.double() for one in given]).sum(0)
@@ -84,10 +83,7 @@ def judge_inputs(my_inputs: Callable[[int, int], torch.Tensor]) -> pd.DataFrame:
 
 
 def _added(given: list[torch.Tensor], order: Iterable[int]) -> torch.Tensor:
-    """Return the sum of the ranks' inputs in bf16.
-
-    The inputs are added one after the other in the given order, as a ring all-reduce does.
-    """
+    """Return the sum of the ranks' inputs in bf16, added one after the other in the given order as in a ring all-reduce."""
     total = torch.zeros_like(given[0])
     for rank in order:
         total = total + given[rank]

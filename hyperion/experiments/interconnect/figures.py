@@ -1,4 +1,4 @@
-"""Figures and tables of the interconnect chapter: rates by message size, recommended sizes, overlap, links and kernels."""
+"""Figures and tables for the interconnect chapter: rates by message size, recommended sizes, overlap, links and kernels."""
 
 from collections.abc import Iterable, Sequence
 
@@ -9,21 +9,20 @@ from matplotlib.figure import Figure
 
 from hyperion.errors import not_none
 from hyperion.figures.material import Material, Plot, byte_size, measured, number, select, values
-from hyperion.figures.style import add_notes, errors_of, limit_line, log_ticks, look, new_figure, write_at
-from hyperion.palette import INK, MUTED
+from hyperion.figures.style import INK, MUTED, add_notes, errors_of, limit_line, log_ticks, look, new_figure, write_at
 from hyperion.results import Row
 from hyperion.units import MIB
 
 _MOST_TICKS = 9
-# The collectives with which DDP and FSDP exchange gradients and weights.
+# Collectives that DDP and FSDP use to exchange gradients and weights.
 _IN_TRAINING = ("all_reduce", "all_gather", "reduce_scatter")
 _DDP_BUCKET = 25 * MIB
 
 
 def collectives(material: Material) -> Figure | None:
-    """Draw two panels with one curve per collective: the bus bandwidth by message size, and the time of a call by message size.
+    """Draw two panels with one curve per collective: the bus bandwidth and the time of a call, both by message size.
 
-    The first panel also shows the limit of the links, and the second panel the fit latency + bytes / bandwidth.
+    The first panel also shows the limit of the links. The second also shows the fit latency + bytes / bandwidth.
     """
     rows = material.of("collectives")
     rates = measured(select(rows, metric="busbw_gb_s"))
@@ -49,7 +48,7 @@ def collectives(material: Material) -> Figure | None:
 
 
 def bucket_size(material: Material) -> Figure | None:
-    """Draw the rate by message size as a share of the best rate, the recommended size, and the default size of DDP's buckets."""
+    """Plot the rate by message size as a share of the best rate, the recommended size, and the default size of DDP's buckets."""
     rows = material.of("collectives")
     advised = measured(select(rows, metric="recommended_bytes"))
     advised = [row for row in advised if row.variant in _IN_TRAINING]
@@ -87,10 +86,10 @@ def bucket_size(material: Material) -> Figure | None:
 
 
 def overlap(material: Material) -> Figure | None:
-    """Draw the times of matrix products, of an all-reduce, and of both at the same time.
+    """Draw the times of matrix products alone, of an all-reduce alone, and of both together.
 
-    Dashed lines show two bounds of the time of both. At the lower line, the shorter of the two is completely hidden by the longer
-    one. At the upper line, nothing is hidden.
+    Dashed lines show two bounds on the time of both together. At the lower bound, the longer operation hides the shorter one
+    completely. At the upper bound, nothing is hidden.
     """
     rows = measured(material.of("collectives", variant="overlap"))
     shares = select(rows, metric="overlap_share")
@@ -117,7 +116,7 @@ def overlap(material: Material) -> Figure | None:
 
 
 def rates_by_size(rows: Iterable[Row], metric: str = "busbw_gb_s") -> pd.DataFrame:
-    """Return a table of the values of one metric as text.
+    """Return a table with the values of one metric as strings.
 
     It has one line per format and size, and one column per collective. Missing values are empty strings.
     """
@@ -134,7 +133,7 @@ def rates_by_size(rows: Iterable[Row], metric: str = "busbw_gb_s") -> pd.DataFra
 def links_between(rows: Iterable[Row]) -> pd.DataFrame:
     """Return a table of the links between devices, with one line per sender and one column per receiver.
 
-    The table is empty if the rows contain no pairs of devices.
+    The table is empty if the rows contain no device pairs.
     """
     pairs = _linked_pairs(rows)
     devices = sorted({pair["from"] for pair in pairs})
@@ -155,7 +154,7 @@ def links_between(rows: Iterable[Row]) -> pd.DataFrame:
 def link_meanings(rows: Iterable[Row]) -> str:
     """Return the meanings of the abbreviations in the table of `links_between`, with their source.
 
-    Return an empty string if the rows contain no pairs of devices.
+    Return an empty string if the rows contain no device pairs.
     """
     pairs = _linked_pairs(rows)
     meanings = dict.fromkeys(f"{pair['link']}: {pair['meaning']}" for pair in pairs)
@@ -165,7 +164,7 @@ def link_meanings(rows: Iterable[Row]) -> str:
 def kernels_chosen(rows: Iterable[Row]) -> pd.DataFrame:
     """Return a table of the backend, algorithm and kernel for each collective and message size.
 
-    If an algorithm is unknown, the table contains the reason instead.
+    If the algorithm is unknown, the table gives the reason instead.
     """
     lines = [
         {
@@ -186,19 +185,19 @@ def _linked_pairs(rows: Iterable[Row]) -> list[dict]:
 
 
 def _swept(rows: Sequence[Row]) -> str:
-    """Return the dtype in which all message sizes were measured: the dtype with the most rows."""
+    """Return the dtype measured at all message sizes: the one with the most rows."""
     dtypes = [row.dtype for row in rows]
     return max(dict.fromkeys(dtypes), key=dtypes.count)
 
 
 def _series(rows: Sequence[Row]) -> dict[str, list[Row]]:
-    """Return a dict that maps the name of a collective to its rows, sorted by message size."""
+    """Return a dict that maps each collective's name to its rows, sorted by message size."""
     names = dict.fromkeys(row.variant for row in rows)
     return {name: sorted(select(rows, variant=name), key=lambda row: row.params["bytes"]) for name in names}
 
 
 def _draw_rates(axes: Axes, rates: list[Row], halves: list[Row]) -> list[str]:
-    """Draw the bus bandwidth of each collective by message size, and its limit. Return the reasons why limits are missing.
+    """Plot the bus bandwidth of each collective by message size, with its limit. Return the reasons why limits are missing.
 
     A ring marks the size at which a collective reaches half of its best rate.
     """
@@ -222,7 +221,7 @@ def _draw_rates(axes: Axes, rates: list[Row], halves: list[Row]) -> list[str]:
 
 
 def _draw_times(axes: Axes, times: list[Row], rows: list[Row], dtype: str) -> None:
-    """Draw the measured times in microseconds, and the curve of the fit if there is one."""
+    """Plot the measured times in microseconds, and the fitted curve if there is one."""
     for position, (name, points) in enumerate(_series(times).items()):
         sizes, microseconds = [row.params["bytes"] for row in points], [1e6 * seconds for seconds in values(points)]
         axes.errorbar(sizes, microseconds, errors_of(points, 1e6), linestyle="none", **look(name, position))
@@ -240,7 +239,7 @@ def _draw_times(axes: Axes, times: list[Row], rows: list[Row], dtype: str) -> No
 
 
 def _bus_factor(rows: list[Row], name: str, dtype: str) -> float:
-    """Return the bus bandwidth divided by the algorithm bandwidth. The ratio is the same for all sizes."""
+    """Return the bus bandwidth divided by the algorithm bandwidth, a ratio that does not depend on the message size."""
     bus = measured(select(rows, metric="busbw_gb_s", variant=name, dtype=dtype))[0]
     algorithm = select(rows, metric="algbw_gb_s", variant=name, dtype=dtype, params=bus.params)[0]
     return not_none(bus.value) / not_none(algorithm.value)

@@ -8,15 +8,15 @@ from hyperion.measure.collectives.latency_bandwidth import DDP_DEFAULT_MIB, SHAR
 from hyperion.results import Row
 from hyperion.units import MIB
 
-# If the recommended size exceeds the default size by at most this share, the text calls both sizes equal.
+# The recommended size counts as no larger than the default if it exceeds the default by at most this fraction.
 _CLOSE = 0.05
 
 
 def default_bucket(rows: Iterable[Row], dtype: str = "fp32") -> list[str]:
-    """Return what the fit and what the measured rates say about DDP's default bucket size.
+    """Return sentences on what the fit and the measured rates say about DDP's default bucket size.
 
-    The fit gives the size that reaches 90 % of the *fitted* rate of large messages. The measured rates show which share of the
-    highest *measured* rate a bucket of the default size reaches. The two results disagree if the times do not lie on a straight
+    The fit gives the size that reaches 90 % of the *fitted* rate of large messages. The measured rates give the share of the
+    highest *measured* rate that a bucket of the default size reaches. The two disagree if the times do not lie on a straight
     line.
 
     Args:

@@ -1,1 +1,1 @@
-"""Experiments on kernels: Triton kernels and PyTorch's own, their rates, their memory, and what a compiler makes of them."""
+"""Experiments on Triton and PyTorch kernels: correctness, speed, memory, and the resources of compiled kernels."""

@@ -1,7 +1,7 @@
-"""Which backends of scaled_dot_product_attention accept a call, and why do the others refuse?
+"""Which backends of scaled_dot_product_attention accept a call, and why do the others refuse it?
 
 PyTorch chooses a backend silently. If the fast backends refuse, the call still works, but it is slower and needs more memory. The
-experiment forces each backend for calls that differ from a plain one in a single property, and records PyTorch's reasons.
+experiment forces each backend in calls that differ from a plain call in one property, and records PyTorch's reasons.
 """
 
 from collections.abc import Callable
@@ -19,10 +19,10 @@ WHAT = "accepted calls"
 
 
 class AttentionBackendsOptions(Options):
-    """Options of `attention_backends`.
+    """Options for the `attention_backends` experiment.
 
     Args:
-        length: positions of the sequences.
+        length: sequence length.
     """
 
     length: int
@@ -34,10 +34,10 @@ class _Case:
 
     Args:
         dtype: dtype of the tensors.
-        heads: heads of queries and heads of keys.
-        features: features of a head.
-        causal: whether the call asks for a causal mask.
-        options: function of the length that returns further arguments of scaled_dot_product_attention.
+        heads: number of query heads and number of key-value heads.
+        features: number of features of a head.
+        causal: if True, the call requests a causal mask.
+        options: function of the length and the device that returns further arguments of scaled_dot_product_attention.
     """
 
     dtype: torch.dtype = torch.bfloat16
@@ -64,13 +64,13 @@ CASES = {
 
 
 def forecast(context: Context) -> list[Forecast]:
-    """Predict that the backend "math" accepts every call."""
+    """Predict that the "math" backend accepts every call."""
     basis = "the backend math consists of ordinary operators"
     return [Forecast("math", "count", 1.0, basis, params={"what": WHAT, "case": case}) for case in CASES]
 
 
 def run(context: Context, report: Report) -> Result:
-    """Force each backend in each case. The value of a row is 1 if the backend accepted the call and ran, otherwise 0."""
+    """Force each backend in each case. The value of a row is 1 if the backend accepted the call and ran, and 0 otherwise."""
     options = AttentionBackendsOptions.of(context)
     rows = []
     for done, (name, case) in enumerate(CASES.items()):
@@ -93,6 +93,6 @@ def _row(context: Context, options: AttentionBackendsOptions, backend: str, name
         ran, kernel = what_ran(lambda: attend(backend, q, k, v, case.causal, **extra), device)
     except RefusedError as error:
         return context.row(backend, "count", 0, params=params | {"reason": str(error)})
-    # A forced backend must be the one that ran.
+    # The backend that ran must be the forced one.
     check = checked("another backend ran", int(ran != backend), 0)
     return context.row(backend, "count", 1, params=params | {"ran": ran, "kernel": kernel}, **check)

@@ -1,7 +1,7 @@
-"""Implementations of attention: the Triton kernels, and the backends of PyTorch's scaled_dot_product_attention, one at a time.
+"""Implementations of attention: the Triton kernels, and each backend of PyTorch's scaled_dot_product_attention.
 
-PyTorch chooses a backend by rules that depend on its version. Here each backend is forced, so that a refused backend is an error
-with PyTorch's own reasons, and another backend cannot take its place. The profiler then says which one ran.
+PyTorch chooses a backend by rules that depend on its version. Here each backend is forced: if it refuses a call, PyTorch raises
+an error with its reasons, and no other backend takes its place. The profiler then shows which implementation ran.
 """
 
 import re
@@ -27,28 +27,28 @@ BACKENDS = {
     "math": SDPBackend.MATH,
 }
 IMPLEMENTATIONS = (TRITON, *BACKENDS)
-# Names of the operators that PyTorch calls when it uses a backend.
+# Patterns for the operators that PyTorch calls when it uses a backend.
 _OPERATORS = {
     "cudnn": r"_scaled_dot_product_cudnn_attention",
     "flash": r"_scaled_dot_product_flash_attention",
     "efficient": r"_scaled_dot_product_efficient_attention",
-    # The backward pass of this backend consists of ordinary operators. The others have no operator for the gradient of softmax.
+    # The backward pass of this backend consists of ordinary operators. The others do not call the softmax gradient.
     "math": r"_scaled_dot_product_attention_math|_softmax_backward_data",
 }
-# Names of the Triton kernels of a forward pass, and of a backward pass.
+# Names of the Triton kernels that run in a forward pass, and in a backward pass.
 _KERNELS = ({"attention_forward"}, {"attention_key_gradient", "attention_query_gradient"})
 _PLACE = re.compile(r"\s*\(Triggered internally at [^)]*\)")
 
 
 class RefusedError(Exception):
-    """Raised if an implementation cannot compute attention of these tensors. The message is one line with all reasons."""
+    """Raised if an implementation cannot compute attention for these tensors. The message is one line with all reasons."""
 
 
 def attend(name: str, q_BHTD: Tensor, k_BKTD: Tensor, v_BKTD: Tensor, causal: bool = True, **options) -> Tensor:
-    """Return attention computed by one implementation.
+    """Return attention, computed by one implementation.
 
     Args:
-        name: a name in IMPLEMENTATIONS.
+        name: a name in `IMPLEMENTATIONS`.
         q_BHTD, k_BKTD, v_BKTD, causal: as in `hyperion.kernels.operations.attention`.
         options: further arguments of scaled_dot_product_attention, such as `attn_mask` or `dropout_p`.
 
@@ -60,10 +60,10 @@ def attend(name: str, q_BHTD: Tensor, k_BKTD: Tensor, v_BKTD: Tensor, causal: bo
             return operations.attention(q_BHTD, k_BKTD, v_BKTD, causal)
         except HyperionError as error:  # for example float32, for which there are no tiles
             raise RefusedError(error.what) from error
-    # Grouped-query attention: fewer heads of keys than of queries.
+    # Grouped-query attention has fewer key-value heads than query heads.
     grouped = q_BHTD.shape[1] != k_BKTD.shape[1]
     with warnings.catch_warnings(record=True) as caught, sdpa_kernel(BACKENDS[name]):
-        # PyTorch states its reasons in warnings, and Python shows an equal warning only once by default.
+        # PyTorch gives its reasons as warnings, and by default Python shows identical warnings only once.
         warnings.simplefilter("always")
         try:
             return F.scaled_dot_product_attention(q_BHTD, k_BKTD, v_BKTD, is_causal=causal, enable_gqa=grouped, **options)
@@ -76,16 +76,16 @@ def attend(name: str, q_BHTD: Tensor, k_BKTD: Tensor, v_BKTD: Tensor, causal: bo
 def _reasons(error: Exception, messages: list[str]) -> str:
     """Return PyTorch's reasons in one line: the warnings about the forced backend, or the error if there are none."""
     plain = [_PLACE.sub("", message).strip() for message in messages]
-    # A line that only announces reasons, or that is about the backends which are switched off, says nothing.
+    # Skip lines that only announce reasons, and lines about the backends that are switched off.
     telling = [text for text in plain if text and not text.endswith("not used because:") and "been runtime disabled" not in text]
     lines = list(dict.fromkeys(telling)) or [str(error).splitlines()[0]]
     return " ".join(" ".join(lines).split())
 
 
 def what_ran(call: Callable[[], object], device: Device) -> tuple[str, str]:
-    """Call a function once under the profiler, and return the implementation of attention that ran and its longest kernel.
+    """Call a function once under the profiler, and return the attention implementation that ran and the longest kernel.
 
-    The implementation is "" if none of them ran. On a CPU, the second name is the name of the operator.
+    The implementation is "" if none of them ran. On a CPU, the second value is the name of the operator.
     """
     activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if device.kind != "cpu" else [])
     with profile(activities=activities) as watch:
@@ -96,7 +96,7 @@ def what_ran(call: Callable[[], object], device: Device) -> tuple[str, str]:
     events = watch.key_averages()
     names = [event.key for event in events]
     ran = [name for name, pattern in _OPERATORS.items() if any(re.search(pattern, one) for one in names)]
-    # All kernels of a pass must have run.
+    # All kernels of the pass must have run.
     if any(kernels <= set(names) for kernels in _KERNELS):
         ran.append(TRITON)
     kernels = [event for event in events if event.device_type.name != "CPU" and not getattr(event, "is_user_annotation", False)]
@@ -109,10 +109,10 @@ def what_ran(call: Callable[[], object], device: Device) -> tuple[str, str]:
 def make_inputs(
     device: Device, dtype: torch.dtype, sizes: tuple[int, int, int, int, int], seed: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return random queries, keys, values, and a gradient of the output.
+    """Return random queries, keys, values and output gradients.
 
     Args:
-        sizes: sequences, heads of queries, heads of keys, positions, features.
+        sizes: numbers of sequences, query heads, key-value heads, positions, and features of a head.
     """
     B, H, K, T, D = sizes
     generator = torch.Generator(device.torch_device).manual_seed(seed)
@@ -123,5 +123,5 @@ def make_inputs(
 
 
 def why_absent(name: str, device: Device) -> str:
-    """Return why an implementation does not exist on this kind of device, or ""."""
+    """Return why an implementation cannot run on this kind of device, or "" if it can."""
     return why_no_kernels(device) if name == TRITON else ""

@@ -1,8 +1,8 @@
-"""How does the memory of attention grow with the length of the sequence?
+"""How does the memory of attention grow with the sequence length?
 
 An implementation that stores the matrix of scores needs memory that grows with the square of the length. The experiment measures
-the peak of one forward and backward pass at several lengths and fits a + b·T + c·T². The share of the last term at the greatest
-length separates the two kinds of implementations.
+the peak memory of one forward and backward pass at several lengths T, and fits a + b·T + c·T². The share of c·T² at the greatest
+length distinguishes the two kinds of implementations.
 """
 
 import gc
@@ -26,18 +26,18 @@ from hyperion.measure.memory_use.tensor_memory import allocated_peak
 from hyperion.results import Row
 from hyperion.units import GIB
 
-# A fit whose largest residual is more than this share of the largest value describes no polynomial of the second degree.
+# If the largest residual of the fit exceeds this share of the largest value, the fit is rejected.
 FIT_TOLERANCE = 0.02
 
 
 class AttentionMemoryOptions(Options):
-    """Options of `attention_memory`.
+    """Options for the `attention_memory` experiment.
 
     Args:
         dtype: number format of all tensors.
-        heads: heads of queries, keys and values.
-        features: features of a head.
-        lengths: lengths of the sequence, at least four.
+        heads: number of query heads, which is also the number of key-value heads.
+        features: number of features of a head.
+        lengths: sequence lengths, at least four.
     """
 
     dtype: str
@@ -47,15 +47,15 @@ class AttentionMemoryOptions(Options):
 
 
 def forecast(context: Context) -> list[Forecast]:
-    """Predict the memory of each implementation at the greatest length, and the share of its quadratic term.
+    """Predict the peak memory of each implementation at the greatest length, and the share of its quadratic term.
 
-    The implementation "math" stores the scores and the probabilities, and their gradients, in float32 also for 16-bit inputs. The
+    The implementation "math" stores the scores, the probabilities and their gradients in float32, even for 16-bit inputs. The
     others store no matrix of scores.
     """
     options = AttentionMemoryOptions.of(context)
     longest, forecasts = max(options.lengths), []
     linear = _compulsory_bytes(options, longest)
-    # One matrix of scores has H · T² elements, in float32 at least.
+    # One matrix of scores has H · T² elements of at least 4 bytes.
     scores = options.heads * longest**2 * max(4, FORMATS[options.dtype].bytes)
     for name in IMPLEMENTATIONS:
         if why_absent(name, context.device):
@@ -73,7 +73,7 @@ def forecast(context: Context) -> list[Forecast]:
 
 
 def run(context: Context, report: Report) -> Result:
-    """Measure the peak of each implementation at each length above the memory of the inputs, and fit its growth."""
+    """Measure the peak memory of each implementation at each length, excluding the inputs, and fit its growth."""
     options = AttentionMemoryOptions.of(context)
     rows: list[Row] = []
     frames: list[pd.DataFrame] = []
@@ -107,14 +107,13 @@ EXPERIMENT = Experiment(forecast, run, options=AttentionMemoryOptions)
 
 
 def quadratic_share(lengths: tuple[int, ...], peaks: list[int]) -> tuple[float, float]:
-    """Fit a + b·T + c·T² to memory, and return the share of c·T² at the greatest length.
+    """Fit a + b·T + c·T² to the peak memory, and return the share of c·T² at the greatest length and the largest residual.
 
-    The coefficients are not negative, because no term can reduce the memory. The second value is the largest residual of the fit,
-    divided by the largest value.
+    The coefficients are not negative, because no term can reduce the memory. The residual is divided by the largest peak.
     """
     from scipy.optimize import nnls
 
-    # Scaled to 1, so that the three columns have similar magnitudes. At x = 1 each coefficient is the value of its term.
+    # Scale both to a maximum of 1, so that the columns have similar magnitudes. At x = 1, each coefficient equals its term.
     x, y = np.array(lengths, dtype=float) / max(lengths), np.array(peaks, dtype=float) / max(peaks)
     terms = np.stack([np.ones_like(x), x, x**2], axis=1)
     fitted, _ = nnls(terms, y)
@@ -127,13 +126,13 @@ def _params(options: AttentionMemoryOptions, length: int | None = None) -> dict:
 
 
 def _compulsory_bytes(options: AttentionMemoryOptions, length: int) -> int:
-    """Return the bytes of the output and of the three gradients, which every implementation must hold at the end."""
+    """Return the bytes of the output and of the three gradients, which every implementation must store at the end."""
     # Output and gradients of Q, K and V: four tensors of shape [H, T, features].
     return 4 * options.heads * length * options.features * FORMATS[options.dtype].bytes
 
 
 def _peak_bytes(context: Context, options: AttentionMemoryOptions, name: str, length: int) -> int:
-    """Return the peak of one forward and backward pass, without the memory of the inputs."""
+    """Return the peak memory of one forward and backward pass in bytes, excluding the inputs."""
     device = context.device
     sizes = (1, options.heads, options.heads, length, options.features)
     q, k, v, grad = make_inputs(device, FORMATS[options.dtype].storage, sizes, context.seed)
@@ -146,7 +145,7 @@ def _peak_bytes(context: Context, options: AttentionMemoryOptions, name: str, le
 
     step()  # compiles, and creates workspaces that later calls share
     gc.collect()
-    # The inputs and the workspaces are already there. Only what the pass adds counts.
+    # The inputs and the workspaces already exist. Only the memory that the pass adds counts.
     standing = torch.cuda.memory_allocated(device.torch_device) if device.kind != "cpu" else 0
     return allocated_peak(device, step) - standing
 

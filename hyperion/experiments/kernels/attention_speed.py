@@ -1,4 +1,4 @@
-"""How fast is attention, forward and backward, in Triton kernels and in each backend of PyTorch?
+"""How fast is attention, forward and backward, with Triton kernels and with each PyTorch backend?
 
 All implementations get the same tensors and are timed in turn. The outputs and the gradients of the timed calls are compared with
 float64, and the profiler confirms which implementation ran in each pass.
@@ -29,24 +29,24 @@ from hyperion.measure import FORMATS, Timing, Verification, largest_error, matmu
 from hyperion.results import Row
 
 METRIC, PASSES = "attention_tflops", ("forward", "backward")
-# The matrix products of a backward pass without atomic additions, over those of the formula: seven instead of five.
+# Matrix products of a backward pass without atomic additions, relative to those that the FLOP formula counts: seven to five.
 _RECOMPUTED = 7 / 5
-# Exponentials of a clock cycle: the special function units of an NVIDIA SM and the quarter-rate unit of an AMD CU compute 16.
+# Exponentials per clock cycle. The special function units of an NVIDIA SM and the quarter-rate unit of an AMD CU compute 16.
 # Source: CUDA C++ Programming Guide, throughput of native arithmetic instructions; AMD CDNA 2 ISA, transcendental instructions.
 _EXPONENTIALS = 16
 
 
 class AttentionShape(Table):
-    """The shape of attention.
+    """Shape of an attention computation.
 
     Args:
         batch: number of sequences.
-        heads: heads of queries.
-        key_heads: heads of keys and values.
-        length: positions.
-        features: features of a head.
-        causal: whether a position attends only to itself and to earlier positions.
-        without: implementations that are left out, for example because the matrix of scores would not fit into memory.
+        heads: number of query heads.
+        key_heads: number of key-value heads.
+        length: sequence length.
+        features: number of features of a head.
+        causal: if True, a position attends only to itself and to earlier positions.
+        without: implementations that are skipped, for example because the matrix of scores would not fit into memory.
     """
 
     batch: int
@@ -59,12 +59,12 @@ class AttentionShape(Table):
 
     @property
     def params(self) -> dict:
-        """The shape as params of a row."""
+        """The shape as params for a row."""
         return self.model_dump(exclude={"without"})
 
     @property
     def sizes(self) -> tuple[int, int, int, int, int]:
-        """The sizes for `make_inputs`."""
+        """The argument `sizes` of `make_inputs`."""
         return self.batch, self.heads, self.key_heads, self.length, self.features
 
     def flops(self) -> dict[str, float]:
@@ -73,12 +73,12 @@ class AttentionShape(Table):
 
 
 class AttentionSpeedOptions(Options):
-    """Options of `attention_speed`.
+    """Options for the `attention_speed` experiment.
 
     Args:
         dtype: number format of all tensors.
-        shapes: the shapes.
-        time_limit_s: seconds of timing for each implementation, in each pass of each shape.
+        shapes: shapes to measure.
+        time_limit_s: seconds of timing per implementation, for each pass of each shape.
     """
 
     dtype: str
@@ -87,9 +87,10 @@ class AttentionSpeedOptions(Options):
 
 
 def forecast(context: Context) -> list[Forecast]:
-    """Predict the rates of the Triton kernels from the rate of matrix products and the rate of exponentials.
+    """Predict the rates of the Triton kernels from the measured rate of matrix products and the peak rate of exponentials.
 
-    The prediction adds both times, as if matrix units and the unit for exponentials never worked at the same time.
+    The prediction adds both times, as if matrix units and exponential units never worked at the same time. Where the Triton
+    kernels cannot run, it is made for a PyTorch backend.
     """
     options = AttentionSpeedOptions.of(context)
     name = IMPLEMENTATIONS[1] if why_absent(TRITON, context.device) else TRITON
@@ -106,7 +107,7 @@ def _forecast(context: Context, dtype: str, name: str, shape: AttentionShape, wh
             name, METRIC, None, f"no estimate: no measured products or no clock; {source}", dtype, params, ceiling=ceiling
         )
     flops, times = shape.flops()[which], 1.0 if which == "forward" else _RECOMPUTED
-    # The forward pass has 4 FLOPs per feature for each pair of a query and a key: two products with a multiply-add each.
+    # The forward pass has 4 FLOPs per feature for each query-key pair: two products with one multiply-add each.
     pairs = shape.flops()["forward"] / (4 * shape.features)
     exponentials_s = (
         pairs * (1 if which == "forward" else 2) / (device.compute_units * _EXPONENTIALS * device.max_clock_mhz * 1e6)
@@ -120,7 +121,7 @@ def _forecast(context: Context, dtype: str, name: str, shape: AttentionShape, wh
 
 
 def run(context: Context, report: Report) -> Result:
-    """Time and verify every implementation for every shape. An implementation that cannot run has a row with the reason."""
+    """Time and verify every implementation for every shape. If an implementation cannot run, its row contains the reason."""
     options = AttentionSpeedOptions.of(context)
     rows, frames = [], []
     for done, shape in enumerate(options.shapes):
@@ -138,7 +139,7 @@ EXPERIMENT = Experiment(forecast, run, options=AttentionSpeedOptions, forecast_r
 
 @dataclass(frozen=True)
 class _Contender:
-    """An implementation that can run: a function for each pass, and the implementation and kernel that the profiler saw in it."""
+    """An implementation that can run: a function for each pass, and the implementation and kernel that the profiler recorded."""
 
     calls: dict[str, Callable[[], Outputs]]
     seen: dict[str, tuple[str, str]]
@@ -147,7 +148,7 @@ class _Contender:
 def _measure(context: Context, options: AttentionSpeedOptions, shape: AttentionShape) -> tuple[list[Row], list[pd.DataFrame]]:
     dtype, device = options.dtype, context.device
     tensors = make_inputs(device, FORMATS[dtype].storage, shape.sizes, context.seed)
-    # Computed once and in float64, because all implementations share the same tensors.
+    # Computed in float64 only once, because all implementations share the same tensors.
     exact = _exact(tensors, shape.causal)
     contenders: dict[str, _Contender] = {}
     rows: list[Row] = []
@@ -170,7 +171,7 @@ def _measure(context: Context, options: AttentionSpeedOptions, shape: AttentionS
     for which in PASSES:
         params = shape.params | {"pass": which, "cache": "cold"}
         calls = {name: one.calls[which] for name, one in contenders.items()}
-        # The outputs that are verified are those of timed calls, so a call that skips work in the timing fails the check.
+        # Verify the outputs of timed calls, so that a call that skips work during the timing fails the check.
         timings, outputs_by_name = time_and_keep(calls, device, options.time_limit_s * len(calls))
         checks = {name: _verification(outputs, exact, dtype, which) for name, outputs in outputs_by_name.items()}
         for name, timing in timings.items():
@@ -191,7 +192,7 @@ def _verification(outputs: Outputs, exact: dict[int, ExactAttention], dtype: str
     """Compare the output or the gradients of one timed call with float64, for the heads in `exact`."""
     tolerance, errors = attention_tolerance(FORMATS[dtype].storage, which == "backward"), []
     for head, one in exact.items():
-        # Grouped-query attention: `group` consecutive heads of queries share one head of keys and values.
+        # Grouped-query attention: `group` consecutive query heads share one key-value head.
         group = len(one.output)
         queries = slice(head * group, (head + 1) * group)
         if which == "forward":
@@ -205,7 +206,7 @@ def _verification(outputs: Outputs, exact: dict[int, ExactAttention], dtype: str
 def _speedups(
     context: Context, timings: dict[str, Timing], checks: dict[str, Verification], dtype: str, params: dict
 ) -> list[Row]:
-    """Return the speed-up of the Triton kernels over each other implementation."""
+    """Return the speed-up of the Triton kernels over each of the other implementations."""
     if TRITON not in timings:
         return []
     why, check = "no limit: two implementations of attention", checks[TRITON]
@@ -217,11 +218,11 @@ def _speedups(
 
 
 def _contender(context: Context, name: str, tensors: tuple[Tensor, ...], causal: bool) -> _Contender:
-    """Return an implementation that ran once, forward and backward."""
+    """Run an implementation once, forward and backward, and return its functions for timing."""
     q, k, v, grad = tensors
     leaves = [tensor.detach().requires_grad_() for tensor in (q, k, v)]
     # The backward pass is timed alone: the forward pass runs once, and `retain_graph` keeps its saved tensors for repeated
-    # calls.
+    # backward passes.
     output = attend(name, *leaves, causal=causal)
     calls: dict[str, Callable[[], Outputs]] = {
         "forward": lambda: (attend(name, q, k, v, causal),),
@@ -229,7 +230,7 @@ def _contender(context: Context, name: str, tensors: tuple[Tensor, ...], causal:
     }
     try:
         calls["backward"]()
-    # Both are subclasses of RuntimeError. They are no refusal of the backend, so they must not be converted below.
+    # Both are subclasses of RuntimeError, but no refusal by the backend, so they must not be converted below.
     except (torch.OutOfMemoryError, torch.AcceleratorError):
         raise
     except RuntimeError as error:  # some backends accept the forward pass and refuse the backward pass
@@ -240,11 +241,11 @@ def _contender(context: Context, name: str, tensors: tuple[Tensor, ...], causal:
 
 
 def _exact(tensors: tuple[Tensor, ...], causal: bool) -> dict[int, ExactAttention]:
-    """Return exact results of the first sequence, for its first and last head of keys."""
+    """Return the float64 results for the first and the last key-value head of the first sequence."""
     q, k, v, grad = (tensor[0] for tensor in tensors)
     group = len(q) // len(k)
     return {
         head: exact_attention(q[head * group :][:group], k[head], v[head], grad[head * group :][:group], causal)
-        # Two heads of the first sequence bound the cost of the float64 reference.
+        # Two heads of one sequence limit the cost of the float64 reference.
         for head in {0, len(k) - 1}
     }

@@ -1,6 +1,6 @@
-"""Claims of the chapter on kernels. A claim is a pair: True if its rows support it, and the sentence to print if they do not.
+"""Claims of the chapter on kernels. A claim is a pair: True if its rows support it, and the sentence to print otherwise.
 
-A claim is false if its row is missing or if the value of its row was refused.
+A claim is false if its row is missing or has no value.
 """
 
 from collections.abc import Sequence
@@ -12,14 +12,16 @@ from hyperion.experiments.kernels.row_kernels import OPERATIONS, RowKernelsOptio
 from hyperion.results import Row
 
 Claim = tuple[bool, str]
-# The bars are about sizes from here on: elements of an array, rows of a square product, positions of attention.
+# The thresholds apply from these sizes on: elements of an array, rows of a square product, positions of attention.
 LARGE_ARRAY, LARGE_PRODUCT, LONG = 1 << 26, 4096, 8192
 SHARE_OF_COPY, SHARE_OF_MM, SHARE_OF_CUDNN = 0.85, 0.85, {"forward": 0.6, "backward": 0.5}
 LDS_BYTES = 64 << 10
 
 
 def has_bars(environment: dict) -> bool:
-    """Return True if the rows come from a GPU of compute capability 9.0. The settings for other GPUs were chosen without timing.
+    """Return True if the thresholds apply, because the rows come from a GPU of compute capability 9.0.
+
+    The settings for other GPUs were chosen without timing.
 
     Args:
         environment: the environment of the rows, `Chapter.environment`.
@@ -29,7 +31,7 @@ def has_bars(environment: dict) -> bool:
 
 
 def compiled_claims(rows: Sequence[Row]) -> list[Claim]:
-    """Return the claims that no check of a compiled kernel failed, that no kernel spills, and that its LDS fits on gfx90a."""
+    """Return the claims about compiled kernels: no check failed, no kernel spills, and on gfx90a each kernel's LDS fits."""
     claims = []
     for row in rows:
         where = f"{row.params.get('kernel')} on {row.variant}"
@@ -56,7 +58,7 @@ def product_claims(rows: Sequence[Row], options: MatmulKernelOptions) -> list[Cl
 
 
 def attention_claims(rows: Sequence[Row], options: AttentionSpeedOptions) -> list[Claim]:
-    """Return the claims about long causal attention, relative to cuDNN and to the flash backend. Both must have a row."""
+    """Return the claims about long causal attention, relative to the cuDNN and flash backends. Both must have a row."""
     claims = []
     for shape in options.shapes:
         if shape.length < LONG or shape.features != 128 or not shape.causal:
@@ -69,7 +71,7 @@ def attention_claims(rows: Sequence[Row], options: AttentionSpeedOptions) -> lis
 
 
 def _reaches(rows: Sequence[Row], variant: str, least: float, wanted: dict) -> Claim:
-    """Return the claim that a ratio reaches a bar. A bar of 1 means faster: then the whole interval must lie above 1."""
+    """Return the claim that a ratio reaches a threshold. For a threshold of 1, the whole confidence interval must lie above 1."""
     what = f"{variant}, " + ", ".join(f"{name} {value}" for name, value in wanted.items())
     found = [row for row in rows if row.variant == variant and wanted.items() <= row.params.items()]
     known = [row for row in found if row.value is not None]

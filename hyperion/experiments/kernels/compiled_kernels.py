@@ -1,8 +1,8 @@
-"""Which resources do the kernels need on AMD and NVIDIA GPUs, whichever device this machine has?
+"""Which resources do the kernels need on AMD and NVIDIA GPUs? The GPUs need not be present.
 
-Triton compiles for a GPU that is not present. The experiment compiles every kernel with the tiles of each architecture,
-and reads registers, spills, shared memory, occupancy and matrix instructions from the result. These numbers are no measurements
-of speed. They show that a kernel fits the architecture. The list of builds is in `hyperion.kernels.shipped`.
+Triton can compile for a GPU that is not present. The experiment compiles every kernel with the tiles of each architecture, and
+reads registers, spills, shared memory, occupancy and matrix instructions from the result. These numbers do not measure speed.
+They show whether a kernel fits the architecture. The list of builds is in `hyperion.kernels.shipped`.
 """
 
 import pandas as pd
@@ -16,7 +16,7 @@ METRICS = ("registers", "register_spills", "shared_memory_bytes", "resident_warp
 
 
 class CompiledKernelsOptions(Options):
-    """Options of `compiled_kernels`.
+    """Options for the `compiled_kernels` experiment.
 
     Args:
         architectures: architectures to compile for: gfx90a, gfx942 or sm_90.
@@ -26,7 +26,7 @@ class CompiledKernelsOptions(Options):
 
 
 def forecast(context: Context) -> list[Forecast]:
-    """Predict what a kernel must fulfil to be shipped: no spills."""
+    """Predict that no kernel spills, which is a condition for shipping it."""
     basis = "a configuration that spills is not shipped"
     return [Forecast(name, "register_spills", 0.0, basis, "bf16") for name in CompiledKernelsOptions.of(context).architectures]
 
@@ -57,7 +57,7 @@ def _rows(context: Context, architecture, build, found) -> list[Row]:
     checks = {
         "register_spills": checked("largest allowed number", found.spills, 0),
         "shared_memory_bytes": checked(f"share of {limit} bytes", found.shared_bytes / limit, 1.0),
-        # A kernel that multiplies matrices must do this on matrix units.
+        # A kernel that multiplies matrices must use matrix units.
         "matrix_instructions": checked("missing matrix instructions", int(build.matrix and not found.matrix_instructions), 0),
     }
     values = (found.registers, found.spills, found.shared_bytes, found.occupancy, found.matrix_instructions)

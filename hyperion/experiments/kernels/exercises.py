@@ -1,4 +1,4 @@
-"""Self-marking exercises of the chapter on kernels. Each of the first three starts from a kernel with a classic mistake."""
+"""Self-marking exercises for the chapter on kernels. Each of the first three starts from a kernel with a classic mistake."""
 
 import math
 from collections.abc import Callable
@@ -13,7 +13,7 @@ from hyperion.kernels.operations import attention_reference
 
 SCORES_GIB = Question(16 * 16384**2 * 2 / 2**30, "heads times positions squared times the bytes of a number, divided by 2^30")
 
-_LEFT_OVER = 777.0  # what lies in memory outside of the matrices
+_LEFT_OVER = 777.0  # value of the memory outside the matrices
 
 
 def judge_softmax(my_softmax: Callable[[Tensor], Tensor]) -> pd.DataFrame:
@@ -41,10 +41,10 @@ def judge_softmax(my_softmax: Callable[[Tensor], Tensor]) -> pd.DataFrame:
 
 
 class ToyPointer:
-    """A pointer to a matrix in a larger memory, as a kernel gets it: only offsets from its first element can be used.
+    """Pointer to a matrix in a larger memory, as a kernel receives it: elements are addressed by their offset from the first one.
 
     Args:
-        matrix: the matrix, stored row after row.
+        matrix: the matrix, stored in row-major order.
     """
 
     def __init__(self, matrix: Tensor):
@@ -54,23 +54,23 @@ class ToyPointer:
         self._memory[size : 2 * size] = matrix.double().flatten()
 
     def load(self, offsets: Tensor, mask: Tensor | None = None) -> Tensor:
-        """Return the numbers at these offsets. Where the mask is False, nothing is read, and the result is 0."""
+        """Return the values at these offsets. Where the mask is False, nothing is read, and the result is 0."""
         offsets, inside = self._places(offsets, mask)
         return torch.where(inside, self._memory[torch.where(inside, offsets, 0)], 0.0)
 
     def store(self, offsets: Tensor, values: Tensor, mask: Tensor | None = None) -> None:
-        """Write numbers to these offsets. Where the mask is False, nothing is written."""
+        """Write values to these offsets. Where the mask is False, nothing is written."""
         offsets, inside = self._places(offsets, mask)
         self._memory[offsets[inside]] = values.double().expand(offsets.shape)[inside]
 
     @property
     def matrix(self) -> Tensor:
-        """The matrix as it is in memory now."""
+        """The current content of the matrix."""
         return self._memory[self._first : self._first + self._size].view(self._shape)
 
     @property
     def intact_outside(self) -> bool:
-        """Whether the memory around the matrix is unchanged."""
+        """True if the memory around the matrix is unchanged."""
         around = torch.cat([self._memory[: self._first], self._memory[self._first + self._size :]])
         return bool((around == _LEFT_OVER).all())
 
@@ -91,14 +91,14 @@ Block = Callable[[ToyPointer, ToyPointer, ToyPointer, int, int, int, int, int, i
 
 
 def judge_product(my_block: Block) -> pd.DataFrame:
-    """Test a kernel that computes one block of a matrix product C = A·B, for shapes that are no multiples of the block.
+    """Test a kernel that computes one block of a matrix product C = A·B, for shapes that are not multiples of the block size.
 
     Args:
         my_block: function of (a, b, c, m, n, k, row, column, size). The first three are ToyPointers to A[m, k], B[k, n] and
             C[m, n]. The function writes the block of C that starts at `row` and `column`, with at most `size` rows and columns.
 
     Returns:
-        A table with one line for each shape: whether C is right, and whether the memory around C is unchanged.
+        A table with one line for each shape: whether C is correct and the memory around C unchanged, and what was observed.
     """
     torch.manual_seed(0)
     size, lines = 8, []

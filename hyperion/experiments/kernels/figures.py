@@ -1,4 +1,4 @@
-"""Figures of the chapter on kernels: bandwidth of row kernels, rates of attention, memory of attention by length."""
+"""Figures for the chapter on kernels: bandwidth of row kernels, rates of products and attention, and memory of attention."""
 
 from collections.abc import Callable
 
@@ -24,7 +24,7 @@ _ORDER = ("triton", "torch", "torch.mm", "cudnn", "flash", "efficient", "math")
 
 
 def row_kernels(material: Material) -> Figure | None:
-    """Draw the bandwidth of each operation and implementation."""
+    """Draw the bandwidth of each implementation for each operation."""
     rows = [row for row in material.of("row_kernels") if row.metric == "bandwidth_gb_s"]
     if not measured(rows):
         return None
@@ -35,7 +35,7 @@ def row_kernels(material: Material) -> Figure | None:
 
 
 def matmul_kernel(material: Material) -> Figure | None:
-    """Draw the rate of each shape and implementation."""
+    """Draw the rate of each implementation for each shape."""
     rows = [row for row in material.of("matmul_kernel") if row.metric == "gemm_tflops"]
     if not measured(rows):
         return None
@@ -48,7 +48,7 @@ def matmul_kernel(material: Material) -> Figure | None:
 
 
 def attention_speed(material: Material) -> Figure | None:
-    """Draw the rate of each shape and implementation, one panel for each pass."""
+    """Draw the rate of each implementation for each shape, in one panel per pass."""
     rows = [row for row in material.of("attention_speed") if row.metric == "attention_tflops"]
     if not measured(rows):
         return None
@@ -63,7 +63,7 @@ def attention_speed(material: Material) -> Figure | None:
 
 
 def attention_memory(material: Material) -> Figure | None:
-    """Draw the peak memory of each implementation by the length of the sequence."""
+    """Draw the peak memory of each implementation against the sequence length."""
     rows = [row for row in material.of("attention_memory") if row.metric == "peak_memory_gib" and row.value is not None]
     if not rows:
         return None
@@ -89,7 +89,7 @@ def _shape(row: Row) -> str:
 
 
 def _bars(axes: Axes, rows: list[Row], group: Callable[[Row], str], label: str) -> None:
-    """Draw one bar for each row, in groups with a title. Rows without a value have no bar."""
+    """Draw one bar for each row, grouped by the titles that `group` returns. Rows without a value have no bar."""
     groups = list(dict.fromkeys(group(row) for row in rows))
     names = [name for name in _ORDER if any(row.variant == name for row in measured(rows))]
     height = 0.8 / max(len(names), 1)

@@ -1,6 +1,6 @@
-"""Do the kernels compute the right numbers? Without a GPU, Triton's interpreter answers.
+"""Do the kernels compute correct results? Without a GPU, Triton's interpreter runs them.
 
-The interpreter must be switched on before Triton is imported. Therefore the kernels run in a process of their own.
+The interpreter must be enabled before Triton is imported. Therefore the kernels run in a separate process.
 """
 
 import os
@@ -25,11 +25,11 @@ KERNELS = (
 
 
 class InterpretedKernelsOptions(Options):
-    """Options of `interpreted_kernels`. There are none besides the time limit of the process."""
+    """Options for the `interpreted_kernels` experiment. It has only the time limit of the process."""
 
 
 def forecast(context: Context) -> list[Forecast]:
-    """Predict the error of each kernel: the error of rounding once to float32."""
+    """Predict the error of each kernel: that of one rounding to float32."""
     if context.device.kind != "cpu" or why_no_triton():
         return []
     basis = "a sum of float32 numbers that is rounded once has an error of about 2^-24"
@@ -37,7 +37,7 @@ def forecast(context: Context) -> list[Forecast]:
 
 
 def run(context: Context, report: Report) -> Result:
-    """Compare each kernel with float64 in the interpreter. Return one row with the reason where this is not possible."""
+    """Compare each kernel with float64 in the interpreter. If this is not possible, return one row with the reason."""
     reason = why_no_triton()
     if context.device.kind != "cpu":
         reason = "not run: this device runs the kernels, and the other experiments compare their outputs with float64"
@@ -50,7 +50,7 @@ EXPERIMENT = Experiment(forecast, run, options=InterpretedKernelsOptions)
 
 
 def interpret(context: Context, report: Report) -> Result:
-    """Run all comparisons. This function runs in a process that has not imported Triton yet."""
+    """Run all comparisons, in a process that has not imported Triton yet."""
     os.environ["TRITON_INTERPRET"] = "1"
     from hyperion.kernels.interpreted import TOLERANCE, compare_all
 

@@ -1,7 +1,7 @@
-"""How close does a matrix product in Triton come to the vendor's library?
+"""How close does a Triton matrix product come to the speed of the vendor's library?
 
-The Triton kernel and `torch.mm` are timed in turn with the same operands. The settings of the Triton kernel are chosen by timing,
-which takes time once for each shape. This time is a row of its own.
+The Triton kernel and `torch.mm` are timed in turn on the same operands. The settings of the Triton kernel are chosen by timing,
+once for each shape. The time that this search takes has its own row.
 """
 
 import time
@@ -22,7 +22,7 @@ TRITON, TORCH = "triton", "torch.mm"
 
 
 class ProductShape(Table):
-    """The sizes of a matrix product A[m, k] · B[k, n]."""
+    """Sizes of a matrix product A[m, k] · B[k, n]."""
 
     m: int
     n: int
@@ -30,11 +30,11 @@ class ProductShape(Table):
 
 
 class MatmulKernelOptions(Options):
-    """Options of `matmul_kernel`.
+    """Options for the `matmul_kernel` experiment.
 
     Args:
         dtype: number format of the operands.
-        shapes: the shapes.
+        shapes: shapes to measure.
         time_limit_s: seconds of timing for each shape.
     """
 
@@ -44,7 +44,7 @@ class MatmulKernelOptions(Options):
 
 
 def forecast(context: Context) -> list[Forecast]:
-    """Predict the rate of each shape. The prediction for the Triton kernel is the rate of the vendor's library."""
+    """Predict the rate of each shape. The Triton kernel is predicted to reach the rate of the vendor's library."""
     options = MatmulKernelOptions.of(context)
     variants = (TORCH,) if why_no_kernels(context.device) else (TRITON, TORCH)
     return [
@@ -109,7 +109,7 @@ def _measure(context: Context, options: MatmulKernelOptions, shape: ProductShape
 
 
 def _search_row(context: Context, a_MK: torch.Tensor, b_KN: torch.Tensor, dtype: str, params: dict) -> Row:
-    """Call the Triton kernel for the first time, which compiles and times its settings. Return the row of this time."""
+    """Call the Triton kernel for the first time, which compiles it and times its settings. Return a row with this time."""
     from hyperion.kernels.matmul_triton import run_matmul, tiles_for
 
     started = time.perf_counter()

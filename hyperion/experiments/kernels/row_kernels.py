@@ -1,7 +1,7 @@
 """Do kernels that read each element once reach the bandwidth of a copy?
 
-Vector addition, softmax, and layer norm forward and backward compute little for each byte. So the best possible time is the time
-of their memory traffic. Each Triton kernel is timed in turn with PyTorch's own kernel and with a copy of as many bytes.
+Vector addition, softmax, and layer norm forward and backward compute little per byte, so their best possible time is that of
+their memory traffic. Each Triton kernel is timed in turn with PyTorch's own kernel and with a copy of the same number of bytes.
 """
 
 from collections.abc import Callable
@@ -21,14 +21,14 @@ from hyperion.kernels.availability import why_no_kernels
 from hyperion.measure import FORMATS, Verification, error_of_rows, largest_error
 from hyperion.results import Row, ratio_estimate
 
-# Layer norm also reads the statistics and parameters of rows, which are negligible compared with the arrays.
+# Layer norm also reads row statistics and parameters, which are negligible compared with the arrays.
 OPERATIONS = {"vector_add": 3, "softmax": 2, "layer_norm": 2, "layer_norm_backward": 3}  # arrays that are read or written
 TRITON, TORCH, COPY = "triton", "torch", "copy"
 _EPS = 1e-5
 
 
 class RowKernelsOptions(Options):
-    """Options of `row_kernels`.
+    """Options for the `row_kernels` experiment.
 
     Args:
         dtype: number format of the arrays.
@@ -44,7 +44,7 @@ class RowKernelsOptions(Options):
 
 
 def forecast(context: Context) -> list[Forecast]:
-    """Predict the bandwidth of each operation as that of a stream with the same number of arrays."""
+    """Predict that each operation reaches the bandwidth of a stream with the same number of arrays."""
     options = RowKernelsOptions.of(context)
     variants = (TORCH,) if why_no_kernels(context.device) else (TRITON, TORCH)
     forecasts = []
@@ -56,7 +56,7 @@ def forecast(context: Context) -> list[Forecast]:
 
 
 def run(context: Context, report: Report) -> Result:
-    """Time the Triton kernel, PyTorch and a copy of as many bytes in turn, for each operation. Verify the timed outputs."""
+    """For each operation, time the Triton kernel, PyTorch and a copy of as many bytes in turn, and verify the timed outputs."""
     options = RowKernelsOptions.of(context)
     rows, frames = [], []
     for done, operation in enumerate(OPERATIONS):
@@ -79,7 +79,7 @@ EXPERIMENT = Experiment(forecast, run, options=RowKernelsOptions, forecast_reads
 
 @dataclass(frozen=True)
 class _Work:
-    """An operation: its implementations, which return their outputs, and its exact outputs in float64."""
+    """An operation: its implementations as functions that return their outputs, and its exact outputs in float64."""
 
     calls: dict[str, Callable[[], tuple[Tensor, ...]]]
     exact: tuple[Tensor, ...]
@@ -100,8 +100,8 @@ def _measure(context: Context, options: RowKernelsOptions, operation: str) -> tu
     if reason := why_no_kernels(device):
         rows.append(context.absent_row(TRITON, "bandwidth_gb_s", reason, dtype=dtype, params=params))
         del work.calls[TRITON]
-    tolerance = torch.finfo(FORMATS[dtype].storage).eps / 2 + 1e-5  # rounding of the output, and float32 sums before it
-    # A copy of n float32 numbers moves 8 n bytes: n are read and n are written.
+    tolerance = torch.finfo(FORMATS[dtype].storage).eps / 2 + 1e-5  # rounding of the output, and the float32 sums before it
+    # A copy of n float32 numbers moves 8n bytes: 4n are read and 4n are written.
     source = torch.randn(traffic_bytes // 8, device=device.torch_device)
     target = torch.empty_like(source)
     calls = work.calls | {COPY: lambda: (target.copy_(source),)}
@@ -160,7 +160,7 @@ def _work(context: Context, options: RowKernelsOptions, operation: str) -> _Work
 
 
 def _backward(function: Callable[..., Tensor], x: Tensor, w: Tensor, b: Tensor, grad: Tensor) -> Callable:
-    """Return a function that computes the gradients of x, weight and bias. The forward pass runs once, outside of it."""
+    """Return a function that computes the gradients of x, weight and bias. The forward pass runs once, outside this function."""
     leaves = tuple(tensor.detach().requires_grad_() for tensor in (x, w, b))
     output = function(*leaves)
     return lambda: torch.autograd.grad(output, leaves, grad, retain_graph=True)

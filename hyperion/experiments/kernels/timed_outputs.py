@@ -1,4 +1,4 @@
-"""Time functions in turn and keep the outputs of their last timed calls, so that these outputs can be verified."""
+"""Time functions in turn, and keep the outputs of their last timed calls for verification."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -15,15 +15,16 @@ Outputs = tuple[Tensor, ...]
 def time_and_keep(
     calls: Mapping[str, Callable[[], Outputs]], device: Device, time_limit_s: float
 ) -> tuple[dict[str, Timing], dict[str, Outputs]]:
-    """Time functions in turn. Return their timings, and the outputs of the last timed call of each function.
+    """Time functions in turn. Return their timings, and the outputs of each function's last timed call.
 
-    Before, each function is called once, and its outputs are filled with NaN. A function frees its last outputs before it
-    allocates new ones, so on a GPU the allocator gives it the same memory again. An element that it does not write stays NaN.
+    Before the timing, each function is called once, and its outputs are filled with NaN. Before each call, the function's last
+    outputs are freed, so on a GPU the allocator reuses their memory for the new ones. An element that the function does not write
+    stays NaN.
     """
     outputs_by_name: dict[str, Outputs] = {}
 
     def call(name: str) -> None:
-        # Frees the last outputs first, so that the allocator can reuse their memory for the new ones.
+        # Free the last outputs first, so that the allocator can reuse their memory for the new ones.
         outputs_by_name.pop(name, None)
         outputs_by_name[name] = calls[name]()
 

@@ -1,7 +1,7 @@
-"""Exercises of chapter 2.6.
+"""Exercises for chapter 2.6.
 
-In the first exercise the reader computes the targets of an instruction row. In the second exercise the reader writes a check that
-finds token ids without a row in the embedding.
+In the first exercise the reader computes the targets of an instruction row. In the second the reader writes a check that finds
+token ids without a row in the embedding.
 """
 
 from collections.abc import Callable, Sequence
@@ -23,8 +23,8 @@ def judge_targets(my_targets: Callable[[Sequence[int], Sequence[int], int], tupl
     """Test a function that makes one fine-tuning row from a prompt and its completion.
 
     Args:
-        my_targets: function with three arguments: the token ids of the prompt, the token ids of the completion including the end
-            of text, and a length. It returns (inputs, targets), each of this length. A target is the token after the input at the
+        my_targets: function of three arguments: the token ids of the prompt, the token ids of the completion including the end of
+            text, and a length. It returns (inputs, targets), each of this length. A target is the token after the input at the
             same position, or -100 (IGNORE_INDEX) if the position has no loss.
 
     Returns:
@@ -50,8 +50,8 @@ def judge_vocabulary_check(my_check: Callable[[np.ndarray, int], bool]) -> pd.Da
     """Test a check that decides whether token ids fit an embedding.
 
     Args:
-        my_check: function that takes token ids (int64 of shape [N]) and the number of rows of the embedding. It returns True if
-            the embedding has a row for every id.
+        my_check: function that takes token ids (int64 of shape [N]) and the number of embedding rows. It returns True if the
+            embedding has a row for every id.
     """
 
     def check(ids: Any) -> bool:

@@ -1,4 +1,4 @@
-"""Figures of fine-tuning: loss on completions, memory of the two methods, and losses on one device and on ranks."""
+"""Figures of fine-tuning: completion loss, memory of the two methods, and losses on one device and on several ranks."""
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -6,8 +6,18 @@ from matplotlib.figure import Figure
 
 from hyperion.errors import not_none
 from hyperion.figures.material import Material, Plot, measured, number, select, values
-from hyperion.figures.style import add_notes, errors_of, limit_line, look, new_figure, spread_labels, whole_numbers
-from hyperion.palette import COLOURS, INK, MUTED
+from hyperion.figures.style import (
+    COLOURS,
+    INK,
+    MUTED,
+    add_notes,
+    errors_of,
+    limit_line,
+    look,
+    new_figure,
+    spread_labels,
+    whole_numbers,
+)
 from hyperion.results import Row
 
 _SMALLEST = 1e-9  # a logarithmic axis has no zero, so a difference of zero is drawn at this value
@@ -17,8 +27,8 @@ _MEMORY = (("peak_memory_gib", "device memory"), ("tensor_memory_gib", "bytes of
 def llama_lora(material: Material) -> Figure | None:
     """Draw two panels: losses and memory.
 
-    The first panel shows the loss per completion token by step, and the held-out loss before and after the training. The second
-    panel shows the peak memory of a step of LoRA and of a step of full fine-tuning.
+    The first shows the loss per completion token by step, and the held-out loss before and after training. The second shows the
+    peak memory of a LoRA step and of a full fine-tuning step.
     """
     rows = measured(material.of("llama_lora"))
     held_out = sorted(select(rows, metric="validation_loss"), key=lambda row: row.params["step"])
@@ -58,17 +68,17 @@ def _draw_losses(axes: Axes, material: Material, held_out: list[Row]) -> None:
     axes.set(xlabel="optimizer step", ylabel="nats per completion token", title="Loss on completions")
     axes.margins(y=0.12)
     axes.legend(loc="best")
-    # The labels are outside the panel, because marks and the curve of the first steps cover the left end of the upper line.
+    # The labels are outside the panel, because markers and the first part of the curve cover the left end of the upper line.
     spread_labels(axes, levels, gap_points=22)
 
 
 def _draw_memory(axes: Axes, rows: list[Row]) -> None:
     """Draw one bar for each method, LoRA and full fine-tuning.
 
-    The height of the bar is the measured peak. Its dark part is the memory of weights, gradients and optimizer moments. A dashed
-    line shows the predicted peak.
+    The bar's height is the measured peak, its dark part the memory of weights, gradients and optimizer moments. A dashed line
+    shows the predicted peak.
     """
-    # The rows of the peak of an epoch cover more than one step. Only the rows of a single step have the param "parameters".
+    # Rows with the peak of an epoch cover more than one step. Only rows of a single step have the param "parameters".
     rows = [row for row in rows if "parameters" in row.params]
     metric, name = next((m, n) for m, n in _MEMORY if select(rows, metric=m) or m == _MEMORY[-1][0])
     chosen = select(rows, metric=metric)
@@ -88,7 +98,7 @@ def _draw_memory(axes: Axes, rows: list[Row]) -> None:
 
 
 def lora_sharded(material: Material) -> Figure | None:
-    """Draw the losses of one device and of all ranks, and their relative difference, by step."""
+    """Plot the losses of one device and of all ranks, and their relative difference, by step."""
     rows = measured(material.of("lora_sharded"))
     parity = [row for row in rows if row.params.get("what") == "training loss"]
     if not parity:

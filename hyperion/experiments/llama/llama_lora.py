@@ -1,4 +1,4 @@
-"""Fine-tune a Llama with LoRA on instruction rows, on one device, and compare its memory with the memory of full fine-tuning."""
+"""Fine-tune a Llama with LoRA on instruction rows on one device, and compare its memory with that of full fine-tuning."""
 
 import gc
 import math
@@ -54,7 +54,7 @@ _STANDARD_ERRORS = 4.0
 
 
 class LlamaLoraOptions(FineTuningOptions):
-    """Options of `llama_lora`.
+    """Options for the `llama_lora` experiment.
 
     Args:
         evaluation_batch_size: number of held-out rows in a batch.
@@ -64,9 +64,9 @@ class LlamaLoraOptions(FineTuningOptions):
 
 
 def forecast(context: Context) -> list[Forecast]:
-    """Predict the memory of a step, the share of trained parameters, and the loss before the training.
+    """Predict the memory of a step, the share of trained parameters, and the loss before training.
 
-    For the throughput there is only a ceiling and no prediction.
+    The throughput has only a ceiling and no prediction.
     """
     options = LlamaLoraOptions.of(context)
     data = options.data(context, quiet=True)
@@ -106,9 +106,9 @@ EXPERIMENT = Experiment(forecast, run, forecast_reads=("gemm", "bandwidth"), dat
 
 
 def fine_tune(context: Context, report: Report) -> Result:
-    """Train the adapters and evaluate them on held-out completions before and after the training.
+    """Train the adapters and evaluate them on held-out completions before and after training.
 
-    Then time a step, and check that adapters can be saved, loaded and merged.
+    Then time a step, and check that the adapters can be saved, loaded and merged.
     """
     options = LlamaLoraOptions.of(context)
     data, precision = options.data(context), choose_precision(context.device, options.precision)
@@ -135,7 +135,7 @@ def fine_tune(context: Context, report: Report) -> Result:
 
 
 def full_memory(context: Context, report: Report) -> Result:
-    """Measure the peak memory of a step that trains every parameter, on the same batch as the step of LoRA."""
+    """Measure the peak memory of a step that trains every parameter, on the same batch as the LoRA step."""
     options = LlamaLoraOptions.of(context)
     data, precision = options.data(context, quiet=True), choose_precision(context.device, options.precision)
     report(0, 1, FULL)
@@ -155,21 +155,21 @@ def adapter_rows(
 ) -> list[Row]:
     """Check that the trained adapters can be saved, loaded into a new base model, and merged with it.
 
-    The logits after loading and after merging must equal the logits of the trained model. They are compared in float32, because
-    16-bit formats would hide small differences. The trained model is removed from the engine, because two models may not fit into
-    memory.
+    The logits after loading and after merging must equal those of the trained model, within a tolerance. They are compared in
+    float32, because 16-bit formats would hide small differences. The trained model is removed from the engine, because two models
+    may not fit into memory.
 
     Args:
         context: context of the experiment.
         options: options of the experiment.
-        data: the instruction rows.
+        data: instruction rows.
         engine: engine with the trained adapters. It has no model after the call.
-        base_sha256: `frozen_sha256` of the base model before the training. The weights of the base must not have changed.
+        base_sha256: `frozen_sha256` of the base model before training. The base weights must not have changed.
     """
     device, dtype = engine.device.torch_device, frozen_dtype(engine.precision)
-    # Before `probe_logits`, which converts the model to float32 and thereby changes the bytes of its weights.
+    # Before `probe_logits`, which converts the model to float32 and thus changes the bytes of its weights.
     changed = frozen_sha256(engine.model) != base_sha256
-    # Also before that conversion, so that the adapters are saved as they were trained.
+    # Also before that conversion, so that the adapters are saved as trained.
     path = save_adapter(context.workspace / "adapters", options.steps, engine.model, base_sha256)
     trained = probe_logits(engine.model, data, device)
     del engine.model, engine.optimizer
@@ -191,9 +191,9 @@ def adapter_rows(
 def _step_rows(
     context: Context, options: LlamaLoraOptions, data: FineTuningData, engine: LanguageEngine, shape: LlamaShape
 ) -> tuple[list[Row], pd.DataFrame]:
-    """Return the rows and samples of the memory and the speed of a LoRA step.
+    """Return the rows and samples of the memory and speed of a LoRA step.
 
-    The batch is the same batch as in the step of full fine-tuning.
+    The batch is the same as in the full fine-tuning step.
     """
     batch = _batches(context, options, data).next_batch()
     shared = {"dtype": engine.precision.dtype, "params": _params(data, shape), "data_source": data.rows.source}
@@ -206,7 +206,7 @@ def _step_rows(
 
 @contextmanager
 def restored_adapters(model: nn.Module) -> Iterator[None]:
-    """Context manager that restores the trainable parameters at its end, so that timed steps do not change the trained model."""
+    """Context manager that restores the trainable parameters on exit, so that timed steps do not change the trained model."""
     trained = {name: p.detach().clone() for name, p in model.named_parameters() if p.requires_grad}
     yield
     with torch.no_grad():
@@ -218,13 +218,12 @@ def restored_adapters(model: nn.Module) -> Iterator[None]:
 def _memory_rows(
     context: Context, engine: LanguageEngine, batch: tuple, shape: LlamaShape, method: str, shared: dict
 ) -> list[Row]:
-    """Return the rows that hold the peak memory of one step: the bytes of all tensors, and on an accelerator the peak of its
-    allocator.
+    """Return the rows with the peak memory of one step: the tensor bytes, and on an accelerator the allocator's peak.
 
-    The resident memory of the process is not recorded on a CPU, because it depends mostly on what the process did before.
+    On a CPU the resident memory of the process is not recorded, because it depends mostly on what the process did before.
 
     Args:
-        shared: a dict with the dtype, the params and the data source, which are the same for all rows.
+        shared: dtype, params and data source of all rows.
     """
     engine.train_step(batch)  # allocates the optimizer's moments
     with PeakMemoryRegion(engine.device) as region:
@@ -245,9 +244,9 @@ def _memory_rows(
 def _speed_rows(
     context: Context, timing: Timing, counts: TokenCounts, shape: LlamaShape, shared: dict
 ) -> tuple[list[Row], pd.DataFrame]:
-    """Return the rows and samples of the speed of a LoRA step: its time, its MFU (model FLOPs utilization) and two throughputs.
+    """Return the rows and samples of a LoRA step's speed: its time, its MFU (model FLOPs utilization) and two throughputs.
 
-    One throughput counts all tokens. The other throughput counts only the tokens that have a loss.
+    One throughput counts all tokens, the other only tokens with a loss.
     """
     read = shared | {"params": shared["params"] | {"batch": counts.tokens, "tokens": "prompt and completion"}}
     learned = shared | {"params": shared["params"] | {"batch": counts.completion_tokens, "tokens": "completion"}}
@@ -273,7 +272,7 @@ def _speed_rows(
 def _loss_rows(
     context: Context, options: LlamaLoraOptions, data: FineTuningData, dtype: str, before: dict, after: dict
 ) -> list[Row]:
-    """Return the rows that hold the mean loss per held-out completion token, before and after the training.
+    """Return the rows with the mean loss per held-out completion token, before and after training.
 
     The check fails if the loss has not decreased significantly.
     """
@@ -305,7 +304,7 @@ def _loss_rows(
 
 
 def _count_rows(context: Context, data: FineTuningData, model: LlamaLM, shape: LlamaShape) -> list[Row]:
-    """Return rows that hold counts: the trained parameters, the tokens that have a loss, and the instruction rows that were cut.
+    """Return rows with counts: trained parameters, prompt and completion tokens, and instruction rows that were cut.
 
     The number of trained parameters is checked.
     """
@@ -332,10 +331,10 @@ def _count_rows(context: Context, data: FineTuningData, model: LlamaLM, shape: L
 def _one_row(data: FineTuningData) -> pd.DataFrame:
     """Return a table with the tokens of the first held-out instruction row.
 
-    The table says for each token whether it belongs to the prompt, which is given, or to the completion, which is learned.
+    The table states whether each token belongs to the prompt, which is given, or to the completion, which is learned.
     """
     size, targets = int(data.held_out.sizes[0]), data.held_out.targets[0]
-    # inputs and targets are shifted by one token, so the last target completes the row.
+    # Inputs and targets are shifted by one token, so the last target completes the row.
     ids = [*data.held_out.inputs[0, :size], targets[size - 1]]
     learned = [False, *data.held_out.scored[0, :size]]
     kinds = ["learned token" if is_learned else "given token" for is_learned in learned]
@@ -347,17 +346,17 @@ def _memory_forecast(
 ) -> Forecast:
     parts = step_bytes(shape, method, dtype, counts.positions)
     basis = f"{method}: " + " + ".join(f"{amount / GIB:.3g} GiB of {name}" for name, amount in parts.items())
-    # The param "model" selects the rows of a single step. The rows of the peak of an epoch, which includes the evaluation, do not
-    # have this param.
+    # The param "model" selects the rows of a single step. Rows with the peak of an epoch, which includes the evaluation, lack
+    # this param.
     params = {"model": data.model}
     return Forecast(method, metric, sum(parts.values()) / GIB, basis, dtype=dtype, params=params)
 
 
 def step_bytes(shape: LlamaShape, method: str, dtype: str, positions: int) -> dict[str, int]:
-    """Return a dict that maps the name of a part of a step's peak memory to its bytes.
+    """Return a dict that maps each part of a step's peak memory to its bytes.
 
-    The peak is at the start or at the end of the backward pass. At the start there are logits but no gradients, and at the end
-    there are gradients but no logits. Activations of the decoder layers are ignored, because they are small for short rows.
+    The peak occurs at the start or at the end of the backward pass. At the start there are logits but no gradients; at the end,
+    gradients but no logits. Activations of the decoder layers are ignored, because they are small for short rows.
     """
     whole, trained = state_bytes(shape, method, dtype), trained_parameters(shape, method)
     # 4 bytes per trained parameter are its gradient, which does not exist yet at the start of the backward pass.
@@ -371,9 +370,9 @@ def step_bytes(shape: LlamaShape, method: str, dtype: str, positions: int) -> di
 def logits_bytes(shape: LlamaShape, dtype: str, positions: int) -> int:
     """Return the bytes of the logits, the log-probabilities and one gradient of the logits, all in float32.
 
-    If `dtype` is bf16, two 16-bit copies are included.
+    For bf16, two 16-bit copies are added.
     """
-    # Three float32 tensors have 12 bytes per logit, and two 16-bit copies have 4 more.
+    # Three float32 tensors take 12 bytes per logit, and two 16-bit copies 4 more.
     return positions * shape.vocab_size * (16 if dtype == "bf16" else 12)
 
 
@@ -384,7 +383,7 @@ def _share_forecast(shape: LlamaShape) -> Forecast:
 
 
 def _traffic(shape: LlamaShape, dtype: str, counts: TokenCounts) -> dict[str, float]:
-    """Return a dict that maps a cause to the bytes of memory traffic that it needs in a LoRA step.
+    """Return a dict that maps each cause to its bytes of memory traffic in a LoRA step.
 
     The causes are the frozen weights, which the forward and the backward pass read, and the logits.
     """

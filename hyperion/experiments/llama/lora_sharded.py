@@ -1,7 +1,7 @@
 """Train LoRA adapters with FSDP2.
 
-The experiment checks three requirements. The losses must equal the losses on one device. Each decoder layer must be an FSDP unit.
-A single process must be able to load the saved adapters.
+The experiment checks three requirements: the losses equal those on one device, each decoder layer is an FSDP unit, and a single
+process can load the saved adapters.
 """
 
 import gc
@@ -55,17 +55,17 @@ from hyperion.workloads.training_rows import flops_floor
 from hyperion.workloads.twins import SCATTER_FP32
 
 VARIANT = "LoRA under FSDP2"
-TOLERANCE = 1e-4  # largest allowed relative difference between the losses of the same step on one device and on all ranks
+TOLERANCE = 1e-4  # largest allowed relative difference between the losses of a step on one device and on all ranks
 SHARE_TOLERANCE = 0.1
 _PROBE = "logits.safetensors"
 _EXACT = Precision("fp32", "parity is judged in float32")
 
 
 class LoraShardedOptions(FineTuningOptions, RankOptions):
-    """Options of `lora_sharded`.
+    """Options for the `lora_sharded` experiment.
 
     Args:
-        parity_model: name of the random configuration whose losses are compared in float32. The model `model` is only timed.
+        parity_model: name of the random configuration whose losses are compared in float32. `model` is only timed.
     """
 
     parity_model: str
@@ -76,7 +76,7 @@ class LoraShardedOptions(FineTuningOptions, RankOptions):
 
 
 def forecast(context: Context) -> list[Forecast]:
-    """Predict the number of FSDP units, the largest difference between the losses, and the share of parameters on each rank."""
+    """Predict the number of FSDP units, the largest difference between the losses, and each rank's share of the parameters."""
     options = LoraShardedOptions.of(context)
     ranks, steps = options.rank_count(context, options.batch_size), options.steps
     layers = random_llama_shape(options.parity_model, 1).num_hidden_layers
@@ -118,16 +118,16 @@ EXPERIMENT = Experiment(forecast, run, data=DATA, options=LoraShardedOptions)
 
 
 def on_rank(context: Context, report: Report) -> Result:
-    """Compare losses and save the adapters of a small model in float32. Then measure memory and speed of the large model."""
+    """Compare losses and save the adapters of a small float32 model. Then measure the memory and speed of the large model."""
     options = LoraShardedOptions.of(context)
     small = options.of_parity_model()
     data = rank_zero_first(lambda: small.data(context))
     engine = _engine(context, small, data, _EXACT, _alone())
-    # Hash of the whole base, before a second engine shards it. The saved adapters name this base.
+    # Hash of the whole base, taken before a second engine shards it. The saved adapters record this hash.
     base_sha256 = frozen_sha256(engine.model)
     alone = _train(context, small, report, data, engine, "one device")
     engine = _engine(context, small, data, _EXACT, world())
-    # Hash of this rank's shards only, for the comparison after the training.
+    # Hash of this rank's shards only, for the comparison after training.
     shards_sha256 = frozen_sha256(engine.model)
     losses = _train(context, small, report, data, engine, "all ranks")
     rows = [*_layout_rows(context, data, engine), _frozen_row(context, data, engine, shards_sha256)]
@@ -140,7 +140,7 @@ def on_rank(context: Context, report: Report) -> Result:
 
 
 def _alone() -> World:
-    """Return a `World` (the group of ranks that train together) that contains only this process. It has no process group."""
+    """Return a `World` (the group of ranks that train together) with only this process and no process group."""
     here = world()
     return World(rank=0, size=1, local_rank=here.local_rank, backend="", device=here.device)
 
@@ -150,7 +150,7 @@ def _engine(
 ) -> LanguageEngine:
     """Return the training engine for a base model with LoRA adapters, whose parameters FSDP2 shards over the ranks in `here`.
 
-    The initial weights of the base model and of the adapters are the same on every rank. If `here` is a single process without a
+    The initial weights of the base model and the adapters are the same on every rank. If `here` is a single process without a
     process group, nothing is sharded.
     """
     model = with_lora(base_model(context, data, frozen_dtype(precision)), context.seed)
@@ -170,7 +170,7 @@ def _train(
 ) -> list[float]:
     """Train the model and return the loss of every step.
 
-    If several ranks share a batch, the loss is the loss of the whole batch.
+    If several ranks share a batch, it is the loss of the whole batch.
     """
     batches = _batches(context, options, data, _alone() if engine.ranks == 1 else world())
     losses = []
@@ -181,9 +181,9 @@ def _train(
 
 
 def _layout_rows(context: Context, data: FineTuningData, engine: LanguageEngine) -> list[Row]:
-    """Return a row that holds the share of all parameter bytes that are on this rank.
+    """Return a row with the share of all parameter bytes held by this rank.
 
-    On rank 0, also return a row that holds the number of FSDP units.
+    On rank 0, also return a row with the number of FSDP units.
     """
     here, model = world(), engine.model
     share = local_parameter_bytes(model) / full_parameter_bytes(model)
@@ -223,7 +223,7 @@ def _frozen_row(context: Context, data: FineTuningData, engine: LanguageEngine, 
 def _save(context: Context, options: LoraShardedOptions, data: FineTuningData, engine: LanguageEngine, base_sha256: str) -> None:
     """Gather the adapters from all ranks and save them.
 
-    Also save the logits of the trained model for a fixed input. A model that loads the adapters must give the same logits.
+    Also save the trained model's logits for a fixed input. A model that loads the adapters must give the same logits.
     """
     save_adapter(context.workspace / "adapters", options.steps, engine.model, base_sha256)
     assert_ranks_agree(engine.model)
@@ -233,7 +233,7 @@ def _save(context: Context, options: LoraShardedOptions, data: FineTuningData, e
 
 
 def _loaded_row(context: Context, options: LoraShardedOptions, ranks: int) -> Row:
-    """Load the saved adapters into a new base model in one process, and compare its logits with those of the sharded model."""
+    """Load the saved adapters into a new base model in one process, and compare its logits with the sharded model's."""
     data = options.of_parity_model().data(context, quiet=True)
     path = checkpoint_path(context.workspace / "adapters", options.steps)
     model = load_base_and_adapter(context, data, path, frozen_dtype(_EXACT))
@@ -274,9 +274,9 @@ def _parity_row(
 
 
 def _speed_rows(context: Context, options: LoraShardedOptions, report: Report) -> tuple[list[Row], pd.DataFrame]:
-    """Return the rows and samples of the speed of the sharded training, in the training precision of this device.
+    """Return the rows and samples of the speed of sharded training, in this device's training precision.
 
-    The rows hold the step time, the throughput of all ranks together, and the peak memory of each rank.
+    The rows give the step time, the throughput summed over all ranks, and the peak memory of each rank.
     """
     here = world()
     # The engine of the small model must be freed before the large model is built.
@@ -287,7 +287,7 @@ def _speed_rows(context: Context, options: LoraShardedOptions, report: Report) -
     engine = _engine(context, options, data, precision, here)
     shape = shape_of(engine.model.get_submodule("lm"))
     batch = _batches(context, options, data, here).next_batch()
-    counts = count_tokens(_batches(context, options, data, _alone()).next_batch())  # of all ranks together
+    counts = count_tokens(_batches(context, options, data, _alone()).next_batch())  # over all ranks
     shared = {"dtype": precision.dtype, "data_source": data.rows.source}
     params = {"model": data.model, "ranks": here.size, "step": "steady"}
     engine.train_step(batch)  # allocates the optimizer's moments

@@ -1,7 +1,7 @@
-"""Compare policies of activation checkpointing for the language model and the ResNet-18.
+"""Compare activation-checkpointing policies for the language model and the ResNet-18.
 
-A policy says which blocks of the model are checkpointed. The experiment checks that the gradients do not depend on the policy,
-and measures memory and step time under each policy. It also measures the memory of activations for several numbers of layers.
+A policy determines which blocks of the model are checkpointed. The experiment checks that the gradients do not depend on the
+policy, and measures memory and step time under each policy. It also measures activation memory for several numbers of layers.
 """
 
 import contextlib
@@ -44,12 +44,12 @@ from hyperion.workloads.workloads import (
 GRADIENT_TOLERANCE = 1e-5
 _WHEN = {"phase": "forward and backward"}
 # If the norm of a gradient is below this share of the norm of all gradients, the gradient consists only of rounding errors. An
-# example is the gradient of a bias that has no effect, because a softmax follows it.
+# example is the gradient of a bias that has no effect because a softmax follows it.
 _NEGLIGIBLE = 1e-4
 
 
 class Policies(BaseModel, extra="forbid", frozen=True, strict=True):
-    """Policies of activation checkpointing for each kind of model. `ParallelPlan` describes the policies.
+    """Activation-checkpointing policies for each kind of model. `ParallelPlan` describes the policies.
 
     Args:
         language: names of the policies for the language model.
@@ -61,16 +61,16 @@ class Policies(BaseModel, extra="forbid", frozen=True, strict=True):
 
 
 class ActivationCheckpointingOptions(Options):
-    """Options of `activation_checkpointing`.
+    """Options for the `activation_checkpointing` experiment.
 
     Args:
         precision: number format of the steps, or "auto".
         policies: policies that are compared with a step without checkpointing.
-        budget_share: memory that the policy "budget" must save, as a share of the memory that checkpointing of every block saves.
-        depths: numbers of layers of the language model for which activations are measured.
-        time_limit_s: seconds of timing for each model, for all policies together.
-        language: sizes of the language model and its batch.
-        image: sizes of the ResNet-18 and its batch.
+        budget_share: memory that the policy "budget" must save, as a share of the memory that checkpointing every block saves.
+        depths: numbers of layers of the language model for which activation memory is measured.
+        time_limit_s: seconds of timing for each model, shared by all policies.
+        language: the language model and its batch.
+        image: the ResNet-18 and its batch.
     """
 
     precision: str
@@ -84,8 +84,9 @@ class ActivationCheckpointingOptions(Options):
 
 @dataclass(frozen=True)
 class _Setup:
-    """The options of the experiment, and what follows from them on this device: the models with their batches (`Workload`) and
-    the policies of activation checkpointing (`ParallelPlan`).
+    """Options of the experiment, and the workloads and plans derived from them on this device.
+
+    A `Workload` is a model with its batch. A `ParallelPlan` contains an activation-checkpointing policy.
     """
 
     context: Context
@@ -101,11 +102,11 @@ class _Setup:
         return workload(getattr(self.options, kind))
 
     def deep(self, layers: int) -> Workload:
-        """Return the language model of the options with `layers` layers and its batch, as a `Workload`."""
+        """Return the workload of the language model in the options, with its number of layers changed to `layers`."""
         return workload(self.options.language.model_copy(update={"layers": layers}))
 
     def plans(self, kind: str) -> list[ParallelPlan]:
-        """Return the plan without checkpointing, then one plan for each policy that the options name for this kind of model."""
+        """Return a plan without checkpointing, then one plan for each policy that the options list for this kind of model."""
         return [ParallelPlan(), *(self._plan(kind, policy) for policy in getattr(self.options.policies, kind))]
 
     def _plan(self, kind: str, policy: str) -> ParallelPlan:
@@ -115,21 +116,21 @@ class _Setup:
 
 
 def forecast(context: Context) -> list[Forecast]:
-    """Predict the speed under each policy, and the peak memory with the memory estimator.
+    """Predict the speed-up under each policy, and the peak memory with the memory estimator.
 
-    The reader guesses the first prediction.
+    The reader guesses the value of the first prediction.
     """
     setup = _Setup.of(context)
     lines = [line for kind in KINDS for plan in setup.plans(kind) for line in _policy_forecasts(setup, kind, plan)]
     for layers in setup.options.depths:
         lines += [_depth_forecast(setup, setup.deep(layers), policy) for policy in (NONE, EVERY_BLOCK)]
-    # False sorts first, so the speed-up of EVERY_BLOCK is the prediction that the reader guesses.
+    # False sorts first, so the prediction that the reader guesses is the speed-up of EVERY_BLOCK.
     lines.sort(key=lambda line: line.params["checkpointing"] != EVERY_BLOCK or line.metric != "speedup")
     return lines
 
 
 def run(context: Context, report: Report) -> Result:
-    """Measure memory, gradients and step time under each policy, and activations for each number of layers.
+    """Measure memory, gradients and step time under each policy, and activation memory for each number of layers.
 
     The timed steps of all policies alternate.
     """
@@ -158,7 +159,7 @@ EXPERIMENT = Experiment(forecast, run, options=ActivationCheckpointingOptions)
 
 
 def measure_memory(context: Context, report: Report, kind: str, checkpointing: str, blocks: int | None) -> Result:
-    """Measure the peak memory of the forward and backward pass, including weights and optimizer state."""
+    """Measure the peak memory of the forward and backward pass, which includes weights and optimizer state."""
     setup = _Setup.of(context)
     work, device = setup.work(kind), context.device
     plan = ParallelPlan(checkpointing=checkpointing, checkpointed_blocks=blocks)
@@ -179,10 +180,10 @@ def measure_memory(context: Context, report: Report, kind: str, checkpointing: s
 
 @dataclass(frozen=True)
 class PassMemory:
-    """Bytes of tensors in one forward and backward pass.
+    """Memory of tensors in one forward and backward pass, in bytes.
 
     Attributes:
-        kept: bytes of the tensors that the forward pass keeps for the backward pass.
+        saved_bytes: bytes of the tensors that the forward pass saves for the backward pass.
         peak: largest number of bytes that exist at the same time, including weights, optimizer state and batch.
     """
 
@@ -197,16 +198,16 @@ def forward_and_backward(engine: TorchEngine, batch: Batch) -> PassMemory:
     with TensorMemory(engine.device, [*present, *batch]) as memory, engine.precision.products():
         with SavedForBackward([*present, *batch]) as saved, engine.precision.autocast(engine.device):
             loss = engine.summed_loss(batch) / items
-        # Read between forward and backward pass, when all saved activations exist.
+        # Read between the forward and the backward pass, when all saved activations exist.
         saved_bytes = saved.bytes
         engine.scaler.backward(loss)
     return PassMemory(saved_bytes, memory.peak_bytes)
 
 
 def largest_difference(tensors: dict[str, Tensor], reference: dict[str, Tensor]) -> float:
-    """Return the largest relative difference (in the Frobenius norm) between a tensor and the reference with the same name."""
+    """Return the largest relative difference (in the Frobenius norm) between a tensor and the reference of the same name."""
     norms = {name: tensor.double().norm().item() for name, tensor in reference.items()}
-    # Tensors whose gradient is almost zero contain only rounding errors, so they are compared with the norm of all gradients.
+    # Gradients near zero consist only of rounding errors, so their difference is divided by a share of the norm of all gradients.
     floor = _NEGLIGIBLE * sum(norm**2 for norm in norms.values()) ** 0.5
     return max(
         (tensors[name].double() - tensor.double()).norm().item() / max(norms[name], floor) for name, tensor in reference.items()
@@ -221,7 +222,7 @@ def _params(work: Workload, plan: ParallelPlan) -> dict:
 def _gradient_rows(context: Context, work: Workload, plans: list[ParallelPlan]) -> list[Row]:
     """Return rows that compare each policy with a step without checkpointing.
 
-    The rows hold the relative difference of the fp32 gradients and of the running statistics of BatchNorm.
+    The rows contain the relative difference of the fp32 gradients, and that of the running statistics of BatchNorm.
     """
     plain, *others = (_gradients(context, work, plan) for plan in plans)
     rows = []
@@ -246,7 +247,7 @@ def _gradient_rows(context: Context, work: Workload, plans: list[ParallelPlan]) 
 
 def _gradients(context: Context, work: Workload, plan: ParallelPlan) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     engine, batch = build_step(work, "fp32", plan, context.device, context.seed)
-    # Training mode, because BatchNorm updates its running statistics only in this mode. Recomputation must not update them
+    # Use training mode, because BatchNorm updates its running statistics only in this mode. Recomputation must not update them
     # twice.
     engine.model.train()
     with engine.precision.products(), _deterministic_convolutions():
@@ -259,8 +260,8 @@ def _gradients(context: Context, work: Workload, plan: ParallelPlan) -> tuple[di
 
 @contextlib.contextmanager
 def _deterministic_convolutions() -> Iterator[None]:
-    # The fastest kernels add the parts of a weight gradient in the order in which threads finish. On an H200 the results differ
-    # by 2e-5 between two runs. This would hide a difference that checkpointing causes.
+    # The fastest kernels add the parts of a weight gradient in the order in which threads finish. On an H200, the results of two
+    # runs differ by 2e-5. This would hide a difference caused by checkpointing.
     before, torch.backends.cudnn.deterministic = torch.backends.cudnn.deterministic, True
     try:
         yield
@@ -276,7 +277,7 @@ def _timed(setup: _Setup, work: Workload, plans: list[ParallelPlan]) -> Result:
             setup.dtype,
             {name: value for name, value in _params(work, plan).items() if name != "batch"},
             partial(work.engine, setup.dtype, context.device, context.seed, applied(plan, context.device)),
-            # The recomputed FLOPs belong to the least work of this policy. The MFU does not count them.
+            # The recomputed FLOPs are part of the minimum work of this policy, but the MFU does not count them.
             work.least_flops + _recomputed_flops(work, plan),
         )
         for plan in plans
@@ -286,14 +287,14 @@ def _timed(setup: _Setup, work: Workload, plans: list[ParallelPlan]) -> Result:
 
 
 def _recomputed_flops(work: Workload, plan: ParallelPlan) -> float:
-    """Return the FLOPs of the forward pass that the backward pass repeats, per token or per image."""
+    """Return the FLOPs of the forward pass that the backward pass recomputes, per token or per image."""
     blocks = len(layout_of(work.build()).blocks)
     shares = {NONE: 0, SELECTIVE: 0, EVERY_BLOCK: 1, BUDGET: (plan.checkpointed_blocks or 0) / blocks}
     return work.block_flops * shares[plan.checkpointing]
 
 
 def _depth_row(setup: _Setup, work: Workload, policy: str) -> Row:
-    """Return the row that holds the bytes of the tensors that the forward pass of `work` keeps for the backward pass."""
+    """Return a row with the bytes of the tensors that the forward pass of `work` saves for the backward pass."""
     context, plan = setup.context, ParallelPlan(checkpointing=policy)
     row = partial(context.row, work.name, "allocated_memory_gib", dtype=setup.dtype, params=_depth_params(work, policy))
     try:

@@ -1,4 +1,4 @@
-"""The self-marking exercise of the chapter on memory: measure how much memory activation checkpointing saves."""
+"""Self-marking exercise for the chapter on memory: measure how much memory activation checkpointing saves."""
 
 from collections.abc import Callable
 
@@ -19,10 +19,10 @@ _BLOCKS, _WIDTH, _BATCH = 8, 32, 64
 
 
 def judge_largest_batch(answer: int | None, peak_gib: Callable[[int], float], memory_gib: float) -> str:
-    """Return a sentence about the reader's answer to the question how large a batch fits into memory.
+    """Return a sentence that judges the reader's answer to the question of how large a batch fits into memory.
 
     Args:
-        answer: batch size that the reader gives as the answer. None if the reader has not answered yet.
+        answer: the batch size given by the reader, or None if there is no answer yet.
         peak_gib: function that takes a batch size and returns the peak memory of a step in GiB.
         memory_gib: size of the memory in GiB.
     """
@@ -35,8 +35,8 @@ def judge_saving(my_saving: Saving) -> pd.DataFrame:
     """Test a measurement of the memory that activation checkpointing saves.
 
     Args:
-        my_saving: function that takes a model, the same model with checkpointing, and a batch. It returns how many bytes less the
-            second model needs at the peak of the forward and backward pass.
+        my_saving: function that takes a model, the same model with checkpointing, and a batch. It returns by how many bytes the
+            peak memory of the forward and backward pass is smaller for the second model.
 
     Returns:
         A table with one line per pair of models: the reader's measurement, the true value, and whether both agree within 5 %.
@@ -54,7 +54,7 @@ def judge_saving(my_saving: Saving) -> pd.DataFrame:
 
 
 class _Deep(nn.Module):
-    """A model of eight blocks. Activation checkpointing is used for `checkpointed` of these blocks, at equal distances."""
+    """A model of eight blocks. `checkpointed` of these blocks, evenly spaced, use activation checkpointing."""
 
     def __init__(self, checkpointed: int):
         super().__init__()
@@ -70,7 +70,7 @@ class _Deep(nn.Module):
 
 
 def _peak_bytes(model: nn.Module, batch: Tensor) -> int:
-    """Return the peak, in bytes, of the tensors that one forward and backward pass creates."""
+    """Return the peak memory in bytes of the tensors that one forward and backward pass creates."""
     with TensorMemory(detect_cpu()) as memory:
         model(batch).sum().backward()
     return memory.peak_bytes

@@ -1,4 +1,4 @@
-"""Figures of memory: memory by phase of a step, policies of activation checkpointing, estimates, and a trace of one step."""
+"""Figures for the chapter on memory: memory by phase of a step, checkpointing policies, estimates, and a trace of one step."""
 
 import pandas as pd
 from matplotlib.axes import Axes
@@ -7,12 +7,11 @@ from matplotlib.patches import Rectangle
 
 from hyperion.errors import not_none
 from hyperion.figures.material import Material, Plot, measured, memory_unit
-from hyperion.figures.style import add_notes, log_ticks, look, new_figure, write_at
-from hyperion.palette import COLOURS, GRID, INK, MARKERS, MUTED
+from hyperion.figures.style import COLOURS, GRID, INK, MARKERS, MUTED, add_notes, log_ticks, look, new_figure, write_at
 from hyperion.results import Row
 
 # Parts of a bar from bottom to top, with the index of their colour in COLOURS. Tensors that exist during the whole step come
-# first. Temporary tensors come after them.
+# first, then temporary tensors.
 _PARTS = {"parameters": 0, "optimizer state": 5, "buffers": 6, "batch": 3, "activations": 1, "gradients": 2}
 _STEP_COLOURS = {kind: COLOURS[place] for kind, place in _PARTS.items()} | {
     "recomputed": COLOURS[4],
@@ -21,12 +20,12 @@ _STEP_COLOURS = {kind: COLOURS[place] for kind, place in _PARTS.items()} | {
 }
 NONE, EVERY_BLOCK = "none", "every block"
 POLICIES = (EVERY_BLOCK, "selective", "budget")
-# Goal of checkpointing a 12-layer language model: at least 40 % less memory for at most 30 % more time.
+# Goal for checkpointing a 12-layer language model: at least 40 % less memory for at most 30 % more time.
 _MEMORY_BAR, _TIME_BAR, WITHIN = 0.6, 1.3, 0.1
 
 
 def memory_phases(material: Material) -> Figure | None:
-    """Draw one panel per model and number format: the bytes of tensors after each phase of a step, and the peak in each phase."""
+    """Draw one panel per model and number format: tensor memory after each phase of a step, and the peak in each phase."""
     rows = measured(material.of("memory_phases"))
     cells = list(dict.fromkeys((row.variant, row.dtype) for row in rows))
     if not cells:
@@ -62,7 +61,7 @@ def checkpointing(material: Material) -> Figure | None:
     """Draw two panels about activation checkpointing.
 
     The first panel shows the memory and the step time of each policy, relative to a step without checkpointing. The second panel
-    shows the bytes of activations by number of layers.
+    shows activation memory by number of layers.
     """
     rows = measured(material.of("activation_checkpointing"))
     if not any(row.metric == "tensor_memory_gib" for row in rows):
@@ -112,7 +111,7 @@ def _sum_of_parts(rows: list[Row]) -> str:
 
 
 def _draw_trade(axes: Axes, rows: list[Row]) -> None:
-    """Draw one marker for each policy and model: the time of a step on the horizontal axis, its memory on the vertical axis."""
+    """Draw one marker for each policy and model: step time on the horizontal axis, memory on the vertical axis."""
     axes.add_patch(Rectangle((0, 0), _TIME_BAR, _MEMORY_BAR, color=GRID, zorder=0.5))
     models = list(dict.fromkeys(row.variant for row in rows if row.metric == "tensor_memory_gib"))
     for model, marker in zip(models, MARKERS, strict=False):
@@ -122,7 +121,7 @@ def _draw_trade(axes: Axes, rows: list[Row]) -> None:
         for place, how in enumerate(POLICIES):
             if not {NONE, how} <= memory.keys() or how not in times:
                 continue
-            # Time is the inverse of the speed-up, so the lower end of one interval gives the upper end of the other.
+            # Time is the reciprocal of the speed-up, so the lower end of one interval gives the upper end of the other.
             speedup, low, high = (not_none(v) for v in (times[how].value, times[how].ci_low, times[how].ci_high))
             longer, share = 1 / speedup, not_none(memory[how].value) / not_none(memory[NONE].value)
             ends = [[longer - 1 / high], [1 / low - longer]]
@@ -166,7 +165,7 @@ def _draw_depth(axes: Axes, rows: list[Row]) -> None:
 
 
 def memory_estimate(material: Material) -> Figure | None:
-    """Draw the predicted and the measured peak of each model, and the error of the prediction."""
+    """Draw the predicted and the measured peak memory of each model, and the error of the prediction."""
     rows = [row for row in material.of("memory_estimate") if row.metric == "peak_memory_gib" and row.predicted is not None]
     rows = measured(rows)
     if not rows:
@@ -206,7 +205,7 @@ def _cell_name(row: Row) -> str:
 
 
 def memory_trace(material: Material) -> Figure | None:
-    """Draw the memory during one step under each policy, by kind of tensor, and the kernels that take most of the time."""
+    """Draw the tensor memory during one step under each policy, by kind of tensor, and the kernels that take the most time."""
     rows, samples = material.of("memory_trace"), material.samples("memory_trace")
     if not rows or samples.empty:
         return None

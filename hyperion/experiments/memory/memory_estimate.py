@@ -1,8 +1,8 @@
 """Estimate the peak memory of training steps before they run, then measure it.
 
-One measured step is called a cell: it has a model, a batch size, a number format and a policy of activation checkpointing. The
-experiment also predicts the largest batch that fits into a given amount of memory. The reader of the chapter makes the same
-prediction before the measurement. The experiment tests its prediction with measured steps.
+A cell is one measured step. It has a model, a batch size, a number format and an activation-checkpointing policy. The experiment
+also predicts the largest batch that fits into a given amount of memory, and tests this prediction with measured steps. The reader
+of the chapter makes the same prediction before the measurement.
 """
 
 import math
@@ -31,15 +31,15 @@ PARTS = ("parameters", "optimizer state", GRADIENTS, ACTIVATIONS)
 LARGEST_BATCH = "largest batch that fits"
 WARM_UP_STEPS = 2  # the first step allocates the state of the optimizer and the workspaces of libraries such as cuBLAS
 _NO_LIMIT = "no limit: the row is compared with the estimate of the same step"
-_TOO_LARGE = 1.25  # a batch that is this many times as large as the predicted largest batch must not fit
+_TOO_LARGE = 1.25  # a batch this many times as large as the predicted largest batch must not fit
 
 
 class _Step(BaseModel, extra="forbid", frozen=True, strict=True):
-    """Options of a training step: its number format and its policy of activation checkpointing.
+    """Options for a training step: its number format and its activation-checkpointing policy.
 
     Args:
         dtype: number format.
-        checkpointing: policy of activation checkpointing, see `ParallelPlan`.
+        checkpointing: activation-checkpointing policy, see `ParallelPlan`.
     """
 
     dtype: str
@@ -47,18 +47,18 @@ class _Step(BaseModel, extra="forbid", frozen=True, strict=True):
 
     @property
     def plan(self) -> ParallelPlan:
-        """Return the `ParallelPlan` with this policy."""
+        """The `ParallelPlan` with this policy."""
         return ParallelPlan(checkpointing=self.checkpointing)
 
 
 class LanguageCell(LanguageSizes, _Step, frozen=True):
-    """Options of one measured training step of a language model."""
+    """Options for one measured training step of a language model."""
 
     kind: Literal["language"]
 
 
 class ImageCell(ImageSizes, _Step, frozen=True):
-    """Options of one measured training step of a ResNet-18."""
+    """Options for one measured training step of a ResNet-18."""
 
     kind: Literal["image"]
 
@@ -67,13 +67,13 @@ Cell = Annotated[LanguageCell | ImageCell, Field(discriminator="kind")]
 
 
 class Question(_Step, frozen=True):
-    """The question: how many sequences may a batch have, so that a training step still fits into the memory?
+    """The question of how many sequences a batch may have so that a training step still fits into memory.
 
     Args:
         kind: always "language".
         model, vocabulary, sequence_length: as in `LanguageSizes`.
         memory_gib: memory of the device in GiB.
-        margin: share of the memory that the step must leave free, because an allocator cannot use every gap between tensors.
+        margin: share of the memory that the step must leave free, because the allocator cannot use every gap between tensors.
     """
 
     kind: Literal["language"]
@@ -88,7 +88,7 @@ class Question(_Step, frozen=True):
         return LanguageCell(batch_size=batch_size, **self.model_dump(exclude={"memory_gib", "margin"}))
 
     def largest(self, device: Device) -> int:
-        """Return the largest batch size that fits on a device, according to the estimator."""
+        """Return the largest batch size that fits on a device according to the memory estimator."""
 
         def peak(batch: int) -> int:
             return estimate_step(workload(self.cell(batch)), self.dtype, self.plan, device).peak_bytes
@@ -97,16 +97,16 @@ class Question(_Step, frozen=True):
 
     @property
     def params(self) -> dict:
-        """The parameters of the row of the largest batch."""
+        """Params of the row with the largest batch."""
         return {"what": LARGEST_BATCH, "memory_gib": self.memory_gib, "checkpointing": self.checkpointing}
 
 
 class MemoryEstimateOptions(Options):
-    """Options of `memory_estimate`.
+    """Options for the `memory_estimate` experiment.
 
     Args:
         cells: the steps to estimate and measure.
-        question: the step and the memory for which the largest batch is searched.
+        question: the step and the memory for which the largest batch is predicted.
     """
 
     cells: tuple[Cell, ...]
@@ -132,17 +132,17 @@ def forecast(context: Context) -> list[Forecast]:
 
 
 def run(context: Context, report: Report) -> Result:
-    """Measure the peak memory of a training step for each model, format and checkpointing policy of the table.
+    """Measure the peak memory of each training step in the options.
 
-    Then run a step with the largest batch that is predicted to fit into the memory that the chapter's question names. On a GPU,
-    also run a larger batch, which must not fit.
+    Then run a step with the largest batch that is predicted to fit into the memory in the question. On a GPU, also run a larger
+    batch, which must not fit.
     """
     options = MemoryEstimateOptions.of(context)
     question, batch = options.question, options.question.largest(context.device)
     jobs = [{"cell": number} for number in range(len(options.cells))]
     jobs.append({"batch_size": batch})
     if context.device.kind != "cpu":
-        # This step shows that the predicted batch is not merely small: it must run out of memory.
+        # This step must run out of memory, to show that the predicted batch is not merely small.
         jobs.append({"batch_size": math.ceil(_TOO_LARGE * batch)})
     results = run_counted(context, report, measure_cell, jobs)
     name = workload(question.cell(batch)).name
@@ -156,15 +156,15 @@ EXPERIMENT = Experiment(forecast, run, options=MemoryEstimateOptions)
 def measure_cell(context: Context, report: Report, cell: int | None = None, batch_size: int | None = None) -> Result:
     """Measure one training step after warm-up.
 
-    The peak memory comes from the allocator. The parts of the memory come from counting the tensors at each operator. Exactly one
-    of `cell` and `batch_size` is given.
+    The peak memory is read from the allocator. The parts of the memory are obtained by counting the tensors at each operator.
+    Exactly one of `cell` and `batch_size` must be given.
 
     Args:
         context: context of the experiment.
         report: function that is called with the progress.
         cell: index of the step in `MemoryEstimateOptions.cells`.
-        batch_size: batch size of the step of `MemoryEstimateOptions.question`. The allocator of an accelerator is then limited to
-            the memory that the question names.
+        batch_size: batch size for the step in `MemoryEstimateOptions.question`. The allocator of an accelerator is then limited
+            to the memory in the question.
     """
     options, device = MemoryEstimateOptions.of(context), context.device
     if batch_size is not None:
@@ -198,7 +198,7 @@ def _measured(work: Workload, cell: Cell, device: Device, row: partial[Row], par
         rows.append(row("reserved_memory_gib", reserved_bytes / GIB, params=params))
     if "memory_gib" in params:
         return rows
-    # A separate step, because counting at each operator makes it slower and is not needed for the allocator's peak.
+    # Use a separate step, because counting at each operator slows it down and is not needed for the allocator's peak.
     timeline = MemoryTimeline(engine.model, standing)
     with timeline:
         engine.train_step(batch)

@@ -33,15 +33,15 @@ WARM_UP_STEPS = 2  # the first step allocates the state of the optimizer
 
 
 class MemoryPhasesOptions(Options):
-    """Options of `memory_phases`.
+    """Options for the `memory_phases` experiment.
 
     Args:
         dtypes: number formats to measure.
         parts_tolerance: largest allowed relative difference between the sum of the parts and the bytes of all tensors.
-        allocator_tolerance: largest allowed difference between the bytes that the allocator counts and the bytes of the tensors.
-            Both are counted from the end of the first phase. The difference is a share of the bytes of the allocator.
-        language: sizes of the language model and its batch.
-        image: sizes of the ResNet-18 and its batch.
+        allocator_tolerance: largest allowed difference between the growth of the allocator's memory and the growth of the tensors
+            since the end of the first phase, as a share of the allocator's memory.
+        language: the language model and its batch.
+        image: the ResNet-18 and its batch.
     """
 
     dtypes: tuple[str, ...]
@@ -56,7 +56,7 @@ class MemoryPhasesOptions(Options):
 
 
 def forecast(context: Context) -> list[Forecast]:
-    """Predict the activations after the forward pass with the estimator."""
+    """Predict the activation memory after the forward pass with the memory estimator."""
     options = MemoryPhasesOptions.of(context)
     lines = []
     for work in map(options.work, KINDS):
@@ -78,7 +78,7 @@ def forecast(context: Context) -> list[Forecast]:
 def run(context: Context, report: Report) -> Result:
     """Measure one step of each model in each number format.
 
-    The batches are random, because the memory depends only on their shapes.
+    The batches are random, because memory depends only on their shapes.
     """
     cells = [{"kind": kind, "dtype": dtype} for kind in KINDS for dtype in MemoryPhasesOptions.of(context).dtypes]
     return merged(run_counted(context, report, profile_step, cells))
@@ -109,11 +109,11 @@ class Moment:
 
     Attributes:
         phase: name of the phase, one of PHASES.
-        parts: a dict that maps a kind of tensor ("parameters", "gradients", …) to the bytes of these tensors.
-        tensors: bytes of all tensors that exist. They are counted independently of the parts.
+        parts: bytes of the tensors of each kind ("parameters", "gradients", …).
+        tensors: bytes of all existing tensors, counted independently of the parts.
         peak: largest number of bytes of tensors that existed at the same time during the phase.
-        allocator: a dict with the bytes that the allocator of the accelerator reports. The keys are "requested", "allocated",
-            "peak" and "reserved". Empty on a CPU.
+        allocator: bytes that the accelerator's allocator reports, with the keys "requested", "allocated", "peak" and "reserved".
+            Empty on a CPU.
     """
 
     phase: str
@@ -124,7 +124,7 @@ class Moment:
 
 
 def memory_by_phase(engine: TorchEngine, batch: Batch) -> list[Moment]:
-    """Run some warm-up steps, then one step phase by phase. Return the memory at the end of each phase.
+    """Run a few warm-up steps, then one step phase by phase. Return the memory at the end of each phase.
 
     The steps change the weights of the engine.
     """
@@ -148,7 +148,7 @@ def memory_by_phase(engine: TorchEngine, batch: Batch) -> list[Moment]:
         norm = torch.nn.utils.clip_grad_norm_(engine.model.parameters(), engine.clip_norm)
         engine.scaler.step(engine.optimizer, norm)
         moments.append(look(PHASES[3]))
-    # After the last reading: gradients still count at the end of the phase "after step".
+    # After the last reading, because the gradients still count in the phase "after step".
     engine.optimizer.zero_grad()
     return moments
 
@@ -157,7 +157,7 @@ def _look(engine: TorchEngine, batch: Batch, memory: TensorMemory, saved: SavedF
     parts = {name: bytes_of(tensors) for name, tensors in state_of(engine.model, engine.optimizer).items()}
     parts |= {"batch": bytes_of(batch), "activations": saved.bytes}
     moment = Moment(phase, parts, memory.now_bytes, memory.peak_bytes, _allocator(engine.device))
-    # The next phase has its own peak.
+    # Each phase has its own peak.
     memory.reset_peak()
     return moment
 
@@ -196,8 +196,8 @@ def _rows(
         rows.append(row("tensor_memory_gib", moment.peak / GIB, params=params))
     if not moment.allocator:
         return rows
-    # Workspaces of libraries count as memory of the allocator, but they are not tensors. Therefore the growth since the first
-    # phase is compared, and not the number of bytes.
+    # Library workspaces count as memory of the allocator, but they are not tensors. Therefore compare the growth since the first
+    # phase, and not the total.
     requested = moment.allocator["requested"]
     grown, counted = requested - first.allocator["requested"], moment.tensors - first.tensors
     rows.append(

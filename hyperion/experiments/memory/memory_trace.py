@@ -1,6 +1,7 @@
 """Trace one training step.
 
-The trace shows when tensors of each kind are created and freed, a snapshot of the memory allocator, and the time of each kernel.
+The trace contains the creation and release of tensors of each kind, a snapshot of the memory allocator, and the time of each
+kernel.
 """
 
 import gzip
@@ -31,12 +32,12 @@ _TOP_KERNELS, _POINTS, _NAME_LENGTH = 10, 400, 90
 
 
 class MemoryTraceOptions(Options):
-    """Options of `memory_trace`.
+    """Options for the `memory_trace` experiment.
 
     Args:
         precision: number format of the step, or "auto".
-        policies: policies of activation checkpointing, see `ParallelPlan`. Trace files are written for the first policy only.
-        language: sizes of the language model and its batch.
+        policies: activation-checkpointing policies, see `ParallelPlan`. Trace files are written for the first policy only.
+        language: the language model and its batch.
     """
 
     precision: str
@@ -66,7 +67,7 @@ def forecast(context: Context) -> list[Forecast]:
 
 
 def run(context: Context, report: Report) -> Result:
-    """Trace a step under each policy. Write the files of the first policy to the workspace."""
+    """Trace a step under each policy. Write the trace files of the first policy to the workspace."""
     context.workspace.mkdir(parents=True, exist_ok=True)
     variants = [
         {"checkpointing": policy, "folder": "" if number else str(context.workspace)}
@@ -79,10 +80,9 @@ EXPERIMENT = Experiment(forecast, run, options=MemoryTraceOptions)
 
 
 def trace_step(context: Context, report: Report, checkpointing: str, folder: str) -> Result:
-    """Return the memory during one step after warm-up.
+    """Measure the memory during one step after warm-up.
 
-    If `folder` is not empty, also write the trace files to this folder, and return rows of the kernels that take most of the
-    time.
+    If `folder` is not empty, also write the trace files to this folder, and return rows for the kernels that take the most time.
     """
     (work, dtype), device = MemoryTraceOptions.of(context).step(context), context.device
     engine, batch = build_step(work, dtype, ParallelPlan(checkpointing=checkpointing), device, context.seed)
@@ -104,18 +104,18 @@ def trace_step(context: Context, report: Report, checkpointing: str, folder: str
 
 
 def curve(history: MemoryHistory, points: int = _POINTS) -> pd.DataFrame:
-    """Return the memory during a step as a curve for each kind of tensor.
+    """Return the memory during a step as one curve for each kind of tensor.
 
     An event is the allocation or the release of a tensor. The events of the step are divided into at most `points` intervals. The
-    curves have one point for each interval: the state of the memory when the interval has its peak.
+    curves have one point for each interval: the memory at the interval's peak.
 
     Returns:
         A table with the columns event, phase, kind and gib.
     """
     total, kinds = history.levels(), {kind: history.levels(kind) for kind in history.kinds()}
-    # Events per interval, rounded up, so that there are at most `points` intervals.
+    # Number of events per interval, rounded up, so that there are at most `points` intervals.
     stretch = -(-len(total) // points)
-    # The event with the largest total of each interval: a mean would hide short peaks.
+    # In each interval, choose the event with the largest total: a mean would hide short peaks.
     chosen = [
         max(range(first, min(first + stretch, len(total))), key=total.__getitem__) for first in range(0, len(total), stretch)
     ]
@@ -127,11 +127,10 @@ def curve(history: MemoryHistory, points: int = _POINTS) -> pd.DataFrame:
 
 
 def _write_history(engine: TorchEngine, batch: Batch, device: Device, history: MemoryHistory, folder: Path) -> str:
-    """Run a step and write the allocator's snapshot to a file, which https://pytorch.org/memory_viz can show.
+    """Run a step, write the allocator's snapshot to a file, and return the file name.
 
-    Return the file name.
-
-    On a CPU, which has no such allocator, write the history of the tensors instead.
+    https://pytorch.org/memory_viz can show the snapshot. On a CPU, which has no such allocator, the history of the tensors is
+    written instead.
     """
     if device.kind == "cpu":
         (folder / TIMELINE).write_text(json.dumps(asdict(history)))
@@ -147,9 +146,9 @@ def _write_history(engine: TorchEngine, batch: Batch, device: Device, history: M
 
 
 def _write_trace(engine: TorchEngine, batch: Batch, device: Device, folder: Path) -> str:
-    """Run a step and write the profiler's trace to a file, which https://ui.perfetto.dev can show. Return the file name."""
+    """Run a step, write the profiler's trace to a file that https://ui.perfetto.dev can show, and return the file name."""
     activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if device.kind != "cpu" else [])
-    # Trace twice and keep the second trace, because the tracer of a GPU takes seconds to start.
+    # Trace twice and keep the second trace, because the GPU tracer takes seconds to start.
     for _ in range(2):
         profiler = profile(activities=activities, acc_events=True)
         with profiler:
@@ -161,9 +160,9 @@ def _write_trace(engine: TorchEngine, batch: Batch, device: Device, folder: Path
 
 
 def _kernel_rows(context: Context, work: Workload, dtype: str, trace: Path) -> list[Row]:
-    """Return one row for each of the kernels that take most of the time. It holds the kernel's share of the time of all kernels.
+    """Return a row for each of the kernels that take the most time, with its share of the time of all kernels.
 
-    On a CPU, the rows are about operators instead of kernels.
+    On a CPU, the rows describe operators instead of kernels.
     """
     with gzip.open(trace, "rt") as file:
         raw = json.load(file)["traceEvents"]

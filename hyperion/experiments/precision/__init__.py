@@ -1,1 +1,1 @@
-"""Experiments on number formats: their effect on the speed, the memory and the loss of a training."""
+"""Experiments on number formats: their effect on training speed, memory and loss."""

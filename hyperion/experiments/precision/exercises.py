@@ -1,4 +1,4 @@
-"""The self-marking exercise of the chapter on precision: write a training step with a loss scale."""
+"""Self-marking exercise for the chapter on precision: write a training step with a loss scale."""
 
 from collections.abc import Callable
 
@@ -13,7 +13,7 @@ GB_OF_ADAMW = Question(7e9 * (4 + 8 + 4) / 1e9, "weights, two moments and gradie
 
 Step = Callable[[nn.Module, torch.optim.Optimizer, torch.amp.GradScaler, Tensor], object]
 CLIP_NORM = 1.0
-_OVERFLOWS = 1e35  # a gradient of this size times the initial scale of 65536 exceeds float32
+_OVERFLOWS = 1e35  # a gradient of this size times the initial scale of 65536 overflows float32
 
 
 def judge_scaled_step(my_step: Step) -> pd.DataFrame:
@@ -24,7 +24,7 @@ def judge_scaled_step(my_step: Step) -> pd.DataFrame:
             unscaled gradient to norm 1 (`CLIP_NORM`), updates the weights and the scale, and clears the gradients.
 
     Returns:
-        A table with one line per fault. It says whether the step is free of the fault, and what was observed.
+        A table with one line per fault: whether the step is free of the fault, and what was observed.
     """
     (large, left), (small, _) = _one_step(my_step, 5.0), _one_step(my_step, 0.5)
     stayed, scales = _overflow(my_step)
@@ -39,7 +39,7 @@ def judge_scaled_step(my_step: Step) -> pd.DataFrame:
 
 
 def _one_step(my_step: Step, size: float) -> tuple[float, float]:
-    """Run one training step of the reader with a gradient of norm `size`.
+    """Run one of the reader's training steps with a gradient of norm `size`.
 
     Return (norm of the weight update, norm of the gradient after the step).
     """
@@ -50,9 +50,9 @@ def _one_step(my_step: Step, size: float) -> tuple[float, float]:
 
 
 def _overflow(my_step: Step) -> tuple[bool, tuple[float, float]]:
-    """Run one training step of the reader with a gradient that overflows after scaling.
+    """Run one of the reader's training steps with a gradient that overflows after scaling.
 
-    Return True if the weights are unchanged, and the pair (scale before the step, scale after the step).
+    Return whether the weights are unchanged, and the pair (scale before the step, scale after the step).
     """
     weights, optimizer, scaler, model = _one_layer()
     scale = scaler.get_scale()

@@ -1,4 +1,4 @@
-"""Figures and the table of the experiments on precision: number formats compared, and the training ladder."""
+"""Figures and the table of the precision experiments: comparison of number formats, and the training ladder."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -10,20 +10,32 @@ from matplotlib.figure import Figure
 
 from hyperion.errors import not_none
 from hyperion.figures.material import Material, Plot, measured, memory_unit, number
-from hyperion.figures.style import add_notes, errors_of, look, name_bars, new_figure, spread_labels, whole_numbers, write_at
-from hyperion.palette import COLOURS, GRID, INK, MUTED
+from hyperion.figures.style import (
+    COLOURS,
+    GRID,
+    INK,
+    MUTED,
+    add_notes,
+    errors_of,
+    look,
+    name_bars,
+    new_figure,
+    spread_labels,
+    whole_numbers,
+    write_at,
+)
 from hyperion.results import Row
 
 _VARIANTS, _LADDER, _REFERENCE = "precision_variants", "training_ladder", "fp32"
-_SMALLEST = 1e-7  # smaller relative differences are drawn at this value; it is about the rounding error of float32
+_SMALLEST = 1e-7  # smaller relative differences are drawn at this value, about the rounding error of float32
 _LESS, _MORE = COLOURS[2], COLOURS[1]
 
 
 def precision(material: Material) -> Figure | None:
     """Draw two panels for each model.
 
-    The first panel shows the step time in each format with the speed-up over fp32. The second panel shows the memory in each
-    format with its prediction.
+    The first shows the step time in each format with the speed-up over fp32. The second shows the memory in each format with its
+    prediction.
     """
     models = _models(material)
     if not models:
@@ -44,7 +56,7 @@ def precision(material: Material) -> Figure | None:
 
 
 def precision_loss(material: Material) -> Figure | None:
-    """Draw the relative difference between the losses of each format and of fp32, for the same batches and initial weights."""
+    """Plot the relative difference of each format's losses from those of fp32, for the same batches and initial weights."""
     models = _models(material)
     samples = material.samples(_VARIANTS)
     if not models or "loss" not in samples:
@@ -79,7 +91,7 @@ def _batch(row: Row) -> str:
 
 
 def _of(rows: list[Row], metric: str, **params) -> dict[str, Row]:
-    """Return a dict that maps a dtype to the row of this metric and these params. Rows without a value are left out."""
+    """Return a dict that maps each dtype to the row with this metric and these params. Rows without a value are omitted."""
     return {row.dtype: row for row in measured(rows) if row.metric == metric and params.items() <= row.params.items()}
 
 
@@ -122,7 +134,7 @@ def _draw_differences(axes: Axes, samples: pd.DataFrame, rows: list[Row]) -> Non
         differences = np.maximum(np.abs(losses / reference - 1), _SMALLEST)
         axes.plot(range(1, len(losses) + 1), differences, label=str(dtype), **look(str(dtype)))
     steps = len(reference)
-    # Each window of the steps has its own tolerance. Rows of older runs have no windows.
+    # Each window of steps has its own tolerance. Rows of older runs have no windows.
     allowed: dict[tuple[float, int, int], list[str]] = {}
     for row in measured(rows):
         if row.metric == "relative_difference":
@@ -140,7 +152,7 @@ def _draw_differences(axes: Axes, samples: pd.DataFrame, rows: list[Row]) -> Non
 
 
 def _absences(models: dict[str, list[Row]]) -> list[str]:
-    """Return one sentence for each reason why steps were not timed. The sentence names the number formats concerned."""
+    """Return one sentence for each reason why steps were not timed. It names the number formats concerned."""
     reasons: dict[str, dict[str, None]] = {}
     for rows in models.values():
         for row in rows:
@@ -151,17 +163,16 @@ def _absences(models: dict[str, list[Row]]) -> list[str]:
 
 @dataclass(frozen=True)
 class Step:
-    """The rows of one rung of the training ladder whose steps were timed.
+    """Rows of one timed rung of the training ladder.
 
-    The training ladder is a list of training steps, called rungs. Each rung adds one optimization to the rung before it.
+    The training ladder is a list of training steps, called rungs. Each rung adds one optimization to the previous rung.
 
     Attributes:
         time: row of the step time.
-        memory: row of the peak memory of the allocator. If there is no such row, it is the row of the peak bytes of tensors. None
-            if neither was measured.
-        speedup: row of the speed-up over the rung before it. None for the first rung.
-        early: row of the difference between the losses of this rung and of the first rung, over the first steps of the training.
-            None for the first rung, and for old runs that compared only the last steps.
+        memory: row of the allocator's peak memory, or else of the peak tensor bytes. None if neither was measured.
+        speedup: row of the speed-up over the previous rung. None for the first rung.
+        early: row of the difference between this rung's losses and the first rung's, over the first steps of training. None for
+            the first rung, and for old runs that compared only the last steps.
         late: row of the same difference over the last steps. None for the first rung.
     """
 
@@ -174,9 +185,9 @@ class Step:
 
 
 def ladders(rows: Iterable[Row]) -> dict[str, list[Step]]:
-    """Return the timed rungs of the training ladder for each model, from the first rung to the last.
+    """Return the timed rungs of each model's training ladder, from the first rung to the last.
 
-    A rung is a version of the training step. Each rung adds one optimization to the rung before it.
+    A rung is a version of the training step. Each rung adds one optimization to the previous one.
     """
     by_model: dict[str, list[Step]] = {}
     rows = measured(rows)
@@ -194,7 +205,7 @@ def ladders(rows: Iterable[Row]) -> dict[str, list[Step]]:
 def ladder_table(rows: Iterable[Row]) -> pd.DataFrame:
     """Return a table with one line for each rung (version of the training step) of each model, with 95 % intervals.
 
-    Time and memory of a rung are compared with the rung before it. Its loss is compared with the first rung.
+    The time and memory of a rung are compared with the previous rung, its loss with the first rung.
     """
     return pd.DataFrame(
         [
@@ -243,7 +254,7 @@ def _change_of_loss(row: Row | None) -> str:
 def training_ladder(material: Material) -> Figure | None:
     """Draw three panels for each model: time, memory, and the difference of the losses from those of the first rung.
 
-    A rung is a version of the training step. Each rung adds one optimization to the rung before it.
+    A rung is a version of the training step. Each rung adds one optimization to the previous one.
     """
     models = ladders(material.of(_LADDER))
     if not models:

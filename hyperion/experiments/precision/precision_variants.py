@@ -1,6 +1,6 @@
-"""Train the language model and the ResNet-18 in fp32, TF32, bf16, and in fp16 with a loss scale, and compare the formats.
+"""Train the language model and the ResNet-18 in fp32, TF32, bf16, and fp16 with a loss scale, and compare the formats.
 
-Memory and losses of each format are measured in a separate process. The steps of all formats are timed alternately in one
+The memory and losses of each format are measured in a separate process. The steps of all formats are timed in alternation in one
 process.
 """
 
@@ -45,18 +45,18 @@ REFERENCE = "fp32"
 
 
 class PrecisionVariantsOptions(Options):
-    """Options of `precision_variants`.
+    """Options for the `precision_variants` experiment.
 
     Args:
         dtypes: number formats to compare.
-        batches: number of different batches. The training repeats them in the same order.
-        steps: number of optimizer steps of each training.
-        time_limit_s: seconds for timing the steps of one model in all formats.
-        samples: smallest number of timed steps of each format. Use a small number on a CPU that emulates 16-bit formats, because
-            a step then takes seconds.
-        language: sizes of the language model and its batches.
-        image: sizes of the ResNet-18 and its batches.
-        tolerance: not used. It exists because older stored runs have this option.
+        batches: number of distinct batches. Training cycles through them in order.
+        steps: number of optimizer steps of each training run.
+        time_limit_s: timing budget in seconds for the steps of one model in all formats.
+        samples: minimum number of timed steps of each format. Use a small number on a CPU that emulates 16-bit formats, because a
+            step then takes seconds.
+        language: dimensions of the language model and its batches.
+        image: dimensions of the ResNet-18 and its batches.
+        tolerance: unused, accepted for compatibility with older stored runs.
     """
 
     dtypes: tuple[str, ...]
@@ -69,14 +69,14 @@ class PrecisionVariantsOptions(Options):
     tolerance: dict[str, float] | None = None
 
     def sizes(self, kind: str) -> LanguageSizes | ImageSizes:
-        """Return the sizes of a kind of model."""
+        """Return the dimensions for a kind of model, "language" or "image"."""
         return self.language if kind == "language" else self.image
 
 
 def forecast(context: Context) -> list[Forecast]:
-    """Predict the speed-up of each format over fp32, its throughput, and the peak bytes of tensors in a step.
+    """Predict the speed-up of each format over fp32, its throughput, and the peak tensor bytes of a step.
 
-    The first prediction is a speed-up. The reader guesses this value.
+    The first prediction is a speed-up, which the reader guesses.
     """
     options, device = PrecisionVariantsOptions.of(context), context.device
     lines: list[Forecast] = []
@@ -94,7 +94,7 @@ def forecast(context: Context) -> list[Forecast]:
 
 
 def run(context: Context, report: Report) -> Result:
-    """Train in each format in a separate process on the same batches. Then time the steps of all formats alternately."""
+    """Train in each format in a separate process on the same batches. Then time the steps of all formats in alternation."""
     options = PrecisionVariantsOptions.of(context)
     with stored_batches(context, {kind: options.sizes(kind) for kind in KINDS}, options.batches) as stored:
         return _compared(context, options, report, stored)
@@ -104,8 +104,8 @@ def _compared(context: Context, options: PrecisionVariantsOptions, report: Repor
     reasons = {dtype: _why_unsupported(context.device, dtype) for dtype in options.dtypes}
     dtypes = [dtype for dtype, reason in reasons.items() if not reason]
     cells = [batches.params | {"dtype": dtype} for batches in stored for dtype in dtypes]
-    # Memory and losses do not depend on other processes, so the formats train at the same time. Times are measured later,
-    # alone.
+    # Memory and losses do not depend on other processes, so the formats train concurrently. Times are measured later, without
+    # other processes.
     results = run_side_by_side(context, report, train_variant, cells)
     if any(dtype != REFERENCE for dtype in dtypes):
         twins = [batches.params for batches in stored]
@@ -119,7 +119,7 @@ def _compared(context: Context, options: PrecisionVariantsOptions, report: Repor
 
 
 def train_variant(context: Context, report: Report, kind: str, file: str, source: str, dtype: str) -> Result:
-    """Train in one format and record losses and peak memory, then measure the bytes of tensors in one more step."""
+    """Train in one format and record losses and peak memory, then measure the tensor bytes of one more step."""
     options, device = PrecisionVariantsOptions.of(context), context.device
     steps = options.steps
     work, batches = load_batches(options.sizes(kind), Path(file), device)
@@ -128,12 +128,12 @@ def train_variant(context: Context, report: Report, kind: str, file: str, source
         with PeakMemoryRegion(device) as region:
             engine = work.engine(dtype, device, context.seed)
             losses = train_losses(engine, batches, steps)
-        # After the training, so that the counting does not disturb the peak that the allocator reports.
+        # Count after training, so that the counting does not affect the peak that the allocator reports.
         tensor_bytes = tensor_bytes_of_a_step(engine, batches[0])
     except torch.OutOfMemoryError as error:
         absent = row("peak_memory_gib", None, value_reason=out_of_memory_reason(error), steps=steps)
         return Result([absent], pd.DataFrame(), source)
-    # The mean over one pass through all batches, because the losses of different batches differ.
+    # Average over one pass through all batches, because the losses of different batches differ.
     last = losses[-len(batches) :]
     rows = [
         row("training_loss", sum(last) / len(last), steps=steps, limit_source="no limit: it can be learnt by heart"),
@@ -155,9 +155,9 @@ def train_variant(context: Context, report: Report, kind: str, file: str, source
 
 
 def twins_of_variant(context: Context, report: Report, kind: str, file: str, source: str) -> Result:
-    """Train the twins, which give the tolerance for the differences of losses (see `hyperion.workloads.twins`).
+    """Train the twins, whose spread sets the tolerance for loss differences (see `hyperion.workloads.twins`).
 
-    A twin is a training in fp32 whose matrix products round operands and results as coarsely as bf16.
+    A twin is an fp32 training run whose matrix products round operands and results as coarsely as bf16.
     """
     options = PrecisionVariantsOptions.of(context)
     work, batches = load_batches(options.sizes(kind), Path(file), context.device)
@@ -197,21 +197,21 @@ def tensor_bytes_of_a_step(engine: TorchEngine, batch: Batch) -> int:
 
 
 def why_not_timed(device: Device, dtype: str) -> str:
-    """Return the reason why steps in a format are not timed on this device, or an empty string if they are timed."""
+    """Return the reason why steps in this format are not timed on this device, or an empty string if they are."""
     return _why_unsupported(device, dtype) or _why_emulated(device, dtype)
 
 
 def speedup_forecast(rate: Forecast, baseline: Forecast, over: str) -> Forecast:
-    """Return the forecast of a speed-up from two forecasts of throughput.
+    """Return the forecast of a speed-up from two throughput forecasts.
 
     Args:
         rate: forecast of the throughput in one number format.
-        baseline: forecast of the throughput in the format of the baseline.
-        over: name of the baseline, as the rows of the speed-up state it.
+        baseline: forecast of the throughput in the baseline format.
+        over: name of the baseline in the speed-up rows.
     """
     estimate, basis = None, rate.basis
     if rate.ceiling is not None and baseline.ceiling is not None:
-        # The shares of the ceilings that both formats reach are unknown, and cancel if they are equal.
+        # The shares of the ceilings that the two formats reach are unknown, but cancel if they are equal.
         estimate = rate.ceiling / baseline.ceiling
         basis = f"the ceiling of the throughput of {rate.dtype}, divided by that of {baseline.dtype}"
     params = rate.params | {"over": over}
@@ -249,13 +249,13 @@ def _why_unsupported(device: Device, dtype: str) -> str:
     possible, how = device.supports(dtype)
     if not possible:
         return f"unsupported: {how}"
-    # Only the accuracy of a product shows which units it used.
+    # Only the accuracy of a product reveals which units it used.
     unused = unused_tf32(dtype, Gemm(256, 256, 256, dtype, device).verify().error) if dtype == "tf32" else ""
     return f"unsupported: {unused}" if unused else ""
 
 
 def _why_emulated(device: Device, dtype: str) -> str:
-    """Return the reason why a format is not timed, or an empty string if the device has instructions for the format.
+    """Return the reason why a format is not timed, or an empty string if the device has instructions for it.
 
     A format without instructions is emulated, so its time says nothing about the format.
     """
@@ -264,10 +264,10 @@ def _why_emulated(device: Device, dtype: str) -> str:
 
 
 def _timed(context: Context, options: PrecisionVariantsOptions, stored: StoredBatches, reasons: dict[str, str]) -> Result:
-    """Time the steps of all number formats. The steps of different formats alternate.
+    """Time the steps of all number formats in alternation.
 
     Args:
-        reasons: a dict that maps each format to the reason why it is not timed, or to an empty string if it is timed.
+        reasons: a dict that maps each format to the reason why it is not timed, or to an empty string if it is.
     """
     work, batches = load_batches(options.sizes(stored.kind), stored.file, context.device)
     contenders = [
@@ -285,9 +285,7 @@ def _timed(context: Context, options: PrecisionVariantsOptions, stored: StoredBa
 
 
 def _difference_rows(result: Result) -> list[Row]:
-    """Return the rows that compare the losses of each format with those of fp32 on the same batches, early and late in the
-    training.
-    """
+    """Return rows that compare each format's losses with the fp32 losses on the same batches, early and late in training."""
     rows = []
     for row in result.rows:
         if row.metric != "training_loss" or row.dtype == REFERENCE:

@@ -1,8 +1,8 @@
-"""The training ladder: start with a training step in plain fp32, and add one more optimization on each rung.
+"""The training ladder: start with a plain fp32 training step, and add one more optimization on each rung.
 
-A rung is one version of the training step. It contains all optimizations of the rungs before it and one more. Memory and losses
-of each rung are measured in a separate process. The steps of all rungs are timed alternately in one process. If they were timed
-one after the other, changes of clock and temperature would distort the comparison.
+A rung is one version of the training step. It contains all optimizations of the previous rungs and one more. The memory and
+losses of each rung are measured in a separate process. The steps of all rungs are timed in alternation in one process. If they
+were timed one after the other, changes of clock and temperature would distort the comparison.
 """
 
 from dataclasses import dataclass, replace
@@ -57,7 +57,7 @@ from hyperion.workloads.workloads import (
 )
 
 BASELINE = "baseline"
-# The fields of StepRung that each rung changes, compared with the rung before it.
+# Fields of StepRung that each rung changes compared with the previous one.
 _ADDITIONS: dict[str, dict] = {
     BASELINE: {},
     "tf32": {"dtype": "tf32"},
@@ -69,18 +69,18 @@ _ADDITIONS: dict[str, dict] = {
     "activation checkpointing": {"checkpointing": EVERY_BLOCK},
     "fp8": {"dtype": "fp8"},
 }
-_PREDICTABLE = (BASELINE, "tf32", "bf16")  # rungs with a prediction; shapes and ceilings do not predict the effect of other rungs
+_PREDICTABLE = (BASELINE, "tf32", "bf16")  # rungs with a prediction; shapes and ceilings do not predict the effect of the others
 _CHUNKS = 4  # number of chunks into which the chunked loss divides a batch
 _MEMORY_STEPS = 3
 
 
 class Parity(BaseModel, extra="forbid", frozen=True, strict=True):
-    """Smaller sizes for the comparison of losses, so that many steps take only seconds.
+    """Smaller dimensions for the loss comparison, so that many steps take only seconds.
 
     Args:
         batch_size: number of samples in a batch. None uses the batch size of the timed step. Each stored batch is split into
-            batches of this size. So there are more different batches, and the model cannot memorise them. If it memorised them,
-            the loss would go to zero.
+            batches of this size, which gives more distinct batches than the model can memorise. Memorising them would drive the
+            loss to zero.
         layers: number of layers of the language model. None uses the number of the timed model.
     """
 
@@ -89,13 +89,13 @@ class Parity(BaseModel, extra="forbid", frozen=True, strict=True):
 
 
 class LanguageLadder(LanguageSizes, frozen=True):
-    """The language model of the training ladder: its sizes, and the optimizations that are added one after the other.
+    """Language model of the training ladder: its dimensions, and the optimizations added one after the other.
 
-    Each version of the training step is called a rung. Each rung adds one optimization to the rung before it.
+    Each version of the training step is called a rung. Each rung adds one optimization to the previous one.
 
     Args:
         rungs: names of the rungs, from the first to the last. They are keys of `_ADDITIONS`.
-        parity: smaller sizes for the comparison of losses.
+        parity: smaller dimensions for the loss comparison.
     """
 
     rungs: tuple[str, ...]
@@ -103,9 +103,9 @@ class LanguageLadder(LanguageSizes, frozen=True):
 
 
 class ImageLadder(ImageSizes, frozen=True):
-    """The ResNet-18 of the training ladder: its sizes, and the optimizations that are added one after the other.
+    """ResNet-18 of the training ladder: its dimensions, and the optimizations added one after the other.
 
-    The arguments are the same as in `LanguageLadder`.
+    The arguments are the same as for `LanguageLadder`.
     """
 
     rungs: tuple[str, ...]
@@ -113,15 +113,15 @@ class ImageLadder(ImageSizes, frozen=True):
 
 
 class TrainingLadderOptions(Options):
-    """Options of `training_ladder`.
+    """Options for the `training_ladder` experiment.
 
     Args:
-        batches: number of different batches. The training repeats them in the same order.
-        parity_steps: number of optimizer steps in the comparison of losses.
-        time_limit_s: seconds for timing all versions of the training step (rungs) of one model.
-        language: sizes of the language model, and the names of the optimizations that are added. None leaves out this model.
-        image: sizes of the ResNet-18, and the names of the optimizations that are added. None leaves out this model.
-        tolerance: not used. It exists because older stored runs have this option.
+        batches: number of distinct batches. Training cycles through them in order.
+        parity_steps: number of optimizer steps in the loss comparison.
+        time_limit_s: timing budget in seconds for all rungs (versions of the training step) of one model.
+        language: dimensions of the language model and names of the added optimizations. None omits this model.
+        image: dimensions of the ResNet-18 and names of the added optimizations. None omits this model.
+        tolerance: unused, accepted for compatibility with older stored runs.
     """
 
     batches: int
@@ -133,12 +133,12 @@ class TrainingLadderOptions(Options):
 
     @property
     def ladders(self) -> dict[str, LanguageLadder | ImageLadder]:
-        """A dict that maps the kind of a model, "language" or "image", to its options."""
+        """A dict that maps each kind of model, "language" or "image", to its options."""
         return {kind: sizes for kind, sizes in (("language", self.language), ("image", self.image)) if sizes is not None}
 
 
 def forecast(context: Context) -> list[Forecast]:
-    """Predict the speed-up of the 16-bit step over the plain fp32 step. The reader guesses this value.
+    """Predict the speed-up of the 16-bit step over the plain fp32 step, which the reader guesses.
 
     Also predict the throughput of each version of the step that changes the number format.
     """
@@ -158,9 +158,9 @@ def forecast(context: Context) -> list[Forecast]:
 
 
 def run(context: Context, report: Report) -> Result:
-    """Measure memory and losses of each rung in a separate process. Then time the steps of all rungs of a model alternately.
+    """Measure memory and losses of each rung in a separate process. Then time the steps of each model's rungs in alternation.
 
-    A rung is a version of the training step. Each rung adds one optimization to the rung before it.
+    A rung is a version of the training step. Each rung adds one optimization to the previous one.
     """
     options = TrainingLadderOptions.of(context)
     with stored_batches(context, options.ladders, options.batches) as stored:
@@ -191,19 +191,19 @@ EXPERIMENT = Experiment(
 
 @dataclass(frozen=True)
 class StepRung:
-    """One rung of the ladder: a version of the training step, which adds one optimization to the version before it.
+    """One rung of the ladder: a version of the training step that adds one optimization to the previous rung.
 
     Attributes:
-        name: name of the rung, which says what it adds to the rung before it.
+        name: name of the rung: what it adds to the previous one.
         dtype: number format of the matrix products.
         channels_last: whether images and convolution kernels have the channels-last memory format.
         fused: whether the optimizer updates all parameters in one kernel. Otherwise it uses PyTorch's default implementation.
         compiled: whether each block is compiled.
         chunked: whether the language model's loss is computed in chunks of the batch, without float32 logits. Otherwise all
-            logits exist at the same time, in float32.
-        checkpointing: policy of activation checkpointing, as in ParallelPlan.
-        absent: reason why the rung cannot run on this device, or an empty string if it can run. The next rung leaves out the
-            addition of a rung that cannot run.
+            logits exist at once, in float32.
+        checkpointing: activation-checkpointing policy, as in ParallelPlan.
+        absent: reason why the rung cannot run on this device, or an empty string if it can. Later rungs omit the addition of a
+            rung that cannot run.
     """
 
     name: str
@@ -243,7 +243,7 @@ class StepRung:
 
 
 class AllLogits(nn.Module):
-    """A language model with the usual cross-entropy loss. All logits of a batch exist at the same time, in float32.
+    """A language model with the standard cross-entropy loss: all logits of a batch exist at once, in float32.
 
     Args:
         model: maps inputs_BT to logits_BTV.
@@ -255,7 +255,7 @@ class AllLogits(nn.Module):
 
     def forward(self, inputs_BT: Tensor, targets_BT: Tensor) -> Tensor:
         """Return the negative log-likelihoods nll_BT in nats, in float32. They are zero where the target is IGNORE_INDEX."""
-        # This copy of the logits in float32 is what the chunked loss avoids.
+        # The chunked loss avoids this float32 copy of the logits.
         logits_MV = self.model(inputs_BT).flatten(0, 1).float()
         nll_M = F.cross_entropy(logits_MV, targets_BT.flatten(), ignore_index=IGNORE_INDEX, reduction="none")
         return nll_M.view_as(targets_BT)
@@ -284,10 +284,7 @@ def _why_absent(device: Device, name: str) -> str:
 
 
 def measure_alone(context: Context, report: Report, kind: str, file: str, source: str, number: int) -> Result:
-    """Measure the peak memory of the training steps of one rung.
-
-    Then measure the losses of many steps of the smaller model (see `Parity`).
-    """
+    """Measure the peak memory of one rung's training steps, then the losses of many steps of the smaller model (see `Parity`)."""
     options, device = TrainingLadderOptions.of(context), context.device
     sizes = options.ladders[kind]
     rung = build_ladder(device, sizes.rungs)[number]
@@ -298,7 +295,7 @@ def measure_alone(context: Context, report: Report, kind: str, file: str, source
             engine = rung.engine(work, device, context.seed)
             for batch in islice(cycle(batches), _MEMORY_STEPS):
                 engine.train_step(batch)
-            # Bytes of tensors are counted when operators are dispatched. Compiled code dispatches no operators.
+            # Tensor bytes are counted when operators are dispatched, and compiled code dispatches no operators.
             rows = [] if rung.compiled else [row("tensor_memory_gib", tensor_bytes_of_a_step(engine, batches[0]) / GIB)]
             del engine
     except torch.OutOfMemoryError as error:
@@ -315,9 +312,9 @@ def measure_alone(context: Context, report: Report, kind: str, file: str, source
 
 
 def measure_twins(context: Context, report: Report, kind: str, file: str, source: str, dtype: str) -> Result:
-    """Train the twins, which give the tolerance for the differences of losses (see `hyperion.workloads.twins`).
+    """Train the twins, whose spread sets the tolerance for loss differences (see `hyperion.workloads.twins`).
 
-    A twin is a training of the first rung whose matrix products round operands and results as coarsely as the format `dtype`.
+    A twin is a training run of the first rung whose matrix products round operands and results as coarsely as `dtype`.
     """
     options = TrainingLadderOptions.of(context)
     sizes = options.ladders[kind]
@@ -330,7 +327,7 @@ def measure_twins(context: Context, report: Report, kind: str, file: str, source
 def _parity_losses(
     context: Context, options: TrainingLadderOptions, kind: str, rung: StepRung, work: Workload, batches: list[Batch]
 ) -> list[float]:
-    """Train with the smaller model and the smaller batches that `Parity` describes. Return the loss of every step."""
+    """Train the smaller model on the smaller batches described by `Parity`. Return the loss of every step."""
     changes = options.ladders[kind].parity.model_dump(exclude_none=True)
     short = workload(work.sizes.model_copy(update=changes))
     parts = [
@@ -372,14 +369,14 @@ def _timed(context: Context, options: TrainingLadderOptions, stored: StoredBatch
 
 
 def _speedup_rows(row: partial[Row], rungs: list[StepRung], timings: list[Timing]) -> list[Row]:
-    """Return the rows that hold the speed-ups of the optimizations.
+    """Return the rows with the speed-ups of the optimizations.
 
-    A rung is a version of the training step that adds one optimization to the version before it. For each rung there is a row
-    that compares its step time with the version before it, and a row that compares it with the first version.
+    A rung is a version of the training step that adds one optimization to the previous one. One row per rung compares its step
+    time with the previous rung, and one with the first rung.
     """
     rows = []
     for number, (rung, timing) in enumerate(zip(rungs, timings, strict=True)):
-        # The version before this one and the first version. For the second rung both are the same, so a set is used.
+        # The previous rung and the first one. For the second rung both are the same, so a set is used.
         for other in sorted({max(number - 1, 0), 0} - {number}):
             ratio = ratio_estimate(timing.samples_s, timings[other].samples_s)
             columns = {"limit_source": NO_SPEEDUP_LIMIT, "columns": timed_columns(ratio, timing)}
@@ -388,9 +385,10 @@ def _speedup_rows(row: partial[Row], rungs: list[StepRung], timings: list[Timing
 
 
 def _difference_rows(result: Result) -> list[Row]:
-    """Return the rows that compare the losses of each rung with those of the first rung, early and late in the training.
+    """Return rows that compare each rung's losses with those of the first rung, early and late in training.
 
-    The tolerance comes from twins of the first rung: the same training with other rounding (see `hyperion.workloads.twins`).
+    The tolerance comes from twins of the first rung: the same training run with perturbed rounding (see
+    `hyperion.workloads.twins`).
     """
     rows = []
     for row in result.rows:

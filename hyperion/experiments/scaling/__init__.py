@@ -1,1 +1,1 @@
-"""Experiment on scaling: the speed of a training on 1, 2, 4 and more devices, in weak and in strong scaling."""
+"""Experiment on scaling: training speed on 1, 2, 4 and more devices, in weak and strong scaling."""

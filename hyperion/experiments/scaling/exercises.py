@@ -1,4 +1,4 @@
-"""Exercise of chapter 2.8: the efficiency of weak and of strong scaling."""
+"""Exercise for chapter 2.8: the efficiency of weak and strong scaling."""
 
 from collections.abc import Callable
 
@@ -20,11 +20,11 @@ _CASES = (
 
 
 def judge_efficiency(efficiency: Callable[[float, float, int, str], float]) -> pd.DataFrame:
-    """Test a function that computes the efficiency of scaling, on cases with known results.
+    """Test a function that computes scaling efficiency on cases with known results.
 
     Args:
-        efficiency: function with four arguments: the step time on one device in seconds, the step time on N devices in seconds,
-            N, and the mode ("weak" or "strong"). It returns the efficiency.
+        efficiency: function of four arguments: the step time on one device in seconds, the step time on N devices in seconds, N,
+            and the mode ("weak" or "strong"). It returns the efficiency.
     """
     lines = []
     for name, t1, tN, N, mode, expected in _CASES:

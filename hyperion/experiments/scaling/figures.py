@@ -6,15 +6,14 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from hyperion.figures.material import Material, Plot, measured, select, values
-from hyperion.figures.style import add_notes, errors_of, look, new_figure
-from hyperion.palette import INK, MUTED
+from hyperion.figures.style import INK, MUTED, add_notes, errors_of, look, new_figure
 from hyperion.results import Row
 
 _MODES = ("weak", "strong")
 
 
 def scaling(material: Material) -> Figure | None:
-    """Draw speed-up and efficiency of every training. The upper panels show weak scaling, the lower panels strong scaling."""
+    """Plot the speed-up and efficiency of every training run: weak scaling in the upper panels, strong scaling in the lower."""
     rows = measured(material.of("scaling"))
     efficiencies = select(rows, metric="scaling_efficiency")
     if not efficiencies:
@@ -36,16 +35,15 @@ def scaling(material: Material) -> Figure | None:
 
 
 def communication(material: Material) -> Figure | None:
-    """Draw two measures of the cost of communication.
+    """Plot two measures of the cost of communication by number of devices.
 
-    The first measure is the share of a profiled step in which a device only communicates. The second measure is the time of the
-    step minus the time that a single device needs for its part of the step without communication, divided by the time of the
-    step. It is negative if the single device is slower, for example because it updates the whole optimizer state. Runs of earlier
-    versions have only the second measure.
+    The first is the share of a profiled step in which a device only communicates. The second is the step time minus the time that
+    a device needs for its part of the step without communication, divided by the step time. It is negative if the device alone is
+    slower, for example because it updates the whole optimizer state. Runs of earlier versions have only the second measure.
     """
     rows = measured(material.of("scaling"))
     exposed = [row for row in rows if row.metric == "share" and row.params.get("what") == "exposed communication"]
-    # In runs of earlier versions, the difference has the name of a share.
+    # Runs of earlier versions store the difference under the name of a share.
     differences = select(rows, metric="alone_difference") or select(rows, metric="communication_share")
     if not differences and not exposed:
         return None
@@ -70,12 +68,12 @@ def communication(material: Material) -> Figure | None:
 
 
 def _curves(axes: Axes, rows: list[Row], at_one: float | None, what: str = "", line: str = "") -> None:
-    """Draw one curve for each training. It shows the values of the rows by the number of devices.
+    """Draw one curve per training run with the values of the rows by number of devices.
 
     Args:
-        at_one: the value on one device. None if the quantity has no value there.
+        at_one: value on one device, or None if the quantity has no value there.
         what: name of the quantity, for the legend.
-        line: line style of matplotlib. "" uses the line style of the training.
+        line: matplotlib line style. "" uses the line style of the training run.
     """
     for place, name in enumerate(dict.fromkeys(row.variant for row in rows)):
         chosen = sorted((row for row in rows if row.variant == name), key=lambda row: row.params["ranks"])

@@ -1,8 +1,8 @@
 """Scaling: the same training on 1, 2, 4 and more devices.
 
-All ranks are started anew for each number of devices; this is called a launch. In each launch, the ranks first run steps in
-float32. The losses of these steps must be the same on any number of devices (parity). Then the ranks time steps with
-communication and without communication, and profile a few steps with communication.
+The ranks are started anew for each number of devices; this is called a launch. In each launch, the ranks first run float32 steps,
+whose losses must be the same on any number of devices (parity). Then they time steps with and without communication, and profile
+a few steps with communication.
 """
 
 import contextlib
@@ -51,25 +51,24 @@ from hyperion.workloads.twins import SCATTER_FP32
 MODES = ("weak", "strong")
 PARITY = 1e-4
 LAUNCH_FAILED = "the launch failed"
-EXPOSED = COMMUNICATION  # name of the part of a profiled step
-# Share of the step that can hide communication. DDP overlaps its all-reduce only with the backward pass. FSDP2 overlaps its
-# all-gathers with the whole step.
+EXPOSED = COMMUNICATION  # name of this part of a profiled step
+# Share of the computation that can hide communication. DDP overlaps its all-reduce only with the backward pass. FSDP2 overlaps
+# its all-gathers with the whole step.
 _HIDING = {"ddp": 2 / 3, "fsdp": 1.0}
 _IDEAL = "no limit: N devices are ideally N times as fast, and more where each holds and updates a part of the state only"
 
 
 @dataclass(frozen=True)
 class ScaledTraining:
-    """One training that runs on several numbers of devices.
+    """One training workload that runs on several numbers of devices.
 
     Args:
-        name: variant of the training in the rows.
-        model: name of a configuration. It is a TransformerLM, or a randomly initialised Llama with LoRA adapters.
-        strategy: strategy on several devices, "ddp" or "fsdp".
-        batch_per_device: number of sequences in a step. In weak scaling, each device gets this number. In strong scaling, all
-            devices together get this number.
+        name: variant of the rows.
+        model: name of a configuration of a TransformerLM, or of a randomly initialised Llama with LoRA adapters.
+        strategy: parallelism strategy, "ddp" or "fsdp".
+        batch_per_device: number of sequences in a step: per device in weak scaling, in total in strong scaling.
         sequence_length: number of tokens in a sequence.
-        vocabulary: number of tokens in the vocabulary. The tokens are random, because their values do not change the time.
+        vocabulary: number of tokens in the vocabulary. The tokens are random, because their values do not affect the time.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid", strict=True)
@@ -83,28 +82,28 @@ class ScaledTraining:
 
     @property
     def lora(self) -> bool:
-        """True if the training trains LoRA adapters of a Llama."""
+        """True if the workload trains LoRA adapters of a Llama."""
         return "llama" in self.model
 
     def batch(self, mode: str, ranks: int) -> int:
-        """Return the number of sequences in a step, on all ranks together."""
+        """Return the number of sequences in a step, summed over all ranks."""
         return self.batch_per_device * (ranks if mode == "weak" else 1)
 
 
 class ScalingOptions(RankOptions):
-    """Options of `scaling`.
+    """Options for the `scaling` experiment.
 
     Args:
         counts: numbers of devices to compare.
         precision: number format of the timed steps. "auto" is bf16 if the device has matrix units for it, otherwise fp32.
         warmup_steps: number of steps before the timed steps.
         steps: number of timed steps.
-        traced_steps: number of consecutive steps that are profiled together. The profiler runs three times.
+        traced_steps: number of consecutive steps in a profiled window. Of three windows, the one of median length is used.
         learning_rate: constant learning rate.
         parity_steps: number of steps of the parity check, in float32.
-        parity_batch: number of sequences in a batch of the parity check, on all ranks together.
+        parity_batch: number of sequences in a batch of the parity check, summed over all ranks.
         parity_length: number of tokens in a sequence of the parity check.
-        workloads: the trainings to run.
+        workloads: training workloads to run.
     """
 
     counts: tuple[int, ...]
@@ -126,8 +125,7 @@ class ScalingOptions(RankOptions):
 def forecast(context: Context) -> list[Forecast]:
     """Predict the weak-scaling efficiency on all devices.
 
-    The prediction is computed from the number of bytes that each rank sends, and from the rates that chapters 1.1 and 1.3 have
-    measured.
+    The prediction is computed from the bytes that each rank sends, and from the rates measured in chapters 1.1 and 1.3.
     """
     options = ScalingOptions.of(context)
     devices, dtype = options.device_count(context), options.dtype(context)
@@ -136,7 +134,7 @@ def forecast(context: Context) -> list[Forecast]:
 
 
 def run(context: Context, report: Report) -> Result:
-    """Run the training on each number of devices. If the ranks fail, the rows have a reason instead of a value."""
+    """Run the training workloads on each number of devices. If the ranks fail, the rows have a reason instead of a value."""
     options = ScalingOptions.of(context)
     samples, missing = [], {}
     for ranks in options.counts:
@@ -156,10 +154,9 @@ EXPERIMENT = Experiment(forecast, run, forecast_reads=("gemm", "bandwidth", "col
 
 
 def _efficiency_forecast(context: Context, training: ScaledTraining, ranks: int, dtype: str) -> Forecast:
-    """Predict the weak-scaling efficiency of one training on `ranks` devices.
+    """Predict the weak-scaling efficiency of one workload on `ranks` devices.
 
-    The step time on several devices is the time of the computation plus the time of the communication that computation cannot
-    hide.
+    The step time on several devices is the computation time plus the communication time that computation cannot hide.
     """
     params = {"model": training.model, "strategy": training.strategy, "mode": "weak", "ranks": ranks}
     tokens = training.batch("weak", ranks) * training.sequence_length
@@ -208,9 +205,9 @@ def _flops_and_bytes(training: ScaledTraining, ranks: int, dtype: str) -> tuple[
 def _launch(
     context: Context, options: ScalingOptions, report: Report, ranks: int
 ) -> tuple[list[pd.DataFrame], dict[tuple[str, int], str]]:
-    """Start `ranks` ranks, and run all trainings on them.
+    """Start `ranks` ranks and run all workloads on them.
 
-    Return their samples, and a dict that maps (training, number of ranks) to the reason why its samples are missing.
+    Return their samples, and a dict that maps (workload, number of ranks) to the reason why its samples are missing.
     """
     names = [training.name for training in options.workloads]
     devices = options.device_count(context)
@@ -234,15 +231,15 @@ def _launch(
 
 
 def _raise_if_interrupted(error: JobError) -> None:
-    """Raise `error` if SIGTERM or Ctrl-C has stopped the launch. In this case this process must end too."""
+    """Raise `error` if SIGTERM or Ctrl-C stopped the launch, because this process must then end too."""
     if error.exit_code in (INTERRUPTED, 128 + signal.SIGTERM):
         raise error
 
 
 def _cells(context: Context, dtype: str, training: ScaledTraining, own: pd.DataFrame, ranks: int, reason: str) -> list[Row]:
-    """Return the rows of one training on `ranks` devices.
+    """Return the rows of one workload on `ranks` devices.
 
-    If `reason` is not empty, the training was not measured. The rows then have this reason and no value.
+    A non-empty `reason` means that the workload was not measured. The rows then give this reason instead of a value.
     """
     modes = MODES if ranks > 1 else MODES[:1]
     if reason:
@@ -295,7 +292,7 @@ def _mode_rows(context: Context, dtype: str, training: ScaledTraining, own: pd.D
     one = step_times(own, MODES[0], 1)
     if not len(one):
         return rows
-    # In weak scaling, N devices do N times the work of one device in a step, so the ratio of the times is multiplied by N.
+    # In weak scaling, N devices do N times the work of one device per step, so the ratio of the times is multiplied by N.
     grown = ranks if mode == "weak" else 1
     speedup = independent_ratio_estimate(times, one).map(lambda ratio: grown * ratio)
     efficiency = speedup.map(lambda times_faster: times_faster / ranks)
@@ -310,10 +307,9 @@ def _difference_rows(
 ) -> list[Row]:
     """Return two rows that compare a step on all ranks with the same step on a single rank without communication.
 
-    The first row holds the difference of the two times, divided by the time of the step on all ranks. It is negative if the
-    single rank is slower, for example because it updates the whole optimizer state. The second row holds the same number as the
-    share of communication. A share cannot be negative, so this row has a value only if the whole interval of the difference is
-    above zero.
+    The first row gives the difference of the two times divided by the step time on all ranks. It is negative if the single rank
+    is slower, for example because it updates the whole optimizer state. The second row gives the same number as the share of
+    communication. A share cannot be negative, so this row has a value only if the whole interval of the difference is above zero.
     """
     alone = step_times(own, params["mode"], params["ranks"], "alone")
     if not len(alone):
@@ -332,7 +328,7 @@ def _difference_rows(
 
 
 def _exposed_row(context: Context, dtype: str, training: ScaledTraining, own: pd.DataFrame, params: dict) -> Row:
-    """Return the row that holds the exposed communication: the share of a step in which a rank communicates but does not compute.
+    """Return the row with the exposed communication: the share of a step in which a rank communicates but does not compute.
 
     The value comes from profiled steps and is the mean over the ranks.
     """
@@ -346,10 +342,10 @@ def _exposed_row(context: Context, dtype: str, training: ScaledTraining, own: pd
 
 
 def step_times(own: pd.DataFrame, mode: str, ranks: int, kind: str = "step") -> np.ndarray:
-    """Return the seconds of each step on the slowest rank.
+    """Return the time in seconds of each step on its slowest rank.
 
     Args:
-        own: samples of one training.
+        own: samples of one workload.
         mode: "weak" or "strong".
         ranks: number of ranks.
         kind: "step" for steps of all ranks together, or "alone" for steps of each rank without communication.
@@ -388,12 +384,12 @@ def _params(training: ScaledTraining, mode: str, ranks: int, more: dict) -> dict
 
 
 def lm_config(training: ScaledTraining) -> TransformerConfig:
-    """Return the configuration of a TransformerLM."""
+    """Return the configuration of the workload's TransformerLM."""
     return named_config(training.model, vocab_size=training.vocabulary)
 
 
 def measure_on_rank(context: Context, report: Report, names: list[str]) -> Result:
-    """On one rank, run the trainings with these names: first the steps whose losses are compared, then the timed steps."""
+    """On one rank, run the named workloads: first the steps whose losses are compared, then the timed steps."""
     options = ScalingOptions.of(context)
     chosen = [training for training in options.workloads if training.name in names]
     if context.device.kind == "cpu":
@@ -423,7 +419,7 @@ def _parity(context: Context, options: ScalingOptions, training: ScaledTraining)
 def _timed(context: Context, options: ScalingOptions, training: ScaledTraining) -> list[pd.DataFrame]:
     """Time the steps of all ranks together, then the same steps on each rank without communication.
 
-    Both timings are made in each mode of scaling, weak and strong.
+    Both are timed in each scaling mode, weak and strong.
 
     For the steps without communication, each rank is the only member of its process group. It uses the same strategy (DDP or
     FSDP), so it holds the whole state of the model and the optimizer.
@@ -435,7 +431,7 @@ def _timed(context: Context, options: ScalingOptions, training: ScaledTraining) 
     reason = f"{here.size} devices do not divide its batch"
     frames = [_missing(training, mode, reason) for mode in wanted if mode not in modes]
     try:
-        # The strategy is used on one device too, because the same program is compared on different numbers of devices.
+        # The strategy is also used on one device, so that the same program is compared on different numbers of devices.
         frames += _mode_times(context, options, training, modes, "step", here, precision)
     except torch.OutOfMemoryError as error:
         if here.size > 1:
@@ -457,10 +453,9 @@ def _mode_times(
     sharers: World,
     precision: Precision,
 ) -> list[pd.DataFrame]:
-    """Return the seconds of each step on this rank, as one table for each mode of scaling.
+    """Return the time in seconds of each step on this rank, as one table per scaling mode.
 
-    All ranks run the same number of steps. If each rank had a time limit instead, a rank could stop while other ranks wait for
-    it.
+    All ranks run the same number of steps. With a time limit instead, a rank could stop while the others wait for it.
     """
     here, clock = world(), device_clock(context.device)
     engine, least_flops = _engine(context, options, training, sharers, training.strategy, precision)
@@ -476,18 +471,17 @@ def _mode_times(
         frame = pd.DataFrame({"index": range(len(times)), "time_s": times})
         frames.append(frame.assign(workload=training.name, mode=mode, kind=kind, tokens=tokens, least_flops=least_flops * tokens))
         if sharers.size > 1:
-            # After the timing, because the profiler makes steps slower.
+            # After the timing, because the profiler slows steps down.
             frames.append(_traced(step, context.device, options.traced_steps).assign(workload=training.name, mode=mode))
     _release(engine)
     return frames
 
 
 def _traced(step: Callable[[], object], device: Device, steps: int) -> pd.DataFrame:
-    """Profile some steps. Return a table with the nanoseconds in which this rank only communicates, and with the total
-    nanoseconds.
+    """Profile some steps. Return a table with the time in which this rank only communicates and the total time, in nanoseconds.
 
-    A rank communicates without computing while only kernels of collectives run. If this rank is ahead of the other ranks, this
-    includes the time in which it waits for them.
+    A rank only communicates while the only running kernels are those of collectives. If this rank is ahead of the others, this
+    includes its wait for them.
     """
     trace = trace_steps(step, None, device, steps)
     order = CPU_ORDER if device.kind == "cpu" else GPU_ORDER
@@ -508,8 +502,7 @@ def _engine(
 
     The initial weights are the same on every rank.
 
-    Causal attention needs only half of the attention matrix. Therefore the least FLOPs are computed with half of the sequence
-    length.
+    Causal attention needs only half of the attention matrix, so the least FLOPs are computed with half of the sequence length.
     """
     seed_everything(context.seed)
     device = context.device
@@ -532,7 +525,7 @@ def _engine(
 def _batch(
     context: Context, training: ScaledTraining, count: int, length: int, here: World, step: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return this rank's part of a batch of `count` sequences in all. The whole batch does not depend on the number of ranks."""
+    """Return this rank's part of a batch of `count` sequences. The whole batch does not depend on the number of ranks."""
     # Drawn on the host for all ranks, so that every rank takes its part of the same batch.
     generator = torch.Generator().manual_seed(context.seed * 1000 + step)
     tokens = torch.randint(training.vocabulary, (count, length + 1), generator=generator)

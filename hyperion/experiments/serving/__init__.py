@@ -1,1 +1,1 @@
-"""Serving: a server with an OpenAI-compatible endpoint, measured under load, checked for correct answers and for faults."""
+"""Experiments on a server with an OpenAI-compatible endpoint: correct answers, speed under load, and behaviour under faults."""

@@ -1,7 +1,7 @@
-"""Backends: the programs that generate text behind the front, their command lines, and why one is unavailable.
+"""Backends: the programs that generate text behind the front, their command lines, and the reasons why one is unavailable.
 
-`transformers serve` and vLLM have an OpenAI-compatible endpoint. Both run as they are installed. This module is also the program
-that starts a backend: it ends the backend when the front ends.
+`transformers serve` and vLLM have an OpenAI-compatible endpoint. Both run unmodified. This module is also the program that starts
+a backend and ends it when the front ends.
 """
 
 import importlib.util
@@ -21,15 +21,15 @@ _COMMON = ("httpx", "starlette", "uvicorn")
 
 
 class ServerSizes(Table):
-    """Sizes of a server.
+    """Capacity limits of a server.
 
     Args:
-        max_requests: requests that the front accepts at once. It refuses further requests.
-        blocks: blocks of the KV cache.
-        block_tokens: tokens in a block.
-        batch_tokens: largest number of tokens in one pass of the model.
-        max_tokens: largest number of tokens of a prompt with its answer. Only vLLM has this option.
-        start_timeout_s: seconds until the first answer.
+        max_requests: largest number of requests that the front accepts at once. It refuses further requests.
+        blocks: number of blocks in the KV cache.
+        block_tokens: number of tokens in a block.
+        batch_tokens: largest number of tokens in one forward pass of the model.
+        max_tokens: largest number of tokens in a prompt and its answer together. Only vLLM has this option.
+        start_timeout_s: largest time from the start to the first answer, in seconds.
     """
 
     max_requests: int
@@ -48,8 +48,8 @@ class Backend:
         name: name of the program.
         module: module that `python -m` runs.
         packages: packages that it needs.
-        options: function of (folder of the model, port, dtype, device, sizes) that returns the command line.
-        log_mark: text in the log that shows that requests are batched continuously, or "" if the program does nothing else.
+        options: function of (folder of the model, port, dtype, device, sizes) that returns the command-line options.
+        log_mark: text in the log that proves continuous batching, or "" if the program always batches continuously.
     """
 
     name: str
@@ -62,7 +62,7 @@ class Backend:
         """Return why this backend cannot run, or "" if all its packages are installed.
 
         Args:
-            is_installed: function that tells whether a package is installed. By default, the packages are searched for.
+            is_installed: function that returns whether a package is installed. By default, Python's import system is searched.
         """
         is_installed = is_installed or (lambda name: importlib.util.find_spec(name) is not None)
         missing = [name for name in (*_COMMON, *self.packages) if not is_installed(name)]
@@ -85,7 +85,7 @@ def _transformers_options(folder: Path, port: int, dtype: str, device: str, size
 
 
 def _vllm_options(folder: Path, port: int, dtype: str, device: str, sizes: ServerSizes) -> list[str]:
-    # vLLM chooses the device by its build, so `device` is not an option.
+    # The build of vLLM determines the device, so `device` is not passed.
     return [
         *("--model", str(folder), "--served-model-name", str(folder)),
         *("--host", "127.0.0.1", "--port", str(port), "--dtype", _DTYPES[dtype]),
@@ -110,12 +110,12 @@ BACKENDS = {
 
 
 def tethered_command(module: str, options: list[str]) -> list[str]:
-    """Return the command that runs a module as a child process of this process, and ends it when this process ends."""
+    """Return the command that runs a module as a child process of this process and ends it when this process ends."""
     return [sys.executable, "-m", "hyperion.experiments.serving.backends", str(os.getpid()), module, *options]
 
 
 def main() -> None:
-    """Run a module with its options. The arguments are the process number of the launcher, the module and its options."""
+    """Run a module with its options. The arguments are the process ID of the launcher, the module, and its options."""
     launcher, module, *options = sys.argv[1:]
     die_with(int(launcher))
     pin_to_cores()

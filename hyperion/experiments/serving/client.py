@@ -1,9 +1,9 @@
-"""A load client for completions as a stream: each token's time, closed and open loops, and percentiles over valid runs.
+"""Load client for streamed completions: times of tokens, closed and open loops, and percentiles over valid runs.
 
-In a *closed loop*, a fixed number of users send their next request when the last one is answered. A slow server then gets fewer
-requests. In an *open loop*, requests arrive at times that do not depend on the server. Their latency counts from the time when
-they were due, even if the client sent them later. Otherwise a server that stalls would hide the requests that had to wait
-(coordinated omission).
+In a *closed loop*, each of a fixed number of users sends its next request when its last one is answered. So a slow server gets
+fewer requests. In an *open loop*, requests arrive at times that do not depend on the server. Their latency is measured from the
+time at which they were due, even if the client sent them later. Otherwise a server that stalls would hide the waiting time of the
+delayed requests (coordinated omission).
 """
 
 import asyncio
@@ -22,15 +22,15 @@ Answer = TypeVar("Answer")
 
 @dataclass(frozen=True)
 class Reply:
-    """The answer to one request, with its times in seconds on a monotonic clock.
+    """The answer to one request. All times are in seconds on a monotonic clock.
 
     Args:
-        due_s: when the request was due. In a closed loop, this is when it was sent.
-        first_s, last_s: when the first and the last text arrived. NaN without any text.
-        end_s: when the answer was complete, or when the request failed.
-        tokens: tokens of the answer, as the server counts them.
-        pieces: the texts in the order of their arrival. `transformers serve` sends one piece for each token.
-        status: status of the HTTP response, or 0 without a response.
+        due_s: time at which the request was due. In a closed loop, this is the time at which it was sent.
+        first_s, last_s: times at which the first and the last text arrived. NaN if no text arrived.
+        end_s: time at which the answer was complete, or at which the request failed.
+        tokens: number of tokens in the answer, as counted by the server.
+        pieces: the received texts, in order of arrival. `transformers serve` sends one piece for each token.
+        status: HTTP status of the response, or 0 without a response.
         prompt: text of the prompt.
         error: why the request failed, or "" if it succeeded.
     """
@@ -47,30 +47,30 @@ class Reply:
 
     @property
     def ttft_s(self) -> float:
-        """Time to the first token: from the time when the request was due to its first text."""
+        """Time to first token in seconds: from the due time of the request to its first text."""
         return self.first_s - self.due_s
 
     @property
     def tpot_s(self) -> float:
-        """Time per output token after the first. There are `tokens - 1` such tokens. NaN for an answer of one token."""
+        """Mean time per output token in seconds, over the tokens after the first one. NaN for an answer of one token."""
         return (self.last_s - self.first_s) / (self.tokens - 1) if self.tokens > 1 else math.nan
 
     @property
     def request_time_s(self) -> float:
-        """Time from when the request was due to its end."""
+        """Time from the due time of the request to its end, in seconds."""
         return self.end_s - self.due_s
 
 
 @dataclass(frozen=True)
 class Endpoint:
-    """Where and how the client sends requests.
+    """Address of a server, and settings for requests to it.
 
     Args:
         address: address of the server, such as "http://127.0.0.1:8000".
-        key: the bearer key.
-        model: name of the model in requests.
-        deadline_s: seconds after which an unfinished request counts as failed.
-        connections: largest number of connections, or None for any number. With a limit, requests wait in the client.
+        key: key that is sent as a bearer token.
+        model: name of the model that is sent in requests.
+        deadline_s: time in seconds after which an unfinished request counts as failed.
+        connections: largest number of connections, or None for no limit. With a limit, requests wait in the client.
         until_s: time on the clock of `time.perf_counter` at which all unfinished requests count as failed.
     """
 
@@ -82,44 +82,44 @@ class Endpoint:
     until_s: float = math.inf
 
     def within(self, seconds: float) -> "Endpoint":
-        """Return this endpoint with a time limit for all requests together, from now on."""
+        """Return this endpoint with a time limit in seconds for all requests together, counted from now."""
         return replace(self, until_s=time.perf_counter() + seconds)
 
     def session(self):
         """Return a new httpx.AsyncClient for this endpoint."""
-        import httpx  # here, because a machine without httpx can show the rows of another machine
+        import httpx  # here, because the rows of another machine can be shown without httpx
 
         return httpx.AsyncClient(
             base_url=self.address,
             headers={"Authorization": f"Bearer {self.key}"},
-            # The deadline of a request limits all its phases together.
+            # The deadline limits the total time of a request.
             timeout=None,
             limits=httpx.Limits(max_connections=self.connections, max_keepalive_connections=self.connections),
             trust_env=False,
         )
 
     def body(self, prompt: str, tokens: int) -> dict:
-        """Return the body of a request for a greedy answer of at most `tokens` tokens, as a stream."""
+        """Return the body of a streaming request for a greedy answer of at most `tokens` tokens."""
         return {
             "model": self.model,
             "prompt": prompt,
             "max_tokens": tokens,
             "temperature": 0,
             "stream": True,
-            # vLLM counts tokens only if it is asked to. `transformers serve` always does.
+            # vLLM reports the number of tokens only on request. `transformers serve` always reports it.
             "stream_options": {"include_usage": True},
         }
 
 
 async def complete(session, endpoint: Endpoint, prompt: str, tokens: int, due_s: float | None = None) -> Reply:
-    """Send one request and read its stream. A failure is a reply with an error. It is not raised.
+    """Send one request and read its stream. A failure is not raised: it is returned as a reply with an error.
 
     Args:
         session: the session of the endpoint.
         endpoint: the endpoint.
         prompt: text of the prompt.
-        tokens: largest number of tokens of the answer.
-        due_s: when the request was due, on the clock of `time.perf_counter`. By default, now.
+        tokens: largest number of tokens in the answer.
+        due_s: time at which the request was due, on the clock of `time.perf_counter`. Defaults to now.
     """
     import httpx
 
@@ -159,10 +159,10 @@ async def complete(session, endpoint: Endpoint, prompt: str, tokens: int, due_s:
 
 
 async def events_of(lines: AsyncIterator[str]) -> AsyncIterator[dict]:
-    """Yield the JSON objects of a stream of server-sent events, until the event [DONE].
+    """Yield the JSON objects of a stream of server-sent events, up to the event [DONE].
 
     Raises:
-        ValueError: an event is no JSON object.
+        ValueError: an event is not a JSON object.
     """
     async for line in lines:
         if not line.startswith("data:"):
@@ -179,7 +179,7 @@ async def events_of(lines: AsyncIterator[str]) -> AsyncIterator[dict]:
 async def closed_loop(endpoint: Endpoint, prompts: Sequence[str], tokens: int, users: int) -> list[Reply]:
     """Send all prompts with a fixed number of users. Each user sends its next request when its last one is answered.
 
-    The replies are in the order in which they were finished.
+    The replies are in order of completion.
     """
     waiting = iter(prompts)
     replies: list[Reply] = []
@@ -194,7 +194,7 @@ async def closed_loop(endpoint: Endpoint, prompts: Sequence[str], tokens: int, u
 
 
 async def open_loop(endpoint: Endpoint, prompts: Sequence[str], tokens: int, requests_per_s: float, seed: int) -> list[Reply]:
-    """Send each prompt when it is due. The arrivals are a Poisson process, so the times between them are exponential."""
+    """Send each prompt when it is due. The arrivals are a Poisson process, so the gaps between them are exponential."""
     gaps_s = np.random.default_rng(seed).exponential(1 / requests_per_s, len(prompts))
     start_s = time.perf_counter()
     due_s = start_s + np.cumsum(gaps_s)
@@ -208,7 +208,7 @@ async def open_loop(endpoint: Endpoint, prompts: Sequence[str], tokens: int, req
 
 
 def in_event_loop(work: Callable[[], Coroutine[Any, Any, Answer]]) -> Answer:
-    """Run a coroutine in an event loop of its own and return its result. In a notebook, this thread already has a loop."""
+    """Run a coroutine in another thread's event loop and return its result. In a notebook, this thread already has a loop."""
     outcome: list[Answer] = []
     problem: list[BaseException] = []
 
@@ -227,10 +227,10 @@ def in_event_loop(work: Callable[[], Coroutine[Any, Any, Answer]]) -> Answer:
 
 
 def why_invalid(replies: Sequence[Reply], requests: int) -> str:
-    """Return why a run is invalid, or "" if every request of it succeeded.
+    """Return why a run is invalid, or "" if all its requests succeeded.
 
-    The requests that fail under load are often those that would have been slowest. A percentile over the other requests is too
-    low, so an invalid run has no percentiles.
+    The requests that fail under load are often those that would have been slowest. A percentile over the other requests would be
+    too low, so an invalid run has no percentiles.
     """
     failed = [reply for reply in replies if reply.error]
     if not failed and len(replies) == requests:
@@ -240,12 +240,12 @@ def why_invalid(replies: Sequence[Reply], requests: int) -> str:
 
 
 def percentile(values: Sequence[float], percent: float) -> float:
-    """Return the smallest value that is at least as large as `percent` % of all values. It is one of the values."""
+    """Return the smallest of the values that is at least as large as `percent` % of them."""
     return float(np.quantile(np.asarray(values, dtype=float), percent / 100, method="inverted_cdf"))
 
 
 def throughput(replies: Sequence[Reply]) -> tuple[float, float, float]:
-    """Return (requests/s, output tokens/s, mean number of requests in the system) of a run, from its first due time on."""
+    """Return (requests/s, output tokens/s, mean number of requests in the system) of a run, counted from its first due time."""
     span_s = max(reply.end_s for reply in replies) - min(reply.due_s for reply in replies)
     busy_s = sum(reply.request_time_s for reply in replies)
     return len(replies) / span_s, sum(reply.tokens for reply in replies) / span_s, busy_s / span_s

@@ -1,4 +1,4 @@
-"""Exercises of the chapter on serving: percentiles of failed runs, latencies under a stall, time per token, size of the cache."""
+"""Exercises for the chapter on serving: percentiles with failures, latencies during a stall, time per token, and cache size."""
 
 from collections.abc import Callable, Sequence
 
@@ -6,7 +6,7 @@ import pandas as pd
 
 from hyperion.chapter.exercises import Question
 
-# 2 (keys and values) x 32 layers x 8 heads x 128 features x 2 bytes = 128 KiB a token, times 32 x 2,048 tokens.
+# 2 (keys and values) x 32 layers x 8 heads x 128 features x 2 bytes = 128 KiB per token, times 32 x 2,048 tokens.
 CACHE_GIB = Question(
     2 * 32 * 8 * 128 * 2 * 32 * 2048 / 2**30,
     "2 x layers x key-value heads x features x bytes x tokens of all requests; 1 GiB is 2^30 bytes",
@@ -45,13 +45,13 @@ def judge_percentile(my_percentile: Callable[[Sequence[float | None], float], fl
 
 
 def stalled_server(stall_s: float = 5.0, service_s: float = 0.01, gap_s: float = 0.1, requests: int = 100) -> list[dict]:
-    """Return the times of requests to a server that answers one request at a time and stalls once.
+    """Return the times of requests to a server that handles one request at a time and stalls once.
 
-    A client with one connection sends a request when it is due, or when the last one is answered, whichever is later. The server
-    stalls during the first request.
+    A client with one connection sends each request when it is due, or when the previous one is answered, whichever is later. The
+    server stalls during the first request.
 
     Returns:
-        For each request: `due_s`, when it was due; `sent_s`, when it was sent; `end_s`, when it was answered.
+        For each request: `due_s`, when it was due; `sent_s`, when it was sent; `end_s`, when it was answered. All are in seconds.
     """
     free_s, times = 0.0, []
     for number in range(requests):
@@ -66,7 +66,7 @@ def judge_latency(my_latency: Callable[[float, float, float], float]) -> pd.Data
     """Test a function that computes the latency of a request in an open loop.
 
     Args:
-        my_latency: function of (due_s, sent_s, end_s) that returns seconds.
+        my_latency: function of (due_s, sent_s, end_s) that returns the latency in seconds.
 
     Returns:
         A table with one line for each server: whether the share of slow requests is right, and what was observed.

@@ -1,12 +1,11 @@
-"""Figures of the chapter on serving: throughput and latencies by number of users, memory in the soak, bytes of the cache."""
+"""Figures for the chapter on serving: throughput and latencies by number of users, memory in the soak test, and cache size."""
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from hyperion.errors import not_none
 from hyperion.figures.material import Material, Plot, measured, number
-from hyperion.figures.style import absences, add_notes, errors_of, look, new_figure, whole_numbers
-from hyperion.palette import COLOURS, INK, MUTED
+from hyperion.figures.style import COLOURS, INK, MUTED, absences, add_notes, errors_of, look, new_figure, whole_numbers
 from hyperion.results import Row
 from hyperion.units import KIB, MIB
 
@@ -19,7 +18,7 @@ TITLES = {
 
 
 def kv_cache_memory(material: Material) -> Figure | None:
-    """Draw the bytes of the cache by its number of tokens, with the prediction as a line."""
+    """Draw the size of the cache against its number of tokens, with the prediction as a line."""
     rows = [row for row in measured(material.of("kv_cache_memory")) if row.metric == "kv_cache_bytes"]
     if not rows:
         return None
@@ -40,7 +39,7 @@ def kv_cache_memory(material: Material) -> Figure | None:
 
 
 def server_load(material: Material) -> Figure | None:
-    """Draw throughput, time to first token and time per output token by number of users, and those of the open loop."""
+    """Draw throughput, time to first token and time per output token against the number of users, and those of the open loop."""
     rows = material.of("server_load")
     rates = [row for row in measured(rows) if row.metric == "output_tokens_per_s"]
     if not rates:
@@ -63,7 +62,7 @@ def server_load(material: Material) -> Figure | None:
 
 
 def server_soak(material: Material) -> Figure | None:
-    """Draw the memory of the server by the number of answered requests."""
+    """Draw the memory of the server against the number of answered requests."""
     growth = [row for row in measured(material.of("server_soak")) if row.metric == "growth_bytes"]
     samples = material.samples("server_soak")
     if not growth or samples.empty:
@@ -102,7 +101,7 @@ def _draw_throughput(axes: Axes, rows: list[Row]) -> None:
 
 
 def _draw_percentiles(axes: Axes, rows: list[Row], users: list[int], title: str) -> None:
-    """Draw one line for each percentile. The marks of the open loop are at the right of the largest number of users."""
+    """Draw one line for each percentile. The marks of the open loop are to the right of the largest number of users."""
     for place, percent in enumerate(sorted({row.params["percentile"] for row in rows})):
         chosen = [row for row in rows if row.params["percentile"] == percent]
         closed = sorted((row for row in chosen if "users" in row.params), key=lambda row: row.params["users"])

@@ -1,16 +1,16 @@
-"""The front: a reverse proxy that protects a backend. It demands a key, limits requests, and drains after SIGTERM.
+"""The front: a reverse proxy that protects a backend. It requires a key, limits requests, and drains after SIGTERM.
 
-`transformers serve` has no keys and no limits. The front has them, and forwards all other requests unchanged:
+`transformers serve` has no keys and no limits. The front adds them, and forwards all other requests unchanged:
 
     401  no key, or a wrong key                    413  a body that is too large
-    400  a body that is no JSON object             503  too many requests at once, with Retry-After
+    400  a body that is not a JSON object          503  too many requests at once, with Retry-After
     502  the backend does not answer
 
-After SIGTERM, the front accepts no connection, finishes the answers that are running, ends the backend, and exits with code 0.
-If a client hangs up, the front closes its connection to the backend, so that the backend stops to generate.
+After SIGTERM, the front accepts no new connections, finishes the running answers, ends the backend, and exits with code 0. If a
+client disconnects, the front closes its connection to the backend, so that the backend stops generating.
 
-This module is also the program of the front. The launcher passes the key in the environment variable `KEY`, because command lines
-are visible to all users.
+This module is also the program of the front. The launcher passes the key in the environment variable named by `KEY`, because
+command lines are visible to all users.
 """
 
 import contextlib
@@ -39,7 +39,7 @@ from hyperion.processes.child_process import die_with, do_not_outlive
 
 KEY = "HYPERION_SERVING_KEY"
 PATHS = ("/v1/completions", "/v1/chat/completions")
-# Seconds that the backend may be silent within an answer, and seconds that it has to end.
+# Longest silence of the backend within an answer, and largest time that it has to end, both in seconds.
 SILENCE_S, END_S = 120.0, 5.0
 
 
@@ -49,15 +49,15 @@ class Forward:
     Args:
         backend: address of the backend, such as "http://127.0.0.1:8000".
         key: the key that clients must send as `Authorization: Bearer <key>`.
-        max_requests: requests that are forwarded at once. Further requests get the status 503.
-        max_body_bytes: largest body of a request.
+        max_requests: largest number of requests that are forwarded at once. Further requests get the status 503.
+        max_body_bytes: largest size of a request body.
     """
 
     def __init__(self, backend: str, key: str, max_requests: int, max_body_bytes: int):
         self.client = httpx.AsyncClient(
             base_url=backend,
             timeout=httpx.Timeout(SILENCE_S, connect=5.0),
-            # `max_requests` limits the connections. A second limit here would hide a queue.
+            # `max_requests` already limits the connections. A second limit here would hide a queue.
             limits=httpx.Limits(max_connections=None, max_keepalive_connections=max_requests),
             trust_env=False,
         )
@@ -70,7 +70,7 @@ class Forward:
         if refusal := self._refuse_at_once(request):
             await refusal(scope, receive, send)
             return
-        # Counted before the first `await`. Otherwise requests that arrive together would all be accepted.
+        # Count before the first `await`. Otherwise requests that arrive together would all be accepted.
         self.active += 1
         try:
             with contextlib.suppress(ClientDisconnect):
@@ -83,7 +83,7 @@ class Forward:
             self.active -= 1
 
     async def health(self, request: Request) -> Response:
-        """Return the state of the backend and the number of requests that are being answered. This path needs no key."""
+        """Return the state of the backend and the number of active requests. This path needs no key."""
         try:
             answer = await self.client.get("/health", timeout=2.0)
             status = answer.status_code
@@ -92,9 +92,9 @@ class Forward:
         return JSONResponse({"backend": status, "active": self.active}, 200 if status == 200 else 503)
 
     def _refuse_at_once(self, request: Request) -> Response | None:
-        """Return the refusal of a request that needs no body to be refused, or None."""
+        """Return the response that refuses a request without reading its body, or None."""
         sent = request.headers.get("authorization", "").encode()
-        # The comparison takes equally long for all wrong keys, so that its time does not reveal the key.
+        # The comparison takes the same time for all wrong keys, so that its time does not reveal the key.
         if not hmac.compare_digest(sent, f"Bearer {self.key}".encode()):
             return _refusal(401, "the key is missing or wrong", {"WWW-Authenticate": "Bearer"})
         if self.active >= self.max_requests:
@@ -102,7 +102,7 @@ class Forward:
         return None
 
     async def _body(self, request: Request) -> bytes | None:
-        """Return the body, or None if it is too large. A client may send no length or a wrong length, so bytes are counted."""
+        """Return the body, or None if it is too large. Bytes are counted, because clients may send no length or a wrong one."""
         body = bytearray()
         async for chunk in request.stream():
             body += chunk
@@ -117,7 +117,7 @@ class Forward:
                 response = StreamingResponse(
                     answer.aiter_raw(), answer.status_code, media_type=answer.headers.get("content-type")
                 )
-                # Returns early if the client hangs up. Leaving the `with` block then closes the connection to the backend.
+                # Returns early if the client disconnects. Leaving the `with` block then closes the connection to the backend.
                 await response(scope, receive, send)
         except httpx.ConnectError as error:
             await _refusal(502, f"the backend does not answer: {error}")(scope, receive, send)
@@ -128,7 +128,7 @@ def _refusal(status: int, message: str, headers: dict[str, str] | None = None) -
 
 
 def _refuse_body(body: bytes | None) -> Response | None:
-    """Return the refusal of a body that is too large (None) or is no JSON object."""
+    """Return the response that refuses a body that is too large (None) or not a JSON object. Return None for a valid body."""
     if body is None:
         return _refusal(413, "the body is too large")
     try:
@@ -139,7 +139,7 @@ def _refuse_body(body: bytes | None) -> Response | None:
 
 
 def application(forward: Forward) -> Starlette:
-    """Return the web application with the paths of the front."""
+    """Return the web application with the routes of the front."""
 
     @contextlib.asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
@@ -151,15 +151,15 @@ def application(forward: Forward) -> Starlette:
 
 
 def serve_until_signal(app: Starlette, listener: socket.socket, drain_timeout_s: float) -> None:
-    """Serve until SIGTERM or SIGINT. Then close the listener and return when all answers are finished.
+    """Serve until SIGTERM or SIGINT. Then close the listener, and return when all answers are finished.
 
     Args:
         app: the application.
         listener: a socket that is bound to the address of the front.
-        drain_timeout_s: seconds after which answers that still run are cut off.
+        drain_timeout_s: time in seconds after which unfinished answers are cut off.
     """
-    # uvicorn handles both signals. When it has finished, it sends them again to the handlers that were installed before. The
-    # default handler would end this process before it has ended the backend.
+    # uvicorn handles both signals. When it has finished, it raises them again for the handlers that were installed before. The
+    # default handlers would end this process before it has ended the backend.
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda number, frame: None)
     config = uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=max(1, round(drain_timeout_s)))
@@ -167,7 +167,7 @@ def serve_until_signal(app: Starlette, listener: socket.socket, drain_timeout_s:
 
 
 def free_port() -> int:
-    """Return a port that no process uses now. The backend opens it itself, so another process could take it first."""
+    """Return a port that is free now. The backend opens it later, so another process could take it first."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         return listener.getsockname()[1]
 
@@ -182,7 +182,7 @@ def main(
     module: Annotated[str, typer.Option(help="module of the backend")],
     options: Annotated[list[str] | None, typer.Argument(help="command line of the backend, after --")] = None,
 ) -> None:
-    """Start a backend and serve in front of it. The ports and process numbers are written to the file `--state`."""
+    """Start a backend and serve in front of it. The front's port and the backend's process ID are written to `--state`."""
     die_with(launcher)
     do_not_outlive(launcher)
     key = os.environ.pop(KEY)  # the backend needs no key
@@ -192,7 +192,7 @@ def main(
             addresses = {"port": listener.getsockname()[1], "backend": backend.pid}
             partial = state.with_suffix(".part")
             partial.write_text(json.dumps(addresses), encoding="utf-8")
-            partial.replace(state)  # the launcher sees a whole file or none
+            partial.replace(state)  # the launcher sees the complete file or none
             forward = Forward(f"http://127.0.0.1:{backend_port}", key, max_requests, max_body_bytes)
             serve_until_signal(application(forward), listener, drain_timeout_s)
     finally:

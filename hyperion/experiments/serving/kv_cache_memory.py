@@ -1,7 +1,7 @@
-"""How many bytes does a token of the cache take, and how long is a step of decoding?
+"""How many bytes does a token take in the KV cache, and how long does a decoding step take?
 
-The keys and values of all earlier tokens are stored, so that a step of decoding computes one token only. The cache limits how
-many requests a server can answer at once.
+The keys and values of all earlier tokens are stored, so that a decoding step computes only one token. The size of the cache
+limits how many requests a server can answer at once.
 """
 
 import gc
@@ -20,17 +20,17 @@ from hyperion.results import Row
 TENSORS, DEVICE, STEP = "tensors of the cache", "device memory", "one step of decoding"
 # The allocator of a GPU rounds each tensor up to a multiple of this size.
 _GRANULE = 512
-_CALLS = 4  # calls of a sample, so that the time includes launches
+_CALLS = 4  # calls per sample, so that the time includes launches
 
 
 class KvCacheMemoryOptions(Options):
-    """Options of `kv_cache_memory`.
+    """Options for the `kv_cache_memory` experiment.
 
     Args:
         model: name of the model.
-        dtype: number format of weights and cache.
+        dtype: number format of the weights and the cache.
         lengths: numbers of tokens in the cache.
-        time_limit_s: seconds of sampling of the step.
+        time_limit_s: seconds of timing of the decoding step.
     """
 
     model: str
@@ -40,7 +40,7 @@ class KvCacheMemoryOptions(Options):
 
 
 def forecast(context: Context) -> list[Forecast]:
-    """Predict the bytes from the shape of the model, and the time of a step from the bytes of its weights."""
+    """Predict the cache size from the model's dimensions, and the time of a decoding step from the bytes of the weights."""
     options = KvCacheMemoryOptions.of(context)
     model = served_model(context, options.model)
     basis = "2 x layers x key-value heads x features x bytes x tokens"
@@ -66,7 +66,7 @@ def forecast(context: Context) -> list[Forecast]:
 
 @torch.no_grad()
 def run(context: Context, report: Report) -> Result:
-    """Fill caches of several lengths and count their bytes. Then time one step at the greatest length."""
+    """Fill caches of several lengths and count their bytes. Then time one decoding step at the greatest length."""
     options = KvCacheMemoryOptions.of(context)
     device = context.device.torch_device
     served = served_model(context, options.model)
@@ -103,14 +103,14 @@ EXPERIMENT = Experiment(forecast, run, options=KvCacheMemoryOptions, forecast_re
 
 
 def cache_tensors(cache) -> list[torch.Tensor]:
-    """Return the key and value tensors of all layers of a cache of transformers."""
+    """Return the key and value tensors of all layers of a transformers cache."""
     return [tensor for layer in cache.layers for tensor in (layer.keys, layer.values)]
 
 
 def decoding_limit(context: Context, model: ServedModel, dtype: str) -> tuple[float | None, str]:
-    """Return (the shortest time of a step of decoding in seconds, its source), or (None, why there is none).
+    """Return (the shortest possible time of a decoding step in seconds, its source), or (None, why there is none).
 
-    A step reads all weights once, whatever the number of requests in the batch.
+    A step reads all weights once, regardless of the number of requests in the batch.
     """
     weights = model.weight_bytes(dtype)
     rate, source = bandwidth_limit(context.device, weights)
@@ -118,7 +118,7 @@ def decoding_limit(context: Context, model: ServedModel, dtype: str) -> tuple[fl
 
 
 def _time_step(context: Context, options: KvCacheMemoryOptions, served: ServedModel, model, cache) -> tuple[Row, pd.DataFrame]:
-    """Time a step that adds one token to the cache. The token is removed again, so that all steps are equal."""
+    """Time a step that adds one token to the cache. The token is then removed, so that all steps are equal."""
     length = max(options.lengths)
     token_BT = torch.zeros(1, 1, dtype=torch.long, device=context.device.torch_device)
     lengths = []

@@ -1,4 +1,4 @@
-"""Metrics of serving: latencies, throughput, memory of the cache, and growth of the memory of a server."""
+"""Metrics for serving: latencies, throughput, size of the cache, and memory growth of a server."""
 
 from hyperion.results import Metric
 

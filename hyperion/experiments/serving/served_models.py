@@ -1,4 +1,4 @@
-"""The models and prompts of the chapter: a trained Llama for correct answers, a random Llama of real size for the load."""
+"""The models and prompts of the chapter: a trained Llama for correct answers, and a larger random Llama for load tests."""
 
 import hashlib
 import json
@@ -19,18 +19,18 @@ from hyperion.workloads import datasets
 from hyperion.workloads.trained_models import trained_language_model
 
 DATA = datasets.TEXT
-# `transformers serve` refuses a tokenizer without a template for dialogues. The models have seen no dialogues.
+# `transformers serve` refuses a tokenizer without a chat template. The models have not been trained on dialogues.
 _TEMPLATE = "{% for message in messages %}{{ message['content'] }}\n{% endfor %}"
 
 
 @dataclass(frozen=True)
 class ServedModel:
-    """A model in Hugging Face's layout.
+    """A model in Hugging Face format.
 
     Args:
         name: name of the model.
-        folder: its folder.
-        source: source of the data that it was trained on, or of its tokenizer.
+        folder: folder of the model.
+        source: source of its training data, or of the text of its tokenizer.
     """
 
     name: str
@@ -39,14 +39,14 @@ class ServedModel:
 
     @property
     def config(self) -> dict:
-        """The fields of config.json."""
+        """The content of config.json."""
         return json.loads((self.folder / "config.json").read_text(encoding="utf-8"))
 
     def weight_bytes(self, dtype: str) -> int:
-        """Return the bytes of all weights that a step of decoding reads, in a number format.
+        """Return the bytes of all weights that a decoding step reads, in the given number format.
 
-        All weights are read, except for the embedding if the head has weights of its own: then only the rows of the input tokens
-        are read.
+        All weights are read, except for the embedding if the head has its own weights: then only the rows of the input tokens are
+        read.
         """
         from safetensors import safe_open
 
@@ -66,7 +66,7 @@ class ServedModel:
         return 2 * config["num_hidden_layers"] * config["num_key_value_heads"] * features * FORMATS[dtype].bytes * tokens
 
     def load(self, dtype: str, device: str) -> Any:
-        """Return the model, a LlamaForCausalLM in evaluation mode."""
+        """Return the model as a LlamaForCausalLM in evaluation mode."""
         from transformers import AutoModelForCausalLM
 
         model: Any = AutoModelForCausalLM.from_pretrained(self.folder, dtype=FORMATS[dtype].storage)
@@ -74,10 +74,10 @@ class ServedModel:
 
 
 def served_model(context: Context, name: str) -> ServedModel:
-    """Return a trained Llama (`llama_…`), or a Llama with random weights (`random_llama_…`), which is written once.
+    """Return a trained Llama (`llama_…`), or a Llama with random weights (`random_llama_…`), which is created only once.
 
-    The speed of a server does not depend on the values of the weights, so the load may use random ones. Answers of random
-    weights say nothing, so they are not compared.
+    The speed of a server does not depend on the values of the weights, so load tests may use random weights. The answers of such
+    a model are meaningless, so they are not compared.
     """
     if name not in RANDOM_LLAMAS:
         trained = trained_language_model(context, name)
@@ -103,16 +103,16 @@ def served_model(context: Context, name: str) -> ServedModel:
 
 
 def prompts_of(context: Context, folder: Path, count: int, tokens: int, seed: int) -> list[str]:
-    """Return texts of the test split of WikiText-2 that have about `tokens` tokens each. All of them are different.
+    """Return texts of about `tokens` tokens each from the test split of WikiText-2. They start at different tokens if possible.
 
-    Equal prompts would be answered faster, because a server may reuse the cache of equal beginnings.
+    Equal prompts would be answered faster, because a server may reuse the cache of equal prefixes.
 
     Args:
         context: context of the experiment, with its data source.
         folder: folder of the model, with its tokenizer.
         count: number of texts.
-        tokens: tokens of a text in the tokenizer of the model.
-        seed: seed of the choice.
+        tokens: number of tokens in a text, as the model's tokenizer counts them.
+        seed: seed of the random choice.
     """
     tokenizer = read_tokenizer(folder)
     ids = tokenizer.encode(["".join(_corpus(context).splits["test"])])[0]
@@ -121,9 +121,9 @@ def prompts_of(context: Context, folder: Path, count: int, tokens: int, seed: in
 
 
 def pieces_of(folder: Path, ids: Sequence[int]) -> tuple[str, ...]:
-    """Return the texts that a server sends for these tokens, one after the other.
+    """Return the texts that a server sends for these tokens, in order.
 
-    A token that ends within a character of UTF-8 has no text. The next token completes the character.
+    A token that ends within a UTF-8 character has no text. The next token completes the character.
     """
     from tokenizers import Tokenizer
     from tokenizers.decoders import DecodeStream

@@ -1,6 +1,6 @@
-"""A running server: the front and its backend in a session of their own, with a log, and ended with this process.
+"""A running server: the front and its backend in a separate session, with a log. It ends with this process.
 
-Experiments of the same process share a server, because a start takes longer than most measurements.
+Experiments in the same process share a server, because starting one takes longer than most measurements.
 """
 
 import atexit
@@ -30,7 +30,7 @@ _LOG_LINES = 15
 
 
 class ServerError(HyperionError):
-    """Raised if a server does not start, or does not end."""
+    """Raised if a server does not start or does not end."""
 
 
 @dataclass
@@ -38,11 +38,11 @@ class Server:
     """A front with its backend.
 
     Args:
-        front: the process of the front.
-        endpoint: where clients send requests.
+        front: process of the front.
+        endpoint: endpoint to which clients send requests.
         log: file with the output of both processes.
-        backend_pid: number of the process of the backend.
-        start_s: seconds from the start to the first answer.
+        backend_pid: process ID of the backend.
+        start_s: time from the start to the first answer, in seconds.
     """
 
     front: subprocess.Popen
@@ -52,7 +52,7 @@ class Server:
     start_s: float = field(default=0.0)
 
     def processes(self) -> list[psutil.Process]:
-        """Return all processes of the server that are running: the front, the backend, and processes that they have started."""
+        """Return all running processes of the server: the front, the backend, and the processes that they have started."""
         with contextlib.suppress(psutil.NoSuchProcess):
             front = psutil.Process(self.front.pid)
             return [process for process in (front, *front.children(recursive=True)) if is_alive(process)]
@@ -80,10 +80,10 @@ class Server:
         self.front.send_signal(signal.SIGTERM)
 
     def wait(self, timeout_s: float) -> int:
-        """Wait until the front has ended and return its exit code.
+        """Wait until the front has ended, and return its exit code.
 
         Raises:
-            ServerError: it did not end in time.
+            ServerError: the front did not end in time.
         """
         try:
             return self.front.wait(timeout_s)
@@ -93,7 +93,7 @@ class Server:
             ) from error
 
     def close(self) -> None:
-        """End the server: with SIGTERM, and after the time limit with SIGKILL."""
+        """End the server with SIGTERM, or with SIGKILL if it does not end within 10 s."""
         if self.front.poll() is None:
             self.drain()
             with contextlib.suppress(ServerError):
@@ -106,22 +106,22 @@ _running: dict[tuple, Server] = {}
 
 
 def running_server(backend: Backend, folder: Path, dtype: str, device: str, sizes: ServerSizes) -> Server:
-    """Return a server of this process with these properties. Start it if there is none.
+    """Return a running server of this process with these properties. Start one if there is none.
 
     Args:
         backend: the backend.
-        folder: folder of the model in the layout of Hugging Face.
-        dtype: number format of the weights and of the arithmetic.
-        device: device of the backend, as PyTorch names it.
-        sizes: sizes of the server.
+        folder: folder of the model in Hugging Face format.
+        dtype: number format of weights and computation.
+        device: device of the backend, in PyTorch's notation.
+        sizes: capacity limits of the server.
 
     Raises:
-        ServerError: the server ended at its start, or gave no answer in time.
+        ServerError: the server ended while starting, or gave no answer in time.
     """
     key = (backend.name, folder, dtype, device, sizes)
     server = _running.get(key)
     if server is None or server.front.poll() is not None:
-        # One server at a time: each of them takes memory and, on a CPU, cores.
+        # Run one server at a time, because each takes memory and, on a CPU, cores.
         close_servers()
         _running[key] = server = start_server(backend, folder, dtype, device, sizes)
     return server
@@ -135,13 +135,13 @@ def close_servers() -> None:
 
 
 def start_server(backend: Backend, folder: Path, dtype: str, device: str, sizes: ServerSizes) -> Server:
-    """Start a front and a backend, and wait for the first answer. The arguments and errors are those of `running_server`."""
-    from hyperion.experiments.serving.front import KEY, free_port  # needs packages that a machine may lack
+    """Start a front and a backend, and wait for the first answer. Arguments and errors are those of `running_server`."""
+    from hyperion.experiments.serving.front import KEY, free_port  # needs packages that may be missing
 
     began = time.perf_counter()
     where = Path(tempfile.mkdtemp(prefix="hyperion-server-"))
     state, log, port, secret = where / "state.json", where / "server.log", free_port(), secrets.token_urlsafe(16)
-    # The model is on this machine. Without these variables, transformers asks the network for a newer version of itself.
+    # The model is on this machine. Without these variables, transformers checks the network for a newer version of itself.
     environment = child_environment() | {KEY: secret, "HF_HUB_OFFLINE": "1", "HF_HUB_DISABLE_UPDATE_CHECK": "1"}
     limits = [
         "--max-requests",
@@ -194,7 +194,7 @@ def _wait_until_healthy(server: Server, state: Path, until_s: float) -> None:
 
 
 def _require_answer(server: Server, until_s: float) -> None:
-    """Send one request. It makes the backend allocate its cache and shows that it generates text."""
+    """Send one request, so that the backend allocates its cache and shows that it generates text."""
     endpoint = Endpoint(
         server.endpoint.address, server.endpoint.key, server.endpoint.model, max(1.0, until_s - time.perf_counter())
     )

@@ -1,9 +1,9 @@
-"""Are the answers of a server the answers of the model?
+"""Are a server's answers those of the model?
 
-A server batches requests that have nothing to do with each other, and stores their keys and values in blocks. Neither may change
-an answer. The experiment compares greedy answers with `generate`. In fp32, every token must be equal. In bf16, two correct
-programs may differ where the two largest logits are closer than the rounding errors, and then everything after this position
-differs too. So the comparison ends there.
+A server batches unrelated requests and stores their keys and values in blocks. Neither may change an answer. The experiment
+compares greedy answers with those of `generate`. In fp32, every token must be equal. In bf16, two correct programs may differ
+where the two largest logits differ by less than the rounding errors, and then everything after this position may differ too. So
+the comparison ends there.
 """
 
 from dataclasses import dataclass
@@ -24,16 +24,16 @@ SHARE = "share of tokens before the first undecided one"
 
 
 class ServerAnswersOptions(Options):
-    """Options of `server_answers`.
+    """Options for the `server_answers` experiment.
 
     Args:
-        model: name of the model, a trained one.
-        dtypes: number formats, in the order of their servers.
-        backends: names of the servers.
-        server: sizes of the server.
-        prompts: number of prompts, which are sent at the same time.
-        prompt_tokens: tokens of a prompt.
-        output_tokens: tokens of an answer.
+        model: name of a trained model.
+        dtypes: number formats, in the order in which they are tested.
+        backends: names of the backends.
+        server: capacity limits of the server.
+        prompts: number of prompts. They are sent at the same time.
+        prompt_tokens: number of tokens in a prompt.
+        output_tokens: number of tokens in an answer.
     """
 
     model: str
@@ -50,10 +50,10 @@ class Reference:
     """The answer of `generate` to one prompt.
 
     Args:
-        pieces: its texts, one for each token that completes a character.
-        decided: number of pieces before the first position whose two largest logits are too close.
-        tokens: number of its tokens.
-        error: largest difference of its logits from the fp32 logits for the same tokens. 0 for fp32.
+        pieces: texts of the answer, one for each token that completes a character.
+        decided: number of pieces before the first position at which the two largest logits are too close.
+        tokens: number of tokens in the answer.
+        error: largest difference, over all prompts, between the logits and the fp32 logits for the same tokens. 0 for fp32.
     """
 
     pieces: tuple[str, ...]
@@ -63,7 +63,7 @@ class Reference:
 
 
 def forecast(context: Context) -> list[Forecast]:
-    """Predict the number of compared tokens in fp32: all of them."""
+    """Predict the number of compared tokens in fp32: all tokens of all answers."""
     options = ServerAnswersOptions.of(context)
     if "fp32" not in options.dtypes:
         return []
@@ -77,7 +77,7 @@ def forecast(context: Context) -> list[Forecast]:
 
 
 def run(context: Context, report: Report) -> Result:
-    """Compare the answers of each server in each number format. The prompts are sent at the same time, so they are batched."""
+    """Compare each server's answers with `generate` in each number format. Prompts are sent together, so they are batched."""
     options = ServerAnswersOptions.of(context)
     present = [BACKENDS[name] for name in options.backends if not BACKENDS[name].why_absent()]
     rows = [
@@ -110,11 +110,11 @@ EXPERIMENT = Experiment(forecast, run, options=ServerAnswersOptions, data=DATA)
 
 @torch.no_grad()
 def reference_answers(model: ServedModel, prompts: list[str], tokens: int, dtype: str, device: str) -> list[Reference]:
-    """Return the answers of `generate` to each prompt alone.
+    """Return the answer of `generate` to each prompt on its own.
 
-    In bf16, the largest error E of a logit is measured against fp32 for the same tokens, over all positions and the whole
-    vocabulary. Two programs whose errors are at most E choose the same token if the two largest fp32 logits differ by more than
-    2 E. So a position is undecided if they differ by 2 E or less.
+    In bf16, the largest logit error E against fp32 is measured for the same tokens, over all positions and the whole vocabulary.
+    Two programs with errors of at most E choose the same token if the two largest fp32 logits differ by more than 2 E. So a
+    position is undecided if they differ by 2 E or less.
     """
     from transformers import AutoTokenizer
 
@@ -128,7 +128,7 @@ def reference_answers(model: ServedModel, prompts: list[str], tokens: int, dtype
         whole_BT = lm.generate(ids_BT, attention_mask=torch.ones_like(ids_BT), do_sample=False, max_new_tokens=tokens)
         answers.append(whole_BT[0, length:].tolist())
         if exact is not None:
-            # The logits at a position decide about the next token.
+            # The logits at a position determine the next token.
             exact_TV = exact(whole_BT).logits[0, length - 1 : -1]
             errors.append((lm(whole_BT).logits[0, length - 1 : -1].float() - exact_TV).abs().max().item())
             gaps.append((-exact_TV.topk(2).values.diff(dim=-1)).squeeze(-1).tolist())
@@ -146,7 +146,7 @@ def first_undecided(gaps: list[float], bound: float) -> int:
 
 
 def differing_pieces(answer: tuple[str, ...], reference: Reference) -> int:
-    """Return how many of the decided pieces differ from the reference. A missing piece differs, and so does an extra piece."""
+    """Return how many of the decided pieces differ from the reference. Missing and extra pieces count as differences."""
     decided = reference.decided
     differing = sum(left != right for left, right in zip(answer[:decided], reference.pieces[:decided], strict=False))
     differing += abs(decided - len(answer[:decided]))
@@ -168,7 +168,7 @@ def _compare(
         server = running_server(backend, model.folder, dtype, context.device.torch_device, options.server)
     except ServerError as error:
         return [context.absent_row(backend.name, "count", f"{error.what}", dtype=dtype, params=params)]
-    # One user for each prompt, so that all requests are in one batch.
+    # Use one user for each prompt, so that all requests are in one batch.
     replies = in_event_loop(lambda: closed_loop(server.endpoint, prompts, options.output_tokens, len(prompts)))
     reason = why_invalid(replies, len(prompts)) or why_not_batched(server, backend)
     if reason:
@@ -188,7 +188,7 @@ def _compare(
 
 
 def why_not_batched(server: Server, backend: Backend) -> str:
-    """Return why the log does not show that the backend batches requests, or ""."""
+    """Return why the log does not prove that the backend batches requests, or "" if it does."""
     if backend.log_mark in server.log_text():
         return ""
     return f"refused: the log of {backend.name} does not contain {backend.log_mark!r}, so it does not batch continuously"

@@ -1,7 +1,7 @@
-"""How fast is a server for one user, for several users, and for requests that arrive at random?
+"""How fast is a server for one user, for several users, and for requests that arrive at random times?
 
-Percentiles are computed for each run, and the interval of a percentile is a bootstrap over runs: requests of one run are not
-independent, because they wait for each other. A run counts only if all its requests succeeded.
+Percentiles are computed for each run. The interval of a percentile is a bootstrap over runs, because the requests of one run are
+not independent: they wait for each other. A run counts only if all its requests succeeded.
 """
 
 import itertools
@@ -44,11 +44,11 @@ _NO_LIMIT = {
 
 
 class Level(Table):
-    """A number of users in a closed loop.
+    """A closed loop with a number of users.
 
     Args:
         users: number of users.
-        requests: requests of a run.
+        requests: number of requests in a run.
     """
 
     users: int
@@ -56,19 +56,19 @@ class Level(Table):
 
 
 class ServerLoadOptions(Options):
-    """Options of `server_load`.
+    """Options for the `server_load` experiment.
 
     Args:
         model: name of the model.
         dtype: number format.
-        backends: names of the servers.
-        server: sizes of the server.
-        prompt_tokens, output_tokens: tokens of a prompt and of an answer.
+        backends: names of the backends.
+        server: capacity limits of the server.
+        prompt_tokens, output_tokens: number of tokens in a prompt and in an answer.
         levels: the closed loops, at least one.
-        open_load: arrivals of the open loop, as a share of the requests/s of the last closed loop.
-        open_requests: requests of a run of the open loop.
-        runs: runs of each loop.
-        run_limit_s: seconds after which the requests of a run count as failed.
+        open_load: arrival rate of the open loop, as a share of the requests/s of the last closed loop.
+        open_requests: number of requests in a run of the open loop.
+        runs: number of runs of each loop.
+        run_limit_s: time in seconds after which the unfinished requests of a run count as failed.
     """
 
     model: str
@@ -89,8 +89,8 @@ class Measured:
     """All runs of one loop.
 
     Args:
-        params: parameters of its rows.
-        requests: requests of a run.
+        params: params of its rows.
+        requests: number of requests in a run.
         runs: the replies of each run.
     """
 
@@ -100,14 +100,14 @@ class Measured:
 
     @property
     def reason(self) -> str:
-        """Why the loop is invalid, or "" if each request of each run succeeded."""
+        """Why the loop is invalid, or "" if all requests of all runs succeeded."""
         return next((reason for run in self.runs if (reason := why_invalid(run, self.requests))), "")
 
 
 def forecast(context: Context) -> list[Forecast]:
-    """Predict TPOT for one user from the step of decoding that this run has timed, and the throughput of more users.
+    """Predict the TPOT for one user from the measured time of a decoding step, and the throughput for each number of users.
 
-    A step takes the same time for one request as for several if it is limited by the weights. Then N users get N times as many
+    If reading the weights limits a step, it takes the same time for several requests as for one, so N users get N times as many
     tokens. This prediction is too optimistic where the time of a step grows with the number of requests.
     """
     options = ServerLoadOptions.of(context)
@@ -129,7 +129,7 @@ def forecast(context: Context) -> list[Forecast]:
 
 
 def run(context: Context, report: Report) -> Result:
-    """Measure each server: closed loops with more and more users, then an open loop at a share of the last throughput."""
+    """Measure each server: closed loops with increasing numbers of users, then an open loop at a share of the last throughput."""
     options = ServerLoadOptions.of(context)
     rows: list[Row] = []
     lines: list[dict] = []
@@ -220,7 +220,7 @@ def _rows(
         limit, source = decoding_limit(context, model, options.dtype) if metric == "tpot_s" else (None, _NO_LIMIT[metric])
         for percent in PERCENTILES:
             params = measured.params | {"percentile": percent}
-            # Below this number of requests, the percentile is the largest value, whatever its distribution.
+            # With fewer requests than this, the percentile is the largest value, whatever the distribution.
             least = round(100 / (100 - percent))
             if measured.requests < least:
                 why = (
@@ -237,9 +237,9 @@ def _rows(
         columns = identity | check | {"params": measured.params, "limit_source": _NO_LIMIT[metric]}
         rows.append(context.row(name, metric, estimate, **columns))
     if users := measured.params.get("users"):
-        # Little's law: the mean number of requests in the system is arrivals/s times the mean time of a request. In a closed loop
-        # it is the number of users, except at the end of a run: a user without a further request waits for the last request that
-        # still runs, so at most as long as the longest request takes.
+        # Little's law: the mean number of requests in the system is the arrival rate times the mean request time. In a closed
+        # loop, this is the number of users, except at the end of a run: a user without a further request waits for the last
+        # running request, at most as long as the longest request takes.
         shares = [total[2] / users for total in totals]
         spans_s = [len(run) / total[0] for run, total in zip(measured.runs, totals, strict=True)]
         tails = [max(reply.request_time_s for reply in run) / span_s for run, span_s in zip(measured.runs, spans_s, strict=True)]

@@ -1,7 +1,8 @@
-"""Does a server survive what clients do to it?
+"""Does a server survive many requests, faulty clients, and SIGTERM?
 
-Many requests in a row, clients that hang up, requests that are malformed, too large or without the key, more requests than the
-server accepts, and at last SIGTERM while it is answering. After each fault, a normal request must still be answered.
+The server receives many requests in a row, requests of clients that disconnect, requests that are malformed, too large or without
+the key, more requests than it accepts, and finally SIGTERM while it is answering. After a client that disconnects and after each
+invalid request, a normal request must still be answered.
 """
 
 import asyncio
@@ -23,30 +24,30 @@ from hyperion.results import Estimate, Row
 
 SOAK, HANG_UPS, OVERLOAD, DRAIN = "steady requests", "clients that hang up", "overload", "SIGTERM"
 RSS, DEVICE_MEMORY = "resident memory of all processes", "used device memory"
-_SEGMENTS = 10  # the line is fitted to medians of segments, because neighbouring readings are not independent
-_WARM_SHARE = 0.2  # readings before this share of the requests are not used: caches still fill
-# An answer whose client hung up after the first token takes far less than half of the work of a whole answer, with its prompt.
+_SEGMENTS = 10  # a line is fitted to the median of each segment, because consecutive readings are not independent
+_WARM_SHARE = 0.2  # readings in this first share of the requests are not used, because caches still fill
+# An answer whose client disconnects after the first token takes far less than half of the work of a whole answer and its prompt.
 _LEFT_SHARE = 0.5
 # A backend is idle if it uses at most one tick of the CPU clock in a window.
 _CLOCK_S, _WINDOW_S, _SETTLE_S = 0.01, 0.5, 30.0
-_PAUSE_S = 0.5  # between SIGTERM and the request that must be refused
+_PAUSE_S = 0.5  # seconds between SIGTERM and the request that must be refused
 
 
 class ServerSoakOptions(Options):
-    """Options of `server_soak`.
+    """Options for the `server_soak` experiment.
 
     Args:
         model: name of the model.
         dtype: number format.
-        backend: name of the server.
-        server: sizes of the server.
-        requests: requests of the soak.
-        users: users of the closed loop.
-        prompt_tokens, output_tokens: tokens of a prompt and of an answer.
-        hang_up_every: one client hangs up after so many requests.
-        long_tokens: tokens of the answers of clients that hang up, of the overload and of the drain.
-        growth_bound_bytes: largest growth of the server's memory for each request. The upper end of the interval is compared.
-        time_limit_s: seconds after which the requests of the soak count as failed.
+        backend: name of the backend.
+        server: capacity limits of the server.
+        requests: number of requests in the soak test.
+        users: number of users in its closed loop.
+        prompt_tokens, output_tokens: number of tokens in a prompt and in an answer.
+        hang_up_every: number of answered requests after which another client disconnects.
+        long_tokens: number of tokens in the answers to clients that disconnect, during the overload, and during the drain.
+        growth_bound_bytes: bound on the growth of the server's memory per request, for the upper end of the confidence interval.
+        time_limit_s: time in seconds after which the unfinished requests of the soak test count as failed.
     """
 
     model: str
@@ -64,7 +65,7 @@ class ServerSoakOptions(Options):
 
 
 def forecast(context: Context) -> list[Forecast]:
-    """Predict that all requests of the soak succeed, and that the memory does not grow."""
+    """Predict that all requests of the soak test succeed, and that the memory does not grow."""
     options = ServerSoakOptions.of(context)
     if BACKENDS[options.backend].why_absent():
         return []
@@ -76,7 +77,7 @@ def forecast(context: Context) -> list[Forecast]:
 
 
 def run(context: Context, report: Report) -> Result:
-    """Send the requests of the soak, then the faults, then SIGTERM. The server of this experiment ends with it."""
+    """Send the requests of the soak test, then the faulty requests, then SIGTERM, which ends the server."""
     options = ServerSoakOptions.of(context)
     backend = BACKENDS[options.backend]
     reason = backend.why_absent()
@@ -107,11 +108,13 @@ EXPERIMENT = Experiment(forecast, run, options=ServerSoakOptions, data=DATA)
 
 
 def slope_estimate(requests: np.ndarray, readings: np.ndarray) -> Estimate:
-    """Fit a line to the medians of segments and return its slope with Student's 95 % interval.
+    """Return the memory growth per request, with a 95 % confidence interval based on Student's t-distribution.
+
+    The readings are divided into consecutive segments, and a line is fitted to the medians of the segments.
 
     Args:
         requests: number of answered requests at each reading, in ascending order.
-        readings: the memory in bytes.
+        readings: memory at each reading, in bytes.
     """
     from scipy import stats
 
@@ -119,14 +122,14 @@ def slope_estimate(requests: np.ndarray, readings: np.ndarray) -> Estimate:
     x, y = np.array([np.median(segment, axis=0) for segment in segments]).T
     x, y = x - x.mean(), y - y.mean()
     slope = float(x @ y / (x @ x))
-    # The standard error of a slope. Readings that are all equal have none.
+    # Standard error of the slope. It is 0 if all readings are equal.
     error = float(np.sqrt(np.sum((y - slope * x) ** 2) / (len(x) - 2) / (x @ x)))
     reach = float(stats.t.ppf(0.975, len(x) - 2)) * error
     return Estimate(slope, slope - reach, slope + reach, len(x))
 
 
 def _soak(context: Context, options: ServerSoakOptions, server: Server, prompts: list[str]) -> tuple[list[Reply], pd.DataFrame]:
-    """Send the requests with several users. At regular intervals, another client hangs up. Read the memory after each answer."""
+    """Send the requests with several users, and read the memory after each answer. Another client regularly disconnects."""
     endpoint = server.endpoint.within(options.time_limit_s)
     replies: list[Reply] = []
     readings: list[dict] = []
@@ -150,7 +153,7 @@ def _soak(context: Context, options: ServerSoakOptions, server: Server, prompts:
 
 
 async def hang_up(session, endpoint: Endpoint, prompt: str, tokens: int) -> int:
-    """Start an answer, and close the connection after the first text. Return the number of texts that were read."""
+    """Start an answer, and close the connection after the first text. Return the number of texts that were read, 0 or 1."""
     async with (
         asyncio.timeout(endpoint.deadline_s),
         session.stream("POST", "/v1/completions", json=endpoint.body(prompt, tokens)) as response,
@@ -185,14 +188,14 @@ def _growth_rows(context: Context, options: ServerSoakOptions, readings: pd.Data
 
 
 def _hang_up_row(context: Context, options: ServerSoakOptions, server: Server, prompts: list[str]) -> Row:
-    """Compare the CPU time of the backend for a whole answer and for an answer whose client hangs up after the first token.
+    """Compare the backend's CPU time for a whole answer and for an answer whose client disconnects after the first token.
 
-    CPU time is compared and not the time on the clock, because other processes may use the cores.
+    CPU time is compared instead of elapsed time, because other processes may use the cores.
     """
 
     async def work() -> tuple[float, float, Reply]:
         async with server.endpoint.session() as session:
-            # Work that is left from the soak would count as work of the whole answer.
+            # Work that remains from the soak test would count as work of the whole answer.
             await _cpu_until_idle(server, 0.0, _WINDOW_S)
             start_s = server.backend_cpu_s()
             whole = await complete(session, server.endpoint, prompts[-1], options.long_tokens)
@@ -214,7 +217,7 @@ def _hang_up_row(context: Context, options: ServerSoakOptions, server: Server, p
 
 
 async def _cpu_until_idle(server: Server, start_s: float, least_s: float) -> float:
-    """Wait for `least_s` seconds and until the backend is idle. Return its CPU time since it had used `start_s`, in seconds."""
+    """Wait for `least_s` seconds and until the backend is idle. Return the CPU time in seconds that it used beyond `start_s`."""
     await asyncio.sleep(least_s)
     used_s = server.backend_cpu_s()
     for _ in range(round(_SETTLE_S / _WINDOW_S)):
@@ -226,7 +229,7 @@ async def _cpu_until_idle(server: Server, start_s: float, least_s: float) -> flo
 
 
 def _refusal_rows(context: Context, options: ServerSoakOptions, server: Server, prompts: list[str]) -> list[Row]:
-    """Send requests that must be refused, and after each of them a request that must be answered."""
+    """Send requests that must be refused, each followed by a request that must be answered."""
     endpoint = server.endpoint
     valid = endpoint.body(prompts[-3], options.output_tokens)
     cases: list[tuple[str, dict, int]] = [
@@ -239,7 +242,7 @@ def _refusal_rows(context: Context, options: ServerSoakOptions, server: Server, 
         ("unknown model", {"json": valid | {"model": "unknown"}}, 400),
     ]
     if options.backend != "transformers serve":
-        cases = cases[:4]  # the others are refused by the backend, with statuses of its own
+        cases = cases[:4]  # the backend refuses the others, with its own statuses
 
     async def send(request: dict) -> tuple[int, Reply]:
         async with endpoint.session() as session, asyncio.timeout(endpoint.deadline_s):
@@ -260,7 +263,7 @@ def _refusal_rows(context: Context, options: ServerSoakOptions, server: Server, 
 
 
 def _overload_row(context: Context, options: ServerSoakOptions, server: Server, prompts: list[str]) -> Row:
-    """Send more requests at the same time than the front accepts. The others must be refused at once with 503."""
+    """Send more requests at the same time than the front accepts. The excess must be refused at once with status 503."""
     most = options.server.max_requests
     extra = max(2, most // 2)
     replies = _at_once(server, prompts[-most - extra :], options.long_tokens)
@@ -271,7 +274,7 @@ def _overload_row(context: Context, options: ServerSoakOptions, server: Server, 
 
 
 def _drain_rows(context: Context, options: ServerSoakOptions, server: Server, prompts: list[str]) -> list[Row]:
-    """Send SIGTERM while answers are running. They must be finished, a new request refused, and the exit code must be 0."""
+    """Send SIGTERM while answers are running. They must finish, a new request must be refused, and the exit code must be 0."""
     streams = options.users
     signalled: list[float] = []
 
@@ -281,7 +284,7 @@ def _drain_rows(context: Context, options: ServerSoakOptions, server: Server, pr
                 asyncio.create_task(complete(session, server.endpoint, prompt, options.long_tokens))
                 for prompt in prompts[:streams]
             ]
-            # Another stream tells when the server is answering: it got its first text.
+            # Another stream shows that the server is answering: it has received its first text.
             await hang_up(session, server.endpoint, prompts[-1], options.long_tokens)
             signalled.append(time.perf_counter())
             server.drain()
@@ -296,7 +299,7 @@ def _drain_rows(context: Context, options: ServerSoakOptions, server: Server, pr
     finished = sum(not reply.error for reply in replies)
     params = {"what": "running answers that were finished", "streams": streams}
     identity = {"dtype": options.dtype}
-    # An exit code other than 0 and an answer to the late request each count as one fault.
+    # A nonzero exit code and an answer to the late request each count as one fault.
     faults = (streams - finished) + int(code != 0) + int(not late.error)
     check = checked("faults: unfinished answers, an accepted new request, an exit code other than 0", faults, 0)
     return [
@@ -314,7 +317,7 @@ def _at_once(server: Server, prompts: Sequence[str], tokens: int) -> list[Reply]
 
 
 def _used_device_memory(context: Context) -> float | None:
-    """Return the memory in use on the device by all processes, in bytes. None on a CPU."""
+    """Return the device memory that all processes use, in bytes. None on a CPU."""
     if context.device.kind == "cpu":
         return None
     free, total = torch.cuda.mem_get_info(context.device.torch_device)

@@ -1,4 +1,4 @@
-"""How does throughput grow with the batch size, and from which batch size on does a training step not fit into memory?"""
+"""How does throughput grow with the batch size, and at what batch size does a training step no longer fit into memory?"""
 
 import gc
 from dataclasses import dataclass, replace
@@ -29,22 +29,21 @@ from hyperion.workloads.reference_steps import (
 )
 from hyperion.workloads.training_rows import step_forecasts
 
-# The prediction of the largest batch is right if a batch of 0.75 times this size fits and one of 1.25 times this size does not.
+# The predicted largest batch is accepted if a batch of 0.75 times its size fits and one of 1.25 times its size does not.
 _FITS, _DOES_NOT_FIT = 0.75, 1.25
-# Estimated number of times that the output of a matrix product or convolution is written or read in the forward and backward
-# pass. The matrix product, the norm after it and the activation function after the norm each write and read it.
+# Estimated number of writes and reads of each matrix-product or convolution output in the forward and backward pass, by the
+# product itself, the norm after it and the activation function after the norm.
 _PASSES = 12
 
 
 class BatchScalingOptions(Options):
-    """Options of `batch_scaling`.
+    """Options for the `batch_scaling` experiment.
 
     Args:
         precision: dtype of the steps. "auto" chooses the dtype for the device.
-        memory_limit_gib: largest memory of the process in GiB. The experiment stops there, before the memory of the machine is
-            full.
-        time_limit_s: seconds of timing for each batch size.
-        batches: a dict that maps the name of a reference model to its batch sizes.
+        memory_limit_gib: memory limit of the process in GiB, below the memory of the machine.
+        time_limit_s: timing budget in seconds for each batch size.
+        batches: a dict that maps the name of each reference model to its batch sizes.
     """
 
     precision: str
@@ -54,7 +53,7 @@ class BatchScalingOptions(Options):
 
 
 def forecast(context: Context) -> list[Forecast]:
-    """Predict the largest batch that fits into memory, then the samples per second of every batch, beginning with the largest."""
+    """Predict the largest batch that fits into memory, then the samples per second of every batch, largest first."""
     options = BatchScalingOptions.of(context)
     dtype = _dtype(context, options)
     largest = [_forecast_largest(reference_model(name), dtype, options.memory_limit_gib) for name in options.batches]
@@ -66,10 +65,10 @@ def forecast(context: Context) -> list[Forecast]:
 
 
 def run(context: Context, report: Report) -> Result:
-    """Measure every model by batch size, in separate processes."""
+    """Measure every model at all its batch sizes, in separate processes."""
     names = list(BatchScalingOptions.of(context).batches)
-    # On a CPU, a process keeps pages of memory after a model is deleted. These pages would count as memory of the next model, so
-    # each model gets its own process.
+    # On a CPU, a process keeps memory pages after a model is deleted. They would count as memory of the next model, so each model
+    # gets its own process.
     groups = [[name] for name in names] if context.device.kind == "cpu" else [names]
     return merged([run_variant(context, report, sweep, {"names": group}) for group in groups])
 
@@ -80,7 +79,7 @@ EXPERIMENT = Experiment(
 
 
 def sweep(context: Context, report: Report, names: list[str]) -> Result:
-    """Measure each model at all batch sizes, and test the largest batch that fits. This function runs in a worker process."""
+    """Measure each model at all batch sizes, and test the largest batch that fits. Runs in a worker process."""
     rows: list[Row] = []
     frames: list[pd.DataFrame] = []
     for done, name in enumerate(names):
@@ -98,7 +97,7 @@ def _dtype(context: Context, options: BatchScalingOptions) -> str:
 
 
 def _forecast_throughput(context: Context, name: str, batch: int, dtype: str) -> Forecast:
-    """Predict samples per second from the matrix products and memory traffic of a step, and the host's time for its operators."""
+    """Predict samples per second from a step's matrix products and memory traffic, and the host's time for its operators."""
     forecast = forecast_on_device(context, name, batch, dtype)
     if forecast.ceiling is None:
         return forecast
@@ -115,8 +114,7 @@ def _forecast_throughput(context: Context, name: str, batch: int, dtype: str) ->
 def forecast_on_device(context: Context, name: str, batch: int, dtype: str) -> Forecast:
     """Predict samples per second from the ceilings of chapter 1.1.
 
-    The time of a step is the sum of two times: the time of the matrix products, and the time of the memory traffic of optimizer
-    and activations.
+    The step time is the time of the matrix products plus the time of the optimizer and activation memory traffic.
     """
     model = reference_model(name)
     traffic: dict[str, float] = {
@@ -128,7 +126,7 @@ def forecast_on_device(context: Context, name: str, batch: int, dtype: str) -> F
 
 
 def _device_basis(context: Context, dtype: str) -> str:
-    """Return the text that says how the throughputs are predicted. It is the same text for every batch size."""
+    """Return the explanation of how the throughputs are predicted, the same for every batch size."""
     product = not_none(not_none(context.best_upstream("gemm_tflops", dtype)).value)
     stream = not_none(not_none(stream_ceiling(context.upstream)).value)
     return (
@@ -149,9 +147,10 @@ def _forecast_largest(model: ReferenceModel, dtype: str, cap_gib: float) -> Fore
 
 
 def _bytes_by_shapes(model: ReferenceModel, dtype: str) -> tuple[int, int]:
-    """Return (bytes that do not depend on the batch size, bytes per sample), estimated from the shapes of the model.
+    """Return (bytes independent of the batch size, bytes per sample), estimated from the shapes of the model.
 
-    The estimate assumes that the output of each matrix product is kept twice: before and after the norm or activation function.
+    The estimate assumes that two copies of each matrix product's output are kept: before and after the norm or activation
+    function.
     """
     sample = 2 * model.activations * FORMATS[dtype].bytes + 4 * torch.Size(model.sample_shape).numel()
     return update_of(model).held_bytes * model.parameter_count, sample
@@ -164,11 +163,11 @@ def _largest_by_shapes(model: ReferenceModel, dtype: str, cap_gib: float) -> flo
 
 @dataclass(frozen=True)
 class Point:
-    """Memory of training steps with one batch size.
+    """Memory of training steps at one batch size.
 
     Attributes:
         batch: batch size.
-        gib: memory in GiB. None if the batch does not fit, or if the memory cannot be read.
+        gib: memory in GiB, or None if the batch does not fit or the memory cannot be read.
         cap_gib: largest memory in GiB that the process may use.
         reason: reason why `gib` is None, or an empty string.
     """
@@ -180,7 +179,7 @@ class Point:
 
 
 class _Sweep:
-    """Measures training steps of one model at all batch sizes. The attributes `rows` and `frames` collect the results."""
+    """Measures training steps of one model at all batch sizes. The results are collected in `rows` and `frames`."""
 
     def __init__(self, context: Context, model: ReferenceModel):
         self.context, self.model, self.options = context, model, BatchScalingOptions.of(context)
@@ -191,17 +190,17 @@ class _Sweep:
     def measure(self) -> None:
         """Measure memory, then time the steps.
 
-        Memory is measured first. A step that runs after the timed steps could reuse memory that they have freed, so it would seem
-        to need less memory.
+        Memory comes first: a step that runs after the timed steps could reuse memory that they freed, and would seem to need
+        less.
         """
         batches = sorted(self.options.batches[self.model.name])
-        # The first step loads libraries and starts threads. Their memory must not count for any batch.
+        # The first step loads libraries and starts threads, whose memory must not count for any batch.
         TrainingStep(self.model.name, 1, self.dtype, self.context.device).once()
         try:
             self.fill_memory(batches)
         except NoMemoryCap as error:
             self._no_largest(error.what)
-        # The rows of the memory are measured first and stored last.
+        # The memory rows are measured first and stored last.
         filled, self.rows = self.rows, []
         self.time_batches(batches)
         self.rows += filled
@@ -211,7 +210,7 @@ class _Sweep:
         self.rows.append(row)
 
     def time_batches(self, batches: list[int]) -> None:
-        """Time a step at each batch size until a batch does not fit. Add the rows of the times and of the efficiencies."""
+        """Time a step at each batch size until one does not fit. Add the rows with step times, throughputs and efficiencies."""
         seconds: dict[int, np.ndarray] = {}
         for batch in batches:
             device = self.context.device
@@ -227,7 +226,7 @@ class _Sweep:
             rows, frame = step_rows(self.context, self.model, batch, self.dtype, timing, learned)
             self.rows += rows
             self.frames.append(frame)
-            # Seconds per sample.
+            # Time per sample, in seconds.
             seconds[batch] = timing.whole.samples_s / batch
             del step  # free the memory of this step before a step with a larger batch is built
             gc.collect()
@@ -236,7 +235,7 @@ class _Sweep:
         best = min(seconds, key=lambda batch: np.median(seconds[batch]))
         for batch, series in seconds.items():
             share = independent_ratio_estimate(series, seconds[best])
-            # The best batch is compared with itself, so its efficiency is 1 without uncertainty.
+            # The best batch is compared with itself, so its efficiency is exactly 1.
             low, high = (1.0, 1.0) if batch == best else (share.ci_low, share.ci_high)
             self._row(
                 "batch_efficiency",
@@ -252,11 +251,12 @@ class _Sweep:
     def fill_memory(self, batches: list[int]) -> None:
         """Predict the largest batch size that fits into memory, and test this prediction.
 
-        The prediction comes from a line through the memory of two batches that fit: memory grows linearly with the batch size.
+        The prediction extrapolates a line through the memory of two batches that fit, because memory grows linearly with the
+        batch size.
         """
         cap = self.options.memory_limit_gib
         points = [self.used(batch, "steady") for batch in batches]
-        # A small batch adds little to the memory of the process, so the slope comes from a batch that fills half of the limit.
+        # Small batches add little to the memory of the process, so the slope needs a batch that fills half of the limit.
         half = int(_largest_by_shapes(self.model, self.dtype, cap) / 2)
         if half > batches[-1]:
             points.append(self.used(half, "half way"))
@@ -264,20 +264,20 @@ class _Sweep:
         if len(known) < 2:
             self._no_largest(f"no line through fewer than two batches: {points[-1].reason}")
             return
-        # The two largest batches that fit: their difference in memory is largest compared with the noise.
+        # Use the two largest batches that fit: noise affects their slope least.
         (small, small_gib, _), (large, large_gib, cap_gib) = known[-2:]
         slope = (large_gib - small_gib) / (large - small)
         if slope <= 0:
             self._no_largest(f"no slope: batch {large} took no more memory than batch {small}")
             return
         self._row("sample_memory_mib", slope * 1024, {"what": "slope"})
-        # Extrapolate the line to the memory that the cap leaves.
+        # Extrapolate the line to the cap.
         self._test_largest(int(large + (cap_gib - large_gib) / slope))
 
     def _test_largest(self, largest: int) -> None:
-        """Add the row that holds the predicted largest batch size.
+        """Add the row with the predicted largest batch size.
 
-        The check of this row runs a somewhat smaller batch, which must fit, and a somewhat larger batch, which must not fit.
+        The row's check runs a smaller batch, which must fit, and a larger batch, which must not.
         """
         inside, outside = (self.used(max(1, round(share * largest)), "probe") for share in (_FITS, _DOES_NOT_FIT))
         wrong = (inside.gib is None) + (outside.gib is not None)
@@ -292,10 +292,10 @@ class _Sweep:
         self._row("count", None, {"what": "largest batch"}, value_reason=reason)
 
     def used(self, batch: int, kind: str) -> Point:
-        """Run two steps of a new model, return their memory, and add a row with the peak memory of the process.
+        """Run two steps of a new model, add a row with the peak memory of the process, and return the memory as a Point.
 
-        One step is not enough: the optimizer allocates its moments at the end of the first step, and they exist during the whole
-        second step.
+        One step is not enough: the optimizer allocates its moments at the end of the first step, and they exist throughout the
+        second.
         """
         device = self.context.device
         gc.collect()
@@ -309,7 +309,7 @@ class _Sweep:
             limit=least_memory_gib(self.model, batch),
             limit_source=LEAST_MEMORY,
         )
-        # `cap.peak_gib` is the peak that a process at its cap would report, so the difference is the memory that is still free.
+        # `cap.peak_gib` is the peak that a process at its cap would report, so the difference is the memory still free.
         taken = None if peak.gib is None else cap.gib - (cap.peak_gib - peak.gib)
         return Point(batch, taken, cap.gib, peak.reason)
 

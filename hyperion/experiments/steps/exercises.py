@@ -1,4 +1,4 @@
-"""The self-marking exercise of chapter 1.2: check that the timed model is the model that its name says."""
+"""Self-marking exercise for chapter 1.2: check that a timed model is the model that its name claims."""
 
 from collections.abc import Callable
 

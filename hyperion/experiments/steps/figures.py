@@ -1,4 +1,4 @@
-"""Figures of training steps: costs of the host, phases of a step, and throughput and memory by batch size."""
+"""Figures of training steps: host costs, phases of a step, and throughput and memory by batch size."""
 
 from collections.abc import Iterable
 
@@ -11,15 +11,14 @@ from matplotlib.transforms import Bbox
 
 from hyperion.errors import not_none
 from hyperion.figures.material import Material, Plot, items, measured, number, number_within, percent, select, values
-from hyperion.figures.style import add_notes, errors_of, log_ticks, look, new_figure, write_at
-from hyperion.palette import COLOURS, INK
+from hyperion.figures.style import COLOURS, INK, add_notes, errors_of, log_ticks, look, new_figure, write_at
 from hyperion.results import Row
 
 PHASES = ("forward", "backward", "optimizer")
 _COLOURS: dict[str, str] = dict(zip(PHASES, COLOURS, strict=False))
 _BAR = 0.36
-_TINY_LAYERS = 2  # number of layers for old rows of operator counts, in which this number is missing
-_WORDS = {"channels_last": "ch.-last", "compiled": "compiled"}  # short names of parameters that differ from the default
+_TINY_LAYERS = 2  # number of layers assumed for old operator-count rows that do not record it
+_WORDS = {"channels_last": "ch.-last", "compiled": "compiled"}  # short labels for non-default params
 _SHARES = {"mfu": ("of the peak (MFU)", COLOURS[5]), "mfu_maf": ("of the fastest product (MAF)", COLOURS[3])}
 
 
@@ -44,21 +43,18 @@ def operator_cost(material: Material) -> Figure | None:
 
 
 def _interval_us(row: Row, times: float = 1.0) -> tuple[float, float, float]:
-    """Return (value, lower end, upper end) of the interval of a row, in microseconds and multiplied by `times`."""
+    """Return (value, lower end, upper end) of a row and its interval in microseconds, multiplied by `times`."""
     value, low, high = (1e6 * times * not_none(seconds) for seconds in (row.value, row.ci_low, row.ci_high))
     return value, low, high
 
 
 def _microseconds(row: Row, times: float = 1.0) -> str:
-    """Return the value of a row in microseconds as text, with as many digits as its interval allows.
-
-    It is multiplied by `times`.
-    """
+    """Format the value of a row times `times` in microseconds, with as many digits as its interval allows."""
     return f"{number_within(*_interval_us(row, times))} µs"
 
 
 def _draw_costs(axes: Axes, bars: list[tuple[str, Row, float]], title: str) -> None:
-    """Draw one bar for each (name, row, factor). Its length is the host time of the row times the factor, in microseconds."""
+    """Draw one bar for each (name, row, factor). Its height is the row's host time times the factor, in microseconds."""
     for place, (_, row, times) in enumerate(bars):
         value, low, high = _interval_us(row, times)
         axes.bar(place, value, 0.5, yerr=[[value - low], [high - value]], color=COLOURS[place])
@@ -72,8 +68,8 @@ def _draw_costs(axes: Axes, bars: list[tuple[str, Row, float]], title: str) -> N
 def model_steps(material: Material) -> Figure | None:
     """Draw the training step of each model in each variant.
 
-    The upper panels show the measured time of each phase, the least time that the limits of the device allow, and the prediction
-    as a line. The lower panels show the model FLOPs per second, as a share of the peak and of the rate of the fastest matrix
+    The upper panels show the measured time of each phase, the least time that the device limits allow, and the predicted step
+    time as a line. The lower panels show the model FLOPs per second as shares of the peak and of the rate of the fastest matrix
     product.
     """
     every = material.of("model_steps")
@@ -113,9 +109,9 @@ def model_steps(material: Material) -> Figure | None:
 
 
 def _variants(rows: list[Row]) -> dict[str, list[Row]]:
-    """Return a dict that maps the name of a variant of the training step to its rows.
+    """Return a dict that maps the name of each training-step variant to its rows.
 
-    The name says how the step differs from an eager step with the default memory format.
+    The name gives the dtype and what else differs from an eager step in the default memory format.
     """
     found: dict[str, list[Row]] = {}
     for row in rows:
@@ -177,7 +173,7 @@ def _name_variants(axes: Axes, names: list[str]) -> None:
 
 
 def _phases(rows: Iterable[Row]) -> list[Row]:
-    """Return the rows that belong to a phase of the step (such as "forward"), in the order in which a step runs the phases."""
+    """Return the rows with the time of a phase (such as "forward"), in execution order."""
     rows = list(rows)
     return [row for name in PHASES for row in select(rows, metric=f"{name}_time_s")]
 
@@ -209,7 +205,7 @@ def _notes(rows: list[Row]) -> list[str]:
 
 
 def _left_out(rows: list[Row]) -> list[str]:
-    """Return one sentence for each reason why steps are missing. The sentence names their variants."""
+    """Return one sentence for each reason why steps are missing. The sentence names the variants of these steps."""
     missing: dict[str, dict[str, None]] = {}
     for row in select(rows, metric="step_time_s"):
         if row.value is None:
@@ -218,9 +214,9 @@ def _left_out(rows: list[Row]) -> list[str]:
 
 
 def batch_scaling(material: Material) -> Figure | None:
-    """Draw two panels by batch size: the samples per second, and the memory.
+    """Draw two panels by batch size: samples per second, and memory.
 
-    The second panel also shows the line that predicts the largest batch that fits, and the batches that test this prediction.
+    The second panel also shows the line that predicts the largest batch that fits, and the batches that test the prediction.
     """
     rows = material.of("batch_scaling")
     rates = measured(select(rows, metric="samples_per_s"))
@@ -256,7 +252,7 @@ def _draw_rates(axes: Axes, rows: list[Row], style: dict) -> None:
 def _draw_memory(axes: Axes, rows: list[Row], style: dict) -> None:
     """Draw the measured peaks by batch size, the line through them, and the tested batch sizes.
 
-    A cross is a batch that does not fit.
+    A cross marks a batch that does not fit.
     """
     peaks = [row for row in rows if row.metric in ("peak_memory_gib", "peak_rss_gib")]
     steady = sorted((row for row in measured(peaks) if row.params["step"] != "probe"), key=_batch)
@@ -284,9 +280,9 @@ def _draw_memory(axes: Axes, rows: list[Row], style: dict) -> None:
 
 
 def spread_above(axes: Axes) -> None:
-    """Move the annotations of a panel upwards, starting from the left, until they do not overlap."""
+    """Move a panel's annotations upwards, from left to right, until they do not overlap."""
     figure = axes.get_figure(root=True)
-    not_none(figure).draw_without_rendering()  # computes the positions and sizes of the texts
+    not_none(figure).draw_without_rendering()  # computes the positions and sizes of the annotations
     placed: list[Bbox] = []
     for text in sorted((text for text in axes.texts if isinstance(text, Annotation)), key=lambda text: text.xy):
         while any(text.get_window_extent().padded(2).overlaps(other) for other in placed):

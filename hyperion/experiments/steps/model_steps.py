@@ -1,8 +1,8 @@
-"""How long does a training step of a well-known model take, how long do its phases take, and how close are they to the limits?
+"""How long do a training step of a well-known model and its phases take, and how close are they to the limits?
 
-Each step is measured in several variants, which differ in number format, memory format of images, and eager or compiled mode.
-Variants are timed one after the other. Their steps do not alternate, so the experiment computes no speed-ups. A compiled step
-also has rows of its compilation time and of the difference between its losses and those of eager steps.
+Each step is measured in several variants, which differ in number format, image memory format, and eager or compiled mode. The
+variants are timed one after the other, not in alternation, so the experiment computes no speed-ups. A compiled step also has rows
+for its compilation time and for the difference of its losses from the eager losses.
 """
 
 import gc
@@ -36,8 +36,8 @@ from hyperion.workloads.reference_steps import (
 )
 from hyperion.workloads.twins import agreements, train_twins, twin_format
 
-# Memory in GiB that may remain after a variant was measured. The workspaces of the BLAS libraries stay until the process ends.
-# They are smaller than this value, and a model that was not freed is larger.
+# Memory in GiB that may remain after a variant was measured. The BLAS workspaces stay until the process ends and are smaller than
+# this; a model that was not freed is larger.
 _LEFT_GIB = 0.25
 _ONE_LAYOUT = "no variant: it works on sequences, which have no channels to put last; only a network of convolutions has"
 _LEFT_OUT = "left out by this profile, for time"
@@ -47,14 +47,14 @@ _TWO_SWITCHES = (
 
 
 class Variant(Table):
-    """One way to compute a training step, as a profile states it.
+    """Variant of a training step, as stated in a profile.
 
     Args:
         dtype: fp32, tf32, bf16 or fp16.
-        channels_last: whether images have the channels-last memory format. In compiled variants, only convolutional
-            networks use this option.
+        channels_last: whether images use the channels-last memory format. In compiled variants, only convolutional networks use
+            this option.
         compiled: whether to compile each block of the model.
-        models: names of the models that are measured in this way. None measures all models.
+        models: names of the models measured in this variant. None measures all models.
     """
 
     dtype: str
@@ -64,15 +64,15 @@ class Variant(Table):
 
 
 class ModelStepsOptions(Options):
-    """Options of `model_steps`.
+    """Options for the `model_steps` experiment.
 
     Args:
         models: names of the reference models.
-        variants: ways to compute the step. Each model is measured in all variants, in this order.
+        variants: training-step variants. Each model is measured in all of them, in this order.
         batch_size: number of samples in a batch.
-        time_limit_s: seconds of timing for each variant of each model.
-        parity_steps: number of steps for which the losses of compiled and eager steps are compared.
-        tolerance: not used. It exists because older stored runs have this option.
+        time_limit_s: timing budget in seconds for each variant of each model.
+        parity_steps: number of steps for which compiled and eager losses are compared.
+        tolerance: unused, accepted for compatibility with older stored runs.
     """
 
     models: tuple[str, ...]
@@ -85,10 +85,10 @@ class ModelStepsOptions(Options):
 
 @dataclass(frozen=True)
 class StepCell:
-    """One model in one variant of the training step. A variant is a number format, a memory format, and eager or compiled mode.
+    """One model in one training-step variant: number format, memory format, and eager or compiled mode.
 
     Attributes:
-        absent: reason why this variant is not measured on this device, or an empty string if it is measured.
+        absent: reason why this variant is not measured on this device, or an empty string if it is.
     """
 
     model: ReferenceModel
@@ -97,7 +97,7 @@ class StepCell:
 
 
 def forecast(context: Context) -> list[Forecast]:
-    """Predict the samples per second and the step time of every variant, from measured ceilings and the operators of the step."""
+    """Predict the samples per second and step time of every variant, from measured ceilings and the operators of the step."""
     options = ModelStepsOptions.of(context)
     return [
         forecast
@@ -107,13 +107,13 @@ def forecast(context: Context) -> list[Forecast]:
 
 
 def run(context: Context, report: Report) -> Result:
-    """Time every variant of every model. On a CPU each variant has its own process, so that memory is measured separately."""
+    """Time every variant of every model. On a CPU each variant runs in its own process, so that memory is measured separately."""
     options = ModelStepsOptions.of(context)
     absent = [_absent(context, options, cell) for cell in cells_of(options, context.device) if cell.absent]
     count = len(_measured(options, context.device))
-    # On a CPU, a process keeps pages of memory after a model is deleted, so each variant has its own process. On an accelerator,
-    # the allocator counts the memory of tensors, and each row says how much memory remained after the variant before it. So one
-    # process is enough there, and Python and torch start only once.
+    # On a CPU, a process keeps memory pages after a model is deleted, so each variant gets its own process. On an accelerator,
+    # the allocator counts the memory of tensors, and each row states how much the previous variant left behind. So one process
+    # suffices there, and Python and torch start only once.
     groups = [[number] for number in range(count)] if context.device.kind == "cpu" else [list(range(count))]
     results = [run_variant(context, report, measure, {"numbers": numbers}) for numbers in groups]
     return merged([*results, Result(absent, pd.DataFrame())])
@@ -145,7 +145,7 @@ def _why_not(model: ReferenceModel, variant: StepVariant, device: Device) -> str
         return f"not timed, because it says nothing of the format: {how}"
     if variant.channels_last and not has_layout(model):
         return _ONE_LAYOUT
-    # Inductor reads the older switch while it searches kernels for a convolution (PyTorch 2.11 and 2.13).
+    # While Inductor searches for convolution kernels, it reads the older switch (PyTorch 2.11 and 2.13).
     return _TWO_SWITCHES if variant.compiled and device.kind != "cpu" and variant.dtype in ("fp32", "tf32") else ""
 
 
@@ -154,12 +154,12 @@ def _measured(options: ModelStepsOptions, device: Device) -> list[StepCell]:
 
 
 def measure(context: Context, report: Report, numbers: list[int]) -> Result:
-    """Measure some variants one after the other. This function runs in a worker process.
+    """Measure some variants one after the other. Runs in a worker process.
 
     Args:
         context: context of the experiment.
-        report: function that is called with the progress.
-        numbers: indices of the variants in the list of all variants that are measured on this device.
+        report: function called with the progress.
+        numbers: indices of the variants in the list of all variants measured on this device.
     """
     options = ModelStepsOptions.of(context)
     cells = _measured(options, context.device)
@@ -173,9 +173,9 @@ def measure(context: Context, report: Report, numbers: list[int]) -> Result:
 
 
 class _Bench:
-    """Measures several variants in one process. The attributes `rows` and `frames` collect the results.
+    """Measures several variants in one process. The results are collected in `rows` and `frames`.
 
-    The losses of eager steps are kept too, so that they can be compared with the losses of compiled steps.
+    Losses of eager steps are also kept, to be compared with the losses of compiled steps.
     """
 
     def __init__(self, context: Context, options: ModelStepsOptions, here: set[tuple[str, StepVariant]]):
@@ -185,7 +185,7 @@ class _Bench:
         self._losses: dict[tuple[str, StepVariant], np.ndarray] = {}
 
     def measure(self, cell: StepCell) -> None:
-        """Measure one variant and add its rows. If it cannot be measured, add one row that holds the reason."""
+        """Measure one variant and add its rows, or add one row with the reason if it cannot be measured."""
         if cell.variant.compiled and (missing := missing_compiler(self.device)):
             self.rows.append(_absent(self.context, self.options, cell, f"unavailable: {missing}"))
             return
@@ -199,12 +199,12 @@ class _Bench:
 
     def _measure(self, cell: StepCell) -> None:
         context, options, model, variant = self.context, self.options, cell.model, cell.variant
-        # Memory that the variant before has left. A check of the memory row shows that it is negligible.
+        # Memory left by the previous variant. A check of the memory row verifies that it is negligible.
         left_gib = None if self.device.kind == "cpu" else torch.cuda.memory_allocated(self.device.torch_device) / GIB
         # The eager losses are computed first, so that the compiled step's peak excludes the eager model.
         eager = self._eager_losses(cell) if variant.compiled else None
         step = self._step(cell, variant)
-        # Compiled before the region of the peak, so that the peak is that of steps after the compilation.
+        # Compile before the peak-memory region, so that the peak excludes compilation.
         compiling_s = self._compile(step) if variant.compiled else None
         with PeakMemoryRegion(self.device) as region:
             timing, learned = timed(step, self.device, options.time_limit_s)
@@ -219,14 +219,14 @@ class _Bench:
         if eager is not None:
             blocks = len(model.layout().blocks)
             self.rows.append(_row(context, options, cell, "compile_time_s", compiling_s, {"blocks": blocks}))
-            # Twins of the eager training: their scatter shows how far the losses of correct steps may differ.
+            # Twins of the eager training run: their spread shows how far the losses of correct steps may differ.
             twins = train_twins(
                 twin_format(variant.dtype), context.seed, lambda: self._losses_after(self._step(cell, _eager(variant))).tolist()
             )
             self.frames.append(twins.assign(variant=model.name))
             self.rows += parity_rows(context, options, cell, self._losses_after(step), eager, twins)
             torch._dynamo.reset()  # compiled code keeps the model alive
-        # The eager losses are kept only if the compiled variant of the same model is measured in this process.
+        # Keep the eager losses only if this process also measures the compiled variant of the same model.
         elif (model.name, StepVariant(variant.dtype, variant.channels_last, compiled=True)) in self.here:
             self._losses[model.name, variant] = self._losses_after(step)
 
@@ -234,7 +234,7 @@ class _Bench:
         return TrainingStep(cell.model.name, self.options.batch_size, variant, self.device, self.context.seed)
 
     def _compile(self, step: TrainingStep) -> float:
-        """Run the first steps, which compile the model, and return the seconds that this takes."""
+        """Run the first steps, which compile the model, and return their time in seconds."""
         self.context.workspace.mkdir(parents=True, exist_ok=True)
         # Inductor's test of the C++ compiler must not count as compilation of the model.
         probe_vector_instructions(self.device, self.context.workspace)
@@ -243,14 +243,14 @@ class _Bench:
     def _eager_losses(self, cell: StepCell) -> np.ndarray:
         """Return the losses of the same steps in eager mode.
 
-        If the eager variant was timed in this process, its losses are used. Otherwise the eager steps run now.
+        If this process has timed the eager variant, reuse its losses. Otherwise run the eager steps now.
         """
         eager = _eager(cell.variant)
         known = self._losses.pop((cell.model.name, eager), None)
         return self._losses_after(self._step(cell, eager)) if known is None else known
 
     def _losses_after(self, step: TrainingStep) -> np.ndarray:
-        """Run steps until there are `parity_steps` of them, and return the losses of the first `parity_steps` steps."""
+        """Run steps until `parity_steps` of them are done, and return the losses of the first `parity_steps` steps."""
         count = self.options.parity_steps
         while len(step.losses) < count:
             step.once()
@@ -279,9 +279,9 @@ def _absent(context: Context, options: ModelStepsOptions, cell: StepCell, reason
 
 
 def _count_row(context: Context, options: ModelStepsOptions, cell: StepCell, counted: int) -> Row:
-    """Return the row that holds the number of parameters of the trained model.
+    """Return the row with the number of parameters of the trained model.
 
-    Its check compares this number with the published number.
+    Its check compares this number with the published one.
     """
     error = float(abs(counted - cell.model.parameter_count))
     check: dict = checked("expected count", error, 0.0)
@@ -289,10 +289,9 @@ def _count_row(context: Context, options: ModelStepsOptions, cell: StepCell, cou
 
 
 def _mfu_of_maf(context: Context, options: ModelStepsOptions, cell: StepCell, timing: StepTiming) -> Row:
-    """Return the row that holds the model FLOPs per second divided by the MAF, the rate of the fastest square matrix product.
+    """Return the row with the model FLOPs per second divided by the MAF, the rate of the fastest square matrix product.
 
-    This share shows how much faster the step could be with better software. MFU is relative to the peak of the data sheet
-    instead.
+    Unlike MFU, which is relative to the data-sheet peak, this share shows how much faster better software could make the step.
     """
     maf, dtype = maf_row(context.upstream, cell.variant.dtype), cell.variant.dtype
     if maf is None:
@@ -301,11 +300,11 @@ def _mfu_of_maf(context: Context, options: ModelStepsOptions, cell: StepCell, ti
     work = cell.model.flops.forward_backward * options.batch_size
     rate = timing.whole.estimate.map(lambda seconds: work / seconds / 1e12)
     maf_tflops, (peak, source) = not_none(maf.value), gemm_limit(context.device, dtype)
-    # The size is not a parameter of the row, because it may differ between runs.
+    # The dimensions are not a param of the row, because they may differ between runs.
     size = " x ".join(str(maf.params[side]) for side in "mnk")
     columns = timed_columns(rate, timing.whole) | {
-        # The interval combines the extreme ends of both intervals, so it contains the true ratio with at least the same
-        # probability.
+        # Dividing opposite ends of the two intervals gives an interval that contains the true ratio with at least the same
+        # confidence.
         "ci_low": rate.ci_low / not_none(maf.ci_high),
         "ci_high": rate.ci_high / not_none(maf.ci_low),
         "limit": None if peak is None else peak / maf_tflops,
@@ -315,9 +314,9 @@ def _mfu_of_maf(context: Context, options: ModelStepsOptions, cell: StepCell, ti
 
 
 def _memory_row(context: Context, options: ModelStepsOptions, cell: StepCell, peak: PeakMemory, left_gib: float | None) -> Row:
-    """Return the row that holds the peak memory of the steps.
+    """Return the row with the peak memory of the steps.
 
-    Its limit is a lower limit: the memory of weights, gradients, optimizer moments and the batch.
+    Its limit is a lower bound: the memory of weights, gradients, optimizer moments and the batch.
     """
     columns: dict = {"limit": least_memory_gib(cell.model, options.batch_size), "limit_source": LEAST_MEMORY}
     if left_gib is not None:
@@ -328,13 +327,13 @@ def _memory_row(context: Context, options: ModelStepsOptions, cell: StepCell, pe
 def parity_rows(
     context: Context, options: ModelStepsOptions, cell: StepCell, losses: np.ndarray, eager: np.ndarray, twins: pd.DataFrame
 ) -> list[Row]:
-    """Return the differences between the losses of compiled and of eager steps, early and late in the training.
+    """Return rows with the differences between compiled and eager losses, early and late in training.
 
     Args:
         losses: losses of the compiled steps, shape [steps].
         eager: losses of the eager steps, shape [steps].
-        twins: losses of eager trainings with other rounding, see `hyperion.workloads.twins`. The tolerance comes from their
-            spread.
+        twins: losses of eager training runs with perturbed rounding, see `hyperion.workloads.twins`. Their spread sets the
+            tolerance.
     """
     compared = {"of": "training_loss", "from": EAGER, "steps": len(losses)}
     return [

@@ -1,8 +1,8 @@
-"""How much time does the host need for a training step?
+"""How much host time does a training step need?
 
 The host is the CPU that runs Python and PyTorch and launches the kernels. The experiment measures the host time of one operator,
-of one convolution, of one compiled block, and the host time that each step needs besides its operators. Two hosts with the same
-GPU can differ by a factor of two. If the kernels are short, the host time determines the step time.
+one convolution and one compiled block, and the host time of a step outside its operators. Hosts with the same GPU can differ by a
+factor of two. If kernels are short, the host time determines the step time.
 """
 
 import pandas as pd
@@ -15,18 +15,18 @@ from hyperion.measure import measure_block_cost, measure_operator_cost
 from hyperion.measure.steps.compilation import missing_compiler, probe_vector_instructions
 from hyperion.results import Row
 
-# Variants of the rows. hyperion/workloads/reference_steps.py reads the rows with these variants.
+# Variants of the rows, which hyperion/workloads/reference_steps.py reads.
 PLAIN, CONVOLUTION, ONCE, BLOCK = "operator", "convolution", "once a step", "compiled block"
 _NO_LIMIT = "no limit: no data sheet covers Python, autograd and dispatch"
 _NO_ESTIMATE = "no data sheet states the time that Python, autograd, dispatcher and driver take on this host"
 
 
 class OperatorCostOptions(Options):
-    """Options of `operator_cost`.
+    """Options for the `operator_cost` experiment.
 
     Args:
-        time_limit_s: seconds of timing for each of the tiny networks.
-        compiled: dtype of the compiled blocks. An empty string leaves them out, because a compilation with cold caches is slow.
+        time_limit_s: timing budget in seconds for each of the tiny networks.
+        compiled: dtype of the compiled blocks. An empty string omits them, because compilation with cold caches is slow.
     """
 
     time_limit_s: float
@@ -34,13 +34,13 @@ class OperatorCostOptions(Options):
 
 
 def forecast(context: Context) -> list[Forecast]:
-    """Return forecasts without estimates, because no data sheet states the costs of a host."""
+    """Return forecasts without estimates, because no data sheet states host costs."""
     metrics = {PLAIN: "operator_time_s", CONVOLUTION: "operator_time_s", ONCE: "step_overhead_s", BLOCK: "block_time_s"}
     return [Forecast(v, metric, None, _NO_ESTIMATE) for v, metric in metrics.items()]
 
 
 def run(context: Context, report: Report) -> Result:
-    """Time eager operators. If the profile asks for it, time a compiled block in a separate process."""
+    """Time eager operators and, if the profile asks for it, a compiled block in a separate process."""
     options = OperatorCostOptions.of(context)
     report(0, 2, "eager steps")
     eager = _measure_operators(context, options)
@@ -58,9 +58,9 @@ EXPERIMENT = Experiment(forecast, run, options=OperatorCostOptions)
 
 
 def measure_block(context: Context, report: Report) -> Result:
-    """Measure the host time of a compiled block and the time of its compilation. This function runs in a worker process."""
+    """Measure the host time of a compiled block and its compilation time. Runs in a worker process."""
     options = OperatorCostOptions.of(context)
-    # Inductor tests the C++ compiler once on each machine. The time of this test must not count as compilation of the block.
+    # Inductor tests the C++ compiler once per machine, which must not count as compilation of the block.
     probe_vector_instructions(context.device, context.workspace)
     cost = measure_block_cost(context.device, options.compiled, time_limit_s=options.time_limit_s)
     seconds, params = cost.time_s, _clock() | {"kernels": cost.kernels, "blocks": cost.blocks}
@@ -100,7 +100,7 @@ def _clock() -> dict:
 
 
 def _why_not(device: Device, dtype: str) -> str:
-    """Return the reason why no compiled block is measured, or an empty string if compiled blocks are measured."""
+    """Return the reason why compiled blocks are not measured, or an empty string if they are."""
     if not dtype:
         return "left out by this profile: it takes a cold compilation"
     supported, how = device.supports(dtype)

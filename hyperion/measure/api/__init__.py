@@ -1,1 +1,1 @@
-"""The functions of `hyperion.measure` that measure your own code, and the answers that they return."""
+"""The functions of `hyperion.measure` that measure your own code, and the objects that they return."""

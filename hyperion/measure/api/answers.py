@@ -42,8 +42,8 @@ class Answer:
         """Return a validated row.
 
         Args:
-            place: columns that the caller of the public method gave. They replace the columns with the same names in `columns`.
-                Its entry "params" is added to `about`.
+            place: columns given by the caller of the public method. They replace columns of the same name in `columns`. The entry
+                "params" is added to `about`.
             metric, value: metric of the row, and its value.
             about: params of the row, such as the label of the function.
             columns: other columns of the row.
@@ -62,7 +62,7 @@ class TimeAnswer(Answer):
         label: name of the function.
         timing: raw samples in seconds, and how they were taken.
         device: the device that ran the function.
-        minimum_samples: the requested number of samples.
+        minimum_samples: the requested minimum number of samples.
         notes: remarks on the output of the function. They do not affect the time.
     """
 
@@ -74,11 +74,10 @@ class TimeAnswer(Answer):
 
     @functools.cached_property
     def estimate(self) -> Estimate:
-        """Median seconds of a call with its 95 % bootstrap interval.
+        """Median time of a call in seconds with its 95 % bootstrap interval.
 
-        With fewer than 30 samples, the interval is extended to the interval from order statistics if this one is wider. Order
-        statistics are values at fixed positions of the sorted samples. The interval between two of them is valid for any
-        distribution of the samples.
+        With fewer than 30 samples, the interval is extended so that it contains the interval between two order statistics (two of
+        the sorted samples), which is valid for any distribution of the samples.
         """
         estimate, samples = self.timing.estimate, self.timing.samples_s
         if len(samples) >= LEAST_FOR_THE_BOOTSTRAP:
@@ -129,7 +128,7 @@ class ComparisonAnswer(Answer):
         labels, timings: labels and timings of A and B. Sample i of A and sample i of B were taken in the same round.
         difference: the largest difference between the outputs over all compared calls. None if no call was compared.
         output_reason: reason why the outputs were not compared. "" if they were compared.
-        minimum_samples: the requested number of samples.
+        minimum_samples: the requested minimum number of samples.
         notes: warnings about the outputs.
     """
 
@@ -145,15 +144,14 @@ class ComparisonAnswer(Answer):
     def ratio(self) -> Estimate:
         """Speed of A divided by speed of B. A value above 1 means that A is faster.
 
-        With fewer than 30 samples, the interval is extended to the interval that follows from the order statistics of both
-        functions, if this interval is wider.
+        With fewer than 30 samples, the interval is extended so that it contains the interval computed from the order statistics
+        of both functions.
         """
         a, b = (timing.samples_s for timing in self.timings)
         ratio = ratio_estimate(a, b)
         if len(a) >= LEAST_FOR_THE_BOOTSTRAP:
             return ratio
-        # Each interval contains its median with a probability of 97.5 %. So both intervals together contain both medians with a
-        # probability of at least 95 %.
+        # Each interval contains its median with a probability of 97.5 %, so the probability that both do is at least 95 %.
         (low_a, high_a), (low_b, high_b) = (_order_interval(samples, (1 + CONFIDENCE) / 2) for samples in (a, b))
         return Estimate(ratio.value, min(ratio.ci_low, low_b / high_a), max(ratio.ci_high, high_b / low_a), ratio.n)
 
@@ -174,7 +172,7 @@ class ComparisonAnswer(Answer):
 
     @property
     def verdict(self) -> str:
-        """Text that names the faster function, or says that there is no difference if the 95 % interval of `ratio` contains 1."""
+        """Text that names the faster function, or says that there is no difference, if the interval of `ratio` contains 1."""
         (a, b), ratio = self.labels, self.ratio
         if ratio.ci_low > 1:
             return f"{a} is {_times(ratio)} faster than {b}"
@@ -268,10 +266,9 @@ def state_of_device(timing: Timing) -> dict:
 def _order_interval(samples: np.ndarray, confidence: float) -> tuple[float, float]:
     """Return a confidence interval of the median, given by two of the sorted samples.
 
-    The interval makes no assumption about the distribution of the samples. Its ends are the sample at position i from the bottom
-    and the sample at position i from the top of the sorted samples. i is the largest position for which the interval contains the
-    median with probability `confidence` or more. If even i = 1 does not reach this probability, the smallest and the largest
-    sample are returned.
+    The interval makes no assumption about the distribution of the samples. It extends from the i-th smallest to the i-th largest
+    sample, where i is the largest number for which the interval contains the median with probability `confidence` or more. If
+    even i = 1 does not reach this probability, the smallest and the largest sample are returned.
 
     Source: Conover, Practical Nonparametric Statistics, 3rd edition, section 3.2.
     """

@@ -1,6 +1,6 @@
 """Count the memory and the FLOPs of one call with dispatch modes, which see each operator that PyTorch dispatches.
 
-A compiled function runs without compilation while it is counted, because PyTorch does not dispatch fused operators.
+Compiled functions run without compilation during counting, because PyTorch does not dispatch fused operators.
 """
 
 import weakref
@@ -32,8 +32,8 @@ class MemoryAnswer(Answer):
         label: name of the function.
         device: the device that ran the function.
         before_bytes: total size of the tensors that existed before the call and that the call uses.
-        peak_bytes: largest total size of live tensors. The outputs of all operators that PyTorch dispatches are counted, and
-            `before_bytes` is included.
+        peak_bytes: largest total size of live tensors: those of `before_bytes`, and the outputs of all operators that PyTorch
+            dispatches.
         peak_operator: name of the operator after which the total size was largest.
         history_bytes: total size of live tensors after each operator.
         allocator_peak_bytes: peak of the device's allocator over all tensors of the process. None on a CPU.
@@ -53,7 +53,7 @@ class MemoryAnswer(Answer):
     def added_bytes(self) -> int:
         """Number of bytes at the peak minus number of bytes before the call.
 
-        On a GPU, both values are those of the allocator. On a CPU, they are the counted sizes of tensors.
+        On a GPU, both numbers come from the allocator. On a CPU, they are counted tensor sizes.
         """
         if self.allocator_peak_bytes is None or self.allocator_before_bytes is None:
             return self.peak_bytes - self.before_bytes
@@ -110,7 +110,7 @@ class Uncounted:
         name: name with namespace, such as "aten::relu".
         calls: number of calls.
         elements: number of elements of inputs and outputs, summed over all calls.
-        pointwise: whether PyTorch tags the operator as element-wise. Such an operator does only a few FLOPs per element.
+        pointwise: whether PyTorch tags the operator as pointwise. Such an operator executes only a few FLOPs per element.
     """
 
     name: str
@@ -126,8 +126,9 @@ class FlopsAnswer(Answer):
     Args:
         label: name of the function.
         by_operator: a dict that maps the name of an operator ("aten.mm") to its FLOPs, in descending order of FLOPs.
-        by_module: a dict that maps the path of a module to its FLOPs, which include the FLOPs of its submodules.
-        uncounted: operators without a formula. Custom operators come first; the others are sorted by number of elements.
+        by_module: a dict that maps the path of a module to its FLOPs, including those of its submodules.
+        uncounted: operators without a formula. Custom operators come first. Otherwise the order is by decreasing number of
+            elements.
     """
 
     label: str
@@ -137,7 +138,7 @@ class FlopsAnswer(Answer):
 
     @property
     def total(self) -> int:
-        """Number of FLOPs of all operators together. Operators without a formula count as 0."""
+        """Total number of FLOPs of all operators. Operators without a formula count as 0."""
         return sum(self.by_operator.values())
 
     @property
@@ -214,8 +215,8 @@ def count_flops(function: Callable[[], object]) -> tuple[dict[str, int], dict[st
     """
     counter = FlopCounterMode(display=False, custom_mapping=_more_formulas())
     rest = _OperatorsWithoutFormula(counter)
-    # The dispatch mode that is entered last sees an operator first. So `rest` is entered first: it then sees the operators into
-    # which the counter decomposes other operators.
+    # The dispatch mode that is entered last sees an operator first. `rest` is entered first, so that it also sees the operators
+    # into which the counter decomposes other operators.
     with torch.compiler.set_stance("force_eager"), rest, counter:
         function()
     counts = counter.get_flop_counts()
@@ -239,7 +240,7 @@ def _more_formulas() -> dict:
         return sdpa_backward_flop_count(gradient, query, key, value)
 
     def integer_product(a, b, *_, out_shape=None, **__) -> int:
-        # a and b are shapes: the counter passes shapes to formulas, and not tensors.
+        # a and b are shapes, because the counter passes shapes instead of tensors to the formulas.
         return 2 * a[0] * a[1] * b[1]
 
     return {
@@ -275,7 +276,7 @@ class _OperatorsWithoutFormula(TorchDispatchMode):
 
 def watch_memory(function: Callable[[], object], device: Device) -> "PeakCounter":
     """Call a function twice: first to find the existing tensors that the function uses, then to count the live tensors."""
-    # The first mode cannot know what exists before the call until it has seen all of the call. So the call is repeated.
+    # Which existing tensors the call uses is known only at its end, so the call is repeated to count.
     with torch.compiler.set_stance("force_eager"):
         with _ExistingTensors(device) as existing:
             function()
@@ -295,7 +296,7 @@ class _ExistingTensors(TorchDispatchMode):
 
     def __torch_dispatch__(self, operator, types, arguments=(), named=None):
         named = named or {}
-        # An argument whose storage no operator of this call has returned must have existed before the call.
+        # If no operator of this call has returned the storage of an argument, the storage existed before the call.
         for tensor in self._new((arguments, named)):
             self._existing.append(self._remember(tensor))
         output = operator(*arguments, **named)
@@ -306,7 +307,7 @@ class _ExistingTensors(TorchDispatchMode):
     def tensors(self) -> list[torch.Tensor]:
         """Return one tensor for each recorded storage that is still alive."""
         alive = [storage for reference in self._existing if (storage := reference()) is not None]
-        # An empty tensor that refers to the storage. No memory is allocated for it.
+        # An empty tensor that refers to the storage needs no memory of its own.
         return [torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage) for storage in alive]
 
     def _new(self, nest) -> list[torch.Tensor]:
@@ -314,7 +315,7 @@ class _ExistingTensors(TorchDispatchMode):
         return [leaf for leaf in leaves if not self._known(leaf)]
 
     def _known(self, tensor: torch.Tensor) -> bool:
-        # A new storage can have the same key as a storage that was freed.
+        # A new storage can have the key of a storage that was freed.
         reference = self._known_storages.get(storage_key(tensor))
         return reference is not None and reference() is not None
 

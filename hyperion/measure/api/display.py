@@ -1,6 +1,6 @@
-"""Draw the figures of the answers of `hyperion.measure`.
+"""Draw the figures for the results of `hyperion.measure`.
 
-This module is imported only when a figure is drawn, because the import of matplotlib is slow.
+This module is imported only when a figure is drawn, because importing matplotlib is slow.
 """
 
 import io
@@ -11,9 +11,9 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from hyperion.figures.style import COLOURS, MARKERS, MUTED, STYLE
 from hyperion.measure.api.answers import bytes_scale, estimate_text, flops_text, time_scale
 from hyperion.measure.clock.timing import Timing
-from hyperion.palette import COLOURS, MARKERS, MUTED, STYLE
 
 _MOST_BARS = 12
 
@@ -47,8 +47,8 @@ def draw_samples(timings: dict[str, Timing], machine: str, verdict: str) -> Figu
             axes.axhline(estimate.value / factor, color=colour, linewidth=1.4, label=f"{label}: {estimate_text(estimate)}")
         cache = "cold" if next(iter(timings.values())).cold else "hot"
         axes.set(xlabel="sample, in the order taken", ylabel=f"{unit} per call, {cache} cache")
-        # A few slow calls would compress all other calls into one line. Cut the slow calls off, and give their number in the
-        # title of the legend.
+        # On an axis with a few slow calls, all other calls would look the same. Cut the slow calls off, and give their number in
+        # the title of the legend.
         everything = np.concatenate([timing.samples_s for timing in timings.values()]) / factor
         top = min(1.1 * everything.max(), 3 * max(estimate.ci_high for estimate in estimates.values()) / factor)
         axes.set_ylim(0, top)
@@ -98,7 +98,7 @@ def draw_waterfall(title: str, parts: list[tuple[str, float, float]], machine: s
     """Draw the parts of a step as a waterfall: each bar starts where the previous one ends.
 
     Args:
-        parts: (name, seconds, share of the step) of each part. The parts add up to the step.
+        parts: (name, seconds, share of the step) of each part. The parts add up to the step time.
     """
     factor, unit = time_scale(sum(seconds for _, seconds, _ in parts))
     with mpl.rc_context(STYLE):

@@ -1,4 +1,4 @@
-"""Explain where the time of a training step goes. PyTorch's profiler splits the step into parts that add up to the step."""
+"""Explain where the time of a training step goes. PyTorch's profiler splits the step into parts that add up to the step time."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
@@ -43,7 +43,7 @@ class Part:
 
     Args:
         name: name of the part, such as "data wait", "launch gaps" or "exposed communication".
-        nanoseconds: total time of the part in all profiled steps.
+        nanoseconds: time of the part, summed over all profiled steps.
         share: share of the profiled time, 0 to 1.
         seconds: `share` times the duration of an unprofiled step.
     """
@@ -56,11 +56,11 @@ class Part:
 
 @dataclass(frozen=True, repr=False)
 class Explanation(Answer):
-    """The parts of a step. The times of the parts add up to the time of the step.
+    """The parts of a step. Their times add up to the time of the step.
 
     Args:
         parts: parts for waiting, for moving data and for computing, and the unexplained rest.
-        timing: times of an unprofiled step in seconds. On a GPU each sample is the mean of `steps` steps in a row, because the
+        timing: times of an unprofiled step in seconds. On a GPU, each sample is the mean of `steps` steps in a row, because the
             host runs ahead of the device.
         profiled_step_s: time of a step under the profiler in seconds. The difference from `timing` is the cost of the profiler.
         steps: number of profiled steps.
@@ -79,7 +79,7 @@ class Explanation(Answer):
 
     @property
     def estimate(self) -> Estimate:
-        """Median seconds of an unprofiled step with its 95 % interval."""
+        """Median time of an unprofiled step in seconds with its 95 % interval."""
         return self.timing.estimate
 
     @property
@@ -110,7 +110,7 @@ class Explanation(Answer):
 
     @property
     def profiler_cost(self) -> str:
-        """Text with the number and the time of the profiled steps, and with the time that the profiler added."""
+        """Text with the number of profiled steps, their time, and the time that the profiler added."""
         unprofiled = self.estimate.value
         return (
             f"shares are from {self.steps} profiled steps in a row ({seconds_text(self.profiled_step_s)} each); times are "
@@ -118,8 +118,8 @@ class Explanation(Answer):
         )
 
     def rows(self, *, notebook: str, experiment: str, variant: str, **columns) -> list[Row]:
-        """Return a row of the metric `step_time_s`, and a row of the metric `share` for each part. params["what"] is the name of
-        the part.
+        """Return a row of the metric `step_time_s`, and for each part a row of the metric `share` with the part's name in
+        params["what"].
         """
         place = {"notebook": notebook, "experiment": experiment, "variant": variant, **columns}
         time = self.estimate
@@ -157,39 +157,39 @@ def explain(
 ) -> Explanation:
     """Explain where the time of a training step goes. The parts add up to 100 %.
 
-    Every nanosecond of the profiled steps belongs to exactly one part. On a GPU, work of several kinds can run at the same time.
-    The time then counts for the first active kind in this order:
+    Every nanosecond of the profiled steps is assigned to exactly one part. On a GPU, several kinds of work can run at the same
+    time. The time is then assigned to the first active kind in this order:
 
     1. GEMM kernels, including convolutions and attention
     2. other kernels
     3. communication
     4. copies to or from the host
 
-    While the device is idle, the time counts as data wait if the host is getting a batch, and as launch gap if the host is
-    running the step. On a CPU the parts are the data wait, one part for each kind of operator, and the launch gaps, which are the
-    time of the step outside of operators. All other time is unexplained. The kind of a kernel is derived from the kernel's name.
+    While the device is idle, the time counts as data wait if the host is fetching a batch, and as launch gap if the host is
+    running the step. On a CPU, the parts are the data wait, one part for each kind of operator, and the launch gaps, which are
+    the time of the step outside of operators. All other time is unexplained. The kind of a kernel is derived from its name.
 
     The step runs some hundred times:
 
-    - The warm-up.
+    - Warm-up steps.
     - Three windows of `profiled_steps` steps under the profiler. The window of median length is used.
-    - `minimum_samples` samples without the profiler. On a GPU, a sample has `profiled_steps` steps.
+    - At least `minimum_samples` samples without the profiler. On a GPU, each sample consists of `profiled_steps` steps.
 
     In a process group, every rank must call this function. The time of the unprofiled step is that of the slowest rank. The
-    parts are those of this rank.
+    parts are those of the calling rank.
 
     Args:
-        step: function that does one step. It takes the batch as its argument if `data` is given, and no argument otherwise. It
-            does not have to synchronise.
+        step: function that executes one step. It takes the batch as its argument if `data` is given, and no argument otherwise.
+            It does not have to synchronise.
         data: source of batches: a callable, or an iterable such as a DataLoader. The iterable is restarted when it ends.
-        device: device of the step. It has the same form as the argument `device` of `time`.
+        device: device of the step, given like the argument `device` of `time`.
         label: name of the step in the output.
         profiled_steps: number of steps in each profiled window, and on a GPU in each sample.
-        ceilings: the rate that matrix products (GEMMs) could reach. With ceilings, GEMM is split into the time that is needed
-            at this rate and the rest. This needs one additional call without compilation to count the FLOPs.
-        minimum_samples: smallest number of unprofiled samples. The time limit can end sampling earlier, but not before 3
-            samples.
-        time_limit_s: seconds for warm-up and unprofiled samples. The first step may compile, so its time is not included.
+        ceilings: the rate that matrix products (GEMMs) could reach. With ceilings, the GEMM time is split into the time that is
+            needed at this rate and the rest. This needs one additional call without compilation to count the FLOPs.
+        minimum_samples: minimum number of unprofiled samples. The time limit can end sampling earlier, but not before 3 samples.
+        time_limit_s: time limit for warm-up and unprofiled samples in seconds. The first step may compile, so its time is not
+            included.
 
     Raises:
         HyperionError: an argument is out of range, the step is not callable, the data is empty, or the profiler recorded no
@@ -210,7 +210,7 @@ def explain(
     with noting("explain", label):
         sampling = {"minimum_samples": minimum_samples, "time_limit_s": time_limit_s, "cold": False}
         in_a_row = 1 if device.kind == "cpu" else profiled_steps
-        # Time before the trace, because the profiler can slow down later work.
+        # Time the steps before the trace, because the profiler can slow down later work.
         timing = _time_steps(lambda: run_step(step, feed), device, in_a_row, sampling)
         trace = trace_steps(step, feed, device, profiled_steps)
         step_flops = flops(lambda: run_step(step, feed)).total if ceilings else None
@@ -229,12 +229,12 @@ def explain(
 
 
 def _time_steps(one: Callable[[], object], device: Device, in_a_row: int, sampling: dict) -> Timing:
-    one()  # the first step compiles, loads and allocates; its time does not count for the time limit
+    one()  # the first step compiles, loads and allocates; it does not count towards the time limit
     here = world()
     sampling = sampling | {"budget_s": sampling["time_limit_s"]}
     if here.size == 1:
         return time_function(one, device, back_to_back=in_a_row, **sampling)
-    # A step may contain collectives, so all ranks must do the same number of steps.
+    # A step may contain collectives, so all ranks must execute the same number of steps.
     clock = RanksClock(replace(here, device=device), lambda: None, lambda what: None)
     return time_function(lambda: repeat(one, in_a_row), device, clock=clock, **sampling).per_call(in_a_row)
 
@@ -281,7 +281,7 @@ def _feed(data: Callable[[], object] | Iterable | None) -> Callable[[], object] 
 
     def next_batch() -> object:
         nonlocal batches
-        # The second try is the first batch of the next epoch. If it fails too, the iterable is used up or empty.
+        # The second try fetches the first batch of the next epoch. If it fails too, the iterable is exhausted or empty.
         for _ in range(2):
             try:
                 return next(batches)

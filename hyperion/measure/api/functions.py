@@ -7,8 +7,8 @@
 
 The measured function takes no arguments. Use a lambda to bind its arguments. All times are measured by `time_interleaved`.
 
-`time` and `compare` also check the outputs. They call each function twice before the timing and twice after the timing. All of
-these calls start from the same random state. The checks require:
+`time` and `compare` also check the outputs. They call each function twice before and twice after the timing. All of these calls
+start from the same random state. The checks require:
 
 - The outputs before and after the timing agree. This check is skipped if the outputs of the first two calls already differ, as
   in a training step.
@@ -53,10 +53,10 @@ from hyperion.processes import World, world
 
 Function = Callable[[], object]
 Result = TypeVar("Result")
-# Defaults: number of samples with `quick`, time limit with `quick`, and time limit without `quick`.
+# Default values: number of samples and time limit in seconds with `quick`, and time limit in seconds without `quick`.
 _QUICK_SAMPLES, _QUICK_LIMIT_S, _LIMIT_S = 10, 0.2, 5.0
-# Smallest number of calls of a function after its first two calls, for any time limit. On a CPU: one call for warm-up, one block
-# of calls in a row, three samples, and one call after the timing. On a GPU the clock adds one call to each of the first small
+# Minimum number of calls of a function after its first two calls, for any time limit. On a CPU: one call for warm-up, one block
+# of calls in a row, three samples, and one call after the timing. On a GPU, the clock adds one call to each of the first small
 # batches.
 _LEAST_CALLS = {"cpu": 6}
 _LEAST_CALLS_ON_A_GPU = 11
@@ -78,33 +78,32 @@ def time(
     """Measure the time of one call in seconds.
 
     The function is first called until its times are stable (warm-up). Then samples are taken until the 95 % confidence interval
-    of the median is within 1 % of the median.
+    lies within 1 % of the median.
 
     In a process group, every rank must call this function. All ranks take the same number of samples, so the measured function
     may contain collectives. Each sample is the time of the slowest rank.
 
     Args:
-        function: function without arguments that does one unit of work. The function does not have to synchronise.
-        device: a `hyperion.hardware.Device` or a PyTorch device name ("cpu", "cuda:1"). None uses the current device.
+        function: function without arguments that does one unit of work. It does not have to synchronise.
+        device: a `hyperion.hardware.Device` or a PyTorch device name ("cpu", "cuda:1"). None means the current device.
         cold: if True, flush the last-level cache before each call. Use False for whole steps and for code that runs in a tight
             loop. None means False with `quick` or `back_to_back`, and True otherwise.
-        label: name of the function in the output. None uses the function's own name.
-        minimum_samples: smallest number of samples, at least 3. None means 10 with `quick`, and 30 otherwise. Fewer samples are
+        label: name of the function in the output. None means the function's own name.
+        minimum_samples: minimum number of samples, at least 3. None means 10 with `quick`, and 30 otherwise. Fewer samples are
             taken if the time limit is reached first.
-        time_limit_s: seconds for warm-up, checks and samples. The first call may compile, so its time is not included. None
-            means 0.2 s with `quick`, and 5 s otherwise. With None, a slow function gets more time if the smallest number of
-            calls needs it.
-        back_to_back: if above 0, each sample is the mean time of this many calls in a row. The host's clock measures it, so
-            the time includes the launch overhead. Requires cold=False.
-        quick: if True, return an answer in about 0.2 s, like `torch.utils.benchmark.Timer.blocked_autorange`. Caches are hot,
-            the warm-up does not wait until the device's clock frequency is stable, and the interval is wider than 1 %.
-        alone: if True, measure on this rank only, also in a process group.
+        time_limit_s: time limit for warm-up, checks and samples in seconds. The first call may compile, so its time is not
+            included. None means 0.2 s with `quick`, and 5 s otherwise, or more if the minimum number of calls takes longer.
+        back_to_back: if above 0, each sample is the mean time of this many calls in a row. It is measured on the host's clock, so
+            it includes the launch overhead. Requires cold=False.
+        quick: if True, return a result in about 0.2 s, like `torch.utils.benchmark.Timer.blocked_autorange`. Caches are hot, the
+            warm-up does not wait until the device's clock frequency is stable, and the interval may be wider than 1 %.
+        alone: if True, measure on this rank only, even in a process group.
 
     Raises:
         HyperionError: an argument is out of range, or the time limit is too short for 3 samples.
-        HarnessError: the measurement is wrong for one of these reasons. The output after the timing differs from the output
-            before it. The output is memory of an input. A call did not write its output. Work was still running on another
-            thread or stream when a call returned. Or the timing failed one of its own checks.
+        HarnessError: the output after the timing differs from the output before it; the output is memory of an input; a call did
+            not write its output; work was still running on another thread or stream when a call returned; or the timing failed
+            one of its own checks.
 
     An exception that the function itself raises is re-raised with a note.
     """
@@ -137,31 +136,31 @@ def compare(
     quick: bool = False,
     alone: bool = False,
 ) -> ComparisonAnswer:
-    """Compare the speed of two functions and their outputs.
+    """Compare two functions: their speed and their outputs.
 
-    Calls of the first function (A) and the second function (B) alternate, so that drift affects both functions in the same way.
+    Calls to the first function (A) and the second function (B) alternate, so that drift affects both in the same way.
 
     Outputs are compared in float64: for the first call, for the second call, and for one call after the timing. The comparison
     after the timing is skipped if calls depend on earlier calls. Two outputs agree if both conditions hold:
 
     - The relative Frobenius error is within `OUTPUT_TOLERANCE` of the less precise dtype.
     - The error of each element is within `element_tolerance`. This tolerance depends on the length of the longest sum in the
-      computation. The length is not known, so it is assumed to be the number of elements of the largest tensor that the
-      functions use.
+      computation. This length is unknown, so it is assumed to be the number of elements of the largest tensor that the functions
+      use.
 
     NaN and infinity agree only with the same value at the same index. Integers and booleans must be equal.
 
-    If the values differ, the text of the answer says so, and `row` of the answer raises an error.
+    If the values differ, the text of the result says so, and its method `row` raises an error.
 
     Args:
-        labels: names of A and B in the output. None uses the functions' names, or "A" and "B".
+        labels: names of A and B in the output. None means the functions' names, or "A" and "B".
         tolerance: one value that replaces both tolerances. It is the largest allowed relative Frobenius error, and the largest
             allowed |a - b| / (|b| + rms(b)) of an element.
 
     The other arguments and errors are the same as in `time`.
 
     Raises:
-        OutputMismatchError: the outputs differ in structure, in shape or in kind of number.
+        OutputMismatchError: the outputs differ in structure, shape or kind of number.
     """
     settings = _Settings.of("compare", device, cold, minimum_samples, time_limit_s, back_to_back, quick, alone)
     functions = [checked_callable(function_a, "compare"), checked_callable(function_b, "compare")]
@@ -185,7 +184,7 @@ def compare(
 
 @dataclass(frozen=True)
 class _Settings:
-    """The validated arguments of `time` and `compare`. Arguments that the caller did not give have their default values."""
+    """The validated arguments of `time` and `compare`. Arguments that were not given have their default values."""
 
     device: Device
     cold: bool
@@ -244,14 +243,14 @@ def _examine(
     if here.size > 1:
         _meet(here)
     outputs, call_s, used_s = _agreed(here, lambda: _before(functions, labels, device, tolerance))
-    # The budget follows from these times, so they must be the same on all ranks.
+    # The time budget is computed from these times, so they must be the same on all ranks.
     call_s, used_s = _slowest(here, call_s), _slowest(here, used_s)
     limit_s = _limit(settings, call_s, used_s, labels)
     timed: list[Function] = functions
     clock, calls = None, 1
     if here.size > 1:
-        # The samples and the elapsed time decide how often the functions are called. RanksClock makes samples and elapsed time
-        # equal on all ranks. Otherwise ranks could call a collective a different number of times, and would hang.
+        # The samples and the elapsed time determine how often the functions are called. RanksClock makes both equal on all ranks.
+        # Otherwise, ranks could call a collective a different number of times and hang.
         clock, calls = RanksClock(here, lambda: None, lambda what: None), max(1, settings.back_to_back)
         timed = [functools.partial(repeat, function, calls) for function in functions]
     timings = time_interleaved(
@@ -262,8 +261,8 @@ def _examine(
         time_limit_s=limit_s,
         back_to_back=0 if clock else settings.back_to_back,
         clock=clock,
-        # Leave out the time of the checks so far, of equal checks after the timing, and of one call: those checks call each
-        # function twice.
+        # Subtract the time of the checks so far, of the same checks after the timing, and of one call per function: the checks
+        # after the timing call each function twice.
         budget_s=limit_s - 2 * used_s - call_s,
     )
     timings = [timing.per_call(calls) for timing in timings]
@@ -283,7 +282,7 @@ class _Outputs:
     Args:
         calls: copies of both outputs.
         differ: whether the two outputs differ.
-        keeps_state: whether the second call changed tensors that the function can reach.
+        keeps_state: whether the second call changed tensors that the function can reach (`captured_tensors`).
         reduction: assumed length of the longest sum, which sets the tolerance.
     """
 
@@ -299,12 +298,12 @@ def _before(
     """Call each function twice.
 
     Returns:
-        The outputs, the seconds that one call of every function takes in total, and the seconds since the end of the first calls.
+        The outputs, the total seconds of one call to every function, and the seconds since the end of the first calls.
     """
     calls: list[list[Snapshot]] = [[] for _ in functions]
     watches = [WorkLeft(device) for _ in functions]
     work_left: list[list[str]] = [[] for _ in functions]
-    # For each function, two results of `state_changed` for its second call. The first call may create state at its first use.
+    # For each function, the two results of `state_changed` for its second call. The first call may create state at first use.
     states: list[tuple[bool, bool]] = []
     call_s, started = 0.0, host_clock.monotonic()
     for call in range(2):
@@ -315,15 +314,15 @@ def _before(
             began = host_clock.monotonic()
             returned = call_from_seed(function, device)
             work_left[place].append(watches[place].after_a_call())
-            # Only the second call counts.
+            # Only the time of the second call is added.
             call_s += call * (host_clock.monotonic() - began)
             calls[place].append(returned.snapshot())
             if call == 1:
                 states.append(state_changed(state, state_of(function)))
     for label, watch, left in zip(labels, watches, work_left, strict=True):
-        # Work was seen after the second call only.
+        # Work was still running after the second call only.
         if left == ["", left[1]] and left[1]:
-            left[0] = watch.after_a_while()  # the thread may have started after the first look
+            left[0] = watch.after_a_while()  # the thread may have started after the check of the first call
         require_nothing_left(left, label)
     outputs = []
     for function, (first, second), (written, changed) in zip(functions, calls, states, strict=True):
@@ -390,9 +389,9 @@ def _same(first: Snapshot, second: Snapshot, reduction: int, tolerance: float | 
 
 
 def _limit(settings: _Settings, call_s: float, used_s: float, labels: tuple[str, ...]) -> float:
-    """Return the seconds of timing that are left after the first calls.
+    """Return the seconds that are left for the timing after the first calls.
 
-    Without a limit from the user, this time is long enough for the smallest number of calls.
+    If the user gave no limit, this time is long enough for the minimum number of calls.
 
     Raises:
         HyperionError: the given limit is too short for three samples.
@@ -419,7 +418,7 @@ _meetings = 0
 
 
 def _meet(here: World) -> None:
-    """Wait until every rank has called the timing function. If only some ranks ran the timing, its collectives would hang.
+    """Wait until every rank has called the timing function. If only some ranks called it, its collectives would hang.
 
     Raises:
         HyperionError: some ranks did not call the timing function within a minute.
@@ -427,7 +426,7 @@ def _meet(here: World) -> None:
     global _meetings
     default_store = dist.distributed_c10d._get_default_store()
     store = dist.distributed_c10d.PrefixStore(f"hyperion/measure/{_meetings}", default_store)
-    # The store and not a collective, because a collective hangs if a rank does not come.
+    # Use the store instead of a collective, because a collective hangs if a rank does not take part.
     store.set(str(here.rank), "here")
     ranks = [str(rank) for rank in range(here.size)]
     try:
@@ -458,7 +457,7 @@ def _agreed(here: World, work: Callable[[], Result]) -> Result:
     try:
         result = work()
     except Exception:
-        # The other ranks are in the same all-reduce and send 0. So a maximum above 0 is the highest failed rank + 1.
+        # The other ranks are in the same all-reduce and send 0, so a maximum above 0 is the highest failed rank + 1.
         _slowest(here, float(here.rank + 1))  # tell the other ranks about the failure before this rank leaves
         raise
     if failed := int(_slowest(here, 0.0)):
@@ -473,12 +472,12 @@ def _agreed(here: World, work: Callable[[], Result]) -> Result:
 def memory(function: Function, *, device: Device | str | torch.device | None = None, label: str | None = None) -> MemoryAnswer:
     """Measure the peak memory of one call in bytes.
 
-    On every device, the tensors that operators return are counted where PyTorch dispatches the operators. On a GPU, the peak of
-    the allocator is also read.
+    On every device, the sizes of the tensors that operators return are counted when PyTorch dispatches the operators. On a GPU,
+    the peak of the allocator is also read.
 
-    The function is called three times, or four times on a GPU. The first call warms up and creates state that is created at
-    first use. The second call finds the tensors that the function uses. Each remaining call measures one of the two peaks.
-    While operators are counted, a compiled function runs without compilation.
+    The function is called three times, or four times on a GPU. The first call is the warm-up, which also creates any state that
+    is created at first use. The second call finds the tensors that the function uses. Each remaining call measures one peak.
+    During counting, compiled functions run without compilation.
 
     The arguments and errors are the same as in `time`.
     """
@@ -500,9 +499,8 @@ def memory(function: Function, *, device: Device | str | torch.device | None = N
 def flops(function: Function, *, label: str | None = None) -> FlopsAnswer:
     """Count the floating-point operations of one call, by operator and by module, and list operators without a formula.
 
-    Operators are counted where PyTorch dispatches them. The formulas for matrix products, convolutions and attention are those
-    of torch.utils.flop_counter. A multiply-add counts as 2. The function is called once. A compiled function runs without
-    compilation.
+    Operators are counted when PyTorch dispatches them. The formulas for matrix products, convolutions and attention are those
+    of torch.utils.flop_counter. A multiply-add counts as 2. The function is called once, without compilation if it is compiled.
 
     The errors are the same as in `time`.
     """
@@ -547,12 +545,12 @@ def device_of(device: Device | str | torch.device | None) -> Device:
 
 @functools.cache
 def _described(kind: str, index: int) -> Device:
-    # Cached because detection takes about a second and cannot change within a process.
+    # Cached, because detection takes about a second and its result cannot change within a process.
     return detect_cpu() if kind == "cpu" else detect(index=index)
 
 
 def checked_callable(function: object, question: str, arguments: tuple = ()) -> Function:
-    """Return the function, after checking that it can be called and does its work when it is called.
+    """Return the function after checking that it is callable and that calling it actually runs its body.
 
     Args:
         function: the function to measure.
@@ -624,7 +622,7 @@ def _two_names(function_a: Function, function_b: Function) -> tuple[str, str]:
 
 @contextlib.contextmanager
 def noting(question: str, label: str) -> Iterator[None]:
-    """Add a note to exceptions that the measured function raises. The type of the exception stays the same."""
+    """Add a note to exceptions that the measured function raises, without changing their type."""
     try:
         yield
     except HyperionError:

@@ -1,10 +1,8 @@
 """Check the output of a timed function.
 
-The checks compare outputs element by element. They also require that every call writes its output.
-
-These checks are needed because the time of a function can be correct although the function does no work. For example, the
-function may return the result of an earlier call, or its own input. The checks call the function a few times outside of the
-timing.
+The checks compare outputs element by element, and require that every call writes its output. They are needed because a time can
+be measured correctly although the function does no work: it may return the result of an earlier call, or its own input. The
+checks call the function a few times outside of the timing.
 """
 
 import contextlib
@@ -25,17 +23,17 @@ from hyperion.errors import HyperionError
 from hyperion.hardware import Device
 from hyperion.measure.clock.timing import HarnessError
 
-# Largest relative Frobenius error between two correct computations that add numbers in a different order.
+# Largest relative Frobenius error between two correct computations that sum in different orders.
 OUTPUT_TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 3e-2}
-# Number of roundings to the output format by which an element may differ, and the limits of the assumed length of sums. The
-# lower limit is needed because functions chain several operations. The upper limit is needed because libraries sum in blocks,
-# and a sum in blocks has a smaller error than one very long running sum.
+# Number of roundings to the output format by which an element may differ, and limits on the assumed length of sums. The lower
+# limit allows for functions that chain several operations. The upper limit exists because libraries sum in blocks, which is more
+# accurate than one very long running sum.
 _ROUNDINGS, _SHORTEST_REDUCTION, _LONGEST_REDUCTION = 4, 1 << 12, 1 << 24
 _CHUNK = 1 << 22
 # Limits that keep the checks fast: number of sampled elements to decide whether an output was written; number of sampled
-# elements and number of tensors to decide whether the state of a function changed.
+# elements per tensor and number of tensors to decide whether the state of a function changed.
 _SAMPLE, _STATE_ELEMENTS, _STATE_TENSORS = 1 << 24, 1 << 10, 512
-# Largest number of objects that are searched for tensors in a closure, in arguments and in globals, and the largest depth.
+# Largest number of objects, and largest nesting depth, in the search for tensors in a closure, in arguments and in globals.
 _MOST_OBJECTS, _DEPTH = 10_000, 5
 
 
@@ -48,7 +46,7 @@ class Snapshot:
     """A copy of an output in host memory.
 
     Args:
-        leaves: the leaves of the returned structure. Each leaf has a path ("", "['loss']", "[0]") and a tensor. The tensor is
+        leaves: (path, tensor) of each leaf of the returned structure. Examples of paths: "", "['loss']", "[0]". The tensor is
             None if the leaf is not numeric.
         structure: the nesting of the output. Two structures can be compared with ==.
         uncompared: paths of tensors whose values cannot be read.
@@ -88,7 +86,7 @@ class Difference:
     @property
     def agrees(self) -> bool:
         """Whether both errors are within their tolerances."""
-        # Not `error > tolerance`: a NaN must fail.
+        # Written with <= because a NaN must fail.
         return self.error <= self.tolerance and self.element_error <= self.element_tolerance
 
     @property
@@ -111,12 +109,12 @@ def element_tolerance(dtype: torch.dtype, reduction: int) -> float:
     """Return the largest allowed |a - b| / (|b| + rms(b)) of one element between two correct computations.
 
     The tolerance of exact dtypes (integers and booleans) is 0. Other dtypes allow 4 roundings to the output format plus sqrt(K)
-    roundings of the accumulation, where K is the length of the sum. The factor is sqrt(K) because the rounding errors of K terms
-    are independent. 16-bit formats accumulate in float32. rms(b) is part of the denominator because an element can be small by
-    cancellation although the terms of its sum are large.
+    roundings of the accumulation, where K is the length of the sum: the rounding errors of K terms are assumed to be independent.
+    16-bit formats accumulate in float32. rms(b) is part of the denominator because an element can be small by cancellation
+    although the terms of its sum are large.
 
     Args:
-        reduction: K. Values below 4096 or above 2^24 are replaced by these limits.
+        reduction: K, clamped to the range from 4096 to 2^24.
 
     Source: Higham, Accuracy and Stability of Numerical Algorithms, 2nd edition, sections 2.8 and 3.1.
     """
@@ -133,8 +131,8 @@ def difference(a: Snapshot, b: Snapshot, *, reduction: int, tolerance: float | N
     NaN and infinity agree only with the same value at the same index.
 
     Args:
-        reduction: length of the longest sum that computes one element, see `element_tolerance`.
-        tolerance: replaces the tolerance of the Frobenius error and the tolerance of the elements.
+        reduction: length of the longest sum that computes one element; see `element_tolerance`.
+        tolerance: replaces the tolerance for the Frobenius error and the tolerance for elements.
 
     Raises:
         OutputMismatchError: the structures, shapes or kinds of numbers differ.
@@ -174,7 +172,7 @@ def _kind(tensor: torch.Tensor) -> str:
 def _leaf_difference(path: str, a: torch.Tensor, b: torch.Tensor, reduction: int, tolerance: float | None) -> Difference:
     shape = a.shape
     if a.is_complex():
-        # Each complex number becomes two floats; a lazy conjugation must be carried out first.
+        # Each complex number becomes two floats. A lazy conjugation must be materialised first.
         a, b = torch.view_as_real(a.resolve_conj()), torch.view_as_real(b.resolve_conj())
     width = 2 if a.shape != shape else 1
     coarser = max((a.dtype, b.dtype), key=lambda dtype: OUTPUT_TOLERANCE.get(dtype, 0.0))
@@ -196,7 +194,7 @@ def _leaf_difference(path: str, a: torch.Tensor, b: torch.Tensor, reduction: int
         if a.numel() > _CHUNK:  # otherwise `distance` and `reference` still contain the only chunk
             distance, reference = _distances(a[start : start + _CHUNK], b[start : start + _CHUNK])
         size = reference.abs_().add_(rms)
-        # If the reference is all zeros, the distance is used as it is.
+        # If the reference contains only zeros, the absolute distance is used.
         value, index = distance.div_(size if rms else 1.0).max(dim=0)
         if value.item() > worst:
             worst, place = value.item(), start + int(index)
@@ -230,10 +228,10 @@ def _distances(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Te
 
 
 def call_from_seed(function: Callable[[], object], device: Device) -> "Returned":
-    """Call a function with random generators that are seeded with 0. Then restore the state of the caller's generators.
+    """Call a function with random generators seeded with 0, and then restore the state of the caller's generators.
 
     Raises:
-        HarnessError: the function returned a Future or another handle, and its work is not done.
+        HarnessError: the function returned a Future or another handle of unfinished work.
     """
     gpus = [torch.device(device.torch_device)] if device.kind != "cpu" else []
     with torch.random.fork_rng(gpus):
@@ -255,7 +253,7 @@ def call_from_seed(function: Callable[[], object], device: Device) -> "Returned"
 
 
 class Returned(list):
-    """The output of a call as a list of (path, leaf), with the structure of the nesting."""
+    """The output of a call as a list of (path, leaf), together with its nested structure."""
 
     def __init__(self, leaves: list[tuple[str, object]], structure: object):
         super().__init__(leaves)
@@ -266,7 +264,7 @@ class Returned(list):
         return [leaf for _, leaf in self if isinstance(leaf, torch.Tensor) and _plain(leaf)]
 
     def snapshot(self) -> Snapshot:
-        """Copy the output to host memory. The next call may overwrite the originals, and copies on a GPU would use GPU memory."""
+        """Copy the output to host memory: the next call may overwrite the original, and a copy on the GPU would need memory."""
         leaves = tuple((path, _copied(leaf)) for path, leaf in self)
         unread = (path for (path, leaf), (_, copy) in zip(self, leaves, strict=True) if copy is None)
         tensors = {path for path, leaf in self if isinstance(leaf, torch.Tensor)}
@@ -369,17 +367,17 @@ def _children(value: object) -> Iterator[tuple[str, object]]:
 def require_written(function: Callable[[], object], device: Device, label: str) -> tuple[Snapshot, str]:
     """Call a function twice and check that the second call writes its output.
 
-    The check never overwrites the output, because memory that outlives a call may be state of the function. If the second call
-    returns memory that the first call also returned, one of two things must be true: PyTorch counted a write to this memory, or
-    the bits in this memory changed. PyTorch does not count writes by NumPy, by collectives and by kernels of other libraries. If
-    such a write is possible, the check returns a warning instead of raising an error.
+    The check never overwrites the output, because memory that outlives a call may be state of the function. If both calls return
+    the same memory, then either PyTorch must have counted a write to it, or its bits must have changed. PyTorch does not count
+    writes by NumPy, by collectives and by kernels of other libraries. If such a write is possible, the check returns a warning
+    instead of raising an error.
 
     Returns:
         A copy of the first output, and a warning. The warning is "" if there is none.
 
     Raises:
-        HarnessError: the second call returned only inputs or memory of the first call, and did not write to them. Or the second
-            call returned a part of the output from a cache.
+        HarnessError: the second call returned only inputs or memory of the first call, and did not write to them; or it returned
+            a part of its output from a cache.
     """
     inputs = {_storage(given): name for name, given in captured_tensors(function).items() if _plain(given)}
     returned = call_from_seed(function, device)
@@ -425,9 +423,8 @@ def _not_written(inputs: dict, label: str, tensor: torch.Tensor) -> HarnessError
 def _may_write_unseen(function: Callable[[], object], device: Device, tensors: list[torch.Tensor]) -> str:
     """Return the reason why PyTorch may have missed a write to one of these tensors, or "" if there is no such reason.
 
-    The function may be called once more. On a CPU, if a PyTorch operator writes to a tensor in this call, the tensor is removed
-    from the list `tensors`. Version counters do not show all of these writes. They miss writes in inference mode and through
-    `.data`.
+    This may call the function once more. On a CPU, tensors to which a PyTorch operator writes during this call are removed from
+    the list `tensors`. Version counters do not show all of these writes: they miss writes in inference mode and through `.data`.
     """
     if any(not tensor.untyped_storage().resizable() for tensor in tensors if tensor.device.type == "cpu"):
         return "its memory is shared with NumPy or another library"
@@ -441,9 +438,9 @@ def _may_write_unseen(function: Callable[[], object], device: Device, tensors: l
 
 
 class _OperatorsOn(TorchDispatchMode):
-    """Records which of the given storages PyTorch's own operators write to, and which other operators use one of the storages.
+    """Records which of the given storages PyTorch's own operators write to, and which other operators use any of the storages.
 
-    Other operators are, for example, collectives. They do not have to declare which arguments they write.
+    Other operators, such as collectives, do not have to declare to which arguments they write.
     """
 
     def __init__(self, storages: set):
@@ -477,7 +474,7 @@ def _device_works(function: Callable[[], object], device: Device) -> bool | None
         marker = torch.zeros(1, device=place)
         torch.cuda.synchronize()
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-            # An event that must be recorded. If not even this one is seen, the profiler does not work here.
+            # This event must be recorded. If it is missing, the profiler does not work here.
             marker.fill_(1.0)
             function()
             torch.cuda.synchronize()
@@ -486,11 +483,10 @@ def _device_works(function: Callable[[], object], device: Device) -> bool | None
 
 
 def state_of(function: object) -> "dict[str, tuple[int, torch.Tensor | None]]":
-    """Return the state of each tensor that a function can reach: its version counter and some of its elements, as raw bits.
+    """Return the state of each tensor that a function can reach: its version counter, and the bytes of some of its elements.
 
     Returns:
-        A dictionary that maps the name of a tensor to its state. The elements are None for tensors after the first
-        `_STATE_TENSORS`.
+        A dict that maps the name of a tensor to its state. After the first `_STATE_TENSORS` tensors, None replaces the bytes.
     """
     reached = {name: tensor for name, tensor in captured_tensors(function).items() if _plain(tensor)}
     return {
@@ -541,8 +537,7 @@ def _bits(tensor: torch.Tensor, most: int = _SAMPLE) -> torch.Tensor:
             tensor = tensor.narrow(dimension, 0, 1)
     while tensor.numel() > most:
         longest = max(range(tensor.dim()), key=lambda dimension: tensor.shape[dimension])
-        # Take every n-th element along the longest dimension. A view suffices, so nothing of the size of the tensor is
-        # allocated.
+        # Take every n-th element along the longest dimension. This makes a view and allocates no memory of the tensor's size.
         every = min(-(-tensor.numel() // most), tensor.shape[longest])
         tensor = tensor[(slice(None),) * longest + (slice(None, None, every),)]
     tensor = tensor.resolve_conj().resolve_neg()

@@ -1,7 +1,7 @@
-"""Program that `relaunch` starts once for each launch. It loads the functions, and then times one function for each request.
+"""Program that `relaunch` starts once for each launch. It loads the functions, and then times one function per request.
 
 Run as `python -P -m hyperion.measure.api.relaunch_worker`. The option `-P` keeps the working folder off the import path, so
-that the folder of the version to measure comes first on this path.
+that the folder of the measured version comes first.
 """
 
 import hashlib
@@ -32,15 +32,15 @@ class Launch:
         self.device: Device | None = None
 
     def ready(self) -> dict:
-        """Return an empty answer as soon as Hyperion is imported. No user code has run at this time."""
+        """Return an empty answer as soon as Hyperion is imported, before any user code runs."""
         return {}
 
     def prepare(self, work: str, folder: str) -> dict:
         """Load the user's file, get the functions from it, and warm up each function.
 
         Returns:
-            {"functions": {name: {"call_s", "warmup_s", "warm"}}, "files": {path of a module below `folder`: sha256 of the
-            module's file}}.
+            {"functions": {name: {"call_s", "warmup_s", "warm"}}, "files": {path of a module file relative to `folder`: sha256
+            of the file}}.
 
         Raises:
             HyperionError: the file has no function `work`, or `work` returns no functions.
@@ -62,10 +62,10 @@ class Launch:
     def turn(self, function: str, calls: int, seconds: float) -> dict:
         """Time a function for `seconds` seconds, with `calls` calls per sample.
 
-        The first sample is dropped, because its caches are cold.
+        An additional first sample is dropped, because its caches are cold.
 
         Returns:
-            {"samples_s": mean seconds per call of each sample in the order taken, "state": telemetry after the samples}.
+            {"samples_s": mean seconds per call of each sample, in the order taken, "state": telemetry after the samples}.
 
         Raises:
             HyperionError: `prepare` was not called.
@@ -75,7 +75,7 @@ class Launch:
         clock, timed = WallClock(self.device, calls), [self.functions[function]]
         with noting("relaunch", function):
             clock.sample(timed, None, 1)
-            # The first sample above is dropped: other launches have used the caches since the last turn.
+            # The sample above is dropped, because other launches have used the caches since the last turn.
             samples, end = [], clock.now() + seconds
             while not samples or clock.now() < end:
                 samples += clock.sample(timed, None, 1)[0]
@@ -107,7 +107,7 @@ def functions_of(work: Path) -> dict[str, Callable[[], object]]:
 
 
 def files_from(folder: Path) -> dict[str, str]:
-    """Return the sha256 of the files of all modules that were imported from a folder. The keys are paths below the folder."""
+    """Return a dict that maps the path of each module file imported from a folder, relative to the folder, to its sha256."""
     digests = {}
     for name, module in list(sys.modules.items()):
         file = Path(getattr(module, "__file__", None) or "/")

@@ -2,14 +2,13 @@
 
 A process is called a launch, and the two versions are called side A and side B.
 
-If launches ran one after the other, their medians would differ by some percent, because the load of a shared machine changes.
-Therefore all launches start first and then wait. The measurement consists of rounds. In each round the parent lets every launch
-take samples for a short time (a turn). The order of the launches in a round is random. All launches then run under the same
-conditions. Their times still differ a little, because processes differ in memory addresses, in hash seeds, and in choices that
-are made at start-up.
+If launches ran one after the other, their medians would differ by a few percent, because the load of a shared machine changes.
+Therefore all launches start first and then wait. The measurement consists of rounds. In each round, the parent process lets every
+launch take samples for a short time (a turn), in random order. So all launches run under the same conditions. Their times still
+differ a little, because processes differ in memory addresses, in hash seeds, and in choices made at start-up.
 
-A round takes a fraction of a second, and the speed of the machine changes between rounds. This change is the same for all
-launches of a round, so each time is divided by it (`normalise_rounds`). The time of a launch is the median of its turns.
+A round takes a fraction of a second, and the speed of the machine changes between rounds. This change is common to all launches
+of a round, so each time is divided by it (`normalise_rounds`). The time of a launch is the median over its turns.
 """
 
 import contextlib
@@ -34,12 +33,11 @@ from hyperion.processes.request_worker import RequestWorker
 
 SIDES = ("A", "B")
 LAUNCHES, SECONDS = 5, 0.6
-# Seconds of one sample, and seconds of all samples in a turn (a slice). With shorter slices, a round is shorter, and the speed of
-# the machine changes less within a round. But each turn starts with one sample that is dropped, so a slice must be much longer
-# than a sample.
+# Seconds per sample, and seconds of sampling per turn (a slice). With shorter slices, rounds are shorter, and the speed of the
+# machine changes less within a round. But each turn starts with one dropped sample, so a slice must be much longer than a sample.
 _SAMPLE_S, _SLICE_S = 5e-4, 5e-3
 _TURN_OVERHEAD_S = 2e-3  # time in each turn to send the request, wake up the launch, and read the telemetry
-_TIMEOUT_S = 600.0  # limit for the import, for the preparation, and for each turn
+_TIMEOUT_S = 600.0  # timeout of the import, of the preparation, and of each turn
 _WORKER = ("-P", "-m", "hyperion.measure.api.relaunch_worker")
 
 LaunchId = tuple[str, int]  # side ("A" or "B") and number of the launch
@@ -53,7 +51,7 @@ class TurnPlan:
         rounds: number of rounds. Each launch has one turn per round.
         slice_s: seconds of sampling per function in a turn.
         calls: a dict that maps the name of a function to its number of calls per sample. All launches use the same numbers.
-        expected_s: approximate duration of all turns together in seconds.
+        expected_s: approximate total duration of all turns in seconds.
     """
 
     rounds: int
@@ -68,12 +66,12 @@ class Launched:
 
     Args:
         side: the measured version of the code, "A" or "B".
-        number: number of the launch, from 1.
-        answers: a dict that maps the name of a function to its time. The time has one sample per round, which is the median of
-            the samples that this launch took in the round.
+        number: number of the launch, counted from 1.
+        answers: a dict that maps the name of a function to its time. The time has one sample per round: the median of the samples
+            that this launch took in the round.
         samples: all samples of all turns. The columns are variant, round, index, calls and time_s (seconds per call).
-        files: a dict that maps the path of a module file to the sha256 of the file. It contains the files that the launch
-            imported from the folder of its version. The paths are relative to this folder.
+        files: a dict that maps the path of each module file that the launch imported from the folder of its version to the
+            sha256 of the file. The paths are relative to this folder.
     """
 
     side: str
@@ -84,7 +82,7 @@ class Launched:
 
     @property
     def source(self) -> str:
-        """Digest of `files`. It is "" if the launch imported no file from the folder of its version."""
+        """Digest of `files`, or "" if the launch imported no file from the folder of its version."""
         return hashlib.sha256(repr(sorted(self.files.items())).encode()).hexdigest()[:16] if self.files else ""
 
 
@@ -115,21 +113,21 @@ def relaunch(
     same time, so a GPU needs enough memory for all of them.
 
     Args:
-        work: path of a Python file with a function `work()`. This function returns a dict that maps a name to a function to time.
-            The functions take no arguments. The file can import installed packages and the modules of the version that is
-            measured, but no modules from the folder that contains the file.
+        work: path of a Python file with a function `work()` that returns a dict of the functions to time by name. The functions
+            take no arguments. The file can import installed packages and modules of the measured version, but no modules from
+            the folder that contains the file.
         folder_a, folder_b: folders of the two versions, for example two checkouts. In a launch, the folder of its version comes
             first on the import path. Pass the same folder twice to measure the noise.
         launches: number of launches of each version.
         seconds: total seconds of sampling per function and launch. Slow functions take longer, because there are at least 30
-            rounds.
+            rounds, each with at least one sample.
         report: called with (done, total, activity) to show progress.
 
     Raises:
-        HyperionError: a path does not exist, or the file has no function `work` that returns functions. Or the folders differ,
-            and the launches of a version imported nothing from its folder. Or a file changed between the launches of a version.
-        JobError: a launch raised an exception, died or timed out. The message contains "A" or "B", the number of the launch and
-            the traceback.
+        HyperionError: a path does not exist; the file has no function `work` that returns functions; the folders differ, but the
+            launches of a version imported nothing from its folder; or a file changed between the launches of a version.
+        JobError: a launch raised an exception, died or timed out. The message contains the side ("A" or "B"), the number of the
+            launch and the traceback.
     """
     work = _file(Path(work))
     folders = {side: _folder(Path(folder)) for side, folder in zip(SIDES, (folder_a, folder_b), strict=True)}
@@ -151,7 +149,7 @@ def relaunch(
 
 
 def plan_turns(call_s: dict[str, float], launches: int, seconds: float) -> TurnPlan:
-    """Plan the turns. A slice is long enough for two calls of the slowest function. There are at least 30 rounds.
+    """Plan the turns. There are at least 30 rounds; with more rounds, a slice has time for two calls of the slowest function.
 
     Args:
         call_s: a dict that maps the name of a function to the seconds of one call.
@@ -159,16 +157,16 @@ def plan_turns(call_s: dict[str, float], launches: int, seconds: float) -> TurnP
     """
     rounds = max(MINIMUM_SAMPLES, int(seconds / max(_SLICE_S, 2 * max(call_s.values()))))
     slice_s, calls = seconds / rounds, {name: calls_that_fill(_SAMPLE_S, one) for name, one in call_s.items()}
-    # A turn starts with one sample that is dropped, and its last sample ends after the slice.
+    # A turn starts with one dropped sample, and its last sample ends after the slice.
     turn_s = sum(max(slice_s, calls[name] * one) + 1.5 * calls[name] * one + _TURN_OVERHEAD_S for name, one in call_s.items())
     return TurnPlan(rounds, slice_s, calls, rounds * launches * turn_s)
 
 
 def normalise_rounds(times: np.ndarray) -> np.ndarray:
-    """Remove the changes of speed that all launches of a round have in common. The median speed of the rounds remains.
+    """Remove the changes in speed that are common to all launches of a round. The median speed of the rounds is kept.
 
     Each time is first divided by the median time of its launch. The factor of a round is the median of these ratios over all
-    launches. The median of the times themselves would be a bad factor. It would lie between the slowest launch of the faster
+    launches. The median of the times themselves would be a bad factor: it would lie between the slowest launch of the faster
     version and the fastest launch of the slower version, and would follow the noise of these two launches. This would shrink the
     difference between the versions. For example, with a scatter of 2 % per turn, a difference of 3 % would shrink by a third of a
     percent.
@@ -190,7 +188,7 @@ class _Team:
 
     Attributes:
         partners: a dict that maps (side, number of the launch) to the connection with its process.
-        prepared: a dict that maps (side, number of the launch) to the answer of the launch to the request `prepare`.
+        prepared: a dict that maps (side, number of the launch) to the launch's answer to the request `prepare`.
     """
 
     def __init__(self, work: Path, folders: dict[str, Path], stack: contextlib.ExitStack):
@@ -216,7 +214,7 @@ class _Team:
             self.require_same_files(side, number)
 
     def require_same_files(self, side: str, number: int) -> None:
-        """Raise an error if a file was edited between the launches of a side. These launches would then time different code."""
+        """Raise an error if a file changed between the launches of a side, because these launches would time different code."""
         first = self.prepared[side, 1]["files"]
         for file, digest in self.prepared[side, number]["files"].items():
             if first.get(file, digest) != digest:
@@ -240,7 +238,7 @@ class _Team:
     def call_s(self) -> dict[str, float]:
         """A dict that maps the name of a function to its seconds per call in the fastest launch.
 
-        The fastest launch is used, because other processes may have slowed down the other launches.
+        The fastest launch is used, because other processes may have slowed down the others.
 
         Raises:
             HyperionError: not all launches have the same functions.
@@ -267,16 +265,14 @@ def _take_turns(team: _Team, plan: TurnPlan, report: Callable[[int, int, str], o
     """Run all turns, one launch at a time.
 
     Returns:
-        A dict that maps the name of a function to another dict. The other dict maps a launch to its list of answers, one for each
-        turn.
+        For each function name, a dict that maps a launch to its list of answers, one per turn.
     """
     random, order = np.random.default_rng(0), sorted(team.partners)
     turns = {name: {who: [] for who in order} for name in plan.calls}
     for turn in range(plan.rounds):
         report(turn, plan.rounds, f"sampling for about {plan.expected_s:.0f} s")
         for name, calls in plan.calls.items():
-            # A new order in each round, so that no launch always runs after the same other launch, in the caches that this one
-            # leaves.
+            # The order changes in each round, so that no launch always runs with the caches that the same other launch left.
             for place in random.permutation(len(order)):
                 options = {"function": name, "calls": calls, "seconds": plan.slice_s}
                 turns[name][order[place]].append(team.partners[order[place]].call("turn", _TIMEOUT_S, **options))
@@ -344,7 +340,7 @@ def _folder(folder: Path) -> Path:
 
 
 def _require_use(work: Path, folders: dict[str, Path], files: dict[str, dict[str, str]]) -> None:
-    """Raise an error if the launches of a side imported nothing from its folder. They would then time code from another place."""
+    """Raise an error if the launches of a side imported nothing from its folder, because they would time other code."""
     if folders["A"] == folders["B"]:
         return
     for side, folder in folders.items():

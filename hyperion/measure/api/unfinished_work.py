@@ -1,6 +1,6 @@
 """Detect work that is still running after a timed function returned, on other threads or on other GPU streams.
 
-The time of such a function does not contain all of its work.
+The measured time of such a function does not include all of its work.
 """
 
 import contextlib
@@ -18,16 +18,16 @@ import torch
 from hyperion.hardware import Device
 from hyperion.measure.clock.timing import HarnessError
 
-# Time for a thread to become idle after its work, and for a device to pass its last event.
+# Seconds in which a thread becomes idle after its work, and in which a device completes its last event.
 _THREAD_SETTLES_S, _STREAM_SETTLES_S = 2e-3, 2e-4
 
 
 class WorkLeft:
     """Detects work that is still running after a function returned, on other threads or on other GPU streams.
 
-    Only threads that became busy after the construction of this object count. A thread is busy while it executes or sleeps. A
-    thread is idle while it waits in Python's queues, locks, selectors or pools, or while a system call blocks it and it uses no
-    CPU time. Native threads, which Python does not know, are not detected.
+    Only threads that became busy after the construction of this object count. A thread is busy while it executes or sleeps. It is
+    idle while it waits in Python's queues, locks, selectors or pools, or while it is blocked in a system call and uses no CPU
+    time. Native threads that Python does not know are not detected.
     """
 
     def __init__(self, device: Device):
@@ -36,7 +36,7 @@ class WorkLeft:
         self._before = set(self._busy())
 
     def after_a_call(self) -> str:
-        """Return a description of the work that is still running after a call. Return "" if there is none."""
+        """Return a description of the work that is still running after a call, or "" if there is none."""
         if left := self._on_other_streams():
             return left
         time.sleep(_THREAD_SETTLES_S / 8)  # a worker thread that just received work needs some time to start
@@ -52,7 +52,7 @@ class WorkLeft:
         return ""
 
     def after_a_while(self) -> str:
-        """Return what `after_a_call` returns, after enough time for every thread that finished its work to become idle."""
+        """Like `after_a_call`, but first wait long enough for threads that have finished their work to become idle."""
         time.sleep(10 * _THREAD_SETTLES_S)
         return self.after_a_call()
 
@@ -68,7 +68,7 @@ class WorkLeft:
         if self.device.kind == "cpu":
             return ""
         with torch.cuda.device(self.device.torch_device):
-            # Wait for the current stream first. The time that the whole device then still needs is work on other streams.
+            # Wait for the current stream first. If the device then still needs time, other streams are working.
             event = torch.cuda.Event()
             event.record()
             event.synchronize()
@@ -81,11 +81,10 @@ class WorkLeft:
 
 
 def _working(threads: list[tuple[int, int | None]]) -> int | None:
-    """Return the ident of the first thread that works: it is running, has used CPU time since the last look, or sleeps.
+    """Return the ident of the first busy thread, or None if no thread is busy.
 
-    Return None if no thread works.
-
-    Each thread is given as (Python's ident, native ID).
+    A thread is busy if it is running, uses CPU time during this check, sleeps, or if the system does not report its state.
+    Threads are given as (Python's ident, native ID).
     """
     before = [_look(native) for _, native in threads]
     time.sleep(_THREAD_SETTLES_S / 2)
@@ -119,7 +118,7 @@ _SLEEPS = {"x86_64": ("35", "230"), "aarch64": ("101", "115")}
 
 
 def _sleeps(ident: int, native: int | None) -> bool:
-    """Return True if a thread that uses no CPU time sleeps. Sleeping counts as work; waiting for other threads does not."""
+    """Return True if a thread that uses no CPU time sleeps. Sleeping counts as work, but waiting for other threads does not."""
     with contextlib.suppress(OSError, LookupError):
         return Path(f"/proc/self/task/{native}/syscall").read_text().split()[0] in _SLEEPS[platform.machine()]
     frame = sys._current_frames().get(ident)
@@ -157,9 +156,9 @@ def _waits(frame: types.FrameType) -> bool:
 
 
 def require_nothing_left(left: list[str], label: str) -> None:
-    """Raise if work was still running after each of several calls.
+    """Raise an error if work was still running after each of several calls.
 
-    One call is not enough for the decision, because a thread may need some time after its work to become idle.
+    One call is not enough to decide, because a thread may need some time to become idle after its work.
 
     Args:
         left: results of `WorkLeft.after_a_call`, one for each call.

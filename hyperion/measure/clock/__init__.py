@@ -1,1 +1,1 @@
-"""Timing of functions: clocks, warm-up, sampling, and checks of the timings and of the outputs."""
+"""Timing of functions: clocks, warm-up, sampling, and checks of timings and outputs."""

@@ -1,6 +1,6 @@
 """Clocks that measure the time of functions, on one rank or on all ranks of a process group.
 
-On a GPU, device events measure the time. On a CPU, the monotonic clock of the host measures it.
+Times are measured with device events on a GPU, and with the host's monotonic clock on a CPU.
 """
 
 import functools
@@ -14,16 +14,16 @@ import torch.distributed as dist
 from hyperion.hardware import Device
 from hyperion.processes import World
 
-# Number of cycles that the GPU spins per sample. In this time, the host enqueues the sample: it restores inputs, and launches an
-# all-reduce, two events and the collective. The host needs about 150 microseconds for this.
+# Number of cycles that the GPU spins per sample. Meanwhile, the host enqueues the sample: it restores the inputs, and launches an
+# all-reduce, two events and the collective. This takes the host about 150 microseconds.
 _RANKS_HEAD_START_CYCLES = 400_000
 
 
 class Clock(Protocol):
-    """The interface of clocks. A clock measures the time of functions, and the elapsed time for time limits."""
+    """Interface of clocks. A clock measures the time of functions, and the elapsed time for time limits."""
 
     def sample(self, functions: list[Callable], flush: Callable | None, count: int) -> list[list[float]]:
-        """Call each function `count` times, alternately, and return for each function the seconds of its calls.
+        """Call each function `count` times, alternating between the functions. Return the seconds of each call, per function.
 
         Args:
             functions: functions without arguments.
@@ -33,9 +33,9 @@ class Clock(Protocol):
         ...
 
     def in_a_row(self, function: Callable, count: int) -> float | None:
-        """Time `count` calls in a row on the host's clock, between two synchronisations, and return the seconds per call.
+        """Time `count` calls in a row on the host's clock, between two synchronisations. Return the seconds per call.
 
-        Return None if this time cannot be compared with the samples of this clock.
+        Return None if this time is not comparable with the samples of this clock.
         """
         ...
 
@@ -44,10 +44,10 @@ class Clock(Protocol):
         ...
 
 
-# Number of cycles that the GPU spins per sample. In this time, the host enqueues the sample: the flush, two events and the call.
-# The host needs about 30 microseconds for this.
+# Number of cycles that the GPU spins per sample. Meanwhile, the host enqueues the sample: the flush, two events and the call.
+# This takes the host about 30 microseconds.
 _HEAD_START_CYCLES = 80_000
-# In a batch with at least this many calls, the calls are short, and the host can enqueue the whole batch while the GPU spins.
+# A batch of at least this many calls consists of short calls, and the host can enqueue all of them while the GPU spins.
 _CALLS_OF_A_FULL_QUEUE = 30
 
 
@@ -57,12 +57,12 @@ _MOST_CALLS = 1000
 class _EventClock:
     """The clock of a GPU. It records one event before and one event after each call, and synchronises once per batch.
 
-    At the start of a batch, the device spins until the host has filled the queue. So the device does not wait for a launch
-    between the two events of a sample. Some calls take longer on the host than on the device, such as an eager training step. The
-    device then waits for the host during the call. This wait is part of the time of the call, so it is included.
+    At the start of a batch, the device spins until the host has filled the queue, so that the device does not wait for a launch
+    between the two events of a sample. Some calls, such as an eager training step, take longer on the host than on the device.
+    The device then waits for the host during the call. This wait is part of the time of the call, so it is included.
 
     If a batch consists of few long calls, the host cannot fill the queue in time. Such a batch starts with a call that is not
-    timed. Without this call, the first timed training step was slower than an equal second step.
+    timed. Without it, the first timed training step was slower than an identical second step.
     """
 
     now = staticmethod(time.monotonic)
@@ -86,13 +86,13 @@ class _EventClock:
     def sample(self, functions, flush, count: int) -> list[list[float]]:
         pairs: list[list[tuple]] = [[] for _ in functions]
         with torch.cuda.device(self.device):
-            # A kernel that spins for this many cycles. It occupies the stream and needs no memory bandwidth, so the cache stays
-            # as it is.
+            # A kernel that spins for this many cycles. It occupies the stream without using memory, so it does not change the
+            # cache.
             torch.cuda._sleep(self.head_start_cycles * count * len(functions))
             if count * len(functions) < _CALLS_OF_A_FULL_QUEUE:
                 if flush is not None:
                     flush()
-                # The last function, because in the timed batch the last function also precedes the first.
+                # Call the last function, because it also precedes the first function in the timed batch.
                 functions[-1]()
             for _ in range(count):
                 for function, series in zip(functions, pairs, strict=True):
@@ -130,7 +130,7 @@ class _HostClock:
 
 
 class WallClock:
-    """The clock of the host for blocks of calls. Each sample is the mean time of `calls` calls in a row.
+    """The host's clock, for blocks of calls. Each sample is the mean time of `calls` calls in a row.
 
     The device is synchronised before and after each block.
     """
@@ -146,7 +146,7 @@ class WallClock:
         return in_turn(functions, count, lambda function: _mean_of_calls(function, self.calls, self.synchronize))
 
     def in_a_row(self, function, count: int) -> None:
-        """Return None, because the samples themselves are the times of calls in a row."""
+        """Return None, because the samples themselves are times of calls in a row."""
 
 
 def in_turn(functions: list[Callable], count: int, sample: Callable[[Callable], float]) -> list[list[float]]:
@@ -156,7 +156,7 @@ def in_turn(functions: list[Callable], count: int, sample: Callable[[Callable], 
 
 
 def _mean_of_calls(function: Callable, calls: int, synchronize: Callable) -> float:
-    """Time several calls in a row on the host's clock, between two synchronisations, and return the seconds per call."""
+    """Time several calls in a row on the host's clock, between two synchronisations. Return the seconds per call."""
     synchronize()
     start = time.perf_counter_ns()
     for _ in range(calls):
@@ -166,10 +166,10 @@ def _mean_of_calls(function: Callable, calls: int, synchronize: Callable) -> flo
 
 
 def device_clock(device: Device, head_start_cycles: int = _HEAD_START_CYCLES) -> _EventClock | _HostClock:
-    """Return the clock of a device, see `Clock`.
+    """Return the clock of a device; see `Clock`.
 
-    The clock has two more methods. `stamp()` records the current time, and `seconds(start, end)` returns the seconds between two
-    stamps.
+    The clock has two additional methods: `stamp()` records the current time, and `seconds(start, end)` returns the seconds
+    between two stamps.
 
     Args:
         head_start_cycles: number of cycles per call that a GPU spins at the start of a batch, while the host fills the queue.
@@ -178,21 +178,21 @@ def device_clock(device: Device, head_start_cycles: int = _HEAD_START_CYCLES) ->
 
 
 def calls_that_fill(seconds: float, call_s: float) -> int:
-    """Return the number of calls of `call_s` seconds that fit in `seconds` seconds. The result is between 1 and 1000."""
+    """Return how many calls of `call_s` seconds fit into `seconds` seconds, clamped to the range from 1 to 1000."""
     return max(1, min(_MOST_CALLS, int(seconds / max(call_s, 1e-9))))
 
 
 class RanksClock:
     """A clock for functions that all ranks call at the same time. Use it as `time_function(…, clock=RanksClock(…))`.
 
-    The samples and the elapsed time decide how often a function is called. If ranks decided differently, they would hang in a
-    collective. Therefore all ranks use the same values: for each sample and for the elapsed time, the maximum over all ranks.
+    The samples and the elapsed time determine how often a function is called. If the ranks disagreed, they would hang in a
+    collective. Therefore all ranks use the maximum over all ranks, both for each sample and for the elapsed time.
 
     Args:
         here: description of this rank. The process group must be initialised.
         prepare: function that restores the data that the timed call overwrites. It runs before each timed call, and its time is
             not included.
-        step: function that is called with a description before each collective that the clock itself starts.
+        step: function that is called with a description of each collective that the clock itself starts, before it starts.
     """
 
     def __init__(self, here: World, prepare: Callable[[], object], step: Callable[[str], object]):
@@ -202,13 +202,13 @@ class RanksClock:
         self._started, self._agreed_s = time.monotonic(), 0.0
 
     def now(self) -> float:
-        """Return the seconds from the construction to the last sample. The value is the same on all ranks."""
+        """Return the seconds from the construction of the clock to the last sample. The value is the same on all ranks."""
         return self._agreed_s
 
     def sample(self, functions: list[Callable], flush: Callable | None, count: int) -> list[list[float]]:
-        """Call each function `count` times, alternately. Return for each call the seconds of the slowest rank."""
+        """Call each function `count` times, alternating between them. Return for each call the seconds of the slowest rank."""
         own = self._clock.sample(functions, self._meet if flush is None else lambda: (flush(), self._meet()), count)
-        # The elapsed time travels with the samples, so that all ranks also agree when the time limit is reached.
+        # The elapsed time is sent together with the samples, so that all ranks agree on whether the time limit is reached.
         local = [seconds for series in own for seconds in series] + [time.monotonic() - self._started]
         agreed = torch.tensor(local, dtype=torch.float64, device=self._token.device)
         self._step("agreeing on the samples")
@@ -217,10 +217,10 @@ class RanksClock:
         return [slowest[start : start + count] for start in range(0, len(slowest), count)]
 
     def in_a_row(self, function: Callable, count: int) -> None:
-        """Return None. Ranks do not synchronise between calls in a row, so the time would contain the skew between ranks."""
+        """Return None. Ranks do not synchronise between calls in a row, so the time would include the skew between ranks."""
 
     def _meet(self) -> None:
-        """Call `prepare`, and run a small all-reduce, so that all ranks start the timed call at nearly the same time."""
+        """Call `prepare`, and run a small all-reduce so that all ranks start the timed call at nearly the same time."""
         self._prepare()
         self._step("meeting before a timed call")
         dist.all_reduce(self._token)

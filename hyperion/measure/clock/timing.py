@@ -4,12 +4,12 @@
 cache before each sample, and takes samples until the confidence interval of the median is narrow enough.
 
 On a GPU, each sample is the time between two device events, and a batch of samples needs one synchronisation. On a CPU, each
-sample is read from the monotonic clock. Device events do not measure the time that the host needs to launch a call. The argument
-`back_to_back` includes this time.
+sample is read from the monotonic clock. Device events do not measure the time that the host needs to launch a call. To include
+this time, use the argument `back_to_back`.
 
 The functions whose names start with `require_` check the measurement itself. Each of them detects an error that does not change
-the output of the function, such as a clock that stops too early. `hyperion.measure.planted_faults` plants each of these errors
-and checks that it is detected.
+the output of the timed function, such as a clock that stops too early. `hyperion.measure.planted_faults` plants each of these
+errors and checks that it is detected.
 """
 
 import functools
@@ -28,22 +28,22 @@ from hyperion.measure.clock.clocks import Clock, WallClock, device_clock
 from hyperion.results import Estimate, median_estimate
 
 MINIMUM_SAMPLES = 30
-# With fewer samples, nothing is known about how much the times vary.
+# With fewer samples, the variation of the times is unknown.
 LEAST_SAMPLES = 3
 RELATIVE_INTERVAL = 0.01
 _WARM_WINDOW_S = 0.03
 _WARM_TOLERANCE = 0.02
 _BATCH_S = 0.1
-# Share of `budget_s` for the whole warm-up, and share of `budget_s` for each window of the warm-up.
+# Shares of `budget_s` for the whole warm-up and for each window of the warm-up.
 _WARM_SHARE, _WINDOW_SHARE = 0.25, 0.05
-# A series of samples drifts if it changes by more than this share over its length, and if chance does not explain the change.
+# A series of samples drifts if it changes by more than this share over its length, and chance does not explain the change.
 DRIFT_TOLERANCE = 0.05
 _DRIFT_Z = 3.29  # two-sided p = 0.001
-# Calls in a row may take the first value times the sampled time, plus the second value in seconds. The host needs some
-# microseconds for a launch. And other processes on the machine may slow down the calls, although the clock is correct.
+# Calls in a row may take up to the first value times the sampled time, plus the second value in seconds, although the clock is
+# correct: the host needs some microseconds per launch, and other processes may slow down the calls.
 _COVER_FACTOR, _COVER_SLACK_S = 3.0, 2e-4
-# Number of tries, and seconds and largest number of calls of each try. One long interruption can make the mean of ten calls many
-# times as large as their median. So a busy machine needs many tries.
+# Number of tries, and seconds and maximum number of calls per try. One long interruption can make the mean of ten calls many
+# times as large as their median, so a busy machine needs many tries.
 _COVER_TRIES, _COVER_BLOCK_S, _COVER_CALLS = 30, 0.02, 10
 _COVER_TRIES_IN_HASTE = 5
 
@@ -59,7 +59,7 @@ class Drift:
     Args:
         relative: change over the whole series, divided by the median of the series. It is computed from the slope of a resistant
             line.
-        z: standard normal score of the rank correlation between the samples and their order.
+        z: z-score of the rank correlation between the samples and their order.
         ends: median of the first third and median of the last third of the series, in the unit of the samples.
     """
 
@@ -105,19 +105,19 @@ class Timing:
 
     @property
     def unsteady(self) -> str:
-        """Text that says why the device was not in a steady state. "" if the device was in a steady state.
+        """Reason why the device was not in a steady state, or "" if it was.
 
-        There are two possible reasons: the samples drift, or the warm-up reached its time limit.
+        The reasons are that the samples drift, or that the warm-up reached its time limit.
         """
         reasons = [] if self.warm else ["the warm-up's windows still differed when its time was up"]
         return "; ".join(reasons + [str(drift) for drift in [self.drift] if drift.present])
 
     @property
     def estimate(self) -> Estimate:
-        """Median seconds of a call with its 95 % bootstrap interval.
+        """Median time of a call in seconds with its 95 % bootstrap interval.
 
-        The bootstrap assumes that the order of the samples does not matter. If the samples drift, this is not true. The interval
-        is then extended, so that it contains the median of the first third and the median of the last third.
+        The bootstrap assumes that the order of the samples does not matter. If the samples drift, this is not true, and the
+        interval is extended so that it contains the median of the first third and the median of the last third.
         """
         estimate, drift = median_estimate(self.samples_s), self.drift
         if not drift.present:
@@ -126,7 +126,7 @@ class Timing:
         return Estimate(estimate.value, min(ends), max(ends), estimate.n)
 
     def per_call(self, calls: int) -> "Timing":
-        """Divide all times by `calls`. Use this method if each sample is the time of `calls` calls in a row."""
+        """Return a copy with all times divided by `calls`, for samples that are times of `calls` calls in a row."""
         return replace(self, samples_s=self.samples_s / calls, warmup_s=tuple(seconds / calls for seconds in self.warmup_s))
 
 
@@ -165,23 +165,23 @@ def time_interleaved(
     budget_s: float | None = None,
     clock: Clock | None = None,
 ) -> list[Timing]:
-    """Time functions alternately (A B A B …), so that a drift of clock frequency or temperature affects all of them alike.
+    """Time functions alternately (A B A B …), so that drift in clock frequency or temperature affects all of them alike.
 
     Sampling stops when the 95 % confidence interval of each median is within 1 % of the median, or when the time limit is
-    reached. It does not stop before there are `minimum_samples` samples of each function.
+    reached, but not before there are `minimum_samples` samples of each function.
 
     Args:
         functions: functions without arguments. Each one does or enqueues one unit of work and writes its output in every call.
         device: the device that does the work.
         cold: if True, flush the last-level cache before each sample.
-        minimum_samples: smallest number of samples of each function, at least 3.
+        minimum_samples: minimum number of samples of each function, at least 3.
         time_limit_s: time limit for sampling in seconds. The warm-up of each function takes at most half as long.
         back_to_back: if 0, each sample is the time of one call on the device's clock, without launch overhead. If above 0, each
             sample is the mean time of this many calls in a row, measured on the host's clock between two synchronisations. This
             time includes the launch overhead.
-        budget_s: seconds for warm-up, checks and samples together. If given, it replaces `time_limit_s`. Sampling then stops at
-            the budget, even if there are fewer than `minimum_samples` samples, but not before there are 3 samples. The caller
-            must have called each function once. None means no budget.
+        budget_s: total seconds for warm-up, checks and samples. If given, it replaces `time_limit_s`. Sampling then stops at the
+            budget, even if there are fewer than `minimum_samples` samples, but not before there are 3 samples. The caller must
+            already have called each function once. None means no budget.
         clock: clock that takes the samples, such as `RanksClock` for collectives. None means the clock of the device.
 
     Returns:
@@ -189,7 +189,7 @@ def time_interleaved(
 
     Raises:
         HyperionError: an argument is out of range, or both `back_to_back` and `cold` are set.
-        HarnessError: calls in a row take much longer than the clock says, or cold samples were taken without a cache flush.
+        HarnessError: calls in a row take much longer than the clock reports, or cold samples were taken without a cache flush.
     """
     require_sampling(minimum_samples, back_to_back, time_limit_s=time_limit_s, budget_s=budget_s)
     if not functions:
@@ -225,7 +225,7 @@ def time_interleaved(
             batch_started = clock.now()
             for series, new in zip(samples, clock.sample(functions, flush, batch), strict=True):
                 series.extend(new)
-            # Includes flushes and launches, so it says how many rounds fit into the time that is left.
+            # This time includes flushes and launches, so it shows how many rounds fit into the remaining time.
             per_round = max((clock.now() - batch_started) / batch, 1e-9)
             taken = len(samples[0])
             enough = taken >= minimum_samples
@@ -253,8 +253,9 @@ def _call_s(clock: Clock, function: Callable, count: int) -> float:
 def _loaded_call_s(clock: Clock, function: Callable, count: int) -> float:
     """Return the median seconds of a call, or the mean if the scheduler interrupted this process meanwhile.
 
-    The time of calls in a row is a mean. If other processes use the CPU, one call in several waits for it, which the median
-    hides. Without an interruption, the median is used, because a mean hides that most calls return an earlier result.
+    The result is compared with the time of calls in a row, which is a mean. If other processes use the CPU, some calls wait for
+    it, which the median hides. Without interruptions, the median is used, because a mean hides that most calls return an earlier
+    result.
     """
     before = _interruptions()
     samples = clock.sample([function], None, count)[0]
@@ -262,7 +263,7 @@ def _loaded_call_s(clock: Clock, function: Callable, count: int) -> float:
 
 
 def _interruptions() -> int:
-    """Return how often the scheduler took a CPU from a thread of this process."""
+    """Return how often the scheduler has taken a CPU away from this process."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_nivcsw
 
 
@@ -270,9 +271,9 @@ def require_sampling(minimum_samples: int, back_to_back: int = 0, **limits_s: fl
     """Check the arguments that determine how many samples are taken.
 
     Args:
-        minimum_samples: smallest number of samples.
+        minimum_samples: minimum number of samples.
         back_to_back: number of calls per sample, or 0.
-        limits_s: a dict that maps the name of an argument to a time limit in seconds. None means no limit.
+        limits_s: time limits in seconds, by argument name. None means no limit.
 
     Raises:
         HyperionError: an argument is out of range.
@@ -297,8 +298,8 @@ def require_sampling(minimum_samples: int, back_to_back: int = 0, **limits_s: fl
 class CacheFlush:
     """Callable that flushes the last-level cache: it reads a buffer that is twice as large as the cache.
 
-    A call does not write to the buffer. If it did, the cache would have to write the modified cache lines back to memory later.
-    This could happen while the timed call runs, which would make the timed call slower.
+    The buffer is only read. If it were written, the cache would have to write the modified lines back to memory later, possibly
+    during the timed call, which would make this call slower.
 
     Args:
         elements: number of float32 elements to read. None means a buffer of twice the size of the last-level cache, but at least
@@ -312,7 +313,7 @@ class CacheFlush:
     def __init__(self, device: Device, elements: int | None = None):
         count = elements or max(2 * (device.last_level_cache_bytes or 0), 1 << 24) // 4
         self._buffer = torch.ones(count, dtype=torch.float32, device=device.torch_device)
-        # The sum has a place to go, so that a flush allocates nothing.
+        # Preallocated for the sum, so that a flush allocates nothing.
         self._total = torch.zeros((), dtype=torch.float32, device=device.torch_device)
         self.calls, self.bytes = 0, self._buffer.nbytes
 
@@ -322,11 +323,11 @@ class CacheFlush:
 
     @property
     def read_all(self) -> bool:
-        """Whether the last call has read every element.
+        """Whether the last call read every element.
 
         The buffer contains only ones, so their sum must be the number of elements.
         """
-        # A float32 sum of millions of ones is not exact.
+        # A tolerance is needed because a float32 sum of millions of ones is not exact.
         return math.isclose(self._total.item(), self._buffer.numel(), rel_tol=1e-3)
 
 
@@ -337,7 +338,7 @@ def _warm_up(clock, function, limit_s: float, window_s: float = _WARM_WINDOW_S, 
     row agree within 2 %.
 
     Args:
-        called: whether the function was called before. If not, the first call is not part of a window.
+        called: whether the function has been called before. If not, the first call is not part of a window.
 
     Returns:
         The median of each window in seconds, and whether the last three medians agree.
@@ -350,7 +351,7 @@ def _warm_up(clock, function, limit_s: float, window_s: float = _WARM_WINDOW_S, 
     while True:
         started = clock.now()
         medians.append(_call_s(clock, function, count))
-        # Calls that fill a window, from the speed of the last window.
+        # Number of calls that fill a window at the speed of the last window.
         count = max(1, min(1000, int(window_s * count / max(clock.now() - started, 1e-6))))
         last = medians[-3:]
         if len(last) == 3 and max(last) - min(last) <= _WARM_TOLERANCE * min(last):
@@ -362,7 +363,7 @@ def _warm_up(clock, function, limit_s: float, window_s: float = _WARM_WINDOW_S, 
 def _relative_half_width(samples: list[float]) -> float:
     """Return half the width of the 95 % interval of the median, divided by the median.
 
-    The interval is computed from order statistics, which is fast enough to do it after every batch.
+    The interval is computed from order statistics, which is fast enough to do after every batch.
 
     Source: Conover, Practical Nonparametric Statistics, 3rd edition, section 3.2.
     """
@@ -383,17 +384,17 @@ def compare_with_plain_loop(
 ) -> tuple[Timing, Timing]:
     """Time a function with Hyperion's clock and with a plain loop on the host's clock.
 
-    The plain loop synchronises, reads the clock, does `calls` calls, synchronises, and reads the clock again. Both measurements
+    The plain loop synchronises, reads the clock, makes `calls` calls, synchronises, and reads the clock again. Both measurements
     use hot caches. They alternate, and each round gives one sample of each.
 
     Args:
         calls: number of calls per round.
-        rounds: number of rounds, which is the number of samples.
+        rounds: number of rounds, and thus of samples.
         plain: function for the plain loop. None means `function`.
 
     Returns:
-        The timing of one call with Hyperion's clock, and the timing of one call with the plain loop. A sample of the first timing
-        is the median over a round. A sample of the second timing is the mean over a round.
+        The timing of one call with Hyperion's clock, whose samples are medians over a round, and the timing of one call with the
+        plain loop, whose samples are means over a round.
     """
     clock, plain_clock = device_clock(device), WallClock(device, calls)
     ours, theirs = [], []
@@ -414,14 +415,15 @@ LEAST_INTERVALS = 3
 
 @dataclass(frozen=True)
 class Energy:
-    """The energy of one call, which is the power during sampling times the time of a call.
+    """The energy of one call: the power during sampling times the time of a call.
 
-    The power is the median of all readings during sampling. For calls with a cold cache, this is the power of the calls and of
-    the cache flushes together. Drivers average the power over up to a second (NVML since Ampere), so the energy is less accurate
-    if sampling was shorter. `counter_difference` compares the result with the energy counter of the device.
+    The power is the median of all readings during sampling. With cold caches, the readings cover both the calls and the cache
+    flushes. Drivers average the power over up to a second (NVML since Ampere), so the energy is less accurate if sampling was
+    shorter. `counter_difference` compares the result with the energy counter of the device.
 
     Args:
-        joules: median power times the time of a call, in joules. The interval is that of the time. None if the power is unknown.
+        joules: median power times the time of a call, in joules. Its interval follows from that of the time. None if the power is
+            unknown.
         reason: reason why `joules` is None. "" if it is known.
         power_w: median power during sampling in watts.
         scope: the part of the hardware whose power was read. "device", or "module" if the reading includes both dies of an
@@ -437,11 +439,11 @@ class Energy:
     counter_difference: float | None = None
 
     def j_per_tflop(self, flops: float) -> Estimate | None:
-        """Return the joules per 10¹² FLOPs of a call that does `flops` FLOPs. Return None if the energy is unknown."""
+        """Return the joules per 10¹² FLOPs of a call that executes `flops` FLOPs, or None if the energy is unknown."""
         return self._per(flops / 1e12)
 
     def j_per_gb(self, traffic_bytes: float) -> Estimate | None:
-        """Return the joules per 10⁹ bytes of a call that moves `traffic_bytes` bytes. Return None if the energy is unknown."""
+        """Return the joules per 10⁹ bytes of a call that moves `traffic_bytes` bytes, or None if the energy is unknown."""
         return self._per(traffic_bytes / 1e9)
 
     def _per(self, work: float) -> Estimate | None:
@@ -463,7 +465,7 @@ def energy_of(timing: Timing) -> Energy:
 
 
 def _missing_readings(state: Telemetry) -> str:
-    """Return the reason why there are not enough power readings. Return "" if there are enough."""
+    """Return the reason why there are not enough power readings, or "" if there are enough."""
     if state.power_w is None:
         return f"no power: {state.unreadable.get('power_w', 'it was not read')}"
     if state.samples < LEAST_READINGS:
@@ -477,13 +479,13 @@ def _missing_readings(state: Telemetry) -> str:
 def drift_of(samples) -> Drift:
     """Return the drift of a series of samples.
 
-    The size of the drift is the slope of a resistant line, which connects the medians of the outer thirds. Daniels' test for
-    trend decides whether chance can explain the drift.
+    The size of the drift is computed from the slope of a resistant line, which connects the medians of the outer thirds. Daniels'
+    test for trend decides whether chance can explain the drift.
 
     Args:
         samples: 1-D series in the order in which the samples were taken. With fewer than 10 samples, the returned drift is 0.
 
-    Sources: for the line, Tukey, Exploratory Data Analysis, 1977, chapter 10. For the test, Daniels, Journal of the Royal
+    Sources: for the line, Tukey, Exploratory Data Analysis, 1977, chapter 10; for the test, Daniels, Journal of the Royal
     Statistical Society B 12 (1950) 171-181.
     """
     values = np.asarray(samples, dtype=np.float64)
@@ -493,7 +495,7 @@ def drift_of(samples) -> Drift:
     first, last = float(np.median(values[:third])), float(np.median(values[-third:]))
     # The centres of the outer thirds are n - third samples apart.
     slope = (last - first) / (n - third)
-    # Constant samples have no correlation: the division by their standard deviation would fail.
+    # For constant samples, the correlation is undefined (their standard deviation is 0), so it is set to 0.
     correlation = np.corrcoef(pd.Series(values).rank(), np.arange(n))[0, 1] if np.ptp(values) else 0.0
     # Without a trend, the rank correlation has mean 0 and variance 1 / (n - 1).
     return Drift(slope * n / float(np.median(values)), float(correlation * np.sqrt(n - 1)), (first, last))
@@ -505,22 +507,22 @@ def require_whole_work(
     again: Callable[[int], float],
     over: Callable[[], bool] = lambda: False,
 ) -> None:
-    """Check that calls in a row between two synchronisations take about as long as the clock says.
+    """Check that calls in a row between two synchronisations take about as long as the clock reports.
 
-    Calls in a row take longer in two cases. The clock may stop before the work is done, because it does not synchronise or
-    because the work runs on another stream. Or most calls reuse the result of an earlier call.
+    Calls in a row take longer if the clock stops before the work is done (because it does not synchronise, or because the work
+    runs on another stream), or if most calls reuse the result of an earlier call.
 
     Args:
         sample_s: median seconds of one call according to the clock.
-        in_a_row: function that does a given number of calls in a row and returns the host's seconds per call. It returns None if
+        in_a_row: function that makes a given number of calls in a row and returns the host's seconds per call. It returns None if
             this check does not apply to the clock.
         again: function that times a given number of calls with the clock and returns the seconds per call. It is used because
             load on the machine slows down both measurements.
-        over: function that returns whether the time budget is used up.
+        over: function that returns True if the time budget is used up.
 
     Raises:
-        HarnessError: in each of thirty blocks, calls in a row took more than three times as long as the clock says. After the
-            time budget is used up, five blocks are enough.
+        HarnessError: in each of thirty blocks (five if the time budget is used up), calls in a row took more than three times as
+            long as the clock reports.
     """
     calls = max(1, min(_COVER_CALLS, int(_COVER_BLOCK_S / max(sample_s, 1e-9))))
     seen: list[float] = []
@@ -530,7 +532,7 @@ def require_whole_work(
         if seconds is None or seconds <= _COVER_FACTOR * sample_s + _COVER_SLACK_S:
             return
         seen.append(seconds)
-        # Use the median of the readings. With their maximum, one delayed reading would hide that the clock stops too early.
+        # Use the median of the readings. With the maximum, one delayed reading could hide that the clock stops too early.
         clock_s.append(again(calls))
         sample_s = max(sample_s, float(np.median(clock_s)))
     raise HarnessError(
@@ -567,10 +569,10 @@ def require_flushed(samples: int, flushes: int, read_all: bool = True) -> None:
 
 
 def require_cache_label(label: str | None, cold: bool) -> None:
-    """Check that the parameter `cache` of a row (`hyperion.results.Row`) agrees with the state of the caches during sampling.
+    """Check that the param `cache` of a row (`hyperion.results.Row`) agrees with the state of the caches during sampling.
 
     Args:
-        label: value of the parameter, "cold" or "hot". None if the row has no parameter `cache`.
+        label: value of the param, "cold" or "hot". None if the row has no param `cache`.
         cold: whether the cache was flushed before each sample.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Number formats with their tolerances, and checks of outputs against results computed in float64."""
+"""Number formats with their tolerances, and checks of outputs against float64 results."""
 
 import contextlib
 import math
@@ -12,10 +12,10 @@ from hyperion.errors import HyperionError
 from hyperion.hardware import Device, fp8_format
 
 _CHUNK = 1 << 22
-# A matrix product with at most this many multiplications is checked completely, because this is fast on any host.
+# A matrix product with at most this many multiplications is checked completely, which is fast on any host.
 _PRODUCTS_OF_A_CHECK = 1 << 28
-# Factor for the tolerance of a single element. The tolerance of a product is two to three times the expected Frobenius error.
-# Among a million elements, the worst one has about five times the expected error.
+# The tolerance of a single element is this factor times the tolerance of the product, which is two to three times the expected
+# Frobenius error. Among a million elements, the worst one has about five times the expected error.
 _DEVIATIONS = 4
 
 
@@ -32,7 +32,7 @@ class NumberFormat:
             - fp64, fp32: about sqrt(K) unit roundoffs at K = 8192. Libraries sum in blocks, so their error is much smaller.
             - fp16, bf16: two to three times the error of rounding the output. The reference uses the same rounded operands, and
               sums are accumulated in float32.
-            - tf32: two to three times the error of rounding the operands to 11 significant bits (10 bits of the mantissa).
+            - tf32: two to three times the error of rounding the operands to 11 significant bits (a 10-bit mantissa).
             - fp8: two to three times the error of rounding the output to bf16. The reference uses the same fp8 operands. Hopper
               sums 128 terms with 14 bits and adds these sums in float32, which increases the error by a tenth. If all terms are
               summed with 14 bits (`use_fast_accum`), the error exceeds the tolerance at K = 8192.
@@ -53,13 +53,13 @@ class NumberFormat:
     def scaled(self) -> bool:
         """Whether operands are divided by a scale before they are stored.
 
-        This is necessary for 8-bit formats, because their range is too small for the original values.
+        8-bit formats need this, because their range is too small for the original values.
         """
         return self.bytes == 1
 
     @property
     def largest(self) -> float:
-        """Largest finite value of the format, for example 127 for int8. Scaled operands have this maximum."""
+        """Largest finite value of the format, for example 127 for int8. It is the maximum absolute value of scaled operands."""
         return float((torch.finfo if self.storage.is_floating_point else torch.iinfo)(self.storage).max)
 
 
@@ -102,9 +102,9 @@ def format_of(dtype: str, device: Device) -> NumberFormat:
 
 @contextlib.contextmanager
 def matmul_precision(number_format: NumberFormat) -> Iterator[None]:
-    """Context that sets the precision of matrix products and convolutions on a GPU.
+    """Context manager that sets the precision of matrix products and convolutions on a GPU.
 
-    Within this context, float32 matrix products and convolutions use TF32 units only if the format is tf32. (By default, PyTorch
+    Within the context, float32 matrix products and convolutions use TF32 units only if the format is tf32. (By default, PyTorch
     uses TF32 units for convolutions.) Matrix products of 16-bit formats accumulate in float32.
     """
     matmul: Any = torch.backends.cuda.matmul
@@ -135,8 +135,8 @@ class Verification:
 
     Args:
         name: name of the check.
-        error: relative error, without unit.
-        tolerance: largest allowed relative error, without unit.
+        error: relative error (dimensionless).
+        tolerance: largest allowed relative error (dimensionless).
     """
 
     name: str
@@ -146,7 +146,7 @@ class Verification:
     @property
     def passed(self) -> bool:
         """Whether the error is within the tolerance."""
-        # Not `error > tolerance`: a NaN must fail.
+        # Written with <= because a NaN must fail.
         return self.error <= self.tolerance
 
 
@@ -167,14 +167,14 @@ def largest_error(errors: Iterable[float]) -> float:
 
 
 def error_of_rows(output: torch.Tensor, reference: torch.Tensor, tolerance: float, size: torch.Tensor | None = None) -> float:
-    """Return the relative Frobenius error, or the largest error of a row if it is more than four times the tolerance.
+    """Return the relative Frobenius error, or the largest error of any row if it exceeds four times the tolerance.
 
-    The second error is needed because a single wrong row hardly changes the Frobenius norm.
+    The rows are checked because a single wrong row hardly changes the Frobenius norm.
 
     Args:
         output, reference: tensors of the same shape. Their rows are vectors along the last dimension.
         tolerance: largest allowed relative Frobenius error.
-        size: norm to which the error of each row is relative. None means the norm of the row of the reference.
+        size: norms by which the errors of the rows are divided. None means the norms of the rows of the reference.
     """
     reference = reference.double()
     size = reference.norm(dim=-1) if size is None else size
@@ -187,25 +187,25 @@ def verify_product(
 ) -> Verification:
     """Check the output of a matrix product, C = scale·A·B, against a product computed in float64.
 
-    A small product is checked completely. For a larger product, at least `size` rows and `size` columns are checked, which are
-    spread over the whole output.
+    A small product is checked completely. For a larger product, the elements at the intersections of at least `size` rows and
+    `size` columns, spread over the whole output, are checked.
 
     Two errors are checked. The relative Frobenius error must be within the tolerance. The error of each element, divided by
     |a_i|·|b_j|, must be within four times the tolerance. |a_i| and |b_j| are the norms of the row of A and of the column of B.
-    Their product is the expected size of the element if its terms have random signs. The second check is needed because a single
-    wrong element hardly changes the Frobenius norm.
+    |a_i|·|b_j| is the largest possible magnitude of the element. If the terms have random signs, the element is about sqrt(K)
+    times smaller. The second check is needed because a single wrong element hardly changes the Frobenius norm.
 
     Args:
         a_MK, b_KN, c_MN: operands and output, of any dtype and on any device.
         tolerance: largest allowed relative Frobenius error.
-        size: smallest number of checked rows and of checked columns.
+        size: minimum number of checked rows and of checked columns.
         scale: product of the two scales by which the stored operands were divided.
     """
-    # size² elements of K multiplications each: as many as the limit of a complete check allows.
+    # Check as many elements (size², with K multiplications each) as the limit of a complete check allows.
     size = max(size, math.isqrt(_PRODUCTS_OF_A_CHECK // max(1, a_MK.shape[1])))
     rows, columns = _spread(c_MN.shape[0], size, c_MN.device), _spread(c_MN.shape[1], size, c_MN.device)
     a, b = a_MK[rows].double().cpu() * scale, b_KN[:, columns].double().cpu()
-    # On the host, so that the reference does not come from the device that is checked.
+    # Compute the reference on the host, so that it does not come from the device that is checked.
     picked, reference = c_MN[rows][:, columns].cpu(), a @ b
     error = float("nan") if _unwritten(c_MN) else relative_error(picked, reference)
     terms = a.norm(dim=1)[:, None] * b.norm(dim=0)[None, :]
@@ -216,12 +216,12 @@ def verify_product(
 def verify_elementwise(output: torch.Tensor, operation, inputs: tuple[torch.Tensor, ...], tolerance: float) -> Verification:
     """Check every element of the output of an element-wise operation against float64.
 
-    The error of an element is relative to the size of the element. The size is the result of the operation on the absolute values
-    of the inputs. Rounding errors are proportional to this size, even if the element itself is close to 0 by cancellation.
+    The error of an element is relative to its size, which is the result of the operation on the absolute values of the inputs.
+    Rounding errors are proportional to this size, even if the element itself is close to 0 by cancellation.
 
     Args:
         output: the output to check.
-        operation: function that does the operation on float64 tensors. It must be a sum of the inputs with positive factors.
+        operation: function that computes the operation on float64 tensors. It must be a sum of the inputs with positive factors.
         inputs: inputs of the operation.
         tolerance: largest allowed relative Frobenius error, and largest allowed error of an element relative to its size. The
             smallest subnormal number is first subtracted from the error of each element, because tiny results are rounded to a
@@ -244,7 +244,7 @@ def verify_elementwise(output: torch.Tensor, operation, inputs: tuple[torch.Tens
 
 def _worst_element(difference: torch.Tensor, size: torch.Tensor) -> float:
     """Return the largest value of difference / size. It is infinite if the size of an element is 0 and its difference is not."""
-    # 0 / 0 would be NaN: an exact element of size 0 is correct.
+    # An exact element of size 0 is correct, but 0 / 0 would be NaN.
     relative = torch.where(difference == 0, 0.0, difference / size)
     return relative.max().item() if relative.numel() else 0.0
 
@@ -269,17 +269,17 @@ def _spread(length: int, size: int, device: torch.device) -> torch.Tensor:
 def verify_sum(total: torch.Tensor, factors: tuple[torch.Tensor, ...], number_format: NumberFormat) -> Verification:
     """Check a sum or a dot product over all elements against float64.
 
-    The error is divided by q, the root of the sum of the squared terms. If the terms have random signs, the sum is about as large
-    as q. If a library left out m of the n terms, the sum would change by about q·sqrt(m/n).
+    The error is divided by q, the square root of the sum of the squared terms. If the terms have random signs, the sum is about
+    as large as q. If a library left out m of the n terms, the sum would change by about q·sqrt(m/n).
 
-    The tolerance is the sum of two parts. The first part is sqrt(n) spacings of the format in which the terms are accumulated.
-    For 16-bit formats, this format is float32. This part is four times the expected error of one running sum with independent
-    rounding errors. The second part is the error of rounding a sum of up to 4·q to the output format. If a library accumulates
-    in 16 bits, the error exceeds the tolerance.
+    The tolerance is the sum of two parts. The first part is sqrt(n) times the machine epsilon of the format in which the terms
+    are accumulated (float32 for 16-bit formats). It is four times the expected error of one running sum with independent rounding
+    errors. The second part is the error of rounding a sum of up to 4·q to the output format. If a library accumulates in 16 bits,
+    the error exceeds the tolerance.
 
     Args:
-        total: the computed sum. It must have been filled with NaN before the timed calls. If it has several elements, each
-            element must be the sum.
+        total: the computed sum. The caller must have filled it with NaN before the timed calls. If it has several elements, each
+            of them must be the sum.
         factors: one tensor of n elements for a sum, or two tensors of n elements for a dot product. The terms must have random
             signs.
         number_format: number format of the tensors.
@@ -313,7 +313,7 @@ def _float64_sums(factors: tuple[torch.Tensor, ...]) -> tuple[float, float]:
 def poison_bits(destination: torch.Tensor, source: torch.Tensor) -> None:
     """Fill the destination of a copy with the inverted bits of the source.
 
-    If a copy does not write a byte, `verify_bits` then detects this byte.
+    `verify_bits` then detects any byte that a copy does not write.
 
     Args:
         destination, source: uint8 tensors of the same length, on any devices.

@@ -1,1 +1,1 @@
-"""Collectives: their times, the verification of their outputs, latency and bandwidth, and overlap with a computation."""
+"""Collectives: their times, verification of their outputs, latency and bandwidth, and overlap with a computation."""

@@ -1,10 +1,10 @@
 """Measure the time of collectives, verify every element of their outputs, and measure how they overlap with a computation.
 
 The inputs are integers that differ between ranks and between elements. Their sums are exact in the dtype, so outputs are compared
-for equality. This detects a rank that is missing, that is counted twice or that is swapped with another rank. It also detects
-data that is shifted by one element.
+for equality. This detects a rank that is missing, counted twice or swapped with another rank, and data that is shifted by one
+element.
 
-S is the message size in bytes. For each collective, S is the size of a certain buffer, see `Collective.size`.
+S is the message size in bytes. `Collective.size` says which buffer of a collective has the size S.
 
 Source of the definition of S and of the bus factors: NVIDIA nccl-tests, doc/PERFORMANCE.md.
 """
@@ -35,10 +35,10 @@ CHECK = "equal to the expected values on every rank"
 _POISON = -1
 _MOST_VALUES = 1 << 11
 _CHUNK = 1 << 24
-# Memory for the verification. Large messages need at most the first value in bytes. Messages that are smaller than a chunk need
-# at most their size times the second value, because each element of 2 bytes needs an index of 8 bytes and some temporaries.
+# Memory for the verification: at most the first value in bytes, and for messages smaller than a chunk at most the second value
+# times their size, because each element of 2 bytes needs an index of 8 bytes and some temporaries.
 _CHECKING_BYTES, _CHECKING_FACTOR = 2 << 30, 64
-# The default computation multiplies square matrices of this size, by kind of device.
+# Number of rows of the square matrices that the default computation multiplies, by kind of device.
 _PRODUCT = {"cpu": 256, "cuda": 4096, "rocm": 4096}
 _MOST_PRODUCTS = 1000
 
@@ -49,7 +49,7 @@ class WrongValueError(HyperionError):
     exit_code = 1
 
 
-# Newer versions of torch renamed these functions and warn about the old names.
+# Newer versions of torch have renamed these functions and warn about the old names.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
@@ -60,8 +60,8 @@ class Collective:
 
     Args:
         name: common name of the collective.
-        size: text that says which buffer has the size S. The definition is the same as in nccl-tests.
-        bus_factor: function from the number of ranks to the bus factor, busbw / algbw. The bus factor is the number of bytes
+        size: description of the buffer that has the size S, defined as in nccl-tests.
+        bus_factor: function that maps the number of ranks to the bus factor, busbw / algbw. The bus factor is the number of bytes
             that cross the link of a rank in one direction, divided by S.
         call: function (output, input) that runs the collective.
         expected: function (value, rank, ranks, block, index) that returns the expected values at `index` of the output of a
@@ -88,7 +88,7 @@ class Collective:
 def root_of(ranks: int) -> int:
     """Return the root rank of broadcast and reduce, which is the last rank.
 
-    The root is not rank 0, because 0 is the default of PyTorch. If a library ignored the given root, a test with root 0 would not
+    The root is not rank 0, because rank 0 is PyTorch's default. If a library ignored the given root, a test with root 0 would not
     detect this.
     """
     return ranks - 1
@@ -97,7 +97,7 @@ def root_of(ranks: int) -> int:
 def _around_the_ring(output: torch.Tensor, given: torch.Tensor) -> None:
     """Send to the next rank and receive from the previous rank at the same time."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    # Both messages in one batch. A blocking send before the receive could wait forever, because all ranks would send first.
+    # Both messages are in one batch. With a blocking send before the receive, all ranks would send first and could deadlock.
     messages = [dist.P2POp(dist.isend, given, (rank + 1) % ranks), dist.P2POp(dist.irecv, output, (rank - 1) % ranks)]
     for work in dist.batch_isend_irecv(messages):
         wait_for_peers(work)
@@ -156,7 +156,7 @@ COLLECTIVES = {
 }
 
 
-# The collectives that the chapters measure, and two more: training uses them for checkpoints and for pipelines.
+# The collectives that the chapters measure, and two more that training uses for checkpoints and pipelines.
 ALL_COLLECTIVES = COLLECTIVES | {
     collective.name: collective
     for collective in (
@@ -208,8 +208,8 @@ class CollectiveMeasurement:
     def busbw_gb_s(self, seconds: float) -> float:
         """Return the bus bandwidth, algorithm bandwidth x bus factor, in 10⁹ bytes/s.
 
-        It is the rate at which bytes cross the link of a rank in one direction. This does not hold if a switch does the
-        reduction or the multicast.
+        It is the rate at which bytes cross the link of a rank in one direction, unless a switch does the reduction or the
+        multicast.
         """
         return self.algbw_gb_s(seconds) * self.collective.bus_factor(self.ranks)
 
@@ -221,7 +221,7 @@ def collective_bytes(wanted: int, dtype: str, ranks: int) -> int:
 
 
 def memory_needed(size_bytes: int) -> int:
-    """Return how many bytes of memory a collective of S bytes needs on a rank at most, for input, output and verification."""
+    """Return the maximum memory in bytes that a collective of S bytes needs on a rank for input, output and verification."""
     return 2 * size_bytes + min(_CHECKING_BYTES, _CHECKING_FACTOR * size_bytes)
 
 
@@ -251,7 +251,7 @@ def measure_collective(
     buffers = Buffers(collective, size_bytes, dtype, here, roll)
     buffers.prepare()
     buffers.call()
-    # A wrong collective is reported before time is spent on its timing.
+    # Report a wrong collective before spending time on its timing.
     buffers.require_exact("before it was timed")
     clock = RanksClock(here, buffers.prepare, roll.step)
     timing = time_function(buffers.call, here.device, cold=False, time_limit_s=time_limit_s, clock=clock)
@@ -271,14 +271,14 @@ class Buffers:
         options = {"dtype": DTYPES[dtype], "device": here.device.torch_device}
         self.input = torch.empty(self.block * (here.size if collective.whole_input else 1), **options)
         self.output = torch.empty(self.block * (here.size if collective.whole_output else 1), **options)
-        # Only the root has the data. Any other rank that kept its own values would pass the check without receiving anything.
+        # Only the root holds the data. If the other ranks did too, they would pass the check without receiving anything.
         if collective.name == "broadcast" and here.rank != root_of(here.size):
             self.input.fill_(_POISON)
         else:
             self._fill_input()
 
     def prepare(self) -> None:
-        """Restore the input. Fill a separate output with a wrong value, so that the check does not accept an old result."""
+        """Restore the input of an in-place collective. Otherwise, fill the output with a wrong value, to detect an old result."""
         if self.collective.in_place:
             self.output.copy_(self.input)
         else:
@@ -293,14 +293,14 @@ class Buffers:
         """Check that every element of the output equals the expected value.
 
         Args:
-            when: text for the error message that says when the check ran, such as "after the timed calls".
+            when: time of the check for the error message, such as "after the timed calls".
 
         Raises:
             WrongValueError: an element is wrong. The message contains the rank, the index of the first wrong element, its value
                 and the expected value.
         """
         if self.here.device.kind != "cpu":
-            # If another rank does not arrive, this rank waits in this line. Hang reports recognise a waiting rank by this frame.
+            # If another rank does not take part, this rank waits here. Hang reports recognise a waiting rank by this frame.
             torch.cuda.synchronize(self.here.device.torch_device)
         wrong, first = self.wrong()
         verification = Verification(CHECK, float(wrong), 0.0)
@@ -328,7 +328,7 @@ class Buffers:
         for start in range(0, self.output.numel(), _CHUNK):
             actual = self.output[start : start + _CHUNK]
             index = torch.arange(start, start + actual.numel(), device=actual.device)
-            # Any rank can compute the inputs of every other rank, so the check needs no communication.
+            # Every rank can compute the inputs of all other ranks, so the check needs no communication.
             expected = self.collective.expected(self._values, self.here.rank, self.here.size, self.block, index).to(actual.dtype)
             differs = actual != expected
             here = int(differs.sum())
@@ -345,10 +345,10 @@ class Buffers:
 
 
 def _values_of(dtype: torch.dtype, terms: int) -> Callable:
-    """Return a function (rank, index) that returns pseudo-random integers, the input values of a rank.
+    """Return a function (rank, index) that returns the input values of a rank, which are pseudo-random integers.
 
-    The integers start at 1. They are so small that the sum of `terms` of them is exact in the dtype. A format with p bits of
-    precision can represent every integer up to 2^p. This is 256 for bf16 and 2048 for fp16.
+    The integers are at least 1, and so small that the sum of `terms` of them is exact in the dtype. A format with p bits of
+    precision can represent every integer up to 2^p, which is 256 for bf16 and 2048 for fp16.
 
     Raises:
         HyperionError: the sum of `terms` different integers is not exact in this dtype.
@@ -362,8 +362,8 @@ def _values_of(dtype: torch.dtype, terms: int) -> Callable:
         )
 
     def value(rank, index: torch.Tensor) -> torch.Tensor:
-        # The values are a hash of the index. With a repeating ramp, a shift by one period would not be detected. Source of the
-        # hash: Steele et al., SplitMix, OOPSLA 2014.
+        # The values are hashes of the index, because with a repeating ramp, a shift by one period would not be detected. Source
+        # of the hash: Steele et al., SplitMix, OOPSLA 2014.
         mixed = (index + 1 + rank * 0x3C6EF372) * 0x1E3779B97F4A7C15
         mixed = (mixed ^ (mixed >> 30)) * 0x3F58476D1CE4E5B9
         return (mixed ^ (mixed >> 27)).remainder(values) + 1
@@ -403,7 +403,7 @@ def kernels_of_collectives(cells: Sequence[tuple[Collective, str, int]], here: W
 
 
 def kernels_launched(calls: Sequence[Callable[[], object]], device: Device) -> list[str] | None:
-    """Return the name of the kernel of each call. Return None if the profiler did not record one kernel for each call.
+    """Return the name of the kernel of each call, or None if the profiler did not record exactly one kernel per call.
 
     Args:
         calls: functions that run one collective each. All ranks must call them. NCCL and RCCL launch one kernel per collective.
@@ -412,7 +412,7 @@ def kernels_launched(calls: Sequence[Callable[[], object]], device: Device) -> l
     with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as profiler:
         for call in calls:
             call()
-            # Kernels of two collectives must not overlap: their order in time assigns a kernel to its call.
+            # Kernels of two collectives must not overlap, because kernels are assigned to calls by their order in time.
             torch.cuda.synchronize(device.torch_device)
     on_device = [event for event in profiler.events() or () if event.device_type == DeviceType.CUDA]
     matches = [_KERNEL.match(event.name) for event in sorted(on_device, key=lambda event: event.time_range.start)]
@@ -442,7 +442,7 @@ def algorithm_of(kernel: str, *, switch_may_add: bool) -> str:
 class CollectiveOverlap:
     """The times of an all-reduce, of a computation, and of both overlapped.
 
-    The timings of the three calls alternated. Each sample is the time of the slowest rank.
+    The three calls are timed alternately. Each sample is the time of the slowest rank.
 
     Args:
         bytes: message size of the all-reduce in bytes.
@@ -466,14 +466,14 @@ class CollectiveOverlap:
     def share(self) -> Estimate:
         """Saved time divided by the shorter time: (compute + collective - both) / min(compute, collective).
 
-        It is 1 if the overlap hides the shorter operation completely. It is 0 if the overlap saves no time. It is below 0 if the
-        two operations slow each other down by more than the overlap saves.
+        It is 1 if the overlap hides the shorter operation completely, 0 if it saves no time, and negative if the two operations
+        slow each other down by more than the overlap saves.
         """
         return self._estimate(lambda compute, collective, both: (compute + collective - both) / min(compute, collective))
 
     @property
     def exposed_share(self) -> Estimate:
-        """Share of the time of the all-reduce that the computation does not hide: (both - compute) / collective."""
+        """Share of the all-reduce time that the computation does not hide: (both - compute) / collective."""
         return self._estimate(lambda compute, collective, both: (both - compute) / collective)
 
     def _estimate(self, function: Callable[[float, float, float], float]) -> Estimate:
@@ -538,7 +538,7 @@ def measure_overlap(
         time_limit_s=time_limit_s,
         clock=clock,
     )
-    # In each round, the overlapped call comes last. So the output is the result of an overlapped call.
+    # The overlapped call comes last in each round, so the output is the result of an overlapped call.
     verification = buffers.require_exact("after it overlapped with a computation")
     return CollectiveOverlap(buffers.bytes, dtype, here.size, alone, collective, both, verification)
 
@@ -562,6 +562,6 @@ def _products(device: Device, lasting_s: float, clock: RanksClock, here: World) 
 
 
 def _seconds(function: Callable[[], object], here: World, clock: RanksClock) -> float:
-    """Return the median time of a call in seconds, from few samples. The value is the same on all ranks."""
+    """Return the median time of a call in seconds, from a few samples. The value is the same on all ranks."""
     timing = time_function(function, here.device, cold=False, minimum_samples=10, time_limit_s=0.1, clock=clock)
     return timing.estimate.value

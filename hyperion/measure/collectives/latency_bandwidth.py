@@ -1,6 +1,6 @@
 """Fit the latency and the bandwidth of messages, and derive the message size that reaches a given share of the bandwidth.
 
-The message size helps to choose the bucket size of DDP and the size of the units of FSDP.
+This message size helps to choose the bucket size of DDP and the unit size of FSDP.
 """
 
 import itertools
@@ -22,11 +22,11 @@ class LatencyBandwidth:
     """The result of fitting time = latency + bytes / bandwidth to measured times.
 
     Args:
-        latency_s: seconds of a message of size 0.
-        s_per_gb: seconds per GB (1e9 bytes). This is the inverse of the bandwidth.
-        half_rate_gb: message size in GB that reaches half of the bandwidth (n_1/2 in Hockney's paper). A message of this size
-            takes twice the latency. The value is meaningless if the interval of `s_per_gb` contains 0, because the times then do
-            not grow with the size.
+        latency_s: time of a message of size 0 in seconds.
+        s_per_gb: seconds per GB (1e9 bytes), the inverse of the bandwidth.
+        half_rate_gb: message size in GB at which half of the bandwidth is reached (n_1/2 in Hockney's paper). A message of this
+            size takes twice the latency. The value is meaningless if the interval of `s_per_gb` contains 0, because the times
+            then do not grow with the size.
         deviation: largest relative difference between a median time and the fit. It is large if the library changes its protocol
             with the message size.
     """
@@ -38,17 +38,17 @@ class LatencyBandwidth:
 
 
 def fit_latency_bandwidth(gigabytes: Sequence[float], times_s: Sequence[Sequence[float]]) -> LatencyBandwidth:
-    """Fit latency and bandwidth by least squares of the relative errors.
+    """Fit latency and bandwidth by least squares on the relative errors.
 
-    With absolute errors, the largest messages would decide the fit, and the latency would be arbitrary.
+    With absolute errors, the largest messages would dominate the fit, and the latency would be arbitrary.
 
     Args:
-        gigabytes: message sizes in units of 1e9 bytes. At least two of them must be different.
+        gigabytes: message sizes in GB (1e9 bytes). At least two of them must be different.
         times_s: for each message size, the samples in seconds.
 
     Source: Hockney, The communication challenge for MPP, Parallel Computing 20 (1994) 389-398, for the model.
     """
-    # Imported here, because the import takes half a second in every worker process.
+    # Imported here, because the import takes half a second, which would delay every worker process.
     from scipy.optimize import nnls
 
     size = np.asarray(gigabytes, dtype=np.float64)
@@ -70,8 +70,8 @@ def fit_latency_bandwidth(gigabytes: Sequence[float], times_s: Sequence[Sequence
 def half_rate_size(sizes: Sequence[float], rates: Sequence[float]) -> float | None:
     """Return the smallest size at which the rate is half of the maximum rate (n_1/2 in Hockney's paper).
 
-    Between two sizes, the rate is interpolated over the logarithm of the size. The result is None if the rate of the smallest
-    size is already at least half of the maximum.
+    Between two sizes, the rate is interpolated over the logarithm of the size. Return None if the rate of the smallest size is
+    already at least half of the maximum.
 
     Args:
         sizes: message sizes.
@@ -87,10 +87,10 @@ def half_rate_size(sizes: Sequence[float], rates: Sequence[float]) -> float | No
 
 
 def share_of_best(size: float, sizes: Sequence[float], rates: Sequence[float]) -> float:
-    """Return the measured rate at a size as a share of the highest measured rate. No fit is used.
+    """Return the measured rate at a size as a share of the highest measured rate, without a fit.
 
-    Between two measured sizes, the rate is interpolated over the logarithm of the size. For a size that is smaller or larger than
-    all measured sizes, the rate of the nearest measured size is used.
+    Between two measured sizes, the rate is interpolated over the logarithm of the size. Outside the measured range, the rate of
+    the nearest measured size is used.
 
     Args:
         size: message size.
@@ -104,7 +104,7 @@ def share_of_best(size: float, sizes: Sequence[float], rates: Sequence[float]) -
 SHARE = 0.9
 # Reason why no size can be derived from a fit.
 FLAT = "the times do not grow with the size by more than they scatter"
-# Default of bucket_cap_mb in torch.nn.parallel.DistributedDataParallel.
+# Default value of bucket_cap_mb in torch.nn.parallel.DistributedDataParallel.
 DDP_DEFAULT_MIB = 25
 
 
@@ -115,9 +115,8 @@ class BucketSize:
     Args:
         collective: name of the collective.
         share: share of the asymptotic bandwidth.
-        bytes: message size S in bytes. `Collective.size` says which buffer of the collective has this size. None if the size
-            cannot be derived.
-        reason: the reason why `bytes` is None, or a warning about the size. "" if there is neither.
+        bytes: message size S in bytes (see `Collective.size`). None if it cannot be derived.
+        reason: reason why `bytes` is None, or a warning about the size. "" if there is neither.
     """
 
     collective: str
@@ -126,10 +125,10 @@ class BucketSize:
     reason: str = ""
 
     def words(self, element_bytes: int = 2) -> str:
-        """Return a text with the size, and with the settings of DDP or FSDP that follow from it.
+        """Describe the size, and the settings of DDP or FSDP that follow from it.
 
         Args:
-            element_bytes: bytes of one transferred gradient or parameter element, for example 2 for bf16.
+            element_bytes: bytes per transferred element of a gradient or parameter, for example 2 for bf16.
         """
         if self.bytes is None:
             return f"{self.collective}: no size recommended: {self.reason}"
@@ -148,13 +147,13 @@ def recommended_bucket(
     share / (1 - share) x latency x bandwidth.
 
     Args:
-        fit: result of `fit_latency_bandwidth` for this collective. Its message sizes must be the gigabytes that cross a link,
-            which are bus factor x S / 1e9.
+        fit: result of `fit_latency_bandwidth` for this collective. Its message sizes must be the GB that cross a link,
+            bus factor x S / 1e9.
         collective: name of the collective.
         bus_factor: bus factor of the collective for the number of ranks of the fit.
         measured_bytes: the measured message sizes S in bytes. If the result is larger than all measured sizes, it is an
             extrapolation, and its `reason` contains a warning.
-        share: share of the bandwidth, between 0 and 1, exclusive.
+        share: share of the bandwidth, above 0 and below 1.
 
     Raises:
         HyperionError: the share is out of range.
@@ -169,7 +168,7 @@ def recommended_bucket(
     # If the time per byte may be 0, every size reaches the bandwidth, so no size can be derived.
     if fit.s_per_gb.ci_low <= 0:
         return BucketSize(collective, share, None, FLAT)
-    # share = (bytes / bandwidth) / (latency + bytes / bandwidth), solved for the bytes. n_1/2 is latency times bandwidth.
+    # This solves share = (bytes / bandwidth) / (latency + bytes / bandwidth) for bytes. n_1/2 is latency times bandwidth.
     size = crossing.map(lambda gigabytes: share / (1 - share) * gigabytes * 1e9 / bus_factor)
     warnings = []
     if size.value > max(measured_bytes):
@@ -196,7 +195,7 @@ _MEANINGS = {"all_reduce": _ddp, "all_gather": _fsdp, "reduce_scatter": _fsdp}
 
 
 def _size(size: float) -> str:
-    """Return a size in bytes as text in binary units."""
+    """Format a size in bytes in binary units."""
     for unit, factor in (("GiB", GIB), ("MiB", MIB), ("KiB", KIB)):
         if size >= factor:
             return f"{size / factor:.3g} {unit}"

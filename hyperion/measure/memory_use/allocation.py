@@ -20,7 +20,7 @@ STEP_BYTES = 64 * MIB
 _TOUCHED = 4096
 _CPU_SHARE = 0.5
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # <malloc.h> of glibc
-# Limits of the mmap threshold of glibc. It starts at the smaller value. glibc raises it up to the larger value when large buffers
+# Limits of glibc's mmap threshold. It starts at the smaller value, and glibc raises it up to the larger value when large buffers
 # are freed.
 _SMALL, _LARGE = 128 * KIB, 32 * MIB
 _SHARE_OF_FREE = 0.95
@@ -34,11 +34,11 @@ class NoMemoryCap(HyperionError):
 
 
 def allocator_refusal(error: Exception, device: Device) -> str | None:
-    """Return the first line of the message of an out-of-memory error. Return None if the error is another error.
+    """Return the first line of the message of an out-of-memory error, or None for any other error.
 
-    On a CPU, PyTorch has no exception class for out-of-memory errors, so the message of the allocator is compared. oneDNN
-    allocates its own memory. If this fails, its error message only says that it "could not create a primitive". For such an
-    error, a test allocation decides whether memory is missing.
+    On a CPU, PyTorch has no exception class for out-of-memory errors, so they are recognised by the message of the allocator.
+    oneDNN allocates its own memory. If this fails, its error message only says that it "could not create a primitive". For such
+    an error, a test allocation decides whether memory is missing.
     """
     if isinstance(error, torch.OutOfMemoryError | MemoryError) or _CPU_REFUSAL in str(error):
         return (str(error) or "MemoryError").splitlines()[0]
@@ -57,10 +57,10 @@ def _refusal_of(count: int, device: Device) -> str | None:
 
 @dataclass(frozen=True)
 class MemoryCap:
-    """A limit of the memory of this process.
+    """A limit on the memory of this process.
 
     Args:
-        gib: GiB that the process may allocate in addition to the memory that it had when the limit was set.
+        gib: GiB that the process may allocate in addition to its memory at the time when the limit was set.
         peak_gib: the peak in GiB that `PeakMemoryRegion` reports if the process uses all of this memory.
     """
 
@@ -70,11 +70,11 @@ class MemoryCap:
 
 @contextlib.contextmanager
 def memory_cap(device: Device, gib: float) -> Iterator[MemoryCap]:
-    """Context in which this process can allocate only a limited amount of memory for tensors.
+    """Context manager that limits the memory that this process can allocate for tensors.
 
-    If the limit is exceeded, allocations fail as on a device whose memory is full. On a GPU, PyTorch's allocator enforces the
-    limit and raises its usual error. On a CPU, the Linux kernel enforces the limit (RLIMIT_DATA). Within this context, the C
-    library maps every large buffer separately, and unmaps the buffer when it is freed. So freed memory does not count.
+    Allocations that exceed the limit fail as on a device whose memory is full. On a GPU, PyTorch's allocator enforces the limit
+    and raises its usual error. On a CPU, the Linux kernel enforces the limit (RLIMIT_DATA). Within the context, the C library
+    maps every large buffer separately and unmaps it when it is freed, so freed memory does not count.
 
     Args:
         device: the device whose memory is limited. For a CPU, the memory of the process on the host is limited.
@@ -113,8 +113,8 @@ def _resident_cap(device: Device, gib: float) -> Iterator[MemoryCap]:
     _tune_malloc(mapped_from_bytes=_SMALL, trimmed_at_bytes=_SMALL)
     mapped, resident = _status_bytes("VmData"), _status_bytes("VmRSS")
     soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
-    # The limit counts all private writable memory, so add what the process has mapped already. The hard limit stays: once
-    # lowered, it could not be raised again without privileges.
+    # The limit applies to all private writable memory, so add what the process has already mapped. The hard limit is not changed,
+    # because a process without privileges could not raise it again.
     resource.setrlimit(resource.RLIMIT_DATA, (int(mapped + gib * GIB), hard))
     try:
         yield MemoryCap(gib, gib + resident / GIB)
@@ -128,7 +128,7 @@ def _tune_malloc(mapped_from_bytes: int, trimmed_at_bytes: int) -> None:
 
     Args:
         mapped_from_bytes: glibc maps buffers of at least this size separately.
-        trimmed_at_bytes: glibc returns free memory to the system if it has more than this.
+        trimmed_at_bytes: glibc returns free memory to the system if it holds more than this.
     """
     library = ctypes.CDLL(None)
     if hasattr(library, "mallopt"):
@@ -147,17 +147,16 @@ class LargestAllocation:
     """The largest single allocation that succeeds.
 
     Args:
-        granted_bytes: size of the allocation. It is a multiple of `step_bytes`. An allocation that is larger by `step_bytes`
-            fails.
+        granted_bytes: size of the allocation, a multiple of `step_bytes`. An allocation that is larger by `step_bytes` fails.
         step_bytes: resolution of the search.
         free_bytes: free memory of the device before the search.
         memory_bytes: total memory of the device. For a CPU, the memory of the machine.
-        cap_bytes: limit of the memory of this process during the search. None if there was no limit. On a CPU there is always a
+        cap_bytes: limit on the memory of this process during the search. None if there was no limit. On a CPU, there is always a
             limit, because a system that overcommits memory accepts every allocation and fails only when the memory is used.
         refusal: first line of the error message of the last allocation that failed.
-        attempts: number of allocations that were tried.
-        verification: check that 4,096 bytes could be written and read back. They are spread from the first to the last byte of
-            the allocation.
+        attempts: number of attempted allocations.
+        verification: check that 4,096 bytes, spread from the first to the last byte of the allocation, could be written and read
+            back.
     """
 
     granted_bytes: int
@@ -178,13 +177,13 @@ class LargestAllocation:
 def largest_allocation(device: Device, *, step_bytes: int = STEP_BYTES, cap_gib: float | None = None) -> LargestAllocation:
     """Find the largest single tensor that can be allocated on a device, by bisection. The memory is freed afterwards.
 
-    Only 4,096 bytes of the tensor are written. So on a CPU, most of the allocation needs no physical memory.
+    Only 4,096 bytes of the tensor are written, so on a CPU, most of the allocation needs no physical memory.
 
     Args:
         device: the device.
         step_bytes: resolution of the search in bytes.
-        cap_gib: limit in GiB of the memory of this process during the search, see `memory_cap`. With None, there is no limit on
-            a GPU, and the limit on a CPU is half of the available memory.
+        cap_gib: limit in GiB on the memory of this process during the search; see `memory_cap`. None means no limit on a GPU, and
+            half of the available memory on a CPU.
 
     Raises:
         NoMemoryCap: the system does not enforce the limit.
@@ -195,7 +194,8 @@ def largest_allocation(device: Device, *, step_bytes: int = STEP_BYTES, cap_gib:
         cap_gib = _CPU_SHARE * free / GIB
     with memory_cap(device, cap_gib) if cap_gib is not None else contextlib.nullcontext() as cap:
         search = _Search(device, step_bytes)
-        # One step more than the memory of the device. If this succeeds, the device overcommits, and the search has no meaning.
+        # One step more than the memory of the device. If this allocation succeeds, the device overcommits, and the search is
+        # meaningless.
         beyond = device.memory_bytes // step_bytes + 1
         steps, verification = search.verified(search.run(beyond, beyond if cap is None else int(cap.gib * GIB) // step_bytes))
     return LargestAllocation(
@@ -218,7 +218,7 @@ class _Search:
         self.refusal, self.attempts = "", 0
 
     def run(self, beyond: int, most: int) -> int:
-        """Return the largest number of steps that can be allocated, but at most `most`.
+        """Return the largest number of steps that can be allocated, at most `most`.
 
         Args:
             beyond: number of steps whose allocation must fail.
@@ -248,10 +248,9 @@ class _Search:
         return granted
 
     def verified(self, steps: int) -> tuple[int, Verification]:
-        """Allocate the largest size again, write bytes that are spread over the allocation, and read them back.
+        """Allocate the largest size again, write bytes spread over the allocation, and read them back.
 
-        If this allocation fails, because other threads of this process have allocated memory in the meantime, fewer steps are
-        allocated.
+        If this allocation fails because other threads of this process have allocated memory meanwhile, allocate fewer steps.
 
         Returns:
             The number of steps, and a verification whose error is the share of bytes that differ.
@@ -260,7 +259,7 @@ class _Search:
             steps -= 1
         held = self._allocate(steps)
         places = torch.linspace(0, held.numel() - 1, _TOUCHED, dtype=torch.float64).long().to(held.device)
-        # Values from 1 to 251, because 0 could be the content of fresh memory.
+        # Values from 1 to 251, because fresh memory could contain 0.
         numbers = (torch.arange(_TOUCHED, device=held.device) % 251 + 1).to(torch.uint8)
         held[places] = numbers
         wrong = torch.count_nonzero(held[places] != numbers).item() / _TOUCHED

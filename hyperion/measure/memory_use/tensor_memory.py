@@ -1,15 +1,15 @@
 """Measure the memory of tensors: the peak of a region, the live bytes after each operator, and the lifetime of each tensor.
 
-`TensorMemory` counts the size of the storages of all live tensors. The count includes the outputs of operators, but not the
-workspace of a kernel. Other measures of memory are larger. An allocator rounds sizes up, and also holds cached blocks and
-workspaces of libraries. The resident memory of a process also contains the Python interpreter.
+`TensorMemory` counts the sizes of the storages of all live tensors. The count includes the outputs of operators, but not the
+workspaces of kernels. Other measures of memory are larger: an allocator rounds sizes up and also holds cached blocks and
+workspaces of libraries, and the resident memory of a process also contains the Python interpreter.
 
-The count can be too high in one case. If a weight is used twice, autograd adds its two gradients. Normally it adds them in place.
-While a dispatch mode is active, it writes the sum into a new tensor (ATen's isTensorSubclassLike). If the peak is in this
-addition, the count is too high by the size of one gradient of this weight.
+The count can be too high in one case. If a weight is used twice, autograd adds its two gradients, normally in place. While a
+dispatch mode is active, it writes the sum to a new tensor (ATen's isTensorSubclassLike). If the peak occurs in this addition, the
+count is too high by the size of one gradient of this weight.
 
 `MemoryTimeline` also works with fake tensors, which have a shape but no memory. This predicts the memory of a step without
-running the step, see hyperion.training.memory_estimate.
+running it; see hyperion.training.memory_estimate.
 """
 
 import weakref
@@ -36,15 +36,15 @@ WORKSPACE = "workspace"  # memory that a kernel needs only while it runs
 
 
 class TensorMemory(TorchDispatchMode):
-    """Context that counts the bytes of live tensors. Tensors that other Python threads create are not counted.
+    """Context manager that counts the bytes of live tensors. Tensors that other Python threads create are not counted.
 
     Args:
         device: only tensors on this type of device are counted.
-        alive: tensors that already exist and must be counted.
+        alive: existing tensors that are counted too.
 
     Attributes:
         now_bytes: current size of all counted live tensors. A storage that several tensors share counts once.
-        peak_bytes: largest value of `now_bytes` since the start, or since the last call of `reset_peak`.
+        peak_bytes: largest value of `now_bytes` since the start, or since the last call to `reset_peak`.
     """
 
     def __init__(self, device: Device, alive: Iterable[Tensor] = ()):
@@ -64,7 +64,7 @@ class TensorMemory(TorchDispatchMode):
 
     def __exit__(self, *exception) -> None:
         super().__exit__(*exception)
-        # Without the detach, memory that is freed after the block would still call `_forget`.
+        # Without this, `_forget` would still be called for memory that is freed after the block.
         for finalizer in self._storages.values():
             finalizer.detach()
         self._storages.clear()
@@ -78,7 +78,7 @@ class TensorMemory(TorchDispatchMode):
         if storage.device.type != self._type or id(storage) in self._storages:
             return
         size = storage.nbytes()
-        # The Python object of a storage lives exactly as long as the memory of the storage, whichever tensors share it.
+        # The Python object of a storage lives exactly as long as the storage's memory, whichever tensors share it.
         self._storages[id(storage)] = weakref.finalize(storage, self._forget, id(storage), size)
         self.now_bytes += size
         self.peak_bytes = max(self.peak_bytes, self.now_bytes)
@@ -89,7 +89,7 @@ class TensorMemory(TorchDispatchMode):
 
 
 class SavedForBackward:
-    """Context that counts the activations that autograd saves for the backward pass. Use it around a forward pass.
+    """Context manager that counts the activations that autograd saves for the backward pass. Use it around a forward pass.
 
     Args:
         known: tensors that are not activations, such as parameters, buffers and the batch. They are not counted.
@@ -109,7 +109,7 @@ class SavedForBackward:
 
     @property
     def bytes(self) -> int:
-        """Size in bytes of all saved activations that are alive. A storage that several tensors share counts once."""
+        """Total size in bytes of all live saved activations. A storage that several tensors share counts once."""
         return sum(storage.nbytes() for storage in self._alive())
 
     def _alive(self) -> Iterator[torch.UntypedStorage]:
@@ -129,7 +129,7 @@ def storage_key(tensor: Tensor) -> int:
 
 
 def bytes_of(tensors: Iterable[Tensor]) -> int:
-    """Return the size in bytes of the storages of these tensors. A storage that several tensors share counts once."""
+    """Return the total size in bytes of the storages of the tensors. A storage that several tensors share counts once."""
     return sum({storage_key(tensor): tensor.untyped_storage().nbytes() for tensor in tensors}.values())
 
 
@@ -153,7 +153,7 @@ class PeakMemory:
     """The peak memory of a region.
 
     Args:
-        metric: "peak_memory_gib" is the allocated memory of tensors on a GPU. "peak_rss_gib" is the resident host memory of the
+        metric: "peak_memory_gib" for the allocated tensor memory on a GPU, or "peak_rss_gib" for the resident host memory of the
             whole process, including the interpreter and libraries.
         gib: the peak in GiB. None if the system does not report it.
         reason: reason why `gib` is None. "" if it is known.
@@ -165,7 +165,7 @@ class PeakMemory:
 
 
 class PeakMemoryRegion:
-    """Context that measures the peak memory of a region. At the end of the region, it sets the attribute `peak`.
+    """Context manager that measures the peak memory of a region. At the end of the region, it sets the attribute `peak`.
 
     The peak includes memory that was allocated before the region.
     """
@@ -208,7 +208,7 @@ def allocated_peak(device: Device, call: Callable[[], object], standing_bytes: i
     of the process. The CPU allocator does not count memory, but it reports every allocation and every release to the profiler.
 
     Args:
-        standing_bytes: only for a CPU: size in bytes of the tensors that already exist and are to be included.
+        standing_bytes: for a CPU only, the size in bytes of the existing tensors to include.
     """
     if device.kind != "cpu":
         torch.cuda.synchronize(device.torch_device)
@@ -230,16 +230,17 @@ def allocated_peak(device: Device, call: Callable[[], object], standing_bytes: i
 
 @dataclass(frozen=True)
 class Birth:
-    """The lifetime of a piece of memory.
+    """The lifetime of a memory block.
 
-    Each allocation and each release of memory is called an event. The events are numbered in the order in which they happen.
+    Each allocation and each release of a block during the step is an event. Events are numbered from 1 in the order in which they
+    happen. Event 0 stands for all allocations before the step.
 
     Args:
         size: size in bytes.
-        kind: kind of the memory. For memory that existed before the step, "parameters", "optimizer state" or a similar name. For
-            other memory, `ACTIVATIONS`, `GRADIENTS`, `TEMPORARY` or `WORKSPACE`.
-        born: number of the event that allocated the memory.
-        died: number of the event that released the memory. None if the memory still exists at the end of the step.
+        kind: kind of memory: "parameters", "optimizer state" or a similar name for a block that existed before the step, else
+            `ACTIVATIONS`, `GRADIENTS`, `TEMPORARY` or `WORKSPACE`.
+        born: number of the event that allocated the block.
+        died: number of the event that released the block. None if the block still exists at the end of the step.
     """
 
     size: int
@@ -253,9 +254,9 @@ class MemoryHistory:
     """The history of the memory of a training step.
 
     Args:
-        lives: lifetimes of all pieces of memory. Memory that existed before the step has `born` = 0.
-        events: number of events. An event is an allocation or a release of memory.
-        phase_ends: for each phase in PHASES, the number of events until its end.
+        lives: lifetimes of all memory blocks. A block that existed before the step has `born` = 0.
+        events: number of events (see `Birth`), including event 0.
+        phase_ends: for each phase in PHASES, the number of the first event after the phase.
     """
 
     lives: tuple[Birth, ...]
@@ -263,10 +264,7 @@ class MemoryHistory:
     phase_ends: tuple[int, ...]
 
     def levels(self, kind: str | None = None) -> list[int]:
-        """Return the live bytes after each event, for one kind of memory. None means all kinds together.
-
-        An event is an allocation or a release of memory.
-        """
+        """Return the live bytes of one kind of memory after each event (see `Birth`). None means the total of all kinds."""
         changes = [0] * self.events
         for life in self.lives:
             if kind in (None, life.kind):
@@ -281,20 +279,19 @@ class MemoryHistory:
 
     @property
     def parts(self) -> dict[str, int]:
-        """A dict that maps a kind of memory to its peak in bytes.
+        """A dict that maps each kind of memory to its own peak in bytes.
 
-        Each peak is the peak of one kind only. The kinds can reach their peaks at different times of the step, so the sum of the
-        peaks can be larger than the peak of the step.
+        The kinds can reach their peaks at different times, so the sum of these peaks can exceed the peak of the step.
         """
         return {kind: max(self.levels(kind)) for kind in self.kinds()}
 
     @property
     def kept_bytes(self) -> int:
-        """Size of the activations at the end of the forward pass in bytes."""
+        """Size in bytes of the activations at the end of the forward pass."""
         return self.levels(ACTIVATIONS)[self.phase_ends[0] - 1]
 
     def fullest(self) -> int:
-        """Return the number of the first event after which the number of live bytes is largest."""
+        """Return the number of the event after which the most bytes are live (the first such event)."""
         levels = self.levels()
         return levels.index(max(levels))
 
@@ -318,7 +315,7 @@ class MemoryHistory:
 
 
 class MemoryTimeline(TorchDispatchMode):
-    """Context that records the memory of one training step on one device. `history()` returns the result.
+    """Context manager that records the memory of one training step on one device. `history()` returns the result.
 
     Args:
         model: the model that is trained. The gradients of its parameters get the kind `GRADIENTS`.
@@ -340,7 +337,7 @@ class MemoryTimeline(TorchDispatchMode):
     ):
         super().__init__()
         self._model, self._block, self._inside, self._in_place = model, block_bytes, inside, in_place
-        self._numbers: dict[int, int] = {}  # number of each live piece of memory, by the key of its storage
+        self._numbers: dict[int, int] = {}  # number of each live memory block, by the key of its storage
         self._finalizers: dict[int, weakref.finalize] = {}
         self._sizes: list[int] = []
         self._born: list[int] = []
@@ -350,7 +347,7 @@ class MemoryTimeline(TorchDispatchMode):
         for kind, tensors in standing.items():
             for tensor in tensors:
                 self._count(tensor, kind)
-        # Event 0 stands for everything that existed before the step.
+        # Event 0 stands for all allocations before the step.
         self._event = 1
         self._hooks: list = []
 
@@ -385,7 +382,7 @@ class MemoryTimeline(TorchDispatchMode):
             if isinstance(leaf, Tensor):
                 self._count(leaf, TEMPORARY)
         if self._inside is not None and (size := self._inside(func, args)):
-            # The workspace is released at once, but the event between makes it part of the peak.
+            # The workspace is released immediately. Its allocation is a separate event, so that the peak includes it.
             self._die(self._bear(size, WORKSPACE))
         return returned
 
@@ -410,7 +407,7 @@ class MemoryTimeline(TorchDispatchMode):
         self._kinds.append(kind)
         self._born.append(self._event)
         self._died.append(None)
-        # While standing tensors are counted, the number stays 0.
+        # The event number stays 0 while the tensors that existed before the step are counted.
         self._event += self._event > 0
         return len(self._sizes) - 1
 
@@ -443,20 +440,20 @@ class MemoryTimeline(TorchDispatchMode):
 
 
 def _as_activation(life: Birth, forward_end: int) -> Birth:
-    """Return the lifetime with the kind `ACTIVATIONS` if the memory was allocated in the forward pass and is released later.
+    """Return the lifetime with the kind `ACTIVATIONS` if a temporary block was allocated in the forward pass and outlives it.
 
-    This also covers memory that autograd did not save itself. All other lifetimes are returned unchanged.
+    This also covers blocks that autograd did not save itself. All other lifetimes are returned unchanged.
     """
     left = 0 < life.born < forward_end and (life.died is None or life.died >= forward_end)
     return replace(life, kind=ACTIVATIONS) if life.kind == TEMPORARY and left else life
 
 
 def _sum_of_gradients(operator: Any, arguments: tuple) -> Tensor | None:
-    """Do the operation in place and return its result, if it is autograd's addition of two gradients of the same tensor.
+    """If an operation is autograd's addition of two gradients of the same tensor, do it in place and return the result.
 
     Return None for any other operation. The addition is recognised by two properties: gradients are disabled, and both tensors
-    have the same shape, strides and dtype. In a recomputed forward pass, gradients are enabled. Backward formulas hardly ever add
-    two tensors with the same layout.
+    have the same shape, strides and dtype. In a recomputed forward pass, gradients are enabled, and backward formulas hardly ever
+    add two tensors with the same layout.
     """
     if operator is not torch.ops.aten.add.Tensor or torch.is_grad_enabled() or len(arguments) != 2:
         return None

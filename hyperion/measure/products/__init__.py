@@ -1,1 +1,1 @@
-"""Matrix products (GEMMs): their rates, the search for the fastest shape, and the reasons why a rate is below the peak."""
+"""Matrix products (GEMMs): their rates, a search for the fastest shape, and the reasons why a rate is below the peak."""

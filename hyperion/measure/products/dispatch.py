@@ -12,8 +12,8 @@ attention includes the product that recomputes the scores.
 Every product counts 2·M·N·K FLOPs. The sums equal those of torch.utils.flop_counter with these exceptions:
 
 - torch.utils.flop_counter has no formula for attention on CPUs and for integer products.
-- For the weight gradient of a grouped convolution, torch.utils.flop_counter counts the input channels of all groups. This
-  module counts the input channels of one group.
+- For the weight gradient of a grouped convolution, torch.utils.flop_counter counts the input channels of all groups, and this
+  module those of one group.
 """
 
 import contextlib
@@ -46,8 +46,7 @@ _MOVE_NOTHING = {
 }
 
 
-# Operators that multiply by weights. For attention, a causal mask makes it possible to skip a part of the product. For these
-# operators it does not.
+# Operators that multiply by weights. A causal mask cannot skip a part of these products, as it can in attention.
 _WEIGHTED = ("mm", "addmm", "convolution")
 
 
@@ -57,7 +56,7 @@ class TensorShape:
 
     Args:
         stride: stride of each dimension in elements.
-        dtype: Hyperion's name of the dtype, such as "bf16". If Hyperion has no name for it, PyTorch's name, such as "int64".
+        dtype: Hyperion's name for the dtype, such as "bf16". If Hyperion has none, PyTorch's name, such as "int64".
         itemsize: bytes per element.
         device: type of the device, such as "cpu" or "cuda".
     """
@@ -82,7 +81,7 @@ class Call:
     """One dispatched operator.
 
     Args:
-        name: name of the operator without its overload, such as "addmm". For PyTorch's own operators, the name has no namespace.
+        name: name of the operator without its overload, such as "addmm". The names of PyTorch's own operators have no namespace.
         arguments: a dict that maps the name of an argument to its value. Each tensor is replaced by its `TensorShape`.
         inputs: tensors that the operator reads.
         outputs: tensors that the operator returns or overwrites.
@@ -99,7 +98,7 @@ class Call:
 
     @property
     def bytes(self) -> int:
-        """Smallest possible memory traffic in bytes: each input is read once, and each output is written once. 0 for a view."""
+        """Minimum memory traffic in bytes: each input is read once, and each output is written once. 0 for a view."""
         if not self.moves:
             return 0
         # An embedding reads only the rows that it returns, not the whole table.
@@ -111,7 +110,7 @@ def dispatched(function: Callable[[], object]) -> list[Call]:
     """Call a function once and return the operators that PyTorch dispatches, in order.
 
     The operators of a backward pass are included if the function runs one. A composite operator, such as `linear` in inference
-    mode, is recorded as the operators that it consists of. A compiled function runs without compilation, because PyTorch does not
+    mode, is recorded as the operators that it consists of. Compiled functions run without compilation, because PyTorch does not
     dispatch fused operators.
     """
     recorder = _Recorder()
@@ -127,10 +126,10 @@ class _Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, operation, types, arguments=(), named=None):
         named = named or {}
-        if operation.namespace in ("prim", "profiler"):  # these read properties of a tensor, or mark regions for the profiler
+        if operation.namespace in ("prim", "profiler"):  # these read tensor properties, or mark regions for the profiler
             return operation(*arguments, **named)
         if _is_composite(operation):
-            # A mode is switched off inside its own __torch_dispatch__. Enter it again, so that the parts are recorded.
+            # A mode is disabled inside its own __torch_dispatch__. Enter it again, so that the parts are recorded.
             with self:
                 return operation.decompose(*arguments, **named)
         output = operation(*arguments, **named)
@@ -163,7 +162,7 @@ def _call(operation, arguments, named, output) -> Call:
 
 
 def is_view(operation) -> bool:
-    """Return whether an operator returns only a view of its input."""
+    """Return True if an operator only returns a view of its input."""
     aliases = [returned.alias_info for returned in operation._schema.returns]
     return any(alias is not None and not alias.is_write for alias in aliases)
 
@@ -171,8 +170,8 @@ def is_view(operation) -> bool:
 def _overwritten(schema, name: str) -> list[str]:
     """Return the names of the arguments that an operator overwrites.
 
-    The schema of a fused optimizer says that the operator overwrites the gradients. It does so only with a gradient scaler, so
-    the gradients are left out.
+    According to its schema, a fused optimizer operator overwrites the gradients. It does so only with a gradient scaler, so the
+    gradients are omitted.
     """
     written = [a.name for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write]
     return [argument for argument in written if not (name.startswith("_fused_") and argument == "grads")]
@@ -191,7 +190,7 @@ def _shape_of(tensor: Tensor) -> TensorShape:
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """Return Hyperion's name of a PyTorch dtype, such as "bf16". If Hyperion has no name for it, return PyTorch's name."""
+    """Return Hyperion's name for a PyTorch dtype, such as "bf16". If Hyperion has none, return PyTorch's name."""
     try:
         return canonical_dtype(str(dtype))
     except HyperionError:
@@ -200,10 +199,10 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 @contextlib.contextmanager
 def shapes_only(*modules: nn.Module) -> Iterator[None]:
-    """Context in which tensors have shapes but no values, so that nothing is computed or stored.
+    """Context manager in which tensors have shapes but no values, so that nothing is computed or stored.
 
-    This also holds for tensors that are created within the context. The tensors appear to be on a CPU. Therefore autocast and
-    the choice of attention kernels work as on a real device. On the device `meta` they would not.
+    This also applies to tensors that are created within the context. The tensors appear to be on a CPU, so that autocast and the
+    choice of attention kernels work as on a real device. On the device `meta`, they would not.
 
     Args:
         modules: modules that were built on the device `meta`. They are converted in place and cannot be used after the context.
@@ -218,7 +217,7 @@ def shapes_only(*modules: nn.Module) -> Iterator[None]:
         for tensors in (cast("dict[str, Any]", part._parameters), part._buffers):
             for name, tensor in tensors.items():
                 if tensor is not None:
-                    # A tied weight is one tensor in two modules. It must stay one tensor.
+                    # A tied weight is one tensor in two modules, and must stay one tensor.
                     known[tensor] = known[tensor] if tensor in known else _without_values(mode, tensor, name)
                     tensors[name] = known[tensor]
     with mode:
@@ -248,7 +247,7 @@ class Product:
         dtype: dtype of the operands, such as "bf16".
         transposes: memory layout of A and of B, one letter each. "N" is row-major and "T" is column-major. "" for convolutions,
             because their patches are not stored.
-        bytes: smallest number of bytes that the call reads and writes for this product. Attention scores are not included,
+        bytes: minimum number of bytes that the call reads and writes for this product. Attention scores are not included,
             because they stay on the chip.
     """
 
@@ -319,8 +318,7 @@ def _convolution(call: Call) -> Iterator[Product]:
 def _convolution_backward(call: Call) -> Iterator[Product]:
     gradient, image, kernel = (call.arguments[name] for name in ("grad_output", "input", "weight"))
     _, of_image, of_kernel = _unfolded(call, image, gradient)
-    # There are three tensors: gradient, image and kernel. Each product reads two of them, and writes an output of the size of
-    # the third one.
+    # Each product reads two of the three tensors (gradient, image, kernel) and writes an output of the size of the third.
     traffic = gradient.bytes + image.bytes + kernel.bytes
     for size, requested in zip((of_image, of_kernel), call.arguments["output_mask"], strict=False):
         if requested:
@@ -328,9 +326,9 @@ def _convolution_backward(call: Call) -> Iterator[Product]:
 
 
 def _unfolded(call: Call, image: TensorShape, output: TensorShape) -> tuple[tuple[int, int, int], ...]:
-    """Return three sizes (M, N, K), for the convolution, for the gradient of the image, and for the gradient of the kernel.
+    """Return (M, N, K) for the convolution, for the gradient of the image, and for the gradient of the kernel.
 
-    A transposed convolution computes the image gradient of another convolution. Therefore its first two sizes are swapped.
+    A transposed convolution computes the image gradient of another convolution, so its first two results are swapped.
     """
     kernel, transposed = call.arguments["weight"], bool(call.arguments.get("transposed", False))
     pixels = image if transposed else output
@@ -398,14 +396,13 @@ _FORMULAS: dict[str, Callable[[Call], Iterator[Product]]] = {
 
 @dataclass(frozen=True)
 class Census:
-    """The number of operations, FLOPs and bytes of one call of a function.
+    """The numbers of operations, FLOPs and bytes of one call of a function.
 
     Args:
         operations: number of operations that read or write memory. Views are not counted.
         flops: a dict that maps a dtype ("bf16") to the FLOPs of matrix products, convolutions and attention in this dtype. A
             multiply-add counts as 2.
-        weight_flops: the part of `flops` that belongs to products with weights and to convolutions. A causal mask cannot skip
-            these FLOPs.
+        weight_flops: the part of `flops` in products with weights and in convolutions, which a causal mask cannot skip.
         product_bytes: bytes that matrix products, convolutions and attention read and write.
         other_bytes: bytes that all other operations read and write.
     """
@@ -422,7 +419,7 @@ class Census:
         return sum(self.flops.values())
 
     def share_in(self, dtype: str) -> float:
-        """Return the share of the FLOPs in a dtype ("bf16"); 0 if there are no FLOPs."""
+        """Return the share of the FLOPs that are in a dtype ("bf16"), or 0 if there are no FLOPs."""
         return self.flops.get(dtype, 0) / self.total_flops if self.total_flops else 0.0
 
 

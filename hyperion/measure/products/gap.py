@@ -1,11 +1,11 @@
 """Explain why the measured rate of a matrix product is lower than the peak in the data sheet.
 
-The result is a list of factors. Their product is the measured rate divided by the peak. Four factors belong to known limits:
-clock, tiles, memory and launch. Each factor is the rate with this limit divided by the rate without it. The last factor is
-"unexplained". It is the part of the gap that the known limits do not explain.
+The result is a list of factors whose product is the measured rate divided by the peak. Four factors belong to known limits:
+clock, tiles, memory and launch. Each of them is the rate with this limit divided by the rate without it. The last factor,
+"unexplained", is the part of the gap that the known limits do not explain.
 
-If the last factor is above 1, the matrix product was faster than the other factors allow. Then one of these factors is too low.
-For example, the clock was read at another time, or the device can exceed the peak.
+If the last factor is above 1, the matrix product was faster than the other factors allow, so one of these factors is too low. For
+example, the clock was read at another time, or the device can exceed the peak.
 """
 
 from collections.abc import Callable, Iterator
@@ -29,8 +29,7 @@ class Tiling:
         tile: rows and columns of a tile.
         tiles: total number of tiles, over all parts of K and all products of the batch.
         waves: number of waves. In a wave, each compute unit computes one tile. In the last wave, some units may be idle.
-        share: FLOPs of the matrix product divided by the FLOPs that all units could do in these waves. The value is between 0
-            and 1.
+        share: FLOPs of the matrix product divided by the FLOPs that all units could execute in these waves, 0 to 1.
 
     Source: NVIDIA, Matrix Multiplication Background User's Guide, sections on tile and wave quantization.
     """
@@ -48,11 +47,11 @@ def tile(m: int, n: int, batch: int, units: int, tile: tuple[int, int], splits: 
     """Divide the output of a matrix product, of shape [batch, m, n], into tiles for `units` compute units.
 
     Args:
-        splits: number of parts into which K is split. Each part is computed as a separate tile, and the tiles are summed.
+        splits: number of parts into which K is split. Each part is computed as a separate tile, and the partial tiles are summed.
     """
     rows, columns = tile
     tiles = batch * ceil(m / rows) * ceil(n / columns) * splits
-    # All tiles take the same time, so a wave lasts as long with one tile as with a tile for every unit.
+    # All tiles take the same time, so a wave with one tile takes as long as a wave with a tile for every unit.
     waves = ceil(tiles / units)
     return Tiling(tile, tiles, waves, batch * m * n * splits / (waves * units * rows * columns))
 
@@ -79,7 +78,7 @@ class NominalPeak:
 
     Args:
         tflops: peak in 10¹² FLOP/s.
-        clock_mhz: clock frequency for which the data sheet states the peak. None if the data sheet does not name it.
+        clock_mhz: clock frequency for which the data sheet states the peak. None if it does not give the clock.
         units: number of compute units of the device. None if unknown.
         source: source of the peak.
     """
@@ -96,8 +95,8 @@ class GapFactor:
 
     Args:
         name: name of the limit.
-        factor: the rate with this limit divided by the rate without it. None if the factor is unknown. The effect of an unknown
-            factor is part of `Gap.unexplained`.
+        factor: the rate with this limit divided by the rate without it. None if it is unknown. The effect of an unknown factor is
+            part of `Gap.unexplained`.
         tflops: the rate with this limit and all limits before it, in 10¹² FLOP/s.
         reason: how the factor is computed, or why it is unknown.
     """
@@ -112,7 +111,7 @@ class GapFactor:
 class Gap:
     """The factors that reduce the peak to the measured rate.
 
-    If all known factors and the attribute `unexplained` are multiplied, the result is `measured_tflops / peak.tflops`.
+    The product of all known factors and `unexplained` is `measured_tflops / peak.tflops`.
     """
 
     peak: NominalPeak
@@ -185,11 +184,11 @@ def explain_gap(
     factors: list[GapFactor] = []
     rate = peak.tflops
     for name, factor, reason in _known(product, peak, clock_mhz, bandwidth_gb_s, launch_time_s):
-        # The factors of memory and launch are functions of the rate that the factors before them allow.
+        # The factors for memory and launch are functions of the rate that the previous factors allow.
         share = factor(rate) if callable(factor) else factor
         rate = rate if share is None else rate * share
         factors.append(GapFactor(name, share, rate, reason))
-    # The rest of the ratio, so that all factors together give the measured rate exactly.
+    # The remaining part of the ratio, so that the product of all factors gives the measured rate exactly.
     left = measured_tflops / peak.tflops / prod(step.factor for step in factors if step.factor is not None)
     return Gap(peak, measured_tflops, (*factors, GapFactor(UNEXPLAINED, left, measured_tflops, _residual(left))))
 
@@ -199,7 +198,7 @@ def _known(
 ) -> Iterator[tuple[str, float | Callable[[float], float] | None, str]]:
     """Yield (name, factor, reason) for each known limit.
 
-    A factor that depends on the rate before it is a function of this rate. A factor is None if it is unknown.
+    A factor that depends on the rate that the previous factors allow is a function of this rate. An unknown factor is None.
     """
     if clock_mhz is None or peak.clock_mhz is None:
         yield "clock", None, "the clock was not readable" if clock_mhz is None else "the data sheet names no clock"
@@ -213,7 +212,7 @@ def _known(
     if bandwidth_gb_s is None:
         yield "memory", None, "no bandwidth was measured"
     else:
-        # FLOP/byte times 10⁹ bytes/s, in 10¹² FLOP/s.
+        # FLOP/byte times 10⁹ bytes/s, converted to 10¹² FLOP/s.
         roof = product.intensity * bandwidth_gb_s / 1e3
         allowed = f"{roof:,.0f}" if roof >= 1e4 else f"{roof:.4g}"
         reason = f"{product.intensity:.4g} FLOP/byte at {bandwidth_gb_s:.4g} GB/s allow {allowed} TFLOPS"

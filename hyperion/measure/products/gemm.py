@@ -4,8 +4,8 @@ In this module, "product" always means a matrix product.
 
 The speed of a product depends on the values of its operands. If the bits of the values repeat, fewer transistors switch, the
 device draws less power, and it throttles less. Source: Bhalachandra et al., Understanding the Impact of Input Entropy on FPU,
-CPU, and GPU Power, 2022. For example, AMD tests its devices with two kinds of data, and requires a different rate for each kind.
-For the same shape, the two required rates differ by a factor of 1.05 to 1.46. Source: ROCm Validation Suite,
+CPU, and GPU Power, 2022. For example, AMD tests its devices with two kinds of data and requires a different rate for each. For
+the same shape, the two required rates differ by a factor of 1.05 to 1.46. Source: ROCm Validation Suite,
 rvs/conf/MI3*/gst_single.conf.
 """
 
@@ -25,7 +25,8 @@ from hyperion.measure.clock.verify import NumberFormat, Verification, format_of,
 
 _torch: Any = torch  # torch's type stubs lack torch._int_mm and torch._scaled_mm, which are not public
 _SAMPLED = 4096
-# Among 4096 samples, the 8-bit activations of real layers have dozens of different values. A constant has only one.
+# Smallest `distinct_share` of data that is not constant. Among 4096 samples, the 8-bit activations of real layers have dozens of
+# distinct values.
 _LEAST_DISTINCT = 0.005
 
 DISTRIBUTIONS: dict[str, Callable[..., torch.Tensor]] = {
@@ -36,7 +37,7 @@ DISTRIBUTIONS: dict[str, Callable[..., torch.Tensor]] = {
 }
 # Distributions whose elements all have the same value.
 SAME_EVERYWHERE = ("zeros", "constant")
-# Name of the data if the caller passes the operands.
+# Default name of the data if the caller passes the operands.
 ACTIVATIONS = "activations"
 
 
@@ -46,7 +47,7 @@ class RefusedProduct(HyperionError):
 
 @dataclass(frozen=True)
 class Operand:
-    """A matrix in a number format. The matrix is `values * scale`.
+    """A matrix in a number format. It represents `values * scale`.
 
     Args:
         values: stored values, shape [rows, columns], in the storage dtype of the format.
@@ -65,13 +66,13 @@ class Operand:
 class Gemm:
     """One matrix product on a device, with its operands. B has the memory layout of the transposed weight of a Linear layer.
 
-    The dtype decides which PyTorch function multiplies the operands:
+    The dtype determines which PyTorch function multiplies the operands:
 
     - fp8: `torch._scaled_mm`. The output is bf16. Sums are accumulated in float32, without `use_fast_accum`.
     - int8: `torch._int_mm`. The output is int32.
     - all other formats: `torch.mm`.
 
-    If the device has no units for a format, PyTorch may convert the operands. Call `device.supports(dtype)` to find out.
+    If the device has no units for a format, PyTorch may convert the operands. `device.supports(dtype)` returns whether it has.
 
     Args:
         m, n, k: sizes of C[M,N] = A[M,K]·B[K,N].
@@ -80,7 +81,7 @@ class Gemm:
 
     Attributes:
         flops: number of FLOPs, 2·M·N·K.
-        traffic_bytes: smallest possible memory traffic in bytes. Both operands are read once, and the output is written once.
+        traffic_bytes: minimum memory traffic in bytes: both operands are read once, and the output is written once.
         function: name of the PyTorch function: torch.mm, torch._scaled_mm or torch._int_mm.
         backend: name of the BLAS library. If PyTorch does not report it, the name of the library that PyTorch prefers.
     """
@@ -88,8 +89,7 @@ class Gemm:
     def __init__(self, m: int, n: int, k: int, dtype: str, device: Device, seed: int = 0, data: str = "normal"):
         chosen = format_of(dtype, device)
         generator = torch.Generator(device.torch_device).manual_seed(seed)
-        # B is drawn as [N, K] and used transposed, as a Linear layer uses its weight. fp8 products need this column-major
-        # operand.
+        # B is created as [N, K] and used transposed, as a Linear layer uses its weight. fp8 products need a column-major B.
         a, b = (made_up(data, shape, chosen, device, generator) for shape in ((m, k), (n, k)))
         self._hold(a, b.transposed, _output(m, n, chosen, device), chosen, device, data)
 
@@ -168,7 +168,7 @@ class Gemm:
 
     @property
     def distinct_share(self) -> float:
-        """The smaller of the two shares of distinct values of the operands, 0 to 1; see the function `distinct_share`."""
+        """The share of distinct values (0 to 1) of the operand that has fewer; see the function `distinct_share`."""
         return min(distinct_share(self.a_MK), distinct_share(self.b_KN))
 
     def verify_data(self) -> Verification:
@@ -195,7 +195,7 @@ class Gemm:
 
         Raises:
             RefusedProduct: the library does not support this product.
-            HarnessError: the operands or the FLOPs are not what this object claims.
+            HarnessError: the operands do not fit the name of their distribution, or `flops` is wrong.
         """
         with matmul_precision(self.format):
             self.first_call()
@@ -212,7 +212,7 @@ class Gemm:
         try:
             self()
         except RuntimeError as error:
-            # The library did not refuse the product if the device ran out of memory or failed.
+            # If the device ran out of memory or failed, this does not mean that the library does not support the product.
             if isinstance(error, torch.OutOfMemoryError | torch.AcceleratorError):
                 raise
             shape, words = f"{self.m}x{self.n}x{self.k} (MxNxK)", str(error).strip().split("\n")[0]
@@ -225,7 +225,7 @@ class Gemm:
     def _verified(self) -> Verification:
         require_product_flops(self.flops, self.a_MK, self.b_KN)
         require_passed(self.verify_data())
-        # The output of an int8 product is the integer sum over the stored values. It does not contain the scales.
+        # The output of an int8 product is the integer sum over the stored values, without the scales.
         scaled = self.format.scaled and self.format.storage.is_floating_point
         scale = self._a.scale.item() * self._b.scale.item() if scaled else 1.0
         return verify_product(self.a_MK, self.b_KN, self.c_MN, self.format.gemm_tolerance, scale=scale)
@@ -275,7 +275,7 @@ def made_up(data: str, shape: tuple[int, ...], number_format: NumberFormat, devi
             f"{data!r} is not a distribution of operands.",
             next_step=f"Use one of {', '.join(DISTRIBUTIONS)}; pass the activations of a real layer to Gemm.of(a_MK, b_KN, …).",
         )
-    # float64 operands are drawn in float64. If they were drawn in float32, the last 29 bits of each value would be 0.
+    # float64 operands are generated in float64. In float32, the last 29 bits of each value would be 0.
     drawn = torch.float64 if number_format.storage == torch.float64 else torch.float32
     return stored(DISTRIBUTIONS[data](shape, generator, device=device.torch_device, dtype=drawn), number_format)
 
@@ -300,7 +300,7 @@ def stored(matrix: torch.Tensor, number_format: NumberFormat) -> Operand:
 def distinct_share(values: torch.Tensor, seed: int = 0) -> float:
     """Return the share of distinct values, 0 to 1. It is 0 if all values are equal.
 
-    The formula is (d − 1) / (min(n, c) − 1). d is the number of distinct values among n elements, and c is the number of
+    The formula is (d − 1) / (min(n, c) − 1), where d is the number of distinct values among n elements, and c is the number of
     different values that the dtype can represent. At most 4096 elements are used, at random indices.
     """
     # The transposed view of a column-major matrix is contiguous, so reshape copies nothing.
@@ -329,7 +329,7 @@ def verify_data(data: str, *operands: torch.Tensor) -> Verification:
 
 
 def require_passed(verification: Verification) -> None:
-    """Check that a verification of the operands passed. If it failed, the operands are not the data that the label names.
+    """Raise an error if the operands are not the data that their label names.
 
     Raises:
         HarnessError: the verification failed. The message contains the name, the error and the tolerance of the verification.
@@ -352,7 +352,7 @@ def require_product_flops(claimed: int, a_MK: torch.Tensor, b_KN: torch.Tensor) 
     Raises:
         HarnessError: the numbers differ.
     """
-    # PyTorch's own formula, so the count does not come from the code that is checked.
+    # Use PyTorch's own formula, so that the count does not come from the code that is checked.
     counted = mm_flop(a_MK.shape, b_KN.shape)
     if counted != claimed:
         raise HarnessError(

@@ -1,12 +1,12 @@
 """Search for the shape with the highest rate of a matrix product (GEMM) in a number format.
 
 This rate is called the maximum achievable FLOPS (MAF). The search first ranks shapes with few samples per shape. It then measures
-the leaders, which are the shapes with the highest rates. In this module, "product" always means a matrix product.
+the finalists, which are the best shapes of the ranking. In this module, "product" always means a matrix product.
 
-The rate changes smoothly with the inner size K, but it jumps with the outer sizes M and N. The reason is that the output tiles
-either fill the last wave of compute units or leave most of the units idle. Therefore the first pass samples every M and N at two
-values of K. The next passes sample shapes near the leaders: shapes with another K, shapes with neighbouring M and N, and shapes
-with M and N swapped. If there is time left, all other shapes are sampled.
+The rate changes smoothly with the inner size K, but it jumps with the outer sizes M and N, because the output tiles either fill
+the last wave of compute units or leave most of the units idle. Therefore the first pass samples every M and N at two values of K.
+The next passes sample shapes near the leaders, which are the shapes with the highest rates so far: shapes with another K, with
+neighbouring M and N, and with M and N swapped. If there is time left, all other shapes are sampled.
 """
 
 import math
@@ -26,27 +26,27 @@ from hyperion.measure.products.gemm import Gemm, Operand, made_up
 from hyperion.results import Estimate
 
 FINALISTS = 6
-# The best shape may be at most 1.05 times as fast as a finalist. The value is the logarithm of this factor.
+# Logarithm of 1.05: finalists are at most this factor slower than the best shape.
 _WITHIN = math.log(1.05)
 # Share of the time limit for ranking the shapes. The rest is for timing the finalists.
 _SHARE_OF_RANKING = 0.6
-# Smallest number of calls of a finalist, for its warm-up and its samples.
+# Minimum number of calls of a finalist, for its warm-up and its samples.
 _CALLS_OF_A_FINALIST = MINIMUM_SAMPLES + 12
 _TIMING_LIMIT_S = 5.0
 Shape = tuple[int, int, int]
 
 # Number of shapes whose neighbours are sampled next.
 _LEADERS = 12
-# Largest number of samples of a block, and its largest expected duration in seconds. After each block, the time is checked.
+# Maximum number of samples per block, and maximum expected duration of a block in seconds. After each block, the time is checked.
 _SAMPLES_IN_TURN = 32
 _BLOCK_S = 0.25
-# Number of consecutive samples that share one estimated value of the drift. With fewer samples, the drift could not be
-# distinguished from the differences between shapes.
+# Number of consecutive samples that share one estimate of the drift. With fewer samples, drift could not be distinguished from
+# differences between shapes.
 _MOMENT = 16
 _FIT_ROUNDS = 10
 _CLIMBS = 8
-# Refinements, as (number of leaders, samples of each leader). With fewer leaders, their rates differ less, so they need more
-# samples.
+# Refinements, as (number of leaders, samples per leader). The fewer leaders there are, the less their rates differ, so they need
+# more samples.
 _REFINEMENTS = ((64, 4), (24, 8), (12, 16))
 # Share of the ranking's time for sampling all shapes. The rest is for sampling the leaders again.
 _SHARE_OF_SEARCH = 0.7
@@ -54,7 +54,7 @@ _SHARE_OF_SEARCH = 0.7
 
 @dataclass(frozen=True)
 class Finalist:
-    """One of the shapes with the highest rates of a search. The finalists are timed alternately, with cold caches.
+    """One of the shapes with the highest rates in a search. The finalists are timed alternately, with cold caches.
 
     Args:
         shape: (M, N, K).
@@ -80,11 +80,11 @@ class GemmSearch:
         dtype: full name of the number format, such as "fp8_e4m3fn".
         backend: name of the BLAS library.
         data: name of the distribution of the operands.
-        finalists: the finalists, fastest first. Their rates are compared within each round of samples. Their medians can have
-            another order if the clock frequency changed between rounds.
+        finalists: the finalists, fastest first. Their rates are compared within each round of samples, so the order of their
+            medians can differ if the clock frequency changed between rounds.
         ranking: pairs of shape and rate in 10¹² FLOP/s for every sampled shape, best first. These rates come from few samples,
             and are used only to choose the finalists.
-        shapes: number of shapes of the grid.
+        shapes: number of shapes in the grid.
         elapsed_s: duration of the whole search in seconds.
         stopped: "all shapes seen", or the reason why some shapes were not sampled.
     """
@@ -130,7 +130,7 @@ class GemmSearch:
 
 
 class SharedOperands:
-    """Operand and output buffers for products of any shape of a grid. All products use views of the same three buffers.
+    """Operand and output buffers for products of any shape in a grid. All products use views of the same three buffers.
 
     Args:
         largest: largest value of M, N and K.
@@ -140,7 +140,7 @@ class SharedOperands:
         self.format, self.device, self.data = format_of(dtype, device), device, data
         generator = torch.Generator(device.torch_device).manual_seed(seed)
         self.a, self.b = (made_up(data, (largest**2,), self.format, device, generator) for _ in range(2))
-        # The first elements of one buffer serve every shape, so the whole grid needs the memory of its largest product only.
+        # Every shape uses the first elements of the buffers, so the whole grid needs only the memory of its largest product.
         self.c = torch.empty(largest**2, dtype=self.format.output, device=device.torch_device)
 
     def product(self, shape: Shape) -> Gemm:
@@ -165,9 +165,9 @@ def search_gemm(
 ) -> GemmSearch:
     """Find the fastest matrix product among all M, N and K that are multiples of `step` up to `largest` (by default 512 shapes).
 
-    `ShapeRanking` first ranks the shapes with few samples and cold caches. The shapes are sampled alternately, so that a drift of
+    `ShapeRanking` first ranks the shapes with few samples and cold caches. The shapes are sampled alternately, so that drift in
     the clock frequency affects all of them alike. The best shapes are then timed alternately with at least 30 samples each, and
-    their outputs are verified. A product that is too slow to be timed within the limit is skipped.
+    their outputs are verified. Products that are too slow to be timed within the limit are skipped.
 
     Args:
         dtype: a key of `FORMATS`, or 'fp8' for the fp8 format of the device.
@@ -296,7 +296,7 @@ class ShapeRanking:
     def run(self) -> None:
         """Sample a part of the grid, then the shapes near the leaders, then all other shapes, then the leaders again."""
         search_until = self.started + _SHARE_OF_SEARCH * (self.deadline - self.started)
-        # The smallest shape gives a first rate. The times of all other shapes are estimated from it.
+        # The smallest shape gives a first rate, from which the times of all other shapes are estimated.
         self._visit(self.shapes[:1], 2, search_until)
         self._visit(self._coarse(), 2, search_until)
         for _ in range(_CLIMBS):
@@ -304,7 +304,7 @@ class ShapeRanking:
             new = self._unseen(shape for leader in leaders for shape in self._neighbours(leader))
             if not new or not self._visit(new + leaders, 2, search_until):
                 break
-        # The order is random, so that the shapes that the deadline leaves out are spread over the grid.
+        # The order is random, so that the shapes that are not reached before the deadline are spread over the grid.
         rest = self._unseen(self.shapes)
         self.random.shuffle(rest)
         self._visit(rest, 2, search_until)
@@ -319,9 +319,9 @@ class ShapeRanking:
         return sorted(rates, key=lambda shape: (-rates[shape], shape))[:count]
 
     def log_rates(self) -> dict[Shape, float]:
-        """Return the natural logarithm of the rate of each sampled shape, in FLOP/s.
+        """Return the natural logarithm of the rate in FLOP/s of each sampled shape.
 
-        The slow change of the clock during the search is estimated and removed.
+        The drift of the clock frequency during the search is estimated and removed.
         """
         effects = shape_effects(np.array(self._places), np.array(self._log_rates), _MOMENT)
         return {self.shapes[place]: float(effect) for place, effect in effects.items()}
@@ -365,7 +365,7 @@ class ShapeRanking:
                     rate = flops_of(shape) / seconds
                     self.best_rate = max(self.best_rate, rate)
                     self._places.append(self.number[shape])
-                    # Logarithms, because a change of the clock multiplies all rates by the same factor.
+                    # Logarithms, because a change of the clock frequency multiplies all rates by the same factor.
                     self._log_rates.append(math.log(rate))
         return True
 
@@ -375,8 +375,8 @@ class ShapeRanking:
     def _block(self, shapes: list[Shape]) -> tuple[list[Shape], list[Shape]]:
         """Split the shapes into a block and the rest. The block is sampled before the time is checked again.
 
-        A shape whose product would take too long ends the block. The samples of the block may raise the best rate, and the
-        estimated time of this shape then becomes shorter. If the first shape would still take too long, it is dropped.
+        A shape whose product would take too long ends the block. The samples of the block may raise the best rate, which makes
+        the estimated time of this shape shorter. If the first shape would take too long, it is dropped.
 
         Returns:
             (shapes of the block, remaining shapes).
@@ -392,14 +392,14 @@ class ShapeRanking:
 
 
 def shape_effects(places: np.ndarray, values: np.ndarray, moment: int) -> dict[int, float]:
-    """Separate the rates of the shapes from the drift of the clock frequency, and return the rates.
+    """Separate the rates of the shapes from the drift of the clock frequency. Return the logarithms of the rates.
 
-    A value is modelled as the sum of the effect of its shape and the drift. The model is fitted by median polish. The effect of a
-    shape is the logarithm of its rate without drift.
+    Each value is modelled as the effect of its shape plus the drift. The model is fitted by median polish. The effect of a shape
+    is the logarithm of its rate without drift.
 
     Args:
         places: for each sample, the number of its shape, in the order in which the samples were taken.
-        values: logarithms of the sampled rates. A change of the clock frequency then adds the same value for all shapes.
+        values: logarithms of the sampled rates. Drift adds the same amount to the values of all shapes.
         moment: number of consecutive samples that share one value of the drift. The median of the drift is 0.
 
     Returns:
@@ -425,10 +425,10 @@ def _high_medians(values: np.ndarray, groups: np.ndarray) -> np.ndarray:
     Args:
         groups: for each value, the number of its group. The numbers start at 0 and have no gaps.
     """
-    # lexsort sorts by its last key first: by group, then by value within the group.
+    # lexsort uses its last key first: it sorts by group, then by value within the group.
     ordered = values[np.lexsort((values, groups))]
     counts = np.bincount(groups)
-    # Start of each group plus the middle of it; for an even count this is the higher of the two middle values.
+    # Start of each group plus half of its size. For an even size, this is the higher of the two middle values.
     return ordered[np.cumsum(counts) - counts + counts // 2]
 
 
@@ -443,7 +443,7 @@ def search_shapes(
     also: Sequence[Shape] = (),
     clock: Clock | None = None,
 ) -> tuple[tuple[tuple[Shape, float], ...], tuple[Finalist, ...]]:
-    """Search the grid for the fastest products, see `search_gemm`.
+    """Search the grid for the fastest products; see `search_gemm`.
 
     Args:
         product: function that returns the product of a shape.
@@ -476,7 +476,7 @@ def search_shapes(
 
 
 class _Products:
-    """The matrix products of all shapes of a search. A product is created when it is first needed."""
+    """The matrix products for all shapes of a search. A product is created when it is first needed."""
 
     def __init__(self, product: Callable[[Shape], Gemm], clock: Clock, flush: Callable[[], object]):
         self.product, self.clock, self.flush = product, clock, flush
@@ -485,11 +485,11 @@ class _Products:
 
     @property
     def overhead_s(self) -> float:
-        """Mean seconds that a sample needs in addition to the product, mainly for the cache flush."""
+        """Mean overhead of a sample in seconds, in addition to the time of the product. Most of it is the cache flush."""
         return self._around_s / max(1, self._samples)
 
     def made_once(self, shape: Shape) -> Gemm:
-        """Return the product of a shape. If it is new, create it and make its first call."""
+        """Return the product of a shape. If it does not exist yet, create it and make its first call."""
         if shape not in self.products:
             self.products[shape] = self.product(shape)
             self.products[shape].first_call()
@@ -497,7 +497,7 @@ class _Products:
 
     def sample(self, shapes: list[Shape]) -> list[float]:
         """Call the product of each shape once with cold caches, one shape after the other. Return the seconds of each call."""
-        # The first calls load or tune kernels, so they come before the timed calls.
+        # First calls load or tune kernels, so they are made before the timed calls.
         for shape in shapes:
             self.made_once(shape)
         started = self.clock.now()
@@ -511,7 +511,7 @@ def _measured(
 ) -> list[Finalist]:
     # `time_interleaved` needs a positive limit, even if the ranking has used up the time.
     timings = time_interleaved(products, device, time_limit_s=max(time_limit_s, 1e-3), clock=clock)
-    # All products share one output buffer, so each product multiplies again before its output is verified.
+    # All products share one output buffer, so each product is computed again before its output is verified.
     return [Finalist(s, t, product.verify()) for s, t, product in zip(shapes, timings, products, strict=True)]
 
 
@@ -525,14 +525,14 @@ def fastest_first(finalists: list[Finalist]) -> list[int]:
 
 
 def _finalists(ranking: ShapeRanking, left_s: float, overhead_s: float) -> tuple[list[Shape], float]:
-    """Choose the finalists among the best shapes. There is at least one, and all of them must fit into the time that is left.
+    """Choose the finalists among the best shapes: as many as fit into the remaining time, but at least one.
 
     Args:
-        left_s: seconds that are left for the finalists.
-        overhead_s: seconds that a sample needs in addition to the product.
+        left_s: remaining seconds.
+        overhead_s: overhead of a sample in seconds, in addition to the time of the product.
 
     Returns:
-        The shapes of the finalists, and the time limit of their timing in seconds.
+        The shapes of the finalists, and the time limit for timing them in seconds.
     """
     rates = ranking.log_rates()
     leaders = ranking.leaders(FINALISTS)
@@ -542,6 +542,6 @@ def _finalists(ranking: ShapeRanking, left_s: float, overhead_s: float) -> tuple
         calls_s = _CALLS_OF_A_FINALIST * (flops_of(shape) / math.exp(rates[shape]) + overhead_s)
         if not chosen or (rates[leaders[0]] - rates[shape] <= _WITHIN and least_s + calls_s <= left_s):
             chosen, least_s = [*chosen, shape], least_s + calls_s
-    # Each warm-up can take half of the limit. Sampling ends at the limit, or later if the smallest number of samples needs it.
+    # Each warm-up can take half of the limit. Sampling ends at the limit, or later if the minimum number of samples takes longer.
     count = len(chosen)
     return chosen, min(_TIMING_LIMIT_S, left_s / (1 + count / 2), max(0.0, 2 * (left_s - least_s) / count))

@@ -1,7 +1,7 @@
 """Capture the matrix products (GEMMs) of a model, and measure the mean rate that a device reaches on them.
 
-The mean rate is the sum of the FLOPs of all products divided by the sum of their times. So it is the harmonic mean of the rates
-of the single products, weighted by their FLOPs. It is called TAF. TAF is lower than the peak of the device, and lower than the
+The mean rate, called TAF, is the sum of the FLOPs of all products divided by the sum of their times. So it is the harmonic mean
+of the rates of the individual products, weighted by their FLOPs. TAF is lower than the peak of the device, and lower than the
 highest rate of any matrix product (MAF). In this module, "product" always means a matrix product.
 
 Source of the terms: AMD, Measuring max-achievable FLOPS, ROCm blogs, 2025 and 2026.
@@ -36,9 +36,8 @@ class CapturedGemms:
     """The matrix products of one call of a function.
 
     Args:
-        counts: a dict that maps a product to the number of times that it is computed, in the order of first occurrence.
-        others: a dict that maps the name of an operator to its number of calls. It contains all other operators that read or
-            write memory.
+        counts: a dict that maps each product to the number of times that it is computed, in the order of first occurrence.
+        others: a dict that maps the name of each other operator that reads or writes memory to its number of calls.
     """
 
     counts: dict[Product, int]
@@ -51,7 +50,7 @@ class CapturedGemms:
 
     @property
     def without_formula(self) -> dict[str, int]:
-        """The entries of `others` whose names say that the operator multiplies matrices. Their FLOPs are missing in `flops`."""
+        """The entries of `others` whose names indicate a matrix product. Their FLOPs are missing from `flops`."""
         return {name: count for name, count in self.others.items() if _MULTIPLIES.search(name)}
 
     def by_flops(self) -> list[tuple[Product, int]]:
@@ -99,7 +98,7 @@ class Taf:
     Args:
         tflops: mean rate of all products whose rate is known, in 10¹² FLOP/s. It assumes that products do not overlap.
         coverage: FLOPs of the products whose rate is known, divided by the FLOPs of all products, 0 to 1.
-        rates: a dict that maps a product to its rate in 10¹² FLOP/s. Products whose rate is unknown are left out.
+        rates: a dict that maps a product to its rate in 10¹² FLOP/s. Products whose rate is unknown are omitted.
         shares: for the same products, the FLOPs of the product divided by the FLOPs of all products. The shares add up to
             `coverage`.
         left_out: a dict that maps each other product to the reason why its rate is unknown.
@@ -116,10 +115,10 @@ class Taf:
 
 
 def taf(captured: CapturedGemms, rate: Callable[[Product], Estimate | None] | Mapping[Product, Estimate]) -> Taf:
-    """Return the mean rate of products from the rates of the single products.
+    """Return the mean rate of products from their individual rates.
 
     The mean rate is the sum of FLOPs divided by the sum of times. The time of a product is count x FLOPs / rate. Products without
-    a known rate are left out. For the interval, the errors of the products are assumed to be independent, so they are added in
+    a known rate are omitted. For the interval, the errors of the products are assumed to be independent, so they are added in
     quadrature.
 
     Args:
@@ -137,7 +136,7 @@ def taf(captured: CapturedGemms, rate: Callable[[Product], Estimate | None] | Ma
         )
     work = {product: product.flops * captured.counts[product] / 1e12 for product in rates}
     total, seconds = sum(work.values()), sum(work[p] / rates[p].value for p in rates)
-    # The lower end of a rate is the upper end of a time. Independent errors of times add up in quadrature.
+    # The lower end of a rate gives the upper end of a time. Independent errors of times add in quadrature.
     slower = hypot(*(work[p] / rates[p].ci_low - work[p] / rates[p].value for p in rates))
     faster = hypot(*(work[p] / rates[p].value - work[p] / rates[p].ci_high for p in rates))
     tflops = Estimate(
@@ -188,7 +187,7 @@ def measure_products(captured: CapturedGemms, device: Device, time_limit_s: floa
     """Time the captured products with flushed caches, and verify their outputs.
 
     Products with more total FLOPs are timed first. The captured memory layout is ignored: the second operand always has the
-    layout of a transposed weight. A convolution is timed as a product with unfolded patches. Attention is timed as its batched
+    layout of a transposed weight. A convolution is timed as a product over unfolded patches, and attention as its batched
     products.
 
     Args:
@@ -206,11 +205,11 @@ def measure_products(captured: CapturedGemms, device: Device, time_limit_s: floa
     for place, product in enumerate(waiting):
         left_s = deadline - time.monotonic()
         if measured[_key(product)]:
-            continue  # a product of the same size was timed
+            continue  # a product of the same size has been timed
         if begun and left_s <= 0:
             measured[_key(product)] = f"the {time_limit_s:g} s were over"
             continue
-        # Divide the time that is left evenly, so that time that fast products did not use goes to later ones.
+        # Divide the remaining time evenly, so that later products get the time that fast products did not use.
         share_s = max(_LEAST_TIME_S, left_s / (len(waiting) - place))
         measured[_key(product)], begun = _timed(product, device, share_s), True
     return {product: measured[_key(product)] for product in captured.counts}
@@ -270,7 +269,7 @@ class BatchedGemm:
 
     def measure(self, *, cold: bool = True, time_limit_s: float = 5.0) -> tuple[Timing, Verification]:
         """Time the call, then verify the first, the middle and the last output of the batch."""
-        # Afterwards, an element that no call has written is still NaN.
+        # An element that no call writes stays NaN.
         self.c_BMN.fill_(float("nan"))
         with matmul_precision(self.format):
             timing = time_function(self, self.device, cold=cold, time_limit_s=time_limit_s)

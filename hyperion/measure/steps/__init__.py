@@ -1,1 +1,1 @@
-"""Training steps: the host time of launches and operators, compilation, profiler traces, and the prediction of step times."""
+"""Training steps: host time of launches and operators, compilation, profiler traces, and prediction of step times."""

@@ -19,10 +19,11 @@ from hyperion.hardware import Device
 EAGER = "eager"
 COMPILED_MODES = ("default", "max-autotune", "reduce-overhead")
 MODES = (EAGER, *COMPILED_MODES)
-# With CUDA graphs, the first call compiles, the second call records the graph, and the third call is the first replay.
+# Number of calls in a row that must compile nothing. With CUDA graphs, the first call compiles, the second records the graph, and
+# the third is the first replay.
 _SETTLED_CALLS = 3
 _MOST_CALLS = 20
-# Largest number of graphs of one function. A block is compiled once for each of its variants in the model.
+# Maximum number of graphs of one function. A block is compiled once for each of its variants in the model.
 _MOST_GRAPHS = 32
 _CACHES = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
 # Matches the calls in the wrapper code of Inductor: fused loops, matrix products from templates, and library routines.
@@ -35,13 +36,13 @@ class Compilation:
 
     Args:
         mode: an element of COMPILED_MODES.
-        compile_time_s: compile time in seconds. It is the total time of the first calls, minus the time of the same number of
-            calls without compilation.
-        first_calls_s: seconds of each of the first calls. They end with three calls in a row that compile nothing.
+        compile_time_s: compile time in seconds: the total time of the first calls, minus the time of the same number of calls
+            without compilation.
+        first_calls_s: seconds of each of the first calls. The last three of them compile nothing.
         graphs: number of graphs for the first shapes. 0 if the compiler captured no graph, so that all code ran in Python.
-        break_reasons: a dict that maps the reason of a graph break to the number of graph breaks with this reason.
-        recompiles: the reason of each recompilation.
-        kernel_calls: a dict that maps the kind of a call in the generated code to the number of such calls. The kinds are
+        break_reasons: a dict that maps the reason for a graph break to the number of graph breaks for this reason.
+        recompiles: the reason for each recompilation.
+        kernel_calls: a dict that maps the kind of a kernel call in the generated code to the number of such calls. The kinds are
             "fused", "template" (autotuned matrix products) and "library".
         cuda_graphs: "not asked for", "replayed", or the reason why CUDA graphs were skipped.
     """
@@ -57,12 +58,12 @@ class Compilation:
 
     @property
     def graph_breaks(self) -> int:
-        """Number of graph breaks, which is the number of graphs minus 1 as in `torch._dynamo.explain`."""
+        """Number of graph breaks: the number of graphs minus 1, as in `torch._dynamo.explain`."""
         return max(self.graphs - 1, 0)
 
 
 def missing_compiler(device: Device) -> str:
-    """Return an error message if Inductor does not find the compiler that it needs for this device. Otherwise return ""."""
+    """Return an error message if Inductor does not find the compiler that it needs for this device, else ""."""
     if device.kind == "cpu":
         from torch._inductor.cpp_builder import get_cpp_compiler
         from torch._inductor.exc import InvalidCxxCompiler
@@ -80,7 +81,7 @@ def missing_compiler(device: Device) -> str:
 
 @contextlib.contextmanager
 def cold_caches() -> Iterator[Path]:
-    """Context in which Inductor and Triton use empty caches in a temporary folder."""
+    """Context manager in which Inductor and Triton use empty caches in a temporary folder."""
     before = {name: os.environ.get(name) for name in _CACHES}
     with tempfile.TemporaryDirectory(prefix="hyperion-compile-", ignore_cleanup_errors=True) as folder:
         os.environ.update(zip(_CACHES, (folder, str(Path(folder) / "triton")), strict=True))
@@ -97,8 +98,8 @@ def cold_caches() -> Iterator[Path]:
 def probe_vector_instructions(device: Device, folder: Path) -> None:
     """Let Inductor detect the vector instructions that the C++ compiler supports, and cache the result in `folder`.
 
-    The detection takes seconds and depends only on the machine. So it must not count as compilation of the measured function.
-    For a GPU, this function does nothing.
+    The detection takes seconds and depends only on the machine, so it must not count as compilation of the measured function.
+    Do nothing for a GPU.
     """
     if device.kind != "cpu":
         return
@@ -121,7 +122,7 @@ def measure_compilation(
     """Compile a function for the shapes of its arguments, starting with empty caches, and measure the compilation.
 
     The function is called until three calls in a row compile nothing. Compiler errors are raised, so there is no silent fallback
-    to eager mode. The import of the compiler is not timed.
+    to eager mode. Importing the compiler is not timed.
 
     Args:
         function: the function to compile.
@@ -144,7 +145,7 @@ def measure_compilation(
         remedy = f"use one of {', '.join(COMPILED_MODES)}"
         raise HyperionError(f"{mode!r} is not a mode of the compiler", where="measure_compilation", next_step=remedy)
     _forget()
-    # torch.compile accepts either a mode or options. So pass the options of the mode, and replace some of them.
+    # torch.compile accepts either a mode or options, so pass the options of the mode with some of them replaced.
     options = torch._inductor.list_mode_options(mode) | (search or {})
     with cold_caches() as folder, _loud_and_quiet():
         compiled = torch.compile(function, options=options or None, dynamic=False)
@@ -152,10 +153,10 @@ def measure_compilation(
         calls = _kernel_calls(folder)
     return compiled, Compilation(
         mode=mode,
-        # The fastest of the first calls is a call that compiles nothing.
+        # The fastest of the first calls compiled nothing.
         compile_time_s=sum(seconds) - len(seconds) * min(seconds),
         first_calls_s=tuple(seconds),
-        # A recompilation for other shapes makes another graph of the same code.
+        # A recompilation for other shapes creates another graph of the same code, which is not counted.
         graphs=counters["stats"]["unique_graphs"] - len(_recompiles()),
         break_reasons=_break_reasons(),
         recompiles=tuple(_recompiles()),
@@ -168,7 +169,7 @@ def measure_first_calls(function: Callable, device: Device) -> float:
     """Return the compile time in seconds of a function that contains compiled parts, starting with empty caches.
 
     Compiler errors are raised. It is also an error if a part would be compiled more than 32 times. By default, PyTorch would only
-    log this and run the part in eager mode. The import of the compiler is not timed.
+    log this and run the part in eager mode. Importing the compiler is not timed.
 
     Raises:
         HyperionError: the function is still compiled again after 20 calls.
@@ -189,13 +190,13 @@ def count_graph_breaks(function: Callable, arguments: tuple) -> tuple[int, dict[
     The captured graphs run in eager mode, so no compiler is needed.
 
     Returns:
-        The number of graph breaks, and a dict that maps the reason of a graph break to the number of graph breaks with this
+        The number of graph breaks, and a dict that maps the reason for a graph break to the number of graph breaks for this
         reason.
     """
     from torch._dynamo.utils import counters
 
     _forget()
-    # dynamic=False: every shape is a constant, as in `measure_compilation`.
+    # With dynamic=False, every shape is a constant, as in `measure_compilation`.
     torch.compile(function, backend="eager", dynamic=False)(*arguments)
     return max(counters["stats"]["unique_graphs"] - 1, 0), _break_reasons()
 
@@ -210,7 +211,7 @@ def _forget() -> None:
 
 
 def _first_calls(compiled: Callable, arguments: tuple, device: Device) -> list[float]:
-    """Call the function until nothing was compiled in three calls in a row, and return the seconds of each call."""
+    """Call the function until three calls in a row compile nothing, and return the seconds of each call."""
     seconds: list[float] = []
     settled = 0
     while settled < _SETTLED_CALLS:
@@ -222,7 +223,7 @@ def _first_calls(compiled: Callable, arguments: tuple, device: Device) -> list[f
         before, started = _frames_compiled(), time.perf_counter()
         compiled(*arguments)
         if device.kind != "cpu":
-            # Launches are asynchronous. Without the wait, the time of a call would end before its work.
+            # Launches are asynchronous. Without synchronisation, the timing would stop before the work is done.
             torch.cuda.synchronize(device.torch_device)
         seconds.append(time.perf_counter() - started)
         settled = settled + 1 if _frames_compiled() == before else 0
@@ -237,7 +238,7 @@ def _loud_and_quiet() -> Iterator[None]:
     """
     import torch._inductor.config
 
-    # Autotuning logs a traceback for each candidate kernel that needs more shared memory than the device has, and tries the next.
+    # For each candidate kernel that needs more shared memory than the device has, autotuning logs a traceback and continues.
     autotuning = logging.getLogger("torch._inductor.select_algorithm")
     level = autotuning.level
     autotuning.setLevel(logging.CRITICAL)
@@ -261,9 +262,9 @@ def _recompiles() -> list[str]:
 
 
 def _break_reasons() -> dict[str, int]:
-    """Return a dict that maps the first line of the reason of a graph break to the number of graph breaks with this reason.
+    """Return a dict that maps the first line of the reason for a graph break to the number of graph breaks for this reason.
 
-    PyTorch records the reasons in two counters. The version of PyTorch and the reason decide which counter is used.
+    PyTorch records the reasons in two counters. Which one it uses depends on the version of PyTorch and on the reason.
     """
     from torch._dynamo.utils import counters
 
@@ -275,7 +276,7 @@ def _break_reasons() -> dict[str, int]:
 
 
 def _kernel_calls(folder: Path) -> dict[str, int]:
-    """Count the kernel calls in the code that Inductor has generated into its cache folder. See `Compilation.kernel_calls`."""
+    """Count the kernel calls in the code that Inductor has written to its cache folder. See `Compilation.kernel_calls`."""
     calls: Counter = Counter(fused=0, template=0, library=0)
     for path in folder.rglob("*.py"):
         source = path.read_text()

@@ -1,16 +1,15 @@
 """Measure the host time of a kernel launch, and the host time of a training step per operator and per compiled block.
 
-The host time of an operator is the time of Python, autograd, the dispatcher and the launch. It is measured with a network that
-has tiny tensors. In a training step of this network, the device always waits for the host, so the time of the step is the host
-time. In a large model, the device waits for the host in the same way wherever a kernel is shorter than the host time of an
-operator.
+The host time of an operator is the time of Python, autograd, the dispatcher and the launch. It is measured with a network of tiny
+tensors. In a training step of this network, the device always waits for the host, so the time of the step is the host time. In a
+large model, the device also waits for the host wherever a kernel takes less time than the host needs for an operator.
 
-Convolutions and batch norms have a separate cost. For each of their calls, a library (cuDNN or MIOpen) looks up a plan and
+Convolutions and batch norms have a separate cost, because in each of their calls a library (cuDNN or MIOpen) looks up a plan and
 enqueues several kernels.
 
-Each step also has a fixed cost for the Python code of the optimizer, for the start of autograd, and for clearing the gradients.
-To exclude the fixed cost, two steps of the same kind with different numbers of operators are timed. The cost per operator is the
-difference of their times divided by the difference of their numbers of operators.
+Each step also has a fixed cost for the Python code of the optimizer, for starting autograd, and for clearing the gradients. To
+exclude it, two steps of the same kind with different numbers of operators are timed. The cost per operator is the difference
+between their times divided by the difference between their numbers of operators.
 """
 
 import time
@@ -32,11 +31,11 @@ from hyperion.results import Estimate, estimates_of_medians
 
 _WIDTH = 16
 _SEQUENCES, _IMAGES = (2, 16, _WIDTH), (2, _WIDTH, 2, _WIDTH)  # shapes of one batch; the images have channels first
-# The compiler decides by the shapes which operators it fuses. Therefore compiled blocks have realistic shapes: two heads of width
+# Which operators the compiler fuses depends on their shapes. Therefore compiled blocks have realistic shapes: two heads of width
 # 64, an MLP four times as wide as the layer, and many rows. In the backward pass, each bias and each norm parameter needs a sum
 # over rows. Such a sum is one kernel for up to 32 rows and two kernels for more rows (`Reduction.num_splits` in the Inductor of
 # PyTorch 2.13). For a GPU with 132 units, Inductor schedules 17 forward and 26 backward kernels for a layer with 32 rows, and 17
-# forward and 34 backward kernels for a layer with 512 rows. These numbers are the same for the widths 128 and 512.
+# forward and 34 backward kernels for a layer with 512 rows. These numbers are the same for widths 128 and 512.
 _COMPILED_WIDTH, _COMPILED_HEADS = 128, 2
 _COMPILED_SEQUENCES = (32, 16, _COMPILED_WIDTH)
 _IN_A_ROW = 3  # steps per sample
@@ -44,10 +43,11 @@ _FEW_LAYERS, _MANY_LAYERS = 1, 3
 _FEW_CONVOLUTIONS, _MANY_CONVOLUTIONS = 2, 6
 _FEW_BLOCKS, _MANY_BLOCKS = 2, 6
 _PARITY_STEPS = 200
-# Compiled kernels in 16-bit formats round differently from eager kernels. On an H200, the standard deviation of 8 runs of these
-# layers in bf16 with different rounding was 7e-4. So the probability of a false alarm is below 1 in 1,000,000.
+# Tolerance for the relative difference between the mean losses of compiled and eager training. In 16-bit formats, compiled
+# kernels round differently from eager kernels. On an H200, the standard deviation over 8 runs of these layers in bf16 with
+# different rounding was 7e-4, so the probability of a false alarm is below 1 in 1,000,000.
 _PARITY_TOLERANCE = 0.05
-# About half of the 1,024 launches that fit in CUDA's queue. If the queue were full, the host would wait for the device.
+# About half of the 1,024 launches that fit into CUDA's queue. If the queue were full, the host would wait for the device.
 _EAGER_CALLS = 500
 _GRAPH_KERNELS = 1000
 
@@ -60,7 +60,7 @@ class TinyTiming:
         parts: number of parts of the network. A part is a transformer layer, or a convolution with batch norm and activation.
         plain: number of operators that are neither convolutions nor batch norms.
         convolutions: number of operators that are convolutions or batch norms.
-        timing: seconds of the whole step on the host's clock, for several steps in a row.
+        timing: seconds per step on the host's clock, averaged over several steps in a row.
     """
 
     parts: int
@@ -74,8 +74,8 @@ class OperatorCost:
     """The host cost of operators, computed from four training steps that were timed alternately.
 
     Args:
-        layers: timing of a step with few transformer layers, and timing of a step with many transformer layers.
-        convolving: timing of a step with few convolutions, and timing of a step with many convolutions.
+        layers: timings of a step with few and of a step with many transformer layers.
+        convolving: timings of a step with few and of a step with many convolutions.
         verification: check that the loss decreased in all four networks.
     """
 
@@ -91,9 +91,8 @@ class OperatorCost:
 
     @property
     def other_operators(self) -> int:
-        """Difference in the number of other operators between the steps with many and with few convolutions.
-
-        The other operators are neither convolutions nor batch norms.
+        """Difference in the number of operators that are neither convolutions nor batch norms, between the steps with many and
+        with few convolutions.
         """
         few, many = self.convolving
         return many.plain - few.plain
@@ -116,14 +115,14 @@ class OperatorCost:
 
     @property
     def once_s(self) -> Estimate:
-        """Fixed host seconds of a step, without its operators. Noise can make a small value negative."""
+        """Fixed host seconds of a step, without its operators. The value can be negative because of noise."""
         return self._estimates()[2]
 
     def _estimates(self) -> list[Estimate]:
         def costs(medians) -> list[float]:
             few, many, few_convolving, many_convolving = medians
             operator = (many - few) / self.operators
-            # A part with a convolution also has other operators, whose time is subtracted.
+            # A part with a convolution also has other operators. Subtract their time.
             convolution = (many_convolving - few_convolving - self.other_operators * operator) / self.convolutions
             return [operator, convolution, few - self.layers[0].plain * operator]
 
@@ -137,10 +136,10 @@ class BlockCost:
     One step has few blocks, and the other step has many blocks. Each block is a small transformer layer.
 
     Args:
-        kernels: number of kernels per block. As in `predict_step`, it is two kernels per matrix product of the forward and the
+        kernels: number of kernels per block, counted as in `predict_step`: two kernels per matrix product of the forward and the
             backward pass.
         blocks: difference between the numbers of blocks of the two steps.
-        few: timing of the step with few blocks, in seconds on the host's clock, for several steps in a row.
+        few: timing of the step with few blocks: seconds per step on the host's clock, averaged over several steps in a row.
         many: timing of the step with many blocks.
         compile_time_s: compile time in seconds. All blocks share the compiled code.
         verification: check that the mean loss of the first 200 steps agrees with eager mode.
@@ -161,12 +160,12 @@ class BlockCost:
 
 
 def is_convolution(call: Call) -> bool:
-    """Return whether an operator is a convolution or a batch norm, forward or backward."""
+    """Return True if an operator is a convolution or a batch norm, forward or backward."""
     return "convolution" in call.name or "batch_norm" in call.name
 
 
 def measure_operator_cost(device: Device, *, time_limit_s: float = 2.0) -> OperatorCost:
-    """Measure the host cost of operators. The measured steps are eager training steps of networks with tiny tensors.
+    """Measure the host cost of operators with eager training steps of networks with tiny tensors.
 
     Args:
         time_limit_s: total seconds of sampling for all four steps. Each warm-up takes at most half as long.
@@ -188,11 +187,11 @@ def measure_operator_cost(device: Device, *, time_limit_s: float = 2.0) -> Opera
 
 
 def measure_block_cost(device: Device, dtype: str = "fp32", *, time_limit_s: float = 2.0) -> BlockCost:
-    """Measure the host cost of compiled blocks. The blocks are small transformer layers, and each one is compiled separately.
+    """Measure the host cost of compiled blocks. The blocks are small transformer layers that are compiled separately.
 
     Args:
         dtype: "fp32", or "bf16" or "fp16" for autocast to this dtype.
-        time_limit_s: total seconds of sampling for both steps. The compilation, which starts with empty caches, is not included.
+        time_limit_s: total seconds of sampling for both steps. Compilation, which starts with empty caches, is not included.
 
     Raises:
         torch._dynamo.exc.TorchDynamoException: the compiler failed.
@@ -205,7 +204,7 @@ def measure_block_cost(device: Device, dtype: str = "fp32", *, time_limit_s: flo
     parity = Verification(f"loss compared with eager, mean of {_PARITY_STEPS} steps", deviation, _PARITY_TOLERANCE)
     few, many = _timed(steps, device, time_limit_s)
     torch._dynamo.reset()  # otherwise the compiled code would keep the networks alive
-    # The difference between two networks counts the products of the blocks only, and not those of the layer before them.
+    # The difference between two networks counts only the products of the blocks, and not those of the layer before them.
     kernels = 2 * (two - one) // (_FEW_BLOCKS - 1)
     return BlockCost(kernels, _MANY_BLOCKS - _FEW_BLOCKS, few, many, compile_time_s, parity)
 
@@ -225,7 +224,7 @@ def _layers(count: int, width: int = _WIDTH, heads: int = 2, hidden: int = _WIDT
 
 def _convolutions(count: int) -> Callable[[], list[nn.Module]]:
     def part() -> nn.Module:
-        # As usual, a convolution before a batch norm has no bias. A bias would add kernels.
+        # As usual before a batch norm, the convolution has no bias. A bias would add kernels.
         convolution = nn.Conv2d(_WIDTH, _WIDTH, 3, padding=1, bias=False)
         return nn.Sequential(convolution, nn.BatchNorm2d(_WIDTH), nn.ReLU())
 
@@ -254,7 +253,7 @@ class _TinyStep:
         dtype: str = "fp32",
         compiled: bool = False,
     ):
-        # The random numbers come from a forked generator of the host, so that the caller's random numbers do not change.
+        # Use a forked CPU generator, so that the caller's random numbers do not change.
         with torch.random.fork_rng([]):
             torch.default_generator.manual_seed(0)
             blocks, inputs = parts(), torch.randn(shape)
@@ -287,14 +286,14 @@ class LaunchCost:
     """The time to launch a minimal kernel from Python. The kernel adds 1 to one number.
 
     Args:
-        eager: on a GPU, host seconds to enqueue one kernel. On a CPU, a call is synchronous, so `eager` is the time of the whole
-            call. Most of it is the time of the dispatcher.
+        eager: on a GPU, host seconds to enqueue one kernel. On a CPU, calls are synchronous, so `eager` is the time of the whole
+            call, most of which is spent in the dispatcher.
         eager_calls: number of calls per sample of `eager`.
         graph: device seconds per kernel in a replayed CUDA or HIP graph. None if there is no graph.
         graph_kernels: number of kernels in the graph. 0 if there is no graph.
         graph_reason: reason why `graph` is None. "" if there is a graph.
         asynchronous: whether a call returns before its work is done.
-        verification: check that each call, eager or in the graph, added 1 exactly once.
+        verification: check that each eager call and each call in the graph added 1 exactly once.
     """
 
     eager: Timing
@@ -311,8 +310,8 @@ class WorthwhileSize:
     """The size of the copy that takes as long as its launch. Smaller eager copies are launch-bound.
 
     Args:
-        bytes: bytes that this copy reads plus bytes that it writes, interpolated between measured sizes. None if the size cannot
-            be determined.
+        bytes: bytes read plus bytes written by this copy, interpolated between measured sizes. None if the size cannot be
+            determined.
         reason: reason why `bytes` is None. "" if `bytes` is known.
         basis: description of the two times that are equal at this size.
     """
@@ -328,7 +327,7 @@ def measure_launch(device: Device, *, time_limit_s: float = 1.0) -> LaunchCost:
     The kernel is launched eagerly. If the device supports graphs, 1,000 launches are also captured in a graph and replayed.
 
     Args:
-        time_limit_s: time limit in seconds for the eager launches, and again for the graph; see `time_function`.
+        time_limit_s: time limit in seconds for the eager launches, and separately for the graph; see `time_function`.
     """
     counter = torch.zeros(1, dtype=torch.int64, device=device.torch_device)
 
@@ -348,12 +347,11 @@ def worthwhile_size(cost: LaunchCost, copies: Sequence[CachePoint]) -> Worthwhil
     """Return the size at which a copy takes as long as its launch.
 
     On a GPU, this is the size at which the device time of a copy (measured in a graph) equals the host time of an eager launch.
-    If a loop launches larger copies, the device limits its speed. If a loop launches smaller copies, the host limits its speed.
-    On a CPU, the time of a call contains both the launch and the copy. So this is the size at which a call takes twice the launch
-    time.
+    The speed of a loop that launches larger copies is limited by the device, and with smaller copies by the host. On a CPU, the
+    time of a call contains both the launch and the copy, so this is the size at which a call takes twice the launch time.
 
     Between measured sizes, time and size are interpolated on logarithmic scales. The interval of the result is a bootstrap
-    interval over all timings. It does not go beyond the measured sizes.
+    interval over all timings, and is limited to the measured range.
 
     Args:
         cost: result of `measure_launch`.
@@ -380,7 +378,7 @@ def worthwhile_size(cost: LaunchCost, copies: Sequence[CachePoint]) -> Worthwhil
 
 
 def _crossing(target: float, times: np.ndarray, sizes: Sequence[int]) -> float:
-    """Return the largest size at which the time of a copy equals `target`. It is interpolated between the measured sizes.
+    """Return the largest size at which the time of a copy equals `target`, interpolated between the measured sizes.
 
     Return the first size if all times are above the target, and the last size if the last time is at or below the target.
     """

@@ -5,18 +5,17 @@ In this module, "product" means a matrix product (GEMM), a convolution or an att
 - Device time. Operators run one after the other. A product takes the larger of two times: its FLOPs divided by the rate that is
   expected for its size (`ProductRates`), and its bytes divided by the bandwidth. Every other operator takes its bytes divided by
   the bandwidth, plus a latency. Each input is read once, and each output is written once.
-- Host time. Each operator takes a fixed time, and each step takes another fixed time.
-- Total time. A GPU and the host work at the same time, so the total is the larger of device time and host time. On a CPU, the
-  total is the sum of device time and host time.
+- Host time. Each operator takes a fixed time, and each step takes an additional fixed time.
+- Total time. A GPU and the host work at the same time, so the total is the larger of device time and host time. On a CPU, it is
+  their sum.
 
-In compiled code, the operators between two products are fused into one kernel. This kernel reads the result of one product and
-writes an operand of the next product. So the fused kernels together move as many bytes as the products, and there is one fused
-kernel per product. The host needs additional time for each block that is compiled separately, in the forward and the backward
-pass.
+In compiled code, the operators between two products are fused into one kernel, which reads the result of one product and writes
+an operand of the next. So there is one fused kernel per product, and the fused kernels move as many bytes as the products. The
+host needs additional time for each block that is compiled separately, in the forward and the backward pass.
 
 The model omits some effects that make real steps longer:
 
-- Convolution kernels are slower than matrix products of their size, mostly in float32 without TF32.
+- Convolution kernels are slower than matrix products of the same size, especially in float32 without TF32.
 - Norms read their input twice.
 - Libraries convert memory layouts.
 - Within one step, the host sometimes waits for the device, and the device sometimes waits for the host.
@@ -37,14 +36,15 @@ from hyperion.measure.steps.operator_cost import is_convolution
 
 @dataclass(frozen=True)
 class ProductRates:
-    """Predicts the rate of a matrix product of any size, from measured rates of a few square products.
+    """Predicts the rate of a matrix product of any size from the measured rates of a few square products.
 
     The measured products have one dtype and ran on one device. The predicted rate is the product of two factors:
 
-    - The share of the compute units that the output tiles fill. It follows from the sizes of the product, see `best_tiling`.
+    - The share of the compute units that the output tiles fill. It follows from the sizes M and N; see `best_tiling`.
     - The rate that the device would reach for this K if the tiles filled all units. For a measured product, it is the measured
-      rate divided by the share. Between the measured values of K, it is interpolated over log K. Outside of them, it is constant.
-      It is low for short K, because loads are not hidden, and because the start and the end of a tile cost as much as for long K.
+      rate divided by the share. Between the measured values of K, it is interpolated over log K. Outside this range, it is
+      constant. It is low for short K, because loads are not hidden, and because starting and finishing a tile cost as much as for
+      long K.
 
     If K is long and there are few tiles, as for weight gradients, K can be split into parts. No part is shorter than the smallest
     measured K.
@@ -72,7 +72,7 @@ class ProductRates:
         """
         filled: dict[int, float] = {}
         for m, n, k, tflops in measured:
-            # Divide by the share, because the interpolation over K must not contain the idle units of the measured sizes.
+            # Divide by the share, because the interpolation over K must not include the effect of idle units.
             filled[k] = max(filled.get(k, 0.0), tflops / best_tiling(m, n, units).share)
         if not filled:
             raise HyperionError(
@@ -89,11 +89,12 @@ class ProductRates:
         )
 
     def _splits(self, k: int) -> list[int]:
-        # Powers of two up to 128.
+        # Candidates are powers of two up to 128.
         return [1] + [1 << power for power in range(1, 8) if k / (1 << power) >= self.k[0]]
 
     def _filled(self, k: float) -> float:
-        # On logarithmic axes a power law is a straight line. Outside of the measured K, np.interp returns the value at the end.
+        # On logarithmic axes, a power law is a straight line. Outside the measured range of K, np.interp returns the value at its
+        # nearest end.
         return float(np.exp(np.interp(np.log(k), np.log(self.k), np.log(self.filled_tflops))))
 
 
@@ -115,7 +116,7 @@ class MemoryStream:
 
     @classmethod
     def fit(cls, measured: Sequence[tuple[float, float]]) -> "MemoryStream":
-        """Fit latency and bandwidth by least squares of the relative errors of the times.
+        """Fit latency and bandwidth by least squares on the relative errors of the times.
 
         Args:
             measured: measured operations as (bytes, bandwidth in 10⁹ bytes/s).
@@ -131,8 +132,8 @@ class MemoryStream:
                 next_step="measure the bandwidth at several sizes",
             )
         seconds = size / (np.array([rate for _, rate in measured]) * 1e9)
-        # Rows are divided by their time, so the residuals are relative errors. Non-negative least squares, because a negative
-        # latency has no meaning.
+        # Rows are divided by their time, so the residuals are relative errors. Non-negative least squares are used because a
+        # negative latency is meaningless.
         columns = np.column_stack([1 / seconds, size / size.max() / seconds])
         from scipy.optimize import nnls  # here, because the import takes half a second in each worker
 
@@ -148,7 +149,7 @@ class StepCeilings:
         products: a dict that maps a dtype of the recorded operators to the rates of matrix products in this dtype. If float32
             products use TF32 units, the entry "fp32" contains the rates of tf32.
         memory: latency and bandwidth of operators that only read and write memory.
-        operator_time_s: host seconds per operator, see `measure_operator_cost`.
+        operator_time_s: host seconds per operator; see `measure_operator_cost`.
         overlapped: whether the device and the host work at the same time. False on a CPU.
         convolution_time_s: host seconds per convolution or batch norm. None means `operator_time_s`.
         step_overhead_s: fixed host seconds of a step. 0 if it was not measured.
@@ -176,8 +177,8 @@ class CompiledHost:
     Args:
         kernel_time_s: host seconds per kernel of compiled code.
         blocks: number of blocks that are compiled separately.
-        entry_time_s: additional host seconds per block, for the forward and the backward pass together. This is the time of the
-            guards, and of autograd around the compiled code.
+        entry_time_s: additional host seconds per block, in total for the forward and the backward pass. They are spent in guards,
+            and in autograd around the compiled code.
     """
 
     kernel_time_s: float
@@ -226,8 +227,8 @@ class StepPrediction:
 def training_calls(loss: Callable[[], Tensor], optimizer: torch.optim.Optimizer) -> list[Call]:
     """Return the operators of one training step: forward pass, loss, backward pass and update.
 
-    Call this function within `shapes_only`. With real tensors it would change the model, because it updates the model twice. The
-    first update has zero gradients and creates the optimizer state. Its operators are not returned.
+    Call this function within `shapes_only`. It updates the model twice, so with real tensors it would change the model. The first
+    update uses zero gradients and creates the optimizer state. Its operators are not returned.
 
     Args:
         loss: function that runs the forward pass and returns the loss.
@@ -252,8 +253,8 @@ def predict_step(
     """Predict the time of a step.
 
     Args:
-        step: the operators of a step, from `training_calls` or `dispatched`. Or a function that does one step. The function is
-            called once, preferably within `shapes_only`.
+        step: the operators of a step, from `training_calls` or `dispatched`, or a function that executes one step. The function
+            is called once, preferably within `shapes_only`.
         ceilings: the measured rates and times of the machine.
         compiled: the host cost of compiled blocks. None for an eager step.
 
@@ -272,11 +273,11 @@ def predict_step(
     others = [call for call in calls if products_of(call) is None]
     update = [call for call in others if call.name.startswith(_OPTIMIZER)]
     moved, updated = (sum(call.bytes for call in some) for some in (others, update))
-    # From here on, `moved` is without the update, which the model lists as a part of its own.
+    # From here on, `moved` excludes the bytes of the optimizer update, which is a separate part of the prediction.
     moved, small, host_s = moved - updated, len(others), ceilings.host_s(calls)
     if compiled is not None:
         fused = len(calls) - len(others)  # one fused kernel per product
-        # Fusion cannot increase the traffic or the number of kernels. So a step with few other operators keeps its own numbers.
+        # Fusion cannot increase the traffic or the number of kernels, so a step with few other operators keeps its own numbers.
         moved, small = min(moved, sum(product.bytes for product in products)), min(small, fused + len(update))
         entries_s = compiled.blocks * compiled.entry_time_s
         host_s = 2 * fused * compiled.kernel_time_s + entries_s + ceilings.host_s(update)

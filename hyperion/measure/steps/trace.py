@@ -1,7 +1,7 @@
 """Time the phases of a step, or profile steps with PyTorch's profiler and split their time by kind of work.
 
-No tool of NVIDIA or AMD is needed. The trace of the profiler contains the start and the end of every kernel on the device and of
-every operator on the host. The profiler gets the times of the kernels from CUPTI or roctracer. All intervals are in integer
+No profiling tools from NVIDIA or AMD are needed. The profiler's trace contains the start and the end of every kernel on the
+device and of every operator on the host. The profiler gets kernel times from CUPTI or roctracer. All times are integer
 nanoseconds, so the parts of a step add up exactly.
 """
 
@@ -40,7 +40,7 @@ class Event:
         name: name of the kernel, operator or region.
         start_ns, end_ns: start and end in nanoseconds. All events use the same clock.
         stream: the stream of a kernel, or the thread of an operator.
-        kind: name of the part of the step to which the time of this event belongs.
+        kind: name of the part of the step to which the time of this event is assigned.
     """
 
     name: str
@@ -53,8 +53,8 @@ class Event:
 def partition(events: Iterable[Event], start_ns: int, end_ns: int, order: Sequence[str]) -> dict[str, int]:
     """Split the time of a window by kind of event. Return a dict that maps each kind to its nanoseconds.
 
-    If events of several kinds are active at the same time, this time counts for the kind that comes first in `order`. The time
-    without any active event counts as "unexplained". The returned values add up to the length of the window.
+    Time in which events of several kinds are active is assigned to the kind that comes first in `order`. Time without any active
+    event is "unexplained". The returned values add up to the length of the window.
 
     Args:
         events: the events. Their kinds must be in `order`.
@@ -64,7 +64,7 @@ def partition(events: Iterable[Event], start_ns: int, end_ns: int, order: Sequen
     Raises:
         ValueError: the kind of an event is not in `order`, or an event ends before it starts.
     """
-    # A sweep over time: at each moment, how many events of each kind start (+1) or end (-1).
+    # Sweep over time. For each time: number of events of each kind that start, minus number of events that end.
     changes: dict[int, Counter] = {start_ns: Counter(), end_ns: Counter()}
     for event in events:
         if event.kind not in order or event.end_ns < event.start_ns:
@@ -84,15 +84,15 @@ def partition(events: Iterable[Event], start_ns: int, end_ns: int, order: Sequen
 def innermost(events: Iterable[Event]) -> list[Event]:
     """Split nested events into pieces that do not overlap, separately for each stream.
 
-    If several events of a stream are active at the same time, this time belongs to the event that started last. So the pieces of
-    an operator are its own time, without the time of the operators that it calls.
+    Time in which several events of a stream are active is assigned to the event that started last. So the pieces of an operator
+    are its own time, without that of the operators that it calls.
     """
     pieces: list[Event] = []
     streams: dict[int | str, list[Event]] = {}
     for event in events:
         streams.setdefault(event.stream, []).append(event)
     for nested in streams.values():
-        # Of two events that start together, the longer one is the caller and comes first.
+        # If two events start at the same time, the longer one is the caller and comes first.
         pieces += _cut(sorted(nested, key=lambda event: (event.start_ns, -event.end_ns)))
     return pieces
 
@@ -131,8 +131,8 @@ DATA, GAPS, COMMUNICATION, COPIES, MEMORY, GEMM = (
     "memory-bound kernels",
     "GEMM",
 )
-# The order in which kinds have priority if events are active at the same time. On a GPU, the wait for data counts only while the
-# device is idle. On a CPU, the operators that create a batch are part of the data wait, so the data wait comes first.
+# Priority of the kinds if events are active at the same time. On a GPU, the wait for data counts only while the device is idle.
+# On a CPU, the operators that create a batch are part of the data wait, so the data wait comes first.
 GPU_ORDER = (GEMM, MEMORY, COMMUNICATION, COPIES, DATA, GAPS)
 CPU_ORDER = (DATA, GEMM, MEMORY, COMMUNICATION, COPIES, GAPS)
 
@@ -149,8 +149,8 @@ _PRODUCT = re.compile(
     r"|flash|fmha|attn_fwd|attn_bwd|attention",
     re.IGNORECASE,
 )
-# The name of a fused kernel of Inductor can contain a neighbouring matrix product or convolution, which another kernel computes.
-# Example: triton_poi_fused_convolution_relu_3.
+# The name of a fused Inductor kernel can contain the name of a neighbouring matrix product or convolution that another kernel
+# computes, such as triton_poi_fused_convolution_relu_3.
 _FUSED = re.compile(r"^triton_(?!tem_)[a-z]+_fused_")
 _PRODUCT_OPERATOR = re.compile(
     r"^(aten|mkldnn|mkl|quantized|onednn)::_?(mm|addmm|bmm|baddbmm|mv|addmv|dot|vdot|linear|addbmm|int_mm|scaled_mm|grouped_mm"
@@ -167,10 +167,9 @@ class Trace:
     """The trace of several steps in a row. A window is a group of steps that the profiler recorded together.
 
     Args:
-        events: events of all windows. On a GPU, these are kernels, copies, and regions of the host. On a CPU, these are operators
-            and regions.
+        events: events of all windows: kernels, copies and host regions on a GPU; operators and regions on a CPU.
         start_ns: start of the first step of the chosen window.
-        end_ns: time at which the device has finished the last step of the chosen window.
+        end_ns: time at which the device finished the last step of the chosen window.
         steps: number of steps in the window.
     """
 
@@ -184,7 +183,7 @@ def trace_steps(step: Callable[[], object], data: Callable[[], object] | None, d
     """Profile three windows of steps, and choose the window of median length.
 
     Args:
-        step: function that does one step. It takes the batch as its argument if `data` is given.
+        step: function that executes one step. It takes the batch as its argument if `data` is given.
         data: function that returns a batch. None if the step takes no batch.
         device: device of the step.
         steps: number of steps in each window.
@@ -213,7 +212,7 @@ def trace_steps(step: Callable[[], object], data: Callable[[], object] | None, d
         profiler.export_chrome_trace(str(path))
         raw = json.loads(path.read_text())["traceEvents"]
     windows = [_ends(event) for event in raw if event.get("cat") == "user_annotation" and event["name"] == _WINDOW]
-    # The median of three windows, so that one interruption does not decide.
+    # The median of three windows is robust against one interruption.
     start, end = sorted(windows, key=lambda ends: ends[1] - ends[0])[_WINDOWS // 2]
     events = (gpu_events(raw, torch.device(device.torch_device).index) if gpu else cpu_events(raw)) + _regions(raw)
     if gpu and not any(event.kind in (GEMM, MEMORY) for event in events):
@@ -226,7 +225,7 @@ def trace_steps(step: Callable[[], object], data: Callable[[], object] | None, d
 
 
 def run_step(step: Callable, data: Callable[[], object] | None, region: Callable = contextlib.nullcontext) -> None:
-    """Get a batch and run one step. Both have their own named region in the trace.
+    """Fetch a batch and run one step, each in its own named region of the trace.
 
     Args:
         region: function that takes the name of a region and returns a context manager. The default records nothing.
@@ -244,7 +243,7 @@ def kernel_kind(name: str) -> str:
 
     The kind is communication, GEMM (including convolutions and attention), or memory-bound for all other kernels.
     """
-    # Before the other patterns, because the name of a fused kernel can contain the name of a product.
+    # This is checked first, because the name of a fused kernel can contain the name of a product.
     if _FUSED.match(name):
         return MEMORY
     if _COLLECTIVE.search(name):
@@ -269,7 +268,7 @@ def gpu_events(raw: list[dict], index: int | None) -> list[Event]:
         index: index of the GPU. None means all GPUs.
     """
     work = [event for event in raw if event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")]
-    # A tracer can number the GPUs differently than PyTorch. If the trace contains only one GPU, it must be the right one.
+    # A tracer can number the GPUs differently from PyTorch. If the trace contains only one GPU, it must be the right one.
     alone = len({event["args"].get("device") for event in work}) < 2
     events = []
     for event in work:
@@ -286,7 +285,7 @@ def gpu_events(raw: list[dict], index: int | None) -> list[Event]:
 
 
 def cpu_events(raw: list[dict]) -> list[Event]:
-    """Return the operators of all threads in a trace. The time of an operator excludes the operators that it calls."""
+    """Return the operators of all threads in a trace. The time of an operator excludes that of the operators that it calls."""
     operators = [
         Event(event["name"], *_ends(event), event["tid"], operator_kind(event["name"]))
         for event in raw
@@ -315,10 +314,10 @@ class StepTiming:
 
     Args:
         whole: timing of the whole step.
-        phases: a dict that maps the name of a phase to its timing, in the order of the step. Sample i of a phase and sample i of
-            `whole` come from the same step.
-        verification: check that the phases add up to the step. The error is the median over the steps of |sum of the phases /
-            whole - 1|.
+        phases: a dict that maps the name of a phase to its timing, in the order in which they run. Sample i of a phase and sample
+            i of `whole` come from the same step.
+        verification: check that the phases add up to the step. The error is the median over the steps of
+            |sum of the phases / whole - 1|.
     """
 
     whole: Timing
@@ -334,8 +333,8 @@ def time_step(
     The warm-up, the clock and the number of samples are the same as in `time_interleaved`.
 
     Args:
-        step: function that does one step. Its argument is a function `phase`. Each part of the step must run in
-            `with phase("name"):`. If a step enters the same phase several times, their times are added.
+        step: function that executes one step. Its argument is a function `phase`. Each part of the step must run in
+            `with phase("name"):`. If a step enters a phase several times, the times are added.
         minimum_samples, time_limit_s: see `time_interleaved`.
 
     Raises:
@@ -356,7 +355,7 @@ def time_step(
 
 
 class _Stamps:
-    """The clock of a device, which also records the start and the end of each phase of each sampled step.
+    """A clock of a device that also records the start and the end of each phase of each sampled step.
 
     On a GPU, the recorded events are read only after the last step, because reading an event would synchronise.
     """
@@ -370,7 +369,7 @@ class _Stamps:
         """Take samples with the clock of the device. Delete the records of steps that this clock runs without timing them."""
         before = len(self.steps)
         samples = self._clock.sample(functions, flush, count)
-        # Small batches of a GPU start with a call that is not timed.
+        # On a GPU, small batches start with a call that is not timed.
         del self.steps[before : len(self.steps) - count * len(functions)]
         return samples
 

@@ -1,1 +1,1 @@
-"""Moving bytes: memory bandwidth, caches, and copies between host and devices."""
+"""Data movement: memory bandwidth, caches, and copies between host and devices."""

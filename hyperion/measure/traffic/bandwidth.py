@@ -23,8 +23,8 @@ from hyperion.measure.clock.verify import FORMATS, Verification, poison_bits, ve
 from hyperion.results import Estimate
 
 SCALAR = 0.4
-# Factor on one input of the dot product. It is a power of two, so that scaling is exact. The terms of the dot product then have a
-# variance of 1/16. The largest fp16 number, 65504, is more than eleven standard deviations of a sum of 500 million such terms.
+# Factor for one input of the dot product. It is a power of two, so that scaling is exact. The terms of the dot product then have
+# a variance of 1/16. The largest fp16 number, 65504, is more than eleven standard deviations of a sum of 500 million such terms.
 _DOT_SCALE = 0.25
 DIRECTIONS = ("host to device", "device to host")
 ONE_MEMORY = "no accelerator: host and device are one memory"
@@ -66,7 +66,7 @@ OPERATIONS = {
     )
 }
 # These operations only read arrays, so they are not part of `OPERATIONS`. On a GPU, the timed call also copies the scalar result
-# into the output.
+# to the output.
 REDUCTIONS = {"dot": Operation("dot", 2, 2, lambda out, a, b: torch.dot(a, b, out=out), None)}
 
 
@@ -78,7 +78,7 @@ class BandwidthMeasurement:
         operation: name of the operation.
         elements: number of elements per array.
         dtype: dtype of the arrays.
-        bytes: bytes that one call reads plus bytes that it writes.
+        bytes: bytes read plus bytes written by one call.
         timing: seconds of one call with flushed caches.
         verification: check of the output of the timed calls.
     """
@@ -107,11 +107,11 @@ def measure_bandwidth(
 
     Args:
         operation: "copy", "scale", "add", "triad" or "dot".
-        elements: number of elements per array. Number of arrays × elements × itemsize bytes are allocated.
+        elements: number of elements per array. The allocated memory is number of arrays × elements × itemsize bytes.
         dtype: "fp64", "fp32", "fp16" or "bf16".
         seed: seed of the inputs.
         time_limit_s: see `time_function`.
-        minimum_samples: smallest number of samples, at least 3. With a larger number, the power can be read for a longer time.
+        minimum_samples: minimum number of samples, at least 3. With more samples, the power can be read over a longer time.
     """
     chosen, number_format = (OPERATIONS | REDUCTIONS)[operation], FORMATS[dtype]
     generator = torch.Generator(device.torch_device).manual_seed(seed)
@@ -119,7 +119,7 @@ def measure_bandwidth(
     inputs = tuple(torch.randn(elements, generator=generator, **options) for _ in range(chosen.inputs))
     if chosen.reference is None:
         inputs[0].mul_(_DOT_SCALE)
-    # NaN until the first call writes. An element that no call has written fails the check.
+    # An element that no call writes stays NaN and fails the check.
     output = torch.full((elements,) if chosen.reference else (), float("nan"), **options)
     timing = time_function(
         lambda: chosen.run(output, *inputs), device, time_limit_s=time_limit_s, minimum_samples=minimum_samples
@@ -161,12 +161,12 @@ class CopyMeasurement:
 
 
 def transfer_refusal(device: Device) -> str:
-    """Return the reason why copies between the host and this device are not possible. Return "" if they are possible."""
+    """Return the reason why copies between the host and this device are not possible, or "" if they are."""
     return ONE_MEMORY if device.kind == "cpu" else ""
 
 
 def peer_refusal(devices: Sequence[Device]) -> str:
-    """Return the reason why copies between these devices are not possible. Return "" if they are possible."""
+    """Return the reason why copies between these devices are not possible, or "" if they are."""
     if any(device.kind == "cpu" for device in devices):
         return ONE_MEMORY
     return "" if len(devices) > 1 else f"GPUs visible: {len(devices)}; a copy from one to another needs two"
@@ -177,9 +177,9 @@ def measure_transfer(
 ) -> CopyMeasurement:
     """Time a copy between the host and a device, and verify it.
 
-    A copy from or to pinned memory is asynchronous, and it is timed on the device's clock. A copy from or to pageable memory
-    blocks the host, because the host moves the bytes through a pinned buffer of the driver. Such a copy is timed on the host's
-    clock, between two synchronisations.
+    A copy from or to pinned memory is asynchronous and is timed on the device's clock. A copy from or to pageable memory blocks
+    the host, because the host moves the bytes through a pinned buffer of the driver. It is timed on the host's clock, between two
+    synchronisations.
 
     Args:
         direction: "host to device" or "device to host".
@@ -229,7 +229,7 @@ def measure_copy(
 ) -> CopyMeasurement:
     """Time copies from one tensor to another, and compare the two tensors bit for bit.
 
-    Before the timing, the destination is filled with wrong values. So a copy that writes nothing is detected.
+    Before the timing, the destination is filled with wrong values, so that a copy that writes nothing is detected.
 
     Args:
         source, destination: uint8 tensors of the same length.

@@ -1,13 +1,13 @@
 """Measure the bandwidth of the caches and of the memory.
 
 A sweep reads or copies working sets of increasing size. A working set is the memory that a call reads and writes. The smallest
-working sets fit in the innermost cache. The largest working sets fit only in memory.
+working sets fit into the innermost cache, and the largest fit only into memory.
 
-The launch of a call takes longer than the read of a small working set. On a GPU, many calls are therefore captured in a CUDA or
-HIP graph. On a CPU, one call reads its working set many times: it sums the rows of a matrix, and all rows share the same memory.
+Launching a call takes longer than reading a small working set. Therefore, on a GPU, many calls are captured in a CUDA or HIP
+graph. On a CPU, one call reads its working set many times: it sums the rows of a matrix, and all rows share the same memory.
 
 `RepeatedCalls` can time any call that is shorter than its launch. In a graph, kernels follow each other without waiting for the
-host. A replay of the graph takes some milliseconds, which is long compared with the resolution of the clock.
+host. A replay of the graph takes a few milliseconds, which is long compared with the resolution of the clock.
 
 Source of the method: McVoy and Staelin, lmbench: portable tools for performance analysis, USENIX 1996, section 5.
 """
@@ -29,13 +29,13 @@ SWEEPS = ("read", "copy")
 _SMALLEST, _LARGEST_UNKNOWN = 4 * KIB, 256 * MIB
 _LAST_LEVELS = 4
 _SHARE_OF_MEMORY = 8
-# At 200 GB/s, reading this many bytes takes 160 microseconds, which is sixty times as long as the launch of the call.
+# At 200 GB/s, reading this many bytes takes 160 microseconds, which is sixty times as long as launching the call.
 _BYTES_A_CALL = 32 * MIB
 # PyTorch uses one thread per this many elements (at::internal::GRAIN_SIZE in ATen/TensorIterator.h).
 _ELEMENTS_A_THREAD = 32_768
 _BLOCK_S = 2e-3
-# A call of this length hides the launch of the next call, so it needs no graph. A graph would also change what is measured: CUDA
-# carries out a captured copy of 512 MiB or 1 GiB at two thirds of the bandwidth that the same copy reaches outside of a graph.
+# A call of this duration hides the launch of the next call, so it needs no graph. A graph would also change what is measured: a
+# captured copy of 512 MiB or 1 GiB reaches two thirds of the bandwidth of the same copy outside of a CUDA graph.
 _LONG_CALL_S = 2e-4
 NO_GRAPHS = "unavailable: a CPU has no graphs"
 
@@ -55,17 +55,17 @@ class CacheCapacity:
     count: int = 1
 
     def room(self, sharers: int) -> int:
-        """Return the size in bytes of the largest working set that fits in the caches of this level.
+        """Return the size in bytes of the largest working set that fits into the caches of this level.
 
         Args:
-            sharers: number of cores that access the working set. Each core accesses a different part of it. The cores are spread
-                over the caches.
+            sharers: number of cores that access the working set, each one a different part of it. The cores are spread over the
+                caches.
         """
         return self.bytes * min(sharers, self.count)
 
     @property
     def total_bytes(self) -> int:
-        """Size of all caches of this level together in bytes."""
+        """Total size in bytes of all caches of this level."""
         return self.bytes * self.count
 
 
@@ -76,16 +76,16 @@ class CachePoint:
     Args:
         operation: "read" (sum over all elements) or "copy".
         dtype: dtype of the elements.
-        working_set_bytes: number of different bytes that a call accesses.
-        bytes: bytes that one call reads plus bytes that it writes, over all passes.
-        level: name of the innermost cache level in which the working set fits. "memory" if it fits in no cache. None if the
+        working_set_bytes: number of distinct bytes that a call accesses.
+        bytes: bytes read plus bytes written by one call, over all passes.
+        level: name of the innermost cache level into which the working set fits. "memory" if it fits into no cache. None if the
             sizes of the caches are unknown. Other levels may also serve some of the accesses.
-        level_basis: text with the compared sizes, or the reason why `level` is None.
-        captured: whether the calls were captured in a graph. There are then no launches between the calls.
-        long: whether a call on a GPU takes so long that it hides the launch of the next call. It is then not captured.
+        level_basis: the compared sizes as text, or the reason why `level` is None.
+        captured: whether the calls were captured in a graph, so that there are no launches between them.
+        long: whether a call on a GPU takes so long that it hides the launch of the next call. Such calls are not captured.
         how: description of how the calls are made and timed.
         timing: seconds of one call.
-        launch: seconds of the same call on one element. This is the part of the launch overhead that remains in `timing`.
+        launch: seconds of the same call on one element. This is the launch overhead that `timing` includes.
         verification: check of the output.
     """
 
@@ -114,7 +114,7 @@ class CachePoint:
 
 
 def cache_capacities(device: Device) -> tuple[CacheCapacity, ...]:
-    """Return the known cache levels of a device, innermost first. The tuple is empty if no level is known.
+    """Return the known cache levels of a device, innermost first, or an empty tuple if no level is known.
 
     For a CPU, the sizes of all data caches are known. For a GPU, only the last level is known, because PyTorch and the driver do
     not report the other levels.
@@ -126,16 +126,16 @@ def cache_capacities(device: Device) -> tuple[CacheCapacity, ...]:
 
 
 def cache_level(working_set: int, sharers: int, capacities: Sequence[CacheCapacity]) -> tuple[str | None, str]:
-    """Return the innermost cache level in which a working set fits.
+    """Return the innermost cache level into which a working set fits.
 
     Args:
         working_set: size of the working set in bytes.
-        sharers: number of cores that access the working set, if each core accesses a different part of it. 1 if each core
-            accesses the whole working set, and for a GPU.
+        sharers: number of cores that access the working set, if each core accesses a different part of it. 1 for a GPU, or if
+            each core accesses the whole working set.
         capacities: cache levels, innermost first.
 
     Returns:
-        (name of the level, text with the compared sizes). The name is "memory" if the working set fits in no cache. If
+        (name of the level, the compared sizes as text). The name is "memory" if the working set fits into no cache. If
         `capacities` is empty, (None, reason).
     """
     if not capacities:
@@ -148,10 +148,10 @@ def cache_level(working_set: int, sharers: int, capacities: Sequence[CacheCapaci
 
 
 def sweep_sizes(capacities: Sequence[CacheCapacity], memory_bytes: int) -> list[int]:
-    """Return the sizes of the working sets of a sweep in bytes. Each size is twice the previous one.
+    """Return the working-set sizes of a sweep in bytes. Each size is twice the previous one.
 
-    The smallest size is 4 KiB. The sizes grow up to four times the size of the last cache level, or up to 256 MiB if no level is
-    known. No size is larger than an eighth of the memory.
+    The sizes range from 4 KiB to four times the size of the last cache level, or to 256 MiB if no level is known. No size is
+    larger than an eighth of the memory.
     """
     largest = max((_LAST_LEVELS * c.total_bytes for c in capacities), default=_LARGEST_UNKNOWN)
     sizes = [_SMALLEST]
@@ -169,24 +169,24 @@ def measure_cache_sweep(
     time_limit_s: float = 0.3,
     seed: int = 0,
 ) -> list[CachePoint]:
-    """Time one operation on working sets of several sizes with hot caches, and verify its outputs.
+    """Time one operation with hot caches on working sets of several sizes, and verify its outputs.
 
     Args:
         operation: "read" or "copy".
         dtype: dtype of the elements, a key of `FORMATS`.
         sizes: sizes of the working sets in bytes. None means the result of `sweep_sizes`.
-        time_limit_s: time limit in seconds for each size, see `time_function`.
+        time_limit_s: time limit in seconds for each size; see `time_function`.
         seed: seed of the elements.
     """
     capacities = cache_capacities(device)
     shared_up_to = capacities[-1].total_bytes if capacities else _BYTES_A_CALL
-    # The same call on one element: its time is the overhead that every other point contains.
+    # The time of the same call on one element is the overhead that every other point includes.
     launch = _Work(operation, 1, dtype, device, seed, shared_up_to=0).calls.time(time_limit_s)
     points = []
     for size in sizes or sweep_sizes(capacities, device.memory_bytes):
         work = _Work(operation, size, dtype, device, seed, shared_up_to)
         level, basis = cache_level(work.working_set_bytes, work.sharers, capacities)
-        # After the construction, which has already called the function.
+        # Fill the output now, because the constructor has already called the function.
         work.poison()
         timing = work.calls.time(time_limit_s)
         points.append(
@@ -211,9 +211,9 @@ def measure_cache_sweep(
 class _Work:
     """The tensors of one working set, and the call that accesses these tensors.
 
-    On a CPU, the operation "read" lets every core read the whole working set, so the working set must fit in the caches of each
-    core. A working set of more than `shared_up_to` bytes fits in no cache. Then each core reads only a part of the working set.
-    The operation "copy" always lets each core copy a part of the working set.
+    On a CPU, in the operation "read", every core reads the whole working set, which must fit into the caches of each core. A
+    working set of more than `shared_up_to` bytes fits into no cache, and each core reads only a part of it. In the operation
+    "copy", each core always copies a part of the working set.
     """
 
     def __init__(self, operation: str, size: int, dtype: str, device: Device, seed: int, shared_up_to: int):
@@ -224,17 +224,17 @@ class _Work:
         threads = torch.get_num_threads() if device.kind == "cpu" else 1
         self.passes, self.sharers = 1, min(threads, -(-self.elements // _ELEMENTS_A_THREAD))
         if device.kind == "cpu" and operation == "read" and self.working_set_bytes <= shared_up_to:
-            # PyTorch distributes the rows over the threads. So the number of rows is a multiple of the number of threads.
+            # PyTorch distributes the rows over the threads, so the number of rows must be a multiple of the number of threads.
             self.passes = threads * max(1, _BYTES_A_CALL // (threads * self.working_set_bytes))
             self.sharers = 1
         options = {"device": device.torch_device, "dtype": self.format.storage}
         generator = torch.Generator(device.torch_device).manual_seed(seed)
         self.source = torch.randn(self.elements, generator=generator, **options)
-        # A stride of 0 makes every row the same memory, so a sum over the rows reads the working set `passes` times.
+        # With a stride of 0, all rows are the same memory, so a sum over the rows reads the working set `passes` times.
         self.rows = self.source.expand(self.passes, self.elements)
         self.output = torch.empty(self.passes if operation == "read" else self.elements, **options)
-        # The call is not a method of this object. Otherwise this object and the captured calls would refer to each other, and
-        # their memory would not be freed before the next garbage collection.
+        # The call is not a method of this object. Otherwise, this object and the captured calls would refer to each other, and
+        # their memory would not be freed until the next garbage collection.
         self.calls = RepeatedCalls(_call_of(operation, self.rows, self.source, self.output), device)
 
     @property
@@ -267,12 +267,12 @@ class RepeatedCalls:
     On a GPU, a call that takes at least 0.2 ms is not captured. Such calls are timed one by one on the device's clock.
 
     The constructor already calls the function. To check that the timed calls write their output, fill the output with invalid
-    values after the construction and before `time`.
+    values between the construction and the call to `time`.
 
     Args:
         function: function that does one unit of work on existing tensors. It can be captured in a graph only if it does not
             allocate memory and does not synchronise.
-        calls: number of calls per sample. 0 means the number of calls that take 2 ms together, but at most 1000.
+        calls: number of calls per sample. 0 means as many calls as take 2 ms in total, but at most 1000.
 
     Attributes:
         calls: number of calls per sample.
@@ -320,12 +320,12 @@ class RepeatedCalls:
 
 
 def is_long(seconds: float, device: Device) -> bool:
-    """Return whether a call on a GPU takes so long that it hides the launch of the next call. On a CPU, nothing is hidden."""
+    """Return True if a call on a GPU takes so long that it hides the launch of the next call. On a CPU, return False."""
     return device.kind != "cpu" and seconds >= _LONG_CALL_S
 
 
 def _seconds_of_a_call(function: Callable, device: Device) -> float:
-    # The first call loads a kernel. The minimum of the others is the least disturbed one.
+    # The first call loads a kernel. The minimum of the other times is the least disturbed one.
     _, *seconds = device_clock(device).sample([function], None, 4)[0]
     return min(seconds)
 
@@ -333,7 +333,7 @@ def _seconds_of_a_call(function: Callable, device: Device) -> float:
 def _captured(function: Callable, calls: int, device: Device) -> torch.cuda.CUDAGraph:
     with torch.cuda.device(device.torch_device):
         before = torch.cuda.current_stream()
-        # torch's default capture stream belongs to the device that captured a graph first. So use a new stream of this device.
+        # torch's default capture stream belongs to the device that captured a graph first, so use a new stream of this device.
         stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
         # The inputs were written on the other stream.
         stream.wait_stream(before)
