@@ -177,7 +177,7 @@ def saving(folder: Path, step: int, keep: int = 2) -> Iterator[Path]:
 def require_writable(folder: Path) -> None:
     """Create the folder if it does not exist, and check that files can be written to it.
 
-    Call this function before training, so that an error does not occur only at the first checkpoint.
+    Call this function before training, so that a problem is found immediately and not only at the first checkpoint.
 
     Raises:
         CheckpointError: the folder cannot be created, files cannot be written to it, or not all ranks see the same folder.

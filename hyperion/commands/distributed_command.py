@@ -180,8 +180,8 @@ class Progress:
     def report(self, done: int, total: int, note: str) -> None:
         """Print the number of finished steps, and the rate since the previous line.
 
-        This method must be called after losses have been read. The device has then finished its work, so counting the items needs
-        no further synchronization.
+        Call this method only after losses have been read. By then the device has finished its work, so the processed tokens or
+        images can be counted without another synchronization.
         """
         now, items = time.perf_counter(), self.engine.tokens_seen
         rate = ""

@@ -265,9 +265,9 @@ class SpecificationFile:
 
 @dataclass(frozen=True)
 class CpuRule:
-    """Operations per cycle of a CPU core whose CPU has all instruction-set flags in `flags`.
+    """Operations per cycle of one core, for CPUs that have all instruction-set flags in `flags`.
 
-    With `vendor` and `family`, the rule applies only to CPUs of this family. Otherwise it applies to all CPUs.
+    If `vendor` and `family` are given, the rule applies only to CPUs of this vendor and family.
     """
 
     flags: Annotated[list[Text], Field(min_length=1)]

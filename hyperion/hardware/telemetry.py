@@ -386,10 +386,10 @@ def interpret_amdsmi(metrics: dict) -> dict[str, float | str | None]:
 
 
 def cpu_reader(device: Device, root: Path = Path("/")) -> Reader:
-    """Return the reader for the clock of the CPU.
+    """Return a reader for the CPU's clock frequency.
 
-    It uses cpufreq. Without cpufreq, it uses /proc/cpuinfo, but not in a virtual machine, where /proc/cpuinfo contains a
-    constant.
+    The reader uses cpufreq if it is available, and otherwise /proc/cpuinfo. In a virtual machine, /proc/cpuinfo contains a
+    constant and is not used.
     """
     files = [root / f"sys/devices/system/cpu/cpu{cpu}/cpufreq/scaling_cur_freq" for cpu in usable_cpus()]
     files = [file for file in files if file.is_file()][:8]  # a few files are enough for the median; reading hundreds takes long

@@ -64,9 +64,9 @@ def layer_norm(x_BTD: Tensor, norm: nn.LayerNorm) -> Tensor:
 def add_positions(x_BTD: Tensor, positions_TD: Tensor) -> Tensor:
     """Return x + positions in the dtype of the residual stream.
 
-    Under autocast to bfloat16 this dtype is bfloat16. Otherwise it is the dtype of the sum. If PyTorch added the float32
-    positions to x, the whole residual stream would become float32, and every read would need twice the bytes. Under autocast to
-    float16 the residual stream stays in float32, because the range of float16 is too small for it.
+    Under autocast to bfloat16 this dtype is bfloat16, and otherwise the dtype of the sum. Without this conversion, adding the
+    float32 positions to x would promote the whole residual stream to float32, and every read of it would move twice as many
+    bytes. Under autocast to float16 the residual stream stays in float32, because the range of float16 is too small for it.
     """
     to_bf16 = _autocasts_to_bf16(x_BTD.device.type)
     if to_bf16 and applies_to(x_BTD, torch.float32):

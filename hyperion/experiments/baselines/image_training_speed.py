@@ -348,16 +348,14 @@ def _climbed(pair: _Pair, timings: dict[str, Timing], frames: list[pd.DataFrame]
 
 
 def _products_row(loops: PairedLoops, name: str, timing: Timing, alone: ProductsAlone | str) -> Row:
-    """Return the row with the share of the step time that the step's matrix products take.
-
-    Each matrix product was timed alone.
+    """Return a row that states what fraction of the step time the step's matrix products take if each is timed alone.
 
     Args:
         loops: builder of the rows that compare both loops.
         name: name of the loop whose step time is used.
         timing: timing of the loop's steps.
-        alone: timings of the matrix products. If they could not be timed, the reason, which the row then gives instead of a
-            value.
+        alone: timings of the matrix products, or the reason why they could not be timed. The row then has the reason instead of
+            a value.
     """
     columns = loops.of(name)
     columns["params"] |= {"what": OF_PRODUCTS}

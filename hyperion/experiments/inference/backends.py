@@ -244,8 +244,8 @@ def require_provider(asked: str, present: Sequence[str]) -> None:
 def count_kernels(prepared: Prepared, inputs: Tensor) -> int:
     """Return the number of kernels that one call launches.
 
-    On a CPU, count the operators that compute, except those that call other computing operators. A fused loop of Inductor counts
-    as one operator. For ONNX Runtime, count the nodes that ran.
+    On a CPU, count the leaf operators that compute: an operator that only calls other such operators does not count. A fused
+    loop of Inductor counts as one operator. For ONNX Runtime, count the nodes that ran.
     """
     if isinstance(prepared.call, OrtSession):
         return len(prepared.call.node_providers(inputs))

@@ -155,9 +155,9 @@ def train_variant(context: Context, report: Report, kind: str, file: str, source
 
 
 def twins_of_variant(context: Context, report: Report, kind: str, file: str, source: str) -> Result:
-    """Train the twins, whose spread sets the tolerance for loss differences (see `hyperion.workloads.twins`).
+    """Train the twins. The spread of their losses sets the tolerance for loss differences (see `hyperion.workloads.twins`).
 
-    A twin is an fp32 training run whose matrix products round operands and results as coarsely as bf16.
+    A twin is an fp32 training run in which the operands and results of matrix products are rounded to the precision of bf16.
     """
     options = PrecisionVariantsOptions.of(context)
     work, batches = load_batches(options.sizes(kind), Path(file), context.device)

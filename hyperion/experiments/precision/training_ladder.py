@@ -312,9 +312,10 @@ def measure_alone(context: Context, report: Report, kind: str, file: str, source
 
 
 def measure_twins(context: Context, report: Report, kind: str, file: str, source: str, dtype: str) -> Result:
-    """Train the twins, whose spread sets the tolerance for loss differences (see `hyperion.workloads.twins`).
+    """Train the twins. The spread of their losses sets the tolerance for loss differences (see `hyperion.workloads.twins`).
 
-    A twin is a training run of the first rung whose matrix products round operands and results as coarsely as `dtype`.
+    A twin is a training run of the first rung in which the operands and results of matrix products are rounded to the precision
+    of `dtype`.
     """
     options = TrainingLadderOptions.of(context)
     sizes = options.ladders[kind]
