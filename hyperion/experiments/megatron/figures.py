@@ -4,8 +4,7 @@ from matplotlib.figure import Figure
 
 from hyperion.errors import not_none
 from hyperion.figures.material import Material, Plot, measured
-from hyperion.figures.style import absences, add_notes, errors_of, look, new_figure, whole_numbers
-from hyperion.palette import COLOURS, INK
+from hyperion.figures.style import COLOURS, INK, absences, add_notes, errors_of, look, new_figure, whole_numbers
 
 TITLES = {
     "megatron_adaptation": "The adaptation",
