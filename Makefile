@@ -7,7 +7,7 @@
 #   DATA_SOURCE  auto | mirror | cache | download | synthetic
 #   PYTHON       use this environment (a container's, a cluster module's) instead of .venv: PYTHON=/path/to/python
 #   TORCH        build to install instead of the detected one: cpu | cuda | rocm
-#   FRAMEWORKS   environments of frameworks that `make fetch` installs for chapter 2.10, as all or "fabric deepspeed"
+#   FRAMEWORKS   environments of frameworks that `make fetch` installs for chapters 2.10 and 2.11, as all or "fabric deepspeed"
 #   WORKERS      number of processes that run tests (3)
 export PROFILE ONLY TIME_BUDGET CELL_TIMEOUT NOTEBOOK_TIMEOUT RUN DATA_SOURCE SEED REPLAY_OF PYTHON TORCH
 

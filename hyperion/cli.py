@@ -22,6 +22,7 @@ import typer
 from hyperion.commands.compare import compare, relaunch
 from hyperion.commands.console import PlainTextConsole, console, parse_duration, run_app
 from hyperion.commands.frameworks import app as frameworks_app
+from hyperion.commands.megatron import app as megatron_app
 from hyperion.commands.port import app as port_app
 from hyperion.errors import LARGEST_SEED, HyperionError
 from hyperion.paths import data_folder, project_root, results_folder
@@ -44,6 +45,7 @@ data_app = typer.Typer(help="Prepared and staged data.", no_args_is_help=True)
 app.add_typer(data_app, name="data")
 app.add_typer(frameworks_app, name="frameworks")
 app.add_typer(port_app, name="port")
+app.add_typer(megatron_app, name="megatron")
 
 
 def main() -> int:

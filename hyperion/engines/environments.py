@@ -56,6 +56,7 @@ ENVIRONMENTS = {
     ),
     # torchtitan imports triton on every device. The GPU builds of torch include it.
     "torchtitan": Environment(("torchtitan==0.2.2",), if_absent=("triton==3.7.1",)),
+    "megatron-core": Environment(("megatron-core==0.16.1",)),
 }
 
 

@@ -47,6 +47,7 @@ class Stack:
         return installed_python(self.environment)
 
 
+_MEGATRON, _MEGATRON_PACKAGES = "hyperion.engines.megatron_core", ("megatron.core",)
 STACKS = {
     stack.name: stack
     for stack in (
@@ -63,6 +64,10 @@ STACKS = {
         Stack("deepspeed zero-2", "hyperion.engines.deepspeed_zero", ("deepspeed",), 2, {"stage": 2}, "deepspeed"),
         Stack("deepspeed zero-3", "hyperion.engines.deepspeed_zero", ("deepspeed",), 2, {"stage": 3}, "deepspeed"),
         Stack("torchtitan components", "hyperion.engines.torchtitan_components", ("torchtitan",), environment="torchtitan"),
+        Stack("megatron-core", _MEGATRON, _MEGATRON_PACKAGES, environment="megatron-core"),
+        Stack("megatron-core tp 2", _MEGATRON, _MEGATRON_PACKAGES, 2, {"tensor": 2}, "megatron-core"),
+        Stack("megatron-core pp 2", _MEGATRON, _MEGATRON_PACKAGES, 2, {"pipeline": 2}, "megatron-core"),
+        Stack("megatron-core dp 2", _MEGATRON, _MEGATRON_PACKAGES, 2, {"distributed_optimizer": True}, "megatron-core"),
         *(Stack(name, "", ()) for name in ENTRIES),
     )
 }

@@ -9,13 +9,14 @@ import signal
 import sys
 import time
 import warnings
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
-from hyperion.engines.environments import absent_environments
+from hyperion.engines.environments import ENVIRONMENTS, absent_environments
 from hyperion.hardware.cpu import waiting_threads
 from hyperion.paths import SILENT_HOSTS, project_root, results_folder
 from hyperion.reproduce.display import Display, TableLine, show_failure, show_table
@@ -44,7 +45,8 @@ FINISHED, FAILED, UNFINISHED = 0, 1, 3
 # Statuses of notebooks whose rows other notebooks can use.
 _HAVE_ROWS = ("done", "up to date", "unexpected")
 _NOTICED_SLOWDOWN = 1.25  # smaller slowdowns are not mentioned
-_FRAMEWORKS = "10_frameworks"  # the chapter whose frameworks have their own environments
+# The environments of frameworks, by the chapter that uses them.
+_FRAMEWORKS = {"10_frameworks": tuple(ENVIRONMENTS), "11_megatron": ("megatron-core",)}
 _REMEASURED_NEXT = (
     "    The next call measures the experiments of this notebook again. Training runs in separate processes are not repeated "
     "unless one of their values was refused, because the same seed gives the same result. If a result is still unexpected then, "
@@ -117,6 +119,12 @@ class _StartedNotebook:
         return round(time.monotonic() - self.started, 3)
 
 
+def absent_frameworks(chapters: Iterable[str]) -> list[str]:
+    """Return the environments of frameworks that these chapters use and that are not installed."""
+    wanted = {name for chapter in chapters for name in _FRAMEWORKS.get(chapter, ())}
+    return [name for name in absent_environments() if name in wanted]
+
+
 def _slowdown(on_accelerator: bool) -> float:
     """Return the factor by which other processes on the CPU slow down the notebooks. It is 1 on an idle machine.
 
@@ -161,9 +169,9 @@ class _Call:
         if slowdown > _NOTICED_SLOWDOWN:
             predicted += f" ({format_duration(total_s(idle))} on an idle machine, but other processes use the CPU)"
         self._print(f"{len(expected)} of {len(chosen)} notebooks to run, predicted {predicted}")
-        if _FRAMEWORKS in expected and self.machine.profile != REPLAY and (absent := absent_environments()):
-            where = "they take part in chapter 2.10 after `hyperion frameworks install --all`"
-            self._print(f"frameworks that are not installed: {', '.join(absent)}; {where}")
+        if self.machine.profile != REPLAY and (absent := absent_frameworks(expected)):
+            command = f"hyperion frameworks install {' '.join(absent)}"
+            self._print(f"frameworks that are not installed: {', '.join(absent)}; `{command}` lets them take part")
         places = len(self.lanes.places)
         if places > 1 and self.machine.profile == REPLAY:
             self._print(f"up to {places} notebooks run at the same time, because a replay measures nothing")

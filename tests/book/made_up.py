@@ -29,6 +29,7 @@ from tests.book.made_up_learning import (
 )
 from tests.book.made_up_levels import levels_chapters
 from tests.book.made_up_llama import llama_chapter
+from tests.book.made_up_megatron import megatron_chapters
 from tests.book.made_up_operators import operator_chapters
 from tests.book.made_up_precision import precision_chapters
 from tests.book.made_up_products import products_chapters
@@ -101,6 +102,7 @@ def made_up_run(folder, *, source="mirror", peaks=None, bandwidth=4800.0, enviro
         *operator_chapters(),
         *serving_chapters(),
         *framework_chapters(),
+        *megatron_chapters(),
         *baseline_chapters(np.random.default_rng(1), limited=bandwidth is not None),
         (DATA, "text_pipeline", text_rows(source), text_samples(random)),
         (DATA, "image_pipeline", image_rows(source), image_samples(random)),

@@ -8,9 +8,10 @@ from dataclasses import replace
 import pytest
 from safetensors.torch import load_file
 
-from hyperion.engines import STACKS, Record, accelerate_loop, hf_trainer, hyperion_engine, plain, unequal
+from hyperion.engines import STACKS, Record, accelerate_loop, hf_trainer, hyperion_engine, megatron_core, plain, unequal
 from hyperion.engines.launch import launch
 from hyperion.engines.observer import Observer
+from hyperion.errors import HyperionError
 from hyperion.processes import process_group
 
 pytestmark = [pytest.mark.slow, pytest.mark.process]
@@ -66,3 +67,11 @@ def test_frameworks_in_environments_of_their_own(name, tiny_work, tmp_path, refe
         pytest.skip(reason)
     work = replace(tiny_work, micro_batches=1)
     assert_equal_work(work, launch(STACKS[name], work, tmp_path), reference)
+
+
+def test_megatron_core_refuses_bf16_because_its_masters_would_start_from_rounded_weights(tiny_work, tmp_path):
+    work = replace(tiny_work, dtype="bf16")
+    with process_group():
+        observer = Observer(work, "megatron-core", (), tmp_path)
+        with pytest.raises(HyperionError, match="in fp32 only"):
+            megatron_core.train(work, observer)

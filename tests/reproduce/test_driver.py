@@ -13,6 +13,7 @@ import time
 import pytest
 from rich.console import Console
 
+from hyperion.engines.environments import ENVIRONMENTS
 from hyperion.errors import HyperionError
 from hyperion.processes.child_process import has_ended
 from hyperion.reproduce import Request, driver, reproduce
@@ -64,6 +65,13 @@ def the_run(root) -> Run:
 
 def statuses(run: Run) -> dict:
     return {stem: entry["status"] for stem, entry in json.loads(run.read("reproduce.json"))["notebooks"].items()}
+
+
+def test_the_frameworks_that_a_chapter_lacks_are_named(tmp_path, monkeypatch):
+    monkeypatch.setenv("HYPERION_DATA", str(tmp_path))
+    assert driver.absent_frameworks(["11_megatron"]) == ["megatron-core"]
+    assert driver.absent_frameworks(["10_frameworks", "11_megatron"]) == list(ENVIRONMENTS)
+    assert driver.absent_frameworks(["02_core_framework"]) == []
 
 
 @pytest.mark.parametrize(

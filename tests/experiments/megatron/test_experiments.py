@@ -1,0 +1,234 @@
+"""The experiments with toy sizes: parity, resharding, the scaler, files of tokens, advice, and a machine without the package."""
+
+import struct
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from hyperion.chapter import experiment_named
+from hyperion.errors import HyperionError
+from hyperion.experiments.megatron import adaptation_advice
+from hyperion.experiments.megatron.adaptation_advice import (
+    EXITS,
+    HOLDS,
+    REQUIRED,
+    UNKNOWN,
+    advice,
+    files_with,
+    parser,
+    rocm_readers,
+    verdict_on,
+)
+from hyperion.experiments.megatron.bytes_of_text import batches, unigram_entropy
+from hyperion.experiments.megatron.indexed_tokens import index_bytes, read_index
+from hyperion.experiments.megatron.loss_scale_states import expected_scale
+from hyperion.experiments.megatron.pipeline_bubble import bubbles, ideal_bubble
+from hyperion.parallel.megatron import release
+from tests.chapter.toy import perform, toy_context
+
+installed = pytest.mark.skipif(bool(release.why_unavailable()), reason="megatron-core is not installed")
+on_cpu = pytest.mark.skipif(torch.cuda.is_available(), reason="these ranks compute on the CPU")
+TOY = {"model": "random_llama_d64_l2", "sequence_length": 8, "batch_size": 4, "learning_rate": 1e-3, "timeout_s": 300}
+SIZES: dict[str, dict] = {
+    "megatron_adaptation": {},
+    "megatron_parity": TOY
+    | {
+        "steps": 3,
+        "layouts": [{"distributed_optimizer": True}, {"tensor": 2, "sequence": True}, {"pipeline": 2, "micro_batches": 2}],
+    },
+    "pipeline_bubble": TOY | {"micro_batches": [1, 2, 3], "time_limit_s": 0.1},
+    "megatron_resharding": TOY | {"steps": 1, "cpu_ranks": 2, "saved": {"tensor": 2}},
+    "documented_shapes": {
+        "divisor": 48,
+        "shapes": [
+            {
+                "name": "toy",
+                "layers": 2,
+                "width": 768,
+                "heads": 4,
+                "sequence_length": 768,
+                "micro_batch_size": 1,
+                "layout": {"pipeline": 2, "micro_batches": 2},
+            }
+        ],
+    },
+    "loss_scale_states": {"hysteresis": [2]},
+    "indexed_tokens": {"lines": 21, "lines_of_a_document": 4},
+    "megatron_pretraining": TOY | {"steps": 2, "lines": 50, "held_out_windows": 4},
+}
+
+
+@installed
+@on_cpu
+@pytest.mark.slow
+@pytest.mark.process
+def test_every_layout_trains_like_the_plain_loop(tmp_path):
+    rows = perform(toy_context("megatron_parity", SIZES["megatron_parity"], tmp_path), tmp_path).rows
+    errors = [row for row in rows if row.metric == "relative_difference"]
+    assert {row.variant for row in errors} == {"DP 2 + distributed optimizer", "TP 2 + SP", "PP 2"}
+    assert len(errors) == 6 and all(0 <= row.value < 1e-5 for row in errors)
+    shares = {row.rank: row.value for row in rows if row.metric == "share" and row.variant.startswith("DP")}
+    assert shares == pytest.approx({0: 0.5, 1: 0.5}, rel=0.02)
+
+
+@installed
+@on_cpu
+@pytest.mark.slow
+@pytest.mark.process
+def test_a_checkpoint_of_two_ranks_is_loaded_by_one(tmp_path):
+    rows = perform(toy_context("megatron_resharding", SIZES["megatron_resharding"], tmp_path), tmp_path).rows
+    loaded, before = rows
+    assert loaded.variant == "TP 2 to one rank" and loaded.value < 1e-5
+    assert before.variant == "before loading" and before.value > 0.1
+
+
+@installed
+@on_cpu
+@pytest.mark.slow
+@pytest.mark.process
+def test_ranks_store_the_bytes_of_the_formula(tmp_path):
+    rows = perform(toy_context("documented_shapes", SIZES["documented_shapes"], tmp_path), tmp_path).rows
+    assert [(row.variant, row.rank, row.params["stage"]) for row in rows] == [("toy", 0, 0), ("toy", 1, 1)]
+    # Per layer: 4 x 16^2 for attention, 3 x 16 x 48 for the MLP, two norms. The last stage has the last norm too.
+    layer, end = 4 * 16**2 + 3 * 16 * 48 + 32, 256 * 16
+    assert [row.value for row in rows] == [16 * (layer + end), 16 * (layer + end + 16)]
+
+
+@installed
+@on_cpu
+@pytest.mark.slow
+@pytest.mark.process
+def test_bubbles_have_an_interval(tmp_path):
+    result = perform(toy_context("pipeline_bubble", SIZES["pipeline_bubble"], tmp_path), tmp_path)
+    assert [row.params["micro_batches"] for row in result.rows] == [1, 2, 3]
+    assert all(row.value is not None and row.value < 1 and row.ci_low <= row.value <= row.ci_high for row in result.rows)
+    assert len(result.samples) >= 3
+
+
+@installed
+@on_cpu
+@pytest.mark.slow
+@pytest.mark.process
+def test_training_lowers_the_loss(tmp_path):
+    result = perform(toy_context("megatron_pretraining", SIZES["megatron_pretraining"] | {"steps": 12}, tmp_path), tmp_path)
+    losses = {row.variant: row for row in result.rows}
+    assert losses["megatron-core"].n == 4 and 2 < losses["unigram"].value < np.log(256)
+    trained = list(result.samples["loss"])
+    assert len(trained) == 12 and trained[-1] < trained[0] - 0.5
+
+
+@installed
+@pytest.mark.slow
+@pytest.mark.process
+def test_counts_and_tokens_of_the_files(tmp_path):
+    rows = perform(toy_context("indexed_tokens", SIZES["indexed_tokens"], tmp_path), tmp_path).rows
+    found = {row.params["what"]: row.value for row in rows}
+    assert (found["sequences"], found["documents"], found["tokens that differ from the text"]) == (21, 6, 0)
+    assert found["bytes of .idx"] == 34 + 12 * 21 + 8 * 7 and found["bytes of .bin"] == found["tokens"]
+
+
+def written_index(folder: Path, sequences: int, entries: int) -> Path:
+    path = folder / "text.idx"
+    lengths, starts = np.arange(sequences, dtype=np.int32), np.zeros(sequences, np.int64)
+    header = b"MMIDIDX\x00\x00" + struct.pack("<QBQQ", 1, 8, sequences, entries)
+    path.write_bytes(header + lengths.tobytes() + starts.tobytes() + np.arange(3, dtype=np.int64).tobytes())
+    return path
+
+
+def test_an_index_with_wrong_counts_is_refused(tmp_path):
+    index = read_index(written_index(tmp_path, 5, 3))
+    assert index.lengths.tolist() == [0, 1, 2, 3, 4] and index.documents.tolist() == [0, 1, 2] and index.dtype == np.uint16
+    assert index_bytes(5, 2) == (tmp_path / "text.idx").stat().st_size
+    with pytest.raises(HyperionError, match="5 sequences and 4 entries"):
+        read_index(written_index(tmp_path, 5, 4))
+    (tmp_path / "text.idx").write_bytes(b"text")
+    with pytest.raises(HyperionError, match="no index of tokens"):
+        read_index(tmp_path / "text.idx")
+
+
+def test_the_rules_of_the_scale():
+    assert expected_scale(((True, 1),), 1) == 2048 and expected_scale(((True, 1),), 2) == 4096
+    assert expected_scale(((True, 2),), 2) == 2048 and expected_scale(((False, 1000),), 2) == 8192
+    assert expected_scale(((False, 999), (True, 1), (False, 1)), 1) == 2048 and expected_scale(((True, 99),), 1) == 1
+
+
+@installed
+@pytest.mark.slow
+@pytest.mark.process
+def test_the_scaler_of_the_release_follows_the_rules(tmp_path):
+    rows = perform(toy_context("loss_scale_states", SIZES["loss_scale_states"], tmp_path), tmp_path).rows
+    found = {row.variant: row.value for row in rows}
+    assert found["one overflow"] == 4096 and found["three overflows"] == 1024 and found["100 overflows"] == 1
+
+
+def test_the_bubble_of_an_ideal_pipeline():
+    counts = np.array([1, 2, 4, 8])
+    assert bubbles(counts, 0.5 * (counts + 1)) == pytest.approx([ideal_bubble(2, count) for count in counts])
+    assert bubbles(counts, 0.5 * counts) == pytest.approx([0, 0, 0, 0], abs=1e-9)
+
+
+def test_the_entropy_of_single_tokens():
+    assert unigram_entropy(np.array([7, 7, 9, 9], np.uint8)) == pytest.approx(np.log(2))
+    assert unigram_entropy(np.arange(256, dtype=np.uint8)) == pytest.approx(np.log(256))
+
+
+def test_batches_are_consecutive_tokens_and_depend_on_the_seed():
+    tokens = batches(np.arange(100, dtype=np.uint8), 2, 3, 4, 0)
+    assert tokens.shape == (2, 3, 5) and tokens.dtype == torch.int64
+    assert (tokens.diff(dim=2) == 1).all()
+    assert not torch.equal(tokens, batches(np.arange(100, dtype=np.uint8), 2, 3, 4, 1))
+
+
+def test_the_parser_decides_options():
+    assert verdict_on("--fp16")[0] == HOLDS and verdict_on("--overlap-comm")[0] == UNKNOWN
+    assert verdict_on("--checkpoint-activations")[0] == EXITS and verdict_on("--max-position-embeddings")[0] == REQUIRED
+    names = parser()["options"]["names"]
+    assert len(names) == len(set(names)) == 681 and {*parser()["exits"], *parser()["required"]} <= set(names)
+    assert parser()["commit"] == release.COMMIT
+    assert all("remedy" in entry for entry in advice()["option"] if verdict_on(entry["name"])[0] != HOLDS)
+
+
+def test_the_sources_of_rocm_decide_each_variable():
+    readers = rocm_readers()
+    assert set(readers) == {entry["name"] for entry in advice()["variable"]}
+    unread = [name for name, places in readers.items() if not places]
+    assert unread == ["PYTORCH_ROCM_DEVICE", "GPU_MAX_ALLOC_PERCENT", "RCCL_DEBUG"]
+    assert all("remedy" in entry for entry in advice()["variable"] if entry["name"] in unread)
+
+
+def test_a_variable_is_found_as_a_whole_word(tmp_path):
+    texts = {"a.so": b"\0NCCL_DEBUG\0", "b.so": b"NCCL_DEBUG_FILE RCCL_DEBUG", "c.so": b"NCCL_DEBUG_FILE NCCL_DEBUG", "d.so": b""}
+    for name, text in texts.items():
+        (tmp_path / name).write_bytes(text)
+    found = files_with(["NCCL_DEBUG", "RCCL_DEBUG", "ABSENT"], sorted(tmp_path.iterdir()))
+    assert {name: [path.name for path in paths] for name, paths in found.items()} == {
+        "NCCL_DEBUG": ["a.so", "c.so"],
+        "RCCL_DEBUG": ["b.so"],
+        "ABSENT": [],
+    }
+
+
+def test_without_a_rocm_runtime_its_rows_have_a_reason(tmp_path, monkeypatch):
+    (tmp_path / "lib.so").write_bytes(b"CUDA_VISIBLE_DEVICES")
+    places = {"PyTorch": [tmp_path / "lib.so"], "ROCm runtime": []}
+    monkeypatch.setattr(adaptation_advice, "libraries", lambda: places)
+    rows = perform(toy_context("adaptation_advice", {}, tmp_path), tmp_path).rows
+    visible = {row.params["where"]: row for row in rows if row.variant == "CUDA_VISIBLE_DEVICES"}
+    assert visible["sources of ROCm"].value == 1 and "flags.hpp" in visible["sources of ROCm"].params["evidence"]
+    assert visible["PyTorch"].value == 1 and visible["PyTorch"].params["example"] == "lib.so"
+    assert visible["ROCm runtime"].value is None and "ROCm runtime is not on this machine" in visible["ROCm runtime"].value_reason
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_without_megatron_every_row_has_the_reason(tmp_path, monkeypatch, name):
+    def missing():
+        raise HyperionError("megatron-core is not installed", next_step=release.INSTALL)
+
+    monkeypatch.setattr(release, "find_release", missing)
+    context = toy_context(name, SIZES[name], tmp_path)
+    rows = experiment_named(name).run(context, lambda done, total, note="": None).rows
+    assert rows and all(row.value is None and "hyperion frameworks install megatron-core" in row.value_reason for row in rows)
+    for row in rows:
+        row.validate()
