@@ -83,7 +83,9 @@ def test_every_experiment_asks_for_a_guess_before_it_runs_and_answers_it(path):
             continue
         assert experiment in predicted, f"{experiment} runs without a guess"
         (result,) = re.findall(rf'^(\w+) = chapter\.run\("{experiment}"\)', code, re.MULTILINE)
-        assert result in answers or experiment in SHOWN_IN_PART, f"the guess for {experiment} has no answer: call show or show_answer with {result}"
+        assert result in answers or experiment in SHOWN_IN_PART, (
+            f"the guess for {experiment} has no answer: call show or show_answer with {result}"
+        )
     asks = [source for source in sources_of(path, "markdown") if "**Predict" in source]
     assert len(asks) >= len(guesses), "each guess needs a paragraph that asks for it"
 
