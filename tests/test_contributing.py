@@ -28,7 +28,7 @@ def follow(copy: Path) -> list[str]:
         path = copy / name
         touched.append(name)
         if path.suffix == ".ipynb":
-            write_notebook(path.parent, path.stem, [code], produces=["softmax"])
+            write_notebook(path.parent, path.stem, ["guess_softmax_gb_s = None", code], produces=["softmax"])
         elif not where:
             assert not path.exists()
             path.write_text(code)

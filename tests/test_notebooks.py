@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 import hyperion
+from hyperion.chapter.subjects import experiment_named
 from hyperion.reproduce import read_book
 from hyperion.reproduce.publishing import with_drawn_formulas
 
@@ -18,6 +19,10 @@ LONGEST_CELL = 20
 PROSE_PER_CODE_CELL = 0.7
 ABSOLUTE_PATH = re.compile(r"""["'(\s=](/(home|root|Users|tmp|mnt|scratch|data|workspace|work|opt|usr|var)/|[A-Z]:\\)""")
 INSTALLS = re.compile(r"(^|[!%\s])(pip3?|conda|mamba|apt|apt-get|uv)\s+(install|add)\b")
+# Experiments that no notebook predicts, with the reason.
+NOT_PREDICTED = {"gemm_gap": "its factors are computed from existing rows, so its forecast is empty"}
+# Experiments of which a notebook shows only some rows, with the reason why the guess is answered nevertheless.
+SHOWN_IN_PART = {"batch_scaling": "the shown metrics include the guessed count, the largest batch"}
 FORKS = {"multiprocessing", "torch.multiprocessing", "concurrent.futures", "subprocess"}
 
 pytestmark = pytest.mark.parametrize("path", PATHS, ids=lambda path: path.stem)
@@ -51,6 +56,38 @@ def test_one_parameters_cell_with_the_four_parameters_and_guesses(path):
     assert {name: assigned.get(name, "absent") for name in PARAMETERS} == PARAMETERS
     others = {name: value for name, value in assigned.items() if name not in PARAMETERS}
     assert all(name.startswith("guess_") and value is None for name, value in others.items()), others
+
+
+def calls_of(path: Path, name: str) -> list[ast.Call]:
+    """The calls of a function or method of this name in the code, in the order of the cells."""
+    nodes = (node for source in sources_of(path, "code") for node in ast.walk(syntax_of(source)))
+    calls = [node for node in nodes if isinstance(node, ast.Call)]
+    return [call for call in calls if ast.unparse(call.func).split(".")[-1] == name]
+
+
+def test_every_experiment_asks_for_a_guess_before_it_runs_and_answers_it(path):
+    (tagged,) = (cell for cell in cells_of(path, "code") if "parameters" in cell["metadata"].get("tags", []))
+    parameters = [line.split(" = ")[0] for line in tagged["source"] if line.startswith("guess_")]
+    code, guesses = "\n".join(sources_of(path, "code")), []
+    predicted = [ast.literal_eval(call.args[0]) for call in calls_of(path, "predict")]
+    for call, experiment in zip(calls_of(path, "predict"), predicted, strict=True):
+        guesses += [ast.unparse(word.value) for word in call.keywords if word.arg == "guess"]
+        asked = len(call.keywords) == 1 and guesses and guesses[-1] in parameters
+        assert asked, f"{experiment}: ask for a guess: chapter.predict({experiment!r}, guess=guess_...)"
+        assert code.index(f'predict("{experiment}"') < code.index(f'run("{experiment}"'), f"{experiment} runs before its guess"
+    assert guesses == parameters, "each guess belongs to one experiment, and the parameters have the order of the experiments"
+    answers = {ast.unparse(call.args[0]) for name in ("show", "show_answer") for call in calls_of(path, name)}
+    for experiment in next(notebook for notebook in read_book(ROOT) if notebook.path == path).produces:
+        if experiment in NOT_PREDICTED:
+            assert experiment_named(experiment).forecast(None) == [], f"{experiment} has a forecast, so it needs a guess"
+            continue
+        assert experiment in predicted, f"{experiment} runs without a guess"
+        (result,) = re.findall(rf'^(\w+) = chapter\.run\("{experiment}"\)', code, re.MULTILINE)
+        assert result in answers or experiment in SHOWN_IN_PART, (
+            f"the guess for {experiment} has no answer: call show or show_answer with {result}"
+        )
+    asks = [source for source in sources_of(path, "markdown") if "**Predict" in source]
+    assert len(asks) >= len(guesses), "each guess needs a paragraph that asks for it"
 
 
 def test_cells_are_small(path):

@@ -1,5 +1,6 @@
 """Display results, tables, predictions, warnings and text in notebooks. All numbers in a text come from rows."""
 
+import math
 from collections.abc import Iterable, Sequence
 from typing import Protocol
 
@@ -13,6 +14,8 @@ from hyperion.figures.tables import escaped, html, markdown_text, prediction_bas
 from hyperion.results import Prediction, Row, Run
 from hyperion.untrusted import printable
 
+_ROUNDING = 1e-12  # a measured value up to this size is a rounding error of 0
+_FACTOR = 10  # a prediction that is at least this many times the measured value is compared by a factor
 _BANNER = (
     "border-left:6px solid #D55E00;background:#fff4ec;color:#1b1f24;padding:.6em 1em;margin:.4em 0;"
     "font-family:system-ui,sans-serif;font-weight:600"
@@ -57,14 +60,26 @@ def show(result: HasRows, run: Run, published: bool = False, figures: Iterable[s
         picture = draw(plot.name, material, **options)
         if picture is not None:
             _display({"image/png": picture, "text/plain": f"[{plot.name}: {plot.caption}]"})
-    if sentence := answered_guess(material.predictions, result.rows):
-        _display({"text/markdown": f"**{markdown_text(sentence)}**", "text/plain": sentence})
+    show_answer(result, run)
     for caption, table in tables_of(result.rows, material.steadiness, material.image_caveat, material.prediction):
         show_table(table, caption)
 
 
+def show_answer(result: HasRows, run: Run) -> None:
+    """Show the comparison with the reader's guess, for a notebook that shows the result without `show`.
+
+    Args:
+        result: the result.
+        run: the run that stores the result and the guess.
+    """
+    if sentence := answered_guess(Material(run).predictions, result.rows):
+        _display({"text/markdown": f"**{markdown_text(sentence)}**", "text/plain": sentence})
+
+
 def answered_guess(predictions: Sequence[Prediction], rows: Sequence[Row]) -> str:
     """Return a sentence that compares the reader's guess and the library's prediction with the measured value.
+
+    If the prediction applies to several rows, the sentence is about the row with the largest value.
 
     Args:
         predictions: the predictions of a run. The reader guesses the first prediction of an experiment.
@@ -77,19 +92,21 @@ def answered_guess(predictions: Sequence[Prediction], rows: Sequence[Row]) -> st
     # If the inputs of an experiment have changed, the run has older and newer predictions, and only the newest ones apply. The
     # first of them is the one that the reader guesses.
     first = next((p for p in stored if p.input_hash == stored[-1].input_hash), None)
-    row = next((r for r in rows if first and _identity(r) == _identity(first) and (r.rank is None or first.each_rank)), None)
-    if first is None or row is None:
+    found = [row for row in rows if first and first.predicts(row)]
+    if first is None or not found:
         return ""
+    # Some rows have exactly the params of the prediction, and other rows have more. The reader guesses the former.
+    found = [row for row in found if row.params == first.params] or found
+    row = max(found, key=lambda row: -math.inf if row.value is None else row.value)
     what = " ".join(filter(None, (row.variant, row.dtype)))
+    what += f", the largest of {len(found)} values," if len(found) > 1 else ""
     if row.value is None:
         return f"{row.metric} of {what} was not measured: {row.value_reason}."
     sentences = [f"Measured: {row.metric} of {what} is {quoted_value(row.value, row.unit)}."]
     estimate = None if first.is_ceiling else first.estimate
     for predicted, words in ((first.guess, "You guessed {}"), (estimate, "The library predicted {}")):
-        if predicted is not None and row.value:
-            error = 100 * (predicted / row.value - 1)
-            size = f"{abs(error):.0f} % too {'high' if error > 0 else 'low'}" if abs(error) >= 0.5 else "within 0.5 %"
-            sentences.append(f"{words.format(quoted_value(predicted, row.unit))}: {size}.")
+        if predicted is not None:
+            sentences.append(f"{words.format(quoted_value(predicted, row.unit))}: {_error_of(predicted, row.value)}.")
     if estimate is None and first.known_ceiling:
         share, ceiling = 100 * row.value / first.known_ceiling, quoted_value(first.known_ceiling, row.unit)
         sentences.append(f"The library predicted only a ceiling of {ceiling}; the measured value is {share:.0f} % of it.")
@@ -98,8 +115,15 @@ def answered_guess(predictions: Sequence[Prediction], rows: Sequence[Row]) -> st
     return " ".join(sentences)
 
 
-def _identity(entry: Prediction | Row) -> tuple:
-    return entry.variant, entry.dtype, entry.metric, sorted(entry.params.items())
+def _error_of(predicted: float, measured: float) -> str:
+    """Return the error of a prediction in percent, as a factor if it is large, or in words if the measured value is 0."""
+    direction = "high" if predicted > measured else "low"
+    if abs(measured) <= _ROUNDING:
+        return "correct" if abs(predicted) <= _ROUNDING else f"too {direction}"
+    if predicted / measured >= _FACTOR:
+        return f"{predicted / measured:.3g} times the measured value"
+    error = 100 * abs(predicted - measured) / abs(measured)
+    return f"{error:.0f} % too {direction}" if error >= 0.5 else "within 0.5 %"
 
 
 def announce(result: HasRows) -> None:

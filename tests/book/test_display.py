@@ -69,6 +69,22 @@ def test_the_guess_is_answered_with_what_was_predicted_and_measured():
     assert answered_guess([predicted()], [each]) == "" != answered_guess([predicted(each_rank=True)], [each])
 
 
+def test_a_guess_about_rows_with_more_params_or_about_zero_is_answered():
+    columns = {"notebook": "n", "experiment": "e", "variant": "copy", "dtype": "fp32", "metric": "bandwidth_gb_s", "n": 30}
+    first, second = (Row(**columns, params={"m": 1, "kernel": name}, value=value) for name, value in (("a", 0.0), ("b", 50.0)))
+    absent = replace(second, value=None, value_reason="out of memory", n=None)
+    most = "Measured: bandwidth_gb_s of copy fp32, the largest of 2 values, is 50 GB/s. You guessed 100 GB/s: 100 % too high. "
+    assert answered_guess([predicted()], [first, second]).startswith(most)
+    exact = replace(first, params={"m": 1})
+    assert answered_guess([predicted(estimate=0.0)], [second, absent, exact]) == (
+        "Measured: bandwidth_gb_s of copy fp32 is 0 GB/s. You guessed 100 GB/s: too high. The library predicted 0 GB/s: correct."
+    )
+    rounded = answered_guess([predicted(guess=0.0)], [replace(exact, value=1e-15)])
+    assert "You guessed 0 GB/s: correct. The library predicted 240 GB/s: too high." in rounded
+    assert "You guessed 100 GB/s: 50 times the measured value." in answered_guess([predicted()], [replace(exact, value=2.0)])
+    assert "the largest of 2 values, was not measured: out of memory." in answered_guess([predicted()], [absent, absent])
+
+
 @pytest.mark.slow
 def test_replay_and_synthetic_are_announced_first(run, material, shown):
     display.show(Result(material.of("gemm"), replayed_from="h200"), run)

@@ -27,6 +27,7 @@ BACKENDS = {
     "math": SDPBackend.MATH,
 }
 IMPLEMENTATIONS = (TRITON, *BACKENDS)
+GPU_ONLY = ("cudnn", "efficient")  # backends of PyTorch that have no CPU kernel
 # Patterns for the operators that PyTorch calls when it uses a backend.
 _OPERATORS = {
     "cudnn": r"_scaled_dot_product_cudnn_attention",

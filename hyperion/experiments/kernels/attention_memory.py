@@ -14,6 +14,7 @@ import torch
 from hyperion.chapter.context import Context, Experiment, Forecast, Options, Report, Result
 from hyperion.chapter.rows import all_samples, checked, out_of_memory_reason
 from hyperion.experiments.kernels.attention_implementations import (
+    GPU_ONLY,
     IMPLEMENTATIONS,
     TRITON,
     RefusedError,
@@ -50,7 +51,7 @@ def forecast(context: Context) -> list[Forecast]:
     """Predict the peak memory of each implementation at the greatest length, and the share of its quadratic term.
 
     The implementation "math" stores the scores, the probabilities and their gradients in float32, even for 16-bit inputs. The
-    others store no matrix of scores.
+    others store no matrix of scores. The backends that have no CPU kernel are not predicted on a CPU, where they refuse.
     """
     options = AttentionMemoryOptions.of(context)
     longest, forecasts = max(options.lengths), []
@@ -58,7 +59,7 @@ def forecast(context: Context) -> list[Forecast]:
     # One matrix of scores has H · T² elements of at least 4 bytes.
     scores = options.heads * longest**2 * max(4, FORMATS[options.dtype].bytes)
     for name in IMPLEMENTATIONS:
-        if why_absent(name, context.device):
+        if why_absent(name, context.device) or (context.device.kind == "cpu" and name in GPU_ONLY):
             continue
         quadratic = 3 * scores if name == "math" else 0
         basis = f"outputs and gradients {linear / GIB:.3g} GiB"
