@@ -4,6 +4,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from hyperion.errors import not_none
+from hyperion.experiments.serving.metrics import NOT_OBSERVED
 from hyperion.figures.material import Material, Plot, measured, number
 from hyperion.figures.style import COLOURS, INK, MUTED, absences, add_notes, errors_of, look, new_figure, whole_numbers
 from hyperion.results import Row
@@ -57,6 +58,8 @@ def server_load(material: Material) -> Figure | None:
     shares = sorted({row.params["load"] for row in rates if "load" in row.params})
     notes[0] += f"{', '.join(f'{100 * share:g} %' for share in shares) or 'no'} of the throughput of the most users."
     failed = [row for row in rows if row.value is None and "percentile" not in row.params]
+    unobserved = [row for row in rows if row.metric == "tpot_s" and row.value_reason.startswith(NOT_OBSERVED)][:1]
+    notes += absences(unobserved, lambda row: f"{row.variant}, time per output token")
     add_notes(figure, [*notes, *absences(failed, lambda row: row.variant)])
     return figure
 
@@ -102,6 +105,10 @@ def _draw_throughput(axes: Axes, rows: list[Row]) -> None:
 
 def _draw_percentiles(axes: Axes, rows: list[Row], users: list[int], title: str) -> None:
     """Draw one line for each percentile. The marks of the open loop are to the right of the largest number of users."""
+    if not rows:
+        axes.set(title=title, xticks=[], yticks=[])
+        axes.text(0.5, 0.5, f"{NOT_OBSERVED}, see below", transform=axes.transAxes, ha="center", color=MUTED)
+        return
     for place, percent in enumerate(sorted({row.params["percentile"] for row in rows})):
         chosen = [row for row in rows if row.params["percentile"] == percent]
         closed = sorted((row for row in chosen if "users" in row.params), key=lambda row: row.params["users"])

@@ -2,6 +2,7 @@
 
 from hyperion.results import Metric
 
+NOT_OBSERVED = "not observed"  # start of the reason of a time that the client cannot see
 METRICS = (
     Metric(
         "ttft_s",

@@ -6,7 +6,7 @@ not independent: they wait for each other. A run counts only if all its requests
 
 import itertools
 import statistics
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 
 import pandas as pd
@@ -25,6 +25,7 @@ from hyperion.experiments.serving.client import (
     why_invalid,
 )
 from hyperion.experiments.serving.kv_cache_memory import decoding_limit
+from hyperion.experiments.serving.metrics import NOT_OBSERVED
 from hyperion.experiments.serving.served_models import DATA, ServedModel, prompts_of, served_model
 from hyperion.experiments.serving.server import Server, ServerError, running_server
 from hyperion.experiments.serving.server_answers import why_not_batched
@@ -35,6 +36,7 @@ RATES = ("output_tokens_per_s", "requests_per_s")
 PERCENTILES = (50, 95, 99)
 IN_SYSTEM = "mean number of requests in the system over users"
 OPEN = "open"
+_FEW = 0.05  # fraction of the answers whose tokens may arrive together
 _NO_LIMIT = {
     "ttft_s": "no limit: it includes the time of the prompt and of waiting",
     "request_time_s": "no limit: it includes the time of the prompt and of waiting",
@@ -113,7 +115,7 @@ def forecast(context: Context) -> list[Forecast]:
     options = ServerLoadOptions.of(context)
     if any(BACKENDS[name].why_absent() for name in options.backends[:1]):
         return []
-    step = next((row for row in context.upstream if row.metric == "tpot_s" and row.value is not None), None)
+    step = _decoding_step(context)
     limit, source = decoding_limit(context, served_model(context, options.model), options.dtype)
     backend, forecasts = options.backends[0], []
     for level in options.levels:
@@ -164,7 +166,35 @@ def run(context: Context, report: Report) -> Result:
     return Result(rows, pd.DataFrame(lines), source)
 
 
-EXPERIMENT = Experiment(forecast, run, options=ServerLoadOptions, forecast_reads=("kv_cache_memory",), data=DATA)
+EXPERIMENT = Experiment(forecast, run, options=ServerLoadOptions, reads=("kv_cache_memory",), data=DATA)
+
+
+def _decoding_step(context: Context) -> Row | None:
+    """Return the row with the time of a decoding step that kv_cache_memory timed, or None if this run has no such row."""
+    return next((row for row in context.upstream if row.metric == "tpot_s" and row.value is not None), None)
+
+
+def tokens_sent_together(runs: Sequence[Sequence[Reply]], limit_s: float | None, step_s: float | None) -> str:
+    """Return why the time per output token was not observed, or "" if it was.
+
+    A server can compute the tokens of an answer one by one and still send them together, for example because its event loop does
+    not run while the model computes. Then the time between two tokens at the client says nothing about the server.
+
+    Args:
+        runs: the replies of each run.
+        limit_s: least time of a decoding step in seconds, or None if the device has no known limit.
+        step_s: measured time of a decoding step in seconds, or None. It is used only without a limit. A server may be faster than
+            this measurement, but not twice as fast on a CPU, where there are no graphs.
+    """
+    floor_s = limit_s if limit_s is not None else step_s / 2 if step_s is not None else 0.0
+    times_s = [reply.tpot_s for run in runs for reply in run if reply.tokens > 1]
+    together = [time_s for time_s in times_s if time_s < floor_s]
+    if len(together) <= _FEW * len(times_s):
+        return ""
+    return (
+        f"{NOT_OBSERVED}: the server sent the tokens of {len(together)} of {len(times_s)} answers together, "
+        f"{statistics.median(together) * 1e6:.3g} us apart, although a token takes at least {floor_s * 1e6:.3g} us"
+    )
 
 
 def _loops(
@@ -216,16 +246,20 @@ def _rows(
         return [context.absent_row(name, metric, reason, params=measured.params, **identity) for metric in metrics]
     check = checked("failed requests", 0, 0)
     rows = []
+    step = _decoding_step(context)
     for metric in LATENCIES:
         limit, source = decoding_limit(context, model, options.dtype) if metric == "tpot_s" else (None, _NO_LIMIT[metric])
+        together = tokens_sent_together(measured.runs, limit, step and step.value) if metric == "tpot_s" else ""
         for percent in PERCENTILES:
             params = measured.params | {"percentile": percent}
             # With fewer requests than this, the percentile is the largest value, whatever the distribution.
             least = round(100 / (100 - percent))
+            why = together
             if measured.requests < least:
                 why = (
                     f"not computed: the {percent}th percentile needs {least} requests in a run, and there are {measured.requests}"
                 )
+            if why:
                 rows.append(context.absent_row(name, metric, why, params=params, **identity))
                 continue
             values = [percentile([getattr(reply, metric) for reply in run], percent) for run in measured.runs]

@@ -17,6 +17,7 @@ from hyperion.experiments.serving.client import Reply
 from hyperion.experiments.serving.served_models import ServedModel, pieces_of, served_model
 from hyperion.experiments.serving.server import ServerError, close_servers, start_server
 from hyperion.experiments.serving.server_answers import Reference, differing_pieces, first_undecided
+from hyperion.experiments.serving.server_load import tokens_sent_together
 from hyperion.experiments.serving.server_soak import slope_estimate
 from hyperion.processes.child_process import has_ended
 from hyperion.results import RowError
@@ -308,3 +309,30 @@ def test_the_sizes_of_the_profiles_share_a_server():
         assert load.runs >= 5
         assert soak.requests >= (200 if profile == "smoke" else 1000)
     assert Reply(due_s=0, end_s=1).error == ""
+
+
+def _answers(*gaps_s: float, tokens: int = 5) -> list[Reply]:
+    """Return answers of `tokens` tokens, each with a time between its tokens."""
+    return [Reply(0.0, 1.0, first_s=0.5, last_s=0.5 + gap * (tokens - 1), tokens=tokens) for gap in gaps_s]
+
+
+@pytest.mark.parametrize(
+    ("gaps_s", "limit_s", "step_s", "observed"),
+    [
+        ([2e-3] * 20, None, 1e-3, True),
+        ([16e-6] * 20, None, 1e-3, False),  # measured on two CPU cores: the server's event loop waits for the model
+        ([16e-6] + [2e-3] * 19, None, 1e-3, True),  # one answer in twenty
+        ([16e-6] * 2 + [2e-3] * 18, None, 1e-3, False),
+        ([0.6e-3] * 20, None, 1e-3, True),  # a server may be faster than the measured step
+        ([0.6e-3] * 20, 0.5e-3, 10e-3, True),  # with graphs, by far; the limit of the device counts
+        ([0.4e-3] * 20, 0.5e-3, 10e-3, False),
+        ([16e-6] * 20, None, None, True),  # nothing is known about the step
+    ],
+)
+def test_tokens_that_arrive_faster_than_a_step_of_decoding_are_no_time_per_token(gaps_s, limit_s, step_s, observed):
+    reason = tokens_sent_together([_answers(*gaps_s)], limit_s, step_s)
+    assert (reason == "") is observed
+    if not observed:
+        slow = sum(gap >= (limit_s or step_s / 2) for gap in gaps_s)
+        assert f"{len(gaps_s) - slow} of {len(gaps_s)} answers together" in reason
+    assert tokens_sent_together([_answers(1e-6, tokens=1)], limit_s, step_s) == ""  # one token has no next one
