@@ -11,8 +11,10 @@ module that defines the name counts as imported, and not all modules that the `_
 import ast
 import functools
 import hashlib
+import io
 import json
 import re
+import tokenize
 from collections.abc import Iterable, Iterator
 from importlib.machinery import PathFinder
 from pathlib import Path
@@ -88,12 +90,16 @@ def code_of(source: bytes) -> bytes:
     """Return a Python source without comments, docstrings, blank lines and spaces at the end of lines.
 
     The code is returned as it is written, instead of a form that depends on the version of Python, such as `ast.dump`. So two
-    machines with different versions have the same hash. A source that is not valid Python in UTF-8 is returned unchanged.
+    machines with different versions have the same hash. A comment between the parts of one string literal is kept. A source that
+    is not valid Python in UTF-8, or too deeply nested to be parsed, is returned unchanged.
     """
     try:
-        tree, text = ast.parse(source), source.decode("utf-8-sig")
-    except (SyntaxError, ValueError):
+        tree, encoding = ast.parse(source), tokenize.detect_encoding(io.BytesIO(source).readline)[0]
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
         return source
+    if encoding not in ("utf-8", "utf-8-sig"):
+        return source
+    text = source.decode("utf-8-sig")
     # Not `splitlines`, which also splits at characters that do not end a line of Python. The syntax tree counts bytes.
     lines = [line.encode() for line in re.split("\r\n|\r|\n", text)]
     strings = [node for node in ast.walk(tree) if isinstance(node, ast.Constant | ast.JoinedStr)]
@@ -108,9 +114,10 @@ def code_of(source: bytes) -> bytes:
         lines[first - 1 : last] = [lines[first - 1][:column] + rest + lines[last - 1][end:], *[b""] * (last - first)]
     # Blank lines and spaces at the end of a line inside a string are part of its value.
     inside = {row for (first, _), (last, _) in spans.values() for row in range(first, last)}
-    return b"\n".join(
-        line if row in inside else line.rstrip() for row, line in enumerate(lines, 1) if row in inside or line.strip()
-    )
+    # An empty line after a backslash ends the statement.
+    ends = {row + 1 for row, line in enumerate(lines, 1) if line.endswith(b"\\")}
+    kept = [(row, line) for row, line in enumerate(lines, 1) if row in inside or row in ends or line.strip()]
+    return b"\n".join(line if row in inside else line.rstrip() for row, line in kept)
 
 
 def _documented_bodies(tree: ast.Module) -> Iterator[list[Any]]:
@@ -144,7 +151,7 @@ def _imports(source: str, package: str) -> tuple[Import, ...]:
     """Return the imports of a source. The result is cached, because chapters share most files and parsing is slow."""
     try:
         tree = ast.parse(source)
-    except (SyntaxError, ValueError):
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
         return ()  # no error is raised here, because the execution of the source reports it
     found = []
     for node in ast.walk(tree):

@@ -135,3 +135,21 @@ def test_only_code_counts(before, after, same):
     changed = WRITTEN.replace(before, after)
     assert (code_of(changed.encode()) == code_of(WRITTEN.encode())) is same
     assert (code_of(changed.replace("\n", "\r\n").encode()) == code_of(WRITTEN.encode())) is same
+
+
+@pytest.mark.parametrize(
+    "one, other",
+    [
+        (b"x = 1 \\\n# c\n-y\n", b"x = 1 \\\n-y\n"),
+        (b"x = 1 \\\n\n-y\n", b"x = 1 \\\n-y\n"),
+        ("# coding: latin-1\nx = 'é'\n".encode(), "# coding: utf-8\nx = 'é'\n".encode()),
+    ],
+)
+def test_different_code_in_other_forms(one, other):
+    assert ast.dump(ast.parse(one)) != ast.dump(ast.parse(other)) and code_of(one) != code_of(other)
+
+
+@pytest.mark.parametrize("source", [b"-" * 200_000 + b"1", b"x=" + b"+".join([b"a"] * 100_000), b"def f(:\n", b"x = '\xff'\n"])
+def test_a_source_that_cannot_be_parsed_is_hashed_as_it_is(source):
+    assert code_of(source) == source
+    assert imported_modules(source.decode(errors="replace")) == set()

@@ -28,7 +28,8 @@ class DocumentedShape(Table):
         name: name of the row.
         layers, width, heads, sequence_length: as in the guide.
         micro_batch_size: sequences of a micro-batch.
-        layout: layout of two ranks. Its micro-batches are fewer than in the guide, because they do not change the bytes.
+        layout: layout of a replica. Its micro-batches are fewer than in the guide, because they do not change the bytes.
+        replicas: smallest number of replicas. If there are more ranks, there are more replicas.
     """
 
     name: str
@@ -38,6 +39,12 @@ class DocumentedShape(Table):
     sequence_length: int
     micro_batch_size: int
     layout: LayoutTable
+    replicas: int = 1
+
+    @property
+    def least_ranks(self) -> int:
+        """The smallest number of ranks that can train this shape."""
+        return self.layout.tensor * self.layout.pipeline * self.replicas
 
     def shape(self, divisor: int) -> LlamaShape:
         """Return the shape of a Llama with an MLP of about the same size as four times the width."""
@@ -68,10 +75,11 @@ def forecast(context: Context) -> list[Forecast]:
             rank_state_bytes(one.shape(options.divisor), one.layout.layout(), 0, ranks),
             basis,
             dtype="fp32",
-            params=_params(options, one, 0),
+            params=_params(options, one, 0, ranks),
             each_rank=True,
         )
         for one in options.shapes
+        if one.least_ranks <= ranks
     ]
 
 
@@ -81,8 +89,8 @@ def run(context: Context, report: Report) -> Result:
     ranks = _ranks(context, options)
     rows = []
     for one in options.shapes:
-        if reason := why_not(ranks, one.layout.tensor * one.layout.pipeline):
-            params = _params(options, one, 0)
+        if reason := why_not(ranks, one.least_ranks):
+            params = _params(options, one, 0, ranks)
             rows.append(context.absent_row(one.name, "model_state_bytes", reason, dtype="fp32", params=params))
     if len(rows) == len(options.shapes):
         return Result(rows, pd.DataFrame())
@@ -102,7 +110,7 @@ def step_on_rank(context: Context, report: Report) -> Result:
     rows, ranks, device = [], world().size, context.device.torch_device
     for done, one in enumerate(options.shapes):
         layout = one.layout.layout()
-        if layout.tensor * layout.pipeline > ranks:
+        if one.least_ranks > ranks:
             continue
         report(done, len(options.shapes), one.name)
         shape, length = one.shape(options.divisor), one.sequence_length // options.divisor
@@ -117,7 +125,7 @@ def step_on_rank(context: Context, report: Report) -> Result:
             found += sum(buffer.grad_data.nbytes for buffer in trainer.wrapped.buffers)
         stage = world().rank // (ranks // layout.pipeline)
         expected = rank_state_bytes(shape, layout, stage, ranks)
-        params = _params(options, one, stage)
+        params = _params(options, one, stage, ranks)
         check = checked("16 bytes for each parameter of the rank", abs(found / expected - 1), TOLERANCE)
         rows.append(context.row(one.name, "model_state_bytes", found, dtype="fp32", rank=world().rank, params=params, **check))
     return Result(rows, pd.DataFrame())
@@ -127,8 +135,9 @@ def _ranks(context: Context, options: DocumentedShapesOptions) -> int:
     return min(options.ranks, options.device_count(context))
 
 
-def _params(options: DocumentedShapesOptions, one: DocumentedShape, stage: int) -> dict:
+def _params(options: DocumentedShapesOptions, one: DocumentedShape, stage: int, ranks: int) -> dict:
     return {
+        "ranks": ranks,
         "layers": one.layers,
         "width": one.width // options.divisor,
         "heads": one.heads,

@@ -7,7 +7,7 @@ METRICS = (
         "bubble_fraction",
         "fraction",
         "lower",
-        "share of a step beyond the time of its micro-batches: 1 - m x slope of the step time over m, divided by the step time",
+        "fraction of a step in which a stage runs neither a forward nor a backward pass, as the mean over the stages",
         False,
         True,
     ),

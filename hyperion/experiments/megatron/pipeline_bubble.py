@@ -1,36 +1,49 @@
 """How long does a stage of a pipeline wait?
 
 With p stages and m micro-batches, a stage works for m of the m + p - 1 times that a micro-batch takes. The rest is the bubble.
+A stage waits while it runs neither a forward nor a backward pass. The times of these passes are measured inside the schedule of
+megatron-core. A slope of the step time over m would not do: any fixed cost of a step looks like a bubble there, and stages that
+wait for each other in turn look like none.
 """
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import wraps
+from typing import Any
 
 import numpy as np
 import pandas as pd
+import torch
+import torch.distributed as dist
 
 from hyperion.chapter.context import Context, Experiment, Forecast, Report, Result
-from hyperion.chapter.rows import all_samples, sample_frame
-from hyperion.chapter.variants import RankOptions, merged, run_on_ranks
+from hyperion.chapter.variants import RankOptions, run_on_ranks
+from hyperion.errors import HyperionError
 from hyperion.experiments.megatron.bytes_of_text import VOCABULARY, batches
 from hyperion.experiments.megatron.megatron_parity import ToyOptions, initial_llama, why_not
-from hyperion.measure import RanksClock, time_interleaved
+from hyperion.hardware import Device
 from hyperion.models.llama import random_llama_shape
 from hyperion.parallel.megatron.layouts import MegatronLayout
 from hyperion.parallel.megatron.release import adapted_copy, use_adapted
 from hyperion.processes import world
-from hyperion.results.statistics import estimates_of_medians
+from hyperion.results import median_estimate
 
 STAGES = 2
 
 
 class PipelineBubbleOptions(RankOptions, ToyOptions):
-    """Options of `pipeline_bubble`. `batch_size` is the number of sequences of a micro-batch, and `steps` is not used.
+    """Options for the `pipeline_bubble` experiment.
+
+    `batch_size` is the number of sequences in a micro-batch, and `steps` is not used.
 
     Args:
-        micro_batches: numbers of micro-batches of a step, at least two.
-        time_limit_s: seconds of sampling.
+        micro_batches: numbers of micro-batches of a step.
+        rounds: number of timed steps with each number of micro-batches, in alternation.
     """
 
     micro_batches: tuple[int, ...]
-    time_limit_s: float
+    rounds: int
     steps: int = 1
 
 
@@ -45,7 +58,7 @@ def forecast(context: Context) -> list[Forecast]:
 
 
 def run(context: Context, report: Report) -> Result:
-    """Time the schedule with each number of micro-batches, interleaved, on two ranks."""
+    """Time the schedule and its passes with each number of micro-batches, in alternation, on two ranks."""
     options = PipelineBubbleOptions.of(context)
     if reason := why_not(options.device_count(context), STAGES):
         rows = [
@@ -55,66 +68,128 @@ def run(context: Context, report: Report) -> Result:
         return Result(rows, pd.DataFrame())
     adapted_copy()
     results = run_on_ranks(context, report, time_on_rank, ranks=STAGES)
-    return Result(merged(results[:1]).rows, results[0].samples)
+    samples = pd.concat([result.samples for result in results], ignore_index=True)
+    rows = [
+        context.row("1F1B", "bubble_fraction", median_estimate(values), dtype="fp32", params=_params(options, count))
+        for count, values in waits(samples).items()
+    ]
+    return Result(rows, samples)
 
 
 EXPERIMENT = Experiment(forecast, run, options=PipelineBubbleOptions)
 
 
+def waits(samples: pd.DataFrame) -> dict[int, list[float]]:
+    """Return, for each number of micro-batches, the fraction of each step in which a stage waits, as the mean over the stages.
+
+    Args:
+        samples: a row per rank and step, with the columns micro_batches, round, step_s and busy_s. `busy_s` is the time of the
+            forward and backward passes of the rank.
+    """
+    # The step of the pipeline ends with its last rank.
+    steps = samples.groupby(["micro_batches", "round"]).agg(step_s=("step_s", "max"), busy_s=("busy_s", "mean"))
+    shares = 1 - steps.busy_s / steps.step_s
+    return {int(str(count)): values.tolist() for count, values in shares.groupby(level="micro_batches")}
+
+
 def time_on_rank(context: Context, report: Report) -> Result:
-    """On one rank, time the schedule. A sample is the time of the slowest rank."""
+    """On one rank, time each step and the passes in it."""
     options = PipelineBubbleOptions.of(context)
     use_adapted()
     from hyperion.parallel.megatron import gpt
 
-    layout = MegatronLayout(pipeline=STAGES)
+    layout, lines = MegatronLayout(pipeline=STAGES), []
     noise = np.random.default_rng(context.seed).integers(0, VOCABULARY, 10_000)
     with gpt.model_parallel(layout):
         shape = random_llama_shape(options.model, VOCABULARY)
         model = gpt.build_gpt(shape, layout, options.sequence_length)
         gpt.load_llama_weights(model, initial_llama(context, options.model).state_dict(), shape, layout)
         model = model.to(context.device.torch_device)
-        functions, trainers = [], []
+        steps = {}
         for count in options.micro_batches:
             tokens = batches(noise, 1, options.batch_size * count, options.sequence_length, context.seed)[0]
-            tokens = tokens.to(context.device.torch_device)
             trainer = gpt.MegatronTrainer(model, MegatronLayout(pipeline=STAGES, micro_batches=count), gpt.Adam(1e-3))
-            trainers.append(trainer)
-            functions.append(lambda trainer=trainer, tokens=tokens: (trainer.clear(), trainer.gradients(tokens)))
-            functions[-1]()
-        clock = RanksClock(world(), lambda: None, lambda what: None)
-        timings = time_interleaved(functions, context.device, cold=False, time_limit_s=options.time_limit_s, clock=clock)
-    if world().rank:
-        return Result([], pd.DataFrame())
-    counts = np.array(options.micro_batches)
-    estimates = estimates_of_medians([timing.samples_s for timing in timings], lambda medians: bubbles(counts, medians))
-    rows = [
-        context.row("1F1B", "bubble_fraction", estimate, dtype="fp32", params=_params(options, count))
-        for count, estimate in zip(options.micro_batches, estimates, strict=True)
-    ]
-    frames = [
-        sample_frame(timing, "1F1B", "fp32", _params(options, count))
-        for count, timing in zip(options.micro_batches, timings, strict=True)
-    ]
-    return Result(rows, all_samples(frames))
+            steps[count] = trainer, tokens.to(context.device.torch_device)
+            trainer.gradients(steps[count][1])  # the first call chooses and loads kernels
+        # The reduction of the gradients follows the schedule and is not part of the bubble.
+        model.config.finalize_model_grads_func = None
+        with _timed_passes(context.device) as passes:
+            for number in range(options.rounds):
+                report(number, options.rounds, "steps")
+                for count, (trainer, tokens) in steps.items():
+                    trainer.clear()
+                    dist.barrier()
+                    step_s, busy_s = passes.time(lambda trainer=trainer, tokens=tokens: trainer.gradients(tokens), count)
+                    lines.append({"micro_batches": count, "round": number, "step_s": step_s, "busy_s": busy_s})
+    return Result([], pd.DataFrame(lines).assign(variant="1F1B", dtype="fp32", rank=world().rank))
+
+
+class _Passes:
+    """Timer of a step and of the passes in it. On a GPU, it uses events, so that the schedule waits for nothing."""
+
+    def __init__(self, device: Device):
+        self._on_cpu = device.kind == "cpu"
+        self._marks: list[tuple[Any, Any]] = []
+
+    def _now(self) -> Any:
+        if self._on_cpu:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def _seconds(self, start: Any, end: Any) -> float:
+        return end - start if self._on_cpu else start.elapsed_time(end) / 1e3
+
+    def timed(self, function: Callable) -> Callable:
+        """Return `function` with a record of the time of each call."""
+
+        @wraps(function)
+        def call(*args, **kwargs):
+            start = self._now()
+            result = function(*args, **kwargs)
+            self._marks.append((start, self._now()))
+            return result
+
+        return call
+
+    def time(self, step: Callable[[], object], micro_batches: int) -> tuple[float, float]:
+        """Run a step. Return its time and the time of its passes, in seconds.
+
+        Raises:
+            HyperionError: the schedule did not run a forward and a backward pass for each micro-batch.
+        """
+        self._marks.clear()
+        start = self._now()
+        step()
+        end = self._now()
+        if not self._on_cpu:
+            torch.cuda.synchronize()
+        if len(self._marks) != 2 * micro_batches:
+            raise HyperionError(
+                f"the schedule ran {len(self._marks)} passes for {micro_batches} micro-batches, not {2 * micro_batches}",
+                where="megatron.core.pipeline_parallel.schedules",
+                next_step="use the release of megatron-core that this library names",
+            )
+        return self._seconds(start, end), sum(self._seconds(*mark) for mark in self._marks)
+
+
+@contextmanager
+def _timed_passes(device: Device) -> Iterator[_Passes]:
+    """Context manager in which the schedules of megatron-core record the time of each forward and backward pass."""
+    from megatron.core.pipeline_parallel import schedules  # pyright: ignore[reportMissingImports] in its own environment
+
+    passes, original = _Passes(device), (schedules.forward_step, schedules.backward_step)
+    schedules.forward_step, schedules.backward_step = map(passes.timed, original)
+    try:
+        yield passes
+    finally:
+        schedules.forward_step, schedules.backward_step = original
 
 
 def ideal_bubble(stages: int, micro_batches: int) -> float:
     """Return the bubble fraction of a schedule in which all stages take equally long: (p - 1) / (m + p - 1)."""
     return (stages - 1) / (micro_batches + stages - 1)
-
-
-def bubbles(micro_batches: np.ndarray, times_s: np.ndarray) -> list[float]:
-    """Return the bubble fraction for each number of micro-batches: the share of the step beyond m times the time of one of them.
-
-    The time of one micro-batch is the slope of a line through the times of the steps.
-
-    Args:
-        micro_batches: numbers of micro-batches.
-        times_s: time of a step with each number.
-    """
-    slope_s, _ = np.polyfit(micro_batches, times_s, 1)
-    return [1 - slope_s * count / time_s for count, time_s in zip(micro_batches, times_s, strict=True)]
 
 
 def _params(options: PipelineBubbleOptions, count: int) -> dict:

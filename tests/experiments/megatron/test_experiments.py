@@ -1,9 +1,11 @@
 """The experiments with toy sizes: parity, resharding, the scaler, files of tokens, advice, and a machine without the package."""
 
 import struct
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 
@@ -24,7 +26,7 @@ from hyperion.experiments.megatron.adaptation_advice import (
 from hyperion.experiments.megatron.bytes_of_text import batches, unigram_entropy
 from hyperion.experiments.megatron.indexed_tokens import index_bytes, read_index
 from hyperion.experiments.megatron.loss_scale_states import expected_scale
-from hyperion.experiments.megatron.pipeline_bubble import bubbles, ideal_bubble
+from hyperion.experiments.megatron.pipeline_bubble import ideal_bubble, waits
 from hyperion.parallel.megatron import release
 from tests.chapter.toy import perform, toy_context
 
@@ -38,7 +40,7 @@ SIZES: dict[str, dict] = {
         "steps": 3,
         "layouts": [{"distributed_optimizer": True}, {"tensor": 2, "sequence": True}, {"pipeline": 2, "micro_batches": 2}],
     },
-    "pipeline_bubble": TOY | {"micro_batches": [1, 2, 3], "time_limit_s": 0.1},
+    "pipeline_bubble": TOY | {"micro_batches": [1, 2, 3], "rounds": 6},
     "megatron_resharding": TOY | {"steps": 1, "cpu_ranks": 2, "saved": {"tensor": 2}},
     "documented_shapes": {
         "divisor": 48,
@@ -104,7 +106,9 @@ def test_bubbles_have_an_interval(tmp_path):
     result = perform(toy_context("pipeline_bubble", SIZES["pipeline_bubble"], tmp_path), tmp_path)
     assert [row.params["micro_batches"] for row in result.rows] == [1, 2, 3]
     assert all(row.value is not None and row.value < 1 and row.ci_low <= row.value <= row.ci_high for row in result.rows)
-    assert len(result.samples) >= 3
+    assert len(result.samples) == 2 * 3 * 6
+    # A stage cannot be busy for longer than the step.
+    assert (result.samples.busy_s < result.samples.step_s).all() and all(row.value > 0 for row in result.rows)
 
 
 @installed
@@ -163,10 +167,28 @@ def test_the_scaler_of_the_release_follows_the_rules(tmp_path):
     assert found["one overflow"] == 4096 and found["three overflows"] == 1024 and found["100 overflows"] == 1
 
 
-def test_the_bubble_of_an_ideal_pipeline():
-    counts = np.array([1, 2, 4, 8])
-    assert bubbles(counts, 0.5 * (counts + 1)) == pytest.approx([ideal_bubble(2, count) for count in counts])
-    assert bubbles(counts, 0.5 * counts) == pytest.approx([0, 0, 0, 0], abs=1e-9)
+def _steps(step_s: Callable[[int], float], busy_s: Callable[[int, int], float]) -> pd.DataFrame:
+    """Return samples of two stages, whose busy time is a function of the number of micro-batches and of the rank."""
+    places = [(count, number, rank) for count in (1, 2, 4, 8) for number in range(3) for rank in range(2)]
+    samples = pd.DataFrame(places, columns=["micro_batches", "round", "rank"])
+    return samples.assign(
+        step_s=[step_s(count) - 0.01 * rank for count, _, rank in places],
+        busy_s=[busy_s(count, rank) for count, _, rank in places],
+    )
+
+
+@pytest.mark.parametrize(
+    ("step_s", "busy_s", "expected"),
+    [
+        (lambda m: 0.5 * (m + 1), lambda m, rank: 0.5 * m, lambda m: ideal_bubble(2, m)),
+        (lambda m: 0.5 * m + 0.5, lambda m, rank: 0.5 * m + 0.5, lambda m: 0),  # a fixed cost inside the passes is no bubble
+        (lambda m: 2 * m, lambda m, rank: m, lambda m: 0.5),  # two stages that always wait for each other
+        (lambda m: 4 * m, lambda m, rank: m * (1 + 2 * rank), lambda m: 0.5),  # unequal stages: one waits 3/4, the other 1/4
+    ],
+)
+def test_the_bubble_is_the_time_without_passes(step_s, busy_s, expected):
+    found = waits(_steps(step_s, busy_s))
+    assert found == {m: pytest.approx([expected(m)] * 3) for m in (1, 2, 4, 8)}
 
 
 def test_the_entropy_of_single_tokens():
