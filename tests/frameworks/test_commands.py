@@ -85,6 +85,7 @@ def test_compare_writes_the_files_that_the_configuration_names(tmp_path):
     assert "amd tran llama is 2.0" in done.output and (tmp_path / "p.png").read_bytes()[:4] == b"\x89PNG"
     assert "![Throughput, losses, learning rates and step times](p.png)" in (tmp_path / "r.md").read_text()
     done = command("compare", "--results-dir", str(tmp_path), "--frameworks", "deepspeed", "--output", str(tmp_path / "b/c.png"))
+    assert "FRAMEWORKS=" not in command("compare", "--help").output  # it selects what is trained, not what is compared
     assert done.exit_code == 0 and (tmp_path / "b/c.png").is_file() and (tmp_path / "b/comparison_report.md").is_file()
 
 

@@ -1,5 +1,6 @@
 """The result file: what fits is read back, what contradicts its own series is refused, older files are migrated."""
 
+import itertools
 import json
 from dataclasses import asdict, replace
 
@@ -58,19 +59,12 @@ def test_the_documented_names(platform, framework, model):
     assert file_name(platform, framework, model, "wikitext-2", "bf16") == f"train_{platform}_{framework}_{model}.json"
 
 
-KEYS = st.tuples(
-    st.sampled_from(["amd", "nvd"]),
-    st.sampled_from(["tran", "deep"]),
-    st.sampled_from(["llama", "llama_tiny"]),
-    st.sampled_from(["wikitext-2", "c4", "fp32", "tiny", "unknown"]),
-    st.sampled_from(["bf16", "fp32", "tiny", "unknown"]),
-).filter(lambda key: not label_fault(*key[2:]))
-
-
-@settings(max_examples=1000)
-@given(KEYS, KEYS)
-def test_names_never_collide(one, other):
-    assert (file_name(*one) == file_name(*other)) == (one == other)
+def test_names_never_collide():
+    labels = itertools.product(
+        ("llama", "llama_tiny"), ("wikitext-2", "c4", "fp32", "tiny", "unknown"), ("bf16", "fp32", "tiny", "unknown")
+    )
+    names = [file_name("amd", "tran", *one) for one in labels if not label_fault(*one)]
+    assert len(set(names)) == len(names) == 2 * 3 * 3
 
 
 @pytest.mark.parametrize(
