@@ -129,7 +129,7 @@ def compare(
         Path | None, typer.Option(help="Folder with result files.", show_default="CONFIG_OUTPUT_DIR or results/frameworks")
     ] = None,
     platform: Annotated[list[str] | None, typer.Option(help="Platforms: amd, nvd, cpu.", show_default="all")] = None,
-    frameworks: FrameworkNames = None,
+    frameworks: Annotated[list[str] | None, typer.Option(help="Names such as tran,deep.", show_default="all")] = None,
     precision: Annotated[list[str] | None, typer.Option(help="Precisions, such as bf16.", show_default="all")] = None,
     output: Annotated[Path | None, typer.Option(help="The picture.", show_default="comparison.plot, beside the results")] = None,
     force: Annotated[bool, typer.Option("--force", help="Compare although the work differs. The report says how.")] = False,
@@ -201,7 +201,8 @@ def validate(
 ) -> None:
     """Check result files against their form and their own series. The exit code is 1 if a file is refused.
 
-    With --migrate, a file of an older generation is written again in the present form, under its documented name.
+    With --migrate, a file of an older generation is written again in the present form, under its documented name. Another file
+    with this name is not replaced.
     """
     from hyperion.frameworks.result import migrate as migrated
     from hyperion.frameworks.result import read_result, write_result
@@ -216,7 +217,7 @@ def validate(
     for path in files:
         try:
             if migrate:
-                say(f"{path}: written again as {write_result(migrated(path, known), output_dir or path.parent)}")
+                say(f"{path}: written again as {write_result(migrated(path, known), output_dir or path.parent, path)}")
             else:
                 say(f"{path}: {' '.join(read_result(path).key)}, valid")
         except HyperionError as error:
@@ -249,11 +250,11 @@ def docker(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the line and start nothing. docker is not needed.")] = False,
     config_file: ConfigFile = None,
 ) -> None:
-    """Run train_amd.sh in a container. Further arguments and FRAMEWORKS= are passed to it."""
+    """Run train_amd.sh in a container. Further arguments, the configuration and its environment variables are passed to it."""
     from hyperion.frameworks.config import load_config
     from hyperion.frameworks.docker import docker_command
 
-    command = docker_command(load_config(config_file), project_root(), platform, context.args, os.environ)
+    command = docker_command(load_config(config_file), project_root(), platform, context.args, os.environ, config_file)
     if dry_run:
         print(shlex.join(command))
         return

@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_leaves
 
 from hyperion.engines.record import Group, Record
 from hyperion.engines.work import Work
-from hyperion.hardware.telemetry import Sampler
+from hyperion.hardware.telemetry import Sampler, reader_for
 from hyperion.measure.memory_use.tensor_memory import PeakMemoryRegion
 from hyperion.processes import world
 
@@ -102,6 +102,16 @@ class Observer:
             norm: gradient norm before clipping, as returned by the framework's function; None if it returned none.
             tokens: number of scored tokens of this rank in the step, as counted by the framework or its data loader.
         """
+        if self._sampler is not None:
+            self._energy_steps += 1
+        # Measure energy in the second half of the steps only, after compilation and warm-up. The sampler starts, with its first
+        # reading, before the end of the step, so that the next step does not contain the time that this takes.
+        elif len(self._ends_s) + 1 == self.work.steps // 2:
+            self._now()
+            reader = reader_for(self.here.device)
+            reader()
+            self._sampler = Sampler(self.here.device, reader=reader)
+            self._sampler.__enter__()
         self._ends_s.append(self._now())
         if len(self._ends_s) == 1:
             self._collectives.__exit__(None, None, None)
@@ -110,12 +120,6 @@ class Observer:
         self._tokens += tokens
         self._squares.append(0.0)
         self._inputs.append([])
-        if self._sampler is not None:
-            self._energy_steps += 1
-        # Measure energy in the second half of the steps only, after compilation and warm-up.
-        elif len(self._ends_s) == self.work.steps // 2:
-            self._sampler = Sampler(self.here.device)
-            self._sampler.__enter__()
 
     def finish(self, state: dict[str, Tensor]) -> dict[str, Any]:
         """End the record, and return it for all ranks combined as a JSON-serializable dict. All ranks must call this method.

@@ -96,7 +96,7 @@ def compare_results(results: Sequence[Result], force: bool = False) -> Compariso
             next_step="select results of equal work with --platform, --frameworks or --precision, or use --force",
         )
     rates = [_rate(result) for result in ordered]
-    verdicts = [line for group in _by_model(ordered).values() for line in _verdicts(group)]
+    verdicts = [line for group in _by_model(ordered).values() for line in _verdicts(group, ordered)]
     return Comparison(ordered, rates, differences, verdicts)
 
 
@@ -106,9 +106,14 @@ def ratio(first: Result, second: Result) -> Estimate:
     return independent_ratio_estimate(first.timed_s, second.timed_s).map(lambda value: value * tokens)
 
 
-def verdict(first: Result, second: Result) -> str:
-    """Return a sentence that says which of two results is faster. The interval decides: if it contains 1, they tie."""
-    a, b = _name(first), _name(second)
+def verdict(first: Result, second: Result, among: Sequence[Result] = ()) -> str:
+    """Return a sentence that says which of two results is faster. The interval decides: if it contains 1, they tie.
+
+    Args:
+        first, second: the results.
+        among: all results of the comparison. Names contain the data set and the precision if these differ among them.
+    """
+    a, b = _name(first, among), _name(second, among)
     fewest = min(len(first.timed_s), len(second.timed_s))
     if fewest < MIN_STEPS:
         return f"{a} and {b} are not ranked: {fewest} timed steps are too few, at least {MIN_STEPS} are needed"
@@ -156,7 +161,7 @@ def markdown(comparison: Comparison, picture: str) -> str:
 
 def draw(comparison: Comparison, dpi: int) -> bytes:
     """Return the picture of a comparison as PNG: throughput, losses, learning rates and step times."""
-    results, names = comparison.results, [_name(result) for result in comparison.results]
+    results, names = comparison.results, [_name(result, comparison.results) for result in comparison.results]
     with styled():
         devices = ", ".join(sorted({result.gpu_info.device_name or "device not stated" for result in results}))
         figure, panels = new_figure("Comparison of frameworks", devices, 2, lines=2, width=12, height=7.2 + 0.18 * len(results))
@@ -228,7 +233,7 @@ def _differences(group: Sequence[Result]) -> list[str]:
     return lines
 
 
-def _verdicts(group: Sequence[Result]) -> list[str]:
+def _verdicts(group: Sequence[Result], among: Sequence[Result]) -> list[str]:
     fastest = max(group, key=lambda result: _rate(result).value)
     pairs = [(fastest, other) for other in group if other is not fastest]
     for first in group:
@@ -236,7 +241,7 @@ def _verdicts(group: Sequence[Result]) -> list[str]:
             same = (first.framework, first.dataset, first.precision) == (second.framework, second.dataset, second.precision)
             if same and first.platform < second.platform and fastest not in (first, second):
                 pairs.append((first, second))
-    return [verdict(first, second) for first, second in pairs]
+    return [verdict(first, second, among) for first, second in pairs]
 
 
 def _rate(result: Result) -> Estimate:
@@ -244,8 +249,10 @@ def _rate(result: Result) -> Estimate:
     return median_estimate(result.timed_s).map(lambda seconds: each / seconds)
 
 
-def _name(result: Result) -> str:
-    return f"{result.platform} {result.framework} {result.model}"
+def _name(result: Result, among: Sequence[Result] = ()) -> str:
+    dataset = f" {result.dataset}" if len({one.dataset for one in among}) > 1 else ""
+    precision = f" {result.precision}" if len({one.precision for one in among}) > 1 else ""
+    return f"{result.platform} {result.framework} {result.model}{dataset}{precision}"
 
 
 def _words(names: Sequence[str]) -> list[str]:

@@ -20,6 +20,7 @@ from hyperion.untrusted import MIB, read_bounded
 
 Count = Annotated[int, Field(ge=1)]
 Positive = Annotated[float, Field(gt=0)]
+FileName = Annotated[str, Field(pattern=r"^\w[\w. -]*$")]  # without a folder
 OUTPUT, PRIMUS, MEGATRON_DEEPSPEED = "CONFIG_OUTPUT_DIR", "PRIMUS_PATH", "MEGATRON_DEEPSPEED_PATH"
 GPU_COUNTS = {"amd": "CONFIG_AMD_NUM_GPUS", "nvd": "CONFIG_NVD_NUM_GPUS"}
 DOCUMENTED_GPUS = 8  # of the node in the documents; used only by a dry run on a machine without a device of the platform
@@ -87,8 +88,8 @@ class Benchmark:
 class Comparison:
     """File names of `hyperion frameworks compare`, and the resolution of its picture in dots per inch."""
 
-    plot: str = "compare.png"
-    report: str = "comparison_report.md"
+    plot: FileName = "compare.png"
+    report: FileName = "comparison_report.md"
     dpi: Annotated[int, Field(ge=50, le=600)] = 150
 
 

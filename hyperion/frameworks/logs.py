@@ -14,11 +14,11 @@ from hyperion.frameworks.result import (
     SCHEMA_VERSION,
     GpuInfo,
     MemoryMetrics,
-    ModelInfo,
     Result,
     ResultError,
     TrainingConfig,
     derive,
+    label_fault,
 )
 from hyperion.frameworks.shapes import MODELS
 from hyperion.untrusted import MIB, read_bounded
@@ -36,8 +36,8 @@ _FIELDS = {
     "rate": re.compile(rf"\blearning rate:\s*{_NUMBER}\s*\|"),
     "batch": re.compile(r"\bglobal batch size:\s*([0-9]{1,9})\s*\|"),
 }
-_MEMORY = re.compile(rf"\bhip mem usage/free/total/usage_ratio:\s*{_NUMBER}GB/")
-_GIB_IN_GB = 2**30 / 1e9  # Primus divides by 2^30 and prints GB
+_MEMORY = re.compile(rf"\bhip mem usage/free/total/usage_ratio:\s*{_NUMBER}Gi?B/")
+_GIB_IN_GB = 2**30 / 1e9  # Primus divides by 2^30 and prints GB, or GiB in some versions
 
 
 @dataclass(frozen=True)
@@ -127,6 +127,8 @@ def result_of_log(path: Path, facts: RunFacts) -> Result:
     except OSError as error:
         raise ResultError(f"the log cannot be read: {error.strerror}", where=path, next_step=next_step) from error
     run = parse_log(text, path)
+    if fault := label_fault(facts.model, facts.dataset, facts.precision):
+        raise _log_error(fault, path, "correct the options that describe the run")
     if LOG_OF.get(facts.framework) != run.form:
         raise _log_error(
             f"this is a log of {run.form}, not of {LOG_OF.get(facts.framework, facts.framework)}",
@@ -160,7 +162,7 @@ def result_of_log(path: Path, facts: RunFacts) -> Result:
         timestamp=datetime.fromtimestamp(path.stat().st_mtime, UTC).isoformat(timespec="seconds"),
         source="log",
         gpu_info=GpuInfo(facts.num_gpus),
-        model_info=ModelInfo(*[MODELS[facts.model].parameters] * 2),
+        model_info=None,
         parallelism_config=parallelism,
         training_config=training,
         performance_metrics=derive(run.times_s, min(facts.skipped_steps, len(run.times_s) - 1), training, None),

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+import re
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -15,7 +16,7 @@ from hyperion.engines.external import ENTRIES, why_not_found
 from hyperion.errors import HyperionError
 from hyperion.frameworks.config import DOCUMENTED_GPUS, GPU_COUNTS, MEGATRON_DEEPSPEED, PRIMUS, Config
 from hyperion.frameworks.parallelism import Parallelism, Preset, divide
-from hyperion.frameworks.result import file_name
+from hyperion.frameworks.result import UNKNOWN, file_name, label_fault
 from hyperion.frameworks.shapes import MODELS, TINY, family, is_tiny
 from hyperion.hardware import MachineFacts
 from hyperion.paths import expanded, results_folder
@@ -44,6 +45,7 @@ EXTERNAL = {"nemo": "NeMo", "prim": "Primus", "mgds": "Megatron-DeepSpeed"}
 # Weights, gradients and both moments of AdamW in float32.
 _STATE_BYTES_PER_PARAMETER = 16
 _ROCM, _CUDA = "amd", "nvd"
+_SDMA = "HSA_ENABLE_SDMA"
 
 
 @dataclass(frozen=True)
@@ -62,6 +64,7 @@ class Plan:
         environment: environment variables of the run.
         skipped_steps: steps that are not timed.
         timeout_s: time limit.
+        machine: names of the devices, and versions of torch, HIP and CUDA.
         reason: why this combination cannot run here, or "".
     """
 
@@ -81,6 +84,7 @@ class Plan:
     environment: dict[str, str]
     skipped_steps: int
     timeout_s: float
+    machine: dict[str, Any]
     reason: str
 
     @property
@@ -91,7 +95,7 @@ class Plan:
     @property
     def digest(self) -> str:
         """Hash of everything that the result depends on. A finished run with the same hash is not repeated."""
-        facts = {name: value for name, value in asdict(self).items() if name not in ("asked", "timeout_s", "reason", "folder")}
+        facts = {name: value for name, value in asdict(self).items() if name not in ("asked", "timeout_s", "reason")}
         return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
 
 
@@ -206,7 +210,7 @@ def resolve(
         platform,
         framework,
         model,
-        "mock" if framework == "prim" else config.dataset,
+        _dataset(config, framework),
         training.precision,
         devices,
         work,
@@ -215,9 +219,11 @@ def resolve(
         command,
         folder,
         files,
-        rocm | extra,
+        extra | rocm,
         min(skipped, training.steps - 1),
         config.benchmark.timeout_s,
+        {"devices": sorted({gpu.name for gpu in facts.gpus}) or [facts.cpu.name]}
+        | {name: getattr(facts, name) for name in ("torch", "hip", "cuda")},
         "",
     )
     return Plan(**{**vars(plan), "reason": _why_not(plan, config, facts, preset)})
@@ -262,14 +268,28 @@ def _why_no_command(plan: Plan, config: Config, facts: MachineFacts) -> str:
         return "unavailable: NeMo was found, but its log is not read; next step: run the command of --dry-run by itself"
     if is_tiny(plan.model):
         return f"unavailable: {TITLES[plan.framework]} has no tiny twin; next step: use the full model"
+    if plan.framework == "prim":
+        if plan.precision != "bf16":
+            return f"unavailable: the experiment files of Primus train in bf16, not {plan.precision}; next step: --precision bf16"
+        if plan.environment[_SDMA] != "1":
+            return f"unavailable: run_pretrain.sh of Primus always sets {_SDMA}=1; next step: set {_SDMA}=1 or leave it out"
     if plan.framework == "mgds":
         if MODELS[plan.model].architecture == "qwen2":
             return "unavailable: Megatron-DeepSpeed cannot add biases to q, k and v only, as in Qwen2.5; next step: --model llama"
         settings = config.frameworks.mgds
         if not (settings.data_path and settings.tokenizer):
             return "unavailable: frameworks.mgds.data_path or tokenizer is not set; next step: set them in config.yaml"
+        if fault := label_fault(plan.model, plan.dataset, plan.precision):
+            return f"unavailable: {fault}; next step: rename the files of frameworks.mgds.data_path"
         return why_not_installed("deepspeed")
     return ""
+
+
+def _dataset(config: Config, framework: str) -> str:
+    """Return the data set that a framework reads. Primus' experiment files use mock data, Megatron-DeepSpeed its own files."""
+    if framework != "mgds":
+        return "mock" if framework == "prim" else config.dataset
+    return re.sub(r"[^A-Za-z0-9.-]+", "-", Path(config.frameworks.mgds.data_path).name).strip("-.") or UNKNOWN
 
 
 def _devices(config: Config, asked: str, platform: str, facts: MachineFacts, dry_run: bool) -> int:
@@ -319,7 +339,9 @@ def _command(
     if framework == "prim":
         experiment = getattr(config.frameworks.prim, f"{family(model)}_experiment")
         words = ["bash", files[1], *_flags(options, "_")]
-        return tuple(words), _folder(config.paths.primus, PRIMUS), {}, {"EXP": experiment, "GPUS_PER_NODE": str(devices)}
+        # run_pretrain.sh sets HSA_ENABLE_SDMA=1 whatever its environment says.
+        extra = {"EXP": experiment, "GPUS_PER_NODE": str(devices), _SDMA: "1"}
+        return tuple(words), _folder(config.paths.primus, PRIMUS), {}, extra
     entry, settings, bf16 = MODELS[model], config.frameworks.mgds, config.training.precision == "bf16"
     options |= {
         "num_layers": entry.shape.num_hidden_layers,

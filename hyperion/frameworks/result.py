@@ -16,7 +16,7 @@ from pydantic import Field
 from hyperion.errors import HyperionError
 from hyperion.forms import FieldError, read_form
 from hyperion.frameworks.parallelism import Parallelism
-from hyperion.frameworks.shapes import MODELS, family
+from hyperion.frameworks.shapes import MODELS
 from hyperion.results.files import write_atomically
 from hyperion.untrusted import read_json
 
@@ -27,10 +27,14 @@ Text = Annotated[str, Field(min_length=1, max_length=100)]
 # "mega" is Megatron-LM, whose results come only from logs.
 Framework = Literal["tran", "deep", "fsdp", "nemo", "prim", "mgds", "mega"]
 DEFAULT_DATASET, DEFAULT_PRECISION, UNKNOWN = "wikitext-2", "bf16", "unknown"
+PRECISIONS = ("bf16", "fp32", "tf32", "fp16", "fp8", "mxfp8", "mxfp4", "nvfp4", UNKNOWN)
+# "_" joins the parts of a file name, so no part contains it.
+_DATASET = re.compile(r"[A-Za-z0-9][A-Za-z0-9.-]*")
+_OTHER_PARTS = {"tiny", *PRECISIONS} - {UNKNOWN}
 _UNSTATED = "not stated by the older file"
 _ROUNDING = 1e-6  # derived values are recomputed from the series
 _OLDER_PLATFORMS = {"cuda": "nvd", "nvidia": "nvd", "rocm": "amd"}
-_OLDER_NAME = re.compile(r"train_(?:(amd|nvd|cpu)_)?(tran|deep|fsdp|nemo|prim|mgds|mega)_(llama|qwen)(?:_tiny)?.*")
+_OLDER_NAME = re.compile(r"train_(?:(amd|nvd|cpu)_)?(tran|deep|fsdp|nemo|prim|mgds|mega)_((?:llama|qwen)(?:_tiny)?).*")
 _MIGRATE = "correct the file, or convert an older one: hyperion frameworks validate --migrate FILE"
 
 
@@ -137,9 +141,10 @@ class Result:
                 raise ValueError(f"{name} has {length} values, but total_steps is {steps}")
         if steps != training.max_steps:
             raise ValueError(f"total_steps is {steps}, but max_steps is {training.max_steps}")
-        shape = MODELS[self.model].shape if self.model in MODELS else None
+        if fault := label_fault(self.model, self.dataset, self.precision):
+            raise ValueError(fault)
         batch = (training.num_gpus, training.global_batch_size, training.micro_batch_size)
-        if faults := self.parallelism_config.faults(*batch, shape):
+        if faults := self.parallelism_config.faults(*batch, MODELS[self.model].shape):
             raise ValueError("; ".join(faults))
         if training.gradient_accumulation_steps != self.parallelism_config.gradient_accumulation_steps:
             raise ValueError("gradient_accumulation_steps differs between training_config and parallelism_config")
@@ -177,8 +182,19 @@ def file_name(platform: str, framework: str, model: str, dataset: str, precision
 
     A data set or a precision that is not the documented one (WikiText-2, bf16) is appended, so that names never collide.
     """
-    parts = [platform, framework, model, *([dataset] * (dataset != DEFAULT_DATASET))]
+    # An unknown precision alone would give the name of an unknown data set.
+    parts = [platform, framework, model, *([dataset] * (dataset != DEFAULT_DATASET or precision == UNKNOWN))]
     return f"train_{'_'.join(parts + [precision] * (precision != DEFAULT_PRECISION))}.json"
+
+
+def label_fault(model: str, dataset: str, precision: str) -> str:
+    """Return why these labels cannot be parts of a file name, or ""."""
+    for name, value, known in (("model", model, MODELS), ("precision", precision, PRECISIONS)):
+        if value not in known:
+            return f"{name} must be one of {', '.join(known)}, not {value!r:.60}"
+    if not _DATASET.fullmatch(dataset):
+        return f"dataset must consist of letters, digits, '.' and '-', and start with a letter or digit, not {dataset!r:.60}"
+    return f"dataset must not be {dataset!r}, which names another part of a file" if dataset.lower() in _OTHER_PARTS else ""
 
 
 def derive(step_times: tuple[float, ...], skipped: int, training: TrainingConfig, cores: int | None) -> PerformanceMetrics:
@@ -207,13 +223,26 @@ def derive(step_times: tuple[float, ...], skipped: int, training: TrainingConfig
     )
 
 
-def write_result(result: Result, folder: Path) -> Path:
-    """Validate a result and write it atomically under its documented name. Return the file."""
-    content = asdict(result)
-    parse_result(json.loads(json.dumps(content)), result.file_name)
+def write_result(result: Result, folder: Path, migrated: Path | None = None) -> Path:
+    """Validate a result and write it atomically under its documented name. Return the file.
+
+    Args:
+        result: the result.
+        folder: the folder, which is created if it does not exist.
+        migrated: the older file, if the result was migrated from one. Then no other file is replaced.
+
+    Raises:
+        ResultError: the result does not follow the form, or a file that must not be replaced has other content.
+    """
+    document, file = asdict(result), folder / result.file_name
+    parse_result(json.loads(json.dumps(document)), result.file_name)
+    content = (json.dumps(document, indent=1) + "\n").encode()
+    if migrated and file.exists() and not file.samefile(migrated) and file.read_bytes() != content:
+        next_step = "move this file away, or choose another folder with --output-dir"
+        raise ResultError("the file exists with other content", where=file, next_step=next_step)
     folder.mkdir(parents=True, exist_ok=True)
-    write_atomically(folder / result.file_name, (json.dumps(content, indent=1) + "\n").encode())
-    return folder / result.file_name
+    write_atomically(file, content)
+    return file
 
 
 def read_result(path: Path) -> Result:
@@ -287,12 +316,11 @@ def _migrated(old: dict[str, Any], stated: dict[str, str], where: str) -> Result
     stack = str(gpu.get("software_stack", "")).lower()
     gpu |= {"device_count": devices, "software_stack": stack if stack in ("rocm", "cuda", "cpu") else None}
     platform = _OLDER_PLATFORMS.get(stated["platform"].lower(), stated["platform"].lower())
-    model = stated["model"] if stated["model"] in MODELS else family(stated["model"])
     document = {
         "schema_version": SCHEMA_VERSION,
         "platform": platform,
         "framework": stated["framework"],
-        "model": model,
+        "model": stated["model"],
         "dataset": old.get("dataset") or stated.get("dataset") or UNKNOWN,
         "precision": old.get("precision") or stated.get("precision") or UNKNOWN,
         "timestamp": old.get("timestamp") or UNKNOWN,

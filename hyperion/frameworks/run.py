@@ -74,15 +74,18 @@ def run_plans(
                 yield Outcome(plan, "finished before", finished)
                 continue
             on_start(plan)
-            # The file of an earlier run with other settings must not pass for this one if this one fails.
-            (folder / plan.file_name).unlink(missing_ok=True)
             try:
+                # The file of an earlier run with other settings must not pass for this one if this one fails.
+                (folder / plan.file_name).unlink(missing_ok=True)
                 result = _run_command(plan, folder) if plan.command else _run_stack(plan, works, facts)
                 result = replace(result, plan_sha256=plan.digest)
                 write_result(result, folder)
-                yield Outcome(plan, "trained", result)
+                outcome = Outcome(plan, "trained", result)
             except HyperionError as error:
-                yield Outcome(plan, f"failed: {failure_of(error)}")
+                outcome = Outcome(plan, f"failed: {failure_of(error)}")
+            except Exception as error:  # such as a full disk
+                outcome = Outcome(plan, f"failed: {type(error).__name__}: {' '.join(str(error).split())[:300]}")
+            yield outcome
 
 
 def exit_code(outcomes: Iterable[Outcome]) -> int:
@@ -123,7 +126,7 @@ class _Works:
     def __exit__(self, *error: object) -> None:
         if self._temporary is not None:
             self._temporary.cleanup()
-            self._temporary = None
+            self._temporary = self._work = None
 
     def work_of(self, plan: Plan) -> Work:
         """Return the work of a plan. It is written if the plan before had another one."""
@@ -150,7 +153,7 @@ def result_of_record(plan: Plan, record: Record, facts: MachineFacts) -> Result:
     """Return the result of an observed run. All its values are those that the observer read.
 
     Raises:
-        HyperionError: the run made another number of steps, or used several learning rates.
+        HyperionError: the run made another number of steps, used several learning rates, or read other rows.
     """
     rates = sorted({rate for group in record.groups for rate in group.learning_rates})
     steps = plan.work["steps"]
@@ -158,6 +161,13 @@ def result_of_record(plan: Plan, record: Record, facts: MachineFacts) -> Result:
         seen = f"{record.optimizer_steps} optimizer steps, {len(record.losses)} losses, {record.ranks} ranks, rates {rates}"
         expected = f"{steps} steps on {plan.devices} ranks with one learning rate"
         raise HyperionError(f"the run has {seen} instead of {expected}", where=plan.stack, next_step="correct the adapter")
+    batch, length = plan.work["global_batch_size"], plan.work["sequence_length"]
+    rows = [list(range(step * batch, (step + 1) * batch)) for step in range(steps)]
+    if record.rows != rows or record.counted_tokens != steps * batch * length:
+        other = [step for step, read in enumerate(rows, 1) if record.rows[step - 1 : step] != [read]]
+        seen = f"counted {record.counted_tokens} tokens instead of {steps * batch * length}"
+        seen += f", and read other rows in step {other[0]}" if other else ""
+        raise HyperionError(f"the run {seen}", where=plan.stack, next_step="correct the adapter")
     device = detect(facts)
     training = TrainingConfig(
         max_steps=steps,

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from hyperion.commands.frameworks import app
 from hyperion.errors import HyperionError
 from hyperion.frameworks.config import GPU_COUNTS, MEGATRON_DEEPSPEED, OUTPUT, PRIMUS
-from hyperion.frameworks.result import write_result
+from hyperion.frameworks.result import read_result, write_result
 from tests.frameworks.results import result
 
 FOLDER = Path(__file__).resolve().parents[2] / "phase2_development/frameworks"
@@ -85,6 +85,7 @@ def test_compare_writes_the_files_that_the_configuration_names(tmp_path):
     assert "amd tran llama is 2.0" in done.output and (tmp_path / "p.png").read_bytes()[:4] == b"\x89PNG"
     assert "![Throughput, losses, learning rates and step times](p.png)" in (tmp_path / "r.md").read_text()
     done = command("compare", "--results-dir", str(tmp_path), "--frameworks", "deepspeed", "--output", str(tmp_path / "b/c.png"))
+    assert "FRAMEWORKS=" not in command("compare", "--help").output  # it selects what is trained, not what is compared
     assert done.exit_code == 0 and (tmp_path / "b/c.png").is_file() and (tmp_path / "b/comparison_report.md").is_file()
 
 
@@ -105,16 +106,29 @@ def test_extract_validate_and_migrate(tmp_path):
     done = command("validate", "--migrate", str(old), "--set", "precision=bf16", "--output-dir", str(tmp_path / "new"))
     assert done.exit_code == 0, done.output
     assert command("validate", *map(str, (tmp_path / "new").glob("*.json"))).exit_code == 0
+    done = command("validate", "--migrate", str(old), "--set", "dataset=x/../../pwned", "--output-dir", str(tmp_path / "new"))
+    assert done.exit_code == 1 and "dataset must consist of" in done.output and not list(tmp_path.rglob("*pwned*"))
     with pytest.raises(HyperionError, match="sets nothing"):
         CliRunner().invoke(app, ["validate", "--migrate", str(old), "--set", "color=red"], catch_exceptions=False)
 
 
-def test_the_docker_line(monkeypatch):
+def test_the_docker_line(monkeypatch, tmp_path):
     monkeypatch.setenv("FRAMEWORKS", "tran,deep")
     done = command("docker", "--dry-run", "--steps", "3", "--model", "tiny")
     assert done.exit_code == 0 and done.output.startswith("docker run --rm ")
     assert "--device=/dev/kfd" in done.output and "--env=FRAMEWORKS=tran,deep" in done.output
     assert done.output.endswith("rocm/primus:v25.11 bash phase2_development/frameworks/train_amd.sh --steps 3 --model tiny\n")
+    config = tmp_path / "config.yaml"
+    config.write_text(f"paths: {{output_dir: {tmp_path}/out}}")
+    monkeypatch.setenv(PRIMUS, str(tmp_path))
+    monkeypatch.setenv("HSA_ENABLE_SDMA", "0")
+    monkeypatch.setenv("HIP_VISIBLE_DEVICES", "1")
+    words = command("docker", "--dry-run", "--config", str(config), "--steps", "3").output.split()
+    expected = [f"--env={PRIMUS}={tmp_path}", f"--env={OUTPUT}={tmp_path}/out", "--env=HSA_ENABLE_SDMA=0"]
+    expected += [f"--volume={tmp_path}:{tmp_path}", f"--volume={tmp_path}/out:{tmp_path}/out", f"--volume={config}:{config}:ro"]
+    assert {*expected, "--env=HIP_VISIBLE_DEVICES=1"} <= set(words) and words[-3:] == [f"--config={config}", "--steps", "3"]
+    with pytest.raises(HyperionError, match="--output-dir cannot be passed"):
+        CliRunner().invoke(app, ["docker", "--dry-run", "--output-dir=/out"], catch_exceptions=False)
     monkeypatch.setenv("PATH", "/nonexistent")
     with pytest.raises(HyperionError, match="docker is not installed"):
         CliRunner().invoke(app, ["docker"], catch_exceptions=False)
@@ -182,5 +196,10 @@ def test_train_amd_then_compare(tmp_path):
         "train_cpu_fsdp_llama_tiny.json",
         "train_cpu_tran_llama_tiny.json",
     ]
+    one, other = (read_result(tmp_path / f"train_cpu_{code}_llama_tiny.json") for code in ("tran", "fsdp"))
+    assert one.loss_values == pytest.approx(other.loss_values, abs=1e-4) and one.loss_values[2] < one.loss_values[0]  # bf16
+    assert one.training_config.initial_state_sha256 == other.training_config.initial_state_sha256
+    assert one.training_config.row_order_sha256 == other.training_config.row_order_sha256
+    assert not list(tmp_path.glob(".work*"))
     done = script("compare.py", **variables)
     assert done.returncode == 0 and "not ranked" in done.stdout and (tmp_path / "compare.png").is_file()

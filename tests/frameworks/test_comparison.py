@@ -94,6 +94,12 @@ def test_unequal_work_is_refused_unless_forced(changes, said):
     assert said in forced.differences[0] and "**Forced" in markdown(forced, "compare.png")
 
 
+def test_two_results_of_one_framework_have_different_names():
+    comparison = compare_results([result(0.5), result(1.0, precision="fp32", dataset="mock")], force=True)
+    assert comparison.verdicts[0].startswith("amd tran llama wikitext-2 bf16 is 2.0")
+    assert comparison.verdicts[0].split("as fast as ")[1].startswith("amd tran llama mock fp32 ")
+
+
 def test_other_models_and_unobserved_runs_are_no_difference():
     unobserved = result(framework="prim", initial_state_sha256=None, row_order_sha256=None)
     other = result(model="qwen", sequence_length=4096)

@@ -3,6 +3,7 @@
 The forms of the lines are those of the frameworks. Numbers and lengths were chosen for these tests.
 """
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -28,6 +29,10 @@ def test_a_log_of_primus():
     )
 
 
+def test_primus_prints_gib_as_gb_or_as_gib():
+    assert parse_log(TEXTS["primus"].replace("GB/", "GiB/"), "log") == parse_log(TEXTS["primus"], "log")
+
+
 def test_a_log_of_megatron():
     run = parse_log(TEXTS["megatron"], "log")
     assert run == LoggedRun(MEGATRON, 64, (27.1605, 3.5), (11.92634, 11.90001), (1.5e-6, 3e-6), None)
@@ -41,6 +46,7 @@ def test_a_log_of_megatron_deepspeed():
 def test_the_result_of_a_log(tmp_path):
     made = result_of_log(LOGS / "primus.log", facts(tensor=2, micro_batch_size=2, strategy="balanced"))
     assert made.key == ("amd", "prim", "llama", "mock", "bf16") and made.source == "log"
+    assert made.model_info is None  # the log states no number of parameters
     assert made.source_log_file == "primus.log" and made.training_config.initial_state_sha256 is None
     assert (made.parallelism_config.data_parallel_size, made.parallelism_config.gradient_accumulation_steps) == (4, 16)
     assert made.performance_metrics.avg_step_time_seconds == pytest.approx(4.7)
@@ -63,6 +69,8 @@ def test_facts_that_contradict_the_log_are_refused():
         result_of_log(LOGS / "primus.log", facts(pipeline=3))
     with pytest.raises(ResultError, match="not the global batch of 128"):
         result_of_log(LOGS / "primus.log", facts(micro_batch_size=3))
+    with pytest.raises(ResultError, match="dataset must consist of"):
+        result_of_log(LOGS / "primus.log", replace(facts(), dataset="../mock"))
     with pytest.raises(ResultError, match="cannot be read"):
         result_of_log(LOGS / "absent.log", facts())
 

@@ -185,8 +185,27 @@ def test_the_command_of_primus(tmp_path):
     options = dict(zip(plan.command[2::2], plan.command[3::2], strict=True))
     assert options["--global_batch_size"] == "64" and options["--train_iters"] == "50" and options["--log_interval"] == "1"
     assert plan.dataset == "mock"  # its experiment files train on synthetic tokens
+    assert plan.environment["HSA_ENABLE_SDMA"] == "1"
     assert "no tiny twin" in planned("prim", "llama_tiny", config=primus(tmp_path)).reason
     assert "needs a GPU" in planned("prim", config=primus(tmp_path), facts=machine("cpu")).reason
+
+
+def test_primus_is_refused_with_settings_that_it_would_not_use(tmp_path):
+    config = primus(tmp_path)
+    fp32 = replace(config, training=replace(config.training, precision="fp32"))
+    assert "train in bf16, not fp32" in planned("prim", config=fp32).reason
+    assert "HSA_ENABLE_SDMA=1" in planned("prim", config=config, environment={"HSA_ENABLE_SDMA": "0"}).reason
+    unset = replace(config, rocm=replace(config.rocm, hsa_enable_sdma=""))
+    plan = planned("prim", config=unset)  # its script sets it
+    assert plan.reason == "" and plan.environment["HSA_ENABLE_SDMA"] == "1"
+
+
+def test_the_digest_depends_on_the_machine_and_the_folder(tmp_path):
+    facts = machine("amd", 8)
+    other_gpus = replace(facts, gpus=tuple(replace(gpu, name="other") for gpu in facts.gpus))
+    others = [replace(facts, torch="0.1"), replace(facts, hip="0.1"), other_gpus]
+    assert len({planned(facts=one).digest for one in (facts, *others)}) == 4
+    assert planned("prim", config=primus(tmp_path)).digest != planned("prim", config=primus(tmp_path / "other")).digest
 
 
 def test_the_command_of_megatron_deepspeed(tmp_path, monkeypatch):
@@ -194,13 +213,16 @@ def test_the_command_of_megatron_deepspeed(tmp_path, monkeypatch):
     for file in ("pretrain_gpt.py", "megatron/training.py"):
         (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / file).touch()
-    settings = replace(Frameworks().mgds, data_path="corpus", tokenizer="tokenizer")
+    settings = replace(Frameworks().mgds, data_path="folder/c4_text_document", tokenizer="tokenizer")
     config = Config(paths=Paths(megatron_deepspeed=str(tmp_path)), frameworks=replace(Frameworks(), mgds=settings))
     plan = planned("mgds", config=config)
     assert plan.reason == "" and "pretrain_gpt.py" in plan.command and "--swiglu" in plan.command
     assert plan.command[plan.command.index("--num-key-value-heads") + 1] == "8"
     (file,) = plan.files
     assert f"--deepspeed_config={file}" in plan.command and '"stage": 1' in plan.files[file]
+    assert plan.file_name == "train_amd_mgds_llama_c4-text-document.json"
+    reserved = replace(config, frameworks=replace(config.frameworks, mgds=replace(settings, data_path="tiny")))
+    assert "names another part" in planned("mgds", config=reserved).reason
     assert "biases" in planned("mgds", "qwen", config=config).reason
     without = Config(paths=config.paths)
     assert "data_path or tokenizer is not set" in planned("mgds", config=without).reason

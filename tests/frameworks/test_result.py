@@ -1,5 +1,6 @@
 """The result file: what fits is read back, what contradicts its own series is refused, older files are migrated."""
 
+import itertools
 import json
 from dataclasses import asdict, replace
 
@@ -7,7 +8,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hyperion.frameworks.result import Result, ResultError, file_name, migrate, parse_result, read_result, write_result
+from hyperion.frameworks.result import (
+    Result,
+    ResultError,
+    file_name,
+    label_fault,
+    migrate,
+    parse_result,
+    read_result,
+    write_result,
+)
 from tests.frameworks.results import result
 
 OLD = {
@@ -49,18 +59,12 @@ def test_the_documented_names(platform, framework, model):
     assert file_name(platform, framework, model, "wikitext-2", "bf16") == f"train_{platform}_{framework}_{model}.json"
 
 
-KEYS = st.tuples(
-    st.sampled_from(["amd", "nvd", "cpu"]),
-    st.sampled_from(["tran", "deep", "mgds"]),
-    st.sampled_from(["llama", "qwen", "llama_tiny"]),
-    st.sampled_from(["wikitext-2", "c4", "mock"]),
-    st.sampled_from(["bf16", "fp32", "fp8"]),
-)
-
-
-@given(KEYS, KEYS)
-def test_names_never_collide(one, other):
-    assert (file_name(*one) == file_name(*other)) == (one == other)
+def test_names_never_collide():
+    labels = itertools.product(
+        ("llama", "llama_tiny"), ("wikitext-2", "c4", "fp32", "tiny", "unknown"), ("bf16", "fp32", "tiny", "unknown")
+    )
+    names = [file_name("amd", "tran", *one) for one in labels if not label_fault(*one)]
+    assert len(set(names)) == len(names) == 2 * 3 * 3
 
 
 @pytest.mark.parametrize(
@@ -84,6 +88,12 @@ def test_names_never_collide(one, other):
         (("framework",), "megatron", "framework"),
         (("step_times", 3), -1.0, "step_times"),
         (("memory",), {}, "unknown field"),
+        (("dataset",), "x/../../pwned", "dataset must consist of"),
+        (("dataset",), ".hidden", "dataset must consist of"),
+        (("dataset",), "FP32", "names another part"),
+        (("dataset",), "tiny", "names another part"),
+        (("model",), "../llama", "model must be one of llama, qwen"),
+        (("precision",), "../bf16", "precision must be one of bf16, fp32"),
     ],
 )
 def test_a_contradiction_is_refused_by_name(place, value, said):
@@ -145,6 +155,25 @@ def test_an_older_file_is_migrated_with_what_it_states_and_nothing_else(tmp_path
     assert new.gpu_info.software_stack is None and new.model_info is None
     written = write_result(new, tmp_path)
     assert migrate(written) == new  # a file of the present form stays as it is
+
+
+def test_the_name_of_an_older_file_states_a_tiny_model(tmp_path):
+    path = tmp_path / "train_nvd_tran_llama_tiny.json"
+    path.write_text(json.dumps(OLD | {"parallelism": {}}))
+    assert migrate(path).model == "llama_tiny"
+
+
+def test_a_migration_replaces_no_other_file(tmp_path):
+    path, known = tmp_path / "train_amd_prim_llama.json", {"dataset": "wikitext-2", "precision": "bf16"}
+    path.write_text(json.dumps(OLD))
+    other = tmp_path / "new" / path.name
+    other.parent.mkdir()
+    other.write_text("of another run")
+    with pytest.raises(ResultError, match="exists with other content"):
+        write_result(migrate(path, known), other.parent, path)
+    assert other.read_text() == "of another run"
+    assert write_result(migrate(path, known), tmp_path, path) == path and read_result(path).source == "migrated"
+    assert write_result(migrate(path, known), tmp_path, path) == path
 
 
 def test_a_file_that_names_no_framework_needs_it_from_its_user(tmp_path):

@@ -1,0 +1,32 @@
+"""The observer: what it measures does not change the steps that are timed."""
+
+import time
+
+import torch
+
+from hyperion.engines import observer as observers
+from hyperion.engines.observer import Observer
+from hyperion.engines.record import Record
+from hyperion.engines.work import Work
+from hyperion.hardware import Telemetry
+
+
+def test_the_start_of_the_sampler_is_in_no_timed_step(monkeypatch, tmp_path):
+    calls = []
+
+    def read() -> Telemetry:
+        time.sleep(0 if calls else 0.3)  # the first reading opens a library
+        calls.append(len(observer._ends_s))
+        return Telemetry(power_w=10.0)
+
+    monkeypatch.setattr(observers, "reader_for", lambda device: read)
+    monkeypatch.setattr(Observer, "_row_numbers", lambda self, parts: [])
+    observer = Observer(Work(str(tmp_path), 4, 1, 1, timed=True), "stack", (), tmp_path)
+    state = {"weight": torch.zeros(1)}
+    observer.start(observer, None, state)
+    for _ in range(4):
+        observer.step(1.0, 1.0, 1)
+    record = Record.of(observer.finish(state))
+    assert record.step_times_s[1] > 0.3 and max(record.step_times_s[2:]) < 0.2
+    assert calls[0] == 1 and record.energy_steps == 2
+    assert record.energy_j == 10.0 * sum(record.step_times_s[2:])
