@@ -140,8 +140,9 @@ def launches_estimate(values: Sequence[float], intervals: Sequence[tuple[float |
     """Return the median over launches, with a 95 % interval that includes the variation between and within launches.
 
     The bootstrap is nested: it resamples the launches, and then adds a normally distributed error to the value of each drawn
-    launch. The standard deviation of this error is computed from the interval within the launch. For a single launch, the result
-    has the interval within this launch.
+    launch. The standard deviation of this error is computed from the interval within the launch. If all values and intervals are
+    positive, such as times, the error is added to the logarithm of the value, so that the result is positive too. For a single
+    launch, the result has the interval within this launch.
 
     Args:
         values: the value of each launch.
@@ -152,12 +153,15 @@ def launches_estimate(values: Sequence[float], intervals: Sequence[tuple[float |
     Source: Davison and Hinkley, Bootstrap Methods and their Application, 1997, section 3.8.
     """
     launches = _finite(values)
-    halves = [0.0 if low is None or high is None else (high - low) / 2 for low, high in intervals]
-    deviations = np.array(halves) / _NORMAL_HALF_WIDTH
+    ends = np.array([(value, value) if None in ends else ends for value, ends in zip(launches, intervals, strict=True)], float)
+    positive = bool((launches > 0).all() and (ends > 0).all())
+    drawn_from, ends = (np.log(launches), np.log(ends)) if positive else (launches, ends)
+    deviations = (ends[:, 1] - ends[:, 0]) / 2 / _NORMAL_HALF_WIDTH
     picks = _resampled(len(launches), seed)
     # The errors within launches need random numbers that are independent of the choice of launches.
-    errors = np.random.default_rng(seed + 1).standard_normal(picks.shape) * deviations[picks]
-    return _estimate(float(np.median(launches)), np.median(launches[picks] + errors, axis=1), len(launches))
+    drawn = drawn_from[picks] + np.random.default_rng(seed + 1).standard_normal(picks.shape) * deviations[picks]
+    medians = np.median(np.exp(drawn) if positive else drawn, axis=1)
+    return _estimate(float(np.median(launches)), medians, len(launches))
 
 
 def mean_estimate(samples) -> Estimate:

@@ -7,6 +7,8 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from hyperion.book.headline_page import (
     LEAST_LAUNCHES,
@@ -284,3 +286,14 @@ def test_a_page_without_markers_and_a_folder_without_runs_are_named(tmp_path):
     with pytest.raises(HyperionError, match="no run is in this folder"):
         update_page(page)
     assert "old" in page.read_text()
+
+
+@settings(deadline=None)
+@given(st.lists(st.tuples(st.floats(1e-6, 1e3), st.floats(1.0, 100.0), st.floats(1.0, 100.0)), min_size=2, max_size=6))
+def test_the_interval_of_times_stays_positive_and_contains_the_median(launches):
+    """With wide intervals within launches, an error added to a time could make it negative, and its rate would be nonsense."""
+    values = [value for value, _, _ in launches]
+    estimate = launches_estimate(values, [(value / below, value * above) for value, below, above in launches])
+    rate = estimate.map(lambda seconds: 1 / seconds)
+    assert 0 < estimate.ci_low <= estimate.value <= estimate.ci_high
+    assert 0 < rate.ci_low <= rate.value <= rate.ci_high
