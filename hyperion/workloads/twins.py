@@ -47,7 +47,7 @@ SCATTER_FP32 = "twins of a language model scatter by 1e-8, so a false alarm is r
 # results of fp8 matrix products are stored in bf16.
 BIAS = {"fp32": 2.0**-24, "tf32": 2.0**-11, "fp16": 2.0**-11, "bf16": 2.0**-8, "fp8": 2.0**-8}
 REPLAYED, ONE_BY_ONE = "replayed as one graph", "one by one"
-STEPS, WINDOWS = 200, 10
+STEPS, WINDOWS = 64, 10
 # Tolerance for training runs whose twins do not diverge: a hundred times the scatter of the twins.
 TOLERANCE = 0.01
 _LOSS_SPACING = 2.0**-23  # relative spacing of float32 numbers; losses are stored in float32
