@@ -19,11 +19,15 @@ from hyperion.install.plan import MINIMUM_PYTHON, Build
 _INSPECT = """
 import importlib.metadata, importlib.util, json, os, sys
 found = {"version": sys.version_info[:3], "base": sys.base_prefix, "torch": None, "torchvision": False, "packages": {}}
+found["bytecode"] = True
 spec = importlib.util.find_spec("torch")
 if spec and spec.submodule_search_locations:
     facts = {}
-    with open(os.path.join(list(spec.submodule_search_locations)[0], "version.py"), encoding="utf-8") as file:
+    folder = list(spec.submodule_search_locations)[0]
+    with open(os.path.join(folder, "version.py"), encoding="utf-8") as file:
         exec(file.read(), facts)
+    stored = os.path.exists(importlib.util.cache_from_source(os.path.join(folder, "__init__.py")))
+    found["bytecode"] = stored or (not sys.dont_write_bytecode and os.access(folder, os.W_OK))
     found["torch"] = {"version": str(facts["__version__"]), "cuda": facts.get("cuda"), "hip": facts.get("hip")}
 found["torchvision"] = importlib.util.find_spec("torchvision") is not None
 for distribution in importlib.metadata.distributions():
@@ -48,6 +52,8 @@ class Interpreter:
         torch: installed torch build; None if torch is not installed.
         torchvision: whether torchvision is installed.
         packages: a dict that maps the normalized name of an installed package to its version.
+        bytecode: whether the environment stores the compiled modules of torch, or the first import stores them. False in some
+            containers, where PYTHONDONTWRITEBYTECODE is set or the folder of torch is read-only.
     """
 
     python: Path
@@ -56,6 +62,7 @@ class Interpreter:
     torch: Build | None
     torchvision: bool
     packages: dict[str, str]
+    bytecode: bool = True
 
 
 def inspect(python: Path) -> Interpreter:
@@ -80,7 +87,7 @@ def inspect(python: Path) -> Interpreter:
     if version < MINIMUM_PYTHON:
         raise HyperionError(f"{python} is Python {'.'.join(map(str, version))}", next_step="use Python 3.11 or newer")
     build = Build(**found["torch"]) if found["torch"] else None
-    return Interpreter(python, version, found["base"], build, found["torchvision"], found["packages"])
+    return Interpreter(python, version, found["base"], build, found["torchvision"], found["packages"], found["bytecode"])
 
 
 def check_gpu_opens(python: Path, environment: dict[str, str], build: Build) -> None:

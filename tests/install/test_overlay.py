@@ -114,6 +114,39 @@ def test_the_first_call_already_finds_what_jupyter_needs(site_python, offline, s
 
 
 @pytest.mark.process
+@pytest.mark.parametrize("why", ["a variable of the container", "a read-only folder"])
+def test_where_no_bytecode_is_stored_the_overlay_stores_it(site_python, offline, small_checkout, monkeypatch, why):
+    """Otherwise each process compiles the sources of torch again."""
+    wheel(offline, "tinypack", "1.3")
+    if why == "a variable of the container":
+        monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")
+    else:
+        monkeypatch.delenv("PYTHONDONTWRITEBYTECODE", raising=False)
+        monkeypatch.setattr(interpreter, "_INSPECT", interpreter._INSPECT.replace("os.W_OK", "os.W_OK) and (False"))
+    for stored in site_python.parent.parent.glob("lib/python*/site-packages/torch/__pycache__/*"):
+        stored.unlink()  # another test may have imported this torch
+    before = listing(site_python)
+    variables = overlay.ensure_overlay(small_checkout, site_python, [], NO_GPU, CPU_CHOICE)
+    code = "import torch, tinypack; print(torch.__cached__, tinypack.__cached__, sep='\\n')"
+    (launcher,) = small_checkout.glob(".overlay/*/hyperion")
+    # The launcher's last line runs hyperion, which this checkout lacks.
+    script = launcher.read_text().replace('-m hyperion "$@"', f'-c "{code}"')
+    outputs = [
+        subprocess.run([site_python, "-c", code], env=variables, capture_output=True, text=True, check=True).stdout,
+        subprocess.run(["sh", "-c", script], capture_output=True, text=True, check=True).stdout,
+    ]
+    for stored in [path for output in outputs for path in output.splitlines()]:
+        assert Path(stored).is_relative_to(launcher.parent / "bytecode") and Path(stored).is_file()
+    assert listing(site_python) == before, "the environment itself is left as it is"
+    # A nested call, whose process already has the variable, keeps it.
+    folder = variables["PYTHONPYCACHEPREFIX"]
+    monkeypatch.setenv("PYTHONPYCACHEPREFIX", folder)
+    monkeypatch.delenv("PYTHONDONTWRITEBYTECODE", raising=False)
+    nested = overlay.ensure_overlay(small_checkout, site_python, [], NO_GPU, CPU_CHOICE)
+    assert nested["PYTHONPYCACHEPREFIX"] == folder and "PYTHONDONTWRITEBYTECODE" not in nested
+
+
+@pytest.mark.process
 def test_a_second_call_fetches_nothing_and_extras_are_added_when_needed(site_python, offline, small_checkout):
     wheel(offline, "tinypack", "1.3")
     wheel(offline, "tinytest", "3.0")

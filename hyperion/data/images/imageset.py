@@ -7,6 +7,7 @@ model predicts the orientation, and its accuracy is 1 - round(flip_rate * N) / N
 """
 
 import hashlib
+import math
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -67,19 +68,19 @@ class ImageSet:
 
 
 def channel_statistics(images: np.ndarray) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Return the means and standard deviations of the channels of uint8 images [N, 3, H, W].
-
-    The pixels are scaled to 0 .. 1, and the statistics are computed in float64.
-    """
-    means, deviations, levels = [], [], np.arange(256) / 255
+    """Return the means and standard deviations of the channels of uint8 images [N, 3, H, W], with pixels scaled to 0 .. 1."""
+    means, deviations = [], []
     for channel in range(images.shape[1]):
-        counts = np.zeros(256, dtype=np.int64)
-        # A histogram of 256 levels is exact and needs no float copy of the images.
-        for start in range(0, len(images), 4096):
-            counts += np.bincount(images[start : start + 4096, channel].ravel(), minlength=256)
-        mean = float(counts @ levels / counts.sum())
-        means.append(mean)
-        deviations.append(float(np.sqrt(counts @ (levels - mean) ** 2 / counts.sum())))
+        total = squares = 0
+        # The pixels and their squares are integers, so the sums of a part are exact in float64, and need no float copy of all
+        # images. The variance is a difference of large numbers. It is exact because Python's integers have no limit.
+        for start in range(0, len(images), 1024):
+            pixels = images[start : start + 1024, channel].ravel().astype(np.float64)
+            total += int(pixels.sum())
+            squares += int(pixels @ pixels)
+        count = images[:, channel].size
+        means.append(total / count / 255)
+        deviations.append(math.sqrt((count * squares - total**2) / count**2) / 255)
     return tuple(means), tuple(deviations)
 
 

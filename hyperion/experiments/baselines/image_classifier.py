@@ -7,6 +7,7 @@ import gc
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate
 from typing import Any
 
@@ -198,6 +199,11 @@ class _Data:
     def precision(self) -> Precision:
         return choose_precision(self.context.device, self.options.precision)
 
+    @cached_property  # each epoch's evaluation needs them again
+    def normalisation(self) -> tuple[tuple[float, ...], tuple[float, ...]]:
+        """Means and deviations of the train images' channels. Held-out and test images must not influence them."""
+        return channel_statistics(self.splits.train[0])
+
     @property
     def why_not_compiled(self) -> str:
         """Reason why the model is not compiled, or an empty string if it is."""
@@ -212,7 +218,7 @@ class _Data:
         return ImageBatches(
             *split,
             self.options.batch_size,
-            channel_statistics(self.splits.train[0]),  # held-out and test images must not influence the normalisation
+            self.normalisation,
             seed=seed,
             device=self.context.device.torch_device,
             dtype=FORMATS[self.precision.dtype].storage,

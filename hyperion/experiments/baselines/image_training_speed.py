@@ -163,13 +163,14 @@ class _Pair:
             torch.compiler.reset()  # otherwise torch.compile would compile for dynamic sizes, because the batch size changes
         precision, rate = choose_precision(device, options.precision), options.learning_rate
         images, labels = (np.array(prepared.arrays[f"train_{name}"][: options.train_images]) for name in ("images", "labels"))
+        normalisation = channel_statistics(images)
 
         def fresh_batches() -> ImageBatches:
             return ImageBatches(
                 images,
                 labels,
                 batch,
-                channel_statistics(images),
+                normalisation,
                 seed=context.seed,
                 augment=image_set.augmentations,
                 device=device.torch_device,
@@ -185,7 +186,17 @@ class _Pair:
 
         def fresh_plain(compiled: bool = False, fused: bool = False) -> PlainImageLoop:
             return PlainImageLoop(
-                copy.deepcopy(weights), images, labels, image_set.augmentations, batch, rate, precision, device, compiled, fused
+                copy.deepcopy(weights),
+                images,
+                labels,
+                normalisation,
+                image_set.augmentations,
+                batch,
+                rate,
+                precision,
+                device,
+                compiled,
+                fused,
             )
 
         plain, batches = fresh_plain(options.plain_compiled), fresh_batches()

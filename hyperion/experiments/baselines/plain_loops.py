@@ -19,7 +19,6 @@ from torch import Tensor, nn
 from hyperion import compat
 from hyperion.chapter.context import Context
 from hyperion.chapter.rows import sample_frame, speedup_row
-from hyperion.data import channel_statistics
 from hyperion.data.images.device_images import require_form
 from hyperion.hardware import Device
 from hyperion.kernels.token_loss import padded_classes, token_loss
@@ -78,6 +77,7 @@ class PlainImageLoop:
         model: a ResNet-18 on the CPU.
         images: training images, uint8 of shape [N, 3, 32, 32].
         labels: class of each image, integers of shape [N].
+        normalisation: means and standard deviations of the channels, from `channel_statistics`.
         augment: augmentations to apply, "crop" and "flip", see `ImageSet.augmentations`.
         batch: number of images in a batch.
         learning_rate: constant learning rate.
@@ -92,6 +92,7 @@ class PlainImageLoop:
         model: nn.Module,
         images: np.ndarray,
         labels: np.ndarray,
+        normalisation: tuple[tuple[float, ...], tuple[float, ...]],
         augment: tuple[str, ...],
         batch: int,
         learning_rate: float,
@@ -102,7 +103,7 @@ class PlainImageLoop:
     ):
         require_form(images, labels)
         where = torch.device(device.torch_device)
-        mean, deviation = (torch.tensor(values, device=where)[:, None, None] for values in channel_statistics(images))
+        mean, deviation = (torch.tensor(values, device=where)[:, None, None] for values in normalisation)
         self.images = (torch.from_numpy(images).to(where).float() / 255 - mean) / deviation
         self.labels = torch.from_numpy(labels).to(where).long()
         # torch declares no overload with memory_format.

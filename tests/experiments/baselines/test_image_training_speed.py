@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from hyperion.data import channel_statistics
 from hyperion.experiments.baselines.image_training_speed import (
     CAPTURED,
     FUSED,
@@ -118,6 +119,7 @@ def test_the_plain_loop_shows_every_image_once_an_epoch_shifted_and_mirrored():
         model,
         images.numpy(),
         torch.arange(40).numpy() % 10,
+        channel_statistics(images.numpy()),
         ("crop", "flip"),
         10,
         0.1,

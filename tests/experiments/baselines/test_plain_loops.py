@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from hyperion.data import channel_statistics
 from hyperion.experiments.baselines.plain_loops import (
     _PADDING,
     CapturedLanguageLoop,
@@ -163,7 +164,7 @@ def image_pair(fused=False):
     model = resnet18(width=4)
     other, _ = plain_model(4)
     copy_weights(model, other)
-    plain = PlainImageLoop(other, images, labels, (), 8, 0.02, FP32, CPU, compiled=False, fused=fused)
+    plain = PlainImageLoop(other, images, labels, channel_statistics(images), (), 8, 0.02, FP32, CPU, compiled=False, fused=fused)
     # As hyperion.experiments.baselines.image_training_speed builds ours.
     optimizer = sgd_nesterov(model, 0.02, weight_decay=0.0)
     return ImageEngine(model, optimizer, lambda step: 0.02, FP32, CPU, clip_norm=math.inf), plain
