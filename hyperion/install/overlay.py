@@ -176,8 +176,8 @@ def environment_variables(root: Path, folder: Path, bytecode: bool) -> dict[str,
         root: the checkout.
         folder: folder of the overlay.
         bytecode: whether the environment stores compiled modules, see `Interpreter`. If not, Python stores them in the overlay,
-            and looks for them only there. Otherwise each process would compile the sources of torch again. In a container with
-            PyTorch 2.11 this took 9 of the 12 seconds before a process began its work.
+            and looks for them only there. Otherwise each process would compile the sources of torch again, which takes several
+            times as long as the import itself.
     """
     packages = folder / "packages"
     existing = [part for part in os.environ.get("PYTHONPATH", "").split(os.pathsep) if part]
@@ -199,7 +199,7 @@ def environment_variables(root: Path, folder: Path, bytecode: bool) -> dict[str,
 def _write_launcher(folder: Path, python: Path, variables: dict[str, str]) -> None:
     """Write the script .overlay/<hash>/hyperion, which runs the `hyperion` command in this environment without make."""
     names = ("PYTHONPATH", "PYTHONNOUSERSITE", "PYTHONPYCACHEPREFIX", "JUPYTER_PATH", "JUPYTERLAB_DIR")
-    lines = [] if "PYTHONDONTWRITEBYTECODE" in variables else ["unset PYTHONDONTWRITEBYTECODE"]
+    lines = ["unset PYTHONDONTWRITEBYTECODE"] if "PYTHONPYCACHEPREFIX" in variables else []
     lines += [f"export {name}={shlex.quote(variables[name])}" for name in names if name in variables]
     launcher = folder / "hyperion"
     launcher.write_text("\n".join(["#!/bin/sh", *lines, f'exec {shlex.quote(str(python))} -m hyperion "$@"', ""]), "utf-8")

@@ -183,6 +183,12 @@ class Workload:
             return self.build()
 
     @property
+    def blocks(self) -> int:
+        """Number of blocks of the model, see `layout_of`."""
+        with torch.device("meta"):  # draws no weights
+            return len(layout_of(self.build()).blocks)
+
+    @property
     def schedule(self) -> WarmupCosine:
         """Learning-rate schedule: a short warm-up, then a constant rate. There is no decay, because no run trains to the end."""
         warmup = self.sizes.warmup_steps
@@ -309,7 +315,7 @@ def plan_within_budget(work: Workload, dtype: str, device: Device, share: float)
         device: device of the training.
         share: memory to save at the peak, as a share of what checkpointing all blocks saves.
     """
-    blocks = len(layout_of(work.build()).blocks)
+    blocks = work.blocks
     ends = {0: ParallelPlan(), blocks: ParallelPlan(checkpointing=EVERY_BLOCK)}
 
     def peak(checkpointed: int) -> int:

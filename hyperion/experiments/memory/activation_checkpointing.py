@@ -19,7 +19,6 @@ from hyperion.chapter.rows import out_of_memory_reason
 from hyperion.chapter.variants import merged, run_counted
 from hyperion.errors import not_none
 from hyperion.measure import PeakMemoryRegion, SavedForBackward, TensorMemory, state_of
-from hyperion.models import layout_of
 from hyperion.parallel import ParallelPlan
 from hyperion.parallel.parallelize import BUDGET, EVERY_BLOCK, NONE, SELECTIVE
 from hyperion.results import Row
@@ -288,8 +287,7 @@ def _timed(setup: _Setup, work: Workload, plans: list[ParallelPlan]) -> Result:
 
 def _recomputed_flops(work: Workload, plan: ParallelPlan) -> float:
     """Return the FLOPs of the forward pass that the backward pass recomputes, per token or per image."""
-    blocks = len(layout_of(work.build()).blocks)
-    shares = {NONE: 0, SELECTIVE: 0, EVERY_BLOCK: 1, BUDGET: (plan.checkpointed_blocks or 0) / blocks}
+    shares = {NONE: 0, SELECTIVE: 0, EVERY_BLOCK: 1, BUDGET: (plan.checkpointed_blocks or 0) / work.blocks}
     return work.block_flops * shares[plan.checkpointing]
 
 
