@@ -7,6 +7,7 @@ the coverage of their intervals, as in docs/predictions.md.
 
 import math
 import statistics
+import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -67,10 +68,11 @@ A *ceiling* is a limit: no measurement may exceed it. A *prediction* is the expe
 that a reference machine reached for work of this size, and it may be too high or too low. Its interval is made to contain the
 measured rate in 80 % of all cases. See `hyperion/chapter/efficiency.py`.
 
-The reference runs are older than these predictions. The predictions that they stored for matrix products, memory and links are
-ceilings, and their pages show them as ceilings. The tables below compare the present predictions with the rows of these runs.
-The throughput of LoRA and of training on several devices has only a ceiling. All GPUs of the reference runs are H200s. So the
-tables show how well the curves predict another host with the same GPU, and say nothing about other GPUs.
+The curves are fitted to H200s and to a CPU. The run `h100` has another GPU, and stored its predictions before it measured, so
+its rows show how well the curves predict a GPU that they have not seen. The other reference runs are older than the curves. The
+predictions that they stored for matrix products, memory and links are ceilings, and their pages show them as ceilings. For them,
+the tables below compare the present predictions with their rows. The throughput of LoRA and of training on several devices has
+only a ceiling.
 """
 _HELD_OUT = """In the run to which the curves are fitted, each size or model is predicted from the others. The intervals are made
 from these errors, so only the table above tests the intervals."""
@@ -410,13 +412,21 @@ def main(
     runs: Annotated[list[Path], typer.Argument(help="folders of runs, such as results/reference/h200x2")],
 ) -> None:
     """Fit the curves, or print the page with their errors."""
-    references = [Reference.open(folder) for folder in runs]
+    references = [Reference.open(folder) for folder in runs if _is_run(folder)]
     if command is Command.FIT:
         curves = [curve for reference in references for curve in fit_curves(reference, points_of(reference))]
         write_atomically(CURVES_FILE, curves_to_toml(curves).encode())
         print(f"{len(curves)} curves in {CURVES_FILE}")
     else:
         print(score_page(references), end="")
+
+
+def _is_run(folder: Path) -> bool:
+    # results/reference/* also matches folders of launches and of comparisons.
+    if folder.is_dir() and not (folder / "run.json").exists():
+        print(f"left out: {folder} is not a run", file=sys.stderr)
+        return False
+    return True
 
 
 def score_page(references: Sequence[Reference]) -> str:
