@@ -25,7 +25,8 @@ def docker_command(
 ) -> list[str]:
     """Return the command that runs train_<platform>.sh in a container with the checkout as a volume.
 
-    The configuration file and the folders that it or the environment names have the same paths in the container.
+    The configuration file, and the files and folders that it or the environment names, have the same paths in the container.
+    Relative paths are relative to the checkout.
 
     Args:
         config: the configuration, with environment variables applied.
@@ -48,6 +49,7 @@ def docker_command(
     folders = {name: str(expanded(folder).absolute()) for name, folder in folders.items() if folder}
     volumes = [*dict.fromkeys(folders.values())]
     file = [str(config_file.absolute())] if config_file else []
+    read_only = [*file, *_inputs(config)]
     return [
         *("docker", "run", "--rm", "--ipc=host", "--network=host", f"--shm-size={config.docker.shm_size}"),
         *_DEVICES[platform],
@@ -55,10 +57,18 @@ def docker_command(
         *(f"--env={name}={value}" for name, value in (variables | folders).items()),
         f"--volume={root}:{_INSIDE}",
         *(f"--volume={path}:{path}" for path in volumes),
-        *(f"--volume={path}:{path}:ro" for path in file),
+        *(f"--volume={path}:{path}:ro" for path in dict.fromkeys(read_only)),
         f"--workdir={_INSIDE}",
         config.docker.image,
         *("bash", f"phase2_development/frameworks/train_{platform}.sh"),
         *(f"--config={path}" for path in file),  # replaces that of the script
         *arguments,
     ]
+
+
+def _inputs(config: Config) -> list[str]:
+    """Return the paths outside the checkout that frameworks read: a recipe, a tokenizer, and the folder of indexed data."""
+    megatron, recipe = config.frameworks.mgds, config.frameworks.nemo.recipe
+    # data_path is the prefix of two files, data.bin and data.idx.
+    paths = [Path(recipe), Path(megatron.tokenizer), Path(megatron.data_path).parent]
+    return [str(path) for path in map(expanded, paths) if path.is_absolute() and path.exists()]
