@@ -109,6 +109,29 @@ def small_cache() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
+def standing_ranks():
+    """Two ranks on the CPU that stay for the session."""
+    from tests.standing_ranks import StandingRanks
+
+    ranks = StandingRanks()
+    yield ranks
+    ranks.close()
+
+
+@pytest.fixture(scope="module")
+def ranks_stay(standing_ranks) -> Iterator[None]:
+    """Let experiments run on the ranks that stay. On GPUs they start their own."""
+    import torch
+
+    from hyperion.chapter import variants
+
+    with pytest.MonkeyPatch.context() as patch:
+        if not torch.cuda.is_available():
+            patch.setattr(variants, "run_ranks", standing_ranks.run)
+        yield
+
+
+@pytest.fixture(scope="session")
 def run(tmp_path_factory):
     """A made-up GPU run on mirrored data. Tests that write take a copy."""
     from tests.book.made_up import made_up_run
