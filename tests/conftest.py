@@ -1,6 +1,7 @@
 """Fixtures of all rooms."""
 
 import functools
+import gc
 import http.server
 import os
 import threading
@@ -103,6 +104,18 @@ def small_cache() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(facts, "read_cpu", lambda: replace(read(), last_level_cache_bytes=8 << 20))
         yield
+
+
+@pytest.fixture(scope="module", autouse=True)
+def imports_are_no_garbage() -> Iterator[None]:
+    """Let the garbage collector pass by what earlier files have imported.
+
+    Half a million objects of torch, sympy and pandas live until the session ends, and a collection that reads them takes 0.2 s.
+    Experiments collect after each model that they train, one of them 60 times.
+    """
+    gc.collect()
+    gc.freeze()
+    yield
 
 
 # Imports below stand in the functions, so that a test of the installer loads no torch.
