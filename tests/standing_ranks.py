@@ -32,7 +32,7 @@ class StandingRanks:
         """The results of a job in rank order, as `run_ranks` returns them. Lines and progress are not passed on.
 
         Raises:
-            JobError: a rank raised, ended or was late. The next job gets new processes.
+            ExceptionGroup: the JobErrors of ranks that raised, ended or were late. The next job gets new processes.
         """
         assert job.ranks in (1, RANKS) and job.nodes == 1
         if job.ranks == 1:
@@ -58,10 +58,11 @@ class StandingRanks:
                 )
                 for rank, worker in enumerate(self._workers)
             ]
-            failed = [call for call in wait(calls, return_when=FIRST_EXCEPTION).done if call.exception()]
-            if failed:
+            if any(call.exception() for call in wait(calls, return_when=FIRST_EXCEPTION).done):
+                # The first to raise may be the one that lost its peer.
+                errors = [call.exception() for call in wait(calls, timeout=2).done]
                 self.close()  # the other rank may wait for this one, and so would the end of the block
-                raise failed[0].exception()
+                raise ExceptionGroup(f"{job.entry} failed", [error for error in errors if error])
         return [call.result()["answer"] for call in calls]
 
     def close(self) -> None:
