@@ -1,6 +1,7 @@
 """Fixtures of all rooms."""
 
 import functools
+import gc
 import http.server
 import os
 import threading
@@ -105,7 +106,42 @@ def small_cache() -> Iterator[None]:
         yield
 
 
+@pytest.fixture(scope="module", autouse=True)
+def imports_are_no_garbage() -> Iterator[None]:
+    """Let the garbage collector pass by what earlier files have imported.
+
+    Half a million objects of torch, sympy and pandas live until the session ends, and a collection that reads them takes 0.2 s.
+    Experiments collect after each model that they train, one of them 60 times.
+    """
+    gc.collect()
+    gc.freeze()
+    yield
+
+
 # Imports below stand in the functions, so that a test of the installer loads no torch.
+
+
+@pytest.fixture(scope="session")
+def standing_ranks():
+    """Two ranks on the CPU that stay for the session."""
+    from tests.standing_ranks import StandingRanks
+
+    ranks = StandingRanks()
+    yield ranks
+    ranks.close()
+
+
+@pytest.fixture(scope="module")
+def ranks_stay(standing_ranks) -> Iterator[None]:
+    """Let experiments run on the ranks that stay. On GPUs they start their own."""
+    import torch
+
+    from hyperion.chapter import variants
+
+    with pytest.MonkeyPatch.context() as patch:
+        if not torch.cuda.is_available():
+            patch.setattr(variants, "run_ranks", standing_ranks.run)
+        yield
 
 
 @pytest.fixture(scope="session")

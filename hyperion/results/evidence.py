@@ -2,16 +2,18 @@
 
 from collections import Counter
 from collections.abc import Callable
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
-import pandas as pd
 
 from hyperion.results.files import LOCK, MANIFEST, WRITER_LOCK, StoreError
 from hyperion.results.rows import Row, canonical_params
 from hyperion.results.statistics import Estimate, median_estimate
 from hyperion.results.store import Run
 from hyperion.untrusted import parse_json
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 _NEXT = "restore the run from where it was copied, or measure the experiment again"
 _SAME = 1e-9  # relative tolerance for a different order of floating-point operations; samples are stored exactly
@@ -71,7 +73,7 @@ def verify_run(run: Run) -> list[str]:
     return statements
 
 
-def _sample_groups(samples: pd.DataFrame, experiment: str) -> dict[tuple, np.ndarray]:
+def _sample_groups(samples: "pd.DataFrame", experiment: str) -> dict[tuple, np.ndarray]:
     """Return a dict that maps (variant, dtype, params as JSON, phase) to the sampled times in seconds."""
     if not {"variant", "dtype", "params", "time_s"} <= set(samples.columns):
         return {}
@@ -82,11 +84,13 @@ def _sample_groups(samples: pd.DataFrame, experiment: str) -> dict[tuple, np.nda
     for names, group in timed.groupby([named[column] for column in named], sort=False):
         variant, dtype, params, phase = cast(tuple[str, str, str, str], names)
         parsed = parse_json(params, StoreError, _NEXT, where=f"params of the samples of {experiment}")
-        groups[variant, dtype, canonical_params(parsed), phase] = _numbers(cast(pd.Series, group["time_s"]), experiment)
+        groups[variant, dtype, canonical_params(parsed), phase] = _numbers(cast("pd.Series", group["time_s"]), experiment)
     return groups
 
 
-def _numbers(column: pd.Series, experiment: str) -> np.ndarray:
+def _numbers(column: "pd.Series", experiment: str) -> np.ndarray:
+    import pandas as pd
+
     numbers = np.asarray(pd.to_numeric(column, errors="coerce"), dtype=np.float64)
     if not np.isfinite(numbers).all() or (numbers <= 0).any():
         raise StoreError("the samples contain times that are not positive numbers of seconds", where=experiment, next_step=_NEXT)

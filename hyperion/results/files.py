@@ -17,14 +17,15 @@ import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import BinaryIO, cast
-
-import pandas as pd
+from typing import TYPE_CHECKING, BinaryIO, cast
 
 from hyperion.errors import HyperionError, refused_write
 from hyperion.locks import file_lock
 from hyperion.paths import flush
 from hyperion.untrusted import inner_path, open_regular, read_json
+
+if TYPE_CHECKING:
+    import pandas as pd  # its import takes most of a second in every process, and most processes store no samples
 
 MANIFEST = "MANIFEST"
 PENDING = "MANIFEST.pending"
@@ -252,7 +253,7 @@ def locked(folder: Path, name: str = LOCK, create: bool = False) -> Iterator[Non
         yield
 
 
-def read_samples(content: bytes, where: object) -> pd.DataFrame:
+def read_samples(content: bytes, where: object) -> "pd.DataFrame":
     """Return the table of a Parquet file. The size is checked before the file is decoded, and nothing in the file is executed.
 
     The types of the columns come from the Parquet schema. The pandas metadata in the file is ignored, because it can name

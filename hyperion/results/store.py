@@ -14,8 +14,7 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
-
-import pandas as pd
+from typing import TYPE_CHECKING
 
 from hyperion.errors import HyperionError
 from hyperion.forms import read_form
@@ -48,6 +47,9 @@ from hyperion.results.rows import (
     rows_to_csv,
 )
 from hyperion.untrusted import DOCUMENT_BYTES, parse_json
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 ROWS, RUN, EXPERIMENTS, PREDICTIONS = "rows.csv", "run.json", "experiments.json", "predictions.json"
 ENVIRONMENTS, METRICS = "environments.json", "metrics.json"
@@ -292,7 +294,7 @@ class Run:
         """
         return own_metrics_from_json(self._json_of(METRICS), self.folder / METRICS)
 
-    def samples(self, notebook: str, experiment: str) -> pd.DataFrame:
+    def samples(self, notebook: str, experiment: str) -> "pd.DataFrame":
         """Return the raw samples and curves that an experiment recorded.
 
         Raises:
@@ -307,7 +309,7 @@ class Run:
         notebook: str,
         experiment: str,
         rows: Iterable[Row],
-        samples: pd.DataFrame,
+        samples: "pd.DataFrame",
         *,
         input_hash: str,
         source: str = "",

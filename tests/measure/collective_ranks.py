@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from hyperion.chapter import Context
 from hyperion.commands.collective_check import Check, check_collectives, check_under_torchrun
+from hyperion.errors import HyperionError
 from hyperion.experiments.interconnect.collectives import measure_on_rank
 from hyperion.measure import COLLECTIVES, measure_collective
 from hyperion.measure.collectives.collectives import ALL_COLLECTIVES, DTYPES, Buffers, measure_overlap
@@ -93,6 +94,23 @@ FAULTS = {
 }
 
 
+def _told_of_a_wrong_value(name: str) -> str:
+    """What this rank says of a collective that leaves rank 1 with one element that is off by one; "" if nothing."""
+
+    def call(output, given):
+        ALL_COLLECTIVES[name].call(output, given)
+        _on_rank_1(_add_one)(output)
+
+    buffers = Buffers(replace(ALL_COLLECTIVES[name], call=call), 4096, "bf16", world(), RollCall())
+    buffers.prepare()
+    buffers.call()
+    try:
+        buffers.require_exact("before it was timed")
+    except HyperionError as error:
+        return error.what
+    return ""
+
+
 def _overlaps() -> dict:
     """An all-reduce beside a sleep, and beside products of the library's choice; and whether the sleep was called both by
     itself and after an all-reduce had begun."""
@@ -137,6 +155,7 @@ def checks(folder: str) -> dict:
         buffers.prepare()
         buffers.call()
         told["broken"][name] = buffers.wrong()[0]
+    told["wrong value"] = {name: _told_of_a_wrong_value(name) for name in ("reduce", "send_recv")}
     context = Context(notebook="toy", experiment="collectives", sizes=EXPERIMENT, workspace=Path(folder))
     told["rows"] = rows_to_csv(measure_on_rank(context, lambda *progress: None).rows)
     told["overlap"] = _overlaps()
@@ -164,22 +183,8 @@ def hangs(name: str) -> dict:
     return {"checked": check_collectives(Check([4096], ["fp32"], timeout_s=3), broken)}
 
 
-def wrong_value(name: str) -> dict:
-    """The ranks on which a collective of two ranks ends are left with one element that is off by one."""
-
-    def call(output, given):
-        ALL_COLLECTIVES[name].call(output, given)
-        _on_rank_1(_add_one)(output)
-
-    return {"checked": check_collectives(Check([4096], ["bf16"]), {name: replace(ALL_COLLECTIVES[name], call=call)})}
-
-
-def dies(name: str) -> dict:
-    """Rank 1 is killed before one of the calls."""
-    return {"checked": check_collectives(Check([4096], ["fp32"]), _killed(name))}
-
-
 def _killed(name: str) -> dict:
+    """The collective, before one of whose calls rank 1 is killed."""
     return _from_call(name, 10, lambda: os.kill(os.getpid(), signal.SIGKILL))
 
 

@@ -1,4 +1,4 @@
-"""What two ranks do in the one launch of the parallel tests; the tests judge what comes back."""
+"""What two ranks do for the parallel tests; the tests judge what comes back."""
 
 import torch
 import torch.distributed as dist

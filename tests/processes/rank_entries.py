@@ -1,20 +1,15 @@
 """Functions of the jobs that test_ranks.py runs."""
 
-import contextlib
 import os
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
-from hyperion.errors import HyperionError
-from hyperion.processes import report_progress, world
-
-MARK = "HYPERION_TEST_RANKS"
+from hyperion.processes import report_progress, roll_call, world
+from tests.processes.waiting_rank import MARK, start_child
 
 
 def total(values: list[float], names: list[str]) -> dict:
@@ -28,14 +23,9 @@ def total(values: list[float], names: list[str]) -> dict:
 
 
 def fails(how: str) -> dict:
-    """Rank 1 fails while rank 0 waits for it. Each leaves its process number in the folder that MARK names."""
-    if MARK in os.environ:
-        (Path(os.environ[MARK]) / f"pid-{world().rank}").write_text(str(os.getpid()))
+    """Rank 1 fails while rank 0 waits for it."""
     if world().rank == 1:
         print("rank 1 stands alone", flush=True)
-        if how == "killed":
-            _child()
-            os.kill(os.getpid(), signal.SIGKILL)
         if how == "raised":
             raise ValueError("the sum is wrong on purpose")
         _turn_for_ever()
@@ -43,31 +33,20 @@ def fails(how: str) -> dict:
     return {}
 
 
-def waits(folder: str, saves: bool) -> dict:
-    """Write the process number of torchrun to FOLDER/ready and wait. After SIGTERM save, if `saves`."""
-    _child()
-    received = []
-    if saves:
-        signal.signal(signal.SIGTERM, lambda number, frame: received.append(number))
-    ready = Path(folder) / "ready"
-    ready.with_suffix(".new").write_text(sys.argv[-1])
-    ready.with_suffix(".new").rename(ready)
-    while not received:
-        time.sleep(0.05)
-    (Path(folder) / "saved").touch()
-    raise _Interrupted("stopped on purpose; the state was saved", next_step="start again")
+def dies() -> dict:
+    """Rank 1 is killed while rank 0 waits for its message and hang detection watches both.
 
-
-class _Interrupted(HyperionError):
-    exit_code = 75
-
-
-def _child() -> None:
-    """Start a child of the rank, as a data loader does; it ignores SIGTERM."""
-    code = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(1, flush=True); time.sleep(600)"
-    child = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)
-    with contextlib.closing(child.stdout) as output:
-        output.readline()
+    Each leaves its process number in the folder that MARK names.
+    """
+    (Path(os.environ[MARK]) / f"pid-{world().rank}").write_text(str(os.getpid()))
+    with roll_call(60.0) as roll:
+        roll.step("a message from rank 1")
+        if world().rank == 1:
+            print("rank 1 stands alone", flush=True)
+            start_child()
+            os.kill(os.getpid(), signal.SIGKILL)
+        dist.recv(torch.ones(1), 1)
+    return {}
 
 
 def _turn_for_ever() -> None:

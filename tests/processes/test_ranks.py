@@ -19,8 +19,8 @@ from hyperion.processes import Job, JobError, RankError, run_ranks
 from hyperion.processes.child_process import has_ended
 from hyperion.processes.ranks import require_launchable
 from tests.processes import rank_entries
-from tests.processes.rank_entries import MARK
 from tests.processes.waiting import wait_for
+from tests.processes.waiting_rank import MARK
 
 GUARDED = ("NCCL_NVLS_ENABLE", "TORCH_SYMM_MEM_DISABLE_MULTICAST", "NVSHMEM_DISABLE_NVLS")
 # Variables of a launcher that is itself rank 3 of 4 under torchrun.
@@ -104,7 +104,7 @@ def test_a_killed_rank_is_named_and_nothing_is_left(tmp_path, monkeypatch):
     monkeypatch.setenv(MARK, str(tmp_path))
     begun = time.monotonic()
     with pytest.raises(RankError, match="^rank 1 of 2 was killed by SIGKILL") as error:
-        run_ranks(job(rank_entries.fails, how="killed"))
+        run_ranks(job(rank_entries.dies))
     assert (error.value.rank, error.value.signal) == (1, "SIGKILL")
     assert "rank 1 stands alone" in error.value.what and "memory" in error.value.next_step
     assert time.monotonic() - begun < 60
@@ -199,9 +199,9 @@ import json, sys, threading, time
 for _ in range(50):
     threading.Thread(target=time.sleep, args=(600,), daemon=True).start()
 from hyperion.errors import HyperionError
-from hyperion.processes import Job, run_ranks
-from tests.processes import rank_entries
-from tests.processes.rank_entries import waits
+from hyperion.processes import Job, ranks, run_ranks
+from tests.processes.waiting_rank import waits
+ranks.require_launchable = lambda job: None  # it would import torch, to count GPUs for one rank
 try:
     run_ranks(Job(waits, json.loads(sys.argv[1]), ranks=1), on_line=lambda line: None)
 except HyperionError as error:

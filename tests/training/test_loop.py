@@ -180,13 +180,20 @@ def test_sigkill_at_a_random_step_then_the_same_losses(whole, tmp_path):
     assert losses_after_resume(tmp_path) == whole[0].losses
 
 
-@pytest.mark.process
-def test_sigterm_saves_and_leaves_with_its_own_code(whole, tmp_path):
-    child = run_child(tmp_path)
-    _, err = end_at_batch(child, 5, signal.SIGTERM)
-    assert "stopped by SIGTERM after step" in err
-    saved = int(sorted(path.name for path in tmp_path.glob("step-*"))[-1].removeprefix("step-"))
-    assert saved >= 4
+def test_sigterm_between_checkpoints_saves_the_step_that_it_met(whole, tmp_path):
+    """Here in this process. test_loop_on_ranks sends it to a process and reads its exit code."""
+
+    class Terminated(Crashing):
+        def __iter__(self):
+            for number, batch in enumerate(self.batches, 1):
+                if number == self.after:
+                    terminate_self()
+                yield batch
+
+    plan = TrainingPlan(steps=STEPS, checkpoint_every=3)
+    with pytest.raises(Interrupted, match="stopped by SIGTERM after step 5"):
+        train(small_engine(), Terminated(small_batches(), 5), plan, validation=small_validation, folder=tmp_path)
+    assert sorted(path.name for path in tmp_path.glob("step-*"))[-1] == "step-00000005"
     assert losses_after_resume(tmp_path) == whole[0].losses
 
 

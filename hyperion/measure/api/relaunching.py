@@ -17,9 +17,9 @@ import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
-import pandas as pd
 
 from hyperion.errors import HyperionError
 from hyperion.hardware import Telemetry
@@ -30,6 +30,9 @@ from hyperion.measure.clock.clocks import calls_that_fill
 from hyperion.measure.clock.timing import MINIMUM_SAMPLES, Timing
 from hyperion.processes.child_process import child_environment
 from hyperion.processes.request_worker import RequestWorker
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 SIDES = ("A", "B")
 LAUNCHES, SECONDS = 5, 0.6
@@ -77,7 +80,7 @@ class Launched:
     side: str
     number: int
     answers: dict[str, TimeAnswer]
-    samples: pd.DataFrame = field(repr=False)
+    samples: "pd.DataFrame" = field(repr=False)
     files: dict[str, str] = field(repr=False)
 
     @property
@@ -281,6 +284,8 @@ def _take_turns(team: _Team, plan: TurnPlan, report: Callable[[int, int, str], o
 
 
 def _all_launched(team: _Team, plan: TurnPlan, turns: dict[str, dict[LaunchId, list[dict]]]) -> Iterator[Launched]:
+    import pandas as pd  # imported here, because the processes of the launches need no tables
+
     device, order = device_of(None), sorted(team.partners)
     # The samples of one turn are not independent, so each turn contributes one value.
     times = {

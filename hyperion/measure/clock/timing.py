@@ -19,7 +19,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
-import pandas as pd
 import torch
 
 from hyperion.errors import HyperionError
@@ -496,9 +495,15 @@ def drift_of(samples) -> Drift:
     # The centres of the outer thirds are n - third samples apart.
     slope = (last - first) / (n - third)
     # For constant samples, the correlation is undefined (their standard deviation is 0), so it is set to 0.
-    correlation = np.corrcoef(pd.Series(values).rank(), np.arange(n))[0, 1] if np.ptp(values) else 0.0
+    correlation = np.corrcoef(_ranks(values), np.arange(n))[0, 1] if np.ptp(values) else 0.0
     # Without a trend, the rank correlation has mean 0 and variance 1 / (n - 1).
     return Drift(slope * n / float(np.median(values)), float(correlation * np.sqrt(n - 1)), (first, last))
+
+
+def _ranks(values: np.ndarray) -> np.ndarray:
+    """Return the rank of each value, counted from 1. Equal values have the mean of their ranks."""
+    _, places, counts = np.unique(values, return_inverse=True, return_counts=True)
+    return (np.cumsum(counts) - (counts - 1) / 2)[places]
 
 
 def require_whole_work(

@@ -4,6 +4,7 @@ from dataclasses import asdict
 
 import pytest
 
+from hyperion.experiments.baselines import recovery
 from hyperion.experiments.baselines.recovery import MOST_LOST, STEPS, draw, run_once
 from hyperion.experiments.baselines.recovery_faults import KINDS, PHASES, TrainingFault
 from hyperion.training import Interrupted, loop
@@ -75,10 +76,21 @@ def test_a_nan_strikes_and_is_told_and_a_full_disk_leaves_the_checkpoint_before(
 
 
 @pytest.mark.process
-def test_trials_are_real_processes(tmp_path, monkeypatch):
+def test_a_fault_strikes_a_real_process(tmp_path, monkeypatch):
     chosen = [TrainingFault("power cut", "save", 9, 0.6)]
     monkeypatch.setattr("hyperion.experiments.baselines.recovery.draw", lambda seed, trials: chosen)
+    run_job, struck = recovery.run_job, []
+
+    def run(job, **options):
+        """The process that the fault strikes is one. The others, to which nothing happens, train in this one."""
+        if "fault" not in job.params:
+            return run_once(**job.params)
+        struck.append(job.params["fault"]["kind"])
+        return run_job(job, **options)
+
+    monkeypatch.setattr(recovery, "run_job", run)
     result = perform(toy_context("recovery", {"trials": 1}, tmp_path), tmp_path)
     (trial,) = result.samples.to_dict("records")
+    assert struck == ["power cut"]
     assert "SIGKILL" in trial["ended"] and trial["damaged"] and trial["then"] == "finished"
     assert {row.metric: row.value for row in result.rows} == {"steps_lost": trial["lost"], "count": 1}

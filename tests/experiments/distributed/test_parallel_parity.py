@@ -8,7 +8,7 @@ from torch import nn
 
 from hyperion.chapter.context import Context
 from hyperion.experiments.distributed.parallel_parity import replicas_row
-from hyperion.processes import Job, run_ranks, world
+from hyperion.processes import Job, world
 from hyperion.results import RowError
 from tests.chapter.toy import perform, toy_context
 
@@ -50,14 +50,14 @@ def drifting() -> list[tuple[float, str]]:
     return found
 
 
-def test_a_replica_that_drifted_by_one_bit_is_counted_and_its_row_refused():
-    answers = run_ranks(Job(drifting, ranks=2, timeout_s=300), on_line=lambda line: None)
+def test_a_replica_that_drifted_by_one_bit_is_counted_and_its_row_refused(standing_ranks):
+    answers = standing_ranks.run(Job(drifting, ranks=2, timeout_s=300))
     for (clean, nothing), (drifted, refusal) in answers:
         assert (clean, nothing, drifted) == (0, "", 1)
         assert 'failed its check "bits of rank 0\'s parameters, on all ranks"' in refusal
 
 
-def test_the_losses_are_one_devices_and_the_replicas_equal(tmp_path):
+def test_the_losses_are_one_devices_and_the_replicas_equal(ranks_stay, tmp_path):
     rows = perform(toy_context("parallel_parity", SIZES, tmp_path), tmp_path).rows
     differences = {row.variant: row for row in rows if row.metric == "relative_difference"}
     assert set(differences) == {"ddp", "fsdp"} and all(row.value < 1e-5 for row in differences.values())

@@ -6,7 +6,9 @@ from dataclasses import replace
 import pytest
 import torch
 
+from hyperion.chapter import variants
 from hyperion.experiments.distributed.rank_failure import EXPERIMENT, _remaining_ranks
+from hyperion.processes import run_ranks
 from tests.chapter.toy import perform, toy_context
 
 SIZES = {
@@ -24,7 +26,12 @@ SIZES = {
 
 @pytest.mark.process
 @pytest.mark.skipif(torch.cuda.is_available(), reason="these two ranks compute on the CPU; on GPUs the chapter shows it")
-def test_a_killed_rank_gets_the_row_that_was_foretold_and_leaves_nothing(tmp_path):
+def test_a_killed_rank_gets_the_row_that_was_foretold_and_leaves_nothing(standing_ranks, tmp_path, monkeypatch):
+    # The ranks of which one is killed are launched; the same run is then resumed on the ranks that stay.
+    def run(job, **options):
+        return (run_ranks if "kill_after" in job.params["params"] else standing_ranks.run)(job, **options)
+
+    monkeypatch.setattr(variants, "run_ranks", run)
     context = toy_context("rank_failure", SIZES, tmp_path)
     (forecast,) = EXPERIMENT.forecast(context)
     told, left, again = perform(context, tmp_path).rows

@@ -1,4 +1,4 @@
-"""LoRA under FSDP2 on two ranks, one launch: losses of one device, layers as units, adapters for one process."""
+"""LoRA under FSDP2 on two ranks: losses of one device, layers as units, adapters for one process."""
 
 import pytest
 import torch
@@ -38,7 +38,7 @@ def context_in(folder) -> Context:
 
 
 @pytest.fixture(scope="module")
-def done(tmp_path_factory):
+def done(ranks_stay, tmp_path_factory):
     """The experiment's context and result."""
     torch.set_num_threads(1)
     context = context_in(tmp_path_factory.mktemp("sharded"))

@@ -29,7 +29,7 @@ SIZES = {
 
 
 @pytest.fixture(scope="module")
-def result(tmp_path_factory):
+def result(ranks_stay, tmp_path_factory):
     folder = tmp_path_factory.mktemp("scaling")
     return perform(toy_context("scaling", SIZES, folder), folder)
 

@@ -99,6 +99,15 @@ def test_a_wrong_value_ends_the_job_and_names_the_rank(launched):
     assert "rank 1: 1 of 2,048 values of all_reduce, bf16, 4,096 bytes are wrong before it was timed: element 3" in error.what
 
 
+@pytest.mark.process
+@pytest.mark.parametrize("name", ["reduce", "send_recv"])
+def test_the_rank_with_a_wrong_value_says_which_one_it_is(launched, name):
+    """The error that ends a job, as for the all_reduce above."""
+    others, told = (rank["wrong value"][name] for rank in launched[0])
+    expected = f"rank 1: 1 of 2,048 values of {name}, bf16, 4,096 bytes are wrong before it was timed: element 3"
+    assert told.startswith(expected) and others == ""
+
+
 @pytest.mark.parametrize(("ranks", "factor"), [(2, 1.0), (4, 1.5), (8, 1.75)])
 def test_the_factor_of_an_all_reduce(ranks, factor):
     assert COLLECTIVES["all_reduce"].bus_factor(ranks) == factor
