@@ -7,13 +7,14 @@ from pathlib import Path
 
 import pytest
 
+from hyperion.engines.launch import train_on_rank
 from hyperion.engines.record import Group, Record
 from hyperion.frameworks import run as runs
 from hyperion.frameworks.config import Config, Paths
 from hyperion.frameworks.plan import Plan, resolve
 from hyperion.frameworks.result import read_result
 from hyperion.frameworks.run import exit_code, log_file, run_plans
-from hyperion.processes import JobError
+from hyperion.processes import JobError, process_group
 from tests.frameworks.results import machine
 
 CPU = machine("cpu")
@@ -186,16 +187,25 @@ def test_a_run_without_an_end_is_stopped(tmp_path):
     assert "no end after 0.5 s" in outcome.state
 
 
-@pytest.mark.process
 @pytest.mark.slow
-def test_the_trainer_and_fsdp_train_the_same_work_on_two_ranks(tmp_path):
-    model = "qwen_tiny"  # test_commands.py trains llama_tiny
-    training = replace(Config().training, steps=3, precision="fp32")
-    config = Config(training=training, dataset="synthetic")
+@pytest.mark.parametrize(("model", "precision", "tolerance"), [("llama_tiny", "bf16", 1e-4), ("qwen_tiny", "fp32", 1e-5)])
+def test_the_trainer_and_fsdp_train_the_same_work(model, precision, tolerance, tmp_path, monkeypatch):
+    def in_this_process(stack, work, folder, ranks, timeout_s, on_line) -> Record:
+        """Two ranks train in tests/engines/test_adapters.py and in test_commands.py."""
+        assert ranks == 1
+        with process_group():
+            return Record.of(
+                train_on_rank(stack.adapter, stack.name, list(stack.packages), work.as_dict(), folder, stack.options)
+            )
+
+    monkeypatch.setattr(runs, "launch", in_this_process)
+    training = replace(Config().training, steps=3, precision=precision)
+    config = Config(training=training, dataset="synthetic", hardware=replace(Config().hardware, cpu_ranks=1))
     outcomes = list(run_plans([plan("tran", model, config), plan("fsdp", model, config)], tmp_path, CPU))
     assert [outcome.state for outcome in outcomes] == ["trained", "trained"]
-    one, other = (read_result(tmp_path / f"train_cpu_{code}_{model}_synthetic_fp32.json") for code in ("tran", "fsdp"))
-    assert one.loss_values == pytest.approx(other.loss_values, abs=1e-5) and one.loss_values[2] < one.loss_values[0]
+    one, other = (read_result(tmp_path / outcome.plan.file_name) for outcome in outcomes)
+    assert [one.framework, other.framework, one.precision] == ["tran", "fsdp", precision]
+    assert one.loss_values == pytest.approx(other.loss_values, abs=tolerance) and one.loss_values[2] < one.loss_values[0]
     assert one.training_config.initial_state_sha256 == other.training_config.initial_state_sha256
     assert one.training_config.row_order_sha256 == other.training_config.row_order_sha256
     assert not list(tmp_path.glob(".work*"))

@@ -1,8 +1,6 @@
 """The operator suite at toy sizes: counts, gaps with reasons, crashes that name the operator, and planted faults."""
 
 import importlib.util
-import json
-import os
 
 import pytest
 import torch
@@ -14,6 +12,7 @@ from hyperion.experiments.inference.figures_operators import count_table, gaps
 from hyperion.experiments.inference.operator_checks import KIND_OF
 from hyperion.experiments.inference.operator_suite import OperatorSuiteOptions, collect_outcomes, status_of
 from tests.chapter.toy import perform, toy_context
+from tests.experiments.inference import dying_operators
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 SIZES = {"formats": ["fp32", "bf16"], "samples": 1, "probes": 2}
@@ -36,24 +35,11 @@ def checker(one_thread):
     patch.undo()
 
 
-def check_fake(names, formats, samples, probes, compiled, seed, file):
-    """Like `check_operators`, but the operator "boom" ends the process, and "bad" is wrong."""
-    for name in names:
-        if name == "boom":
-            os._exit(7)
-        ratio = 3.0 if name == "bad" else 0.1
-        one = {"entry": name, "mode": "eager", "status": "failed" if ratio > 1 else "passed", "ratio": ratio, "samples": 1}
-        outcomes = [one | {"dtype": dtype, "pass": which} for dtype in formats for which in ("forward", "backward")]
-        with open(file, "a", encoding="utf-8") as stream:
-            stream.write(json.dumps([name, outcomes]) + "\n")
-    return {"unavailable": ""}
-
-
 @pytest.mark.process
 def test_an_operator_that_ends_the_process_is_named_and_the_others_are_checked(tmp_path):
     context = toy_context("operator_suite", SIZES, tmp_path)
     options, names = OperatorSuiteOptions.of(context), ["first", "boom", "bad", "last"]
-    outcomes, unavailable = collect_outcomes(context, options, names, lambda *_: None, check_fake)
+    outcomes, unavailable = collect_outcomes(context, options, names, lambda *_: None, dying_operators.check)
     assert list(outcomes) == names and not unavailable
     statuses = [status_of(outcomes[name], "bf16", "backward") for name in names]
     assert statuses == ["passed", "failed", "failed", "passed"]

@@ -1,19 +1,22 @@
 """The experiments of serving with a toy backend: rows, reasons, planted faults. One test runs the real server."""
 
+import contextlib
 import json
 import os
 import signal
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from hyperion.chapter import experiment_named, load_profile
+from hyperion.experiments.serving import server as servers
 from hyperion.experiments.serving import server_answers, server_load, server_soak
 from hyperion.experiments.serving.backends import BACKENDS, Backend, ServerSizes
-from hyperion.experiments.serving.client import Reply
+from hyperion.experiments.serving.client import Endpoint, Reply
 from hyperion.experiments.serving.served_models import ServedModel, pieces_of, served_model
 from hyperion.experiments.serving.server import ServerError, close_servers, start_server
 from hyperion.experiments.serving.server_answers import Reference, differing_pieces, first_undecided
@@ -22,6 +25,7 @@ from hyperion.experiments.serving.server_soak import slope_estimate
 from hyperion.processes.child_process import has_ended
 from hyperion.results import RowError
 from tests.chapter.toy import perform, toy_context
+from tests.experiments.serving.scripted import Script, scripted_server
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -98,25 +102,26 @@ def test_a_soak_has_a_checked_row_for_each_fault(toy, tmp_path):
 
 
 @pytest.mark.process
-@pytest.mark.parametrize(
-    ("script", "variant"),
-    [
-        ({"work_s": 0.003, "ballast_bytes": 1 << 20}, server_soak.RSS),
-        ({"gap_s": 0.01, "work_s": 0.003, "stops": False}, server_soak.HANG_UPS),
-    ],
-)
-def test_planted_faults_of_a_server_are_found(toy, tmp_path, script, variant):
-    toy(**script)
+def test_planted_faults_of_a_server_are_found(toy, tmp_path):
+    toy(gap_s=0.01, work_s=0.003, ballast_bytes=1 << 20, stops=False)
     rows = experiment_named("server_soak").run(toy_context("server_soak", SOAK, tmp_path), lambda *progress: None).rows
     failed = {row.variant for row in rows if row.without_failed_value().is_unexpected}
-    assert failed == {variant}
+    assert failed == {server_soak.RSS, server_soak.HANG_UPS}
 
 
-@pytest.mark.process
-def test_requests_that_fail_make_the_soak_invalid(toy, tmp_path):
-    toy(fail_every=7)
-    rows = experiment_named("server_soak").run(toy_context("server_soak", SOAK, tmp_path), lambda *progress: None).rows
-    row = by_variant(rows, "count")[server_soak.SOAK]
+@contextlib.contextmanager
+def served_in_this_process(**script):
+    """A scripted server without a front, in the place of a running server."""
+    with scripted_server(Script(**script)) as address:
+        yield SimpleNamespace(endpoint=Endpoint(address, "key", "toy"), start_s=1.0, rss_bytes=lambda: 0, log_text=str)
+
+
+def test_requests_that_fail_make_the_soak_invalid(tmp_path):
+    context = toy_context("server_soak", SOAK, tmp_path)
+    options = server_soak.ServerSoakOptions.of(context)
+    with served_in_this_process(fail_every=7) as server:
+        replies, _ = server_soak._soak(context, options, server, [f"p{i}" for i in range(60)])
+    row = server_soak._soak_row(context, options, replies)
     assert row.value is None and "of 40 requests succeeded; the first error: status 500" in row.value_reason
 
 
@@ -138,23 +143,27 @@ def test_a_load_has_percentiles_over_runs(toy, tmp_path):
     assert [row.params["users"] for row in shares] == [1, 2] and all(0.9 < row.value <= 1.001 for row in shares)
 
 
-@pytest.mark.process
-def test_a_loop_with_a_failed_request_has_no_values(toy, tmp_path):
-    toy(fail_every=50)
-    rows = perform(toy_context("server_load", LOAD, tmp_path), tmp_path).rows
+def test_a_loop_with_a_failed_request_has_no_values(toy, tmp_path, monkeypatch):
+    toy()
+    with served_in_this_process(fail_every=50) as server:
+        monkeypatch.setattr(server_load, "running_server", lambda *properties: server)
+        rows = perform(toy_context("server_load", LOAD, tmp_path), tmp_path).rows
     failed = [row for row in rows if row.params.get("users") == 2]
     assert failed and all(row.value is None and "requests succeeded" in row.value_reason for row in failed)
 
 
 @pytest.mark.process
-def test_a_server_that_ends_or_stays_silent_is_an_error_with_its_log(toy, tmp_path):
+def test_a_server_that_ends_or_stays_silent_is_an_error_with_its_log(toy, tmp_path, monkeypatch):
     broken = Backend("broken", "tests.experiments.serving.no_such_module", (), lambda *arguments: [])
     with pytest.raises(ServerError, match=r"(?s)the backend ended.*no_such_module"):
         start_server(broken, tmp_path, "fp32", "cpu", ServerSizes(**SIZES))
     silent = toy(first_s=60.0)
+    answer = servers._require_answer
+    # The time limit of the start must be long enough for a busy machine. That of the first answer needs not be.
+    monkeypatch.setattr(servers, "_require_answer", lambda server, until_s: answer(server, time.perf_counter() + 0.1))
     begin = time.monotonic()
     with pytest.raises(ServerError, match="not finished after"):
-        start_server(silent, tmp_path, "fp32", "cpu", ServerSizes(**SIZES | {"start_timeout_s": 8.0}))
+        start_server(silent, tmp_path, "fp32", "cpu", ServerSizes(**SIZES))
     assert time.monotonic() - begin < 45
 
 
