@@ -10,12 +10,11 @@ from pathlib import Path
 import pytest
 
 from hyperion.chapter.context import Context
-from hyperion.chapter.variants import run_isolated
+from hyperion.chapter.variants import run_experiment, run_isolated
+from hyperion.cli import main
 from hyperion.processes import JobError
 from hyperion.results import Run
 from tests.reproduce.small_book import recording, write_notebook
-
-pytestmark = pytest.mark.process
 
 LIBRARY = Path(__file__).resolve().parents[1]
 
@@ -48,6 +47,25 @@ def hyperion(checkout, tmp_path):
             timeout=120,
             check=False,
         )
+
+    return call
+
+
+@pytest.fixture
+def in_this_process(checkout, tmp_path, monkeypatch, capsys):
+    """As `hyperion`, without the seconds that a process takes to load torch or pandas."""
+
+    def call(*arguments: str, **variables: object) -> subprocess.CompletedProcess:
+        for name in [name for name in os.environ if name.startswith("HYPERION_")]:
+            monkeypatch.delenv(name)
+        ours = {"HYPERION_OFFLINE": "1", "HYPERION_DATA": tmp_path / "data", "HYPERION_RESULTS": tmp_path / "results"}
+        for name, value in {**ours, **variables}.items():
+            monkeypatch.setenv(name, str(value))
+        monkeypatch.chdir(checkout)
+        monkeypatch.setattr(sys, "argv", ["hyperion", *arguments])
+        capsys.readouterr()
+        code = main()
+        return subprocess.CompletedProcess(arguments, code, *capsys.readouterr())
 
     return call
 
@@ -92,6 +110,7 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in files}
 
 
+@pytest.mark.process
 @pytest.mark.parametrize(("command", "code"), [("reproduce", 2), ("fetch", 1)])
 def test_a_mirror_that_is_not_there(hyperion, tmp_path, command, code):
     nowhere = tmp_path / "nowhere"
@@ -99,8 +118,10 @@ def test_a_mirror_that_is_not_there(hyperion, tmp_path, command, code):
     assert not (tmp_path / "results").exists() and not (tmp_path / "data").exists()
 
 
-def test_an_unknown_profile(hyperion, tmp_path):
-    told(hyperion("reproduce", "--profile", "huge"), 2, "'huge'", "smoke")
+@pytest.mark.process
+def test_an_unknown_profile(in_this_process, tmp_path):
+    """The profile is looked up in the process that examines the machine."""
+    told(in_this_process("reproduce", "--profile", "huge"), 2, "'huge'", "smoke")
     assert not (tmp_path / "results").exists()
 
 
@@ -145,13 +166,14 @@ def bad_mirror(root: Path, fault: str) -> Path:
         ("pickle that runs code", "mkdir, which no CIFAR-10 batch needs; nothing was executed"),
     ],
 )
-def test_bad_files_are_not_staged(hyperion, tmp_path, fault, words):
+def test_bad_files_are_not_staged(in_this_process, tmp_path, fault, words):
     file = bad_mirror(tmp_path / "mirror", fault)
-    told(hyperion("fetch", HYPERION_DATA_MIRROR=tmp_path / "mirror"), 1, words, file)
+    told(in_this_process("fetch", HYPERION_DATA_MIRROR=tmp_path / "mirror"), 1, words, file)
     assert contents(tmp_path / "data") == {}
     assert not (tmp_path / "mirror" / "it ran").exists()
 
 
+@pytest.mark.process
 @pytest.mark.book
 def test_a_notebook_that_meets_a_bad_file_says_so_in_the_same_words(hyperion, checkout, tmp_path):
     file = bad_mirror(tmp_path / "mirror", "pickle that runs code")
@@ -164,6 +186,7 @@ def test_a_notebook_that_meets_a_bad_file_says_so_in_the_same_words(hyperion, ch
     nothing_half_written(tmp_path / "results")
 
 
+@pytest.mark.process
 @pytest.mark.book
 def test_a_file_where_the_results_folder_should_be(hyperion, tmp_path):
     place = tmp_path / "in the way"
@@ -172,6 +195,7 @@ def test_a_file_where_the_results_folder_should_be(hyperion, tmp_path):
     assert place.read_text() == "mine"
 
 
+@pytest.mark.process
 @pytest.mark.book
 def test_a_results_folder_that_cannot_be_written(hyperion, small_disk):
     place = small_disk("ro")
@@ -179,6 +203,7 @@ def test_a_results_folder_that_cannot_be_written(hyperion, small_disk):
     assert list(place.iterdir()) == []
 
 
+@pytest.mark.process
 @pytest.mark.book
 def test_a_disk_that_is_full_before_the_first_row(hyperion, small_disk):
     place = small_disk()
@@ -197,6 +222,7 @@ Run.open(output).record("01_first", "large", [row], samples, input_hash="h")
 """
 
 
+@pytest.mark.process
 @pytest.mark.book
 def test_a_disk_that_fills_up_under_a_notebook(hyperion, checkout, small_disk):
     place = small_disk("size=6m")
@@ -214,6 +240,7 @@ def test_a_disk_that_fills_up_under_a_notebook(hyperion, checkout, small_disk):
     assert [row.experiment for row in Run.open(run).rows()] == ["counting", "large"]
 
 
+@pytest.mark.process
 @pytest.mark.book
 def test_an_edited_result_is_never_built_upon(hyperion, tmp_path):
     assert hyperion("reproduce").returncode == 0
@@ -245,7 +272,9 @@ SIZES = {
 }
 
 
-def test_corrupted_checkpoints_of_a_training_that_goes_on(tmp_path, monkeypatch, capsys):
+@pytest.mark.process
+def test_corrupted_checkpoints_of_a_training_that_goes_on(tmp_path, monkeypatch, capsys, one_thread):
+    """The last training runs in a process of its own, as in a chapter; the others run here, and load torch once."""
     monkeypatch.setenv("HYPERION_DATA", str(tmp_path / "data"))
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     context = Context(
@@ -257,8 +286,8 @@ def test_corrupted_checkpoints_of_a_training_that_goes_on(tmp_path, monkeypatch,
         workspace=tmp_path / "workspace",
     )
 
-    def train() -> list:
-        result = run_isolated(context, lambda done, total, note: None)
+    def train(run=run_experiment) -> list:
+        result = run(context, lambda done, total, note: None)
         return [(row.key, row.value) for row in result.rows if row.metric in ("training_loss", "accuracy")]
 
     undisturbed = train()
@@ -266,14 +295,14 @@ def test_corrupted_checkpoints_of_a_training_that_goes_on(tmp_path, monkeypatch,
     damaged = max(newest.rglob("*.safetensors"), key=lambda path: path.stat().st_size)
     damaged.write_bytes(damaged.read_bytes()[:-8] + bytes(8))
     assert train() == undisturbed
-    printed = capsys.readouterr().out
+    printed = "".join(capsys.readouterr())
     assert "WARNING: this checkpoint cannot be used" in printed and str(damaged) in printed
 
     for checkpoint in context.workspace.glob("seed-0/step-*"):
         (checkpoint / "manifest.json").write_text("{")
     before = contents(context.workspace)
     with pytest.raises(JobError, match="checkpoints can be used") as caught:
-        train()
+        train(run_isolated)
     assert str(earlier.parent) in str(caught.value) and "manifest.json" in str(caught.value.where)
     assert "remove this folder to train from the beginning" in caught.value.next_step
     assert "Traceback" not in str(caught.value) + capsys.readouterr().out

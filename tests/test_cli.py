@@ -7,19 +7,35 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
+from hyperion.cli import main
 from hyperion.data.store.folders import staged
 from hyperion.results import Row, Run
-
-pytestmark = pytest.mark.process
 
 CHECKOUT = Path(__file__).resolve().parents[1]
 
 
-def hyperion(*arguments: str, folder: Path = CHECKOUT, **variables: str) -> subprocess.CompletedProcess:
+def in_a_process(*arguments: str, folder: Path = CHECKOUT, **variables: str) -> subprocess.CompletedProcess:
     """The command as a user types it, in a process of its own."""
     environment = {**os.environ, "PYTHONPATH": str(CHECKOUT), "COLUMNS": "120", **variables}
     command = [sys.executable, "-m", "hyperion", *arguments]
     return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=120, check=False)
+
+
+@pytest.fixture
+def hyperion(monkeypatch, capsys):
+    """The command in this process: a process of its own takes seconds to load PyTorch or pandas."""
+
+    def call(*arguments: str, folder: Path = CHECKOUT, **variables: str) -> subprocess.CompletedProcess:
+        with monkeypatch.context() as patch:
+            patch.chdir(folder)
+            patch.setattr(sys, "argv", ["hyperion", *arguments])
+            for name, value in {"COLUMNS": "120", **variables}.items():
+                patch.setenv(name, value)
+            capsys.readouterr()
+            code = main()
+        return subprocess.CompletedProcess(arguments, code, *capsys.readouterr())
+
+    return call
 
 
 def stored(folder: Path, rate: float, information: dict | None = None, **row) -> Run:
@@ -30,7 +46,7 @@ def stored(folder: Path, rate: float, information: dict | None = None, **row) ->
     return run
 
 
-def test_help_names_every_option_its_variable_and_the_exit_codes():
+def test_help_names_every_option_its_variable_and_the_exit_codes(hyperion):
     text = hyperion("reproduce", "--help").stdout
     for option in ("profile", "only", "data-source", "run", "time-budget", "seed", "replay-of"):
         assert f"--{option}" in text and f"[env var: {option.upper().replace('-', '_')}]" in text
@@ -38,6 +54,7 @@ def test_help_names_every_option_its_variable_and_the_exit_codes():
         assert code in " ".join(text.split())
 
 
+@pytest.mark.process
 def test_starting_the_command_loads_no_torch():
     probe = "import sys, hyperion.cli; sys.exit('torch' in sys.modules or 'papermill' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", probe], cwd=CHECKOUT, check=False).returncode == 0
@@ -53,7 +70,7 @@ def test_starting_the_command_loads_no_torch():
         (["compare", "nope", "nope"], "no run 'nope'"),
     ],
 )
-def test_bad_input_is_exit_code_2_with_its_reason(tmp_path, arguments, told):
+def test_bad_input_is_exit_code_2_with_its_reason(hyperion, tmp_path, arguments, told):
     (tmp_path / "pyproject.toml").write_text("")
     notebook = tmp_path / "phase1_hardware" / "01_x.ipynb"
     notebook.parent.mkdir()
@@ -63,13 +80,22 @@ def test_bad_input_is_exit_code_2_with_its_reason(tmp_path, arguments, told):
     assert done.returncode == 2 and told in done.stderr and "Traceback" not in done.stderr
 
 
-def test_variables_are_options_and_empty_ones_are_none(tmp_path):
+@pytest.mark.process
+def test_a_process_of_the_command_prints_its_answer_and_ends_with_its_code(tmp_path):
+    run = stored(tmp_path / "run", 100.0)
+    done = in_a_process("verify", str(run.folder))
+    assert (done.returncode, done.stderr) == (0, "") and "1 rows" in done.stdout
+    done = in_a_process("verify", "nope", folder=tmp_path)
+    assert (done.returncode, done.stdout) == (2, "") and "no run 'nope'" in done.stderr and "Traceback" not in done.stderr
+
+
+def test_variables_are_options_and_empty_ones_are_none(hyperion, tmp_path):
     for variable in ("TIME_BUDGET", "CELL_TIMEOUT", "NOTEBOOK_TIMEOUT"):
         done = hyperion("reproduce", **{"ONLY": "", "RUN": "", "TIME_BUDGET": "", "CELL_TIMEOUT": "", variable: "6x"})
         assert done.returncode == 2 and "'6x' is not a duration" in done.stderr and f"{variable}=6m" in done.stderr
 
 
-def test_verify_says_what_is_whole_and_names_what_was_edited(tmp_path):
+def test_verify_says_what_is_whole_and_names_what_was_edited(hyperion, tmp_path):
     run = stored(tmp_path / "run", 100.0)
     done = hyperion("verify", str(run.folder))
     assert done.returncode == 0 and "1 rows" in done.stdout
@@ -78,7 +104,7 @@ def test_verify_says_what_is_whole_and_names_what_was_edited(tmp_path):
     assert done.returncode == 2 and str(run.folder / "rows.csv") in done.stderr
 
 
-def test_compare_fails_on_a_confirmed_regression_and_ordinary_runs_are_indicative(tmp_path):
+def test_compare_fails_on_a_confirmed_regression_and_ordinary_runs_are_indicative(hyperion, tmp_path):
     for side, rate in (("a", 100.0), ("b", 80.0)):
         for index in range(5):
             call = {"relaunch": {"call": "one", "side": side, "launch": index}}
@@ -98,7 +124,7 @@ def test_compare_fails_on_a_confirmed_regression_and_ordinary_runs_are_indicativ
     )
 
 
-def test_values_of_different_devices_are_shown_and_not_judged(tmp_path):
+def test_values_of_different_devices_are_shown_and_not_judged(hyperion, tmp_path):
     gpus = [{"name": "NVIDIA H200"}]
     a = stored(tmp_path / "a", 4000.0, {"environment": {"gpus": gpus}})
     b = stored(tmp_path / "b", 40.0, {"environment": {"cpu": {"name": "Some CPU", "cores": 2}}})
@@ -109,7 +135,7 @@ def test_values_of_different_devices_are_shown_and_not_judged(tmp_path):
     assert "B / A" in done.stdout and "0.01" in done.stdout
 
 
-def test_compare_states_what_differs_on_top_and_fails_on_missing_values_unless_they_are_allowed(tmp_path):
+def test_compare_states_what_differs_on_top_and_fails_on_missing_values_unless_they_are_allowed(hyperion, tmp_path):
     a = stored(tmp_path / "a", 100.0)
     b = stored(tmp_path / "b", 100.5, {"profile": "full"})
     crashed = [Row(notebook="n", experiment="gemm", variant=f"m{i}", metric="count", value=1.0 + i) for i in range(30)]
@@ -126,7 +152,7 @@ def test_compare_states_what_differs_on_top_and_fails_on_missing_values_unless_t
     assert twice.returncode == 2 and "the same launch is given twice" in twice.stderr
 
 
-def test_clean_lists_before_it_removes(tmp_path):
+def test_clean_lists_before_it_removes(hyperion, tmp_path):
     (tmp_path / "pyproject.toml").write_text('[project]\nname = "hyperion"\n')
     (tmp_path / "phase1_hardware").mkdir()
     (tmp_path / ".ruff_cache").mkdir()
@@ -136,7 +162,7 @@ def test_clean_lists_before_it_removes(tmp_path):
 
 
 @pytest.mark.parametrize("dry_run", [["--dry-run"], []])
-def test_clean_lists_what_is_not_hyperions_and_removes_nothing(tmp_path, dry_run):
+def test_clean_lists_what_is_not_hyperions_and_removes_nothing(hyperion, tmp_path, dry_run):
     data = tmp_path / "data"
     with staged(data / "raw/set") as work:
         (work / "file").write_text("x")
@@ -154,17 +180,18 @@ def installed(folder: Path) -> str:
     return str(site)
 
 
+@pytest.mark.process
 def test_installed_clean_touches_no_other_package_and_reproduce_says_where_to_go(tmp_path):
     site, work = installed(tmp_path), tmp_path / "work"
     for folder in (work / "build", Path(site) / "build", Path(site) / "other.egg-info"):
         folder.mkdir(parents=True)
-    done = hyperion("clean", "--dry-run", "--runs", "--data", folder=work, PYTHONPATH=site)
+    done = in_a_process("clean", "--dry-run", "--runs", "--data", folder=work, PYTHONPATH=site)
     assert (done.returncode, done.stdout) == (0, ""), done.stderr
-    refused = hyperion("reproduce", folder=work, PYTHONPATH=site)
+    refused = in_a_process("reproduce", folder=work, PYTHONPATH=site)
     assert refused.returncode == 2 and "no notebooks" in refused.stderr and str(work) in refused.stderr
     assert "next:  run the command inside a checkout of Hyperion" in refused.stderr and "HYPERION_HOME" in refused.stderr
     assert not list(work.glob("results")) and not (Path(site) / "results").exists()
-    done = hyperion("verify", "nope", folder=work, PYTHONPATH=site)
+    done = in_a_process("verify", "nope", folder=work, PYTHONPATH=site)
     assert str(work / "results/nope") in done.stderr and site not in done.stderr
 
 
@@ -180,12 +207,13 @@ def test_installed_clean_touches_no_other_package_and_reproduce_says_where_to_go
         (["\x1b[31mred"], {}, "\\x1b[31mred"),
     ],
 )
-def test_hostile_values_are_refused_in_printable_text(arguments, variables, told):
+def test_hostile_values_are_refused_in_printable_text(hyperion, arguments, variables, told):
     done = hyperion(*arguments, **variables)
     assert done.returncode == 2 and told in done.stderr and "Traceback" not in done.stderr
     assert "\x1b" not in done.stderr + done.stdout and ("next:" in done.stderr or "Try 'hyperion" in done.stderr)
 
 
+@pytest.mark.process
 def test_a_working_folder_that_was_removed_is_named(tmp_path):
     gone = tmp_path / "gone"
     gone.mkdir()

@@ -319,6 +319,7 @@ class Power:
         # In the observed division and its mirror image, a new change is compared only with itself: the step-down procedure has
         # removed all more significant values, and less significant values do not matter.
         self._others = np.where(np.abs(self._draws[1]) > 1 - 1e-9, 0.0, largest[: len(self._draws[1])])
+        self._sorted_others = np.sort(self._others)
         self._smallest, self._significance = smallest, significance
         self._chances: dict[tuple[float, float], float] = {}
 
@@ -358,10 +359,19 @@ class Power:
         observed = deviation * noise[:, 0] + shift * side[0]
         # Only trials whose estimate exceeds the threshold can be confirmed.
         worse = np.flatnonzero(-np.expm1(observed) > self._smallest)
-        reach = np.abs(observed[worse, None]) * (1 - 1e-9)
+        reach = np.abs(observed[worse]) * (1 - 1e-9)
+        # The other values alone rule out most trials that are not confirmed, and a sorted array counts them fast.
+        reached_by_others = len(side) - np.searchsorted(self._sorted_others, reach / lengths[worse])
+        left = reached_by_others / len(side) <= self._significance
+        worse, reach = worse[left], reach[left, None]
         # The norm of a value is the same in all divisions, so comparing differences is equivalent to comparing statistics.
-        itself = np.abs(deviation * noise[worse] + shift * side) >= reach
-        p_values = np.mean(itself | (self._others >= reach / lengths[worse, None]), axis=1)
+        # Computed in place, because this function is called for each step of each bisection.
+        differences = noise[worse]
+        differences *= deviation
+        differences += shift * side
+        reached = np.abs(differences, out=differences) >= reach
+        reached |= self._others >= reach / lengths[worse, None]
+        p_values = np.count_nonzero(reached, axis=1) / len(side)
         return float(np.count_nonzero(p_values <= self._significance) / len(noise))
 
 

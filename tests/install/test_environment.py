@@ -21,6 +21,17 @@ AMD = DetectedAccelerator("rocm", "8 AMD GPU(s), gfx90a", rocm_version=(7, 1))
 
 
 @pytest.fixture
+def without_pip(monkeypatch):
+    """New environments get no pip: its installation takes seconds, and nothing is installed with it."""
+    run = subprocess.run
+
+    def create_without_pip(command, **options):
+        return run([*command, "--without-pip"] if command[1:3] == ["-m", "venv"] else command, **options)
+
+    monkeypatch.setattr(environment.subprocess, "run", create_without_pip)
+
+
+@pytest.fixture
 def checkout(tmp_path, monkeypatch):
     """A checkout whose packages are one file: installation is counted, everything else is real."""
     root = tmp_path / "a checkout"
@@ -51,6 +62,7 @@ def test_a_second_set_up_installs_nothing_and_changed_requirements_update_in_pla
     (root / ".venv/kept").write_text("")
     assert environment.ensure_environment(root, NO_GPU, CPU_CHOICE) == python
     assert calls == ["cpu"] and interpreter.inspect(python).torch == CPU
+    assert list((root / ".venv").glob("lib/python*/site-packages/pip")), "the packages are installed with it"
     (root / "requirements.txt").write_text("numpy==2.4.6\n")
     assert environment.ensure_environment(root, NO_GPU, CPU_CHOICE) == python
     assert calls == ["cpu", "cpu"] and (root / ".venv/kept").exists()
@@ -85,7 +97,7 @@ def test_damage_is_noticed(finished, tmp_path, damage):
 
 
 @pytest.mark.process
-def test_a_moved_environment_is_made_anew(checkout, tmp_path):
+def test_a_moved_environment_is_made_anew(checkout, without_pip, tmp_path):
     root, calls = checkout
     environment.ensure_environment(root, NO_GPU, CPU_CHOICE)
     root = root.rename(tmp_path / "moved here")
@@ -96,7 +108,7 @@ def test_a_moved_environment_is_made_anew(checkout, tmp_path):
 
 
 @pytest.mark.process
-def test_an_install_that_fails_leaves_no_finished_stamp(checkout, monkeypatch):
+def test_an_install_that_fails_leaves_no_finished_stamp(checkout, without_pip, monkeypatch):
     root, calls = checkout
     works = environment.install_packages
 
@@ -120,7 +132,7 @@ def test_an_environment_of_the_readers_own_is_not_touched(checkout):
 
 
 @pytest.mark.process
-def test_a_build_that_pip_made_unfit_is_refused_and_not_stamped(checkout):
+def test_a_build_that_pip_made_unfit_is_refused_and_not_stamped(checkout, without_pip):
     root, _ = checkout
     with pytest.raises(HyperionError, match="cannot use this machine's AMD GPU"):
         environment.ensure_environment(root, AMD, choose(AMD))

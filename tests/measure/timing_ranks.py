@@ -1,4 +1,4 @@
-"""What two ranks do in the test of `measure.time` and `measure.compare` under torchrun."""
+"""What two ranks do in the test of `measure.time`, `measure.compare` and `measure.explain` under torchrun."""
 
 import time
 
@@ -9,6 +9,7 @@ from hyperion import measure
 from hyperion.errors import HyperionError
 from hyperion.measure.api import functions
 from hyperion.processes import world
+from tests.measure.explain_ranks import explain_ddp
 
 OPTIONS = {"device": "cpu", "cold": False, "minimum_samples": 5, "time_limit_s": 2.0}
 
@@ -23,6 +24,7 @@ def everything() -> dict:
         "alone": alone(rank),
         "refused": refused(rank),
         "too slow": too_slow(rank),
+        "explained": explain_ddp(),
         "missing": missing(rank),
     }
 

@@ -1,5 +1,7 @@
 """Launches are runs of new processes in numbered folders; published, they are no reference machine of a replay."""
 
+import contextlib
+import io
 from pathlib import Path
 
 import pandas as pd
@@ -96,10 +98,25 @@ def test_each_launch_is_a_job_with_the_notebook_of_each_experiment(tmp_path, mon
 
 @pytest.mark.slow
 @pytest.mark.process
-def test_two_launches_have_rows_of_their_own_and_a_second_call_measures_nothing(tmp_path):
+def test_two_launches_have_rows_of_their_own_and_a_second_call_measures_only_what_is_missing(tmp_path, monkeypatch):
+    """The first launch is a process. Later ones run in this process, because a process takes seconds to load torch."""
     lines: list[str] = []
-    measure_launches(tmp_path, ["leakage"], 2, profile="smoke", data_source="synthetic", on_line=lines.append)
-    runs = [Run.open(tmp_path / number) for number in ("1", "2")]
-    assert [len(run.rows()) > 0 for run in runs] == [True, True]
-    measure_launches(tmp_path, ["leakage"], 2, profile="smoke", data_source="synthetic", on_line=lines.append)
-    assert sum("nothing measured again" in line for line in lines) == 2
+
+    def run_here(job, on_line):
+        said = io.StringIO()
+        with contextlib.redirect_stdout(said):
+            answer = job.function(**job.params)
+        for line in said.getvalue().splitlines():
+            on_line(line)
+        return answer
+
+    measure_launches(tmp_path, ["leakage"], 1, profile="smoke", data_source="synthetic", on_line=lines.append)
+    assert len(Run.open(tmp_path / "1").rows()) > 0 and not any("nothing measured again" in line for line in lines)
+    first = Run.open(tmp_path / "1").finished("02_core_framework", "leakage")
+    monkeypatch.setattr(module, "run_job", run_here)
+    for already_there in (1, 3):
+        measure_launches(tmp_path, ["leakage"], 2, profile="smoke", data_source="synthetic", on_line=lines.append)
+        assert sum("nothing measured again" in line for line in lines) == already_there
+    second = Run.open(tmp_path / "2")
+    assert len(second.rows()) > 0 and second.finished("02_core_framework", "leakage")["started_at"] > first["started_at"]
+    assert Run.open(tmp_path / "1").finished("02_core_framework", "leakage") == first

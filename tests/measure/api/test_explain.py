@@ -29,9 +29,7 @@ from hyperion.measure.steps.trace import (
     operator_kind,
     partition,
 )
-from hyperion.processes import Job, run_ranks
 from hyperion.results import rows_from_csv, rows_to_csv
-from tests.measure import explain_ranks
 
 PLACE = {"notebook": "my_notebook", "experiment": "my_experiment", "variant": "mlp"}
 QUICK = {"device": "cpu", "profiled_steps": 3, "minimum_samples": 5, "time_limit_s": 0.05}
@@ -342,16 +340,3 @@ def test_a_step_s_own_error_comes_through_with_a_note():
     with pytest.raises(RuntimeError, match="shapes do not fit") as raised:
         measure.explain(broken, data=[1], **QUICK)
     assert any("hyperion.measure.explain" in note for note in raised.value.__notes__)
-
-
-# Ranks
-
-
-@pytest.mark.process
-def test_ranks_take_the_same_steps_and_see_their_communication(monkeypatch):
-    for visible in ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"):
-        monkeypatch.setenv(visible, "")
-    told = run_ranks(Job(explain_ranks.explain_ddp, {}, timeout_s=120, ranks=2), on_line=lambda line: None)
-    assert len({str(rank["samples"]) for rank in told}) == 1, "the slowest rank's time, on both"
-    for rank in told:
-        assert rank["shares"][COMMUNICATION] > 0.05 and sum(rank["shares"].values()) == pytest.approx(1)

@@ -21,9 +21,7 @@ from hyperion.measure.api import functions, outputs, unfinished_work
 from hyperion.measure.api.answers import _order_interval
 from hyperion.measure.api.outputs import OutputMismatchError, Returned, captured_tensors, difference, element_tolerance
 from hyperion.measure.api.unfinished_work import WorkLeft, require_nothing_left
-from hyperion.processes import Job, run_ranks
 from hyperion.results import RowError
-from tests.measure import timing_ranks
 
 CPU = detect_cpu()
 SHORT = {"device": "cpu", "cold": False, "minimum_samples": 5, "time_limit_s": 1.5}
@@ -644,19 +642,3 @@ def test_quick_takes_a_fifth_of_a_second_of_sampling_and_says_what_it_gives_up()
     assert samples.sum() <= 0.25 * (1 + samples.max() / 1e-3), "sampling ends with the limit"
     assert answer.estimate.ci_low <= answer.estimate.value <= answer.estimate.ci_high
     assert measure.compare(lambda: None, lambda: None, labels=("A", "B"), device="cpu", quick=True).ratio.n >= 10
-
-
-# Ranks
-
-
-@pytest.mark.process
-def test_ranks_take_the_same_number_of_samples_and_fail_together():
-    told = run_ranks(Job(timing_ranks.everything, {}, timeout_s=HANG_S * 2, ranks=2), on_line=lambda line: None)
-    first, second = told
-    assert first["collective"]["samples"] == second["collective"]["samples"], "the slowest rank's times, on both"
-    assert first["collective"]["calls"] == second["collective"]["calls"]
-    assert first["compared"] == second["compared"] and len(first["compared"][0]) >= 3
-    assert first["alone"] is not None and second["alone"] is None
-    assert "the call did not write to it" in second["refused"] and "failed on rank 1" in first["refused"]
-    assert "3 samples do not fit" in first["too slow"] and "3 samples do not fit" in second["too slow"]
-    assert "rank 1 did not call this timing function within" in first["missing"] and second["missing"] == ""

@@ -51,21 +51,21 @@ def test_the_interval_of_drifting_samples_reaches_from_end_to_end():
 
 def test_calls_in_a_row_are_asked_again_before_a_clock_is_blamed():
     seen = iter([1.0, 1.0, 1.0, 0.02])
-    require_whole_work(0.01, lambda calls: next(seen), again=lambda calls: 0.01)
+    require_whole_work(0.01, lambda calls: next(seen), again=lambda calls: [0.01])
     with pytest.raises(HarnessError, match="10 ms per call, but 2 calls in a row take 1000 ms"):
-        require_whole_work(0.01, lambda calls: 1.0, again=lambda calls: 0.01)
+        require_whole_work(0.01, lambda calls: 1.0, again=lambda calls: [0.01])
 
 
 def test_a_machine_that_became_slow_slows_the_clocks_samples_too():
     blocks = []
-    require_whole_work(0.01, lambda calls: blocks.append(calls) or 1.0, again=lambda calls: 0.5)
+    require_whole_work(0.01, lambda calls: blocks.append(calls) or 1.0, again=lambda calls: [0.5])
     assert len(blocks) == 3, "the clock's median reading must have become slow, not one reading"
 
 
 def test_one_delayed_reading_does_not_excuse_a_clock_that_stops_early():
     readings = iter([0.5] + [0.01] * 40)
     with pytest.raises(HarnessError, match="calls in a row take"):
-        require_whole_work(0.01, lambda calls: 1.0, again=lambda calls: next(readings))
+        require_whole_work(0.01, lambda calls: 1.0, again=lambda calls: [next(readings)])
 
 
 @pytest.mark.parametrize("counted", [True, False])
@@ -102,8 +102,47 @@ def test_a_scheduler_that_interrupts_each_block_of_calls_is_no_early_clock(monke
             time_function(lambda: None, CPU, cold=False, minimum_samples=5, clock=Interrupted())
 
 
+class Skipping:
+    """The clock of a function of which three of four calls return an earlier result. The first call in the warm-up is delayed."""
+
+    def __init__(self, delay_s: float = 0.0, interrupts_every: int = 0):
+        self._now, self._calls, self._delay_s = 0.0, 0, delay_s
+        self._interrupts_every, self.interruptions = interrupts_every, 0
+
+    def now(self) -> float:
+        return self._now
+
+    def sample(self, functions, flush, count):
+        return [[self._call() for _ in range(count)] for _ in functions]
+
+    def in_a_row(self, function, count):
+        return sum(self._call() for _ in range(count)) / count
+
+    def _call(self) -> float:
+        self._calls += 1
+        if self._interrupts_every and self._calls > 1002 and self._calls % self._interrupts_every == 0:
+            self.interruptions += 1
+        seconds = 1e-7 + (4e-3 if self._calls % 4 == 1 else 0.0) + (self._delay_s if self._calls == 2 else 0.0)
+        self._now += seconds
+        return seconds
+
+
+def test_skipped_work_is_found_although_the_warm_up_was_one_delayed_call():
+    with pytest.raises(HarnessError, match="the clock reports 0.0001 ms per call, but 10 calls in a row take"):
+        time_function(lambda: None, CPU, cold=False, minimum_samples=20, time_limit_s=0.05, clock=Skipping(delay_s=0.04))
+
+
+def test_skipped_work_is_found_although_the_scheduler_interrupts_two_of_three_readings(monkeypatch):
+    """The mean of an interrupted reading is as long as calls in a row."""
+    clock = Skipping(interrupts_every=15)
+    monkeypatch.setattr(timing, "_interruptions", lambda: clock.interruptions)
+    with pytest.raises(HarnessError, match="the clock reports 0.0001 ms per call, but 10 calls in a row take"):
+        time_function(lambda: None, CPU, cold=False, minimum_samples=20, time_limit_s=0.05, clock=clock)
+    assert clock.interruptions > 20
+
+
 def test_clocks_whose_samples_are_of_another_kind_are_not_asked():
-    require_whole_work(1e-9, lambda calls: None, again=lambda calls: 1e-9)
+    require_whole_work(1e-9, lambda calls: None, again=lambda calls: [1e-9])
     assert WallClock(CPU, 3).in_a_row(lambda: None, 5) is None
     assert device_clock(CPU).in_a_row(lambda: None, 5) > 0
 
