@@ -70,5 +70,5 @@ def _inputs(config: Config) -> list[str]:
     """Return the paths outside the checkout that frameworks read: a recipe, a tokenizer, and the folder of indexed data."""
     megatron, recipe = config.frameworks.mgds, config.frameworks.nemo.recipe
     # data_path is the prefix of two files, data.bin and data.idx.
-    paths = [Path(recipe), Path(megatron.tokenizer), Path(megatron.data_path).parent]
-    return [str(path) for path in map(expanded, paths) if path.is_absolute() and path.exists()]
+    paths = [expanded(recipe), expanded(megatron.tokenizer), expanded(megatron.data_path).parent]
+    return [str(path) for path in paths if path.is_absolute() and path.exists()]
