@@ -192,7 +192,7 @@ def test_a_run_without_an_end_is_stopped(tmp_path):
 def test_the_trainer_and_fsdp_train_the_same_work(model, precision, tolerance, tmp_path, monkeypatch):
     def in_this_process(stack, work, folder, ranks, timeout_s, on_line) -> Record:
         """Two ranks train in tests/engines/test_adapters.py and in test_commands.py."""
-        assert ranks == 1
+        assert ranks == 1 and work.dtype == precision
         with process_group():
             return Record.of(
                 train_on_rank(stack.adapter, stack.name, list(stack.packages), work.as_dict(), folder, stack.options)
