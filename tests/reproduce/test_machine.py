@@ -55,7 +55,8 @@ def test_an_unknown_data_source_is_told_before_anything_runs(in_this_process):
     assert "synthetic" in caught.value.next_step
 
 
-def test_sizes_of_the_experiments_that_will_run_are_checked(tmp_path, monkeypatch, in_this_process):
+@pytest.mark.process  # a process keeps the subjects that it found first
+def test_sizes_of_the_experiments_that_will_run_are_checked(tmp_path, monkeypatch):
     subject = tmp_path / "odd"
     subject.mkdir()
     (subject / "__init__.py").write_text("")

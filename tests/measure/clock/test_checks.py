@@ -49,6 +49,13 @@ def test_the_interval_of_drifting_samples_reaches_from_end_to_end():
     assert steady.estimate.ci_high / steady.estimate.ci_low < 1.01
 
 
+@pytest.fixture
+def undisturbed(monkeypatch):
+    """The scheduler interrupts nothing, whatever else runs on this machine."""
+    monkeypatch.setattr(timing, "_interruptions", lambda: 0)
+
+
+@pytest.mark.usefixtures("undisturbed")
 def test_calls_in_a_row_are_asked_again_before_a_clock_is_blamed():
     seen = iter([1.0, 1.0, 1.0, 0.02])
     require_whole_work(0.01, lambda calls: next(seen), again=lambda calls: [0.01])
@@ -56,12 +63,14 @@ def test_calls_in_a_row_are_asked_again_before_a_clock_is_blamed():
         require_whole_work(0.01, lambda calls: 1.0, again=lambda calls: [0.01])
 
 
+@pytest.mark.usefixtures("undisturbed")
 def test_a_machine_that_became_slow_slows_the_clocks_samples_too():
     blocks = []
     require_whole_work(0.01, lambda calls: blocks.append(calls) or 1.0, again=lambda calls: [0.5])
     assert len(blocks) == 3, "the clock's median reading must have become slow, not one reading"
 
 
+@pytest.mark.usefixtures("undisturbed")
 def test_one_delayed_reading_does_not_excuse_a_clock_that_stops_early():
     readings = iter([0.5] + [0.01] * 40)
     with pytest.raises(HarnessError, match="calls in a row take"):
