@@ -128,9 +128,13 @@ def all_samples(frames: list[pd.DataFrame]) -> pd.DataFrame:
     return pd.concat(frames, ignore_index=True) if frames else pd.DataFrame()
 
 
+# Start of the `value_reason` of a row whose data did not fit into memory.
+OUT_OF_MEMORY = "out of memory: "
+
+
 def out_of_memory_reason(error: Exception) -> str:
-    """Return the `value_reason` of a row whose data did not fit into memory."""
-    return f"out of memory: {str(error).splitlines()[0]}"
+    """Return the `value_reason` of a row whose data did not fit into memory. It starts with `OUT_OF_MEMORY`."""
+    return OUT_OF_MEMORY + str(error).splitlines()[0]
 
 
 def gemm_limit(device: Device, dtype: str) -> tuple[float | None, str]:

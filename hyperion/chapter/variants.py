@@ -4,7 +4,7 @@ import json
 import os
 import sys
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -12,9 +12,10 @@ import pandas as pd
 from pydantic import TypeAdapter
 
 from hyperion.chapter.context import Context, Options, Report, Result
+from hyperion.chapter.rows import OUT_OF_MEMORY, out_of_memory_reason
 from hyperion.chapter.subjects import experiment_named
 from hyperion.errors import HyperionError
-from hyperion.processes import Job, report_progress, run_job, run_ranks
+from hyperion.processes import Job, JobError, report_progress, run_job, run_ranks
 from hyperion.processes.job import entry_of, load_entry
 from hyperion.results import Row
 
@@ -116,7 +117,8 @@ def run_side_by_side(context: Context, report: Report, function: Callable[..., R
     """Call `function(context, report, **params) -> Result` for each variant, each in a new process.
 
     Several processes run concurrently, each on its share of the CPU cores. Use this function only to measure memory and losses,
-    which do not depend on other processes, and never to measure speed.
+    which do not depend on other processes, and never to measure speed. The processes share the device, so a variant that runs
+    out of memory is repeated alone after the others have ended. Only then is its failure accepted.
 
     Args:
         context, report, function: as in `run_variant`.
@@ -132,25 +134,38 @@ def run_side_by_side(context: Context, report: Report, function: Callable[..., R
     cores = len(os.sched_getaffinity(0))
     at_once = min(_MOST, max(_FEWEST, cores // _CORES_EACH))
     threads = max(1, cores // at_once)
+
+    def run(number: int, threads: int) -> Result:
+        workspace = context.workspace / f"variant-{number}"
+        call = {"function": entry_of(function), "params": variants[number], "threads": threads}
+        return run_variant(replace(context, workspace=workspace), lambda done, total, note: None, on_few_threads, call)
+
+    results, done = {}, 0
     with ThreadPoolExecutor(at_once) as pool:
-        jobs = [
-            pool.submit(
-                run_variant,
-                replace(context, workspace=context.workspace / f"variant-{number}"),
-                lambda done, total, note: None,
-                on_few_threads,
-                {"function": entry_of(function), "params": params, "threads": threads},
-            )
-            for number, params in enumerate(variants)
-        ]
+        jobs = {pool.submit(run, number, threads): number for number in range(len(variants))}
         try:
-            for done, job in enumerate(as_completed(jobs), 1):
-                job.result()
-                report(done, len(jobs), "variants, each in its own process")
+            for job in as_completed(jobs):
+                if not _ran_out_of_memory(job):
+                    results[jobs[job]] = job.result()
+                    done += 1
+                    report(done, len(jobs), "variants, each in its own process")
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
             raise
-    return [job.result() for job in jobs]
+    for number in range(len(variants)):
+        if number not in results:
+            results[number] = run(number, cores)
+            done += 1
+            report(done, len(jobs), "variants; this one ran out of memory beside others and was repeated alone")
+    return [results[number] for number in range(len(variants))]
+
+
+def _ran_out_of_memory(job: Future[Result]) -> bool:
+    """Return True if a variant raised an out-of-memory error, or recorded one as the reason of a row without a value."""
+    error = job.exception()
+    if error is not None:
+        return isinstance(error, JobError) and error.what.startswith(OUT_OF_MEMORY)
+    return any(row.value is None and (row.value_reason or "").startswith(OUT_OF_MEMORY) for row in job.result().rows)
 
 
 def run_counted(context: Context, report: Report, function: Callable[..., Result], variants: list[dict]) -> list[Result]:
@@ -233,8 +248,22 @@ def run_on_rank(context: dict, function: str, params: dict, import_path: list[st
 
 
 def on_few_threads(context: Context, report: Report, function: str, params: dict, threads: int) -> Result:
-    """Limit PyTorch to `threads` CPU threads and call a function. Called by `run_side_by_side` in each new process."""
+    """Limit PyTorch to `threads` CPU threads and call a function. Called by `run_side_by_side` in each new process.
+
+    Raises:
+        HyperionError: the device's memory did not suffice. The message starts with `hyperion.chapter.rows.OUT_OF_MEMORY`.
+    """
     import torch
 
     torch.set_num_threads(threads)
-    return load_entry(function)(context, report, **params)
+    try:
+        return load_entry(function)(context, report, **params)
+    except RuntimeError as error:
+        # The libraries of NVIDIA and AMD report a failed allocation of their own by an error of another type.
+        if not isinstance(error, torch.OutOfMemoryError) and "ALLOC_FAILED" not in str(error):
+            raise
+        raise HyperionError(
+            out_of_memory_reason(error),
+            where=f"{context.notebook}.{context.experiment}, {params}",
+            next_step="end other processes that use this device, or choose a smaller batch or model in the profile",
+        ) from error

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from hyperion.chapter.context import Result
+from hyperion.chapter.rows import out_of_memory_reason
 from hyperion.chapter.variants import run_counted, run_side_by_side
 from hyperion.processes import JobError
 from tests.chapter.toy import toy_context
@@ -38,3 +39,40 @@ def test_on_a_cpu_what_is_counted_runs_here_in_order(tmp_path):
     results = run_counted(toy_context("toy", {}, tmp_path), lambda *report: None, variant, variants)
     assert [result.rows[0].variant for result in results] == ["first", "second"]
     assert {result.rows[0].params["process"] for result in results} == {os.getpid()}
+
+
+def short_of_memory(context, report, name: str, folder: str, failures: int, raises: str) -> Result:
+    """A variant whose first `failures` attempts find no memory: it raises the error, or reports it in a row."""
+    with open(f"{folder}/{name}.txt", "a+") as file:
+        file.write("attempt\n")
+        file.seek(0)
+        attempt = len(file.readlines())
+    if attempt > failures:
+        return Result([context.row(name, "count", float(attempt))], pd.DataFrame())
+    if raises == "library":
+        raise RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`")
+    error = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 6.14 GiB.")
+    if raises == "torch":
+        raise error
+    return Result([context.row(name, "count", None, value_reason=out_of_memory_reason(error))], pd.DataFrame())
+
+
+def run_short_of_memory(folder, variants: list[tuple[str, int, str]]) -> list[Result]:
+    params = [{"name": name, "folder": str(folder), "failures": count, "raises": kind} for name, count, kind in variants]
+    return run_side_by_side(toy_context("toy", {}, folder), lambda *report: None, short_of_memory, params)
+
+
+@pytest.mark.process
+def test_a_variant_that_ran_out_of_memory_beside_others_is_repeated_alone(tmp_path):
+    variants = [("torch", 1, "torch"), ("library", 1, "library"), ("row", 1, "row"), ("large", 9, "row")]
+    *repeated, large = run_short_of_memory(tmp_path, variants)
+    assert [(result.rows[0].variant, result.rows[0].value) for result in repeated] == [("torch", 2), ("library", 2), ("row", 2)]
+    assert large.rows[0].value_reason == "out of memory: CUDA out of memory. Tried to allocate 6.14 GiB."
+    assert (tmp_path / "large.txt").read_text().count("attempt") == 2
+
+
+@pytest.mark.process
+def test_a_variant_that_runs_out_of_memory_alone_says_what_to_change(tmp_path):
+    with pytest.raises(JobError, match="out of memory: CUDA out of memory. Tried to allocate") as raised:
+        run_short_of_memory(tmp_path, [("large", 9, "torch")])
+    assert "smaller batch or model" in str(raised.value)
