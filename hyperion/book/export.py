@@ -72,21 +72,22 @@ def rows_to_json(rows: list[Row]) -> str:
     return json.dumps(lines, indent=1, ensure_ascii=False, allow_nan=False) + "\n"
 
 
-def reference_readme(run: Run, material: Material | None = None) -> dict[str, bytes]:
+def reference_readme(run: Run, material: Material | None = None, remark: str = "") -> dict[str, bytes]:
     """Return the README.md of a run and the pictures that it shows, as {path relative to the folder of the run: content}.
 
     Args:
         run: the run.
         material: rows, samples and figures of the run that have already been read or drawn, for reuse. None reads the run.
+        remark: a paragraph in Markdown for the start of the page, or "".
     """
     material = material or Material(run)
     parts = sections(material)
     first = summary(material)
     shown = ([first] if first else []) + [picture for section in parts for picture in section.pictures]
-    return {README: _page(material, first, parts).encode()} | {picture.path: picture.content for picture in shown}
+    return {README: _page(material, first, parts, remark).encode()} | {picture.path: picture.content for picture in shown}
 
 
-def _page(material: Material, first: DrawnFigure | None, found: list[Section]) -> str:
+def _page(material: Material, first: DrawnFigure | None, found: list[Section], remark: str) -> str:
     information = material.information
     parts = [
         f"# {markdown_text(device_name(information))}",
@@ -105,6 +106,8 @@ def _page(material: Material, first: DrawnFigure | None, found: list[Section]) -
         only = measured_by.iloc[0]
         changes = ", with local changes; the environment at the end of the page has their hash" * (only["local changes"] == "yes")
         parts.append(f"One version of the code measured this run: commit {markdown_code(only['commit'])}{changes}.")
+    if remark:
+        parts.append(remark)
     if banner(material):
         parts.append(f"> **{markdown_text(banner(material))}**")
     if first:

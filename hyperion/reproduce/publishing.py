@@ -28,7 +28,7 @@ from hyperion.paths import reference_folder
 from hyperion.reproduce.notebooks import Notebook
 from hyperion.reproduce.runs import Ledger
 from hyperion.results import Run, rows_to_csv
-from hyperion.results.execution import unexpected_in
+from hyperion.results.execution import LEDGER, unexpected_in
 from hyperion.results.store import checked_name
 
 # Limit on the total size of all references, because results/reference/ is in git.
@@ -278,9 +278,9 @@ def export_subjects(ledger: Ledger) -> str:
 def publish(run: Run, name: str, folder: Path | None = None) -> tuple[Path, list[str]]:
     """Copy a verified run to the reference results and write its README.md.
 
-    Pages are copied last, from the smallest to the largest, until the size limit is reached. If a picture in a page is also a
-    file of the run, it is replaced with a link to this file. An existing reference of the same name is replaced completely or not
-    at all.
+    Notebooks that failed or did not finish are left out, and the README.md names them. Pages are copied last, from the smallest
+    to the largest, until the size limit is reached. If a picture in a page is also a file of the run, it is replaced with a link
+    to this file. An existing reference of the same name is replaced completely or not at all.
 
     Args:
         run: the run. Every file is first verified against the manifest of the run.
@@ -295,13 +295,14 @@ def publish(run: Run, name: str, folder: Path | None = None) -> tuple[Path, list
     """
     folder = folder or reference_folder()
     target = folder / checked_name(name)
-    contents, left_out = _choose_files(run, folder, target)
+    unfinished = _unfinished(run)
+    contents, left_out = _choose_files(run, folder, target, unfinished)
     staged = folder / f".{name}.new"
     shutil.rmtree(staged, ignore_errors=True)
     try:
         reference = Run(staged)
         reference.write(contents)
-        _write_readme(reference)
+        _write_readme(reference, unfinished)
         # Lock files are not results, and a reference in git must not contain them.
         for lock in staged.glob(".*lock"):
             lock.unlink()
@@ -333,9 +334,18 @@ def room_for(size: int, folder: Path, target: Path) -> int:
     return room
 
 
-def _choose_files(run: Run, folder: Path, target: Path) -> tuple[dict[str, bytes], list[str]]:
-    names = [name for name in run.verify() if not any(fnmatch(name, pattern) for pattern in ("*.ipynb", *_REBUILT))]
-    contents = {name: run.read(name) for name in names}
+def _unfinished(run: Run) -> dict[str, str]:
+    """Return a dict that maps each notebook of the run that failed or did not finish to its status."""
+    if not (run.folder / LEDGER).is_file():
+        return {}
+    entries = Ledger.of(run).entries
+    return {stem: entry.status for stem, entry in sorted(entries.items()) if entry.status not in ("done", "unexpected")}
+
+
+def _choose_files(run: Run, folder: Path, target: Path, unfinished: Iterable[str]) -> tuple[dict[str, bytes], list[str]]:
+    contents = run.contents_without(set(unfinished))
+    names = [name for name in contents if not any(fnmatch(name, pattern) for pattern in ("*.ipynb", *_REBUILT))]
+    contents = {name: contents[name] for name in names}
     for name, content in contents.items():
         require_no_machine_paths(name, content)
     # If an inline picture of a page is also a file of the run, the page can link to the file.
@@ -392,10 +402,14 @@ def _link_pictures(page: str, content: bytes, pictures: dict[bytes, str]) -> byt
     return _INLINE_PICTURE.sub(link, content)
 
 
-def _write_readme(reference: Run) -> None:
+def _write_readme(reference: Run, unfinished: dict[str, str]) -> None:
     from hyperion.book import reference_readme
 
-    files = reference_readme(reference)
+    remark = ""
+    if unfinished:
+        names = ", ".join(f"`{stem}` ({status})" for stem, status in unfinished.items())
+        remark = f"These notebooks did not finish in this run, and none of their rows are here: {names}."
+    files = reference_readme(reference, remark=remark)
     for name, content in files.items():
         require_no_machine_paths(name, content)
     reference.write(files)

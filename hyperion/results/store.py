@@ -10,7 +10,7 @@ import os
 import re
 import time
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -489,6 +489,27 @@ class Run:
             fault = f"{unknown[0]} has rows in {ROWS} and no entry in {EXPERIMENTS}"
             raise StoreError(fault, where=self.folder / ROWS, next_step=RESTORE)
         return names
+
+    def contents_without(self, notebooks: Collection[str]) -> dict[str, bytes]:
+        """Verify the run, and return its files without everything that belongs to the given notebooks.
+
+        Pictures are left out too if a notebook is left out, because they may show its rows.
+
+        Returns:
+            A dict that maps the path of each file, relative to the folder of the run, to its content.
+        """
+        contents = {name: self.read(name) for name in self.verify()}
+        if not notebooks:
+            return contents
+        experiments = {name: entry for name, entry in self.experiments().items() if name.partition("/")[0] not in notebooks}
+        rows = [row for row in self.rows() if row.notebook not in notebooks]
+        predictions = [asdict(p) for p in self.predictions() if p.notebook not in notebooks]
+        of_these = tuple(f"{folder}/{notebook}." for folder in ("samples", "notebooks") for notebook in notebooks)
+        contents = {name: content for name, content in contents.items() if not name.startswith((*of_these, "benchmarks/"))}
+        contents |= {ROWS: rows_to_csv(rows).encode(), EXPERIMENTS: _json(experiments), PREDICTIONS: _json(predictions)}
+        if METRICS in contents:
+            contents[METRICS] = _json(own_metrics_to_json(own_metrics(rows)))
+        return contents
 
     def _verify_predictions(self, experiments: dict[str, dict]) -> None:
         """Check that the predictions of each experiment are those that were stored before its first sample.

@@ -23,7 +23,8 @@ from hyperion.reproduce.publishing import (
     require_no_machine_paths,
     with_drawn_formulas,
 )
-from hyperion.results import Row, Run
+from hyperion.reproduce.runs import Entry, Ledger
+from hyperion.results import Prediction, Row, Run
 from tests.reproduce.small_book import write_notebook
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -125,6 +126,28 @@ def test_a_reference_holds_rows_samples_pages_and_a_readme(run, tmp_path):
     assert reference.rows() == run.rows() and reference.finished("01_x", "counting")
     assert not (folder / "notebooks/01_x.ipynb").exists()
     assert [path.name for path in folder.parent.iterdir()] == ["h100"]
+
+
+def test_a_notebook_that_did_not_finish_is_left_out_and_named(run, tmp_path):
+    ledger = Ledger.new(run, {})
+    ledger.keep("01_x", Entry("done", {}, 1.0, 1))
+    rows = [Row(notebook="02_y", experiment="adding", variant="v", metric="count", value=7.0)]
+    columns = {"notebook": "02_y", "experiment": "adding", "variant": "v", "dtype": "", "params": {}, "metric": "count"}
+    run.predict([Prediction(**columns, guess=None, estimate=6.0, basis="twice three", input_hash="h")])
+    run.record("02_y", "adding", rows, pd.DataFrame({"x": [1.0]}), input_hash="h")
+    run.write({"benchmarks/both.png": b"shows the rows of both notebooks"})
+    ledger.keep("02_y", Entry("failed", {}, 1.0, 1, note="out of memory"))
+    folder, _ = publish(run, "h100", tmp_path / "reference")
+    reference = Run.open(folder)
+    names = set(reference.verify())
+    assert {row.notebook for row in reference.rows()} == {"01_x"} and reference.predictions() == []
+    assert not [name for name in names if "02_y" in name] and "benchmarks/both.png" not in names
+    assert "did not finish in this run, and none of their rows are here: `02_y` (failed)." in (folder / "README.md").read_text()
+
+    ledger.keep("02_y", Entry("unexpected", {}, 1.0, 1))
+    folder, _ = publish(run, "h100", tmp_path / "reference")
+    assert {row.notebook for row in Run.open(folder).rows()} == {"01_x", "02_y"} and (folder / "benchmarks/both.png").exists()
+    assert "did not finish" not in (folder / "README.md").read_text()
 
 
 def test_publishing_again_replaces_it_whole(run, tmp_path):
