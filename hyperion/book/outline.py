@@ -403,7 +403,8 @@ def _precise(rows: list[Row]) -> Iterator[tuple[str, Row]]:
 
 def _parity(rows: list[Row]) -> Iterator[tuple[str, Row]]:
     for row in rows:
-        if (row.experiment, row.metric) == ("parallel_parity", "relative_difference"):
+        # On one rank, both trainings are on one device, so their difference says nothing about parallel training.
+        if (row.experiment, row.metric) == ("parallel_parity", "relative_difference") and row.params["ranks"] > 1:
             yield f"{row.variant.upper()} on {row.params['ranks']} ranks: loss apart from one device's", row
 
 

@@ -159,11 +159,14 @@ def _trained(notebook: str = "nb") -> list[Row]:
 
 
 def test_one_run_gives_means_over_seeds_and_differences_and_no_speed(tmp_path):
-    runs = {_run(tmp_path / "a", [_speed_row(700.0), *_trained()]): "h200"}
+    trained = _trained()
+    # On one rank, both trainings are on one device.
+    trained.append(replace(trained[-1], variant="fsdp", value=0.0, params=trained[-1].params | {"ranks": 1}))
+    runs = {_run(tmp_path / "a", [_speed_row(700.0), *trained]): "h200"}
     headlines, few = headlines_markdown(runs).split(FEW)
     assert re.search(r"\| resnet18, accuracy, test split, mean of 5 seeds[^|]*\| NVIDIA H200 \| 94.0 % \| 5 \|", headlines)
     assert "DDP on 2 ranks: loss apart from one device's | NVIDIA H200 | 1.0e-07 | 0.0001 | h200 |" in headlines
-    assert "vit" not in headlines and "matrix product" not in headlines + few
+    assert "FSDP" not in headlines and "vit" not in headlines and "matrix product" not in headlines + few
     summary = summary_markdown(runs)
     assert "5 trainings" in summary and "matrix product" not in summary and "No time and no rate is in this table yet" in summary
 
