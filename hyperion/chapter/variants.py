@@ -12,7 +12,6 @@ import pandas as pd
 from pydantic import TypeAdapter
 
 from hyperion.chapter.context import Context, Options, Report, Result
-from hyperion.chapter.rows import OUT_OF_MEMORY, out_of_memory_reason
 from hyperion.chapter.subjects import experiment_named
 from hyperion.errors import HyperionError
 from hyperion.processes import Job, JobError, report_progress, run_job, run_ranks
@@ -162,6 +161,8 @@ def run_side_by_side(context: Context, report: Report, function: Callable[..., R
 
 def _ran_out_of_memory(job: Future[Result]) -> bool:
     """Return True if a variant raised an out-of-memory error, or recorded one as the reason of a row without a value."""
+    from hyperion.chapter.rows import OUT_OF_MEMORY  # here, because it imports torch; see `device_count`
+
     error = job.exception()
     if error is not None:
         return isinstance(error, JobError) and error.what.startswith(OUT_OF_MEMORY)
@@ -254,6 +255,8 @@ def on_few_threads(context: Context, report: Report, function: str, params: dict
         HyperionError: the device's memory did not suffice. The message starts with `hyperion.chapter.rows.OUT_OF_MEMORY`.
     """
     import torch
+
+    from hyperion.chapter.rows import out_of_memory_reason
 
     torch.set_num_threads(threads)
     try:

@@ -9,6 +9,7 @@ from dataclasses import replace
 from functools import partial
 from itertools import cycle, islice
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
 import torch
@@ -104,18 +105,21 @@ def _compared(context: Context, options: PrecisionVariantsOptions, report: Repor
     reasons = {dtype: _why_unsupported(context.device, dtype) for dtype in options.dtypes}
     dtypes = [dtype for dtype, reason in reasons.items() if not reason]
     cells = [batches.params | {"dtype": dtype} for batches in stored for dtype in dtypes]
+    twins = [batches.params for batches in stored] if any(dtype != REFERENCE for dtype in dtypes) else []
     # Memory and losses do not depend on other processes, so the formats train concurrently. Times are measured later, without
-    # other processes.
-    results = run_side_by_side(context, report, train_variant, cells)
-    if any(dtype != REFERENCE for dtype in dtypes):
-        twins = [batches.params for batches in stored]
-        results += run_side_by_side(context, report, twins_of_variant, twins)
+    # other processes. The twins train longer than a variant, so they start first.
+    results = run_side_by_side(context, report, train_variant_or_twins, twins + cells)
     reasons = {dtype: reason or _why_emulated(context.device, dtype) for dtype, reason in reasons.items()}
     for number, batches in enumerate(stored):
         report(number, len(stored), f"steps of the {batches.kind} model, alternately")
         results.append(_timed(context, options, batches, reasons))
     result = merged(results)
     return replace(result, rows=result.rows + _difference_rows(result), source=common_source(stored))
+
+
+def train_variant_or_twins(context: Context, report: Report, **params: Any) -> Result:
+    """Call `train_variant` if `params` contains a number format, else `twins_of_variant`."""
+    return train_variant(context, report, **params) if "dtype" in params else twins_of_variant(context, report, **params)
 
 
 def train_variant(context: Context, report: Report, kind: str, file: str, source: str, dtype: str) -> Result:
