@@ -14,7 +14,7 @@ import os
 import re
 import stat
 import unicodedata
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
 from hyperion.errors import HyperionError
@@ -48,16 +48,19 @@ def inner_path(folder: Path, name: object, error: type[Error], next_step: str, l
     parts = name.split("/")
     if not name or any(part in ("", ".", "..") for part in parts) or printable(name) != name:
         raise error(f"the name {name!r} leaves its folder or is malformed", where=where, next_step=next_step)
-    path = where
+    # Each read of a run calls this function for each name in its manifest. Operations of pathlib would take most of that time.
+    path = os.fspath(where)
     for part in parts:
-        path = path / part
+        path = os.path.join(path, part)
         try:
-            linked = path.is_symlink()
+            linked = stat.S_ISLNK(os.lstat(path).st_mode)
+        except (FileNotFoundError, NotADirectoryError):
+            linked = False
         except OSError as problem:  # too long, for example
             raise error(f"the name {name!r} cannot be used: {problem.strerror}", where=where, next_step=next_step) from problem
         if linked and not links:
-            raise error(f"the name {name!r} passes through a symbolic link", where=path, next_step=next_step)
-    return where.joinpath(PurePosixPath(name))
+            raise error(f"the name {name!r} passes through a symbolic link", where=Path(path), next_step=next_step)
+    return where / name
 
 
 def open_regular(path: Path, error: type[Error], next_step: str) -> BinaryIO:
@@ -157,7 +160,8 @@ def printable(text: str) -> str:
 
     Newlines and tabs are kept. Characters that change the text direction, and bytes that are not UTF-8, are escaped too.
     """
-    return "".join(map(_escaped, text))
+    # No character that is escaped is printable for Python. Most texts contain none.
+    return text if text.isprintable() else "".join(map(_escaped, text))
 
 
 def _escaped(character: str) -> str:
