@@ -1,6 +1,7 @@
 """Print text safely to the standard streams, and end commands without a traceback, even if a stream is closed.
 
-This module uses only the standard library, because `hyperion.install` needs it before other packages are installed.
+Except for `progress_bar`, this module uses only the standard library, because `hyperion.install` needs it before other packages
+are installed.
 """
 
 import functools
@@ -8,11 +9,16 @@ import io
 import os
 import select
 import sys
+import warnings
 from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 from hyperion.errors import HyperionError
 from hyperion.paths import NO_HOME
 from hyperion.untrusted import printable
+
+if TYPE_CHECKING:
+    from tqdm import tqdm
 
 INTERRUPTED, READER_GONE = 130, 141  # the exit codes that shells report for SIGINT and SIGPIPE
 
@@ -26,6 +32,17 @@ def say(text: str) -> None:
 def notice(text: str) -> None:
     """Print a notice to standard error. Control characters are escaped, and each text is printed only once per process."""
     _print_error(f"hyperion: NOTICE: {text}")
+
+
+def progress_bar(**options: Any) -> "tqdm":
+    """Return a tqdm progress bar with these options: a widget in a notebook if ipywidgets is installed, else text."""
+    from tqdm import TqdmWarning
+
+    with warnings.catch_warnings():
+        # Without ipywidgets, tqdm warns and writes text. A notebook that runs without a reader needs no widgets.
+        warnings.simplefilter("ignore", TqdmWarning)
+        from tqdm.auto import tqdm
+    return tqdm(**options)
 
 
 def run_command(command: Callable[[], int], prefix: str = "hyperion") -> int:

@@ -4,6 +4,7 @@ import io
 import os
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 
 import pytest
@@ -196,3 +197,20 @@ def test_errors_are_printed_with_control_characters_escaped(capsys, error, code)
     assert run_command(command) == code
     shown = capsys.readouterr().err
     assert "\\x1b" in shown and "\x1b" not in shown
+
+
+@pytest.mark.process
+def test_a_progress_bar_in_a_kernel_without_widgets_is_text_and_warns_of_nothing():
+    kernel = """
+        import sys, IPython, ipykernel.zmqshell
+        sys.modules["ipywidgets"] = None
+        class Kernel:
+            config = {"IPKernelApp": {}}
+        IPython.get_ipython = Kernel
+        from hyperion.terminal import progress_bar
+        with progress_bar(desc="gemm", total=2) as bar:
+            bar.update(2)
+    """
+    words = [sys.executable, "-W", "always", "-c", textwrap.dedent(kernel)]
+    done = subprocess.run(words, capture_output=True, text=True, cwd=CHECKOUT)
+    assert done.returncode == 0 and "gemm: 100%" in done.stderr and "IProgress" not in done.stderr, done.stderr

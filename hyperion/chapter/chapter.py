@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import pandas as pd
-from tqdm.auto import tqdm
 
 from hyperion.chapter.context import Context, Result
 from hyperion.chapter.profiles import REPLAY, default_profile, finished_in, load_profile, measured_under, reference_run
@@ -27,6 +26,7 @@ from hyperion.results import Prediction, Row, Run, must_remeasure, new_run_folde
 from hyperion.results.execution import UNEXPECTED_CLAIM, UNEXPECTED_ROW, note_unexpected
 from hyperion.results.rows import UNEXPECTED
 from hyperion.results.store import LATE, utc_now
+from hyperion.terminal import progress_bar
 
 
 class Chapter:
@@ -246,7 +246,7 @@ class Chapter:
         # configuration or of other data.
         folder = self._workspace(experiment) / json_hash([digest, data])
         context = self._context(experiment, chosen.reads, folder)
-        with tqdm(desc=experiment, leave=False) as bar:
+        with progress_bar(desc=experiment, leave=False) as bar:
 
             def report(done: int, total: int, note: str = "") -> None:
                 bar.total, bar.n = total, done

@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,6 +38,7 @@ for distribution in importlib.metadata.distributions():
 print(json.dumps(found))
 """
 _OPEN_GPU = "import json, torch; print(json.dumps([torch.cuda.is_available(), torch.cuda.device_count()]))"
+_NOTE_S = 15.0  # while pip runs, a line is printed at this interval, because pip is silent while it copies files
 # With these options, pip fails within seconds if the index does not answer. Downloads use pip's default timeouts.
 _DRY_RUN = ("--dry-run", "--quiet", "--retries", "1", "--timeout", "8")
 
@@ -116,7 +118,7 @@ def check_gpu_opens(python: Path, environment: dict[str, str], build: Build) -> 
 
 
 def pip_install(python: Path, arguments: Sequence[str], purpose: str, progress: bool = False) -> None:
-    """Run `pip install`. pip's errors are shown on the terminal.
+    """Run `pip install`. pip's errors are shown on the terminal, and every `_NOTE_S` seconds a line says that pip still runs.
 
     Args:
         python: interpreter of the environment.
@@ -130,14 +132,28 @@ def pip_install(python: Path, arguments: Sequence[str], purpose: str, progress: 
     print(f"hyperion: {purpose}", flush=True)
     volume = [] if progress and sys.stdout.isatty() else ["-qq"]
     command = [str(python), "-m", "pip", "install", *volume, *arguments]
-    done = subprocess.run(command, env=pip_environment(), check=False)
-    if done.returncode:
+    if _run_with_notes(command):
         raise HyperionError(
             f"pip could not install: {purpose}",
             where=" ".join(command),
             next_step="read the message of pip above; without a network, use an existing environment: "
             "make reproduce PYTHON=/path/to/python",
         )
+
+
+def _run_with_notes(command: list[str]) -> int:
+    """Run a command of pip, print regularly that it still runs, and return its exit code."""
+    started = time.monotonic()
+    with subprocess.Popen(command, env=pip_environment()) as process:
+        try:
+            while True:
+                try:
+                    return process.wait(_NOTE_S)
+                except subprocess.TimeoutExpired:
+                    print(f"hyperion: still installing, {time.monotonic() - started:.0f} s so far", flush=True)
+        except BaseException:  # KeyboardInterrupt, for example
+            process.kill()
+            raise
 
 
 def pip_report(python: Path, arguments: Sequence[str]) -> tuple[dict[str, Any], str]:

@@ -141,6 +141,7 @@ def portable_copy(document: Any, replacements: dict[str, str]) -> Any:
         replacements: new text for each absolute path. Longer paths are replaced first.
     """
     import nbformat
+    from nbconvert.preprocessors import CoalesceStreamsPreprocessor
 
     text = nbformat.writes(document)
     # Replace longer paths first, because they may contain shorter ones, such as the home folder.
@@ -156,6 +157,9 @@ def portable_copy(document: Any, replacements: dict[str, str]) -> Any:
         if cell.cell_type == "code":
             # Progress bars are widgets, which a page without a running kernel cannot show.
             cell.outputs = [output for output in cell.outputs if _WIDGET not in output.get("data", {})]
+            # Without ipywidgets, a bar is text. As on a terminal, only what follows the last carriage return of a line is kept.
+            CoalesceStreamsPreprocessor().preprocess_cell(cell, {}, 0)
+            cell.outputs = [output for output in cell.outputs if output.output_type != "stream" or output.text.strip()]
     return copy
 
 

@@ -57,3 +57,25 @@ def test_a_gpu_build_that_opens_no_gpu_is_refused_with_the_masks(monkeypatch):
 )
 def test_ranges_compare_release_numbers(version, requirement, inside):
     assert interpreter.in_range(version, requirement) is inside
+
+
+@pytest.mark.process
+def test_while_pip_is_silent_a_line_says_that_it_runs_and_an_interrupt_ends_it(tmp_path, monkeypatch, capfd):
+    pip = tmp_path / "python3"
+    pip.write_text(f"#!/bin/sh\necho $$ > {tmp_path}/pid\nsleep $5\nexit $6\n")
+    pip.chmod(0o755)
+    monkeypatch.setattr(interpreter, "_NOTE_S", 0.1)
+    interpreter.pip_install(pip, ["0.5", "0"], "two packages")
+    lines = capfd.readouterr().out.splitlines()
+    assert lines[0] == "hyperion: two packages" and "hyperion: still installing, 0 s so far" in lines[1:] and len(lines) < 8
+    with pytest.raises(HyperionError, match="pip could not install: two packages"):
+        interpreter.pip_install(pip, ["0", "1"], "two packages")
+
+    def interrupted(*given, **named):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("builtins.print", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        interpreter._run_with_notes([str(pip), "", "", "", "", "60", "0"])
+    with pytest.raises(ProcessLookupError):
+        os.kill(int((tmp_path / "pid").read_text()), 0)

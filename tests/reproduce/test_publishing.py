@@ -49,6 +49,19 @@ def test_the_kept_copy_names_no_machine_and_keeps_what_was_printed():
     require_no_machine_paths("copy.ipynb", text.encode())
 
 
+def test_a_text_progress_bar_is_not_kept_and_what_was_printed_beside_it_is():
+    chunks = ["\rgemm: 0it [00:00, ?it/s]", "\rgemm:  50%|█ | 1/2 [00:01<00:01, note]", "\r                     ", "\r"]
+    bar = [new_output("stream", name="stderr", text=chunk) for chunk in chunks]
+    warning = new_output("stream", name="stderr", text="a warning\n")
+    cells = [
+        new_code_cell("1", outputs=[new_output("stream", text="first\n"), *bar, new_output("stream", text="last\n")]),
+        new_code_cell("2", outputs=[warning, *bar]),
+    ]
+    copy = portable_copy(new_notebook(cells=cells), {})
+    assert [output.text for output in copy.cells[0].outputs] == ["first\n", "last\n"]
+    assert "a warning" in copy.cells[1].outputs[0].text and "gemm" not in nbformat.writes(copy)
+
+
 def test_the_page_fetches_nothing_and_draws_its_formulas():
     text = page(portable_copy(executed(), {}), "A chapter")
     assert "<title>A chapter</title>" in text

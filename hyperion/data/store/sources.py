@@ -21,6 +21,7 @@ from typing import BinaryIO, Generic, Protocol, TypeVar
 
 from hyperion.data.store.folders import QUARANTINE, DataError, DataUnavailable, cache_root, content_hash, staged, write_manifest
 from hyperion.paths import expanded, silent_hosts_folder
+from hyperion.terminal import progress_bar
 from hyperion.untrusted import read_bounded
 
 ORDER = ("mirror", "cache", "download", "synthetic")
@@ -361,10 +362,8 @@ def _ask(host: str, faults: list[str]) -> None:
 
 
 def _copy(answer: http.client.HTTPResponse, file: BinaryIO, digests: list, name: str, announced: int | None) -> int:
-    from tqdm.auto import tqdm
-
     received, started = 0, time.monotonic()
-    with tqdm(total=announced, unit="B", unit_scale=True, desc=name) as bar:
+    with progress_bar(total=announced, unit="B", unit_scale=True, desc=name) as bar:
         # `read1` returns what has arrived. `read` would wait for a full chunk and hide a slow connection from the limits.
         while piece := answer.read1(CHUNK_BYTES):
             file.write(piece)
