@@ -33,6 +33,7 @@ from hyperion.measure import (
     time_step,
     training_calls,
 )
+from hyperion.measure.clock.timing import MINIMUM_SAMPLES
 from hyperion.measure.products.dispatch import Call
 from hyperion.models import REFERENCE_MODELS, ReferenceModel, TransformerLM, named_config, reference_model
 from hyperion.models.reference import Encoder, ResNet50, VisionTransformer
@@ -191,13 +192,15 @@ class TrainingStep:
         return self._precision.products()
 
 
-def timed(step: TrainingStep, device: Device, time_limit_s: float) -> tuple[StepTiming, Verification]:
+def timed(
+    step: TrainingStep, device: Device, time_limit_s: float, minimum_samples: int = MINIMUM_SAMPLES
+) -> tuple[StepTiming, Verification]:
     """Time a training step. Return its timing, and the verification that the loss has fallen.
 
-    A faulty step may not lower the loss.
+    A faulty step may not lower the loss. The limits are those of `time_interleaved`.
     """
     with step.products():
-        timing = time_step(step, device, time_limit_s=time_limit_s)
+        timing = time_step(step, device, minimum_samples=minimum_samples, time_limit_s=time_limit_s)
     # Read only after the timing, because reading a loss waits for the device.
     first, last = float(step.losses[0]), float(step.losses[-1])
     return timing, Verification("last loss / first loss", last / first, 0.99)

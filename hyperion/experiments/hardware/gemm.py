@@ -15,6 +15,7 @@ from hyperion.chapter.rows import (
     unused_tf32,
 )
 from hyperion.measure import Gemm, Timing, Verification, format_of
+from hyperion.measure.clock.timing import MINIMUM_SAMPLES
 from hyperion.results import Row
 
 VARIANT = "torch.mm"
@@ -29,6 +30,7 @@ class GemmOptions(Options):
         time_limit_s: timing budget in seconds for each matrix product and cache state (cold, warm).
         cross_check_dtype: number format in which this library's timing is compared with a plain timing loop.
         cross_check_calls: number of calls in each timing of the plain loop.
+        samples: minimum number of samples of each matrix product. More are taken while the timing budget lasts.
     """
 
     dtypes: tuple[str, ...]
@@ -36,6 +38,7 @@ class GemmOptions(Options):
     time_limit_s: float
     cross_check_dtype: str
     cross_check_calls: int
+    samples: int = MINIMUM_SAMPLES
 
 
 def forecast(context: Context) -> list[Forecast]:
@@ -56,7 +59,7 @@ def run(context: Context, report: Report) -> Result:
     cells = [(dtype, size) for dtype in options.dtypes for size in options.sizes]
     for done, (dtype, size) in enumerate(cells):
         report(done, len(cells), f"{dtype} {size}")
-        cell_rows, cell_frames = _measure_cell(context, dtype, size, options.time_limit_s)
+        cell_rows, cell_frames = _measure_cell(context, options, dtype, size)
         rows += cell_rows
         frames += cell_frames
     cross_rows, cross_frames = _cross_check(context, options, report)
@@ -76,7 +79,7 @@ def _params(size: int, cache: str = "cold") -> dict:
     return {"m": size, "n": size, "k": size, "cache": cache}
 
 
-def _measure_cell(context: Context, dtype: str, size: int, time_limit_s: float) -> tuple[list[Row], list[pd.DataFrame]]:
+def _measure_cell(context: Context, options: GemmOptions, dtype: str, size: int) -> tuple[list[Row], list[pd.DataFrame]]:
     """Time one size of matrix product in one format, with cold and with warm caches.
 
     If this is not possible, return one row with the reason.
@@ -85,10 +88,11 @@ def _measure_cell(context: Context, dtype: str, size: int, time_limit_s: float) 
     if not supported:
         return [_absent(context, dtype, size, f"unsupported: {how}")], []
     rows, frames = [], []
+    sampling = {"minimum_samples": options.samples, "time_limit_s": options.time_limit_s}
     try:
         product = Gemm(size, size, size, dtype, context.device, seed=context.seed)
         for cache in ("cold", "hot"):
-            timing, verification = product.measure(cold=cache == "cold", time_limit_s=time_limit_s)
+            timing, verification = product.measure(cold=cache == "cold", **sampling)
             name = product.format.name
             if unused := unused_tf32(name, verification.error):
                 return [_absent(context, dtype, size, unused)], []

@@ -13,6 +13,7 @@ from hyperion.chapter.rows import all_samples, checked, stream_ceiling
 from hyperion.chapter.variants import merged, run_variant
 from hyperion.errors import not_none
 from hyperion.measure import FORMATS, NoMemoryCap, PeakMemory, PeakMemoryRegion, allocator_refusal, memory_cap
+from hyperion.measure.clock.timing import MINIMUM_SAMPLES
 from hyperion.models import ReferenceModel, reference_model
 from hyperion.results import Row, independent_ratio_estimate
 from hyperion.training import choose_precision
@@ -44,12 +45,14 @@ class BatchScalingOptions(Options):
         memory_limit_gib: memory limit of the process in GiB, below the memory of the machine.
         time_limit_s: timing budget in seconds for each batch size.
         batches: a dict that maps the name of each reference model to its batch sizes.
+        samples: minimum number of samples of each step. More are taken while the timing budget lasts.
     """
 
     precision: str
     memory_limit_gib: float
     time_limit_s: float
     batches: dict[str, tuple[int, ...]]
+    samples: int = MINIMUM_SAMPLES
 
 
 def forecast(context: Context) -> list[Forecast]:
@@ -216,7 +219,7 @@ class _Sweep:
             device = self.context.device
             try:
                 step = TrainingStep(self.model.name, batch, self.dtype, device, self.context.seed)
-                timing, learned = timed(step, device, self.options.time_limit_s)
+                timing, learned = timed(step, device, self.options.time_limit_s, self.options.samples)
             except (RuntimeError, MemoryError) as error:
                 refusal = allocator_refusal(error, device)
                 if refusal is None:

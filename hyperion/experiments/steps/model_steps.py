@@ -18,6 +18,7 @@ from hyperion.chapter.variants import merged, run_variant
 from hyperion.errors import not_none
 from hyperion.hardware import Device
 from hyperion.measure import PeakMemory, PeakMemoryRegion, StepTiming, allocator_refusal
+from hyperion.measure.clock.timing import MINIMUM_SAMPLES
 from hyperion.measure.steps.compilation import measure_first_calls, missing_compiler, probe_vector_instructions
 from hyperion.models import ReferenceModel, parameter_count, reference_model
 from hyperion.results import Row
@@ -72,6 +73,7 @@ class ModelStepsOptions(Options):
         batch_size: number of samples in a batch.
         time_limit_s: timing budget in seconds for each variant of each model.
         parity_steps: number of steps for which compiled and eager losses are compared.
+        samples: minimum number of samples of each step. More are taken while the timing budget lasts.
         tolerance: unused, accepted for compatibility with older stored runs.
     """
 
@@ -80,6 +82,7 @@ class ModelStepsOptions(Options):
     batch_size: int
     time_limit_s: float
     parity_steps: int
+    samples: int = MINIMUM_SAMPLES
     tolerance: dict[str, float] | None = None
 
 
@@ -207,7 +210,7 @@ class _Bench:
         # Compile before the peak-memory region, so that the peak excludes compilation.
         compiling_s = self._compile(step) if variant.compiled else None
         with PeakMemoryRegion(self.device) as region:
-            timing, learned = timed(step, self.device, options.time_limit_s)
+            timing, learned = timed(step, self.device, options.time_limit_s, options.samples)
         rows, frame = step_rows(context, model, options.batch_size, variant.dtype, timing, learned, **variant.params)
         self.frames.append(frame)
         self.rows += [
