@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import textwrap
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -109,7 +110,8 @@ def test_characters_that_the_terminal_lacks_are_escaped(shell):
 
 def test_the_words_of_the_doctor_are_escaped_on_a_terminal_that_lacks_their_characters(monkeypatch):
     finding = Item("system", "disk", "import", True, "", "free space", "warn", "12 × 4 µs", "clean 日本", 0.1)
-    monkeypatch.setattr("hyperion.doctor.components.check_components", lambda *options: [finding])
+    others = [replace(finding, level=level, result="ok") for level in ("correctness", "floor")]
+    monkeypatch.setattr("hyperion.doctor.components.check_components", lambda *options: [finding, *others])
     monkeypatch.setattr("hyperion.doctor.rules.apply_rules", lambda state: [])
     monkeypatch.setattr(sys, "argv", ["hyperion", "doctor"])
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(io.BytesIO(), encoding="ascii"))

@@ -5,16 +5,11 @@ Each test runs in a worker process: a package that crashes or hangs during its i
 
 import functools
 import os
-import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterable
-from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from multiprocessing import get_context
-from pathlib import Path
 
 from hyperion.doctor import checks, probes
 from hyperion.doctor.checks import CheckResult
@@ -22,10 +17,9 @@ from hyperion.doctor.floors import MET, NOT_MEASURED, check_floors
 from hyperion.doctor.numerics import check_numerics
 from hyperion.doctor.report import LEVELS, Item, Layer, Level
 from hyperion.hardware import Device, MachineFacts, collect_facts, detect
-from hyperion.processes.child_process import do_not_outlive
+from hyperion.processes.isolated import IsolatedError, IsolatedProcess
 
 TIMEOUT_S = 90.0
-_START_S = 300.0  # time limit for the start of a worker, which imports torch
 _FLOORS = "not run: use `hyperion doctor --floors`"
 _NO_FLOOR = "no least rate is published for this component"
 _NO_PROBE = "imported only: no test compares its results"
@@ -241,7 +235,7 @@ def run_components(chosen: Iterable[Component], workers: int = 2, timeout_s: flo
     lock, done = threading.Lock(), {}
 
     def work() -> None:
-        with _Worker(timeout_s) as worker:
+        with IsolatedProcess(timeout_s, _prepare) as worker:
             while True:
                 with lock:
                     component = next(queue, None)
@@ -255,7 +249,7 @@ def run_components(chosen: Iterable[Component], workers: int = 2, timeout_s: flo
     return [item for component in chosen for item in done[id(component)]]
 
 
-def _items(component: Component, worker: "_Worker") -> list[Item]:
+def _items(component: Component, worker: IsolatedProcess) -> list[Item]:
     items, blocked, found, version = [], "", True, ""
     for level in LEVELS:
         test, seconds = component.tests.get(level), 0.0
@@ -265,94 +259,32 @@ def _items(component: Component, worker: "_Worker") -> list[Item]:
         elif blocked:
             result = CheckResult(component.name, "skip", blocked)
         else:
-            result, seconds = worker.run(test.run)
+            result, seconds = _run(worker, test.run)
         found &= result.found
         version = result.version or version
         if test is not None and not blocked and result.status in ("fail", "absent"):
             blocked = f"not run, because the level {level} is {result.status!r}"
         ran = test is not None and result.status not in ("skip", "absent")
         tested = test.tested if test is not None and ran else ""
-        items.append(
-            Item(
-                component.layer,
-                component.name,
-                level,
-                found,
-                version,
-                tested,
-                result.status,
-                result.evidence,
-                result.remedy,
-                seconds,
-            )
-        )
+        where = (component.layer, component.name, level)
+        items.append(Item(*where, found, version, tested, result.status, result.evidence, result.remedy, seconds))
     return items
 
 
-class _Worker:
-    """A worker process for tests. It is replaced after a crash or a timeout."""
-
-    def __init__(self, timeout_s: float):
-        self._timeout_s = timeout_s
-        self._folder = tempfile.TemporaryDirectory()
-        self._log = Path(self._folder.name, "log")
-        self._pool: ProcessPoolExecutor | None = None
-
-    def __enter__(self) -> "_Worker":
-        return self
-
-    def __exit__(self, *exception) -> None:
-        if self._pool is not None:
-            self._pool.shutdown()
-        self._folder.cleanup()
-
-    def run(self, test: Callable[[], CheckResult]) -> tuple[CheckResult, float]:
-        """Run a test and return its result and its seconds. An exception, a crash or a timeout is a failure."""
-        if self._pool is None:
-            context = get_context("spawn")  # a process that was forked cannot use CUDA
-            self._pool = ProcessPoolExecutor(1, context, _prepare_worker, (str(self._log), os.getpid()))
-            self._pool.submit(int).result(_START_S)  # the start is no part of the time limit of the test
-        started = time.monotonic()
-        result = self._result(self._pool.submit(test))
-        return result, round(time.monotonic() - started, 3)
-
-    def _result(self, future: Future[CheckResult]) -> CheckResult:
-        remedy = "report this message with the output of `hyperion doctor --json`"
-        try:
-            return future.result(timeout=self._timeout_s)
-        except TimeoutError:
-            evidence = f"the test did not end within {self._timeout_s:.0f} s"
-        except BrokenProcessPool:
-            evidence = f"the process of the test crashed; its last output: {self._last_output()}"
-        except Exception as error:
-            return CheckResult("test", "fail", f"{type(error).__name__}: {error}"[:600], remedy)
-        self._kill()
-        return CheckResult("test", "fail", evidence, remedy)
-
-    def _kill(self) -> None:
-        if self._pool is not None:
-            # A test that hangs never returns, so its process is killed first. There is no public name for the processes.
-            for process in list((self._pool._processes or {}).values()):
-                process.kill()
-            self._pool.shutdown(cancel_futures=True)
-            self._pool = None
-
-    def _last_output(self) -> str:
-        return self._log.read_text(errors="replace").strip()[-300:] if self._log.is_file() else ""
+def _run(worker: IsolatedProcess, test: Callable[[], CheckResult]) -> tuple[CheckResult, float]:
+    """Return the result of a test and its seconds. An exception, a crash or a timeout is a failure."""
+    worker.start()  # the start, which imports torch, is no part of the seconds of a test
+    started_s = time.monotonic()
+    try:
+        result = worker.run(test)
+    except Exception as error:
+        evidence = error.what if isinstance(error, IsolatedError) else f"{type(error).__name__}: {error}"
+        result = CheckResult("test", "fail", evidence[:600], "report this message with the output of `hyperion doctor --json`")
+    return result, round(time.monotonic() - started_s, 3)
 
 
-def _prepare_worker(log: str, doctor: int) -> None:
-    """Send the output of this worker to a file, because packages print during their import, and the report is on stdout.
-
-    The worker ends when the process of the doctor ends, also if that one was killed.
-    """
-    do_not_outlive(doctor)
+def _prepare() -> None:
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # otherwise JAX takes most of the GPU's memory
-    file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-    sys.stdout.flush()
-    for descriptor in (1, 2):
-        os.dup2(file, descriptor)
-    os.close(file)
 
 
 def check_components(numerics: bool = False, floors: bool = False, facts: MachineFacts | None = None) -> list[Item]:

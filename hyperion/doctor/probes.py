@@ -18,13 +18,13 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 
 from hyperion.doctor.checks import CheckResult
 from hyperion.hardware import Device, Telemetry, detect, read
 from hyperion.kernels.availability import why_no_kernels
-from hyperion.processes import Job, run_ranks, world
+from hyperion.processes import Job, run_ranks
+from hyperion.processes.group_check import check_on_rank
 
 REINSTALL = "run `make setup`, or reinstall the package in this environment"
 _MPI_PROGRAM = """
@@ -266,27 +266,12 @@ def probe_tensorboard() -> CheckResult:
 
 def probe_collectives(ranks: int, backend: str, timeout_s: float = 90.0) -> CheckResult:
     """Start one process for each rank, and check an all-reduce, an all-gather and a broadcast by value on every rank."""
-    answers = run_ranks(Job(collectives_on_rank, {}, timeout_s=timeout_s, ranks=ranks), on_line=lambda line: None)
+    answers = run_ranks(Job(check_on_rank, {}, timeout_s=timeout_s, ranks=ranks), on_line=lambda line: None)
     wrong = [str(rank) for rank, answer in enumerate(answers) if answer != {"right": True, "backend": backend}]
     if wrong:
         evidence = f"wrong values or another backend on rank {', '.join(wrong)}: {answers[int(wrong[0])]}"
         return CheckResult(backend, "fail", evidence, "run `hyperion doctor --log FILE` on a log with NCCL_DEBUG=INFO")
     return CheckResult(backend, "ok", f"all-reduce, all-gather and broadcast on {ranks} ranks, every value compared")
-
-
-def collectives_on_rank() -> dict:
-    """Run the collectives of `probe_collectives` on this rank. Every rank must call this."""
-    here = world()
-    mine = torch.full((1000,), here.rank + 1.0, device=here.device.torch_device)
-    total, root = mine.clone(), mine.clone()
-    parts = [torch.empty_like(mine) for _ in range(here.size)]
-    dist.all_reduce(total)
-    dist.all_gather(parts, mine)
-    dist.broadcast(root, src=0)
-    expected = torch.arange(1.0, here.size + 1, device=mine.device)
-    right = bool((total == expected.sum()).all()) and bool((root == 1).all())
-    right &= all(bool((part == value).all()) for part, value in zip(parts, expected, strict=True))
-    return {"right": right, "backend": here.backend}
 
 
 def probe_peers(count: int, copy: Callable[[torch.Tensor, str], torch.Tensor] = lambda x, target: x.to(target)) -> CheckResult:

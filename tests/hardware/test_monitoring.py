@@ -12,7 +12,9 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from typer.testing import CliRunner
 
+from hyperion.cli import app
 from hyperion.commands.monitor import csv_text, plot_png, run_watched, summary_lines
 from hyperion.errors import HyperionError
 from hyperion.hardware.monitoring import (
@@ -225,17 +227,21 @@ def test_the_exit_code_of_the_command_and_a_signal_pass_through():
 
 
 @pytest.mark.process
-def test_a_user_watches_a_program_and_gets_its_output_csv_and_plot(tmp_path):
-    code = "import time; print('from the program', flush=True); time.sleep(1.2); raise SystemExit(3)"
-    command = ["--interval", "0.1s", "--csv", str(tmp_path / "m.csv"), "--plot", str(tmp_path / "m.png"), "--tokens", "100"]
-    hyperion = [sys.executable, "-m", "hyperion", "monitor"]
-    done = subprocess.run([*hyperion, *command, "--", sys.executable, "-c", code], capture_output=True, text=True, cwd=CHECKOUT)
-    assert done.returncode == 3 and done.stdout.startswith("from the program\n") and "of one core" in done.stdout, done.stderr
+def test_a_user_watches_a_program_and_gets_its_output_csv_and_plot(tmp_path, capfd):
+    code = "import time; print('from the program', flush=True); time.sleep(0.7); raise SystemExit(3)"
+    options = ["--interval", "0.1s", "--csv", str(tmp_path / "m.csv"), "--plot", str(tmp_path / "m.png"), "--tokens", "100"]
+    done = CliRunner().invoke(app, ["monitor", *options, "--", sys.executable, "-S", "-c", code])
+    assert done.exit_code == 3 and "of one core" in done.output, done.output
+    assert capfd.readouterr().out == "from the program\n"
     table = list(csv.DictReader((tmp_path / "m.csv").read_text().splitlines()))
     assert len(table) >= 3 and all(0 <= float(row["utilization_percent"]) <= 100 for row in table)
     assert (tmp_path / "m.png").read_bytes()[:4] == b"\x89PNG"
-    refused = subprocess.run(hyperion, capture_output=True, text=True, cwd=CHECKOUT)
-    assert refused.returncode == 2 and "either a command or --duration" in refused.stderr
+
+
+@pytest.mark.parametrize("arguments", [[], ["--duration", "1s", "--", "true"], ["--interval", "1ms", "--", "true"]])
+def test_senseless_options_are_refused(arguments):
+    done = CliRunner().invoke(app, ["monitor", *arguments])
+    assert isinstance(done.exception, HyperionError) and done.exception.next_step
 
 
 @pytest.mark.process
