@@ -130,9 +130,9 @@ CASES = {
     "locked_memory": ({"memlock_gib": 0.0078}, {"memlock_gib": 0.0078, "infiniband": False}, "InfiniBand"),
     "few_open_files": ({"open_files": 256}, {"open_files": 1024}, "256"),
     "absent_interface": (
-        variables(NCCL_SOCKET_IFNAME="=eth1"),
+        variables(NCCL_SOCKET_IFNAME="=eth"),
         variables(NCCL_SOCKET_IFNAME="eth,ib", GLOO_SOCKET_IFNAME="eth0"),
-        "NCCL_SOCKET_IFNAME==eth1",
+        "NCCL_SOCKET_IFNAME==eth, but",
     ),
     "port_in_use": (variables(MASTER_PORT="29500") | {"port_used": True}, variables(MASTER_PORT="29500"), "29500"),
     "own_name": (
