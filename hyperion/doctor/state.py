@@ -9,6 +9,7 @@ import shutil
 import site
 import socket
 import sysconfig
+import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -144,6 +145,7 @@ def read_state(root: Path = Path("/"), log: Path | None = None, variables: Mappi
         variables: environment variables.
     """
     facts = collect_facts()
+    home, temporary = _existing(home_folder()), Path(tempfile.gettempdir())
     caches = {name: Path(variables.get(name) or home_folder() / path) for name, path in CACHES.items() if path}
     memory, limits = psutil.virtual_memory(), {name: resource.getrlimit(name)[0] for name in (_MEMLOCK, _FILES)}
     unlimited = {name: float("inf") if value == resource.RLIM_INFINITY else value for name, value in limits.items()}
@@ -168,9 +170,16 @@ def read_state(root: Path = Path("/"), log: Path | None = None, variables: Mappi
         shm_gib=_attempt(lambda: shutil.disk_usage(root / "dev/shm").total / GIB),
         cores=os.cpu_count(),
         cores_allowed=facts.cpu.cores,
-        disks={str(place): _disk(place) for place in (_existing(results_folder()), _existing(home_folder()), Path("/tmp"))},
+        disks={
+            str(place): _disk(place)
+            for place in (_existing(results_folder()), _existing(home_folder()), Path(tempfile.gettempdir()))
+        },
         file_systems={name: _file_system(_existing(path)) for name, path in caches.items()},
-        noexec=tuple(str(place) for place in (Path("/tmp"), _existing(home_folder())) if os.statvfs(place).f_flag & os.ST_NOEXEC),
+        noexec=tuple(
+            str(place)
+            for place in (Path(tempfile.gettempdir()), _existing(home_folder()))
+            if os.statvfs(place).f_flag & os.ST_NOEXEC
+        ),
         memlock_gib=unlimited[_MEMLOCK] / GIB,
         open_files=unlimited[_FILES],
         interfaces=tuple(name for _, name in socket.if_nameindex()),
@@ -298,5 +307,7 @@ def machine_settings(state: State | None = None) -> list[Setting]:
     state = state or read_state()
     on_network = [name for name, kind in (state.file_systems or {}).items() if kind in NETWORK_FILE_SYSTEMS]
     # Compile caches only: data and models in HF_HOME are large, and are read from the network file system once.
-    local = {name: f"/tmp/{name.lower()}-{os.getuid()}" for name in on_network if name != "HF_HOME"}
+    local = {
+        name: os.path.join(tempfile.gettempdir(), f"{name.lower()}-{os.getuid()}") for name in on_network if name != "HF_HOME"
+    }
     return minimal_environment(int(state.cores_allowed or 1), len(state.device_archs), local)

@@ -142,7 +142,7 @@ def _advise_nvidia(facts: KernelFacts) -> list[Way]:
                 wheel = Way("wheel", "unknown", "", f"{why}; {next_step}")
     return [
         wheel,
-        Way("container", "possible", "docker run --gpus all --ipc=host nvcr.io/nvidia/pytorch", "needs nvidia-container-toolkit"),
+        Way("container", "possible", "docker run --gpus all --ipc=host pytorch/pytorch", "needs nvidia-container-toolkit"),
         Way("conda", "possible", "conda install pytorch-gpu -c conda-forge", f"{_CONDA}; conda-forge does"),
         Way("native", "possible", "", "a CUDA toolkit is needed to compile extensions, not to run the wheel"),
     ]

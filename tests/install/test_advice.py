@@ -11,7 +11,7 @@ from hyperion.install import __main__ as command
 from hyperion.install import environment
 from hyperion.install.advice import advise, support_of
 from hyperion.install.machine import AMD, KernelFacts
-from hyperion.install.plan import CPU_INDEX, TORCH, Choice
+from hyperion.install.plan import CPU_INDEX, ROCM_INDEX, TORCH, Choice
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -50,7 +50,7 @@ def test_every_statement_of_the_table_has_a_source_and_a_date():
 
 def test_an_instinct_node_gets_the_wheel_of_its_rocm():
     wheel = advise(amd("gfx90a", "gfx90a"))[0]
-    assert wheel.verdict == "recommended" and wheel.command.endswith("--index-url https://download.pytorch.org/whl/rocm7.2")
+    assert wheel.verdict == "recommended" and wheel.command.endswith(ROCM_INDEX.format(major=7, minor=2))
     assert "MI250X" in wheel.why and "2026-07-29" in wheel.why
     assert (
         "rocm6.4" in advise(amd("gfx90a", rocm=(6, 4)))[0].command

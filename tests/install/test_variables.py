@@ -118,9 +118,11 @@ def test_settings_are_read_from_scripts_dockerfiles_and_python(tmp_path):
 def test_the_environment_is_minimal_and_its_own_linter_has_no_finding():
     alone = minimal_environment(cores=16, devices=1)
     assert [one.name for one in alone] == ["PYTHONNOUSERSITE"]
-    node = minimal_environment(64, 8, {"TRITON_CACHE_DIR": "/tmp/triton"}, staged=True)
+    node = minimal_environment(64, 8, {"TRITON_CACHE_DIR": "/scratch/triton"}, staged=True)
     values = {one.name: one.value for one in node}
-    assert values["OMP_NUM_THREADS"] == "8" and values["TRITON_CACHE_DIR"] == "/tmp/triton" and values["HF_HUB_OFFLINE"] == "1"
+    assert (
+        values["OMP_NUM_THREADS"] == "8" and values["TRITON_CACHE_DIR"] == "/scratch/triton" and values["HF_HUB_OFFLINE"] == "1"
+    )
     assert lint(values.items()) == [] and set(values) <= set(registry()) and all(one.why for one in node)
     assert {one.name: one.value for one in minimal_environment(4, 8)}["OMP_NUM_THREADS"] == "1"
 
