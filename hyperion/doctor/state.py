@@ -170,16 +170,9 @@ def read_state(root: Path = Path("/"), log: Path | None = None, variables: Mappi
         shm_gib=_attempt(lambda: shutil.disk_usage(root / "dev/shm").total / GIB),
         cores=os.cpu_count(),
         cores_allowed=facts.cpu.cores,
-        disks={
-            str(place): _disk(place)
-            for place in (_existing(results_folder()), _existing(home_folder()), Path(tempfile.gettempdir()))
-        },
+        disks={str(place): _disk(place) for place in (_existing(results_folder()), home, temporary)},
         file_systems={name: _file_system(_existing(path)) for name, path in caches.items()},
-        noexec=tuple(
-            str(place)
-            for place in (Path(tempfile.gettempdir()), _existing(home_folder()))
-            if os.statvfs(place).f_flag & os.ST_NOEXEC
-        ),
+        noexec=tuple(str(place) for place in (temporary, home) if os.statvfs(place).f_flag & os.ST_NOEXEC),
         memlock_gib=unlimited[_MEMLOCK] / GIB,
         open_files=unlimited[_FILES],
         interfaces=tuple(name for _, name in socket.if_nameindex()),
