@@ -41,4 +41,4 @@ def test_variables_settings_and_advice_are_printed(monkeypatch):
 
 @pytest.mark.slow
 def test_without_options_the_fingerprint_is_printed():
-    assert "device" in json.loads(env().stdout)
+    assert "torch" in json.loads(env().stdout)
