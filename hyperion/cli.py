@@ -20,9 +20,12 @@ from typing import Annotated
 import typer
 
 from hyperion.commands.compare import compare, relaunch
-from hyperion.commands.console import PlainTextConsole, console, parse_duration, run_app
+from hyperion.commands.console import PlainTextConsole, parse_duration, run_app
+from hyperion.commands.doctor import doctor
+from hyperion.commands.environment import env
 from hyperion.commands.frameworks import app as frameworks_app
 from hyperion.commands.megatron import app as megatron_app
+from hyperion.commands.monitor import monitor
 from hyperion.commands.port import app as port_app
 from hyperion.errors import LARGEST_SEED, HyperionError
 from hyperion.paths import data_folder, project_root, results_folder
@@ -30,7 +33,6 @@ from hyperion.terminal import run_command, say
 
 FIRST_PORT = 8888
 LAB = "lab"  # folder of the reader's copies of the notebooks, in the checkout
-_COLOURS = {"ok": "green", "warn": "yellow", "fail": "red"}
 RunName = Annotated[
     str, typer.Argument(help="A run: the path or the name of its folder, `latest`, or the name of a reference machine.")
 ]
@@ -151,6 +153,8 @@ def reproduce(
 
 app.command()(compare)
 app.command()(relaunch)
+# Options after the name of the watched command belong to that command.
+app.command(context_settings={"allow_interspersed_args": False})(monitor)
 
 
 @app.command()
@@ -346,111 +350,7 @@ def lab_lines(port: int, token: str) -> list[str]:
     ]
 
 
-@app.command()
-def doctor(
-    floors: Annotated[
-        bool, typer.Option("--floors", help="Measure this device and compare it with the least values of a healthy device.")
-    ] = False,
-    run: Annotated[
-        str | None, typer.Option(help="With --floors: use the rows of this run instead of measuring.", show_default="measure now")
-    ] = None,
-    harness: Annotated[
-        bool, typer.Option("--harness", help="Plant faults in measurements; the library's checks must detect them.")
-    ] = False,
-    numerics: Annotated[
-        bool, typer.Option("--numerics", help="Compare logits, gradients and losses with float64, in every precision.")
-    ] = False,
-    comparison: Annotated[
-        bool, typer.Option("--comparison", help="Plant slowdowns in code; `hyperion compare` must detect them.")
-    ] = False,
-) -> None:
-    """Check this machine and this installation. Each finding comes with its evidence and its remedy.
-
-    With --floors: compare measured values with floors, the least values of a healthy device. The floors are the vendor's
-    published acceptance values for this device, with their source. If the vendor publishes none, they are derived from the data
-    sheet. The measurements run on one device, on both dies of an MI250X module, and on all devices. The exit code is 1 if a
-    floor is not met.
-
-    With --harness: plant every measurement mistake that this library knows, and show which check detects it.
-
-    With --numerics: compare two small training runs with the float64 numbers stored in git. If a number is wrong, the output
-    names the first wrong tensor, and the exit code is 1.
-
-    With --comparison: make 44 comparisons of real launches, which takes half an hour. The exit code is 1 if a planted slowdown
-    of 10 % is not confirmed, or if there are more false alarms than a test at the 5 % level allows.
-    """
-    if run is not None and not floors:
-        raise HyperionError(f"--run {run} is given without --floors", next_step=f"use both: hyperion doctor --floors --run {run}")
-    if numerics:
-        raise typer.Exit(print_numerics())
-    if comparison:
-        raise typer.Exit(_print_comparison_trials())
-    raise typer.Exit(_print_harness() if harness else _print_floors(run) if floors else _print_checks())
-
-
-def print_numerics() -> int:
-    """Print the errors of this device's results relative to float64. Return 1 if an error exceeds its tolerance, else 0."""
-    from hyperion.doctor.numerics import check_numerics, numerics_table
-
-    report = check_numerics(on_line=say)
-    console().print(numerics_table(report))
-    for line in filter(None, (report.note, report.conclusion)):
-        say(line)
-    return 0 if report.passed else 1
-
-
-def _print_checks() -> int:
-    """Print every finding with its evidence and remedy. Return 1 if a check failed, else 0."""
-    from hyperion.doctor import run_checks
-
-    output, results = console(), run_checks()
-    for result in results:
-        colour = _COLOURS.get(result.status, "white")
-        output.print(f"[{colour}]{result.status:<5}[/] {result.id}: ", end="")
-        say(result.evidence)
-        if result.remedy:
-            say(f"      next:  {result.remedy}")
-    return 1 if any(result.status == "fail" for result in results) else 0
-
-
-def _print_floors(run: str | None) -> int:
-    """Print the floors and the measured values of this machine or of a run. Return 1 if a floor is not met, else 0.
-
-    A floor is the smallest value that a healthy device must reach.
-    """
-    from hyperion.doctor import check_floors, floor_table
-
-    report = check_floors(run)
-    if report.verdicts:
-        console().print(floor_table(report))
-    say(report.conclusion)
-    return 1 if report.healthy is False else 0
-
-
-def _print_harness() -> int:
-    """Print which planted faults (deliberate measurement mistakes) were detected.
-
-    Return 1 if a fault was not detected or a correct measurement was refused, else 0.
-    """
-    from hyperion.doctor.harness import self_test, self_test_conclusion, self_test_table
-
-    results = self_test()
-    console().print(self_test_table(results))
-    say(self_test_conclusion(results))
-    return 0 if all(result.passed for result in results) else 1
-
-
-def _print_comparison_trials() -> int:
-    """Compare two versions of a program several times, as `hyperion compare` does, and print the results.
-
-    Return 1 if a planted slowdown of 10 % was missed or if there were too many false alarms, else 0.
-    """
-    from hyperion.doctor.comparison import conclusion, is_reliable, try_comparison
-
-    trials, folder = try_comparison(on_line=say)
-    for line in (*conclusion(trials), f"rows and every comparison: {folder}"):
-        say(line)
-    return 0 if is_reliable(trials) else 1
+app.command()(doctor)
 
 
 @app.command()
@@ -503,12 +403,7 @@ def passport(
     raise typer.Exit(int(refused))
 
 
-@app.command()
-def env() -> None:
-    """Print this machine's fingerprint (versions, device, driver) as it is stored in run.json."""
-    from hyperion.hardware import fingerprint
-
-    say(json.dumps(fingerprint(), indent=1, sort_keys=True))
+app.command()(env)
 
 
 @app.command()

@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import textwrap
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ from rich.table import Table
 from hyperion.cli import main
 from hyperion.commands.console import PlainTextConsole
 from hyperion.commands.distributed_command import main as train
-from hyperion.doctor.checks import CheckResult
+from hyperion.doctor.report import Item
 from hyperion.errors import HyperionError
 from hyperion.terminal import run_command, say
 from tests.reproduce.small_book import recording, write_notebook
@@ -108,14 +109,16 @@ def test_characters_that_the_terminal_lacks_are_escaped(shell):
 
 
 def test_the_words_of_the_doctor_are_escaped_on_a_terminal_that_lacks_their_characters(monkeypatch):
-    finding = CheckResult("disk", "warn", "12 × 4 µs", "clean 日本")
-    monkeypatch.setattr("hyperion.doctor.run_checks", lambda: [finding])
+    finding = Item("system", "disk", "import", True, "", "free space", "warn", "12 × 4 µs", "clean 日本", 0.1)
+    others = [replace(finding, level=level, result="ok") for level in ("correctness", "floor")]
+    monkeypatch.setattr("hyperion.doctor.components.check_components", lambda *options: [finding, *others])
+    monkeypatch.setattr("hyperion.doctor.rules.apply_rules", lambda state: [])
     monkeypatch.setattr(sys, "argv", ["hyperion", "doctor"])
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(io.BytesIO(), encoding="ascii"))
     code = main()
     sys.stdout.flush()
     said = sys.stdout.buffer.getvalue().decode("ascii")
-    assert code == 0 and "warn  disk: 12 \\xd7 4 \\xb5s" in said and "next:  clean \\u65e5\\u672c" in said
+    assert code == 0 and "warn   disk (import): 12 \\xd7 4 \\xb5s" in said and "next:  clean \\u65e5\\u672c" in said
 
 
 @pytest.mark.process

@@ -3,7 +3,8 @@
 Each result says what the check observed. If something is wrong, it also says how to fix it.
 """
 
-from hyperion.doctor.checks import CHECKS, CheckResult, run_checks
+from hyperion.doctor.checks import CheckResult
+from hyperion.doctor.components import check_components
 from hyperion.doctor.floors import (
     FloorReport,
     FloorResult,
@@ -16,15 +17,14 @@ from hyperion.doctor.floors import (
 )
 
 __all__ = [
-    "CHECKS",
     "CheckResult",
     "FloorReport",
     "FloorResult",
+    "check_components",
     "check_floors",
     "floor_frame",
     "floor_table",
     "floors_of",
     "floors_of_run",
     "judge",
-    "run_checks",
 ]

@@ -20,6 +20,7 @@ from hyperion.install.machine import DetectedAccelerator, collect_facts, decide
 from hyperion.install.plan import MINIMUM_PYTHON, Build, check_build, choose
 from hyperion.paths import home_folder, results_folder
 
+Status = Literal["ok", "warn", "fail", "skip", "absent"]
 NEEDED_GB = 5.0  # data, checkpoints, executed notebooks and compile caches of a full run
 # Maps the environment variables for cache folders to the default folders, relative to the home folder. None means that the
 # default is a temporary folder.
@@ -39,22 +40,27 @@ class CheckResult:
 
     Args:
         id: name of the check, stable for scripts.
-        status: 'ok', 'warn' (works with a limitation), 'fail' (must be fixed) or 'skip' (does not apply).
+        status: 'ok', 'warn' (works with a limitation), 'fail' (must be fixed), 'skip' (does not apply) or 'absent' (an optional
+            component that is not installed).
         evidence: what the check observed.
         remedy: the next step if the status is 'warn' or 'fail', else "".
+        version: version of what was checked, or "".
+        found: whether the component is on this machine.
     """
 
     id: str
-    status: Literal["ok", "warn", "fail", "skip"]
+    status: Status
     evidence: str
     remedy: str = ""
+    version: str = ""
+    found: bool = True
 
 
 def check_python(version: Sequence[int | str] = sys.version_info, executable: str = sys.executable) -> CheckResult:
     """Check that Python is new enough."""
     evidence = f"Python {'.'.join(map(str, version[:3]))}, {executable}"
     if tuple(version[:2]) >= MINIMUM_PYTHON:
-        return CheckResult("python", "ok", evidence)
+        return CheckResult("python", "ok", evidence, version=".".join(map(str, version[:3])))
     return CheckResult("python", "fail", evidence, "use Python 3.11 or newer: make setup PYTHON=/path/to/python3.12")
 
 
@@ -70,7 +76,7 @@ def check_torchvision(load: Callable[[], ModuleType] = compat.import_torchvision
     evidence = f"torchvision {module.__version__}"
     if compat.prepare_torchvision():
         evidence += ", without its compiled operators (a CUDA wheel with a CPU torch); Hyperion does not use them"
-    return CheckResult("torchvision", "ok", evidence)
+    return CheckResult("torchvision", "ok", evidence, version=module.__version__)
 
 
 def check_notebook_kernel(start: Callable[[], str] | None = None) -> CheckResult:
@@ -127,7 +133,7 @@ def check_torch_build(
     evidence = f"{build}; {machine.evidence}"
     if machine.note:
         return CheckResult("torch_build", "warn", f"{evidence}; {machine.note}", "set TORCH= to choose another build")
-    return CheckResult("torch_build", "ok", evidence)
+    return CheckResult("torch_build", "ok", evidence, version=build.version)
 
 
 def check_accelerator(
@@ -279,32 +285,3 @@ def _not_writable(folder: Path) -> str | None:
 def _existing(path: Path) -> Path:
     """Return the path if it exists, else its nearest parent folder that exists."""
     return next(place for place in (path.absolute(), *path.absolute().parents) if place.exists())
-
-
-# The order matters, because the failure of an early check often explains later failures. All parameters of the checks have
-# defaults, and only tests pass other values.
-CHECKS: tuple[Callable[..., CheckResult], ...] = (
-    check_python,
-    check_torch_build,
-    check_accelerator,
-    check_arithmetic,
-    check_torchvision,
-    check_notebook_kernel,
-    check_data_source,
-    check_results_folder,
-    check_disk_space,
-    check_caches,
-)
-
-
-def run_checks(checks: tuple[Callable[..., CheckResult], ...] = CHECKS) -> list[CheckResult]:
-    """Run all checks and return their results. A check that raises an exception counts as failed and does not stop the others."""
-    results = []
-    for check in checks:
-        try:
-            results.append(check())
-        except Exception as error:  # a check that raises must not stop the others
-            name = check.__name__.removeprefix("check_")
-            evidence = f"the check itself raised {type(error).__name__}: {error}"
-            results.append(CheckResult(name, "fail", evidence, "report this message with the whole output of `hyperion doctor`"))
-    return results

@@ -27,6 +27,10 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _execute(options: argparse.Namespace) -> int:
+    if options.dry_run:
+        for line in planned_actions(options.python, options.torch, options.extra):
+            say(line)
+        return 0
     try:
         python, variables = set_up(options.python, options.torch, options.extra, quiet=options.command == "run")
     except KeyboardInterrupt:
@@ -53,6 +57,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--extra", action="append", default=[], help="optional group of packages that the command needs (with --python)"
     )
+    parser.add_argument("--dry-run", action="store_true", help="with setup: print every action, and do nothing")
     parser.add_argument(
         "command", choices=("setup", "run"), help="setup: set up the environment. run: set up if needed, then run a module in it"
     )
@@ -60,7 +65,19 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     options = parser.parse_args(arguments)
     if options.command == "run" and not options.module:
         parser.error("run needs a module")
+    if options.dry_run and options.command == "run":
+        parser.error("--dry-run needs setup")
     return options
+
+
+def planned_actions(python: str, torch: str, extras: list[str]) -> list[str]:
+    """Return what `set_up` would do with the same arguments, one line for each action. Nothing is made or changed."""
+    machine = decide(collect_facts())
+    choice = choose(machine, torch)
+    lines = [f"detected: {machine.evidence}; build {choice.label}{' (TORCH=)' if choice.explicit else ''}"]
+    if python:
+        return lines + overlay.planned_actions(ROOT, Path(os.path.abspath(python)), extras)
+    return lines + environment.planned_actions(ROOT, choice)
 
 
 def set_up(python: str, torch: str, extras: list[str], quiet: bool = False) -> tuple[Path, dict[str, str]]:

@@ -53,6 +53,33 @@ def ensure_environment(root: Path, machine: DetectedAccelerator, choice: Choice)
     return python
 
 
+def planned_actions(root: Path, choice: Choice) -> list[str]:
+    """Return what `ensure_environment` would do, one line for each action. Nothing is made, changed or downloaded.
+
+    pip is asked which build of torch its configuration gives, as in a set-up.
+    """
+    folder = root / ".venv"
+    stamp = read_stamp(folder)
+    if stamp.get("fingerprint") == fingerprint(root, choice) and is_intact(folder, stamp):
+        return [f"nothing: {folder} is complete"]
+    actions = []
+    if not (stamp.get("base") == base_facts(root, choice) and is_intact(folder, stamp)):
+        if folder.exists() and any(folder.iterdir()):
+            own = (folder / STAMP).exists()
+            actions.append(f"remove {folder}" if own else f"stop: {folder} has an environment that `make setup` did not make")
+        actions.append(f"{getattr(sys, '_base_executable', sys.executable)} -m venv {folder}")
+    packages = plan_packages(choice, lambda wanted: interpreter.pip_report(Path(sys.executable), ["--no-deps", *wanted])[0])
+    pip = f"{folder}/bin/python -m pip install"
+    index = f" --index-url {packages.index}" if packages.index else f" --constraint {root}/requirements.txt"
+    return [
+        *actions,
+        f"{pip} {' '.join(packages.requirements)}{index}    # {packages.reason}",
+        f"{pip} --requirement {root}/requirements.txt {' '.join(packages.requirements)}",
+        f"{pip} --no-deps --no-build-isolation --editable {root}",
+        "import torch and check that its build fits this machine",
+    ]
+
+
 def base_facts(root: Path, choice: Choice) -> dict:
     """Return the facts that cannot change in an existing environment: its interpreter, its location and its torch build.
 

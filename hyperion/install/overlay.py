@@ -66,6 +66,20 @@ def ensure_overlay(root: Path, python: Path, extras: list[str], machine: Detecte
     return variables
 
 
+def planned_actions(root: Path, python: Path, extras: list[str]) -> list[str]:
+    """Return what `ensure_overlay` would install beside an environment. Nothing is made or changed.
+
+    Raises:
+        HyperionError: the version of a package that must not be replaced is out of range.
+    """
+    found = interpreter.inspect(python)
+    lacking = missing(found, requirements(root, extras))
+    folder = root / ".overlay" / _key(found)
+    if set(lacking) <= set(read_stamp(folder).get("covers", [])):
+        return [f"nothing: {python} and {folder} have all packages"]
+    return [f"{python} -m pip install --target {folder / 'packages'} {' '.join(lacking)}"]
+
+
 def _checked_build(found: Interpreter, machine: DetectedAccelerator, choice: Choice) -> Build:
     """Return the installed torch build after checking that it matches the machine."""
     if found.torch is None or not found.torchvision:

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from hyperion.cli import print_numerics
+from hyperion.commands.doctor import print_numerics
 from hyperion.doctor.numerics import (
     CASES,
     PACK,

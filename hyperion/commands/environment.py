@@ -1,0 +1,92 @@
+"""The command `hyperion env`: fingerprint, environment variables, and ways to install PyTorch on this machine."""
+
+import json
+import os
+import sysconfig
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.table import Table
+
+from hyperion.commands.console import console
+from hyperion.errors import HyperionError
+from hyperion.terminal import say
+
+
+def env(
+    lint: Annotated[
+        bool, typer.Option("--lint", help="Check environment variables: who reads them, harmful values, contradictions.")
+    ] = False,
+    files: Annotated[
+        list[Path] | None, typer.Argument(help="With --lint: scripts, Dockerfiles or Python files.", show_default="this process")
+    ] = None,
+    variables: Annotated[bool, typer.Option("--variables", help="List the known variables, their readers and effects.")] = False,
+    generate: Annotated[
+        str | None, typer.Option(help="Print the few settings that this machine needs, for bash, zsh or fish.")
+    ] = None,
+    install: Annotated[bool, typer.Option("--install", help="Say how PyTorch can be installed for this driver and GPU.")] = False,
+) -> None:
+    """Print this machine's fingerprint (versions, device, driver) as it is stored in run.json.
+
+    With --lint: the exit code is 1 if a variable is set that nothing reads, that does harm, or that contradicts another one.
+    """
+    if files and not lint:
+        raise HyperionError("files are given without --lint", next_step=f"hyperion env --lint {' '.join(map(str, files))}")
+    if lint:
+        raise typer.Exit(_print_lint(files or []))
+    if variables:
+        _print_variables()
+    elif generate is not None:
+        from hyperion.doctor.state import machine_settings
+        from hyperion.install.variables import as_script
+
+        print(as_script(machine_settings(), generate), end="")
+    elif install:
+        _print_advice()
+    else:
+        from hyperion.hardware import fingerprint
+
+        say(json.dumps(fingerprint(), indent=1, sort_keys=True))
+
+
+def _print_lint(files: list[Path]) -> int:
+    """Print the findings of the linter for the files, or for this process. Return 1 if there is one, else 0."""
+    from hyperion.install.variables import lint, read_assignments
+
+    sources = {str(file): read_assignments(file) for file in files} or {"environment": sorted(os.environ.items())}
+    count = 0
+    for place, assignments in sources.items():
+        for finding in lint(assignments, Path(sysconfig.get_paths()["purelib"])):
+            count += 1
+            say(f"{place}: {finding.kind}: {finding.what}")
+            say(f"  next:  {finding.instead}")
+    say(f"{count} findings in {sum(map(len, sources.values()))} settings")
+    return int(count > 0)
+
+
+def _print_variables() -> None:
+    """Print the registry of variables: the readers, the effect, and the source that proves it."""
+    from hyperion.install.variables import fictional, registry
+
+    table = Table("variable", "read by", "effect", "source", pad_edge=False)
+    for one in registry().values():
+        table.add_row(one.name, one.readers, one.effect, one.source)
+    for name, instead in fictional().items():
+        table.add_row(name, "[red]nothing[/]", f"use {instead}", "")
+    console().print(table)
+
+
+def _print_advice() -> None:
+    """Print each way to install PyTorch on this machine, and the support of its GPUs."""
+    from hyperion.install.advice import advise, support_of
+    from hyperion.install.machine import collect_facts
+
+    facts = collect_facts()
+    for arch in sorted(set(facts.amd_archs)):
+        support = support_of(arch)
+        say(f"{arch}: {support.level}, {'in' if support.wheel else 'not in'} PyTorch's wheels ({support.evidence})")
+    for way in advise(facts):
+        say(f"{way.kind:<9} {way.verdict:<11} {way.why}")
+        if way.command:
+            say(f"          {way.command}")

@@ -1,0 +1,79 @@
+"""Find the largest batch that fits into memory, by trying."""
+
+import gc
+import runpy
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from hyperion.errors import HyperionError
+
+_MESSAGES = ("out of memory", "can't allocate memory", "not enough memory")  # of CUDA, HIP and the CPU allocator
+
+
+def largest_fitting(step: Callable[[int], object], at_most: int = 2**16) -> tuple[int, list[int]]:
+    """Return the largest batch with which a step fits into memory, and the batches that were tried.
+
+    The batch is doubled until a step fails, and then bisected. This takes at most 2 log2 of the result steps. 0 means that a
+    batch of 1 does not fit.
+
+    Args:
+        step: function that runs one step with a batch of this size.
+        at_most: largest batch to try.
+
+    Raises:
+        Exception: a step failed for another reason than memory.
+    """
+    tried: list[int] = []
+
+    def fits(batch: int) -> bool:
+        tried.append(batch)
+        return _fits(step, batch)
+
+    low, high = 0, 1
+    while high <= at_most and fits(high):
+        low, high = high, 2 * high
+    high = min(high, at_most + 1)
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low, tried
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Return True if the error says that memory ran out."""
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return True
+    return isinstance(error, RuntimeError) and any(message in str(error) for message in _MESSAGES)
+
+
+def _fits(step: Callable[[int], object], batch: int) -> bool:
+    try:
+        step(batch)
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        return True
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        return False
+    finally:
+        # The traceback of the failed step held its tensors until here.
+        gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+
+
+def load_step(file: Path) -> Callable[[int], object]:
+    """Run a Python file and return its function `step`.
+
+    Raises:
+        HyperionError: the file does not exist or has no function `step`.
+    """
+    if not file.is_file():
+        raise HyperionError("there is no such file", where=file, next_step="name a Python file with a function step(batch)")
+    step = runpy.run_path(str(file)).get("step")
+    if not callable(step):
+        raise HyperionError("this file has no function step(batch)", where=file, next_step="define step(batch: int) in it")
+    return step

@@ -1,0 +1,141 @@
+"""Preflight: compare what a workload needs with what this machine has."""
+
+import re
+import tomllib
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from hyperion.doctor.probes import package_version
+from hyperion.doctor.state import State
+from hyperion.errors import HyperionError
+from hyperion.install.machine import decide
+
+
+@dataclass(frozen=True)
+class Need:
+    """One need of a workload.
+
+    Args:
+        what: what is needed.
+        found: what this machine has.
+        needed: the least value.
+        result: 'ok', 'warn' (optional and missing), 'fail', or 'skip' (does not apply, or unknown).
+        remedy: the next step for 'warn' and 'fail', else "".
+    """
+
+    what: str
+    found: str
+    needed: str
+    result: Literal["ok", "warn", "fail", "skip"]
+    remedy: str = ""
+
+
+def workloads() -> dict[str, dict[str, Any]]:
+    """Return the needs of each workload."""
+    return tomllib.loads(Path(__file__).with_name("preflight.toml").read_text(encoding="utf-8"))
+
+
+def check_preflight(workload: str, state: State, version: Callable[[str], str | None] = package_version) -> list[Need]:
+    """Return one result for each need of a workload. Permissions of device files are always checked.
+
+    Args:
+        workload: name of the workload.
+        state: the facts of the machine.
+        version: function that returns the version of an installed package, or None.
+
+    Raises:
+        HyperionError: the workload is unknown.
+    """
+    if workload not in workloads():
+        raise HyperionError(f"no workload {workload!r}", where="--preflight", next_step=f"use one of {', '.join(workloads())}")
+    wanted = dict(workloads()[workload])
+    optional = wanted.pop("optional", [])
+    needs = [_permission(state)]
+    for name, least in wanted.items():
+        found = _needs(name, least, state, version)
+        soft = name in optional
+        needs += [replace(need, result="warn") if soft and need.result == "fail" else need for need in found]
+    return needs
+
+
+def _needs(name: str, least: Any, state: State, version: Callable[[str], str | None]) -> list[Need]:
+    """Return the results of one entry of preflight.toml."""
+    match name:
+        case "memory_gib":
+            return [_at_least("host memory", _usable_memory(state), least, "GiB", "use a machine with more memory")]
+        case "disk_gb":
+            return [_disk(state, least)]
+        case "shm_gib":
+            return [_at_least("/dev/shm", state.shm_gib, least, "GiB", "start the container with --ipc=host or --shm-size=16g")]
+        case "gpus":
+            remedy = "run `hyperion doctor`: a rule says why"
+            return [_at_least("GPUs that torch sees", len(state.device_archs), least, "", remedy)]
+        case "open_files":
+            return [_at_least("open files", state.open_files, least, "", f"ulimit -n {least}")]
+        case "rocm":
+            return [_rocm(state, tuple(least))]
+        case "nvidia_driver":
+            return [_nvidia(state, least)]
+        case "collectives":
+            return [_present("NCCL or RCCL", state.collectives, "use a GPU build of torch")]
+        case "mpi":
+            return [_present("mpirun", state.mpi, "apt install openmpi-bin; pip install mpi4py")]
+        case "packages":
+            return [_present(package, version(package), f"pip install {package}") for package in least]
+    raise HyperionError(f"unknown need {name!r}", where="preflight.toml", next_step="use the names of its other entries")
+
+
+def _at_least(what: str, found: float | None, least: float, unit: str, remedy: str) -> Need:
+    needed = f"{least:g} {unit}".rstrip()
+    if found is None:
+        return Need(what, "unknown", needed, "skip")
+    enough = found >= least
+    return Need(what, f"{found:.4g} {unit}".rstrip(), needed, "ok" if enough else "fail", "" if enough else remedy)
+
+
+def _present(what: str, found: str | None, remedy: str) -> Need:
+    return Need(what, found or "none", "installed", "ok" if found else "fail", "" if found else remedy)
+
+
+def _usable_memory(state: State) -> float | None:
+    if state.memory_gib is None:
+        return None
+    # A machine sold with 32 GiB reports a few percent less, because firmware reserves memory.
+    return min(state.memory_gib * 1.05, state.memory_limit_gib or float("inf"))
+
+
+def _disk(state: State, least: float) -> Need:
+    free = next(iter(state.disks.values()))[0] if state.disks else None  # the first is the folder of results
+    return _at_least("disk of the results", free, least, "GB", "set HYPERION_RESULTS to a folder on another disk")
+
+
+def _permission(state: State) -> Need:
+    machine = decide(state.kernel)
+    if machine.kind == "cpu":
+        return Need("permission on the GPU", "no GPU", "the right to open its device files", "skip")
+    problem = machine.problem or (f"{', '.join(state.denied_render)} may not be opened" if state.denied_render else "")
+    remedy = machine.remedy or ("add the user to the group render" if problem else "")
+    return Need("permission on the GPU", problem or "device files can be opened", "the right to open its device files",
+                "fail" if problem else "ok", remedy)  # fmt: skip
+
+
+def _rocm(state: State, least: tuple[int, ...]) -> Need:
+    needed = ".".join(map(str, least))
+    if not state.kernel.amd_archs:
+        return Need("ROCm", "no AMD GPU", needed, "skip")
+    hip = state.build.hip if state.build else None  # a wheel contains its own ROCm
+    found = tuple(map(int, re.findall(r"\d+", hip)[:2])) if hip else state.kernel.rocm_version
+    if found is None:
+        return Need("ROCm", "none", needed, "fail", "install a ROCm build of torch: make setup")
+    enough = found >= least
+    return Need("ROCm", ".".join(map(str, found)), needed, "ok" if enough else "fail", "" if enough else "install a newer ROCm")
+
+
+def _nvidia(state: State, least: int) -> Need:
+    driver = state.kernel.nvidia_driver
+    if driver is None:
+        return Need("NVIDIA driver", "no NVIDIA GPU", str(least), "skip")
+    major = driver.split(".")[0]
+    return _at_least("NVIDIA driver", int(major) if major.isdigit() else None, least, "", "update the driver")

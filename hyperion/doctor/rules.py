@@ -1,0 +1,375 @@
+"""Rules of troubleshooting: each rule looks for one cause in the facts of a machine, and says what to do.
+
+Rules about logs are data (rules.toml). The other rules are functions from a `State` to the evidence, or to "" if the cause is not
+present.
+"""
+
+import functools
+import math
+import re
+import tomllib
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from hyperion.doctor.report import RuleResult
+from hyperion.doctor.state import NETWORK_FILE_SYSTEMS, State
+from hyperion.install.machine import ROCM_WHEEL_ARCHS, decide
+from hyperion.install.variables import lint
+
+NOT_PRESENT = "not present"
+MASKS = ("ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES", "GPU_DEVICE_ORDINAL")
+
+
+@dataclass(frozen=True)
+class Rule:
+    """One rule.
+
+    Args:
+        id: name of the rule.
+        symptom: what a user sees.
+        detect: function that returns the evidence, or "" if the cause is not present.
+        remedy: the next step.
+        needs: names of the facts that must be known.
+        severity: result if the cause is present.
+    """
+
+    id: str
+    symptom: str
+    detect: Callable[[State], str]
+    remedy: str
+    needs: tuple[str, ...] = ()
+    severity: Literal["warn", "fail"] = "warn"
+
+    def apply(self, state: State) -> RuleResult:
+        """Return the result of this rule. If a fact that it needs is unknown, the result is 'skip'."""
+        unknown = [name for name in self.needs if getattr(state, name) is None]
+        if unknown:
+            return RuleResult(self.id, self.symptom, "skip", f"unknown: {', '.join(unknown)}", "")
+        evidence = self.detect(state)
+        if evidence:
+            return RuleResult(self.id, self.symptom, self.severity, evidence, self.remedy)
+        return RuleResult(self.id, self.symptom, "ok", NOT_PRESENT, "")
+
+
+_RULES: list[Rule] = []
+
+
+def _rule(symptom: str, remedy: str, *needs: str, severity: Literal["warn", "fail"] = "warn"):
+    """Register a function as the detector of a rule with the name of the function."""
+
+    def register(detect: Callable[[State], str]) -> Callable[[State], str]:
+        _RULES.append(Rule(detect.__name__, symptom, detect, remedy, needs, severity))
+        return detect
+
+    return register
+
+
+@functools.cache
+def rules() -> tuple[Rule, ...]:
+    """Return all rules: those about the state, then those about the log."""
+    logs = tomllib.loads(Path(__file__).with_name("rules.toml").read_text(encoding="utf-8"))["rule"]
+    return (*_RULES, *(Rule(**entry | {"detect": _searches(entry.pop("pattern"))}, needs=("log",)) for entry in logs))
+
+
+def _searches(pattern: str) -> Callable[[State], str]:
+    expression = re.compile(pattern)
+
+    def detect(state: State) -> str:
+        found = expression.search(state.log or "")
+        return " ".join(found[0].split())[:200] if found else ""
+
+    return detect
+
+
+def apply_rules(state: State, chosen: Iterable[Rule] | None = None) -> list[RuleResult]:
+    """Return the result of each rule."""
+    return [rule.apply(state) for rule in (rules() if chosen is None else chosen)]
+
+
+def _gpu_problem(state: State, words: str) -> str:
+    machine = decide(state.kernel)
+    return f"{machine.problem}; {machine.evidence}" if machine.problem and words in machine.problem else ""
+
+
+@_rule("torch.cuda.is_available() is False", "unset the variable, or name a device that exists")
+def masked_gpu(state: State) -> str:
+    hidden = {name: state.variables[name] for name in MASKS if name in state.variables}
+    present = len(state.kernel.amd_archs) or int(state.kernel.nvidia_driver is not None)
+    return f"{hidden} hides all GPUs" if hidden and present and not state.device_archs else ""
+
+
+@_rule("fewer GPUs than expected", "set only one of them: ROCR_VISIBLE_DEVICES renumbers the GPUs before HIP reads its own")
+def nested_masks(state: State) -> str:
+    values = {name: state.variables[name] for name in ("ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES") if name in state.variables}
+    return f"both masks are set: {values}" if len(values) == 2 and state.variables.get("HIP_VISIBLE_DEVICES") != "0" else ""
+
+
+@_rule("the GPU is ignored", "see `hyperion env --install`: another wheel or a container may support it; else use TORCH=cpu")
+def unsupported_gpu(state: State) -> str:
+    other = sorted(set(state.kernel.amd_archs) - ROCM_WHEEL_ARCHS)
+    return f"PyTorch's ROCm wheels have no code for {', '.join(other)}" if other else ""
+
+
+@_rule("the first kernel fails", "install a wheel that contains this architecture", "build", "archs", severity="fail")
+def missing_architecture(state: State) -> str:
+    names = {name.split(":")[0] for name in state.archs or ()}
+    lacking = sorted({arch for arch in state.device_archs if not _has_code(arch, names)})
+    return f"the build has code for {', '.join(sorted(names))}, not for {', '.join(lacking)}" if lacking else ""
+
+
+def _has_code(arch: str, names: set[str]) -> bool:
+    """Return True if one of the architectures of a build runs on this GPU."""
+    if arch in names or not arch.startswith("sm_"):
+        return arch in names
+    own = int(arch.removeprefix("sm_"))
+    # Binary code runs on later GPUs of the same major version, and PTX (compute_) on all later GPUs.
+    for kind, number in (match.groups() for name in names if (match := re.fullmatch(r"(sm|compute)_(\d+)[a-z]?", name))):
+        if int(number) <= own and (kind == "compute" or int(number) // 10 == own // 10):
+            return True
+    return False
+
+
+@_rule("PyTorch sees no GPU", "install the build for this GPU: `make setup`", "build", severity="fail")
+def wrong_build(state: State) -> str:
+    machine = decide(state.kernel)
+    right = state.build is not None and state.build.kind == machine.kind
+    return "" if machine.kind == "cpu" or machine.problem or right else f"{state.build} on {machine.evidence}"
+
+
+@_rule("only root can use the GPU", "add the user to the groups render and video, and log in again", severity="fail")
+def device_permission(state: State) -> str:
+    return _gpu_problem(state, "may not open /dev/kfd")
+
+
+@_rule("a GPU cannot be opened", "add the user to the group render", "denied_render", severity="fail")
+def render_permission(state: State) -> str:
+    denied = state.denied_render if state.kernel.amd_archs else ()
+    return f"this user may not open {', '.join(denied)}" if denied else ""
+
+
+@_rule("no GPU in the container", "start it with --device=/dev/kfd --device=/dev/dri (AMD) or --gpus all", severity="fail")
+def device_not_passed(state: State) -> str:
+    return _gpu_problem(state, "does not exist") or _gpu_problem(state, "not visible")
+
+
+@_rule(
+    "torch raises an error at the first use of a GPU",
+    "update the driver to what this build needs",
+    "device_error",
+    severity="fail",
+)
+def driver_too_old(state: State) -> str:
+    return state.device_error or ""
+
+
+@_rule("symbols or kernels are missing", "use one ROCm: a wheel contains its own; do not mix it with /opt/rocm", "build")
+def rocm_mismatch(state: State) -> str:
+    hip, rocm = state.build.hip if state.build else None, state.kernel.rocm_version
+    if not hip or not rocm or hip.split(".")[0] == str(rocm[0]):
+        return ""
+    return f"torch was built with HIP {hip}, and /opt/rocm is {rocm[0]}.{rocm[1]}"
+
+
+@_rule("wrong results or crashes", "unset it on a GPU that the wheel supports; it makes the GPU claim another architecture")
+def overridden_architecture(state: State) -> str:
+    value = state.variables.get("HSA_OVERRIDE_GFX_VERSION", "")
+    return f"HSA_OVERRIDE_GFX_VERSION={value} on {', '.join(state.kernel.amd_archs)}" if value and state.kernel.amd_archs else ""
+
+
+@_rule("a setting has no effect", "remove the variables that nothing reads: `hyperion env --lint` says who reads what")
+def fictional_variables(state: State) -> str:
+    return "; ".join(finding.what for finding in lint(state.variables.items()) if finding.kind == "unknown")
+
+
+@_rule("a setting acts against another one", "see `hyperion env --lint`")
+def contradictory_variables(state: State) -> str:
+    return "; ".join(finding.what for finding in lint(state.variables.items()) if finding.kind != "unknown")
+
+
+@_rule("out of memory with a batch that fitted before", "end the other processes: nvidia-smi or rocm-smi --showpids", "devices")
+def memory_used_by_others(state: State) -> str:
+    used = {n: one.total_gib - one.free_gib for n, one in enumerate(state.devices or ())}
+    busy = [f"GPU {n}: {gib:.1f} GiB" for n, gib in used.items() if gib > 0.1 * (state.devices or ())[n].total_gib]
+    return f"memory in use before the program starts: {', '.join(busy)}" if busy else ""
+
+
+@_rule("steps are slower than before", "check cooling and power limit, then run `hyperion doctor --floors`", "devices")
+def throttled(state: State) -> str:
+    bad = [f"GPU {n}: {one.throttle}" for n, one in enumerate(state.devices or ()) if one.throttle not in (None, "none")]
+    return "; ".join(bad)
+
+
+@_rule("clocks fall under load", "check fans, airflow and the temperature of the room", "devices")
+def hot(state: State) -> str:
+    hot_devices = [
+        f"GPU {n}: {one.temperature_c:g} °C" for n, one in enumerate(state.devices or ()) if (one.temperature_c or 0) >= 90
+    ]
+    return "; ".join(hot_devices)
+
+
+@_rule("copies are slow", "reseat the card, and check the slot: fewer lanes are in use than the card has", "devices")
+def narrow_link(state: State) -> str:
+    links = [(number, one.link) for number, one in enumerate(state.devices or ()) if one.link]
+    return "; ".join(f"GPU {n}: {now} of {most} PCIe lanes" for n, (now, most) in links if now < most)
+
+
+@_rule("wrong results", "drain the node and run the vendor's memory diagnostics", "devices", severity="fail")
+def memory_errors(state: State) -> str:
+    bad = [f"GPU {n}: {one.uncorrected_errors}" for n, one in enumerate(state.devices or ()) if one.uncorrected_errors]
+    return f"uncorrected memory errors: {', '.join(bad)}" if bad else ""
+
+
+@_rule("the process is killed", "end other processes, or use a machine with more memory", "memory_available_gib")
+def low_memory(state: State) -> str:
+    return f"{state.memory_available_gib:.1f} GiB of host memory are available" if (state.memory_available_gib or 0) < 2 else ""
+
+
+@_rule("the process is killed although memory is free", "raise the limit of the container or of the job", "memory_limit_gib")
+def container_memory(state: State) -> str:
+    limit = state.memory_limit_gib or math.inf
+    return f"the container may use {limit:.1f} GiB" if limit < 8 else ""
+
+
+@_rule("everything is slow", "use less host memory: fewer workers, smaller shuffle buffers", "swap_used_gib")
+def swapping(state: State) -> str:
+    return f"{state.swap_used_gib:.1f} GiB of swap are in use" if (state.swap_used_gib or 0) > 1 else ""
+
+
+@_rule("a data-loader worker ends with a bus error", "start the container with --ipc=host or --shm-size=16g", "shm_gib")
+def small_shared_memory(state: State) -> str:
+    return f"/dev/shm has {state.shm_gib:.2f} GiB" if (state.shm_gib or 0) < 1 else ""
+
+
+@_rule("a write fails", "free space, or move HYPERION_RESULTS, HF_HOME and the compile caches", "disks", severity="fail")
+def disk_full(state: State) -> str:
+    full = [f"{place}: {free:.1f} GB" for place, (free, _) in (state.disks or {}).items() if free < 1]
+    return f"nearly full: {', '.join(full)}" if full else ""
+
+
+@_rule("a write fails although space is free", "remove small files, such as old caches", "disks", severity="fail")
+def inodes_used_up(state: State) -> str:
+    full = [f"{place}: {share:.1%}" for place, (_, share) in (state.disks or {}).items() if share < 0.01]
+    return f"free inodes: {', '.join(full)}" if full else ""
+
+
+@_rule("compilation hangs or fails on many ranks", "set the variables to folders on a disk of this node", "file_systems")
+def cache_on_network(state: State) -> str:
+    there = [f"{name} ({kind})" for name, kind in (state.file_systems or {}).items() if kind in NETWORK_FILE_SYSTEMS]
+    return f"on a network file system: {', '.join(there)}" if there else ""
+
+
+@_rule("compiled code cannot be loaded", "set TMPDIR and the compile caches to folders without noexec", "noexec")
+def no_execution(state: State) -> str:
+    return f"mounted with noexec: {', '.join(state.noexec or ())}" if state.noexec else ""
+
+
+@_rule(
+    "RDMA cannot register memory", "set memlock to unlimited in limits.conf, or --ulimit memlock=-1", "memlock_gib", "infiniband"
+)
+def locked_memory(state: State) -> str:
+    low = state.infiniband and (state.memlock_gib or 0) < 1
+    return f"at most {state.memlock_gib:.3g} GiB can be locked, and there is an InfiniBand adapter" if low else ""
+
+
+@_rule("too many open files", "ulimit -n 65536", "open_files")
+def few_open_files(state: State) -> str:
+    return f"at most {state.open_files:.0f} open files" if (state.open_files or 0) < 1024 else ""
+
+
+@_rule("ranks do not find each other", "name an interface that exists on every node", "interfaces", severity="fail")
+def absent_interface(state: State) -> str:
+    wrong = []
+    for name in ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"):
+        value = state.variables.get(name, "")
+        # NCCL: "=eth0" is exact, "^docker" excludes, and "eth" is a prefix. gloo takes exact names.
+        wanted = [] if value.startswith("^") else [part for part in value.lstrip("=").split(",") if part]
+        exact = value.startswith("=") or name.startswith("GLOO")
+        found = [part for part in wanted if any(own == part if exact else own.startswith(part) for own in state.interfaces or ())]
+        if wanted and not found:
+            wrong.append(f"{name}={value}")
+    return f"{', '.join(wrong)}, but the interfaces are {', '.join(state.interfaces or ())}" if wrong else ""
+
+
+@_rule(
+    "torchrun ends with 'Address already in use'", "choose another MASTER_PORT, or end that process", "port_used", severity="fail"
+)
+def port_in_use(state: State) -> str:
+    return f"port {state.variables.get('MASTER_PORT')} is in use" if state.port_used else ""
+
+
+@_rule("nodes do not find this node", "correct /etc/hosts, or set MASTER_ADDR to an address of the network", "own_address")
+def own_name(state: State) -> str:
+    several = state.variables.get("WORLD_SIZE", "1") != state.variables.get(
+        "LOCAL_WORLD_SIZE", state.variables.get("WORLD_SIZE", "1")
+    )
+    wrong = several and (not state.own_address or (state.own_address or "").startswith("127."))
+    return f"the own host name resolves to {state.own_address or 'nothing'} in a job with several nodes" if wrong else ""
+
+
+@_rule("local requests fail or are slow", "add localhost,127.0.0.1 to no_proxy")
+def proxied_loopback(state: State) -> str:
+    lower = {name.lower(): value for name, value in state.variables.items()}
+    proxy = lower.get("http_proxy")
+    return f"http_proxy={proxy} also applies to this machine" if proxy and "localhost" not in lower.get("no_proxy", "") else ""
+
+
+@_rule("torch.compile fails or is not used", "install the Triton that this torch requires", "triton", "build")
+def triton_missing(state: State) -> str:
+    return state.triton or "" if state.build is not None and state.build.kind != "cpu" else ""
+
+
+@_rule("torch.compile fails", "apt install g++, or set CXX", "compiler")
+def compiler_missing(state: State) -> str:
+    return "" if state.compiler else "there is no C++ compiler in PATH"
+
+
+@_rule("Triton cannot build its launcher", "apt install python3-dev", "python_header", "build")
+def header_missing(state: State) -> str:
+    gpu = state.build is not None and state.build.kind != "cpu"
+    return "Python.h is not installed" if gpu and not state.python_header else ""
+
+
+@_rule(
+    "a data set cannot be loaded",
+    "`hyperion data verify` names the records; then prepare the data again",
+    "damaged_data",
+    severity="fail",
+)
+def damaged_data(state: State) -> str:
+    return f"missing or truncated: {', '.join((state.damaged_data or ())[:5])}" if state.damaged_data else ""
+
+
+@_rule("the CPU is slow", "cpupower frequency-set -g performance", "governor")
+def slow_governor(state: State) -> str:
+    return "the governor of the CPU clock is powersave" if state.governor == "powersave" else ""
+
+
+@_rule("steps have long pauses", "sysctl kernel.numa_balancing=0 (AMD recommends it for Instinct)", "numa_balancing")
+def numa_balancing(state: State) -> str:
+    return "the kernel moves pages between NUMA nodes" if state.numa_balancing and state.kernel.amd_archs else ""
+
+
+@_rule("programs with several GPUs hang", "add iommu=pt to the command line of the kernel", "kernel_command")
+def iommu(state: State) -> str:
+    words = (state.kernel_command or "").split()
+    passes = "iommu=pt" in words or "amd_iommu=off" in words or "intel_iommu=off" in words
+    return "the IOMMU is not in pass-through mode" if len(state.kernel.amd_archs) > 1 and not passes else ""
+
+
+@_rule("threads wait for each other", "set OMP_NUM_THREADS to the cores of a rank", "cores_allowed")
+def too_many_threads(state: State) -> str:
+    threads, ranks = (state.variables.get(name, "") for name in ("OMP_NUM_THREADS", "LOCAL_WORLD_SIZE"))
+    total = int(threads) * int(ranks or 1) if threads.isdigit() and (ranks or "1").isdigit() else 0
+    return f"{total} threads on {state.cores_allowed:g} cores" if total > (state.cores_allowed or math.inf) else ""
+
+
+@_rule("packages of another environment are imported", "set PYTHONNOUSERSITE=1", "user_site")
+def user_packages(state: State) -> str:
+    return "packages in the user's site-packages are visible here" if state.user_site else ""
+
+
+@_rule("symbols are missing, or versions are mixed", "unset LD_LIBRARY_PATH: wheels find their own libraries", "library_shadows")
+def shadowed_libraries(state: State) -> str:
+    return f"loaded before the libraries of the wheel: {', '.join(state.library_shadows or ())}" if state.library_shadows else ""

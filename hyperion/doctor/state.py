@@ -1,0 +1,306 @@
+"""The facts about a machine that the rules of troubleshooting and the preflight use. Tests inject the facts of other machines.
+
+A fact that cannot be read is None. A rule that needs it is then 'skip', and never 'ok'.
+"""
+
+import os
+import resource
+import shutil
+import site
+import socket
+import sysconfig
+import tempfile
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TypeVar
+
+import psutil
+import torch
+
+from hyperion.data.store.folders import DataError, processed_root, read_manifest
+from hyperion.doctor.checks import CACHES, installed_build
+from hyperion.hardware import MachineFacts, collect_facts, detect, read
+from hyperion.hardware.cpu import system_text
+from hyperion.install.machine import KernelFacts
+from hyperion.install.machine import collect_facts as collect_kernel_facts
+from hyperion.install.plan import Build
+from hyperion.install.variables import Setting, minimal_environment
+from hyperion.kernels.availability import why_no_triton
+from hyperion.paths import home_folder, results_folder
+from hyperion.units import GIB
+
+Value = TypeVar("Value")
+_LOG_BYTES = 4 << 20  # the end of a log
+
+
+# Types of file systems on which many ranks that write small files wait for each other.
+NETWORK_FILE_SYSTEMS = ("nfs", "nfs4", "lustre", "beegfs", "gpfs", "cifs", "smbfs", "fuse.sshfs", "ceph", "wekafs")
+
+
+@dataclass(frozen=True)
+class DeviceState:
+    """The state of one GPU.
+
+    Args:
+        free_gib, total_gib: memory.
+        throttle: as in `Telemetry`, or None.
+        temperature_c: temperature, or None.
+        link: (current, largest) number of lanes of the PCIe link, or None. The speed is no fact, because idle GPUs lower it.
+        uncorrected_errors: number of uncorrected memory errors, or None.
+    """
+
+    free_gib: float
+    total_gib: float
+    throttle: str | None = None
+    temperature_c: float | None = None
+    link: tuple[int, int] | None = None
+    uncorrected_errors: int | None = None
+
+
+@dataclass(frozen=True)
+class State:
+    """The facts. None means unknown. Sizes are in GiB, and disk sizes in GB.
+
+    Args:
+        variables: environment variables.
+        kernel: driver, device files and PCI devices.
+        build: build of torch.
+        archs: architectures that the build contains.
+        device_error: error of torch when it opens a GPU, or "".
+        device_archs: architecture of each GPU that torch sees.
+        devices: state of each of these GPUs.
+        denied_render: files in /dev/dri that this user may not open.
+        mpi: path of mpirun, or "".
+        collectives: version of NCCL or RCCL, or "".
+        memory_gib, memory_available_gib, memory_limit_gib: memory of the host, its available part, and the limit of the
+            container (infinity without one).
+        swap_used_gib: used swap.
+        shm_gib: size of /dev/shm.
+        cores, cores_allowed: cores of the host, and cores that this process may use.
+        disks: for each folder, (free GB, share of free inodes).
+        file_systems: for each cache folder, the type of its file system.
+        noexec: folders for compiled code whose file system forbids execution.
+        memlock_gib, open_files: limits of this process.
+        interfaces: names of the network interfaces.
+        infiniband: whether there is an InfiniBand or RoCE adapter.
+        port_used: whether the port in MASTER_PORT is used by another process.
+        own_address: address to which the own host name resolves; "" if it does not resolve.
+        compiler: path of a C++ compiler, or "".
+        python_header: whether Python.h is installed.
+        triton: reason why Triton cannot be used, or "".
+        governor: governor of the CPU clock.
+        numa_balancing: whether the kernel moves pages between NUMA nodes.
+        kernel_command: command line of the kernel.
+        user_site: whether packages in the user's site-packages are visible.
+        library_shadows: folders in LD_LIBRARY_PATH with their own libraries of CUDA, ROCm or collectives.
+        damaged_data: prepared data folders with a fault.
+        log: end of the log of a program that failed.
+    """
+
+    variables: Mapping[str, str] = field(default_factory=dict)
+    kernel: KernelFacts = field(default_factory=KernelFacts)
+    build: Build | None = None
+    archs: tuple[str, ...] | None = None
+    device_error: str | None = None
+    device_archs: tuple[str, ...] = ()
+    devices: tuple[DeviceState, ...] | None = None
+    denied_render: tuple[str, ...] | None = None
+    mpi: str | None = None
+    collectives: str | None = None
+    memory_gib: float | None = None
+    memory_available_gib: float | None = None
+    memory_limit_gib: float | None = None
+    swap_used_gib: float | None = None
+    shm_gib: float | None = None
+    cores: int | None = None
+    cores_allowed: float | None = None
+    disks: Mapping[str, tuple[float, float]] | None = None
+    file_systems: Mapping[str, str] | None = None
+    noexec: tuple[str, ...] | None = None
+    memlock_gib: float | None = None
+    open_files: float | None = None
+    interfaces: tuple[str, ...] | None = None
+    infiniband: bool | None = None
+    port_used: bool | None = None
+    own_address: str | None = None
+    compiler: str | None = None
+    python_header: bool | None = None
+    triton: str | None = None
+    governor: str | None = None
+    numa_balancing: bool | None = None
+    kernel_command: str | None = None
+    user_site: bool | None = None
+    library_shadows: tuple[str, ...] | None = None
+    damaged_data: tuple[str, ...] | None = None
+    log: str | None = None
+
+
+def read_state(root: Path = Path("/"), log: Path | None = None, variables: Mapping[str, str] = os.environ) -> State:
+    """Read the facts of this machine. Files of the system are read below `root`.
+
+    Args:
+        root: folder that contains proc/, sys/ and dev/.
+        log: log of a program that failed. Only its end is read.
+        variables: environment variables.
+    """
+    facts = collect_facts()
+    home, temporary = _existing(home_folder()), Path(tempfile.gettempdir())
+    caches = {name: Path(variables.get(name) or home_folder() / path) for name, path in CACHES.items() if path}
+    memory, limits = psutil.virtual_memory(), {name: resource.getrlimit(name)[0] for name in (_MEMLOCK, _FILES)}
+    unlimited = {name: float("inf") if value == resource.RLIM_INFINITY else value for name, value in limits.items()}
+    balancing = system_text(root / "proc/sys/kernel/numa_balancing")
+    return State(
+        variables=dict(variables),
+        kernel=collect_kernel_facts(root),
+        build=installed_build(),
+        archs=tuple(torch.cuda.get_arch_list()),
+        device_error=_attempt(_open_devices) if installed_build().kind != "cpu" else "",
+        device_archs=tuple(detect(facts, index).arch for index in range(len(facts.gpus))),
+        devices=_attempt(lambda: _devices(facts, root)),
+        denied_render=tuple(
+            str(file) for file in sorted((root / "dev/dri").glob("renderD*")) if not os.access(file, os.R_OK | os.W_OK)
+        ),
+        mpi=shutil.which("mpirun") or "",
+        collectives=facts.collectives or "",
+        memory_gib=memory.total / GIB,
+        memory_available_gib=memory.available / GIB,
+        memory_limit_gib=_memory_limit(root),
+        swap_used_gib=psutil.swap_memory().used / GIB,
+        shm_gib=_attempt(lambda: shutil.disk_usage(root / "dev/shm").total / GIB),
+        cores=os.cpu_count(),
+        cores_allowed=facts.cpu.cores,
+        disks={str(place): _disk(place) for place in (_existing(results_folder()), home, temporary)},
+        file_systems={name: _file_system(_existing(path)) for name, path in caches.items()},
+        noexec=tuple(str(place) for place in (temporary, home) if os.statvfs(place).f_flag & os.ST_NOEXEC),
+        memlock_gib=unlimited[_MEMLOCK] / GIB,
+        open_files=unlimited[_FILES],
+        interfaces=tuple(name for _, name in socket.if_nameindex()),
+        infiniband=any((root / "sys/class/infiniband").glob("*")),
+        port_used=_port_used(variables.get("MASTER_PORT", "")),
+        own_address=_attempt(lambda: socket.gethostbyname(socket.gethostname())) or "",
+        compiler=shutil.which(variables.get("CXX") or "g++") or shutil.which("clang++") or "",
+        python_header=Path(sysconfig.get_paths()["include"], "Python.h").is_file(),
+        triton=why_no_triton(),
+        governor=system_text(root / "sys/devices/system/cpu/cpu0/cpufreq/scaling_governor"),
+        numa_balancing=None if balancing is None else balancing != "0",
+        kernel_command=system_text(root / "proc/cmdline"),
+        user_site=bool(site.ENABLE_USER_SITE) and Path(site.getusersitepackages()).is_dir(),
+        library_shadows=_library_shadows(variables.get("LD_LIBRARY_PATH", "")),
+        damaged_data=_attempt(_damaged_data),
+        log=_end_of(log) if log is not None else None,
+    )
+
+
+_MEMLOCK, _FILES = resource.RLIMIT_MEMLOCK, resource.RLIMIT_NOFILE
+
+
+def _attempt(read_fact: Callable[[], Value]) -> Value | None:
+    """Return a fact, or None if it cannot be read."""
+    try:
+        return read_fact()
+    except Exception:  # a driver or a library may raise anything; an unknown fact is reported as unknown
+        return None
+
+
+def _open_devices() -> str:
+    try:
+        torch.cuda.init()
+        return ""
+    except RuntimeError as error:
+        return str(error).splitlines()[0]
+
+
+def _devices(facts: MachineFacts, root: Path) -> tuple[DeviceState, ...]:
+    states = []
+    for index in range(len(facts.gpus)):
+        device = detect(facts, index)
+        free, total = torch.cuda.mem_get_info(index)
+        telemetry = read(device)
+        pci = root / "sys/bus/pci/devices" / (device.pci_address or "-")
+        errors = system_text(pci / "ras/umc_err_count")  # amdgpu only: "ue: 0\nce: 0"
+        uncorrected = int(errors.split()[1]) if errors and errors.startswith("ue:") else None
+        states.append(
+            DeviceState(free / GIB, total / GIB, telemetry.throttle, telemetry.temperature_c, pcie_link(pci), uncorrected)
+        )
+    return tuple(states)
+
+
+def pcie_link(folder: Path) -> tuple[int, int] | None:
+    """Return (current, largest) number of lanes of the PCIe link of a device in sysfs, or None if it is unknown."""
+    texts = [system_text(folder / f"{kind}_link_width") or "" for kind in ("current", "max")]
+    return (int(texts[0]), int(texts[1])) if all(text.isdigit() and text != "0" for text in texts) else None
+
+
+def _memory_limit(root: Path) -> float:
+    for name in ("memory.max", "memory/memory.limit_in_bytes"):  # cgroup versions 2 and 1
+        text = system_text(root / "sys/fs/cgroup" / name)
+        if text and text.isdigit() and int(text) < 1 << 60:
+            return int(text) / GIB
+    return float("inf")
+
+
+def _existing(path: Path) -> Path:
+    return next(place for place in (path.absolute(), *path.absolute().parents) if place.exists())
+
+
+def _disk(place: Path) -> tuple[float, float]:
+    status = os.statvfs(place)
+    return status.f_bavail * status.f_frsize / 1e9, status.f_favail / status.f_files if status.f_files else 1.0
+
+
+def _file_system(place: Path) -> str:
+    mounts = sorted(psutil.disk_partitions(all=True), key=lambda mount: len(mount.mountpoint))
+    return next((mount.fstype for mount in reversed(mounts) if place.is_relative_to(mount.mountpoint)), "")
+
+
+def _port_used(port: str) -> bool | None:
+    if not port.isdigit():
+        return None if port else False
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("", int(port)))
+        except OSError:
+            return True
+    return False
+
+
+def _library_shadows(path: str) -> tuple[str, ...]:
+    names = ("libcudart.so*", "libcublas.so*", "libnccl.so*", "libamdhip64.so*", "librccl.so*", "libtorch.so*")
+    folders = [Path(part) for part in path.split(":") if part]
+    return tuple(str(folder) for folder in folders if any(any(folder.glob(name)) for name in names))
+
+
+def _damaged_data() -> tuple[str, ...]:
+    damaged = []
+    for folder in sorted(path for path in processed_root().glob("[!._]*") if path.is_dir()):
+        try:
+            manifest = read_manifest(folder)
+        except DataError as error:
+            damaged.append(f"{folder.name}: {error.what}")
+            continue
+        # Sizes only, because hashes of large sets take minutes. `hyperion data verify` reads all bytes.
+        for name, entry in manifest.files.items() if manifest else ():
+            file = folder / name
+            if not file.is_file() or file.stat().st_size != entry["bytes"]:
+                damaged.append(f"{folder.name}/{name}")
+    return tuple(damaged)
+
+
+def _end_of(log: Path) -> str:
+    with open(log, "rb") as file:
+        file.seek(0, os.SEEK_END)
+        file.seek(max(0, file.tell() - _LOG_BYTES))
+        return file.read().decode(errors="replace")
+
+
+def machine_settings(state: State | None = None) -> list[Setting]:
+    """Return the environment variables that a machine needs. See `minimal_environment`."""
+    state = state or read_state()
+    on_network = [name for name, kind in (state.file_systems or {}).items() if kind in NETWORK_FILE_SYSTEMS]
+    # Compile caches only: data and models in HF_HOME are large, and are read from the network file system once.
+    local = {
+        name: os.path.join(tempfile.gettempdir(), f"{name.lower()}-{os.getuid()}") for name in on_network if name != "HF_HOME"
+    }
+    return minimal_environment(int(state.cores_allowed or 1), len(state.device_archs), local)

@@ -1,0 +1,313 @@
+"""Watch all devices of a machine while a command runs: utilisation, memory, temperature, power, clocks and throttling.
+
+Devices are found without torch, with NVML, sysfs or psutil, so that the monitor takes no memory of a GPU. Nothing is written to a
+device. ROCm's own tools read the same files of sysfs that are read here; amdsmi is used as well where ROCm installed it.
+"""
+
+import itertools
+import math
+import statistics
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from hyperion.hardware.cpu import read_cpu, system_text, usable_cpus
+from hyperion.hardware.device import Device
+from hyperion.hardware.telemetry import Reader, Telemetry, reader_for
+from hyperion.install.machine import AMD, DISPLAY_CLASSES
+
+COLUMNS = (
+    "time_s",
+    "device",
+    "utilization_percent",
+    "memory_gib",
+    "temperature_c",
+    "power_w",
+    "clock_mhz",
+    "memory_clock_mhz",
+    "throttle",
+)
+
+
+Load = tuple[float | None, float | None]
+
+
+@dataclass(frozen=True)
+class Reading:
+    """One reading of one device.
+
+    Args:
+        time_s: time of a monotonic clock.
+        telemetry: clocks, power, temperature and throttling.
+        utilization_percent: share of the time in which the device worked since the last reading, or None if it is unreadable.
+        memory_bytes: used memory, or None if it is unreadable.
+    """
+
+    time_s: float
+    telemetry: Telemetry
+    utilization_percent: float | None = None
+    memory_bytes: float | None = None
+
+
+def system_devices(root: Path = Path("/"), nvml: Any = None) -> list[Device]:
+    """Return all GPUs of the machine, or the CPU if there is none. Masks such as CUDA_VISIBLE_DEVICES are ignored.
+
+    Args:
+        root: folder that contains sys/.
+        nvml: the module pynvml, or None to import it.
+    """
+    return _nvidia_devices(nvml) or _amd_devices(root) or [_cpu()]
+
+
+def _nvidia_devices(nvml: Any) -> list[Device]:
+    try:
+        if nvml is None:
+            import pynvml as nvml  # pyright: ignore[reportMissingImports]
+        nvml.nvmlInit()
+        handles = [nvml.nvmlDeviceGetHandleByIndex(index) for index in range(nvml.nvmlDeviceGetCount())]
+        return [
+            Device(
+                "cuda",
+                index,
+                str(nvml.nvmlDeviceGetName(handle)),
+                "sm_" + "".join(map(str, nvml.nvmlDeviceGetCudaComputeCapability(handle))),
+                nvml.nvmlDeviceGetMemoryInfo(handle).total,
+                None,
+                None,
+                f"cuda:{index}",
+                uuid=str(nvml.nvmlDeviceGetUUID(handle)),
+                vendor="NVIDIA",
+            )
+            for index, handle in enumerate(handles)
+        ]
+    except Exception:  # pynvml is missing, or there is no NVIDIA driver
+        return []
+
+
+def _amd_devices(root: Path) -> list[Device]:
+    devices = []
+    for folder in sorted((root / "sys/bus/pci/devices").glob("*")):
+        if system_text(folder / "vendor") != AMD or (system_text(folder / "class") or "")[:6] not in DISPLAY_CLASSES:
+            continue
+        total = system_text(folder / "mem_info_vram_total")
+        if not total:  # no amdgpu driver
+            continue
+        name = system_text(folder / "product_name") or f"AMD GPU {system_text(folder / 'device')}"
+        index = len(devices)
+        # MI250X is the only gfx90a GPU whose dies share a power reading. The rule needs the name of the product.
+        arch = "gfx90a" if "MI2" in name else "unknown"
+        devices.append(
+            Device("rocm", index, name, arch, int(total), None, None, f"cuda:{index}", pci_address=folder.name, vendor="AMD")
+        )
+    return devices
+
+
+def _cpu() -> Device:
+    cpu = read_cpu()
+    return Device("cpu", 0, cpu.name, cpu.machine, cpu.memory_bytes, cpu.cores, None, "cpu", isa=cpu.flags, vendor=cpu.vendor)
+
+
+def monitor_reader(
+    device: Device, root: Path = Path("/"), nvml: Any = None, reader: Reader | None = None
+) -> Callable[[], Reading]:
+    """Return a function that reads all quantities of a device once.
+
+    Args:
+        device: a device from `system_devices`.
+        root: folder that contains sys/.
+        nvml: the module pynvml, or None to import it.
+        reader: reader of the telemetry; default: `reader_for(device)`.
+    """
+    state = reader or reader_for(device)
+    if device.kind == "cuda":
+        load = _nvidia_load(device, nvml)
+    else:
+        load = _amd_load(device, root) if device.kind == "rocm" else _cpu_load()
+    return lambda: Reading(time.monotonic(), state(), *load())
+
+
+def _nvidia_load(device: Device, nvml: Any) -> Callable[[], Load]:
+    if nvml is None:
+        import pynvml as nvml  # pyright: ignore[reportMissingImports]
+
+    handle = nvml.nvmlDeviceGetHandleByUUID(device.uuid)
+
+    def value(query: Callable[[], Any]) -> float | None:
+        try:
+            return float(query())
+        except nvml.NVMLError:  # this GPU does not report the quantity
+            return None
+
+    return lambda: (
+        value(lambda: nvml.nvmlDeviceGetUtilizationRates(handle).gpu),
+        value(lambda: nvml.nvmlDeviceGetMemoryInfo(handle).used),
+    )
+
+
+def _amd_load(device: Device, root: Path) -> Callable[[], Load]:
+    folder = root / "sys/bus/pci/devices" / (device.pci_address or "-")
+
+    def load() -> Load:
+        texts = (system_text(folder / name) for name in ("gpu_busy_percent", "mem_info_vram_used"))
+        utilization, memory = (float(text) if text and text.isdigit() else None for text in texts)
+        return utilization, memory
+
+    return load
+
+
+def _cpu_load() -> Callable[[], Load]:
+    cpus = sorted(usable_cpus())
+    psutil.cpu_percent(percpu=True)  # the first call has no interval
+
+    def load() -> Load:
+        by_cpu = psutil.cpu_percent(percpu=True)
+        memory = psutil.virtual_memory()
+        return statistics.mean(by_cpu[cpu] for cpu in cpus if cpu < len(by_cpu)), float(memory.total - memory.available)
+
+    return load
+
+
+@dataclass(frozen=True)
+class DeviceSummary:
+    """What the monitor saw of one device. Quantities that could not be read are None.
+
+    Args:
+        device: name of the device.
+        samples: number of readings.
+        rate_error: relative difference of the mean interval from the requested one, or None with fewer than two readings.
+        utilization_percent: mean.
+        memory_gib: largest used memory.
+        temperature_c: highest temperature.
+        power_w: mean power.
+        energy_j: energy from the counter of the device, else the integral of the power.
+        throttle: all reasons, joined by '+', or 'none'.
+        unreadable: for each quantity that was not read, the reason.
+    """
+
+    device: str
+    samples: int
+    rate_error: float | None
+    utilization_percent: float | None
+    memory_gib: float | None
+    temperature_c: float | None
+    power_w: float | None
+    energy_j: float | None
+    throttle: str | None
+    unreadable: dict[str, str]
+
+
+def summarize(device: Device, readings: Sequence[Reading], interval_s: float) -> DeviceSummary:
+    """Return the summary of the readings of one device."""
+    telemetry = [one.telemetry for one in readings]
+    powers = [one.power_w for one in telemetry if one.power_w is not None]
+    temperatures = [one.temperature_c for one in telemetry if one.temperature_c is not None]
+    utilizations = [one.utilization_percent for one in readings if one.utilization_percent is not None]
+    memory = [one.memory_bytes for one in readings if one.memory_bytes is not None]
+    states = {reason for one in telemetry if one.throttle is not None for reason in one.throttle.split("+")}
+    return DeviceSummary(
+        device.name,
+        len(readings),
+        rate_error([one.time_s for one in readings], interval_s),
+        statistics.mean(utilizations) if utilizations else None,
+        max(memory) / 2**30 if memory else None,
+        max(temperatures, default=None),
+        statistics.mean(powers) if powers else None,
+        energy_of(readings),
+        ("+".join(sorted(states - {"none"})) or "none") if states else None,
+        telemetry[-1].unreadable if readings else {},
+    )
+
+
+def rate_error(times_s: Sequence[float], interval_s: float) -> float | None:
+    """Return the relative difference of the mean interval from the requested one; None with fewer than two times."""
+    if len(times_s) < 2:
+        return None
+    return (times_s[-1] - times_s[0]) / (len(times_s) - 1) / interval_s - 1
+
+
+def energy_of(readings: Sequence[Reading]) -> float | None:
+    """Return the energy in joules between the first and the last reading; None if neither energy nor power was read."""
+    counter = [one.telemetry.energy_j for one in readings if one.telemetry.energy_j is not None]
+    if len(counter) == len(readings) > 1 and counter[-1] > counter[0]:
+        return counter[-1] - counter[0]
+    powers = [(one.time_s, one.telemetry.power_w) for one in readings if one.telemetry.power_w is not None]
+    if len(powers) < 2:
+        return None
+    return math.fsum((t1 - t0) * (p0 + p1) / 2 for (t0, p0), (t1, p1) in itertools.pairwise(powers))
+
+
+def csv_rows(devices: Sequence[Device], readings: Sequence[Sequence[Reading]]) -> list[dict[str, Any]]:
+    """Return one row with the keys `COLUMNS` for each reading of each device. The time of the first reading is 0."""
+    start = min((series[0].time_s for series in readings if series), default=0.0)
+    return [
+        {
+            "time_s": one.time_s - start,
+            "device": f"{device.index}: {device.name}",
+            "utilization_percent": one.utilization_percent,
+            "memory_gib": None if one.memory_bytes is None else one.memory_bytes / 2**30,
+            **{name: getattr(one.telemetry, name) for name in COLUMNS[4:]},
+        }
+        for device, series in zip(devices, readings, strict=True)
+        for one in series
+    ]
+
+
+def next_due(due_s: float, now_s: float, interval_s: float) -> float:
+    """Return the time of the next reading: the first time `due_s` + n `interval_s` after now, with n at least 1."""
+    return due_s + interval_s * (1 + max(0.0, now_s - due_s) // interval_s)
+
+
+class Monitor:
+    """Sample all devices in a thread at a fixed rate while the code in a `with` block runs.
+
+    The schedule is fixed: the duration of a reading and a late wake-up do not delay later readings. If the readings take longer
+    than the interval, the missed ones are left out, and `rate_error` shows it. If a reader raises an error, it is raised at the
+    end of the block.
+
+    Args:
+        devices: the devices.
+        interval_s: seconds between two readings.
+        readers: reader of each device; default: `monitor_reader`.
+    """
+
+    def __init__(self, devices: Sequence[Device], interval_s: float, readers: Sequence[Callable[[], Reading]] | None = None):
+        self.devices, self.interval_s = list(devices), interval_s
+        self.readings: list[list[Reading]] = [[] for _ in devices]
+        self.overhead = 0.0  # share of one core that the thread used, known at the end of the block
+        self._readers = list(readers or (monitor_reader(device) for device in devices))
+        self._stop, self._error = threading.Event(), None
+        self._thread = threading.Thread(target=self._run, name="monitor", daemon=True)
+
+    def __enter__(self) -> "Monitor":
+        self._thread.start()
+        return self
+
+    def __exit__(self, *exception) -> None:
+        self._stop.set()
+        self._thread.join()
+        if self._error is not None and exception[0] is None:
+            raise self._error
+
+    def _run(self) -> None:
+        started_s, used_s = time.monotonic(), time.thread_time()
+        due_s = started_s
+        try:
+            while True:
+                for read, series in zip(self._readers, self.readings, strict=True):
+                    series.append(read())
+                due_s = next_due(due_s, time.monotonic(), self.interval_s)
+                if self._stop.wait(due_s - time.monotonic()):
+                    break
+        except Exception as error:  # raised in the caller's thread by __exit__
+            self._error = error
+        self.overhead = (time.thread_time() - used_s) / max(time.monotonic() - started_s, 1e-9)
+
+    def summaries(self) -> list[DeviceSummary]:
+        """Return the summary of each device."""
+        pairs = zip(self.devices, self.readings, strict=True)
+        return [summarize(device, readings, self.interval_s) for device, readings in pairs]

@@ -1,0 +1,148 @@
+"""Advice about an installation: wheel, container, conda or native, from driver, GPU and a dated table of support."""
+
+import functools
+import re
+import tomllib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from hyperion.errors import HyperionError
+from hyperion.install.machine import ROCM_WHEEL_ARCHS, KernelFacts, decide
+from hyperion.install.plan import CPU_INDEX, ROCM_INDEX, ROCM_WHEELS, TORCH, TORCHVISION, choose
+
+CUDA_OF_PYPI = 13  # major version of CUDA of the wheels of torch 2.13 on PyPI
+_CONDA = "PyTorch itself publishes no conda packages since 2.6 (pytorch/pytorch issue 138506)"
+
+
+@dataclass(frozen=True)
+class Support:
+    """What the vendor states about one architecture.
+
+    Args:
+        arch: architecture.
+        level: 'supported', 'deprecated', 'unsupported', or 'unknown' if no table of ours lists it.
+        wheel: whether PyTorch's ROCm wheels have code for it.
+        evidence: products, version, source and date of the statement.
+    """
+
+    arch: str
+    level: Literal["supported", "deprecated", "unsupported", "unknown"]
+    wheel: bool
+    evidence: str
+
+
+@dataclass(frozen=True)
+class Way:
+    """One way to install.
+
+    Args:
+        kind: 'wheel', 'container', 'conda' or 'native'.
+        verdict: 'recommended', 'possible', 'impossible' or 'unknown'.
+        command: the command, or "".
+        why: the reason of the verdict.
+    """
+
+    kind: Literal["wheel", "container", "conda", "native"]
+    verdict: Literal["recommended", "possible", "impossible", "unknown"]
+    command: str
+    why: str
+
+
+@functools.cache
+def _tables() -> dict[str, Any]:
+    return tomllib.loads(Path(__file__).with_name("support.toml").read_text(encoding="utf-8"))
+
+
+def support_of(arch: str) -> Support:
+    """Return what AMD states about an architecture. An architecture that the table does not list is 'unknown'."""
+    wheel = arch in ROCM_WHEEL_ARCHS
+    for table in _tables()["amd"]:
+        for entry in table["archs"]:
+            if entry["arch"] == arch:
+                evidence = f"{entry['products']}: ROCm {table['rocm']}, {table['source']}, {table['date']}"
+                return Support(arch, entry["level"], wheel, evidence)
+    return Support(arch, "unknown", wheel, "not in the table support.toml")
+
+
+def advise(facts: KernelFacts) -> list[Way]:
+    """Return each way to install PyTorch on this machine, with a verdict and its reason. Nothing is installed or downloaded.
+
+    Args:
+        facts: facts about driver and GPUs.
+    """
+    machine = decide(facts)
+    if machine.problem:
+        why = f"{machine.problem}; {machine.remedy}"
+        return [Way(kind, "impossible", "", why) for kind in ("wheel", "container", "conda", "native")]
+    if machine.kind == "rocm" or facts.amd_archs:
+        return _advise_amd(facts)
+    if machine.kind == "cuda":
+        return _advise_nvidia(facts)
+    # A machine without a GPU, or with one that has no driver.
+    note = machine.note or machine.evidence
+    return [
+        Way("wheel", "recommended", _pip(CPU_INDEX, TORCH, TORCHVISION), f"{note}; the CPU build"),
+        Way("container", "possible", "", "any image with Python 3.11 or newer; a GPU image gains nothing"),
+        Way("conda", "possible", "conda install pytorch-cpu -c conda-forge", f"{_CONDA}; conda-forge does"),
+        Way("native", "possible", "", "packages of a distribution are often older than torch 2.9"),
+    ]
+
+
+def _pip(index: str, torch: str, torchvision: str) -> str:
+    return f"pip install torch=={torch} torchvision=={torchvision} --index-url {index}"
+
+
+def _advise_amd(facts: KernelFacts) -> list[Way]:
+    archs = [support_of(arch) for arch in sorted(set(facts.amd_archs))]
+    stated = "; ".join(f"{one.arch} is {one.level} ({one.evidence})" for one in archs)
+    levels, lacking = {one.level for one in archs}, [one.arch for one in archs if not one.wheel]
+    image = "docker run --device=/dev/kfd --device=/dev/dri --group-add video --group-add render --ipc=host rocm/pytorch:latest"
+    conda = Way("conda", "unknown", "", f"{_CONDA}; the wheel also works inside a conda environment")
+    if lacking:
+        return [
+            Way("wheel", "impossible", "", f"PyTorch's ROCm wheels have no code for {', '.join(lacking)}; {stated}"),
+            Way("container", "unknown", image, f"whether the image has code for {', '.join(lacking)} is unknown"),
+            conda,
+            Way("native", "unknown", f"PYTORCH_ROCM_ARCH={';'.join(lacking)} python setup.py develop", "a build from source"),
+        ]
+    try:
+        version = choose(decide(facts)).version
+    except HyperionError as error:
+        wheel = Way("wheel", "impossible", "", f"{error.what}; {error.next_step}")
+        return [wheel, Way("container", "possible", image, stated), conda, Way("native", "possible", "", "a build from source")]
+    assert version is not None  # every ROCm choice has a version
+    command = _pip(ROCM_INDEX.format(major=version[0], minor=version[1]), *ROCM_WHEELS[version])
+    verdict = "recommended" if levels == {"supported"} else "unknown" if "unknown" in levels else "possible"
+    return [
+        Way("wheel", verdict, command, f"{stated}; PyPI has no ROCm wheel of torch, so the index is needed"),
+        Way("container", "possible", image, "the image contains its own ROCm; it is never downloaded by Hyperion"),
+        conda,
+        Way("native", "possible", "", "ROCm in /opt/rocm is needed to compile extensions, not to run the wheel"),
+    ]
+
+
+def _advise_nvidia(facts: KernelFacts) -> list[Way]:
+    driver = facts.nvidia_driver or ""
+    match = re.match(r"\d+", driver)
+    if match is None:
+        wheel = Way("wheel", "unknown", "", "the version of the NVIDIA driver is unknown")
+    else:
+        table = _tables()["cuda"]
+        entry = next((entry for entry in table["drivers"] if int(match[0]) >= entry["driver"]), None)
+        if entry is None:
+            least = min(entry["driver"] for entry in table["drivers"])
+            wheel = Way("wheel", "impossible", "", f"driver {driver} is older than {least}, the least for CUDA 12: update it")
+        else:
+            why = f"driver {driver} runs CUDA {entry['major']}.x ({table['source']}, {table['date']})"
+            if entry["major"] == CUDA_OF_PYPI:
+                wheel = Way("wheel", "recommended", f"pip install torch=={TORCH} torchvision=={TORCHVISION}", why)
+            else:
+                next_step = f"the wheels on PyPI need CUDA {CUDA_OF_PYPI}: update the driver, or see pytorch.org/get-started"
+                wheel = Way("wheel", "unknown", "", f"{why}; {next_step}")
+    return [
+        wheel,
+        Way("container", "possible", "docker run --gpus all --ipc=host pytorch/pytorch", "needs nvidia-container-toolkit"),
+        Way("conda", "possible", "conda install pytorch-gpu -c conda-forge", f"{_CONDA}; conda-forge does"),
+        Way("native", "possible", "", "a CUDA toolkit is needed to compile extensions, not to run the wheel"),
+    ]

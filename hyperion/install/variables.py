@@ -1,0 +1,215 @@
+"""Environment variables: a registry of who reads each, a linter for settings, and a generator of a minimal environment.
+
+The registry is variables.toml. The linter names variables that nothing reads, values that do harm, and settings that contradict
+each other.
+"""
+
+import functools
+import mmap
+import re
+import shlex
+import tomllib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from hyperion.errors import HyperionError
+
+# Prefixes of names whose readers the registry knows. An unknown name with such a prefix is probably a mistake.
+_FAMILIES = ("NCCL_", "RCCL_", "TORCH_NCCL_", "HSA_", "HIP_", "ROCR_", "MIOPEN_", "PYTORCH_", "GPU_MAX_")
+_LIBRARIES = ("torch/lib/lib*.so*", "nvidia/**/lib*.so*", "torch/cuda/*.py", "torch/utils/cpp_extension.py")
+_NAME = r"[A-Z][A-Z0-9_]*"
+_ASSIGNMENTS = (
+    re.compile(rf"^\s*(?:export\s+|ENV\s+|set\s+-gx\s+|setenv\s+|-e\s+)?({_NAME})(?:=|(?<=\S)\s+)(.*)$"),
+    re.compile(rf"""environ(?:\.setdefault\(|\[)\s*["']({_NAME})["']\]?\s*[=,]\s*["']([^"']*)["']"""),
+)
+SHELLS = ("bash", "zsh", "fish")
+
+
+@dataclass(frozen=True)
+class Variable:
+    """One variable: its readers, its effect, and the files and the source that prove that they read it."""
+
+    name: str
+    readers: str
+    effect: str
+    source: str
+    files: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class VariableFinding:
+    """One finding of the linter.
+
+    Args:
+        kind: 'unknown' (nothing reads it), 'unlisted' (of a known family, and not in the registry), 'harmful' or
+            'contradiction'.
+        name: the variable.
+        what: what is wrong, with the value.
+        instead: what to do.
+    """
+
+    kind: Literal["unknown", "unlisted", "harmful", "contradiction"]
+    name: str
+    what: str
+    instead: str
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One line of a generated environment, with the reason for it."""
+
+    name: str
+    value: str
+    why: str
+
+
+@functools.cache
+def _tables() -> dict[str, Any]:
+    return tomllib.loads(Path(__file__).with_name("variables.toml").read_text(encoding="utf-8"))
+
+
+@functools.cache
+def registry() -> dict[str, Variable]:
+    """Return the registry, by the name of the variable."""
+    variables = {}
+    for reader in _tables()["reader"]:
+        files = tuple(reader.get("files", ()))
+        for name, entry in reader["variables"].items():
+            effect, place = (entry, "") if isinstance(entry, str) else entry
+            source = ": ".join(filter(None, (reader["source"], place)))
+            variables[name] = Variable(name, reader["name"], effect, source, files)
+    return variables
+
+
+def fictional() -> dict[str, str]:
+    """Return the names in published guides that nothing reads. The values say what to use instead."""
+    return _tables()["fiction"]
+
+
+def lint(assignments: Iterable[tuple[str, str]], site_packages: Path | None = None) -> list[VariableFinding]:
+    """Return what is wrong with settings.
+
+    Args:
+        assignments: pairs of name and value in their order. A name may occur several times.
+        site_packages: folder of the installed packages. If given, names that the registry does not list are searched in their
+            libraries; a name that a library contains is no finding. If None, such names are not reported.
+    """
+    findings, last = [], {}
+    for name, value in assignments:
+        if name in last and last[name] != value:
+            what = f"{name} is set to {last[name]!r} and to {value!r}"
+            findings.append(VariableFinding("contradiction", name, what, "keep one of them; the last one counts"))
+        last[name] = value
+    for name, value in last.items():
+        if name in fictional():
+            what = f"nothing reads {name}={value}"
+            findings.append(VariableFinding("unknown", name, what, f"use {fictional()[name]}"))
+        elif site_packages is not None and _is_unlisted(name, site_packages):
+            what = f"{name} is not in the registry, and no installed library contains this name"
+            findings.append(VariableFinding("unlisted", name, what, "check its spelling in the documentation of its reader"))
+        findings += [
+            VariableFinding("harmful", name, f"{name}={value}: {entry['why']}", f"unset {name}")
+            for entry in _tables()["harmful"]
+            if re.fullmatch(entry["name"], name) and re.fullmatch(entry["value"], value)
+        ]
+    for entry in _tables()["contradiction"]:
+        if re.fullmatch(entry["value"], last.get(entry["name"], "\0")):
+            for name, value in last.items():
+                if re.fullmatch(entry["other"], name) and re.fullmatch(entry["other_value"], value):
+                    what = f"{entry['name']}={last[entry['name']]} and {name}={value}: {entry['why']}"
+                    findings.append(VariableFinding("contradiction", name, what, f"unset {entry['name']} or {name}"))
+    hip, cuda = last.get("HIP_VISIBLE_DEVICES"), last.get("CUDA_VISIBLE_DEVICES")
+    if hip is not None and cuda is not None and hip != cuda:
+        what = f"HIP_VISIBLE_DEVICES={hip} and CUDA_VISIBLE_DEVICES={cuda}: on ROCm the first counts, on CUDA the second"
+        findings.append(VariableFinding("contradiction", "HIP_VISIBLE_DEVICES", what, "set the same value"))
+    return findings
+
+
+def _is_unlisted(name: str, site_packages: Path) -> bool:
+    """Return True if neither the registry nor an installed library contains a name of a known family."""
+    if not name.startswith(_FAMILIES) or name in registry():
+        return False
+    files = [file for pattern in _LIBRARIES for file in site_packages.glob(pattern)]
+    return not any(contains_name(file, name) for file in (*files, *Path("/opt/rocm/lib").glob("lib*.so")))
+
+
+def contains_name(file: Path, name: str) -> bool:
+    """Return True if the bytes of a file contain a name that is no part of a longer name."""
+    if not file.is_file() or file.stat().st_size == 0:
+        return False
+    part, place = name.encode(), -1
+    with open(file, "rb") as stream, mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as content:
+        # find() is ten times faster than a regular expression, and libraries have gigabytes.
+        while (place := content.find(part, place + 1)) >= 0:
+            around = content[max(0, place - 1) : place] + content[place + len(part) : place + len(part) + 1]
+            if not re.search(rb"[A-Z0-9_]", around):
+                return True
+    return False
+
+
+def read_assignments(file: Path) -> list[tuple[str, str]]:
+    """Return the settings in a shell script, a Dockerfile or a Python file.
+
+    Raises:
+        HyperionError: the file cannot be read as text.
+    """
+    try:
+        text = file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise HyperionError(
+            f"cannot read: {error}", where=file, next_step="name a shell script, Dockerfile or Python file"
+        ) from error
+    found = []
+    for line in text.splitlines():
+        for part in re.split(r"[;&]+\s*", line.split(" #")[0]) if not line.lstrip().startswith("#") else ():
+            for pattern in _ASSIGNMENTS:
+                if match := pattern.search(part):
+                    found.append((match[1], match[2].strip().strip("\"'")))
+                    break
+    return found
+
+
+def minimal_environment(
+    cores: int, devices: int, node_local: Mapping[str, str] | None = None, staged: bool = False
+) -> list[Setting]:
+    """Return the settings that this machine needs, each with its reason.
+
+    No variable of a driver or a library is set, because their defaults are right.
+
+    Args:
+        cores: physical cores that the process may use.
+        devices: number of GPUs, which is the number of ranks of a node.
+        node_local: for each cache variable whose folder is on a network file system, a folder on this node.
+        staged: whether all data and models are in the cache, so that no connection is needed.
+    """
+    settings = [Setting("PYTHONNOUSERSITE", "1", "packages of the user's site-packages are not mixed with this environment")]
+    threads = max(1, cores // max(1, devices))
+    if devices > 1:
+        settings.append(Setting("OMP_NUM_THREADS", str(threads), f"{cores} cores / {devices} ranks; torchrun sets 1 otherwise"))
+        settings.append(Setting("NCCL_DEBUG", "WARN", "NCCL and RCCL print the reason of an error, and nothing else"))
+    for name, folder in (node_local or {}).items():
+        settings.append(Setting(name, folder, "the default is on a network file system, which is slow with many ranks"))
+    if staged:
+        settings.append(Setting("HF_HUB_OFFLINE", "1", "everything is staged, so no connection is opened"))
+    return settings
+
+
+def as_script(settings: Iterable[Setting], shell: str) -> str:
+    """Return the settings as commands of a shell. Values are quoted for this shell.
+
+    Raises:
+        HyperionError: the shell is unknown.
+    """
+    if shell not in SHELLS:
+        raise HyperionError(f"unknown shell {shell!r}", next_step=f"use one of {', '.join(SHELLS)}")
+    lines = []
+    for one in settings:
+        if shell == "fish":
+            escaped = one.value.replace("\\", "\\\\").replace("'", "\\'")  # the only escapes in fish's single quotes
+            command = f"set -gx {one.name} '{escaped}'"
+        else:
+            command = f"export {one.name}={shlex.quote(one.value)}"
+        lines.append(f"# {one.why}\n{command}\n")
+    return "".join(lines)

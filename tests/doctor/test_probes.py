@@ -1,0 +1,89 @@
+"""Each probe finds a planted fault, and says why it tested nothing."""
+
+import subprocess
+import sys
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+from hyperion.doctor import probes
+from hyperion.doctor.probes import package_version
+from hyperion.hardware import Telemetry, detect_cpu
+
+
+def wrong_bytes(tensor: torch.Tensor, target: str) -> torch.Tensor:
+    return tensor if target == "cuda:0" else tensor.roll(1)
+
+
+def mpi(lines: str, code: int = 0):
+    return partial(
+        probes.probe_mpi, lambda name: "/usr/bin/mpirun", lambda *_, **__: subprocess.CompletedProcess([], code, lines, "")
+    )
+
+
+# For each probe: a call that must fail, and the same call without the fault.
+CASES = {
+    "training": (
+        partial(probes.probe_training, optimizer=lambda weights, lr: torch.optim.SGD(weights, lr=1.01 * lr)),
+        probes.probe_training,
+    ),
+    "attention": (
+        partial(probes.probe_attention, attention=lambda q, k, v, is_causal: F.scaled_dot_product_attention(q, k, v)),
+        probes.probe_attention,
+    ),
+    "product": (
+        partial(probes.probe_product, "jax", lambda a, b: a @ b + np.float32(0.01)),
+        partial(probes.probe_product, "jax", lambda a, b: a @ b),
+    ),
+    "peers": (partial(probes.probe_peers, 3, wrong_bytes), partial(probes.probe_peers, 3, lambda tensor, target: tensor)),
+    "telemetry": (
+        partial(probes.probe_telemetry, detect_cpu(), lambda device: Telemetry(power_w=1e6)),
+        partial(probes.probe_telemetry, detect_cpu(), lambda device: Telemetry(power_w=300.0)),
+    ),
+    "mpi": (mpi("mpi 1 Open MPI\nmpi 1 Open MPI\n"), mpi("mpi 2 Open MPI\nmpi 2 Open MPI\n")),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_planted_fault_is_found_and_the_clean_twin_passes(name, monkeypatch):
+    monkeypatch.setattr(probes, "package_version", lambda package: "4.0")
+    faulty, clean = (call() for call in CASES[name])
+    assert faulty.status == "fail" and faulty.evidence and faulty.remedy
+    assert clean.status == "ok", clean.evidence
+
+
+@pytest.mark.process
+@pytest.mark.slow
+def test_two_ranks_compare_every_value():
+    result = probes.probe_collectives(2, "gloo")
+    assert result.status == "ok", result.evidence
+
+
+def test_a_rank_with_wrong_values_is_named(monkeypatch):
+    right = {"right": True, "backend": "gloo"}
+    monkeypatch.setattr(probes, "run_ranks", lambda job, on_line: [right, right | {"right": False}])
+    result = probes.probe_collectives(2, "gloo")
+    assert result.status == "fail" and "on rank 1" in result.evidence
+
+
+def test_what_is_missing_is_skipped_or_absent_with_its_reason():
+    assert probes.probe_peers(1).evidence == "1 GPUs: there is no pair"
+    absent = probes.probe_mpi(lambda name: None)
+    assert (absent.status, absent.found) == ("absent", False) and "mpirun" in absent.evidence
+    silent = probes.probe_telemetry(detect_cpu(), lambda device: Telemetry(unreadable={"power_w": "no right"}))
+    assert silent.status == "skip" and "no right" in silent.evidence
+    assert probes.probe_triton(detect_cpu()).status == "skip"
+
+
+def test_an_optional_package_is_absent_a_required_one_fails_and_a_broken_one_is_not_ok(tmp_path, monkeypatch):
+    assert probes.probe_import("nope", ("nope",), required=False).status == "absent"
+    assert probes.probe_import("nope", ("nope",), required=True).status == "fail"
+    (tmp_path / "brokenpackage.py").write_text("raise OSError('libcudart.so.12: cannot open shared object file')")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(probes, "package_version", lambda package: "0.1")
+    broken = probes.probe_import("brokenpackage", ("brokenpackage",), required=False)
+    assert (broken.status, broken.version) == ("fail", "0.1") and "OSError: libcudart" in broken.evidence
+    assert "brokenpackage" not in sys.modules and package_version("nope") is None

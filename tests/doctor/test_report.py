@@ -1,0 +1,162 @@
+"""The report of the doctor: its schema, its exit code, the isolation of its tests, and one real run with everything in it."""
+
+import json
+from dataclasses import replace
+
+import jsonschema
+import pytest
+from typer.testing import CliRunner
+
+from hyperion.cli import app
+from hyperion.doctor.checks import CheckResult
+from hyperion.doctor.components import Check, Component, components, run_components
+from hyperion.doctor.report import LAYERS, LEVELS, Item, make_report, report_json, report_schema, report_table
+from hyperion.doctor.rules import rules
+from hyperion.doctor.state import State
+from hyperion.errors import HyperionError
+from hyperion.hardware import collect_facts
+from hyperion.processes.isolated import IsolatedError, IsolatedProcess
+from tests.hardware.machines import facts, gpu
+
+ITEM = Item("system", "python", "import", True, "3.12", "version", "ok", "Python 3.12", "", 0.1)
+
+
+def fine() -> CheckResult:
+    return CheckResult("fine", "ok", "as expected", version="1.0")
+
+
+def absent() -> CheckResult:
+    return CheckResult("absent", "absent", "not installed", found=False)
+
+
+def broken() -> CheckResult:
+    raise KeyError("libamd_smi.so")
+
+
+def crash() -> CheckResult:
+    raise IsolatedError("the process crashed")
+
+
+class SameProcess(IsolatedProcess):
+    """Run the tests in this process."""
+
+    def start(self) -> None:
+        pass
+
+    def run(self, function):
+        return function()
+
+
+def test_a_failure_stops_no_other_test_and_every_level_has_an_item(monkeypatch):
+    monkeypatch.setattr("hyperion.doctor.components.IsolatedProcess", SameProcess)
+    optional = Component("model", "optional", {"import": Check("import m", absent), "correctness": Check("by value", fine)})
+    tests = {"crash": crash, "broken": broken, "fine": fine}
+    made = [optional, *(Component("framework", name, {"import": Check("a test", run)}) for name, run in tests.items())]
+    items = run_components(made)
+    assert [(item.component, item.level) for item in items] == [(one.name, level) for one in made for level in LEVELS]
+    by_name = {item.component: item for item in items if item.level == "import"}
+    assert (by_name["crash"].result, by_name["crash"].evidence) == ("fail", "the process crashed")
+    assert by_name["broken"].result == "fail" and "KeyError: 'libamd_smi.so'" in by_name["broken"].evidence
+    assert (by_name["fine"].result, by_name["fine"].version, by_name["fine"].tested) == ("ok", "1.0", "a test")
+    untested = [item for item in items if item.component == "optional"]
+    assert [(item.result, item.found) for item in untested] == [("absent", False), ("skip", False), ("skip", False)]
+    assert all(item.evidence and not item.tested for item in untested)
+    assert "the level import is 'absent'" in untested[1].evidence
+
+
+@pytest.mark.parametrize("changes", [{"tested": ""}, {"evidence": ""}, {"result": "fail"}, {"result": "warn"}])
+def test_an_item_without_test_evidence_or_remedy_is_refused(changes):
+    with pytest.raises(ValueError, match="python at level import"):
+        replace(ITEM, **changes)
+
+
+def test_the_exit_code_is_that_of_the_worst_item():
+    assert make_report([ITEM], [], 1.0).exit_code == 0
+    failed = replace(ITEM, result="fail", remedy="mend it")
+    report = make_report([ITEM, failed, replace(ITEM, layer="hardware")], [], 1.0)
+    assert report.exit_code == 1 and report.summary == {"ok": 2, "fail": 1}
+    assert [item.layer for item in report.items] == ["hardware", "system", "system"]
+
+
+def test_the_schema_refuses_another_layer_a_missing_and_an_unknown_field():
+    content = report_json(make_report([ITEM], [], 1.0))
+    jsonschema.validate(json.loads(json.dumps(content)), report_schema())
+    for change in ({"layer": "cloud"}, {"result": "good"}, {"seconds": "fast"}, {"extra": 1}):
+        wrong = json.loads(json.dumps(content))
+        wrong["items"][0] |= change
+        with pytest.raises(jsonschema.ValidationError):
+            jsonschema.validate(wrong, report_schema())
+    del content["rules"]
+    with pytest.raises(jsonschema.ValidationError):
+        jsonschema.validate(json.loads(json.dumps(content)), report_schema())
+
+
+def test_a_report_that_breaks_the_schema_is_not_printed():
+    report = make_report([replace(ITEM, seconds=float("nan"))], [], 1.0)
+    with pytest.raises(HyperionError, match="seconds"):
+        report_json(report)
+
+
+def test_every_device_is_tested_and_every_layer_has_components():
+    node = components(facts(gpus=tuple(gpu("MI250X") for _ in range(3))), numerics=True, floors=True)
+    devices = [component for component in node if component.name.startswith("cuda:")]
+    assert [component.name[:6] for component in devices] == ["cuda:0", "cuda:1", "cuda:2"]
+    assert all(set(component.tests) == set(LEVELS) for component in devices)
+    assert {component.layer for component in node} == set(LAYERS)
+    names = {component.name for component in node}
+    documented = "PyTorch, ONNX Runtime, MIGraphX, Megatron-LM, Flash Attention, NCCL or RCCL, MPI, Triton, bitsandbytes, vLLM"
+    assert {*documented.split(", "), "ROCm SMI", "PyTorch Profiler", "Weights & Biases"} <= names
+    assert any(component.name == "gloo" for component in components(collect_facts()))
+
+
+def test_a_package_without_a_test_of_results_says_so():
+    untested = {c.name for c in components(collect_facts()) if "imported only" in c.untested.get("correctness", "")}
+    assert untested == {"MIGraphX", "Megatron-LM", "vLLM", "DeepSpeed", "Flash Attention", "Weights & Biases"}
+
+
+def test_the_table_has_one_line_for_each_component():
+    table = report_table(make_report([ITEM, replace(ITEM, level="correctness"), replace(ITEM, level="floor")], [], 1.0))
+    assert table.row_count == 1
+
+
+@pytest.mark.process
+@pytest.mark.slow
+def test_the_components_of_this_machine_are_exercised_and_the_report_follows_its_schema(monkeypatch, tmp_path):
+    # Other tests start the kernel and the ranks. One worker, so that torch is imported once.
+    chosen = [one for one in components(collect_facts()) if one.name not in ("notebook kernel", "gloo", "NCCL or RCCL")]
+    items = run_components(chosen, workers=1)
+    monkeypatch.setattr("hyperion.doctor.components.check_components", lambda *options: items)
+    (tmp_path / "train.log").write_text("RuntimeError: The server socket has failed to listen: EADDRINUSE\n")
+    done = CliRunner().invoke(app, ["doctor", "--json", "--log", str(tmp_path / "train.log")])
+    report = json.loads(done.stdout)
+    jsonschema.validate(report, report_schema())
+    assert done.exit_code == report["exit_code"]
+    results = {(item["component"], item["level"]): item for item in report["items"]}
+    assert len(results) == len(report["items"]) == len(chosen) * len(LEVELS)
+    for name in ("PyTorch", "torchvision", "transformers", "peft", "attention", "PyTorch Profiler"):
+        assert results[name, "correctness"]["result"] == "ok", results[name, "correctness"]
+    assert [rule["id"] for rule in report["rules"]] == [rule.id for rule in rules()]
+    found = {rule["id"]: rule["result"] for rule in report["rules"]}
+    assert (found["log_port_in_use"], found["log_killed"]) == ("warn", "ok")
+
+
+def test_the_command_prints_findings_with_remedies_and_one_line_for_skipped_tests(monkeypatch):
+    levels = [ITEM, *(replace(ITEM, level=level, result="skip", tested="", evidence="no test") for level in LEVELS[1:])]
+    failed = [replace(item, component="driver", result="fail", evidence="too old", remedy="update it") for item in levels[:1]]
+    made = [*levels, *failed, *(replace(item, component="driver") for item in levels[1:])]
+    monkeypatch.setattr("hyperion.doctor.components.check_components", lambda *options: made)
+    monkeypatch.setattr("hyperion.doctor.rules.apply_rules", lambda state: [])
+    done = CliRunner().invoke(app, ["doctor"])
+    assert done.exit_code == 1 and "driver (import): too old\n       next:  update it" in done.output
+    assert "driver (correctness), driver (floor)" in done.output and "6 items and 0 rules" in done.output
+
+
+def test_preflight_and_fit_end_with_their_exit_codes(monkeypatch, tmp_path):
+    monkeypatch.setattr("hyperion.doctor.state.read_state", lambda: State(memory_gib=4.0))
+    done = CliRunner().invoke(app, ["doctor", "--preflight", "inference", "--json"])
+    needs = {need["what"]: need for need in json.loads(done.stdout)}
+    assert done.exit_code == 1 and needs["host memory"]["result"] == "fail" and needs["disk of the results"]["result"] == "skip"
+    assert "host memory: found 4.2 GiB, needed 8 GiB" in CliRunner().invoke(app, ["doctor", "--preflight", "inference"]).output
+    (tmp_path / "step.py").write_text("def step(batch):\n    if batch > 6: raise MemoryError\n")
+    done = CliRunner().invoke(app, ["doctor", "--fit", str(tmp_path / "step.py")])
+    assert done.exit_code == 0 and "the largest batch that fits: 6" in done.output

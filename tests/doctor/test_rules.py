@@ -1,0 +1,315 @@
+"""Each rule of troubleshooting finds its cause in injected facts, and is silent on a healthy machine and just above its bound."""
+
+import socket
+import tempfile
+import tomllib
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from hyperion.doctor.batches import largest_fitting, load_step
+from hyperion.doctor.preflight import check_preflight, workloads
+from hyperion.doctor.rules import apply_rules, rules
+from hyperion.doctor.state import DeviceState, State, machine_settings, pcie_link, read_state
+from hyperion.errors import HyperionError
+from hyperion.install.machine import AMD, KernelFacts
+from hyperion.install.plan import Build
+
+INF = float("inf")
+GPU = DeviceState(127.0, 128.0, "none", 55.0, (16, 16), 0)
+NODE = KernelFacts(amd_archs=("gfx90a", "gfx90a"), kfd="ok", rocm_version=(7, 2))
+HEALTHY = State(
+    variables={"PATH": "/usr/bin"},
+    kernel=NODE,
+    build=Build("2.13.0+rocm7.2", hip="7.2.1"),
+    archs=("gfx90a", "gfx942"),
+    device_error="",
+    device_archs=("gfx90a", "gfx90a"),
+    devices=(GPU, GPU),
+    denied_render=(),
+    mpi="/usr/bin/mpirun",
+    collectives="RCCL 2.27",
+    memory_gib=512,
+    memory_available_gib=500,
+    memory_limit_gib=INF,
+    swap_used_gib=0,
+    shm_gib=64,
+    cores=64,
+    cores_allowed=64,
+    disks={"/results": (500, 0.9)},
+    file_systems={"HF_HOME": "xfs"},
+    noexec=(),
+    memlock_gib=INF,
+    open_files=65536,
+    interfaces=("lo", "eth0", "ib0"),
+    infiniband=True,
+    port_used=False,
+    own_address="10.0.0.7",
+    compiler="/usr/bin/g++",
+    python_header=True,
+    triton="",
+    governor="performance",
+    numa_balancing=False,
+    kernel_command="quiet iommu=pt",
+    user_site=False,
+    library_shadows=(),
+    damaged_data=(),
+    log="all is well",
+)
+H200 = {"kernel": KernelFacts(nvidia_driver="580.1"), "build": Build("2.13.0", cuda="13.0"), "archs": ("sm_80", "sm_90")}
+
+
+def variables(**given: str) -> dict:
+    return {"variables": given}
+
+
+def device(**changes) -> dict:
+    return {"devices": (GPU, replace(GPU, **changes))}
+
+
+def kernel(**changes) -> dict:
+    return {"kernel": replace(NODE, **changes)}
+
+
+# For each rule: facts with the cause, similar facts without it, and a text of the evidence.
+CASES = {
+    "masked_gpu": (
+        variables(HIP_VISIBLE_DEVICES="9") | {"device_archs": ()},
+        variables(HIP_VISIBLE_DEVICES="0,1"),
+        "HIP_VISIBLE_DEVICES",
+    ),
+    "nested_masks": (
+        variables(ROCR_VISIBLE_DEVICES="2,3", HIP_VISIBLE_DEVICES="2,3"),
+        variables(ROCR_VISIBLE_DEVICES="2", HIP_VISIBLE_DEVICES="0"),
+        "both masks",
+    ),
+    "unsupported_gpu": (kernel(amd_archs=("gfx803",)), kernel(amd_archs=("gfx1100",)), "gfx803"),
+    "missing_architecture": (H200 | {"device_archs": ("sm_120",)}, H200 | {"device_archs": ("sm_86", "sm_90")}, "not for sm_120"),
+    "wrong_build": ({"build": Build("2.13.0+cpu")}, H200, "cpu build"),
+    "device_permission": (kernel(kfd="denied"), kernel(kfd="absent"), "/dev/kfd"),
+    "render_permission": (
+        {"denied_render": ("/dev/dri/renderD128",)},
+        H200 | {"denied_render": ("/dev/dri/renderD128",)},
+        "renderD128",
+    ),
+    "device_not_passed": (
+        {"kernel": KernelFacts(pci=((AMD, "0x0380"),))},
+        {"kernel": KernelFacts(pci=((AMD, "0x0300"),))},
+        "driver is not visible",
+    ),
+    "driver_too_old": ({"device_error": "The NVIDIA driver on your system is too old"}, {"device_error": ""}, "too old"),
+    "rocm_mismatch": (kernel(rocm_version=(6, 4)), kernel(rocm_version=(7, 0)), "6.4"),
+    "overridden_architecture": (
+        variables(HSA_OVERRIDE_GFX_VERSION="10.3.0"),
+        H200 | variables(HSA_OVERRIDE_GFX_VERSION="10.3.0"),
+        "10.3.0",
+    ),
+    "fictional_variables": (variables(RCCL_P2P_ENABLE="1"), variables(NCCL_P2P_DISABLE="0"), "RCCL_P2P_ENABLE"),
+    "contradictory_variables": (
+        variables(HSA_TOOLS_LIB="1"),
+        variables(HSA_TOOLS_LIB="librocprofiler64.so.1"),
+        "HSA_TOOLS_LIB=1",
+    ),
+    "memory_used_by_others": (device(free_gib=100.0), device(free_gib=116.0), "GPU 1: 28.0 GiB"),
+    "throttled": (device(throttle="hw_thermal"), device(throttle=None), "GPU 1: hw_thermal"),
+    "hot": (device(temperature_c=97.0), device(temperature_c=89.0), "97 °C"),
+    "narrow_link": (device(link=(4, 16)), device(link=None), "GPU 1: 4 of 16"),
+    "memory_errors": (device(uncorrected_errors=3), device(uncorrected_errors=None), "GPU 1: 3"),
+    "low_memory": ({"memory_available_gib": 1.5}, {"memory_available_gib": 2.0}, "1.5 GiB"),
+    "container_memory": ({"memory_limit_gib": 4.0}, {"memory_limit_gib": 8.0}, "4.0 GiB"),
+    "swapping": ({"swap_used_gib": 3.0}, {"swap_used_gib": 1.0}, "3.0 GiB"),
+    "small_shared_memory": ({"shm_gib": 0.0625}, {"shm_gib": 1.0}, "0.06 GiB"),
+    "disk_full": ({"disks": {"/results": (0.4, 0.9)}}, {"disks": {"/results": (1.0, 0.9)}}, "/results: 0.4 GB"),
+    "inodes_used_up": ({"disks": {"/home": (50, 0.004)}}, {"disks": {"/home": (50, 0.01)}}, "/home"),
+    "cache_on_network": (
+        {"file_systems": {"TRITON_CACHE_DIR": "nfs4"}},
+        {"file_systems": {"TRITON_CACHE_DIR": "tmpfs"}},
+        "TRITON_CACHE_DIR (nfs4)",
+    ),
+    "no_execution": ({"noexec": ("/scratch",)}, {"noexec": ()}, "/scratch"),
+    "locked_memory": ({"memlock_gib": 0.0078}, {"memlock_gib": 0.0078, "infiniband": False}, "InfiniBand"),
+    "few_open_files": ({"open_files": 256}, {"open_files": 1024}, "256"),
+    "absent_interface": (
+        variables(NCCL_SOCKET_IFNAME="=eth"),
+        variables(NCCL_SOCKET_IFNAME="eth,ib", GLOO_SOCKET_IFNAME="eth0"),
+        "NCCL_SOCKET_IFNAME==eth, but",
+    ),
+    "port_in_use": (variables(MASTER_PORT="29500") | {"port_used": True}, variables(MASTER_PORT="29500"), "29500"),
+    "own_name": (
+        variables(WORLD_SIZE="16", LOCAL_WORLD_SIZE="8") | {"own_address": "127.0.1.1"},
+        variables(WORLD_SIZE="8", LOCAL_WORLD_SIZE="8") | {"own_address": "127.0.1.1"},
+        "127.0.1.1",
+    ),
+    "proxied_loopback": (
+        variables(http_proxy="proxy:3128"),
+        variables(HTTP_PROXY="proxy:3128", NO_PROXY="localhost"),
+        "proxy:3128",
+    ),
+    "triton_missing": (
+        {"triton": "unavailable: Triton is not installed"},
+        {"triton": "unavailable", "build": Build("2.13.0+cpu")},
+        "Triton",
+    ),
+    "compiler_missing": ({"compiler": ""}, {"compiler": "/usr/bin/clang++"}, "compiler"),
+    "header_missing": ({"python_header": False}, {"python_header": False, "build": Build("2.13.0+cpu")}, "Python.h"),
+    "damaged_data": ({"damaged_data": ("wikitext-2/train.npy",)}, {"damaged_data": ()}, "train.npy"),
+    "slow_governor": ({"governor": "powersave"}, {"governor": "schedutil"}, "powersave"),
+    "numa_balancing": ({"numa_balancing": True}, H200 | {"numa_balancing": True}, "NUMA"),
+    "iommu": ({"kernel_command": "quiet"}, kernel(amd_archs=("gfx90a",)) | {"kernel_command": "quiet"}, "pass-through"),
+    "too_many_threads": (
+        variables(OMP_NUM_THREADS="64", LOCAL_WORLD_SIZE="8"),
+        variables(OMP_NUM_THREADS="8", LOCAL_WORLD_SIZE="8"),
+        "512 threads on 64",
+    ),
+    "user_packages": ({"user_site": True}, {"user_site": False}, "site-packages"),
+    "shadowed_libraries": ({"library_shadows": ("/usr/local/cuda/lib64",)}, {"library_shadows": ()}, "/usr/local/cuda/lib64"),
+}
+LOGS = tomllib.loads(Path(__file__).with_name("logs.toml").read_text())
+BY_ID = {rule.id: rule for rule in rules()}
+
+
+def test_there_are_cases_for_exactly_the_rules_and_ids_are_unique():
+    assert set(CASES) | set(LOGS) == set(BY_ID) and len(BY_ID) == len(rules()) >= 39
+
+
+def test_a_healthy_machine_has_no_finding():
+    assert [result for result in apply_rules(HEALTHY) if result.result != "ok"] == []
+
+
+@pytest.mark.parametrize("rule", CASES)
+def test_the_rule_finds_its_cause_and_only_that(rule):
+    cause, similar, text = CASES[rule]
+    result = BY_ID[rule].apply(replace(HEALTHY, **cause))
+    assert result.result in ("warn", "fail") and text in result.evidence and result.remedy
+    assert BY_ID[rule].apply(replace(HEALTHY, **similar)).result == "ok"
+
+
+@pytest.mark.parametrize("rule", LOGS)
+def test_the_rule_about_logs_finds_its_line_and_not_a_similar_one(rule):
+    positive, negative = LOGS[rule]
+    found = BY_ID[rule].apply(replace(HEALTHY, log=f"first line\n{positive}\nlast line"))
+    assert found.result == "warn" and found.remedy and found.evidence in " ".join(positive.split())
+    assert BY_ID[rule].apply(replace(HEALTHY, log=negative)).result == "ok"
+
+
+@pytest.mark.parametrize("rule", [rule for rule in rules() if rule.needs], ids=lambda rule: rule.id)
+def test_an_unknown_fact_is_skipped_and_not_ok(rule):
+    for name in rule.needs:
+        result = rule.apply(replace(HEALTHY, **{name: None}))
+        assert result.result == "skip" and name in result.evidence
+
+
+def test_the_facts_of_this_machine_can_be_read(tmp_path, monkeypatch):
+    (tmp_path / "train.log").write_text("x" * 100 + "\nloss: nan")
+    with socket.socket() as busy:
+        busy.bind(("", 0))
+        busy.listen()
+        port = busy.getsockname()[1]
+        state = read_state(log=tmp_path / "train.log", variables={"MASTER_PORT": str(port)})
+        assert state.port_used and state.log.endswith("loss: nan")
+    assert read_state(variables={"MASTER_PORT": str(port)}).port_used is False
+    assert state.memory_gib > state.memory_available_gib > 0 and state.disks and "lo" in state.interfaces and state.cores > 0
+    results = {result.id: result.result for result in apply_rules(state)}
+    assert results["log_not_a_number"] == "warn" and results["port_in_use"] == "fail"
+
+
+def test_system_files_are_read_below_the_root(tmp_path):
+    (tmp_path / "proc/sys/kernel").mkdir(parents=True)
+    (tmp_path / "proc/sys/kernel/numa_balancing").write_text("1\n")
+    (tmp_path / "proc/cmdline").write_text("quiet iommu=pt\n")
+    (tmp_path / "sys/fs/cgroup").mkdir(parents=True)
+    (tmp_path / "sys/fs/cgroup/memory.max").write_text(f"{6 << 30}\n")
+    (tmp_path / "sys/class/infiniband/mlx5_0").mkdir(parents=True)
+    state = read_state(tmp_path)
+    assert (state.numa_balancing, state.kernel_command, state.memory_limit_gib, state.infiniband) == (
+        True,
+        "quiet iommu=pt",
+        6.0,
+        True,
+    )
+    assert read_state(tmp_path / "absent").memory_limit_gib == INF
+
+
+def test_the_link_of_a_device_is_its_number_of_lanes(tmp_path):
+    (tmp_path / "current_link_width").write_text("8\n")
+    assert pcie_link(tmp_path) is None
+    (tmp_path / "max_link_width").write_text("16\n")
+    assert pcie_link(tmp_path) == (8, 16)
+
+
+@pytest.mark.parametrize("limit", [0, 1, 37, 64, 100])
+def test_the_largest_batch_that_fits_is_found_in_few_steps(limit):
+    import torch
+
+    def step(batch: int) -> None:
+        if batch > limit:
+            raise torch.OutOfMemoryError("CUDA out of memory") if batch % 2 else RuntimeError("can't allocate memory")
+
+    largest, tried = largest_fitting(step, at_most=64)
+    assert largest == min(limit, 64) and max(tried) <= 64 and len(tried) <= 13
+
+
+def test_another_error_than_memory_is_raised(tmp_path):
+    with pytest.raises(ValueError, match="shape"):
+        largest_fitting(lambda batch: (_ for _ in ()).throw(ValueError("shape")))
+    (tmp_path / "work.py").write_text("def step(batch):\n    if batch > 5: raise MemoryError\n")
+    assert largest_fitting(load_step(tmp_path / "work.py"))[0] == 5
+    (tmp_path / "empty.py").write_text("")
+    for name in ("empty.py", "absent.py"):
+        with pytest.raises(HyperionError):
+            load_step(tmp_path / name)
+
+
+@pytest.mark.parametrize("workload", workloads())
+def test_preflight_of_a_node_that_has_everything(workload):
+    needs = check_preflight(workload, HEALTHY, lambda name: "1.0")
+    assert {need.result for need in needs} <= {"ok", "skip"} and needs[0].what == "permission on the GPU"
+
+
+@pytest.mark.parametrize(
+    ("change", "what", "found", "result"),
+    [
+        ({"memory_gib": 16}, "host memory", "16.8 GiB", "fail"),
+        ({"memory_limit_gib": 8.0}, "host memory", "8 GiB", "fail"),
+        ({"disks": {"/results": (40, 0.9)}}, "disk of the results", "40 GB", "fail"),
+        ({"shm_gib": 0.0625}, "/dev/shm", "0.0625 GiB", "fail"),
+        ({"shm_gib": None}, "/dev/shm", "unknown", "skip"),
+        ({"device_archs": ()}, "GPUs that torch sees", "0", "fail"),
+        ({"build": Build("2.9.1+rocm6.2", hip="6.2.4")}, "ROCm", "6.2", "fail"),
+        (H200 | {"kernel": KernelFacts(nvidia_driver="470.57")}, "NVIDIA driver", "470", "fail"),
+        (H200, "ROCm", "no AMD GPU", "skip"),
+        ({"collectives": ""}, "NCCL or RCCL", "none", "fail"),
+        ({"mpi": ""}, "mpirun", "none", "warn"),
+        (
+            kernel(kfd="denied"),
+            "permission on the GPU",
+            "this user may not open /dev/kfd, the device file of the AMD GPU",
+            "fail",
+        ),
+        ({"denied_render": ("/dev/dri/renderD128",)}, "permission on the GPU", "/dev/dri/renderD128 may not be opened", "fail"),
+    ],
+)
+def test_preflight_names_what_was_found_and_what_is_needed(change, what, found, result):
+    need = next(need for need in check_preflight("megatron", replace(HEALTHY, **change), lambda name: "1.0") if need.what == what)
+    assert (need.found, need.result) == (found, result) and bool(need.remedy) == (result in ("fail", "warn")) and need.needed
+
+
+def test_an_unknown_workload_names_the_known_ones():
+    with pytest.raises(HyperionError) as caught:
+        check_preflight("gaming", HEALTHY)
+    assert "megatron" in caught.value.next_step
+    lacking = check_preflight("serving", HEALTHY, lambda name: None)
+    assert [need.what for need in lacking if need.result == "fail"] == ["fastapi", "uvicorn"]
+
+
+def test_the_settings_of_a_machine_follow_its_facts():
+    node = replace(
+        HEALTHY, device_archs=("gfx90a",) * 8, file_systems={"TRITON_CACHE_DIR": "nfs4", "HF_HOME": "nfs4", "X": "xfs"}
+    )
+    values = {one.name: one.value for one in machine_settings(node)}
+    assert (
+        values["OMP_NUM_THREADS"] == "8"
+        and values["TRITON_CACHE_DIR"].startswith(tempfile.gettempdir())
+        and not {"HF_HOME", "X"} & set(values)
+    )

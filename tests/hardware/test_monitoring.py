@@ -1,0 +1,258 @@
+"""The monitor: devices and readings of injected NVML and sysfs, energies, the sampling rate, and the command around a program."""
+
+import csv
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from typer.testing import CliRunner
+
+from hyperion.cli import app
+from hyperion.commands.monitor import csv_text, plot_png, run_watched, summary_lines
+from hyperion.errors import HyperionError
+from hyperion.hardware.monitoring import (
+    COLUMNS,
+    Monitor,
+    Reading,
+    csv_rows,
+    energy_of,
+    monitor_reader,
+    next_due,
+    rate_error,
+    summarize,
+    system_devices,
+)
+from hyperion.hardware.telemetry import Telemetry
+
+CHECKOUT = Path(__file__).resolve().parents[2]
+
+
+class FakeNvml:
+    """The calls of pynvml that the monitor makes; every other call, such as one that sets a clock, fails."""
+
+    NVMLError = RuntimeError
+
+    def __init__(self, utilization=73):
+        self.utilization = utilization
+
+    def nvmlInit(self):
+        pass
+
+    def nvmlDeviceGetCount(self):
+        return 2
+
+    def nvmlDeviceGetHandleByIndex(self, index):
+        return index
+
+    def nvmlDeviceGetHandleByUUID(self, uuid):
+        return int(uuid[-1])
+
+    def nvmlDeviceGetName(self, handle):
+        return "NVIDIA H200"
+
+    def nvmlDeviceGetCudaComputeCapability(self, handle):
+        return (9, 0)
+
+    def nvmlDeviceGetMemoryInfo(self, handle):
+        return SimpleNamespace(total=141 << 30, used=(handle + 1) << 30)
+
+    def nvmlDeviceGetUUID(self, handle):
+        return f"GPU-000{handle}"
+
+    def nvmlDeviceGetUtilizationRates(self, handle):
+        if self.utilization is None:
+            raise RuntimeError("Not Supported")
+        return SimpleNamespace(gpu=self.utilization, memory=1)
+
+
+class NoNvml:
+    def nvmlInit(self):
+        raise RuntimeError("Driver Not Loaded")
+
+
+def fixed() -> Telemetry:
+    return Telemetry(clock_mhz=1980.0, power_w=600.0, throttle="none")
+
+
+def amd_node(root: Path, dies: int = 2) -> Path:
+    for number in range(dies):
+        folder = root / f"sys/bus/pci/devices/0000:{number + 1}1:00.0"
+        hwmon = folder / "hwmon/hwmon3"
+        hwmon.mkdir(parents=True)
+        files = {
+            "vendor": "0x1002", "class": "0x038000", "device": "0x740c", "product_name": "AMD INSTINCT MI250X",
+            "mem_info_vram_total": str(64 << 30), "mem_info_vram_used": str(12 << 30), "gpu_busy_percent": "88",
+        }  # fmt: skip
+        sensors = {
+            "freq1_label": "sclk", "freq1_input": "1700000000", "power1_average": "430000000", "temp2_label": "junction",
+            "temp2_input": "61000",
+        }  # fmt: skip
+        for place, texts in ((folder, files), (hwmon, sensors)):
+            for name, text in texts.items():
+                (place / name).write_text(text)
+    display = root / "sys/bus/pci/devices/0000:c1:00.0"
+    display.mkdir()
+    for name, text in {"vendor": "0x1a03", "class": "0x030000"}.items():
+        (display / name).write_text(text)
+    return root
+
+
+def test_nvidia_devices_are_found_without_torch_and_read_by_uuid():
+    nvml = FakeNvml()
+    devices = system_devices(nvml=nvml)
+    assert [(d.kind, d.arch, d.uuid) for d in devices] == [("cuda", "sm_90", "GPU-0000"), ("cuda", "sm_90", "GPU-0001")]
+    reading = monitor_reader(devices[1], nvml=nvml, reader=fixed)()
+    assert (reading.utilization_percent, reading.memory_bytes, reading.telemetry.power_w) == (73.0, 2 << 30, 600.0)
+    assert monitor_reader(devices[0], nvml=FakeNvml(None), reader=fixed)().utilization_percent is None
+    assert monitor_reader(devices[0], nvml=FakeNvml(0), reader=fixed)().utilization_percent == 0.0
+
+
+def test_amd_devices_are_read_from_sysfs_and_nothing_is_written(tmp_path):
+    from hyperion.hardware.telemetry import amd_reader
+
+    root = amd_node(tmp_path)
+    before = {file: (file.read_text(), file.stat().st_mtime_ns) for file in root.rglob("*") if file.is_file()}
+    devices = system_devices(root, NoNvml())
+    assert [(d.kind, d.name, d.pci_address) for d in devices] == [
+        ("rocm", "AMD INSTINCT MI250X", "0000:11:00.0"), ("rocm", "AMD INSTINCT MI250X", "0000:21:00.0")
+    ]  # fmt: skip
+    first, second = (monitor_reader(d, root, reader=amd_reader(d, root))() for d in devices)
+    assert (first.utilization_percent, first.memory_bytes) == (88.0, 12 << 30)
+    one, two = first.telemetry, second.telemetry
+    assert (one.power_w, one.temperature_c, one.clock_mhz, one.power_scope) == (430.0, 61.0, 1700.0, "module")
+    assert two.power_w is None and "second die" in two.unreadable["power_w"]  # the module's power is counted once
+    (root / "sys/bus/pci/devices/0000:11:00.0/gpu_busy_percent").unlink()
+    assert monitor_reader(devices[0], root, reader=fixed)().utilization_percent is None
+    after = {file: (file.read_text(), file.stat().st_mtime_ns) for file in root.rglob("*") if file.is_file()}
+    assert all(before[file] == state for file, state in after.items())
+
+
+def test_a_machine_without_a_gpu_watches_its_cpu(tmp_path):
+    (device,) = system_devices(tmp_path, NoNvml())
+    assert device.kind == "cpu" and device.memory_bytes > 0
+    read = monitor_reader(device)
+    end = time.monotonic() + 0.3
+    while time.monotonic() < end:
+        pass
+    reading = read()
+    assert 10 < reading.utilization_percent <= 100 and 0 < reading.memory_bytes < device.memory_bytes * 2
+
+
+def series(*powers: float | None, counter: bool = False, load: tuple[float | None, float | None] = (None, None), **changes):
+    telemetry = [
+        replace(fixed(), power_w=power, energy_j=1000.0 + 700 * n if counter else None, **changes)
+        for n, power in enumerate(powers)
+    ]
+    return [Reading(10.0 + 2 * n, one, *load) for n, one in enumerate(telemetry)]
+
+
+def test_the_energy_is_that_of_the_counter_or_the_integral_of_the_power():
+    assert energy_of(series(100.0, 200.0, 100.0)) == pytest.approx(2 * 150 + 2 * 150)
+    assert energy_of(series(100.0, None, 100.0)) == pytest.approx(4 * 100)
+    assert energy_of(series(100.0, 200.0, 100.0, counter=True)) == 1400.0
+    assert energy_of(series(None, None)) is None and energy_of(series(100.0)) is None
+
+
+def test_the_summary_has_means_maxima_reasons_and_the_error_of_the_rate():
+    (device,) = system_devices(nvml=NoNvml())
+    readings = series(100.0, 300.0, load=(50.0, 3 << 30))
+    hot = replace(readings[1].telemetry, throttle="hw_thermal+sw_power_cap", temperature_c=80.0)
+    readings[1] = Reading(12.0, hot, 50.0, 5 << 30)
+    summary = summarize(device, readings, interval_s=1.6)
+    assert (summary.utilization_percent, summary.memory_gib, summary.temperature_c) == (50.0, 5.0, 80.0)
+    assert (summary.power_w, summary.energy_j, summary.throttle) == (200.0, 400.0, "hw_thermal+sw_power_cap")
+    assert summary.rate_error == pytest.approx(0.25)
+    lines = summary_lines([summary], 0.004, tokens=800, rates={"training bf16": 50.0})
+    assert "energy per token: 0.5 J" in lines and "training bf16: 4 J per token, at the mean power" in lines
+    assert "throttled: hw_thermal" in lines[0] and "+25.0%" in lines[0] and "0.40% of one core" in lines[-1]
+
+
+def test_without_power_there_is_no_energy_per_token_and_the_reason_is_shown():
+    (device,) = system_devices(nvml=NoNvml())
+    summary = summarize(device, series(None, None, unreadable={"power_w": "no right"}), 2.0)
+    lines = summary_lines([summary], 0.0, tokens=5)
+    assert "  power_w: no right" in lines and "no energy per token: no device reports its power" in lines
+    empty = summarize(device, [], 1.0)
+    assert empty.samples == 0 and empty.rate_error is None and "nothing can be read" in summary_lines([empty], 0.0)[0]
+
+
+@pytest.mark.parametrize(("reading_s", "interval_s"), [(0.0, 0.1), (0.06, 0.1), (0.13, 0.2)])
+def test_neither_slow_readings_nor_late_wake_ups_lower_the_rate(reading_s, interval_s):
+    due_s, times_s = 50.0, []
+    for n in range(100):
+        times_s.append(due_s + 0.01 * (n % 3))  # the thread wakes up late
+        due_s = next_due(due_s, times_s[-1] + reading_s, 0.1)
+    assert rate_error(times_s, interval_s) == pytest.approx(0, abs=0.05)
+
+
+def test_the_monitor_reads_until_the_end_and_raises_the_error_of_a_reader():
+    (device,) = system_devices(nvml=NoNvml())
+    enough = threading.Event()
+
+    def read() -> Reading:
+        if len(monitor.readings[0]) == 4:
+            enough.set()
+        return Reading(time.monotonic(), fixed())
+
+    with (monitor := Monitor([device], 0.01, [read])):
+        assert enough.wait(60)
+    assert monitor.summaries()[0].samples >= 5 and 0 <= monitor.overhead < 1
+    with pytest.raises(ZeroDivisionError), Monitor([device], 0.01, [lambda: Reading(1 / 0, fixed())]):
+        pass
+
+
+def test_csv_and_plot_hold_every_reading():
+    (device,) = system_devices(nvml=NoNvml())
+    rows = csv_rows([device], [series(100.0, None, 300.0, load=(None, 1 << 30))])
+    assert [row["time_s"] for row in rows] == [0.0, 2.0, 4.0]
+    table = list(csv.DictReader(csv_text(rows).splitlines()))
+    assert tuple(table[0]) == COLUMNS and [row["power_w"] for row in table] == ["100.0", "", "300.0"]
+    assert {row["memory_gib"] for row in table} == {"1.0"} and {row["throttle"] for row in table} == {"none"}
+    assert plot_png(rows)[:4] == b"\x89PNG" and len(plot_png(rows)) > 5000
+
+
+@pytest.mark.process
+def test_the_exit_code_of_the_command_and_a_signal_pass_through():
+    assert run_watched([sys.executable, "-S", "-c", "raise SystemExit(7)"]) == 7
+    assert run_watched([sys.executable, "-S", "-c", "import os; os.kill(os.getpid(), 9)"]) == 128 + 9
+    with pytest.raises(HyperionError, match="cannot be started"):
+        run_watched(["/nonexistent/program"])
+
+
+@pytest.mark.process
+def test_a_user_watches_a_program_and_gets_its_output_csv_and_plot(tmp_path, capfd):
+    code = "import time; print('from the program', flush=True); time.sleep(0.7); raise SystemExit(3)"
+    options = ["--interval", "0.1s", "--csv", str(tmp_path / "m.csv"), "--plot", str(tmp_path / "m.png"), "--tokens", "100"]
+    done = CliRunner().invoke(app, ["monitor", *options, "--", sys.executable, "-S", "-c", code])
+    assert done.exit_code == 3 and "of one core" in done.output, done.output
+    assert capfd.readouterr().out == "from the program\n"
+    table = list(csv.DictReader((tmp_path / "m.csv").read_text().splitlines()))
+    assert len(table) >= 3 and all(0 <= float(row["utilization_percent"]) <= 100 for row in table)
+    assert (tmp_path / "m.png").read_bytes()[:4] == b"\x89PNG"
+
+
+@pytest.mark.parametrize("arguments", [[], ["--duration", "1s", "--", "true"], ["--interval", "1ms", "--", "true"]])
+def test_senseless_options_are_refused(arguments):
+    done = CliRunner().invoke(app, ["monitor", *arguments])
+    assert isinstance(done.exception, HyperionError) and done.exception.next_step
+
+
+@pytest.mark.process
+def test_sigterm_ends_the_watched_program_and_the_readings_are_shown(tmp_path):
+    code = "import pathlib, sys, time; pathlib.Path(sys.argv[1]).touch(); time.sleep(60)"
+    command = [sys.executable, "-m", "hyperion", "monitor", "--", sys.executable, "-c", code, str(tmp_path / "started")]
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, text=True, cwd=CHECKOUT, env=os.environ | {"PYTHONUNBUFFERED": "1"}
+    )
+    while not (tmp_path / "started").exists():
+        assert process.poll() is None
+        time.sleep(0.05)
+    process.send_signal(signal.SIGTERM)
+    assert "of one core" in process.communicate(timeout=60)[0] and process.returncode == 128 + signal.SIGTERM

@@ -1,0 +1,138 @@
+"""The install advisor on injected drivers and GPUs, and the dry run of the set-up."""
+
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from hyperion.install import __main__ as command
+from hyperion.install import environment
+from hyperion.install.advice import advise, support_of
+from hyperion.install.machine import AMD, KernelFacts
+from hyperion.install.plan import CPU_INDEX, ROCM_INDEX, TORCH, Choice
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def amd(*archs: str, rocm: tuple[int, int] | None = (7, 2), kfd: str = "ok") -> KernelFacts:
+    return KernelFacts(amd_archs=archs, kfd=kfd, rocm_version=rocm)
+
+
+def verdicts(facts: KernelFacts) -> dict[str, str]:
+    ways = advise(facts)
+    assert [way.kind for way in ways] == ["wheel", "container", "conda", "native"] and all(way.why for way in ways)
+    return {way.kind: way.verdict for way in ways}
+
+
+@pytest.mark.parametrize(
+    ("arch", "level", "wheel"),
+    [
+        ("gfx90a", "supported", True),
+        ("gfx906", "deprecated", True),
+        ("gfx900", "unsupported", True),
+        ("gfx1101", "unknown", True),
+        ("gfx803", "unknown", False),
+        ("gfx9999", "unknown", False),
+    ],
+)
+def test_support_has_a_level_and_a_dated_source_or_is_unknown(arch, level, wheel):
+    support = support_of(arch)
+    assert (support.level, support.wheel) == (level, wheel)
+    assert ("20" in support.evidence) == (level != "unknown")
+
+
+def test_every_statement_of_the_table_has_a_source_and_a_date():
+    tables = tomllib.loads((ROOT / "hyperion/install/support.toml").read_text())
+    assert all(entry["source"] and entry["date"].startswith("20") for entry in (*tables["amd"], tables["cuda"]))
+
+
+def test_an_instinct_node_gets_the_wheel_of_its_rocm():
+    wheel = advise(amd("gfx90a", "gfx90a"))[0]
+    assert wheel.verdict == "recommended" and wheel.command.endswith(ROCM_INDEX.format(major=7, minor=2))
+    assert "MI250X" in wheel.why and "2026-07-29" in wheel.why
+    assert (
+        "rocm6.4" in advise(amd("gfx90a", rocm=(6, 4)))[0].command
+        and "torch==2.9.1" in advise(amd("gfx90a", rocm=(6, 4)))[0].command
+    )
+
+
+def test_an_architecture_without_a_statement_is_unknown_and_never_recommended():
+    assert verdicts(amd("gfx1101"))["wheel"] == "unknown"
+    assert verdicts(amd("gfx906"))["wheel"] == "possible"
+    assert verdicts(amd("gfx803")) == {"wheel": "impossible", "container": "unknown", "conda": "unknown", "native": "unknown"}
+
+
+def test_a_rocm_older_than_every_wheel_leaves_the_container():
+    assert (
+        verdicts(amd("gfx90a", rocm=(5, 7)))["wheel"] == "impossible"
+        and verdicts(amd("gfx90a", rocm=(5, 7)))["container"] == "possible"
+    )
+
+
+def test_a_gpu_that_cannot_be_opened_stops_every_way_with_the_remedy():
+    assert set(verdicts(amd("gfx90a", kfd="denied")).values()) == {"impossible"}
+    assert "render" in advise(amd("gfx90a", kfd="denied"))[0].why
+    assert set(verdicts(KernelFacts(pci=((AMD, "0x0380"),))).values()) == {"impossible"}
+
+
+@pytest.mark.parametrize(
+    ("driver", "verdict", "text"),
+    [
+        ("580.159.04", "recommended", "CUDA 13.x"),
+        ("575.57", "unknown", "CUDA 12.x"),
+        ("470.82", "impossible", "older than 525"),
+        ("", "unknown", "unknown"),
+    ],
+)
+def test_nvidia_drivers(driver, verdict, text):
+    wheel = advise(KernelFacts(nvidia_driver=driver))[0]
+    assert wheel.verdict == verdict and text in wheel.why and bool(wheel.command) == (verdict == "recommended")
+
+
+def test_a_machine_without_a_gpu_gets_the_cpu_index():
+    wheel = advise(KernelFacts())[0]
+    assert wheel.verdict == "recommended" and CPU_INDEX in wheel.command
+
+
+def test_the_dry_run_prints_every_action_and_makes_nothing(tmp_path):
+    for name in ("requirements.txt", "pyproject.toml"):
+        (tmp_path / name).write_text("")
+    lines = environment.planned_actions(tmp_path, Choice("rocm", (7, 2)))
+    assert f"-m venv {tmp_path}/.venv" in lines[0] and f"torch=={TORCH}" in lines[1] and "whl/rocm7.2" in lines[1]
+    assert "--requirement" in lines[2] and "--editable" in lines[3]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["pyproject.toml", "requirements.txt"]
+    (tmp_path / ".venv").mkdir()
+    (tmp_path / ".venv/pyvenv.cfg").write_text("")
+    assert environment.planned_actions(tmp_path, Choice("rocm", (7, 2)))[0].startswith("stop: ")
+    environment.write_stamp(tmp_path / ".venv", {"state": "building"})
+    assert environment.planned_actions(tmp_path, Choice("rocm", (7, 2)))[0] == f"remove {tmp_path}/.venv"
+
+
+def test_a_complete_environment_needs_nothing(tmp_path):
+    for name in ("requirements.txt", "pyproject.toml"):
+        (tmp_path / name).write_text("")
+    choice, folder = Choice("rocm", (7, 2)), tmp_path / ".venv"
+    (folder / "bin").mkdir(parents=True)
+    (folder / "bin/python").write_text("")
+    stamp = {"state": "complete", "fingerprint": environment.fingerprint(tmp_path, choice), "entries": []}
+    environment.write_stamp(folder, stamp)
+    assert environment.planned_actions(tmp_path, choice) == [f"nothing: {folder} is complete"]
+
+
+@pytest.mark.process
+def test_the_dry_run_through_the_shell_changes_nothing():
+    before = {path.name for path in ROOT.iterdir()}
+    script = ["sh", str(ROOT / "hyperion/install/enter.sh"), "--torch", "cpu", "--dry-run", "setup"]
+    done = subprocess.run(
+        script, capture_output=True, text=True, check=False, env={"PATH": "/usr/bin:/bin", "PYTHON": sys.executable}
+    )
+    assert done.returncode == 0 and "build cpu (TORCH=)" in done.stdout and len(done.stdout.splitlines()) == 2, done.stderr
+    assert {path.name for path in ROOT.iterdir()} == before
+
+
+def test_a_dry_run_of_run_is_refused(capsys):
+    with pytest.raises(SystemExit):
+        command.parse(["--dry-run", "run", "pytest"])
+    assert "--dry-run needs setup" in capsys.readouterr().err

@@ -1,0 +1,145 @@
+"""The registry of environment variables is proved by the installed libraries; the linter, and the generated environment."""
+
+import shutil
+import subprocess
+import sysconfig
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from hyperion.errors import HyperionError
+from hyperion.install.variables import (
+    SHELLS,
+    Setting,
+    as_script,
+    contains_name,
+    fictional,
+    lint,
+    minimal_environment,
+    read_assignments,
+    registry,
+)
+
+SITE = Path(sysconfig.get_paths()["purelib"])
+DOCUMENTED = ("RCCL_P2P_ENABLE", "RCCL_TIMEOUT", "TORCH_NCCL_TIMEOUT", "PYTORCH_ROCM_DEVICE", "RCCL_DEBUG", "RCCL_DEVICES")
+PROVED = [(name, file) for name, one in registry().items() for file in one.files if (SITE / file).is_file()]
+
+
+def kinds(*assignments: str) -> list[tuple[str, str]]:
+    found = lint([tuple(one.split("=", 1)) for one in assignments])
+    assert all(finding.what and finding.instead for finding in found)
+    return [(finding.kind, finding.name) for finding in found]
+
+
+def test_names_are_unique_and_every_variable_has_a_source():
+    tables = tomllib.loads((Path(__file__).parents[2] / "hyperion/install/variables.toml").read_text())
+    names = [name for reader in tables["reader"] for name in reader["variables"]] + list(tables["fiction"])
+    assert len(names) == len(set(names)) and set(DOCUMENTED) <= set(fictional())
+    assert all(one.readers and one.effect and one.source for one in registry().values())
+
+
+@pytest.mark.parametrize(("name", "file"), PROVED)
+def test_the_installed_library_contains_the_name(name, file):
+    assert contains_name(SITE / file, name), f"{file} does not read {name}: correct variables.toml"
+
+
+def test_enough_of_the_registry_is_proved_here():
+    assert len({name for name, _ in PROVED}) >= 25
+
+
+@pytest.mark.slow
+def test_no_installed_library_contains_a_fictional_name():
+    files = [*SITE.glob("torch/lib/lib*.so*"), *SITE.glob("nvidia/nccl/lib/lib*.so*"), *SITE.glob("torch/distributed/*.py")]
+    assert len(files) > 20
+    assert [(name, file) for file in files for name in fictional() if contains_name(file, name)] == []
+
+
+def test_a_part_of_a_longer_name_is_no_proof(tmp_path):
+    (tmp_path / "lib.so").write_bytes(b"\0NCCL_P2P_DISABLE_X\0RCCL_P2P_LEVEL\0")
+    assert not contains_name(tmp_path / "lib.so", "NCCL_P2P_DISABLE")
+    assert contains_name(tmp_path / "lib.so", "RCCL_P2P_LEVEL") and not contains_name(tmp_path / "lib.so", "CCL_P2P_LEVEL")
+
+
+@pytest.mark.parametrize("name", DOCUMENTED)
+def test_the_fictional_variables_of_the_guides_are_named(name):
+    assert kinds(f"{name}=1") == [("unknown", name)]
+
+
+@pytest.mark.parametrize(
+    ("assignments", "found"),
+    [
+        (["HSA_ENABLE_SDMA=0", "HSA_ENABLE_SDMA=1"], [("contradiction", "HSA_ENABLE_SDMA")]),
+        (["HSA_ENABLE_SDMA=0", "HSA_ENABLE_SDMA=0"], []),
+        (["HSA_TOOLS_LIB=1"], [("harmful", "HSA_TOOLS_LIB")]),
+        (["HSA_TOOLS_LIB=librocprofiler64.so"], []),
+        (["TORCH_NCCL_ASYNC_ERROR_HANDLING=0"], [("harmful", "TORCH_NCCL_ASYNC_ERROR_HANDLING")]),
+        (["TORCH_NCCL_ASYNC_ERROR_HANDLING=1"], []),
+        (["AMD_LOG_LEVEL=4"], [("harmful", "AMD_LOG_LEVEL")]),
+        (["NCCL_DEBUG=info"], [("harmful", "NCCL_DEBUG")]),
+        (["NCCL_DEBUG=WARN"], []),
+        (["DS_ACCELERATOR="], [("harmful", "DS_ACCELERATOR")]),
+        (["NCCL_P2P_DISABLE=1", "NCCL_P2P_LEVEL=NVL"], [("contradiction", "NCCL_P2P_LEVEL")]),
+        (["NCCL_P2P_DISABLE=0", "NCCL_P2P_LEVEL=NVL"], []),
+        (["HIP_VISIBLE_DEVICES=0", "CUDA_VISIBLE_DEVICES=1"], [("contradiction", "HIP_VISIBLE_DEVICES")]),
+        (["HIP_VISIBLE_DEVICES=0", "CUDA_VISIBLE_DEVICES=0"], []),
+        (["PATH=/bin", "MY_NCCL_DEBUG=1"], []),
+    ],
+)
+def test_harmful_values_and_contradictions(assignments, found):
+    assert kinds(*assignments) == found
+
+
+def test_a_misspelt_name_of_a_known_family_is_found_by_searching_the_libraries(tmp_path):
+    library = tmp_path / "torch/lib/libtorch.so"
+    library.parent.mkdir(parents=True)
+    library.write_bytes(b"\0TORCH_NCCL_NEW_OPTION\0")
+    assignments = [("NCCL_DEBUGG", "WARN"), ("TORCH_NCCL_NEW_OPTION", "1"), ("EDITOR", "vi")]
+    assert [(one.kind, one.name) for one in lint(assignments, tmp_path)] == [("unlisted", "NCCL_DEBUGG")]
+    assert lint(assignments) == []
+
+
+def test_settings_are_read_from_scripts_dockerfiles_and_python(tmp_path):
+    script = tmp_path / "run.sh"
+    script.write_text(
+        '#!/bin/sh\nexport HSA_ENABLE_SDMA=0; export A_B="two words"\n# export HIDDEN=1\n'
+        "ENV RCCL_DEBUG=INFO\nset -gx NCCL_DEBUG WARN\nHSA_ENABLE_SDMA=1 python train.py\n"
+        'os.environ["PYTORCH_ROCM_DEVICE"] = "0"\nos.environ.setdefault("RCCL_TIMEOUT", "7200")\n'
+    )
+    assignments = read_assignments(script)
+    assert dict(assignments)["A_B"] == "two words" and "HIDDEN" not in dict(assignments)
+    found = {(one.kind, one.name) for one in lint(assignments)}
+    assert {name for kind, name in found if kind == "unknown"} == {"RCCL_DEBUG", "PYTORCH_ROCM_DEVICE", "RCCL_TIMEOUT"}
+    assert ("contradiction", "HSA_ENABLE_SDMA") in found
+    with pytest.raises(HyperionError, match="cannot read"):
+        read_assignments(tmp_path / "absent.sh")
+
+
+def test_the_environment_is_minimal_and_its_own_linter_has_no_finding():
+    alone = minimal_environment(cores=16, devices=1)
+    assert [one.name for one in alone] == ["PYTHONNOUSERSITE"]
+    node = minimal_environment(64, 8, {"TRITON_CACHE_DIR": "/scratch/triton"}, staged=True)
+    values = {one.name: one.value for one in node}
+    assert (
+        values["OMP_NUM_THREADS"] == "8" and values["TRITON_CACHE_DIR"] == "/scratch/triton" and values["HF_HUB_OFFLINE"] == "1"
+    )
+    assert lint(values.items()) == [] and set(values) <= set(registry()) and all(one.why for one in node)
+    assert {one.name: one.value for one in minimal_environment(4, 8)}["OMP_NUM_THREADS"] == "1"
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("shell", SHELLS)
+def test_the_script_gives_the_values_in_the_shell(shell):
+    if shutil.which(shell) is None:
+        pytest.skip(f"{shell} is not installed")
+    hostile = [Setting("A", "two 'quoted' words", "a"), Setting("B", '$HOME `id` \\ "', "b"), Setting("C", "", "c")]
+    script = as_script(hostile, shell) + "".join(f'printf "%s\\n" "${name}"\n' for name in "ABC")
+    assert subprocess.run([shell, "-n"], input=script, text=True, check=False).returncode == 0
+    done = subprocess.run([shell], input=script, capture_output=True, text=True, check=True)
+    assert done.stdout == "".join(f"{one.value}\n" for one in hostile)
+
+
+def test_fish_gets_its_own_quoting_and_another_shell_is_refused():
+    assert as_script([Setting("A", "it's \\", "why")], "fish") == "# why\nset -gx A 'it\\'s \\\\'\n"
+    with pytest.raises(HyperionError, match="unknown shell"):
+        as_script([], "csh")

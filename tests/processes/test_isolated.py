@@ -1,0 +1,70 @@
+"""A function in a process of its own: its result or error comes back, and a crash, a hang or a killed parent leaves nothing."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from hyperion.processes.isolated import IsolatedError, IsolatedProcess
+
+pytestmark = pytest.mark.process
+
+
+def crash() -> None:
+    os.write(2, b"the last words")
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def raise_error() -> None:
+    print("output of a package")
+    raise KeyError("libamd_smi.so")
+
+
+def hang(file: str | None = None) -> None:
+    if file is not None:
+        Path(file).write_text(str(os.getpid()))
+    time.sleep(600)
+
+
+def test_results_and_errors_come_back_and_the_process_is_replaced_after_a_crash_and_a_timeout(capfd):
+    with IsolatedProcess(timeout_s=1) as isolated:
+        first = isolated.run(os.getpid)
+        assert first != os.getpid()
+        with pytest.raises(KeyError, match="libamd_smi"):
+            isolated.run(raise_error)
+        assert isolated.run(os.getpid) == first
+        with pytest.raises(IsolatedError, match="crashed; its last output: (?s:.*)the last words"):
+            isolated.run(crash)
+        second = isolated.run(os.getpid)
+        with pytest.raises(IsolatedError, match="within 1 s"):
+            isolated.run(hang)
+        assert len({first, second, isolated.run(os.getpid)}) == 3
+    assert not Path(f"/proc/{second}").exists()
+    assert capfd.readouterr() == ("", "")
+
+
+def test_the_process_ends_with_a_parent_that_was_killed(tmp_path):
+    file = tmp_path / "pid"
+    code = (
+        "from hyperion.processes.isolated import IsolatedProcess\nfrom tests.processes.test_isolated import *\n"
+        f"with IsolatedProcess(600) as isolated: isolated.run(partial(hang, {str(file)!r}))"
+    )
+    parent = subprocess.Popen([sys.executable, "-c", code], cwd=Path(__file__).parents[2])
+    while not file.exists() or not file.read_text():
+        assert parent.poll() is None
+        time.sleep(0.05)
+    parent.kill()
+    parent.wait()
+    process = Path("/proc", file.read_text(), "stat")
+    while process.exists() and process.read_text().rpartition(") ")[2][0] != "Z":  # the test times out if the process stays
+        time.sleep(0.05)
+
+
+def test_partial_functions_are_accepted():
+    with IsolatedProcess(60) as isolated:
+        assert isolated.run(partial(int, "7")) == 7
