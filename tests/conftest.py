@@ -147,7 +147,7 @@ def ranks_stay(standing_ranks) -> Iterator[None]:
 @pytest.fixture(scope="session")
 def run(tmp_path_factory):
     """A made-up GPU run on mirrored data. Tests that write take a copy."""
-    from tests.book.made_up import made_up_run
+    from tests.book.made_up.run import made_up_run
 
     return made_up_run(tmp_path_factory.mktemp("book") / "20260101-120000-full")
 
@@ -155,7 +155,7 @@ def run(tmp_path_factory):
 @pytest.fixture(scope="session")
 def cpu_run(tmp_path_factory):
     """A made-up run of a CPU that no data sheet knows, on synthetic data."""
-    from tests.book.made_up import GPU, made_up_run
+    from tests.book.made_up.run import GPU, made_up_run
 
     environment = GPU | {"gpus": [], "cuda": None, "torch": "2.13.0+cpu"}
     folder = tmp_path_factory.mktemp("book") / "20260101-120000-smoke"

@@ -15,7 +15,7 @@ from hyperion.figures.material import Material
 from hyperion.figures.style import styled
 from hyperion.paths import reference_folder
 from hyperion.results import Row, Run
-from tests.book.made_up_images import classifier_samples, time_to_accuracy_row
+from tests.book.made_up.images import classifier_samples, time_to_accuracy_row
 
 LOSSY = {"place": "mirror", "sha256": "15f3c4a60ca7572f"}
 OFFICIAL = {"place": "cache", "sha256": "0123456789abcdef", "official": True}

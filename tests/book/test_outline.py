@@ -6,7 +6,7 @@ from hyperion.book.export import reference_readme
 from hyperion.book.outline import environment, versions
 from hyperion.figures.material import Material
 from hyperion.results import Row, Run
-from tests.book.made_up import GPU
+from tests.book.made_up.run import GPU
 
 LAPTOP = {"gpus": [], "cpu": {"name": "Laptop", "cores": 4}, "torch": "2.13", "source": {"hash": "a" * 64}}
 

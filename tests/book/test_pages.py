@@ -23,7 +23,7 @@ from hyperion.figures.material import Material
 from hyperion.figures.tables import INTERVAL, SEEDS_INTERVAL, TRIALS_INTERVAL
 from hyperion.paths import reference_folder
 from hyperion.results import Row, Run, StoreError, rows_from_csv
-from tests.book.made_up import made_up_run
+from tests.book.made_up.run import made_up_run
 
 pytestmark = pytest.mark.book
 

@@ -8,7 +8,7 @@ import pytest
 from hyperion.figures.material import Material, device_name
 from hyperion.figures.tables import tables_of
 from hyperion.results import Row, Run
-from tests.book.made_up import made_up_run
+from tests.book.made_up.run import made_up_run
 
 SAMPLED = ("warm", "drift", "unsteady")
 

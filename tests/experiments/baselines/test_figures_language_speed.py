@@ -6,7 +6,7 @@ import pytest
 
 from hyperion.experiments.baselines.figures_speed import _notes, language_speed, speed_ladder_table
 from hyperion.figures.style import styled
-from tests.book.made_up_images import LADDER, language_speed_rows
+from tests.book.made_up.images import LADDER, language_speed_rows
 
 
 def test_the_roofs_are_stacked_beside_both_steps(material):

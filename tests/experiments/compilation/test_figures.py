@@ -18,8 +18,8 @@ from hyperion.experiments.compilation.figures import (
 from hyperion.figures.material import Material
 from hyperion.figures.style import styled
 from hyperion.results import Run
-from tests.book.made_up import GPU
-from tests.book.made_up_compilation import CHAPTER, MODELS, compilation_rows
+from tests.book.made_up.compilation import CHAPTER, MODELS, compilation_rows
+from tests.book.made_up.run import GPU
 
 
 @pytest.fixture(scope="module")

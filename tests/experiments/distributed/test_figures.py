@@ -6,8 +6,8 @@ from hyperion.experiments.distributed.figures import distributed_training, parit
 from hyperion.figures.material import Material
 from hyperion.figures.style import styled
 from hyperion.results import Run
-from tests.book.made_up import GPU
-from tests.book.made_up_distributed import DISTRIBUTED
+from tests.book.made_up.distributed import DISTRIBUTED
+from tests.book.made_up.run import GPU
 
 
 def killed(folder, material, sizes) -> Material:

@@ -6,8 +6,8 @@ from hyperion.experiments.frameworks.figures import framework_parity, framework_
 from hyperion.figures.material import Material
 from hyperion.figures.style import MUTED, styled
 from hyperion.results import Run
-from tests.book.made_up import GPU
-from tests.book.made_up_frameworks import framework_chapters
+from tests.book.made_up.frameworks import framework_chapters
+from tests.book.made_up.run import GPU
 
 
 @pytest.fixture

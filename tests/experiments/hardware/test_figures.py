@@ -10,8 +10,8 @@ from hyperion.experiments.hardware.figures import bandwidth, gemm, gemm_intensit
 from hyperion.figures.material import Material
 from hyperion.figures.style import styled
 from hyperion.results import Run
-from tests.book.made_up import GPU
-from tests.book.made_up_hardware import HARDWARE
+from tests.book.made_up.hardware import HARDWARE
+from tests.book.made_up.run import GPU
 
 
 def texts(figure):

@@ -9,8 +9,8 @@ from hyperion.experiments.hardware.figures_memory import launch_cost, memory_lev
 from hyperion.figures.material import Material
 from hyperion.figures.style import styled
 from hyperion.results import Run
-from tests.book.made_up import GPU
-from tests.book.made_up_levels import LIMITS
+from tests.book.made_up.levels import LIMITS
+from tests.book.made_up.run import GPU
 
 
 def drawn(function, material):

@@ -14,9 +14,9 @@ from hyperion.figures.style import new_figure, png, styled
 from hyperion.measure.products.dispatch import Product
 from hyperion.measure.products.gap import NominalPeak, explain_gap
 from hyperion.results import Run
-from tests.book.made_up import GPU
-from tests.book.made_up_hardware import HARDWARE, PEAKS, bandwidth_rows, gemm_rows
-from tests.book.made_up_kernels import LIMITS, MAF, MODELS, gap_rows, model_products_rows
+from tests.book.made_up.hardware import HARDWARE, PEAKS, bandwidth_rows, gemm_rows
+from tests.book.made_up.kernels import LIMITS, MAF, MODELS, gap_rows, model_products_rows
+from tests.book.made_up.run import GPU
 
 
 def made_up(folder, peaks, bandwidth, environment):

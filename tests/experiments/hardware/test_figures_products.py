@@ -11,8 +11,8 @@ from hyperion.experiments.hardware.figures_products import best_products, operan
 from hyperion.figures.material import Material
 from hyperion.figures.style import styled
 from hyperion.results import Run
-from tests.book.made_up import GPU as ENVIRONMENT
-from tests.book.made_up_products import DATA, GPU, LIMITS, SHAPES, UNSUPPORTED, best_rows, data_rows
+from tests.book.made_up.products import DATA, GPU, LIMITS, SHAPES, UNSUPPORTED, best_rows, data_rows
+from tests.book.made_up.run import GPU as ENVIRONMENT
 
 
 def drawn(function, folder, experiment, rows):

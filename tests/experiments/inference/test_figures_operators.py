@@ -17,8 +17,8 @@ from hyperion.experiments.inference.figures_operators import (
 from hyperion.figures.material import Material
 from hyperion.figures.style import styled
 from hyperion.results import Run
-from tests.book.made_up import GPU
-from tests.book.made_up_operators import operator_chapters
+from tests.book.made_up.operators import operator_chapters
+from tests.book.made_up.run import GPU
 
 
 @pytest.fixture

@@ -6,8 +6,8 @@ from hyperion.experiments.inference.figures_quantization import decode_speed, ql
 from hyperion.figures.material import Material
 from hyperion.figures.style import styled
 from hyperion.results import Run
-from tests.book.made_up import GPU
-from tests.book.made_up_quantization import quantization_chapters
+from tests.book.made_up.quantization import quantization_chapters
+from tests.book.made_up.run import GPU
 
 
 @pytest.fixture

@@ -9,8 +9,8 @@ from hyperion.experiments.inference.figures import PLOTS, TITLES, kernel_counts,
 from hyperion.figures.material import Material
 from hyperion.figures.style import styled
 from hyperion.results import Run
-from tests.book.made_up import GPU
-from tests.book.made_up_runtimes import made_up_row, runtime_chapters
+from tests.book.made_up.run import GPU
+from tests.book.made_up.runtimes import made_up_row, runtime_chapters
 
 
 @pytest.fixture

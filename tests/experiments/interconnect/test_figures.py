@@ -18,8 +18,8 @@ from hyperion.experiments.interconnect.figures import (
 from hyperion.figures.material import Material, number
 from hyperion.figures.style import styled
 from hyperion.results import Run
-from tests.book.made_up import GPU
-from tests.book.made_up_collectives import FACTORS, LATENCY_S, OVERLAP_S, SIZES
+from tests.book.made_up.collectives import FACTORS, LATENCY_S, OVERLAP_S, SIZES
+from tests.book.made_up.run import GPU
 from tests.experiments.hardware.test_figures import texts
 
 

@@ -8,8 +8,8 @@ from hyperion.experiments.kernels.figures import attention_memory, attention_spe
 from hyperion.figures.material import Material
 from hyperion.figures.style import styled
 from hyperion.results import Run
-from tests.book.made_up import GPU
-from tests.book.made_up_triton import triton_chapters
+from tests.book.made_up.run import GPU
+from tests.book.made_up.triton import triton_chapters
 
 
 @pytest.fixture

@@ -7,8 +7,8 @@ from hyperion.experiments.llama.figures import llama_lora, lora_sharded
 from hyperion.figures.material import Material
 from hyperion.figures.style import styled
 from hyperion.results import Run
-from tests.book.made_up import GPU
-from tests.book.made_up_llama import CHAPTER, lora_rows, lora_samples
+from tests.book.made_up.llama import CHAPTER, lora_rows, lora_samples
+from tests.book.made_up.run import GPU
 
 
 def material_of(folder, **options) -> Material:

@@ -6,8 +6,8 @@ from hyperion.experiments.megatron.figures import megatron_parity, megatron_pret
 from hyperion.figures.material import Material
 from hyperion.figures.style import styled
 from hyperion.results import Run
-from tests.book.made_up import GPU
-from tests.book.made_up_megatron import LOSS, NORM, megatron_chapters
+from tests.book.made_up.megatron import LOSS, NORM, megatron_chapters
+from tests.book.made_up.run import GPU
 
 
 @pytest.fixture

@@ -8,8 +8,8 @@ from hyperion.figures.material import Material
 from hyperion.figures.style import styled
 from hyperion.figures.tables import phase_table, tables_of
 from hyperion.results import Run
-from tests.book.made_up import GPU
-from tests.book.made_up_precision import PHASES, checkpointing_rows, phase_rows, precision_chapters
+from tests.book.made_up.precision import PHASES, checkpointing_rows, phase_rows, precision_chapters
+from tests.book.made_up.run import GPU
 
 
 @pytest.fixture(scope="module")

@@ -7,8 +7,8 @@ from hyperion.experiments.precision.figures import precision, precision_loss
 from hyperion.figures.material import Material, memory_unit
 from hyperion.figures.style import styled
 from hyperion.results import Run
-from tests.book.made_up import GPU
-from tests.book.made_up_precision import GIB, MILLISECONDS, PRECISION, variant_rows, variant_samples
+from tests.book.made_up.precision import GIB, MILLISECONDS, PRECISION, variant_rows, variant_samples
+from tests.book.made_up.run import GPU
 
 
 @pytest.fixture(scope="module")

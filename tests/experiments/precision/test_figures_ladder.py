@@ -6,8 +6,8 @@ from hyperion.experiments.precision.figures import ladder_table, training_ladder
 from hyperion.figures.material import Material
 from hyperion.figures.style import styled
 from hyperion.results import Run
-from tests.book.made_up import GPU
-from tests.book.made_up_precision import LADDER, PRECISION, ladder_rows, variant_samples
+from tests.book.made_up.precision import LADDER, PRECISION, ladder_rows, variant_samples
+from tests.book.made_up.run import GPU
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,7 @@ from hyperion.experiments.scaling.figures import communication
 from hyperion.figures.material import Material
 from hyperion.figures.style import styled
 from hyperion.results import Row, Run
-from tests.book.made_up import GPU
+from tests.book.made_up.run import GPU
 
 
 def drawn(tmp_path, *metrics):

@@ -6,8 +6,8 @@ from hyperion.experiments.serving.figures import kv_cache_memory, server_load, s
 from hyperion.figures.material import Material
 from hyperion.figures.style import styled
 from hyperion.results import Run
-from tests.book.made_up import GPU
-from tests.book.made_up_serving import serving_chapters
+from tests.book.made_up.run import GPU
+from tests.book.made_up.serving import serving_chapters
 
 
 @pytest.fixture

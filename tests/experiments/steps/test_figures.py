@@ -5,7 +5,7 @@ from matplotlib.patches import Rectangle
 
 from hyperion.experiments.steps.figures import batch_scaling, model_steps, operator_cost, spread_above
 from hyperion.figures.style import new_figure, styled
-from tests.book.made_up_baseline import ABSENT, MIB_PER_SAMPLE, STEPS
+from tests.book.made_up.baseline import ABSENT, MIB_PER_SAMPLE, STEPS
 
 
 def drawn(function, material):

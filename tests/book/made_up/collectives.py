@@ -3,7 +3,7 @@
 import pandas as pd
 
 from hyperion.results import Row
-from tests.book.made_up_hardware import timed
+from tests.book.made_up.hardware import timed
 
 INTERCONNECT = "03_interconnect"
 FACTORS = {"all_reduce": 1.5, "broadcast": 1.0, "all_gather": 0.75, "reduce_scatter": 0.75, "all_to_all": 0.75}

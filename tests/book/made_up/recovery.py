@@ -4,7 +4,7 @@ import numpy as np
 import pandas as pd
 
 from hyperion.results import Row
-from tests.book.made_up_learning import CORE
+from tests.book.made_up.learning import CORE
 
 _MAY_LOSE = {"SIGTERM": 0, "SIGKILL": 3, "power cut": 6, "NaN": 3, "full disk": 3}
 _PHASES = ("loader", "forward", "backward", "optimizer", "evaluation", "save")

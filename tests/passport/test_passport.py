@@ -30,7 +30,7 @@ from tests.doctor.test_floors import healthy, row
 from tests.hardware.machines import facts, gpu
 from tests.test_cli import in_a_process
 
-COMMITTED = sorted((Path(__file__).resolve().parents[1] / "results/passports").glob("*.json"))
+COMMITTED = sorted((Path(__file__).resolve().parents[2] / "results/passports").glob("*.json"))
 NODE = facts(gpus=tuple(gpu("MI250X", pci_address=f"0000:{bus:02x}:00.0") for bus in range(8)))
 
 

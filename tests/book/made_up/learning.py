@@ -6,7 +6,7 @@ import numpy as np
 import pandas as pd
 
 from hyperion.results import Row, proportion_estimate
-from tests.book.made_up_hardware import timed
+from tests.book.made_up.hardware import timed
 
 DATA, CORE = "01_dataset_preparation", "02_core_framework"
 

@@ -4,15 +4,15 @@ import numpy as np
 import pandas as pd
 
 from hyperion.results import Prediction, Run
-from tests.book.made_up_baseline import baseline_chapters
-from tests.book.made_up_collectives import collectives_chapter
-from tests.book.made_up_compilation import compilation_chapter
-from tests.book.made_up_distributed import distributed_chapters
-from tests.book.made_up_frameworks import framework_chapters
-from tests.book.made_up_hardware import HARDWARE, PEAKS, bandwidth_rows, gemm_rows, roofline_rows, time_samples
-from tests.book.made_up_images import classifier_samples, speed_chapters, time_to_accuracy_row
-from tests.book.made_up_kernels import kernel_chapters
-from tests.book.made_up_learning import (
+from tests.book.made_up.baseline import baseline_chapters
+from tests.book.made_up.collectives import collectives_chapter
+from tests.book.made_up.compilation import compilation_chapter
+from tests.book.made_up.distributed import distributed_chapters
+from tests.book.made_up.frameworks import framework_chapters
+from tests.book.made_up.hardware import HARDWARE, PEAKS, bandwidth_rows, gemm_rows, roofline_rows, time_samples
+from tests.book.made_up.images import classifier_samples, speed_chapters, time_to_accuracy_row
+from tests.book.made_up.kernels import kernel_chapters
+from tests.book.made_up.learning import (
     CORE,
     DATA,
     classifier_rows,
@@ -27,17 +27,17 @@ from tests.book.made_up_learning import (
     text_samples,
     tokenizer_rows,
 )
-from tests.book.made_up_levels import levels_chapters
-from tests.book.made_up_llama import llama_chapter
-from tests.book.made_up_megatron import megatron_chapters
-from tests.book.made_up_operators import operator_chapters
-from tests.book.made_up_precision import precision_chapters
-from tests.book.made_up_products import products_chapters
-from tests.book.made_up_quantization import quantization_chapters
-from tests.book.made_up_recovery import recovery_chapters
-from tests.book.made_up_runtimes import runtime_chapters
-from tests.book.made_up_serving import serving_chapters
-from tests.book.made_up_triton import triton_chapters
+from tests.book.made_up.levels import levels_chapters
+from tests.book.made_up.llama import llama_chapter
+from tests.book.made_up.megatron import megatron_chapters
+from tests.book.made_up.operators import operator_chapters
+from tests.book.made_up.precision import precision_chapters
+from tests.book.made_up.products import products_chapters
+from tests.book.made_up.quantization import quantization_chapters
+from tests.book.made_up.recovery import recovery_chapters
+from tests.book.made_up.runtimes import runtime_chapters
+from tests.book.made_up.serving import serving_chapters
+from tests.book.made_up.triton import triton_chapters
 
 GPU = {
     "python": "3.12.3",

@@ -5,7 +5,7 @@ import math
 import pandas as pd
 
 from hyperion.results import Row
-from tests.book.made_up_hardware import time_samples, timed
+from tests.book.made_up.hardware import time_samples, timed
 
 LIMITS = "04_limits_explained"
 MIB = 2**20

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pandas as pd
 
 from hyperion.results import Row
-from tests.book.made_up_hardware import timed
+from tests.book.made_up.hardware import timed
 
 LIMITS = "04_limits_explained"
 # Limit, share of it that the fastest product reaches, its shape, shapes seen of 512.

@@ -6,7 +6,7 @@ import numpy as np
 import pandas as pd
 
 from hyperion.results import Row
-from tests.book.made_up_learning import CORE, step_samples
+from tests.book.made_up.learning import CORE, step_samples
 
 _STEPS_S = {"hyperion": 0.110, "plain": 0.126}
 _CAPTURED_S = 0.124

@@ -5,7 +5,7 @@ from math import prod
 import pandas as pd
 
 from hyperion.results import Row
-from tests.book.made_up_hardware import timed
+from tests.book.made_up.hardware import timed
 
 LIMITS = "04_limits_explained"
 

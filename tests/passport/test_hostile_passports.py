@@ -12,7 +12,7 @@ from hyperion.passport import PassportError, verify_passport
 from hyperion.passport.verify import hashes_of
 from tests.hostile import JUNK, SPOILED, command, determined, refused, snapshot, spoil, watched
 
-REAL = Path(__file__).resolve().parents[1] / "results/passports/cpu-2-cores.json"
+REAL = Path(__file__).resolve().parents[2] / "results/passports/cpu-2-cores.json"
 CONTENT = json.loads(REAL.read_text())
 
 

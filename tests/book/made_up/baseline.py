@@ -3,7 +3,7 @@
 import pandas as pd
 
 from hyperion.results import Row
-from tests.book.made_up_hardware import timed
+from tests.book.made_up.hardware import timed
 
 BASELINE = "02_baseline_performance"
 EAGER = {"layout": "contiguous", "mode": "eager"}
