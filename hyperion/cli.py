@@ -23,6 +23,7 @@ from hyperion.commands.compare import compare, relaunch
 from hyperion.commands.console import PlainTextConsole, parse_duration, run_app
 from hyperion.commands.doctor import doctor
 from hyperion.commands.environment import env
+from hyperion.commands.export import export
 from hyperion.commands.frameworks import app as frameworks_app
 from hyperion.commands.megatron import app as megatron_app
 from hyperion.commands.monitor import monitor
@@ -153,6 +154,7 @@ def reproduce(
 
 app.command()(compare)
 app.command()(relaunch)
+app.command()(export)
 # Options after the name of the watched command belong to that command.
 app.command(context_settings={"allow_interspersed_args": False})(monitor)
 

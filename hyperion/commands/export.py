@@ -1,0 +1,180 @@
+"""The command `hyperion export`: write the rows and the loss curves of a run for other tools.
+
+Bencher Metric Format (https://bencher.dev/docs/reference/bencher-metric-format/) is JSON in which each value has its interval.
+TensorBoard and Weights & Biases are optional packages. Nothing is sent over a network.
+"""
+
+import json
+from collections.abc import Iterable
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from hyperion.errors import HyperionError
+from hyperion.terminal import say
+
+if TYPE_CHECKING:
+    from hyperion.results import Row, Run
+
+# Kinds of samples that are curves over steps, and columns that identify a curve.
+_KINDS = ("step", "evaluation")
+_IDENTITY = ("kind", "variant", "dtype", "training", "seed", "rung")
+_CURVES = ("loss", "accuracy", "perplexity_token")
+
+
+class Target(StrEnum):
+    """A format of `hyperion export`."""
+
+    BMF = "bmf"
+    TENSORBOARD = "tensorboard"
+    WANDB = "wandb"
+
+
+def export(
+    run: Annotated[str, typer.Argument(help="Path or name of a run, or `latest`.")],
+    to: Annotated[Target, typer.Option(help="bmf (Bencher Metric Format), tensorboard, or wandb (offline).")],
+    output: Annotated[Path, typer.Option(help="File for bmf, folder for the others. It must not exist.")],
+) -> None:
+    """Write the values, intervals and loss curves of a run in the format of another tool."""
+    from hyperion.results import Run, find_run
+
+    store = Run.open(find_run(run))
+    if output.exists():
+        raise HyperionError("the output exists already", where=output, next_step="name a new --output, or remove it")
+    if to is Target.BMF:
+        document = bencher_metrics(store.rows())
+        output.write_text(json.dumps(document, indent=1, sort_keys=True, allow_nan=False) + "\n", encoding="utf-8")
+        say(f"{output}: {sum(map(len, document.values()))} values of {len(document)} benchmarks")
+        return
+    write = write_tensorboard if to is Target.TENSORBOARD else write_wandb
+    say(f"{output}: {write(store, output)} points")
+
+
+def benchmark_name(row: "Row") -> str:
+    """Return the name of what a row measured, without its metric, such as "01_x/gemm/torch.mm bf16 k=64 m=64 n=64"."""
+    params = [f"{name}={_text(value)}" for name, value in sorted(row.params.items())]
+    rank = [] if row.rank is None else [f"rank={row.rank}"]
+    words = [word for word in (row.variant, row.dtype, *params, *rank) if word]
+    return f"{row.notebook}/{row.experiment}/{' '.join(words)}"
+
+
+def _text(value: object) -> str:
+    return value if isinstance(value, str) else json.dumps(value, sort_keys=True)
+
+
+def bencher_metrics(rows: Iterable["Row"]) -> dict[str, dict[str, dict[str, float]]]:
+    """Return rows in Bencher Metric Format: {benchmark: {metric: {"value", "lower_value", "upper_value"}}}.
+
+    Rows without a value are left out. The lower and the upper value are the ends of the 95 % interval, if the row has one.
+    """
+    document: dict[str, dict[str, dict[str, float]]] = {}
+    for row in rows:
+        if row.value is None:
+            continue
+        measure = {"value": float(row.value)}
+        if row.ci_low is not None and row.ci_high is not None:
+            measure |= {"lower_value": float(row.ci_low), "upper_value": float(row.ci_high)}
+        document.setdefault(benchmark_name(row), {})[row.metric] = measure
+    return document
+
+
+def curves(run: "Run") -> dict[str, list[tuple[int, float]]]:
+    """Return the curves of a run, such as losses by step, as {tag: [(step, value)]}."""
+    found: dict[str, list[tuple[int, float]]] = {}
+    for name in sorted(run.experiments()):
+        notebook, _, experiment = name.partition("/")
+        samples: Any = run.samples(notebook, experiment)  # the types of pandas do not know the results of filters
+        if not {"kind", "step"} <= set(samples.columns):
+            continue
+        samples = samples[samples["kind"].isin(_KINDS) & samples["step"].notna()]
+        identity = [column for column in _IDENTITY if column in samples.columns]
+        for column in (column for column in _CURVES if column in samples.columns):
+            points = samples[samples[column].notna()]
+            for values, curve in points.groupby(identity, dropna=False, sort=True):
+                words = [_word(column, value) for column, value in zip(identity, values, strict=True) if not _missing(value)]
+                steps = zip(curve["step"].astype(int).tolist(), curve[column].astype(float).tolist(), strict=True)
+                found[f"{name}/{column}/{' '.join(words)}"] = list(steps)
+    return found
+
+
+def _word(column: str, value: object) -> str:
+    return f"seed={value:g}" if column == "seed" and isinstance(value, int | float) else str(value)
+
+
+def _missing(value: object) -> bool:
+    return value is None or value == "" or value != value  # NaN is not equal to itself
+
+
+def scalars(run: "Run") -> dict[str, list[tuple[int, float]]]:
+    """Return all values of a run as {tag: [(step, value)]}: curves, and each row as one point at step 0.
+
+    The ends of the interval of a row have tags of their own, which end in "/ci_low" and "/ci_high".
+    """
+    found = curves(run)
+    for benchmark, metrics in bencher_metrics(run.rows()).items():
+        for metric, measure in metrics.items():
+            for name, ending in (("value", ""), ("lower_value", "/ci_low"), ("upper_value", "/ci_high")):
+                if name in measure:
+                    found[f"{benchmark}/{metric}{ending}"] = [(0, measure[name])]
+    return found
+
+
+def write_tensorboard(run: "Run", folder: Path) -> int:
+    """Write the scalars of a run as an event file of TensorBoard. Return the number of points.
+
+    TensorBoard stores values as float32.
+
+    Raises:
+        HyperionError: TensorBoard is not installed.
+    """
+    try:
+        from tensorboard.compat.proto.event_pb2 import Event  # pyright: ignore[reportMissingImports]
+        from tensorboard.compat.proto.summary_pb2 import Summary  # pyright: ignore[reportMissingImports]
+        from tensorboard.summary.writer.event_file_writer import EventFileWriter  # pyright: ignore[reportMissingImports]
+    except ImportError as error:
+        raise _not_installed("tensorboard", error) from error
+
+    writer, count = EventFileWriter(str(folder)), 0
+    for tag, points in scalars(run).items():
+        for step, value in points:
+            writer.add_event(Event(step=step, summary=Summary(value=[Summary.Value(tag=tag, simple_value=value)])))
+            count += 1
+    writer.close()
+    return count
+
+
+def write_wandb(run: "Run", folder: Path) -> int:
+    """Write a run as an offline run of Weights & Biases. Return the number of points. `wandb sync` can upload it later.
+
+    Curves become the history, with their own step. Rows become the summary. The description of the run becomes the configuration.
+
+    Raises:
+        HyperionError: wandb is not installed.
+    """
+    try:
+        import wandb  # pyright: ignore[reportMissingImports]
+    except ImportError as error:
+        raise _not_installed("wandb", error) from error
+
+    folder.mkdir(parents=True)
+    information, series = run.information(), curves(run)
+    settings = wandb.Settings(mode="offline", silent=True, console="off", x_disable_meta=True, x_disable_stats=True)
+    with wandb.init(project="hyperion", name=run.folder.name, dir=str(folder), config=information, settings=settings) as offline:
+        for tag, points in series.items():
+            offline.define_metric(tag, step_metric=f"{tag}/at")
+            for step, value in points:
+                offline.log({tag: value, f"{tag}/at": step})
+        rows = {tag: points[0][1] for tag, points in scalars(run).items() if tag not in series}
+        offline.summary.update(rows)
+    wandb.teardown()  # another process writes the file, and this waits for its end
+    return sum(map(len, series.values())) + len(rows)
+
+
+def _not_installed(package: str, error: ImportError) -> HyperionError:
+    return HyperionError(
+        f"{package} cannot be imported: {error}",
+        where="hyperion export",
+        next_step=f"install it into this environment: python -m pip install {package}",
+    )

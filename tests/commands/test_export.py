@@ -1,0 +1,151 @@
+"""A run in the formats of other tools: what was written is read back and compared with the rows.
+
+TensorBoard and wandb are optional. `.ci/run` installs them for this file.
+"""
+
+import json
+import math
+import struct
+import sys
+from collections.abc import Iterator
+
+import pandas as pd
+import pytest
+from typer.testing import CliRunner
+
+from hyperion.cli import app, main
+from hyperion.commands.export import bencher_metrics, curves, scalars
+from hyperion.errors import HyperionError
+from hyperion.results import Row, Run
+
+TAG = "02_x/training/loss/step lm bf16 seed=0"
+
+
+@pytest.fixture
+def run(tmp_path) -> Run:
+    """Two rows with a value, one of them with an interval, a row without a value, and two curves."""
+    run = Run.create(tmp_path / "run", {"profile": "smoke", "environment": {}})
+    where = {"notebook": "02_x", "experiment": "training"}
+    limit = {"limit_source": "no limit: made up"}
+    rows = [
+        Row(**where, variant="lm", dtype="bf16", metric="training_loss", value=2.5, params={"batch": 8}, **limit),
+        Row(**where, variant="lm", metric="latency_s", value=0.5, n=30, ci_low=0.4, ci_high=0.7, rank=1, **limit),
+        Row(**where, variant="lm", metric="count", value=None, value_reason="out of memory"),
+    ]
+    steps = pd.DataFrame(
+        {"kind": "step", "step": [1, 2, 3], "loss": [4.0, 3.0, 2.5], "variant": "lm", "dtype": "bf16", "seed": 0}
+    )
+    noise = pd.DataFrame({"kind": ["twin"], "step": [1], "loss": [9.0], "variant": ["lm"], "dtype": ["bf16"], "seed": [0]})
+    evaluation = pd.DataFrame({"kind": ["evaluation"], "step": [3], "accuracy": [0.75], "variant": ["lm"], "dtype": ["bf16"]})
+    run.record("02_x", "training", rows, pd.concat([steps, noise, evaluation], ignore_index=True), input_hash="h")
+    return run
+
+
+def export(run: Run, *arguments: str):
+    return CliRunner().invoke(app, ["export", str(run.folder), *arguments], catch_exceptions=False)
+
+
+def test_bencher_metrics_have_values_and_intervals(run, tmp_path):
+    done = export(run, "--to", "bmf", "--output", str(tmp_path / "bmf.json"))
+    assert done.exit_code == 0 and "2 values of 2 benchmarks" in done.output
+    assert json.loads((tmp_path / "bmf.json").read_text()) == {
+        "02_x/training/lm bf16 batch=8": {"training_loss": {"value": 2.5}},
+        "02_x/training/lm rank=1": {"latency_s": {"value": 0.5, "lower_value": 0.4, "upper_value": 0.7}},
+    }
+
+
+def test_no_two_rows_of_a_reference_have_one_name():
+    run = Run.open(_reference("h100"))
+    rows = [row for row in run.rows() if row.value is not None]
+    assert sum(map(len, bencher_metrics(rows).values())) == len(rows)
+
+
+def test_curves_are_those_of_the_samples(run):
+    assert curves(run) == {TAG: [(1, 4.0), (2, 3.0), (3, 2.5)], "02_x/training/accuracy/evaluation lm bf16": [(3, 0.75)]}
+    losses = curves(Run.open(_reference("h100")))
+    model = "02_core_framework/language_model/loss/step lm_d256_h4_l2 seed=0"
+    found = [tag for tag in losses if tag.startswith("02_core_framework/language_model/loss/step")]
+    assert found and all(len({step for step, _ in losses[tag]}) == len(losses[tag]) > 10 for tag in found), model
+
+
+def test_an_output_that_exists_is_kept(run, tmp_path):
+    (tmp_path / "there").write_text("mine")
+    with pytest.raises(HyperionError, match="exists already"):
+        export(run, "--to", "bmf", "--output", str(tmp_path / "there"))
+    assert (tmp_path / "there").read_text() == "mine"
+
+
+@pytest.mark.parametrize("package", ["tensorboard", "wandb"])
+def test_a_package_that_is_not_installed_is_named(run, tmp_path, monkeypatch, capsys, package):
+    monkeypatch.setitem(sys.modules, package, None)
+    monkeypatch.setattr(sys, "argv", ["hyperion", "export", str(run.folder), "--to", package, "--output", str(tmp_path / "out")])
+    assert main() == 2
+    assert f"python -m pip install {package}" in capsys.readouterr().err and not (tmp_path / "out").exists()
+
+
+@pytest.mark.slow
+def test_tensorboard_reads_what_was_written(run, tmp_path):
+    pytest.importorskip("tensorboard", reason="tensorboard is not installed")
+    done = export(run, "--to", "tensorboard", "--output", str(tmp_path / "events"))
+    assert done.exit_code == 0 and "8 points" in done.output
+    from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
+
+    (file,) = (tmp_path / "events").iterdir()
+    read: dict[str, list[tuple[int, float]]] = {}
+    for event in EventFileLoader(str(file)).Load():
+        for value in event.summary.value:
+            number = value.tensor.float_val[0] if value.HasField("tensor") else value.simple_value
+            read.setdefault(value.tag, []).append((event.step, number))
+    _assert_same(read, scalars(run), relative=2.0**-23)
+
+
+@pytest.mark.slow
+@pytest.mark.process
+def test_an_offline_run_of_weights_and_biases_holds_what_was_written(run, tmp_path, monkeypatch):
+    pytest.importorskip("wandb", reason="wandb is not installed")
+    monkeypatch.setenv("WANDB_DIR", str(tmp_path))
+    done = export(run, "--to", "wandb", "--output", str(tmp_path / "offline"))
+    assert done.exit_code == 0 and "8 points" in done.output
+    from wandb.proto import wandb_internal_pb2
+
+    (file,) = (tmp_path / "offline").rglob("*.wandb")
+    read, summary = {}, {}
+    for data in _log_records(file.read_bytes()):
+        record = wandb_internal_pb2.Record()
+        record.ParseFromString(data)
+        history = {"/".join(item.nested_key) or item.key: json.loads(item.value_json) for item in record.history.item}
+        for tag in (name for name in history if f"{name}/at" in history):
+            read.setdefault(tag, []).append((history[f"{tag}/at"], history[tag]))
+        summary |= {"/".join(item.nested_key) or item.key: json.loads(item.value_json) for item in record.summary.update}
+    assert read == curves(run)
+    expected = {tag: points[0][1] for tag, points in scalars(run).items() if tag not in read}
+    assert {tag: summary[tag] for tag in expected} == expected
+
+
+def _log_records(content: bytes) -> Iterator[bytes]:
+    """The records of a wandb file: LevelDB's log format in blocks of 32 KiB, after a header of 7 bytes."""
+    assert content[:4] == b":W&B"
+    place, record = 7, b""
+    while place + 7 <= len(content):
+        if 32768 - place % 32768 < 7:  # too little is left of the block for a header
+            place += 32768 - place % 32768
+            continue
+        length, kind = struct.unpack_from("<HB", content, place + 4)  # after the checksum
+        record += content[place + 7 : place + 7 + length]
+        place += 7 + length
+        if kind in (1, 4):  # whole, or the last part
+            yield record
+            record = b""
+
+
+def _assert_same(read: dict, written: dict, relative: float) -> None:
+    assert read.keys() == written.keys()
+    for tag, points in written.items():
+        assert [step for step, _ in read[tag]] == [step for step, _ in points]
+        assert all(math.isclose(a, b, rel_tol=relative) for (_, a), (_, b) in zip(read[tag], points, strict=True))
+
+
+def _reference(name: str):
+    from hyperion.paths import reference_folder
+
+    return reference_folder() / name
