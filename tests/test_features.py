@@ -147,11 +147,7 @@ def test_every_feature_is_there_once_and_everything_that_it_names_exists():
 @pytest.mark.parametrize(
     ("old", "new", "fault"),
     [
-        (
-            "::test_published_counts`",
-            "::test_published_count`",
-            "H13: no such test: tests/models/test_reference.py::test_published",
-        ),
+        ("::test_published_counts`", "::test_published_count`", "H13: no such test: tests/models/test_reference.py"),
         ("`hyperion data verify`", "`hyperion data check`", "H7: no such command: hyperion data check"),
         ("`hyperion data verify`", "`hyperion data`", "H7: incomplete command: hyperion data"),
         ("`hyperion env --install`", "`hyperion env --instal`", "N2: no such option: hyperion env --instal"),
