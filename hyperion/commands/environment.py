@@ -61,7 +61,7 @@ def _print_lint(files: list[Path]) -> int:
             count += 1
             say(f"{place}: {finding.kind}: {finding.what}")
             say(f"  next:  {finding.instead}")
-    say(f"{count} findings in {sum(map(len, sources.values()))} settings")
+    say(f"findings: {count}, in {sum(map(len, sources.values()))} settings")
     return int(count > 0)
 
 

@@ -97,24 +97,40 @@ def components(facts: MachineFacts, numerics: bool = False, floors: bool = False
         ),
         _package("framework", "Triton", "triton", ("triton", "pytorch-triton-rocm"), "a kernel by value", probes.probe_triton),
         _package(
-            "framework", "ONNX Runtime", "onnxruntime", ("onnxruntime", "onnxruntime-gpu", "onnxruntime-rocm",
-            "onnxruntime-migraphx"), "MatMul and Relu by value", probes.probe_onnxruntime,
+            "framework",
+            "ONNX Runtime",
+            "onnxruntime",
+            ("onnxruntime", "onnxruntime-gpu", "onnxruntime-rocm", "onnxruntime-migraphx"),
+            "MatMul and Relu by value",
+            probes.probe_onnxruntime,
         ),
         _package("framework", "MIGraphX", "migraphx", ("migraphx",)),
         _package(
             "framework", "JAX", "jax", ("jax",), "a product against float64", functools.partial(probes.probe_product, "jax")
         ),
         _package(
-            "framework", "TensorFlow", "tensorflow", ("tensorflow", "tensorflow-cpu", "tensorflow-rocm"),
-            "a product against float64", functools.partial(probes.probe_product, "tensorflow"),
+            "framework",
+            "TensorFlow",
+            "tensorflow",
+            ("tensorflow", "tensorflow-cpu", "tensorflow-rocm"),
+            "a product against float64",
+            functools.partial(probes.probe_product, "tensorflow"),
         ),
         _package(
-            "model", "transformers", "transformers", ("transformers",), "causality of a small Llama",
-            probes.probe_transformers, required=True,
+            "model",
+            "transformers",
+            "transformers",
+            ("transformers",),
+            "causality of a small Llama",
+            probes.probe_transformers,
+            required=True,
         ),
         _package("model", "peft", "peft", ("peft",), "a merged LoRA adapter by value", probes.probe_peft, required=True),
         _single(
-            "model", "attention", "correctness", "output and gradients against float64",
+            "model",
+            "attention",
+            "correctness",
+            "output and gradients against float64",
             functools.partial(probes.probe_attention, where),
         ),
         _package("model", "Megatron-LM", "megatron.core", ("megatron-core",)),
@@ -125,16 +141,23 @@ def components(facts: MachineFacts, numerics: bool = False, floors: bool = False
             "communication",
             "MPI",
             {"correctness": Check("allreduce, bcast, scatter, gather under mpirun -n 2", probes.probe_mpi)},
-            {"import": "the test of correctness finds mpirun and mpi4py"},
+            {"import": "the correctness test finds mpirun and mpi4py"},
         ),
         _package("extension", "Flash Attention", "flash_attn", ("flash-attn", "flash_attn")),
         _package(
-            "extension", "bitsandbytes", "bitsandbytes", ("bitsandbytes",), "NF4 and back, error and bytes",
+            "extension",
+            "bitsandbytes",
+            "bitsandbytes",
+            ("bitsandbytes",),
+            "NF4 and back, error and bytes",
             functools.partial(probes.probe_bitsandbytes, where),
         ),
         _single(
-            "extension", "NVML" if device.kind == "cuda" else "ROCm SMI" if device.kind == "rocm" else "CPU telemetry",
-            "correctness", "one reading, each value within physical bounds", functools.partial(probes.probe_telemetry, device),
+            "extension",
+            "NVML" if device.kind == "cuda" else "ROCm SMI" if device.kind == "rocm" else "CPU telemetry",
+            "correctness",
+            "one reading, each value within physical bounds",
+            functools.partial(probes.probe_telemetry, device),
         ),
         _single("extension", "PyTorch Profiler", "correctness", "three products in table and trace", probes.probe_profiler),
         _package(
@@ -143,7 +166,7 @@ def components(facts: MachineFacts, numerics: bool = False, floors: bool = False
         _package("extension", "Weights & Biases", "wandb", ("wandb",)),
         _single("extension", "notebook kernel", "correctness", "a kernel starts in this Python", checks.check_notebook_kernel),
         _single("extension", "data source", "import", "mirror or cache holds data", checks.check_data_source),
-    ]  # fmt: skip
+    ]
     return found
 
 
@@ -194,7 +217,7 @@ def _floors(name: str) -> CheckResult:
 
 def _single(layer: Layer, name: str, level: Level, tested: str, run: Callable[[], CheckResult]) -> Component:
     other: Level = "correctness" if level == "import" else "import"
-    why = "the test of level import says all" if level == "import" else "the test of correctness loads it"
+    why = "the import test covers this" if level == "import" else "the correctness test covers this"
     return Component(layer, name, {level: Check(tested, run)}, {other: why})
 
 

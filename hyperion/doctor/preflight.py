@@ -117,8 +117,13 @@ def _permission(state: State) -> Need:
         return Need("permission on the GPU", "no GPU", "the right to open its device files", "skip")
     problem = machine.problem or (f"{', '.join(state.denied_render)} may not be opened" if state.denied_render else "")
     remedy = machine.remedy or ("add the user to the group render" if problem else "")
-    return Need("permission on the GPU", problem or "device files can be opened", "the right to open its device files",
-                "fail" if problem else "ok", remedy)  # fmt: skip
+    return Need(
+        "permission on the GPU",
+        problem or "device files can be opened",
+        "the right to open its device files",
+        "fail" if problem else "ok",
+        remedy,
+    )
 
 
 def _rocm(state: State, least: tuple[int, ...]) -> Need:

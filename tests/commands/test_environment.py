@@ -19,7 +19,9 @@ def test_the_linter_names_findings_in_files_and_in_this_process(tmp_path):
     script = tmp_path / "run.sh"
     script.write_text("export RCCL_P2P_ENABLE=1\nexport NCCL_DEBUG=WARN\n")
     done = env("--lint", str(script))
-    assert done.exit_code == 1 and "nothing reads RCCL_P2P_ENABLE=1" in done.output and "1 findings in 2 settings" in done.output
+    assert (
+        done.exit_code == 1 and "nothing reads RCCL_P2P_ENABLE=1" in done.output and "findings: 1, in 2 settings" in done.output
+    )
     script.write_text("export NCCL_DEBUG=WARN\n")
     assert env("--lint", str(script)).exit_code == 0
     assert "nothing reads PYTORCH_ROCM_DEVICE=0" in env("--lint", PYTORCH_ROCM_DEVICE="0").output

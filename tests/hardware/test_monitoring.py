@@ -87,13 +87,21 @@ def amd_node(root: Path, dies: int = 2) -> Path:
         hwmon = folder / "hwmon/hwmon3"
         hwmon.mkdir(parents=True)
         files = {
-            "vendor": "0x1002", "class": "0x038000", "device": "0x740c", "product_name": "AMD INSTINCT MI250X",
-            "mem_info_vram_total": str(64 << 30), "mem_info_vram_used": str(12 << 30), "gpu_busy_percent": "88",
-        }  # fmt: skip
+            "vendor": "0x1002",
+            "class": "0x038000",
+            "device": "0x740c",
+            "product_name": "AMD INSTINCT MI250X",
+            "mem_info_vram_total": str(64 << 30),
+            "mem_info_vram_used": str(12 << 30),
+            "gpu_busy_percent": "88",
+        }
         sensors = {
-            "freq1_label": "sclk", "freq1_input": "1700000000", "power1_average": "430000000", "temp2_label": "junction",
+            "freq1_label": "sclk",
+            "freq1_input": "1700000000",
+            "power1_average": "430000000",
+            "temp2_label": "junction",
             "temp2_input": "61000",
-        }  # fmt: skip
+        }
         for place, texts in ((folder, files), (hwmon, sensors)):
             for name, text in texts.items():
                 (place / name).write_text(text)
@@ -121,8 +129,9 @@ def test_amd_devices_are_read_from_sysfs_and_nothing_is_written(tmp_path):
     before = {file: (file.read_text(), file.stat().st_mtime_ns) for file in root.rglob("*") if file.is_file()}
     devices = system_devices(root, NoNvml())
     assert [(d.kind, d.name, d.pci_address) for d in devices] == [
-        ("rocm", "AMD INSTINCT MI250X", "0000:11:00.0"), ("rocm", "AMD INSTINCT MI250X", "0000:21:00.0")
-    ]  # fmt: skip
+        ("rocm", "AMD INSTINCT MI250X", "0000:11:00.0"),
+        ("rocm", "AMD INSTINCT MI250X", "0000:21:00.0"),
+    ]
     first, second = (monitor_reader(d, root, reader=amd_reader(d, root))() for d in devices)
     assert (first.utilization_percent, first.memory_bytes) == (88.0, 12 << 30)
     one, two = first.telemetry, second.telemetry
