@@ -117,12 +117,13 @@ def plot_png(rows: Sequence[dict]) -> bytes:
 
     shown = [name for name in _PANELS if any(row[name] is not None for row in rows)]
     devices = list(dict.fromkeys(row["device"] for row in rows))
-    figure, axes = new_figure("Monitor", f"{len(devices)} devices", max(1, len(shown)), width=4.0 * max(1, len(shown)))
+    figure, axes = new_figure("Monitor", ", ".join(devices), max(1, len(shown)), width=4.0 * max(1, len(shown)))
     for panel, name in zip(axes, shown, strict=False):
         for device in devices:
             points = [(row["time_s"], row[name]) for row in rows if row["device"] == device and row[name] is not None]
             panel.plot(*zip(*points, strict=True), label=device)
-        panel.set(xlabel="time (s)", ylabel=_PANELS[name], ylim=(0, None))
+        largest = max(row[name] for row in rows if row[name] is not None)
+        panel.set(xlabel="time (s)", ylabel=_PANELS[name], ylim=(0, 1.1 * largest or 1))
     if shown:
         axes[0].legend()
     picture = io.BytesIO()
