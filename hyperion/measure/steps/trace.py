@@ -347,7 +347,7 @@ def time_step(
         step(stamps.phase)
 
     whole = time_function(marked, device, cold=False, minimum_samples=minimum_samples, time_limit_s=time_limit_s, clock=stamps)
-    seconds = stamps.seconds(len(whole.samples_s))
+    seconds = stamps.seconds(whole.samples_s)
     phases = {name: replace(whole, samples_s=samples, warmup_s=()) for name, samples in seconds.items()}
     errors = np.abs(np.sum(list(seconds.values()), axis=0) / whole.samples_s - 1)
     verification = Verification(f"{' + '.join(phases)} = step", float(np.median(errors)), PHASE_TOLERANCE)
@@ -364,14 +364,16 @@ class _Stamps:
         self._clock = device_clock(device)
         self.now, self.in_a_row = self._clock.now, self._clock.in_a_row
         self.steps: list[dict[str, list[tuple]]] = []
+        # The seconds and the phases of every sample so far.
+        self._sampled: list[tuple[float, dict[str, list[tuple]]]] = []
 
     def sample(self, functions: list[Callable], flush: Callable | None, count: int) -> list[list[float]]:
-        """Take samples with the clock of the device. Delete the records of steps that this clock runs without timing them."""
-        before = len(self.steps)
-        samples = self._clock.sample(functions, flush, count)
+        """Take samples of one function with the clock of the device, and store each sample with the phases of its step."""
+        self.steps.clear()
+        [samples] = self._clock.sample(functions, flush, count)
         # On a GPU, small batches start with a call that is not timed.
-        del self.steps[before : len(self.steps) - count * len(functions)]
-        return samples
+        self._sampled += zip(samples, self.steps[-count:], strict=True)
+        return [samples]
 
     @contextlib.contextmanager
     def phase(self, name: str):
@@ -379,12 +381,13 @@ class _Stamps:
         yield
         self.steps[-1].setdefault(name, []).append((start, self._clock.stamp()))
 
-    def seconds(self, count: int) -> dict[str, np.ndarray]:
-        """Return a dict that maps the name of a phase to its seconds in each of the last `count` steps.
+    def seconds(self, samples_s: np.ndarray) -> dict[str, np.ndarray]:
+        """Return a dict that maps the name of a phase to its seconds in each of these steps.
 
-        Earlier steps belong to the warm-up.
+        Args:
+            samples_s: the seconds of the steps in the order in which they were sampled, shape [steps].
         """
-        steps = self.steps[-count:]
+        steps = self._steps_of(samples_s)
         names = list(steps[0])
         if not names or any(list(step) != names for step in steps):
             raise HyperionError(
@@ -393,6 +396,13 @@ class _Stamps:
                 next_step="put every part of the step into `with phase(name):`, and use the same names in every step",
             )
         return {name: np.array([self._sum(step[name]) for step in steps]) for name in names}
+
+    def _steps_of(self, samples_s: np.ndarray) -> list[dict[str, list[tuple]]]:
+        # Warm-up windows come before these samples, and the check that calls in a row take as long may come after them. Both
+        # also take samples, so the samples are found by their times.
+        taken_s, count = np.array([seconds for seconds, _ in self._sampled]), len(samples_s)
+        start = next(at for at in range(len(taken_s) - count, -1, -1) if np.array_equal(taken_s[at : at + count], samples_s))
+        return [step for _, step in self._sampled[start : start + count]]
 
     def _sum(self, pairs: list[tuple]) -> float:
         return sum(self._clock.seconds(*pair) for pair in pairs)
