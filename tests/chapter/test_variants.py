@@ -8,8 +8,10 @@ import torch
 
 from hyperion.chapter.context import Result
 from hyperion.chapter.rows import out_of_memory_reason
-from hyperion.chapter.variants import run_counted, run_side_by_side
+from hyperion.chapter.variants import on_few_threads, run_counted, run_side_by_side
+from hyperion.errors import HyperionError
 from hyperion.processes import JobError
+from hyperion.processes.job import entry_of
 from tests.chapter.toy import toy_context
 
 
@@ -64,15 +66,24 @@ def run_short_of_memory(folder, variants: list[tuple[str, int, str]]) -> list[Re
 
 @pytest.mark.process
 def test_a_variant_that_ran_out_of_memory_beside_others_is_repeated_alone(tmp_path):
-    variants = [("torch", 1, "torch"), ("library", 1, "library"), ("row", 1, "row"), ("large", 9, "row")]
-    *repeated, large = run_short_of_memory(tmp_path, variants)
-    assert [(result.rows[0].variant, result.rows[0].value) for result in repeated] == [("torch", 2), ("library", 2), ("row", 2)]
+    repeated, large = run_short_of_memory(tmp_path, [("torch", 1, "torch"), ("large", 9, "row")])
+    assert (repeated.rows[0].variant, repeated.rows[0].value) == ("torch", 2)
     assert large.rows[0].value_reason == "out of memory: CUDA out of memory. Tried to allocate 6.14 GiB."
     assert (tmp_path / "large.txt").read_text().count("attempt") == 2
 
 
 @pytest.mark.process
-def test_a_variant_that_runs_out_of_memory_alone_says_what_to_change(tmp_path):
-    with pytest.raises(JobError, match="out of memory: CUDA out of memory. Tried to allocate") as raised:
+def test_a_variant_that_runs_out_of_memory_alone_fails(tmp_path):
+    with pytest.raises(JobError, match="out of memory: CUDA out of memory. Tried to allocate"):
         run_short_of_memory(tmp_path, [("large", 9, "torch")])
-    assert "smaller batch or model" in str(raised.value)
+    assert (tmp_path / "large.txt").read_text().count("attempt") == 2
+
+
+@pytest.mark.parametrize("kind", ["torch", "library"])
+def test_an_allocation_that_fails_is_an_error_that_says_what_to_change(kind, tmp_path, monkeypatch):
+    monkeypatch.setattr(torch, "set_num_threads", lambda threads: None)  # it would hold for the tests after this one
+    params = {"name": "large", "folder": str(tmp_path), "failures": 9, "raises": kind}
+    context = toy_context("toy", {}, tmp_path)
+    with pytest.raises(HyperionError, match="^out of memory: CUDA ") as raised:
+        on_few_threads(context, lambda *report: None, entry_of(short_of_memory), params, 1)
+    assert raised.value.next_step.startswith("end other processes") and "smaller batch or model" in raised.value.next_step

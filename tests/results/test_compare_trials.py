@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scipy import stats
 
 from hyperion.results import Row, compare, sensitivity
 from hyperion.results.compare import SIGNIFICANCE, SMALLEST_CHANGE
@@ -37,6 +36,12 @@ LAUNCHES = {
     "two modes, 80/20": lambda random, shape: 4 * (random.random(shape) < 0.2) + 0.2 * random.standard_normal(shape),
     "two modes, 50/50": lambda random, shape: 4 * (random.random(shape) < 0.5) + 0.2 * random.standard_normal(shape),
 }
+
+
+def binomial():
+    from scipy import stats  # here, because the import would add a second to the collection in every worker
+
+    return stats.binom
 
 
 def logarithms(random, kind: str, launches: int, shared: bool, deviation: float = 0.02) -> np.ndarray:
@@ -70,14 +75,14 @@ def test_at_most_five_percent_of_comparisons_of_the_same_code_confirm_anything(k
     """
     counts = [false_confirmations(kind, a_side, shared, FALSE_TRIALS) for of, a_side, shared in CASES if of == kind]
     chance = CHANCE_TO_FAIL / (2 * len(CASES))
-    assert max(counts) <= stats.binom.isf(chance, FALSE_TRIALS, SIGNIFICANCE)
-    assert sum(counts) <= stats.binom.isf(chance, FALSE_TRIALS * len(counts), SIGNIFICANCE)
+    assert max(counts) <= binomial().isf(chance, FALSE_TRIALS, SIGNIFICANCE)
+    assert sum(counts) <= binomial().isf(chance, FALSE_TRIALS * len(counts), SIGNIFICANCE)
 
 
 def test_over_all_kinds_of_launches_false_confirmations_are_not_above_five_percent():
     """6300 trials: 315 expected of a rule with 5 %, and at most 6.2 % with a chance to fail of 1e-4."""
     total = sum(false_confirmations(*case, FALSE_TRIALS) for case in CASES)
-    bound = stats.binom.isf(CHANCE_TO_FAIL, FALSE_TRIALS * len(CASES), SIGNIFICANCE)
+    bound = binomial().isf(CHANCE_TO_FAIL, FALSE_TRIALS * len(CASES), SIGNIFICANCE)
     assert bound < 0.062 * FALSE_TRIALS * len(CASES)
     assert total <= bound
 
@@ -117,7 +122,7 @@ def test_the_rule_at_its_full_number_of_divisions():
         p = p_values(values, DIVISIONS)
         found, false = found + (p[0] <= SIGNIFICANCE), false + (p[1:].min() <= SIGNIFICANCE)
     # Of 40: power 0.88 gives fewer than 25 with a chance of 1e-4, false confirmations of 5 % more than 9.
-    assert found >= stats.binom.ppf(CHANCE_TO_FAIL, 40, 0.88) and false <= stats.binom.isf(CHANCE_TO_FAIL, 40, SIGNIFICANCE)
+    assert found >= binomial().ppf(CHANCE_TO_FAIL, 40, 0.88) and false <= binomial().isf(CHANCE_TO_FAIL, 40, SIGNIFICANCE)
 
 
 @pytest.mark.parametrize(

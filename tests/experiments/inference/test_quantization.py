@@ -40,7 +40,6 @@ QLORA = {
     "adapter_rate": 1e-2,
     "full_rate": 1e-3,
 }
-NO_BITSANDBYTES = why_no_bitsandbytes(detect_cpu())
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -80,7 +79,7 @@ def test_rows_name_what_ran(result):
     assert static["provider"] == "CPUExecutionProvider" and static["operators"] == {"QLinearConv": 20, "QGemm": 1}
     assert set(found["int8 dynamic", "llama_toy"]["operators"]) <= {"MatMulIntegerToFloat", "DynamicQuantizeMatMul"}
     assert found["int8 weight-only", "llama_toy"]["module"] == "Int8Linear"
-    if not NO_BITSANDBYTES:
+    if not why_no_bitsandbytes(detect_cpu()):
         assert found["NF4", "llama_toy"]["module"] == "Linear4bit"
         assert "bitsandbytes" in found["NF4", "llama_toy"]["kernel"]
 
@@ -288,8 +287,14 @@ def test_the_state_of_8_bit_adamw_has_two_bytes_and_its_scales():
     assert qlora.state_bytes(qlora.ADAMW_8BIT, [100]) == 800
 
 
-@pytest.mark.skipif(bool(NO_BITSANDBYTES), reason=NO_BITSANDBYTES)
-def test_twins_train_alike_and_the_base_does_not_change(tmp_path):
+@pytest.fixture
+def bitsandbytes():
+    """Skip the test where bitsandbytes cannot be used. A fixture, because its import would add seconds to every collection."""
+    if reason := why_no_bitsandbytes(detect_cpu()):
+        pytest.skip(reason)
+
+
+def test_twins_train_alike_and_the_base_does_not_change(bitsandbytes, tmp_path):
     result = perform(toy_context("qlora", QLORA, tmp_path), tmp_path)
     assert all(holds for holds, _ in training_claims(result.rows))
     gaps = {row.variant: row for row in known(result.rows, "loss_difference_nats")}
@@ -299,8 +304,7 @@ def test_twins_train_alike_and_the_base_does_not_change(tmp_path):
     assert len(result.samples) == 4 * QLORA["steps"]
 
 
-@pytest.mark.skipif(bool(NO_BITSANDBYTES), reason=NO_BITSANDBYTES)
-def test_a_scale_of_the_base_that_changes_is_found(tmp_path, monkeypatch):
+def test_a_scale_of_the_base_that_changes_is_found(bitsandbytes, tmp_path, monkeypatch):
     def touched(engine, *given, **named):
         history = train(engine, *given, **named)
         for module in engine.model.modules():
