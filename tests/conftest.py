@@ -4,12 +4,16 @@ import functools
 import gc
 import http.server
 import os
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+
+_CHECKOUT = Path(__file__).resolve().parents[1]
 
 # Tests share the cores with each other: OpenMP threads that spin while they wait would slow all of them several times.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
@@ -68,6 +72,24 @@ def serve() -> Iterator[Callable[[Path], str]]:
     for server in servers:
         server.shutdown()
         server.server_close()
+
+
+@pytest.fixture
+def hyperion(monkeypatch, capsys):
+    """The command in this process: a process of its own takes seconds to load PyTorch or pandas."""
+    from hyperion.cli import main  # not above, so that a test of the installer loads no torch
+
+    def call(*arguments: str, folder: Path = _CHECKOUT, **variables: str) -> subprocess.CompletedProcess:
+        with monkeypatch.context() as patch:
+            patch.chdir(folder)
+            patch.setattr(sys, "argv", ["hyperion", *arguments])
+            for name, value in {"COLUMNS": "120", **variables}.items():
+                patch.setenv(name, value)
+            capsys.readouterr()
+            code = main()
+        return subprocess.CompletedProcess(arguments, code, *capsys.readouterr())
+
+    return call
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,6 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
-from hyperion.cli import main
 from hyperion.data.store.folders import staged
 from hyperion.results import Row, Run
 
@@ -19,23 +18,6 @@ def in_a_process(*arguments: str, folder: Path = CHECKOUT, **variables: str) -> 
     environment = {**os.environ, "PYTHONPATH": str(CHECKOUT), "COLUMNS": "120", **variables}
     command = [sys.executable, "-m", "hyperion", *arguments]
     return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=120, check=False)
-
-
-@pytest.fixture
-def hyperion(monkeypatch, capsys):
-    """The command in this process: a process of its own takes seconds to load PyTorch or pandas."""
-
-    def call(*arguments: str, folder: Path = CHECKOUT, **variables: str) -> subprocess.CompletedProcess:
-        with monkeypatch.context() as patch:
-            patch.chdir(folder)
-            patch.setattr(sys, "argv", ["hyperion", *arguments])
-            for name, value in {"COLUMNS": "120", **variables}.items():
-                patch.setenv(name, value)
-            capsys.readouterr()
-            code = main()
-        return subprocess.CompletedProcess(arguments, code, *capsys.readouterr())
-
-    return call
 
 
 def stored(folder: Path, rate: float, information: dict | None = None, **row) -> Run:

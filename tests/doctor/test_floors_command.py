@@ -3,14 +3,10 @@
 from dataclasses import replace
 
 import pandas as pd
-import pytest
 
 from hyperion.hardware import detect_cpu, fingerprint
 from hyperion.results import Run
 from tests.doctor.test_floors import NODE, healthy
-from tests.test_cli import in_a_process
-
-pytestmark = pytest.mark.process
 
 
 def stored(folder, **changes):
@@ -20,19 +16,19 @@ def stored(folder, **changes):
     return str(folder)
 
 
-def test_an_unhealthy_gcd_is_exit_code_1_with_the_cited_floor(tmp_path):
-    done = in_a_process("doctor", "--floors", "--run", stored(tmp_path / "bad", copy=1150))
+def test_an_unhealthy_gcd_is_exit_code_1_with_the_cited_floor(hyperion, tmp_path):
+    done = hyperion("doctor", "--floors", "--run", stored(tmp_path / "bad", copy=1150))
     assert done.returncode == 1 and "NOT healthy, 1 of 7" in done.stdout.splitlines()[-1]
     assert "not met" in done.stdout and "AMD, System" in done.stdout and "1200 GB/s" in done.stdout
-    assert in_a_process("doctor", "--floors", "--run", stored(tmp_path / "good")).returncode == 0
+    assert hyperion("doctor", "--floors", "--run", stored(tmp_path / "good")).returncode == 0
 
 
-def test_a_machine_without_floors_is_told_so_and_is_no_failure():
-    done = in_a_process("doctor", "--floors")
+def test_a_machine_without_floors_is_told_so_and_is_no_failure(hyperion):
+    done = hyperion("doctor", "--floors")
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.startswith(f"no floor is known for {detect_cpu().name}")
 
 
-def test_a_run_without_floors_is_refused():
-    done = in_a_process("doctor", "--run", "h200x2")
+def test_a_run_without_floors_is_refused(hyperion):
+    done = hyperion("doctor", "--run", "h200x2")
     assert done.returncode == 2 and "is given without --floors" in done.stderr

@@ -28,7 +28,6 @@ from hyperion.passport.measure import passport_of, shareable_fingerprint
 from hyperion.passport.verify import hashes_of, private_text
 from tests.doctor.test_floors import healthy, row
 from tests.hardware.machines import facts, gpu
-from tests.test_cli import in_a_process
 
 COMMITTED = sorted((Path(__file__).resolve().parents[2] / "results/passports").glob("*.json"))
 NODE = facts(gpus=tuple(gpu("MI250X", pci_address=f"0000:{bus:02x}:00.0") for bus in range(8)))
@@ -237,7 +236,7 @@ def test_this_machine_gets_a_passport_in_seconds(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_passport_never_replaces_another_one(tmp_path):
+def test_a_passport_never_replaces_another_one(hyperion, tmp_path):
     content = GOOD | {"device": "AMD Instinct MI250X"}
     for number in ("", "-2", "-3"):
         path = new_passport_path(content, tmp_path)
@@ -247,17 +246,16 @@ def test_a_passport_never_replaces_another_one(tmp_path):
     with pytest.raises(HyperionError, match="already a file with this name"):
         write_passport(content | {"devices": 4}, path)
     assert path.read_bytes() == before and len(list(tmp_path.iterdir())) == 3
-    refused = in_a_process("passport", "--output", str(path))
+    refused = hyperion("passport", "--output", str(path))
     assert refused.returncode == 2 and "already a file with this name" in refused.stderr and path.read_bytes() == before
 
 
-@pytest.mark.process
-def test_the_command_checks_files_and_names_what_is_wrong(tmp_path):
+def test_the_command_checks_files_and_names_what_is_wrong(hyperion, tmp_path):
     good, bad = tmp_path / "good.json", tmp_path / "bad.json"
     good.write_text(json.dumps(GOOD))
     bad.write_text(json.dumps(GOOD | {"devices": 4}))
-    done = in_a_process("passport", "--verify", str(good), str(bad))
+    done = hyperion("passport", "--verify", str(good), str(bad))
     assert done.returncode == 1 and f"{good}: 7 values follow the rules" in done.stdout
     assert f"{bad}: hashes.whole" in done.stdout and "Traceback" not in done.stderr
-    lone = in_a_process("passport", "--verify")
+    lone = hyperion("passport", "--verify")
     assert lone.returncode == 2 and "files and --verify must be given together" in lone.stderr
