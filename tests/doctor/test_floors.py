@@ -26,7 +26,7 @@ from hyperion.doctor.floors import (
 from hyperion.doctor.machine_rows import gemm_rows, stream_rows
 from hyperion.errors import HyperionError
 from hyperion.hardware import Floor, detect, detect_cpu, fingerprint, floors_for
-from hyperion.processes import Job, run_ranks
+from hyperion.processes import Job
 from hyperion.results import Row, Run
 from tests.hardware.machines import facts, gpu
 
@@ -221,7 +221,7 @@ def test_other_gpus_have_no_modules(tmp_path):
 
 
 @pytest.mark.process
-def test_processes_measure_alone_and_at_once_and_reduce_together():
+def test_processes_measure_alone_and_at_once_and_reduce_together(standing_ranks):
     small = [
         Floor("gemm", "fp32", 64, 1e-9, "TFLOPS", "small", "ours"),
         Floor("gemm", "fp64", 64, 1e-9, "TFLOPS", "small", "ours"),
@@ -229,7 +229,7 @@ def test_processes_measure_alone_and_at_once_and_reduce_together():
     ]
     params = {"floors": [asdict(floor) for floor in small], "modes": {ONE: [0], ALL: [0, 1]}, "time_limit_s": 0.05, "heat_s": 0.0}
     job = Job(measure_on_rank, params, timeout_s=100, ranks=2)
-    rows = [Row(**entry) for answer in run_ranks(job, on_line=lambda line: None) for entry in answer["rows"]]
+    rows = [Row(**entry) for answer in standing_ranks.run(job) for entry in answer["rows"]]
     for measured in rows:
         measured.validate()
     assert sorted({(r.params["mode"], r.rank) for r in rows if r.metric != "busbw_gb_s"}) == [(ALL, 0), (ALL, 1), (ONE, 0)]

@@ -13,7 +13,7 @@ from hyperion.engines import STACKS, Record, megatron_core, plain, unequal
 from hyperion.engines.launch import launch, train_on_rank
 from hyperion.engines.observer import Observer
 from hyperion.errors import HyperionError
-from hyperion.processes import Job, process_group, run_ranks
+from hyperion.processes import Job, process_group
 
 pytestmark = pytest.mark.slow
 # Some 20 rounding errors of a loss of about ln 64.
@@ -61,7 +61,7 @@ def train_all(stacks: dict[str, dict]) -> dict:
 
 
 @pytest.mark.process
-def test_the_trainer_and_the_engine_of_this_library_on_two_ranks(tiny_work, tmp_path, reference):
+def test_the_trainer_and_the_engine_of_this_library_on_two_ranks(standing_ranks, tiny_work, tmp_path, reference):
     work = replace(tiny_work, micro_batches=1)
     stacks = {}
     for name in ("hyperion fsdp2", "HF Trainer"):
@@ -69,7 +69,9 @@ def test_the_trainer_and_the_engine_of_this_library_on_two_ranks(tiny_work, tmp_
         folder.mkdir()
         stacks[name] = {"adapter": stack.adapter, "name": name, "packages": list(stack.packages), "folder": str(folder)}
         stacks[name] |= {"work": work.as_dict(), "options": stack.options}
-    records = {name: Record.of(values) for name, values in run_ranks(Job(train_all, {"stacks": stacks}, ranks=2))[0].items()}
+    records = {
+        name: Record.of(values) for name, values in standing_ranks.run(Job(train_all, {"stacks": stacks}, ranks=2))[0].items()
+    }
     assert records.keys() == stacks.keys()
     records["HF Trainer"].reduced.pop("int32")  # the Trainer lets DDP look for unused parameters, which reduces flags
     for record in records.values():
