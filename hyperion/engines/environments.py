@@ -100,7 +100,9 @@ def install(name: str, on_line: Callable[[str], object] = print) -> Path:
         return folder
     shutil.rmtree(folder, ignore_errors=True)  # left by an interrupted installation
     folder.parent.mkdir(parents=True, exist_ok=True)
-    venv.create(folder, with_pip=True, symlinks=True)
+    # The environment inherits pip, which installs into the environment of the interpreter that runs it. A pip of its own would
+    # take several seconds.
+    venv.create(folder, with_pip=find_spec("pip") is None, symlinks=True)
     try:
         python = installed_python(name)
         _inherit(folder)
