@@ -1,9 +1,9 @@
-"""`measure.time`, `measure.compare` and `measure.explain` on two ranks, which are started once: each loads torch for seconds."""
+"""`measure.time`, `measure.compare` and `measure.explain` on two ranks, which run everything once."""
 
 import pytest
 
 from hyperion.measure.steps.trace import COMMUNICATION
-from hyperion.processes import Job, run_ranks
+from hyperion.processes import Job
 from tests.measure import timing_ranks
 
 pytestmark = pytest.mark.process
@@ -12,11 +12,8 @@ HANG_S = 240
 
 
 @pytest.fixture(scope="module")
-def told():
-    with pytest.MonkeyPatch.context() as patch:
-        for visible in ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"):
-            patch.setenv(visible, "")
-        return run_ranks(Job(timing_ranks.everything, {}, timeout_s=HANG_S, ranks=2), on_line=lambda line: None)
+def told(standing_ranks):
+    return standing_ranks.run(Job(timing_ranks.everything, {}, timeout_s=HANG_S, ranks=2))
 
 
 def test_ranks_take_the_same_number_of_samples_and_fail_together(told):
