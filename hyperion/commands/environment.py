@@ -16,6 +16,7 @@ from hyperion.terminal import say
 if TYPE_CHECKING:
     from hyperion.hardware import MachineFacts
 
+
 def env(
     lint: Annotated[
         bool, typer.Option("--lint", help="Check environment variables: who reads them, harmful values, contradictions.")

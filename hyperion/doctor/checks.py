@@ -121,7 +121,9 @@ def installed_build() -> Build:
     return Build(str(torch.__version__), torch.version.cuda, torch.version.hip)
 
 
-def require_torch_build(build: Build | None = None, machine: DetectedAccelerator | None = None, override: str | None = None) -> None:
+def require_torch_build(
+    build: Build | None = None, machine: DetectedAccelerator | None = None, override: str | None = None
+) -> None:
     """Check that torch has a supported version and is built for the GPU of this machine.
 
     Args:

@@ -289,7 +289,10 @@ def _initialize(info: RankInfo | None, backend: str, device: torch.device, timeo
             # With a device, NCCL creates its communicator, and raises its errors, here and not in the first collective.
             device_id=None if device.type == "cpu" else device,
         )
-    except (dist.DistStoreError, dist.DistNetworkError) as error:
+    except RuntimeError as error:
+        # The store in a file raises a plain RuntimeError.
+        if not isinstance(error, dist.DistStoreError | dist.DistNetworkError) and "Wait timeout" not in str(error):
+            raise
         address = f"MASTER_ADDR={os.environ.get('MASTER_ADDR')} MASTER_PORT={os.environ.get('MASTER_PORT')}"
         raise GroupError(
             f"rank {info.rank} of {info.size} did not reach the other ranks within {timeout.total_seconds():g} s: {error}",

@@ -114,7 +114,13 @@ def test_an_epoch_has_a_line_for_each_split_and_rank():
 
 def test_a_reference_has_each_measured_point_once():
     tables = flat_tables([Run.open(reference_folder() / "h200x2").rows()])
-    keys = {"Size (M elements)": [], "Size": ["Precision"], "batch": [], "gpus": ["mode"], "epoch": ["experiment", "model", "rank", "split"]}
+    keys = {
+        "Size (M elements)": [],
+        "Size": ["Precision"],
+        "batch": [],
+        "gpus": ["mode"],
+        "epoch": ["experiment", "model", "rank", "split"],
+    }
     assert len(tables) == 7
     for path, table in tables.items():
         (first,) = keys.keys() & set(table.columns)

@@ -64,7 +64,7 @@ def test_flat_tables_are_files_of_a_new_folder(run, tmp_path):
 
 
 def test_a_run_without_flat_tables_is_refused_and_no_folder_is_left(run, tmp_path):
-    run.record("02_x", "training", [row for row in run.rows() if row.metric != "training_loss"], None, input_hash="h")
+    run.record("02_x", "training", [row for row in run.rows() if row.metric != "training_loss"], pd.DataFrame(), input_hash="h")
     with pytest.raises(HyperionError, match="no flat table"):
         export(run, "--to", "csv", "--output", str(tmp_path / "flat"))
     assert not (tmp_path / "flat").exists()

@@ -136,7 +136,7 @@ def test_the_wall_time_has_the_warm_up_steps_but_no_pause():
         meter.pause()
         time.sleep(0.02)
     results = meter.results()
-    assert results["time_s"] == 0 and 0.04 <= results["wall_s"]
+    assert results["time_s"] == 0 and results["wall_s"] >= 0.04
     meter.pause()
     assert meter.results() == results
 
