@@ -13,6 +13,7 @@ from hyperion.data.store.folders import cache_root, processed_root
 from hyperion.engines.environments import environment_folder
 from hyperion.paths import data_folder
 from hyperion.reproduce import Request, reproduce
+from hyperion.results import Run
 from tests.reproduce.small_book import MACHINE, counting, write_notebook
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -50,6 +51,7 @@ def test_a_run_has_the_documented_files_and_no_others(tmp_path, monkeypatch):
     assert reproduce(Request(), machine=MACHINE, console=Console(file=io.StringIO(), width=160)) == 0
     run = (tmp_path / "results/latest").resolve()
     assert faults_of_run(run) == []
+    assert Run.open(run).information()["command_line"] == "hyperion reproduce"
     (run / "notes.txt").write_text("mine")
     (run / "report.html").unlink()
     assert faults_of_run(run) == ["report.html lacks", "notes.txt is not documented"]
