@@ -116,7 +116,7 @@ def repeats_markdown(runs: dict[Run, str]) -> str:
                 "GPUs": str(len({gpu for gpu, _, _, _ in launches})),
                 "median TFLOPS": number(float(np.median(values))),
                 "10th to 90th percentile in a launch": " to ".join(
-                    number(float(np.median([launch[place] for launch in launches]))) for place in (2, 3)
+                    number(float(np.median(ends))) for ends in ([low for *_, low, _ in launches], [high for *_, high in launches])
                 ),
                 "variation of all launches": f"{100 * values.std(ddof=1) / values.mean():.2f} %" if len(values) > 1 else "",
                 "variation on the same GPU": _variation_within((gpu, value) for gpu, value, _, _ in launches),
