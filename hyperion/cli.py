@@ -431,16 +431,17 @@ def clean(
 @app.command(name="headlines")
 def headline_pages(
     pages: Annotated[
-        list[Path] | None, typer.Argument(help="Markdown pages with markers.", show_default="README.md and docs/headlines.md")
+        list[Path] | None,
+        typer.Argument(help="Markdown pages with markers.", show_default="README.md, docs/headlines.md, docs/claims.md"),
     ] = None,
 ) -> None:
-    """Regenerate the headlines in README.md and docs/headlines.md from the rows of the reference runs.
+    """Regenerate the headlines in README.md and docs/headlines.md, and docs/claims.md, from the rows of the reference runs.
 
     A time or a rate is a headline if at least five launches of the same code measured it.
     """
     from hyperion.book.headline_page import update_page
 
-    for page in pages or [Path("README.md"), Path("docs/headlines.md")]:
+    for page in pages or [Path("README.md"), Path("docs/headlines.md"), Path("docs/claims.md")]:
         for marker in update_page(page):
             say(f"{page}: made again: {marker}")
 

@@ -9,7 +9,10 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text()
-PAGES = {name: (ROOT / name).read_text() for name in ("README.md", "docs/running.md", "docs/comparing.md", "docs/headlines.md")}
+PAGES = {
+    name: (ROOT / name).read_text()
+    for name in ("README.md", "docs/running.md", "docs/comparing.md", "docs/headlines.md", "docs/claims.md")
+}
 LONGEST_S = 3600
 
 

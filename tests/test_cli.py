@@ -1,4 +1,5 @@
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -8,6 +9,7 @@ import pandas as pd
 import pytest
 
 from hyperion.data.store.folders import staged
+from hyperion.reproduce import Request
 from hyperion.results import Row, Run
 
 CHECKOUT = Path(__file__).resolve().parents[1]
@@ -34,6 +36,22 @@ def test_help_names_every_option_its_variable_and_the_exit_codes(hyperion):
         assert f"--{option}" in text and f"[env var: {option.upper().replace('-', '_')}]" in text
     for code in ("0 all notebooks are done", "1 a notebook failed", "2 the request", "3 the time budget", "130 or 143"):
         assert code in " ".join(text.split())
+
+
+@pytest.mark.parametrize(
+    "request_",
+    [
+        Request(),
+        Request(profile="smoke", data_source="synthetic", only="1.1,2.4", run="my run", seed=7),
+        Request(profile="replay", replay_of="h200", time_budget_s=90.5, cell_timeout_s=3600.0, notebook_timeout_s=7200.0),
+    ],
+)
+def test_the_command_line_of_a_run_makes_the_same_request(request_, hyperion, monkeypatch):
+    made = []
+    monkeypatch.setattr("hyperion.reproduce.reproduce", lambda request, console: made.append(request) or 0)
+    program, *arguments = shlex.split(request_.command_line)
+    assert program == "hyperion" and hyperion(*arguments).returncode == 0
+    assert made == [request_]
 
 
 @pytest.mark.process

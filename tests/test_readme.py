@@ -7,6 +7,7 @@ import pytest
 
 from hyperion.results import Run
 from tests.readme import commands, folders, needs_the_book, reproduces, run
+from tests.reproduce.test_trees import faults_of_run
 
 pytestmark = pytest.mark.book
 
@@ -26,7 +27,7 @@ def reproduced(place):
 
 def test_make_reproduce_runs_the_whole_book(reproduced, place):
     latest = Run.open(Path(place["HYPERION_RESULTS"]) / "latest")
-    assert latest.verify()
+    assert latest.verify() and faults_of_run(latest.folder) == []
     sources = {row.data_source for row in latest.rows()} - {""}
     assert sources == {"mirror" if os.environ.get("HYPERION_DATA_MIRROR") else "synthetic"}
     for made in ("report.html", "benchmarks/hardware/gemm.png", "notebooks/02_core_framework.html"):

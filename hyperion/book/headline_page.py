@@ -5,6 +5,8 @@ The pages have markers around all text that is made from rows. `update_page` rep
     <!-- headlines: FOLDER --> … <!-- end of headlines -->    all headlines of the runs in FOLDER
     <!-- summary: FOLDER --> … <!-- end of summary -->        at most ten of them, for the README
     <!-- counts: FOLDER --> … <!-- end of counts -->          sentences with the numbers of intervals, checks and limits
+    <!-- claims: FOLDER --> … <!-- end of claims -->          claims of the project's documents, answered by rows
+    <!-- repeats: FOLDER --> … <!-- end of repeats -->        matrix products that several launches repeat
 
 FOLDER contains runs, such as `h200x2`, and folders of launches, such as `h200-launches`, whose subfolders are runs.
 
@@ -27,6 +29,7 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
+from hyperion.book.claims_page import claims_markdown, repeats_markdown
 from hyperion.book.outline import Headline, headlines
 from hyperion.errors import HyperionError, not_none
 from hyperion.figures.material import ACCURACIES, Material, device_name, percent, quoted_value
@@ -54,7 +57,7 @@ _SUMMARY = (
     r"FSDP on .* loss apart",
     r".*FSDP: (weak|strong) scaling",
 )
-_MARKED = re.compile(r"<!-- (headlines|summary|counts): (\S+) -->(\n?).*?<!-- end of \1 -->", re.DOTALL)
+_MARKED = re.compile(r"<!-- (headlines|summary|counts|claims|repeats): (\S+) -->(\n?).*?<!-- end of \1 -->", re.DOTALL)
 
 
 @dataclass(frozen=True)
@@ -185,6 +188,7 @@ def updated(text: str, page: Path) -> tuple[str, list[str]]:
     """
     found: list[str] = []
     make = {"headlines": headlines_markdown, "summary": summary_markdown, "counts": counts_markdown}
+    make |= {"claims": claims_markdown, "repeats": repeats_markdown}
 
     def replaced(match: re.Match) -> str:
         kind, folder, newline = match[1], Path(match[2]), match[3]

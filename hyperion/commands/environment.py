@@ -4,7 +4,7 @@ import json
 import os
 import sysconfig
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.table import Table
@@ -12,6 +12,9 @@ from rich.table import Table
 from hyperion.commands.console import console
 from hyperion.errors import HyperionError
 from hyperion.terminal import say
+
+if TYPE_CHECKING:
+    from hyperion.hardware import MachineFacts
 
 
 def env(
@@ -27,7 +30,9 @@ def env(
     ] = None,
     install: Annotated[bool, typer.Option("--install", help="Say how PyTorch can be installed for this driver and GPU.")] = False,
 ) -> None:
-    """Print this machine's fingerprint (versions, device, driver) as it is stored in run.json.
+    """Print this machine's fingerprint (versions, devices, driver) as it is stored in run.json, and the links between its GPUs.
+
+    The exit code is 2 if this torch is too old or is not built for the GPU of this machine. The message names the cause.
 
     With --lint: the exit code is 1 if a variable is set that nothing reads, that does harm, or that contradicts another one.
     """
@@ -45,9 +50,29 @@ def env(
     elif install:
         _print_advice()
     else:
-        from hyperion.hardware import fingerprint
+        from hyperion.doctor.checks import require_torch_build
+        from hyperion.hardware import collect_facts, fingerprint
 
-        say(json.dumps(fingerprint(), indent=1, sort_keys=True))
+        facts = collect_facts()
+        say(json.dumps(fingerprint(facts) | {"links": _links(facts)}, indent=1, sort_keys=True))
+        # After the fingerprint, which also helps to correct a wrong build.
+        require_torch_build()
+
+
+def _links(facts: "MachineFacts") -> dict:
+    """Return the links between the GPUs that torch can use, as JSON values. The key "0 to 1" means from GPU 0 to GPU 1."""
+    from hyperion.hardware import detect
+    from hyperion.hardware.topology import topology_of
+
+    if not facts.gpus:
+        return {"between": {}, "source": "torch sees no GPU"}
+    topology = topology_of([detect(facts, index) for index in range(len(facts.gpus))])
+    return {
+        "between": {f"{one} to {other}": link for (one, other), link in topology.links.items()},
+        "meanings": topology.meanings,
+        "numa_nodes": topology.numa_nodes,
+        "source": topology.source,
+    }
 
 
 def _print_lint(files: list[Path]) -> int:

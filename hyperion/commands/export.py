@@ -28,21 +28,26 @@ class Target(StrEnum):
     """A format of `hyperion export`."""
 
     BMF = "bmf"
+    CSV = "csv"
     TENSORBOARD = "tensorboard"
     WANDB = "wandb"
 
 
 def export(
-    run: Annotated[str, typer.Argument(help="Path or name of a run, or `latest`.")],
-    to: Annotated[Target, typer.Option(help="bmf (Bencher Metric Format), tensorboard, or wandb (offline).")],
-    output: Annotated[Path, typer.Option(help="File for bmf, folder for the others. It must not exist.")],
+    run: Annotated[str, typer.Argument(help="Path or name of a run, or `latest`. With csv also a folder of launches.")],
+    to: Annotated[Target, typer.Option(help="bmf (Bencher Metric Format), csv (flat tables), tensorboard, or wandb (offline).")],
+    output: Annotated[Path, typer.Option("--output", "--out", help="File for bmf, else a folder. It must not exist.")],
 ) -> None:
-    """Write the values, intervals and loss curves of a run in the format of another tool."""
-    from hyperion.results import Run, find_run
+    """Write the values, intervals and loss curves of a run in the format of another tool, or as flat tables."""
+    from hyperion.results import Run, find_run, find_runs
 
-    store = Run.open(find_run(run))
     if output.exists():
         raise HyperionError("the output exists already", where=output, next_step="name a new --output, or remove it")
+    if to is Target.CSV:
+        for path in write_flat_tables([Run.open(folder) for folder in find_runs(run)], output):
+            say(str(path))
+        return
+    store = Run.open(find_run(run))
     if to is Target.BMF:
         document = bencher_metrics(store.rows())
         output.write_text(json.dumps(document, indent=1, sort_keys=True, allow_nan=False) + "\n", encoding="utf-8")
@@ -119,6 +124,27 @@ def scalars(run: "Run") -> dict[str, list[tuple[int, float]]]:
                 if name in measure:
                     found[f"{benchmark}/{metric}{ending}"] = [(0, measure[name])]
     return found
+
+
+def write_flat_tables(runs: "list[Run]", folder: Path) -> list[Path]:
+    """Write the flat tables of runs into a new folder. Return the paths of the files.
+
+    Raises:
+        HyperionError: the runs have no row of any of these tables.
+    """
+    from hyperion.book.flat_tables import flat_tables
+
+    tables = flat_tables([run.rows() for run in runs])
+    if not tables:
+        raise HyperionError(
+            "no flat table can be made from these rows",
+            where=", ".join(str(run.folder) for run in runs),
+            next_step="measure one of these experiments first: gemm, bandwidth, batch_scaling, scaling, or a training",
+        )
+    for name, table in tables.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        table.to_csv(folder / name, index=False, lineterminator="\n")
+    return [folder / name for name in tables]
 
 
 def write_tensorboard(run: "Run", folder: Path) -> int:

@@ -121,13 +121,31 @@ def installed_build() -> Build:
     return Build(str(torch.__version__), torch.version.cuda, torch.version.hip)
 
 
+def require_torch_build(
+    build: Build | None = None, machine: DetectedAccelerator | None = None, override: str | None = None
+) -> None:
+    """Check that torch has a supported version and is built for the GPU of this machine.
+
+    Args:
+        build: the build of torch; default: the build that this process imported.
+        machine: the accelerator of the machine; default: that of this machine.
+        override: value of TORCH=, which requests a build; default: the environment variable.
+
+    Raises:
+        HyperionError: the build does not match, or the GPU of this machine cannot be used.
+    """
+    machine = machine or decide(collect_facts())
+    choice = choose(machine, os.environ.get("TORCH", "") if override is None else override)
+    check_build(build or installed_build(), machine, choice)
+
+
 def check_torch_build(
     build: Build | None = None, machine: DetectedAccelerator | None = None, override: str | None = None
 ) -> CheckResult:
-    """Check that torch has a supported version and is built for the GPU of this machine."""
+    """Return the result of `require_torch_build`, which has the same arguments."""
     build, machine = build or installed_build(), machine or decide(collect_facts())
     try:
-        check_build(build, machine, choose(machine, os.environ.get("TORCH", "") if override is None else override))
+        require_torch_build(build, machine, override)
     except HyperionError as error:
         return CheckResult("torch_build", "fail", f"{error.what}; {machine.evidence}", error.next_step or "")
     evidence = f"{build}; {machine.evidence}"

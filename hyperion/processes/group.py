@@ -28,6 +28,7 @@ from hyperion.hardware import Device, MachineFacts, collect_facts, detect, detec
 from hyperion.hardware.facts import VISIBLE_DEVICE_VARIABLES
 
 BACKENDS = ("nccl", "gloo")
+ENVIRONMENT = "env://"  # torch's name of the rendezvous at MASTER_ADDR and MASTER_PORT
 # Time limit in seconds for destroying a group after an error. After that, the group remains until the process ends.
 _ABANDON_S = 5.0
 # _CONNECT_S: time limit for connecting to the job's store. _POLL_S: polling interval of a barrier.
@@ -85,14 +86,15 @@ def world() -> World:
     """
     if not dist.is_initialized():
         return World(0, 1, 0, "", _device(0))
-    info, backend = rank_info(os.environ), dist.get_backend()
+    # The ranks of a group that met in a file have no address.
+    info, backend = rank_info(os.environ, address=False), dist.get_backend()
     local_rank = info.local_rank if info else 0
     device = _device(local_rank) if "nccl" in backend else detect_cpu(_facts())
     return World(dist.get_rank(), dist.get_world_size(), local_rank, backend, device)
 
 
 @contextlib.contextmanager
-def process_group(timeout_s: float = 600.0, backend: str | None = None) -> Iterator[World]:
+def process_group(timeout_s: float = 600.0, backend: str | None = None, init_method: str = ENVIRONMENT) -> Iterator[World]:
     """Context manager that initializes torch.distributed on the device of this rank, and destroys the group on exit.
 
     Under torchrun, every rank must enter the block. A process without torchrun's variables gets a group of one rank, because DDP
@@ -103,19 +105,26 @@ def process_group(timeout_s: float = 600.0, backend: str | None = None) -> Itera
         timeout_s: seconds that a rank waits for the other ranks, at the start and in every collective.
         backend: "nccl" or "gloo". With gloo, the ranks compute on the CPU even if there are GPUs. None selects nccl if there are
             GPUs, else gloo.
+        init_method: where the ranks meet. "env://": at MASTER_ADDR and MASTER_PORT. "file:///path": in a file on a disk that all
+            ranks share. It must be another file for each job, because ranks that find the keys of an earlier job do not meet.
+            A launcher then sets only RANK, WORLD_SIZE and LOCAL_RANK. A `StoreBarrier` needs the address.
 
     Raises:
         GroupError: a process group already exists, torchrun's variables are incomplete, this node has more ranks than GPUs,
-            the machine does not support the backend, or another rank did not join in time.
+            the machine does not support the backend, the init method is unknown, or another rank did not join in time.
     """
     _require_no_group()
-    info = rank_info(os.environ)
+    if init_method != ENVIRONMENT and not init_method.startswith("file:///"):
+        raise GroupError(f"unknown init method {init_method!r}", where="process_group", next_step="use env:// or file:///path")
+    info = rank_info(os.environ, address=init_method == ENVIRONMENT)
+    if info is None and init_method != ENVIRONMENT:
+        raise _environment_error(f"RANK and WORLD_SIZE are not set, but {init_method} needs them")
     backend, device = choose_device(info, backend, _facts())
     torch_device = torch.device(device.torch_device)
     if torch_device.type != "cpu":
         # Set the device before creating the group, because NCCL and tensors on "cuda" use the current device of the process.
         torch.cuda.set_device(torch_device)
-    _initialize(info or RankInfo(0, 1, 0, 1), backend, torch_device, timedelta(seconds=timeout_s), alone=info is None)
+    _initialize(info, backend, torch_device, timedelta(seconds=timeout_s), init_method)
     try:
         yield world()
     except BaseException:
@@ -129,20 +138,25 @@ def process_group(timeout_s: float = 600.0, backend: str | None = None) -> Itera
             dist.destroy_process_group()
 
 
-def rank_info(environment: Mapping[str, str]) -> RankInfo | None:
+def rank_info(environment: Mapping[str, str], address: bool = True) -> RankInfo | None:
     """Parse torchrun's environment variables. Return None if neither RANK nor WORLD_SIZE is set.
+
+    Args:
+        environment: environment variables.
+        address: whether MASTER_ADDR and MASTER_PORT are needed.
 
     Raises:
         GroupError: a variable is missing or is not a whole number, or two variables contradict each other.
     """
     if "RANK" not in environment and "WORLD_SIZE" not in environment:
         return None
-    needed = ["RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"]
+    needed = ["RANK", "WORLD_SIZE"] + ["MASTER_ADDR", "MASTER_PORT"] * address
     # With a single rank, the local rank is 0.
     needed += ["LOCAL_RANK"] * (environment.get("WORLD_SIZE") != "1")
     if missing := [name for name in needed if not environment.get(name)]:
         raise _environment_error(f"{', '.join(missing)} not set, though other variables of torchrun are")
-    _parse_port(environment["MASTER_PORT"])
+    if address:
+        _parse_port(environment["MASTER_PORT"])
     rank, size = _parse_number(environment, "RANK"), _parse_number(environment, "WORLD_SIZE")
     local_rank = _parse_number(environment, "LOCAL_RANK", 0)
     local_size = _parse_number(environment, "LOCAL_WORLD_SIZE", local_rank + 1)
@@ -259,11 +273,12 @@ def connect_store(host: str, port: int, timeout_s: float) -> Store:
     return TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=timeout_s))
 
 
-def _initialize(info: RankInfo, backend: str, device: torch.device, timeout: timedelta, alone: bool) -> None:
+def _initialize(info: RankInfo | None, backend: str, device: torch.device, timeout: timedelta, init_method: str) -> None:
     """Initialize torch.distributed. Each group has its own prefix in the store, so it does not see keys of earlier groups."""
+    # A HashStore is in the memory of this process, so a single process opens no port.
+    alone, info = info is None, info or RankInfo(0, 1, 0, 1)
     try:
-        # A HashStore is in the memory of this process, so a single process opens no port.
-        store = HashStore() if alone else _shared_store(info, timeout)
+        store = HashStore() if alone else _shared_store(info, timeout, init_method)
         store.set_timeout(timeout)
         dist.init_process_group(
             backend,
@@ -274,11 +289,15 @@ def _initialize(info: RankInfo, backend: str, device: torch.device, timeout: tim
             # With a device, NCCL creates its communicator, and raises its errors, here and not in the first collective.
             device_id=None if device.type == "cpu" else device,
         )
-    except (dist.DistStoreError, dist.DistNetworkError) as error:
+    except RuntimeError as error:
+        # The store in a file raises a plain RuntimeError.
+        if not isinstance(error, dist.DistStoreError | dist.DistNetworkError) and "Wait timeout" not in str(error):
+            raise
+        address = f"MASTER_ADDR={os.environ.get('MASTER_ADDR')} MASTER_PORT={os.environ.get('MASTER_PORT')}"
         raise GroupError(
             f"rank {info.rank} of {info.size} did not reach the other ranks within {timeout.total_seconds():g} s: {error}",
-            where=f"MASTER_ADDR={os.environ.get('MASTER_ADDR')} MASTER_PORT={os.environ.get('MASTER_PORT')}",
-            next_step="check that all ranks were started and that every node reaches this address",
+            where=address if init_method == ENVIRONMENT else init_method,
+            next_step="check that all ranks were started and that every node reaches this address or file",
         ) from error
 
 
@@ -288,14 +307,14 @@ def _initialize(info: RankInfo, backend: str, device: torch.device, timeout: tim
 # hang (seen with PyTorch 2.13, within fifty groups).
 _old_groups: list[dist.ProcessGroup] = []
 _group_numbers = itertools.count()
-_stores: dict[tuple[RankInfo, str, str], Store] = {}
+_stores: dict[tuple[RankInfo, str, str | None, str | None], Store] = {}
 
 
-def _shared_store(info: RankInfo, timeout: timedelta) -> Store:
+def _shared_store(info: RankInfo, timeout: timedelta, init_method: str) -> Store:
     """Return the job's store. All groups of a process share it, because rank 0 cannot open its port a second time."""
-    address = (info, os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"])
+    address = (info, init_method, os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT"))
     if address not in _stores:
-        _stores[address], _, _ = next(rendezvous("env://", info.rank, info.size, timeout=timeout))
+        _stores[address], _, _ = next(rendezvous(init_method, info.rank, info.size, timeout=timeout))
     return _stores[address]
 
 

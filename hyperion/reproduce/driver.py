@@ -89,7 +89,8 @@ def reproduce(request: Request, *, machine: MachineProfile | None = None, consol
                 machine = examine_machine(request.profile, request.data_source, request.seed, experiments)
             setting = setting_of(request, machine)
             reason = why_not_continued(results_folder(), setting) if request.run is None else ""
-            claim = claimed_run(results_folder(), request.run, setting, machine.information)
+            information = machine.information | {"command_line": request.command_line}
+            claim = claimed_run(results_folder(), request.run, setting, information)
             with scratch_folder() as scratch, claim as (ledger, continued):
                 return _Call(request, machine, root, ledger, Path(scratch), console).run(chosen, continued, reason)
     except Stopped as stop:

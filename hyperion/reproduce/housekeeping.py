@@ -26,6 +26,7 @@ _UNLISTED = re.compile(r"MANIFEST(\.pending)?|\.(lock|driver\.lock|writer\.lock)
 _WORKSPACES = ("checkpoints", "adapters", "logs")  # folders to which training runs write many files that no manifest lists
 _CHECKPOINT = re.compile(r"step-\d{8,}")
 _IN_WORKSPACES = (".json", ".safetensors", ".npz", ".parquet", ".log", ".lock")  # suffixes of the files in these folders
+_TRACES = ("step_trace.json.gz", "memory_snapshot.pickle", "kernels.csv")  # names of further files, of a traced training step
 _SETTLED_S = 3600.0  # a run that changed within this many seconds may still be in use
 _STORES = ("raw", "processed")
 _IN_STORES = ("hub", QUARANTINE)
@@ -177,7 +178,7 @@ def _foreign_in_workspace(folder: Path) -> list[Path]:
 
     def is_foreign(path: Path) -> bool:
         copy = path.name.startswith("step-") and not _CHECKPOINT.fullmatch(path.name)
-        return copy or path.is_symlink() or not (_is_folder(path) or path.suffix in _IN_WORKSPACES)
+        return copy or path.is_symlink() or not (_is_folder(path) or path.suffix in _IN_WORKSPACES or path.name in _TRACES)
 
     return [path for path in entries if is_foreign(path)]
 

@@ -6,8 +6,9 @@ The ledger is a file in the run folder that records which notebooks earlier call
 import contextlib
 import json
 import os
+import shlex
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, cast
 
@@ -55,6 +56,16 @@ class Request:
     replay_of: str | None = None
     cell_timeout_s: float | None = None
     notebook_timeout_s: float | None = None
+
+    @property
+    def command_line(self) -> str:
+        """The command that makes this request. It contains only the options that differ from the defaults."""
+        words = ["hyperion", "reproduce"]
+        for option in fields(self):
+            value = getattr(self, option.name)
+            if value != option.default:
+                words += [f"--{option.name.removesuffix('_s').replace('_', '-')}", str(value)]
+        return shlex.join(words)
 
 
 def require_mirror(request: Request) -> None:

@@ -93,6 +93,7 @@ _METRICS = (
     Metric("call_time_s", "s", "lower", "one call of a reader's own function, median", True, True),
     Metric("flops", "FLOP", "none", "FLOPs of matrix products, convolutions and attention in one call; a multiply-add is 2"),
     Metric("step_time_s", "s", "lower", "one optimizer step, median", True, True),
+    Metric("epoch_time_s", "s", "lower", "wall time of the steps of one epoch, loading included, evaluations and saves not"),
     Metric("tokens_per_s", "tokens/s", "higher", "tokens without padding that the loader delivers, over training time", True),
     Metric("images_per_s", "images/s", "higher", "images that the loader delivers, over training time", True),
     Metric("tokenizer_tokens_per_s", "tokens/s", "higher", "tokens written to a file over the median time", True, True, True),

@@ -140,6 +140,8 @@ class EpochMeter:
         self.timed_steps, self.time_s, self.waited_s = 0, 0.0, 0.0
         self.metric = ""
         self.gib: float | None = None
+        self.reserved_gib: float | None = None
+        self.wall_s = self._started = 0.0
         self._region: PeakMemoryRegion | None = None
         self._since: float | None = None
 
@@ -147,6 +149,7 @@ class EpochMeter:
         """Start measuring steps."""
         self._region = PeakMemoryRegion(self.device)
         self._region.__enter__()
+        self._started = time.perf_counter()
         self._start_clock()
 
     def count(self, items: Tensor) -> None:
@@ -180,11 +183,15 @@ class EpochMeter:
         if self._region is None:
             return
         self._region.__exit__(None, None, None)  # synchronises
+        self.wall_s += time.perf_counter() - self._started
         if self._since is not None:
             self.time_s += time.perf_counter() - self._since
-        peak, self._region, self._since = self._region.peak, None, None
+        peak, reserved_gib = self._region.peak, self._region.reserved_gib
+        self._region, self._since = None, None
         self.metric = peak.metric
         self.gib = peak.gib if self.gib is None or peak.gib is None else max(self.gib, peak.gib)
+        if reserved_gib is not None:
+            self.reserved_gib = max(reserved_gib, self.reserved_gib or 0.0)
 
     def results(self) -> dict[str, Any]:
         """Return the fields of EpochRecord that this class measures, as a dict of names and values."""
@@ -197,6 +204,8 @@ class EpochMeter:
             "items_per_s": timed_items / self.time_s if self.timed_steps else None,
             "peak_memory_metric": self.metric,
             "peak_memory_gib": self.gib,
+            "reserved_memory_gib": self.reserved_gib,
+            "wall_s": self.wall_s,
         }
 
     def state_dict(self) -> dict:
@@ -209,6 +218,8 @@ class EpochMeter:
             "waited_s": self.waited_s,
             "metric": self.metric,
             "gib": self.gib,
+            "reserved_gib": self.reserved_gib,
+            "wall_s": self.wall_s,
         }
 
     def load_state_dict(self, state: dict) -> None:

@@ -99,6 +99,9 @@ class EpochRecord:
             ranks during the epoch, the record contains only the steps after the resume. None if the record covers all ranks: the
             loss is then that of the whole batches, the items are summed over the ranks, and the times and the memory are the
             largest values of any rank.
+        reserved_memory_gib: peak memory in GiB that the allocator of the accelerator holds during the steps; None on a CPU.
+        wall_s: wall time of all steps in seconds, warm-up steps included. Like `time_s`, it includes the time for loading
+            batches, but not evaluations and checkpoints.
     """
 
     epoch: int
@@ -115,6 +118,8 @@ class EpochRecord:
     evaluation: dict[str, float] | None
     rank: int | None = None
     waited_s: float = 0.0
+    reserved_memory_gib: float | None = None
+    wall_s: float = 0.0
 
     @property
     def waiting_share(self) -> float | None:
@@ -160,7 +165,6 @@ class History:
         time_s = max(part.time_s for part in parts)
         # Items of each rank, divided by the time of the slowest rank.
         rates = [part.items_per_s * (part.time_s / time_s) for part in parts if part.items_per_s is not None]
-        peaks = [part.peak_memory_gib for part in parts if part.peak_memory_gib is not None]
         whole = replace(
             parts[0],
             rank=None,
@@ -169,8 +173,10 @@ class History:
             items=earlier_items + sum(part.items for part in parts),
             time_s=time_s,
             waited_s=max(part.waited_s for part in parts),
+            wall_s=max(part.wall_s for part in parts),
             items_per_s=math.fsum(rates) if len(rates) == len(parts) else None,
-            peak_memory_gib=max(peaks) if len(peaks) == len(parts) else None,
+            peak_memory_gib=_largest([part.peak_memory_gib for part in parts]),
+            reserved_memory_gib=_largest([part.reserved_memory_gib for part in parts]),
             evaluation=evaluation,
         )
         self.epochs.append(whole)
@@ -191,6 +197,12 @@ class History:
         """Create a history from the result of `state_dict`."""
         epochs, rank_epochs = ([EpochRecord(**record) for record in state[key]] for key in ("epochs", "rank_epochs"))
         return cls(state["item"], state["losses"].tolist(), epochs, list(state["resumed_at"]), rank_epochs)
+
+
+def _largest(values: Sequence[float | None]) -> float | None:
+    """Return the largest value, or None if a value is unknown."""
+    known = [value for value in values if value is not None]
+    return max(known) if len(known) == len(values) else None
 
 
 def mean_over_ranks(parts: Sequence[EpochRecord]) -> float:

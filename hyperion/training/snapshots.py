@@ -47,6 +47,8 @@ _METER = {
     "waited_s": _NUMBER,
     "metric": str,
     "gib": (*_NUMBER, type(None)),
+    "reserved_gib": (*_NUMBER, type(None)),
+    "wall_s": _NUMBER,
 }
 _HISTORY = {"item": str, "losses": torch.Tensor, "epochs": list, "resumed_at": list, "rank_epochs": list}
 _OPTIONAL = (*_NUMBER, type(None))
@@ -65,6 +67,8 @@ _RECORD = {
     "evaluation": (dict, type(None)),
     "rank": (int, type(None)),
     "waited_s": _NUMBER,
+    "reserved_memory_gib": _OPTIONAL,
+    "wall_s": _NUMBER,
 }
 
 

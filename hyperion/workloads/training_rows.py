@@ -48,8 +48,8 @@ _NO_LIMIT = "no limit: "
 def epoch_rows(context: Context, variant: str, dtype: str, engine: TorchEngine, history: History, source: str) -> list[Row]:
     """Return the rows with the results of all epochs.
 
-    Each epoch has rows for the loss, the learning rate, the throughput, the peak memory, and the share of time spent waiting for
-    data.
+    Each epoch has rows for the loss, the learning rate, the throughput, the peak memory, the memory that the allocator of an
+    accelerator holds, the wall time, and the share of time spent waiting for data.
     """
     rows = []
     for record, peak_gib in zip(history.epochs, _peaks(engine, history), strict=True):
@@ -61,7 +61,10 @@ def epoch_rows(context: Context, variant: str, dtype: str, engine: TorchEngine, 
                 _NO_LIMIT + "loading is part of it; the steady step of this model has one",
             ),
             record.peak_memory_metric: (peak_gib, _NO_LIMIT + "the least memory that a step needs is not derived yet"),
+            "epoch_time_s": (record.wall_s, ""),
         }
+        if record.reserved_memory_gib is not None:
+            values["reserved_memory_gib"] = (record.reserved_memory_gib, "")
         for metric, (value, limit_source) in values.items():
             reason = "" if value is not None else NOT_TIMED
             rows.append(

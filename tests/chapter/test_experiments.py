@@ -338,6 +338,8 @@ def test_image_classifier_tests_once_a_seed_and_knows_the_best_possible(folder):
     assert [row.params.get("seed") for row in times] == [None, 0, 1]
     assert times[0].value == evaluated["time_s"].iloc[0] < evaluated["time_s"].iloc[1]
     assert (result.samples["kind"] == "steady step").sum() >= 30
+    epochs = [row for row in result.rows if row.metric == "epoch_time_s"]
+    assert [row.params["epoch"] for row in epochs] == [1, 2] and all(row.value > 0 for row in epochs)
     assert {row.variant for row in result.rows} == {"resnet18_w4"}
     mfu = next(row for row in result.rows if row.metric == "mfu")
     assert mfu.value is None and "no peak" in mfu.value_reason  # no CPU has a published one

@@ -2,13 +2,15 @@
 
 import json
 
-import pytest
 from typer.testing import CliRunner
 
-from hyperion.cli import app
+from hyperion.cli import app, main
 from hyperion.doctor.state import State
 from hyperion.errors import HyperionError
-from hyperion.install.machine import KernelFacts
+from hyperion.hardware.topology import Topology
+from hyperion.install.machine import DetectedAccelerator, KernelFacts
+from hyperion.install.plan import Build
+from tests.hardware.machines import facts, gpu
 
 
 def env(*arguments: str, **variables: str):
@@ -41,6 +43,30 @@ def test_variables_settings_and_advice_are_printed(monkeypatch):
     assert "gfx803: unknown, not in PyTorch's wheels" in advice and "wheel     impossible" in advice
 
 
-@pytest.mark.slow
-def test_without_options_the_fingerprint_is_printed():
-    assert "torch" in json.loads(env().stdout)
+def test_the_fingerprint_and_the_links_are_printed(monkeypatch):
+    gpus = tuple(gpu("H200", pci_address=f"0000:c{place}:00.0", uuid=f"uuid-{place}") for place in range(2))
+    monkeypatch.setattr("hyperion.hardware.collect_facts", lambda: facts(gpus=gpus))
+    links = Topology({(0, 1): "NV18", (1, 0): "NV18"}, {"NV18": "18 NVLinks"}, (0, None), "NVML")
+    monkeypatch.setattr("hyperion.hardware.topology.topology_of", lambda devices: links if len(devices) == 2 else None)
+    monkeypatch.setattr("hyperion.doctor.checks.require_torch_build", lambda: None)
+    done = env()
+    content = json.loads(done.stdout)
+    assert done.exit_code == 0 and [one["name"] for one in content["gpus"]] == [gpus[0].name] * 2
+    assert content["links"] == {
+        "between": {"0 to 1": "NV18", "1 to 0": "NV18"},
+        "meanings": {"NV18": "18 NVLinks"},
+        "numa_nodes": [0, None],
+        "source": "NVML",
+    }
+
+
+def test_a_wrong_build_ends_with_its_cause_after_the_fingerprint(monkeypatch, capsys):
+    machine = DetectedAccelerator("rocm", "8 AMD GPU(s), gfx90a", rocm_version=(7, 2))
+    monkeypatch.setattr("hyperion.doctor.checks.decide", lambda facts: machine)
+    monkeypatch.setattr("hyperion.doctor.checks.installed_build", lambda: Build("2.13.0+cpu"))
+    monkeypatch.setenv("TORCH", "")
+    monkeypatch.setattr("sys.argv", ["hyperion", "env"])
+    assert main() == 2
+    printed = capsys.readouterr()
+    assert json.loads(printed.out)["links"] == {"between": {}, "source": "torch sees no GPU"}
+    assert "cannot use this machine's AMD GPU" in printed.err and "8 AMD GPU(s), gfx90a" in printed.err

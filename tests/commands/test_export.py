@@ -28,7 +28,7 @@ def run(tmp_path) -> Run:
     where = {"notebook": "02_x", "experiment": "training"}
     limit = {"limit_source": "no limit: made up"}
     rows = [
-        Row(**where, variant="lm", dtype="bf16", metric="training_loss", value=2.5, params={"batch": 8}, **limit),
+        Row(**where, variant="lm", dtype="bf16", metric="training_loss", value=2.5, params={"batch": 8, "epoch": 1}, **limit),
         Row(**where, variant="lm", metric="latency_s", value=0.5, n=30, ci_low=0.4, ci_high=0.7, rank=1, **limit),
         Row(**where, variant="lm", metric="count", value=None, value_reason="out of memory"),
     ]
@@ -49,9 +49,25 @@ def test_bencher_metrics_have_values_and_intervals(run, tmp_path):
     done = export(run, "--to", "bmf", "--output", str(tmp_path / "bmf.json"))
     assert done.exit_code == 0 and "2 values of 2 benchmarks" in done.output
     assert json.loads((tmp_path / "bmf.json").read_text()) == {
-        "02_x/training/lm bf16 batch=8": {"training_loss": {"value": 2.5}},
+        "02_x/training/lm bf16 batch=8 epoch=1": {"training_loss": {"value": 2.5}},
         "02_x/training/lm rank=1": {"latency_s": {"value": 0.5, "lower_value": 0.4, "upper_value": 0.7}},
     }
+
+
+def test_flat_tables_are_files_of_a_new_folder(run, tmp_path):
+    done = export(run, "--to", "csv", "--out", str(tmp_path / "flat"))
+    file = tmp_path / "flat/training/epoch_metrics.csv"
+    assert done.exit_code == 0 and done.output.split() == [str(file)]
+    (line,) = file.read_text().splitlines()[1:]
+    assert line.startswith("training,lm,,1,train,2.5,")
+    assert [path for path in (tmp_path / "flat").rglob("*") if path.is_file()] == [file]
+
+
+def test_a_run_without_flat_tables_is_refused_and_no_folder_is_left(run, tmp_path):
+    run.record("02_x", "training", [row for row in run.rows() if row.metric != "training_loss"], pd.DataFrame(), input_hash="h")
+    with pytest.raises(HyperionError, match="no flat table"):
+        export(run, "--to", "csv", "--output", str(tmp_path / "flat"))
+    assert not (tmp_path / "flat").exists()
 
 
 def test_no_two_rows_of_a_reference_have_one_name():

@@ -1,5 +1,6 @@
-"""The checks of each of two ranks: `python -m tests.processes.group_checks`, with torchrun's variables set."""
+"""The checks of each of two ranks: `python -m tests.processes.group_checks env://`, with torchrun's variables set."""
 
+import sys
 import time
 
 import pytest
@@ -9,13 +10,14 @@ import torch.distributed as dist
 from hyperion.processes import group, process_group, world
 
 TIMEOUT_S = 1.0
+INIT_METHOD = sys.argv[1]
 
 
 def main() -> None:
     torch.set_num_threads(1)
     # One process enters several groups in turn: keys of an earlier one in the store do no harm.
     for turn in range(3):
-        with process_group(60.0, "gloo") as here:
+        with process_group(60.0, "gloo", INIT_METHOD) as here:
             total = torch.tensor([here.rank + 1.0])
             dist.all_reduce(total)
             assert total.item() == 3.0
@@ -30,18 +32,18 @@ def main() -> None:
 def _time_out(rank: int) -> None:
     """Rank 1 joins the group but not the collective."""
     if rank == 0:
-        with pytest.raises(RuntimeError, match="(?i)timed out"), process_group(TIMEOUT_S, "gloo"):
+        with pytest.raises(RuntimeError, match="(?i)timed out"), process_group(TIMEOUT_S, "gloo", INIT_METHOD):
             dist.all_reduce(torch.ones(1))
         print("timed out", flush=True)
     else:
-        with process_group(TIMEOUT_S, "gloo"):
+        with process_group(TIMEOUT_S, "gloo", INIT_METHOD):
             time.sleep(3 * TIMEOUT_S)
 
 
 def _leave_a_collective_unfinished(rank: int) -> None:
     """Rank 1 raises during a collective. Gloo would wait for rank 0 as long as it lives; the process must end."""
     group._ABANDON_S = 0.5
-    with process_group(600.0, "gloo"):
+    with process_group(600.0, "gloo", INIT_METHOD):
         if rank == 0:
             time.sleep(600)
         work = dist.all_reduce(torch.ones(1), async_op=True)

@@ -185,12 +185,34 @@ def test_a_rank_whose_peers_do_not_join_raises(free_port, monkeypatch):
     assert not dist.is_initialized()
 
 
+@pytest.mark.slow
+def test_a_rank_whose_peers_do_not_come_to_the_file_raises(tmp_path, monkeypatch):
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}.items():
+        monkeypatch.setenv(name, value)
+    meeting = (tmp_path / "meeting").as_uri()
+    with pytest.raises(GroupError, match="rank 0 of 2 did not reach") as error, process_group(1.0, init_method=meeting):
+        pass
+    assert meeting in str(error.value) and not dist.is_initialized()
+
+
+def test_a_file_needs_the_rank_and_the_number_of_ranks(tmp_path):
+    with pytest.raises(GroupError, match="RANK and WORLD_SIZE are not set"), process_group(init_method=tmp_path.as_uri()):
+        pass
+    with pytest.raises(GroupError, match="unknown init method 'tcp://a:1'"), process_group(init_method="tcp://a:1"):
+        pass
+
+
 @pytest.mark.process
-def test_two_ranks_join_leave_and_time_out(free_port):
-    common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port, "WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"}
+@pytest.mark.parametrize("init_method", ["env://", "file://"])
+def test_two_ranks_join_leave_and_time_out(init_method, free_port, tmp_path):
+    common = {"WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"}
+    if init_method == "env://":
+        common |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port}
+    else:
+        init_method = (tmp_path / "meeting").as_uri()
     ranks = [
         subprocess.Popen(
-            [sys.executable, "-W", "ignore", "-m", "tests.processes.group_checks"],
+            [sys.executable, "-W", "ignore", "-m", "tests.processes.group_checks", init_method],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,

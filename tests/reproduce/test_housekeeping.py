@@ -7,6 +7,7 @@ import pytest
 from hyperion.data.prepare.verify import DataFinding, quarantine
 from hyperion.data.store.folders import staged, write_manifest
 from hyperion.errors import HyperionError
+from hyperion.experiments.memory.memory_trace import KERNELS, SNAPSHOT, TRACE
 from hyperion.reproduce import housekeeping
 from hyperion.reproduce.housekeeping import removable, remove
 from hyperion.reproduce.runs import claimed_run
@@ -29,6 +30,8 @@ def checkout(tmp_path, monkeypatch):
     checkpoint = tmp_path / "results/old/checkpoints/n.e/0123/seed-0/step-00000100"
     checkpoint.mkdir(parents=True)
     (checkpoint / "model.safetensors").write_bytes(bytes(8))
+    for name in (TRACE, SNAPSHOT, KERNELS):
+        (checkpoint.parents[1] / name).write_bytes(bytes(8))
     (tmp_path / "results/latest").symlink_to("old")
     for name in ("raw/wikitext-2", "processed/wikitext-2-0123", "raw/hub/org--model"):
         with staged(tmp_path / "data" / name) as work:

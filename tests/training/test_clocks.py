@@ -89,19 +89,21 @@ def test_a_record_is_json():
 
 def test_an_epoch_of_many_ranks_is_their_sum_over_the_slowest_ones_time():
     fast = replace(RECORD, rank=0, loss=2.0, items=100, time_s=0.5, items_per_s=200.0, peak_memory_gib=1.0, evaluation=None)
-    slow = replace(fast, rank=1, loss=3.0, items=300, time_s=1.0, items_per_s=300.0, peak_memory_gib=2.0)
+    fast = replace(fast, reserved_memory_gib=3.0, wall_s=0.75)
+    slow = replace(fast, rank=1, loss=3.0, items=300, time_s=1.0, items_per_s=300.0, peak_memory_gib=2.0, wall_s=1.5)
     history = History("token")
     whole = history.add_epoch([fast, slow], 2.75, 40, {"loss": 1.0})
     assert history.epochs == [whole] and history.rank_epochs == [fast, slow]
     assert (whole.rank, whole.loss, whole.items, whole.evaluation) == (None, 2.75, 440, {"loss": 1.0})
     assert (whole.time_s, whole.items_per_s, whole.peak_memory_gib) == (1.0, pytest.approx(400.0), 2.0)
+    assert (whole.reserved_memory_gib, whole.wall_s) == (3.0, 1.5)
     assert mean_over_ranks([fast, slow]) == pytest.approx(2.75)
 
 
 def test_what_one_rank_cannot_tell_is_not_told_of_all():
     known = replace(RECORD, rank=0, peak_memory_gib=1.0)
     whole = History("token").add_epoch([known, replace(known, rank=1, items_per_s=None, peak_memory_gib=None)], 1.0, 0, None)
-    assert whole.items_per_s is None and whole.peak_memory_gib is None
+    assert whole.items_per_s is None and whole.peak_memory_gib is None and whole.reserved_memory_gib is None
 
 
 def test_the_epoch_of_one_process_is_its_part():
@@ -123,6 +125,32 @@ def test_the_first_steps_of_a_process_are_counted_but_not_timed():
     assert results["items"] == 5 * (UNTIMED_STEPS + 2)
     assert results["timed_steps"] == 2
     assert results["items_per_s"] == 10 / results["time_s"]
+
+
+def test_the_wall_time_has_the_warm_up_steps_but_no_pause():
+    meter = EpochMeter(detect_cpu())
+    for _ in range(2):
+        meter.start()
+        time.sleep(0.02)
+        meter.count(items(1))
+        meter.pause()
+        time.sleep(0.02)
+    results = meter.results()
+    assert results["time_s"] == 0 and results["wall_s"] >= 0.04
+    meter.pause()
+    assert meter.results() == results
+
+
+def test_the_largest_memory_that_the_allocator_held_is_kept(monkeypatch):
+    held = iter([2 * 2**30, 3 * 2**30, 2**30])
+    for name, value in {"synchronize": None, "reset_peak_memory_stats": None, "max_memory_allocated": 2**30}.items():
+        monkeypatch.setattr(torch.cuda, name, lambda device, value=value: value)
+    monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda device: next(held))
+    meter = EpochMeter(replace(detect_cpu(), kind="cuda", torch_device="cuda:0"), warmed_up=True)
+    for _ in range(3):
+        meter.start()
+        meter.pause()
+    assert (meter.results()["peak_memory_gib"], meter.results()["reserved_memory_gib"]) == (1.0, 3.0)
 
 
 def test_a_pause_is_not_timed():

@@ -1,12 +1,14 @@
 """Steps in turn: the ratio is that of the medians, and engines that do not fit leave a row with the reason."""
 
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from hyperion.hardware import detect_cpu
-from hyperion.workloads.training_rows import Contender, compare_steps
+from hyperion.training import EpochRecord, History
+from hyperion.workloads.training_rows import Contender, compare_steps, epoch_rows
 from hyperion.workloads.workloads import ImageSizes, random_batch, workload
 from tests.chapter.toy import toy_context
 
@@ -50,3 +52,17 @@ def test_what_does_not_fit_is_a_row(tmp_path):
     assert len(rows) == 2 and all(row.value is None and "made up" in row.value_reason for row in rows)
     for row in rows:
         row.validate()
+
+
+@pytest.mark.parametrize("reserved_gib", [None, 3.5])
+def test_an_epoch_has_its_wall_time_and_on_a_gpu_the_memory_that_the_allocator_held(tmp_path, reserved_gib):
+    memory = "peak_rss_gib" if reserved_gib is None else "peak_memory_gib"
+    record = EpochRecord(1, 10, 10, 2.5, 1e-3, 640, 0.5, 7, 900.0, memory, 2.0, None, None, 0.1, reserved_gib, 0.75)
+    engine = SimpleNamespace(item="token", uncaptured="made up")
+    rows = epoch_rows(toy_context("toy", {}, tmp_path), "lm", "bf16", engine, History("token", epochs=[record]), "synthetic")
+    for row in rows:
+        row.validate()
+    values = {row.metric: row.value for row in rows}
+    assert values["epoch_time_s"] == 0.75 and values[memory] == 2.0
+    assert values.get("reserved_memory_gib") == reserved_gib
+    assert all(row.params["epoch"] == 1 for row in rows)

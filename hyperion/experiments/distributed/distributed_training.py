@@ -146,7 +146,10 @@ def _record_rows(context: Context, recipe: Recipe, training: Training, record: E
         "training_loss": (record.loss, _FITS),
         f"{training.engine.item}s_per_s": (record.items_per_s, _NO_LIMIT),
         record.peak_memory_metric: (record.peak_memory_gib, "no limit: the least memory of a step is not derived yet"),
+        "epoch_time_s": (record.wall_s, ""),
     }
+    if record.reserved_memory_gib is not None:
+        values["reserved_memory_gib"] = (record.reserved_memory_gib, "")
     params = _params(recipe, ranks) | {"epoch": record.epoch}
     return [
         context.row(

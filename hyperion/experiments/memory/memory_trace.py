@@ -8,11 +8,12 @@ import gzip
 import json
 from collections import Counter
 from dataclasses import asdict
+from operator import methodcaller
 from pathlib import Path
 
 import pandas as pd
 import torch
-from torch.profiler import ProfilerActivity, profile
+from torch.profiler import ProfilerActivity, profile, schedule
 
 from hyperion.chapter.context import Context, Experiment, Forecast, Options, Report, Result
 from hyperion.chapter.variants import merged, run_counted
@@ -27,7 +28,9 @@ from hyperion.units import GIB
 from hyperion.workloads.workloads import BASIS, Batch, LanguageSizes, Workload, build_step, estimate_step, workload
 
 TRACE, SNAPSHOT, TIMELINE = "step_trace.json.gz", "memory_snapshot.pickle", "memory_timeline.json"
+KERNELS = "kernels.csv"
 WARM_UP_STEPS = 2  # the first step allocates the state of the optimizer
+_TRACED_STEPS = 3
 _TOP_KERNELS, _POINTS, _NAME_LENGTH = 10, 400, 90
 
 
@@ -146,28 +149,34 @@ def _write_history(engine: TorchEngine, batch: Batch, device: Device, history: M
 
 
 def _write_trace(engine: TorchEngine, batch: Batch, device: Device, folder: Path) -> str:
-    """Run a step, write the profiler's trace to a file that https://ui.perfetto.dev can show, and return the file name."""
+    """Run some steps, write the profiler's trace to a file that https://ui.perfetto.dev can show, and return the file name."""
     activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if device.kind != "cpu" else [])
-    # Trace twice and keep the second trace, because the GPU tracer takes seconds to start.
-    for _ in range(2):
-        profiler = profile(activities=activities, acc_events=True)
-        with profiler:
+    # The GPU tracer takes seconds to start, in the step of the warm-up. The trace contains the active steps only.
+    steps = schedule(wait=0, warmup=1, active=_TRACED_STEPS, repeat=1)
+    ready = methodcaller("export_chrome_trace", str(folder / TRACE))
+    with profile(activities=activities, schedule=steps, on_trace_ready=ready, acc_events=True) as profiler:
+        for _ in range(1 + _TRACED_STEPS):
             engine.train_step(batch)
             if device.kind != "cpu":
                 torch.cuda.synchronize(device.torch_device)
-    profiler.export_chrome_trace(str(folder / TRACE))
+            profiler.step()
     return TRACE
 
 
 def _kernel_rows(context: Context, work: Workload, dtype: str, trace: Path) -> list[Row]:
     """Return a row for each of the kernels that take the most time, with its share of the time of all kernels.
 
-    On a CPU, the rows describe operators instead of kernels.
+    Write the table of all kernels next to the trace: kernel, kind, intervals, time and share. On a GPU, an interval is a launch.
+    On a CPU, the rows describe operators instead of kernels, and an interval ends where an operator calls another one.
     """
     with gzip.open(trace, "rt") as file:
         raw = json.load(file)["traceEvents"]
     device = context.device
     events = cpu_events(raw) if device.kind == "cpu" else gpu_events(raw, torch.device(device.torch_device).index)
+    table = pd.DataFrame([(e.name, e.kind, e.end_ns - e.start_ns) for e in events], columns=["kernel", "kind", "time_ns"])
+    whole = table.groupby(["kernel", "kind"], as_index=False).agg(intervals=("time_ns", "size"), time_ns=("time_ns", "sum"))
+    whole["share"] = whole["time_ns"] / whole["time_ns"].sum()
+    whole.sort_values("time_ns", ascending=False).to_csv(trace.with_name(KERNELS), index=False)
     times, kinds = Counter(), {}
     for event in events:
         name = event.name[:_NAME_LENGTH]

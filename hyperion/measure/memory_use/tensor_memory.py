@@ -165,12 +165,17 @@ class PeakMemory:
 
 
 class PeakMemoryRegion:
-    """Context manager that measures the peak memory of a region. At the end of the region, it sets the attribute `peak`.
+    """Context manager that measures the peak memory of a region. At the end of the region, it sets the attributes.
 
-    The peak includes memory that was allocated before the region.
+    The peaks include memory that was allocated before the region.
+
+    Attributes:
+        peak: peak of the memory that tensors occupy on an accelerator, or of the resident memory of the process on a CPU.
+        reserved_gib: peak of the memory in GiB that the allocator of the accelerator holds. None on a CPU.
     """
 
     peak: PeakMemory
+    reserved_gib: float | None = None
 
     def __init__(self, device: Device):
         self.device = device
@@ -191,6 +196,7 @@ class PeakMemoryRegion:
         if self.device.kind != "cpu":
             torch.cuda.synchronize(self.device.torch_device)
             self.peak = PeakMemory("peak_memory_gib", torch.cuda.max_memory_allocated(self.device.torch_device) / GIB)
+            self.reserved_gib = torch.cuda.max_memory_reserved(self.device.torch_device) / GIB
         elif self._error:
             self.peak = PeakMemory("peak_rss_gib", None, self._error)
         else:

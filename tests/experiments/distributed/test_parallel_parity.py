@@ -20,7 +20,7 @@ SIZES = {
     "model": "lm_d64_h4_l2",
     "sequence_length": 16,
     "batch_size": 4,
-    "steps": 3,
+    "steps": 50,
     "learning_rate": 1e-3,
     "cpu_ranks": 2,
     "timeout_s": 300,
@@ -60,7 +60,8 @@ def test_a_replica_that_drifted_by_one_bit_is_counted_and_its_row_refused(standi
 def test_the_losses_are_one_devices_and_the_replicas_equal(ranks_stay, tmp_path):
     rows = perform(toy_context("parallel_parity", SIZES, tmp_path), tmp_path).rows
     differences = {row.variant: row for row in rows if row.metric == "relative_difference"}
-    assert set(differences) == {"ddp", "fsdp"} and all(row.value < 1e-5 for row in differences.values())
+    assert set(differences) == {"ddp", "fsdp"} and all(row.params["steps"] == 50 for row in differences.values())
+    assert all(row.value < 1e-5 for row in differences.values())
     (counted,) = [row for row in rows if row.params["what"] == DIFFER]
     assert (counted.variant, counted.value, counted.params["ranks"]) == ("ddp", 0, 2)
     assert counted.params["parameters"] > 20

@@ -3,6 +3,7 @@
 import gzip
 import json
 
+import pandas as pd
 import pytest
 
 from hyperion.experiments.memory import memory_estimate, memory_trace
@@ -49,6 +50,11 @@ def test_a_step_from_inside_leaves_its_files_and_its_curve(tmp_path):
     trace = next(tmp_path.rglob(memory_trace.TRACE))
     names = {event.get("name") for event in json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]}
     assert {"aten::addmm", "aten::_fused_adamw_"} <= names
+    kernels = pd.read_csv(trace.with_name(memory_trace.KERNELS))
+    assert list(kernels.columns) == ["kernel", "kind", "intervals", "time_ns", "share"] and len(kernels) > 10
+    assert kernels["share"].sum() == pytest.approx(1) and kernels["share"].iloc[:10].tolist() == pytest.approx(shares)
+    # The schedule leaves the warm-up step out of the trace.
+    assert sorted(name for name in names if name and name.startswith("ProfilerStep")) == [f"ProfilerStep#{n}" for n in (1, 2, 3)]
     lives = json.loads(next(tmp_path.rglob(memory_trace.TIMELINE)).read_text())["lives"]
     assert {life["kind"] for life in lives} >= {"parameters", "activations", "gradients"}
 

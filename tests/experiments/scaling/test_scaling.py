@@ -4,11 +4,14 @@ import numpy as np
 import pandas as pd
 import pytest
 
+from hyperion.chapter import variants
+from hyperion.chapter.context import Result
 from hyperion.experiments.scaling import scaling
 from hyperion.experiments.scaling.scaling import EXPOSED, MODES, ScalingOptions, _difference_rows, _exposed_row
 from hyperion.hardware import detect, detect_cpu
 from hyperion.hardware.cpu import usable_cpus
 from hyperion.measure.steps.trace import COMMUNICATION, GAPS, GEMM, MEMORY, Event, Trace
+from hyperion.processes import JobError, run_ranks
 from tests.chapter.toy import perform, toy_context
 from tests.hardware.machines import facts
 
@@ -100,3 +103,57 @@ def test_a_difference_that_may_be_zero_or_less_is_no_share(tmp_path, alone, is_s
 def test_without_the_step_alone_there_is_neither(tmp_path):
     difference, share, _ = cells(tmp_path, [10.0] * 5, [])
     assert difference.value is None and share.value is None and "does not fit" in difference.value_reason
+
+
+@pytest.mark.slow
+@pytest.mark.process
+@pytest.mark.skipif(len(usable_cpus()) < 2, reason="two ranks need two cores")
+def test_a_number_of_devices_on_which_ranks_fail_leaves_the_others_measured(monkeypatch, tmp_path):
+    monkeypatch.setattr(variants, "run_ranks", run_ranks)  # launches of their own, and not the ranks that stay
+    # A parity batch of one sequence cannot be divided, so that rank 1 raises an error.
+    result = perform(toy_context("scaling", SIZES | {"parity_batch": 1, "workloads": SIZES["workloads"][:1]}, tmp_path), tmp_path)
+    times = [row for row in result.rows if row.metric == "step_time_s"]
+    assert [(row.params["ranks"], row.value > 0) for row in times] == [(1, True)]
+    failed = [row for row in result.rows if row.params["ranks"] == 2]
+    assert [(row.metric, row.value, row.params["mode"]) for row in failed] == [("scaling_efficiency", None, m) for m in MODES]
+    assert all(row.value_reason.startswith("the launch failed: ") and "rank 1" in row.value_reason for row in failed)
+
+
+def launches(monkeypatch, tmp_path, fault: JobError) -> tuple[list, Result | None]:
+    """Run the experiment with launches in which the FSDP training fails on two ranks. Return (launches, result)."""
+    made = []
+
+    def launch(context, report, function, params, ranks):
+        made.append((ranks, *params["names"]))
+        if ranks == 2 and "language_fsdp" in params["names"]:
+            raise fault
+        index = pd.MultiIndex.from_product([params["names"], MODES, ["step", "alone"], range(5)])
+        frame = index.to_frame(index=False, name=["workload", "mode", "kind", "index"])
+        frame = frame.assign(time_s=0.01, tokens=64, least_flops=1.0)
+        parity = frame.query("mode == 'weak' and kind == 'step'").assign(kind="parity", loss=3.0)
+        return [Result([], pd.concat([frame, parity]).assign(ranks=ranks, rank=rank)) for rank in range(ranks)]
+
+    monkeypatch.setattr(scaling, "run_on_ranks", launch)
+    context = toy_context("scaling", SIZES, tmp_path)
+    return made, None if fault.exit_code == 75 else scaling.run(context, lambda done, total, note="": None)
+
+
+def test_a_training_that_fails_on_two_ranks_takes_no_other_with_it(monkeypatch, tmp_path):
+    made, result = launches(monkeypatch, tmp_path, JobError("rank 1 died: planted\nits log"))
+    both = ("language_ddp", "language_fsdp")
+    assert made == [(1, *both), (2, *both), (2, "language_ddp"), (2, "language_fsdp")]
+    efficiencies = [row for row in result.rows if row.metric == "scaling_efficiency"]
+    assert [(row.variant, row.value) for row in efficiencies] == [
+        (both[0], 1.0),
+        (both[0], 0.5),
+        (both[1], None),
+        (both[1], None),
+    ]
+    assert {row.value_reason for row in efficiencies[2:]} == {"the launch failed: rank 1 died: planted"}
+
+
+def test_a_launch_that_was_stopped_stops_the_experiment(monkeypatch, tmp_path):
+    launches(monkeypatch, tmp_path, stopped := JobError("stopped by SIGTERM", exit_code=75))
+    with pytest.raises(JobError) as error:
+        scaling.run(toy_context("scaling", SIZES, tmp_path), lambda done, total, note="": None)
+    assert error.value is stopped

@@ -1,0 +1,107 @@
+"""Claims are answered by the intervals of rows, and repeated measurements have their percentiles and variations."""
+
+import json
+import tomllib
+from dataclasses import replace
+
+import pandas as pd
+import pytest
+
+from hyperion.book import claims_page
+from hyperion.book.claims_page import claims_markdown, repeats_markdown
+from hyperion.errors import HyperionError
+from hyperion.results import Row, Run
+
+SPEED = Row(
+    notebook="n", experiment="e", variant="v", metric="speedup", value=1.0, n=30, ci_low=0.9, ci_high=1.1, params={"ranks": 2}
+)
+CHAPTER, GEMM = "01_hardware_exploration", "gemm"
+
+
+@pytest.fixture
+def made(tmp_path, monkeypatch):
+    """A run named `one` with two rows, and the claims that a test writes."""
+    run = Run.create(tmp_path / "one", {"profile": "smoke"})
+    four = replace(SPEED, value=2.0, ci_low=1.8, ci_high=2.2, params={"ranks": 4})
+    rows = [replace(row, limit_source="no limit: made up") for row in (SPEED, four)]
+    run.record("n", "e", rows, pd.DataFrame({"x": [1.0]}), input_hash="h")
+
+    def table(claim: str) -> str:
+        (tmp_path / "claims.toml").write_text(f'[[claim]]\nclaim = "c"\npublished = "p"\nanswer = "a"\n{claim}')
+        monkeypatch.setattr(claims_page, "_FILE", tmp_path / "claims.toml")
+        return claims_markdown({run: "one"})
+
+    return table
+
+
+@pytest.mark.parametrize(
+    ("condition", "answer"),
+    [
+        ('{ row = "two", at_least = 0.9 }', "holds"),
+        ('{ row = "two", at_least = 0.95 }', "undecided"),
+        ('{ row = "two", at_least = 1.2 }', "does not hold"),
+        ('{ row = "two", at_most = 1.1 }', "holds"),
+        ('{ row = "two", at_most = 0.8 }', "does not hold"),
+        ('{ row = "four", of = "two", at_least = 1.5 }', "holds"),
+        ('{ row = "two", of = "four", at_most = 0.5 }', "undecided"),
+        ('{ row = "two", at_least = 0.9 }, { row = "four", at_most = 1.0 }', "does not hold"),
+        ('{ row = "two", at_least = 0.95 }, { row = "four", at_least = 1.0 }', "undecided"),
+        ("", "undecided"),
+    ],
+)
+def test_an_answer_follows_from_both_ends_of_the_interval(made, condition, answer):
+    rows = "[claim.rows]\n" + "".join(
+        f'{name} = {{ run = "one", metric = "speedup", ranks = {ranks} }}\n' for name, ranks in (("two", 2), ("four", 4))
+    )
+    assert made(f"holds = [{condition}]\n{rows}").splitlines()[-1] == f"| c | p | a | {answer} | one |"
+
+
+def test_a_claim_without_rows_is_not_measured(made):
+    assert made("").splitlines()[-1] == "| c | p | a | not measured | none |"
+
+
+@pytest.mark.parametrize("wanted", ['run = "one"', 'run = "one", ranks = 8', 'run = "two"', 'run = "one", dtype = "bf16"'])
+def test_a_claim_that_does_not_name_one_row_is_refused(made, wanted):
+    with pytest.raises(HyperionError, match="rows with these properties"):
+        made(f"[claim.rows]\nr = {{ {wanted} }}")
+
+
+def test_every_condition_is_about_a_row_of_its_claim():
+    for claim in tomllib.loads(claims_page._FILE.read_text("utf-8"))["claim"]:
+        for condition in claim.get("holds", []):
+            assert {condition["row"], condition.get("of", condition["row"])} <= claim["rows"].keys()
+            assert condition.keys() <= {"row", "of", "at_least", "at_most"} and len(condition) > 1
+
+
+def launch(folder, number: int, gpu: str, rate: float) -> Run:
+    """A launch with 11 samples of a product of 2 TFLOP, whose times are 0.5 to 1.5 times the median."""
+    run = Run.create(folder / str(number), {"profile": "smoke", "environment": {"gpus": [{"name": "made up", "uuid": gpu}]}})
+    params = {"cache": "cold", "k": 10_000, "m": 10_000, "n": 10_000}
+    checked = {"check": "c", "check_error": 0.0, "check_tolerance": 1.0, "n": 11, "ci_low": rate, "ci_high": rate}
+    row = Row(
+        notebook=CHAPTER,
+        experiment=GEMM,
+        variant="torch.mm",
+        dtype="bf16",
+        metric="gemm_tflops",
+        value=rate,
+        params=params,
+        limit_source="no limit: made up",
+        **checked,
+    )
+    times = [2 / rate * (0.5 + place / 10) for place in range(11)]
+    samples = pd.DataFrame({"dtype": "bf16", "params": json.dumps(params, sort_keys=True), "time_s": times})
+    run.record(CHAPTER, GEMM, [row], samples, input_hash="h")
+    return run
+
+
+def test_repeats_have_percentiles_and_the_deviation_within_and_between_gpus(tmp_path):
+    launches = [("a", 99.0), ("a", 101.0), ("b", 198.0), ("b", 202.0)]
+    runs = {launch(tmp_path, number, gpu, rate): "made-up-launches" for number, (gpu, rate) in enumerate(launches)}
+    other = {launch(tmp_path, 9, "a", 1.0): "h200"}
+    cells = [cell.strip() for cell in repeats_markdown(runs | other).splitlines()[-1].strip("| ").split("|")]
+    # The 10th and 90th percentile of a launch's times are 0.6 and 1.4 times the median. All rates: the square root of
+    # (51² + 49² + 48² + 52²) / 3, over 150. On the same GPU, each of four deviates by 1 %, with two degrees of freedom.
+    assert cells[:4] == ["bf16", "10000", "4", "2"] and cells[4] == "149.5"
+    assert cells[5] == f"{149.5 / 1.4:.1f} to {149.5 / 0.6:.1f}"
+    assert cells[6:] == ["38.51 %", "1.41 %"]
