@@ -64,9 +64,9 @@ def test_the_first_recipe_gives_an_experiment_that_runs(tmp_path):
         assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
         return done.stdout
 
-    run("hyperion", "reproduce", "--profile", "smoke", "--only", "05_softmax")
+    run("hyperion", "reproduce", "--profile", "smoke", "--only", "06_softmax")
     latest = Run.open((tmp_path / "results" / "latest").resolve())
-    assert [row.params["row_length"] for row in latest.rows("05_softmax")] == [64, 1024]
+    assert [row.params["row_length"] for row in latest.rows("06_softmax")] == [64, 1024]
     assert (latest.folder / "benchmarks" / "hardware" / "softmax.png").is_file()
     assert "Softmax" in (latest.folder / "report.html").read_text()
     run("pytest", "-q", "-p", "no:cacheprovider", "tests/experiments/hardware/test_softmax.py", "tests/test_architecture.py")

@@ -119,6 +119,12 @@ class Expected:
     high: float | None
     basis: str
 
+    def divided_by(self, factor: float, reason: str) -> "Expected":
+        """Return the prediction divided by a factor, with the reason for it. The ceiling does not change."""
+        low, estimate, high = (None if rate is None else rate / factor for rate in (self.low, self.estimate, self.high))
+        basis = self.basis if estimate is None else f"{reason}; {self.basis}"
+        return replace(self, low=low, estimate=estimate, high=high, basis=basis)
+
     def forecast(self, variant: str, metric: str, dtype: str = "", params: dict | None = None) -> Forecast:
         """Return the forecast of a row."""
         return Forecast(

@@ -215,13 +215,15 @@ def probe_bitsandbytes(device: str = "cpu") -> CheckResult:
 
 
 def probe_product(name: str, product: Callable[[np.ndarray, np.ndarray], Any] | None = None) -> CheckResult:
-    """Compare a float32 matrix product of JAX or TensorFlow with float64."""
+    """Compare a float32 matrix product of JAX or TensorFlow with float64. The evidence names the device that computed it."""
     if product is None:
         product = {"jax": _jax_product, "tensorflow": _tensorflow_product}[name]
     a, b = np.random.default_rng(0).standard_normal((2, 64, 64)).astype(np.float32)
     exact = a.astype(np.float64) @ b
-    error = float(np.linalg.norm(np.asarray(product(a, b)) - exact) / np.linalg.norm(exact))
-    return _compared(name, "a 64×64 matrix product against float64", error, 6e-4)  # TF32 gives 3e-4
+    output = product(a, b)
+    error = float(np.linalg.norm(np.asarray(output) - exact) / np.linalg.norm(exact))
+    where = getattr(output, "device", "an unknown device")  # arrays of both frameworks have this attribute
+    return _compared(name, f"a 64×64 matrix product on {where} against float64", error, 6e-4)  # TF32 gives 3e-4
 
 
 def _jax_product(a: np.ndarray, b: np.ndarray) -> Any:

@@ -55,6 +55,24 @@ def test_a_planted_fault_is_found_and_the_clean_twin_passes(name, monkeypatch):
     assert clean.status == "ok", clean.evidence
 
 
+class OnDevice(np.ndarray):
+    device = "gpu:0"
+
+
+def test_a_product_names_the_device_that_computed_it():
+    """On a machine with a GPU, a build for CPUs passes the product, too."""
+    result = probes.probe_product("jax", lambda a, b: (a @ b).view(OnDevice))
+    assert result.status == "ok" and "on gpu:0 against float64" in result.evidence
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["jax", "tensorflow"])
+def test_the_product_of_an_installed_framework(name):
+    pytest.importorskip(name, reason=f"{name} is optional and not installed")
+    result = probes.probe_product(name)
+    assert result.status == "ok" and "unknown device" not in result.evidence, result.evidence
+
+
 @pytest.mark.process
 @pytest.mark.slow
 def test_two_ranks_compare_every_value(standing_ranks, monkeypatch):

@@ -1,7 +1,7 @@
-"""Exercises for chapter 1.4.
+"""Exercises for the chapters about the hardware.
 
-A good benchmark takes several precautions, such as a warm-up. The first exercise omits one precaution at a time and shows the
-resulting error. In the second exercise the reader writes a check that detects such errors.
+A good benchmark takes several precautions, such as a warm-up. The first exercise of chapter 1.4 omits one precaution at a time
+and shows the resulting error. In the second exercise the reader writes a check that detects such errors.
 """
 
 import math
@@ -19,6 +19,8 @@ from hyperion.hardware import Device, detect
 
 BYTES_OF_TRIAD = Question(3 * 1_000_000 * 2, "two arrays are read, one is written, and bf16 has 16 bits")
 WAVES_OF_TILES = Question(math.ceil((4096 / 128) ** 2 / 132), "the number of tiles divided by the number of units, rounded up")
+FLOPS_OF_FFT = Question(5 * 4096 * 12, "5 N log2 N with N = 4096, and 4096 is two to the power of 12")
+FUSED_STENCIL = Question(20 / 2, "a fused kernel reads one array and writes one; PyTorch reads or writes 20")
 
 PRECAUTIONS = ("synchronise", "warm_up", "flush", "random_data")
 _ELEMENTS, _CALLS, _WARM_CALLS = 1 << 22, 15, 3

@@ -7,7 +7,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from hyperion.errors import not_none
-from hyperion.experiments.hardware import figures_memory, figures_models, figures_products
+from hyperion.experiments.hardware import figures_memory, figures_models, figures_products, figures_workloads
 from hyperion.experiments.hardware.figures_memory import add_share_axis, element_bytes
 from hyperion.figures.material import Material, Plot, items, measured, number, values
 from hyperion.figures.published import published_bandwidth, published_gemm
@@ -336,6 +336,8 @@ TITLES = {
     "launch_cost": "Cost of a kernel launch",
     "model_products": "Matrix products of our models",
     "gemm_gap": "From the peak to the measured rate",
+    "fp64_kernels": "Kernels in double precision",
+    "mapped_memory": "Memory that host and device share",
 }
 
 PLOTS = (
@@ -412,5 +414,17 @@ PLOTS = (
         "model_products",
         "The matrix products of each model at their arithmetic intensity. It shows which of them are limited by memory.",
         figures_models.products_roofline,
+    ),
+    Plot(
+        "fp64_kernels",
+        "fp64_kernels",
+        "Least possible bytes per second of Fourier transforms and of a stencil in double precision.",
+        figures_workloads.fp64_kernels,
+    ),
+    Plot(
+        "mapped_memory",
+        "mapped_memory",
+        "Rates at which a kernel reads and writes memory that the host can access, too.",
+        figures_workloads.mapped_memory,
     ),
 )
