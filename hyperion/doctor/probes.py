@@ -25,6 +25,7 @@ from hyperion.hardware import Device, Telemetry, detect, read
 from hyperion.kernels.availability import why_no_kernels
 from hyperion.processes import Job, run_ranks
 from hyperion.processes.group_check import check_on_rank
+from hyperion.processes.mpi import mpirun_settings
 
 REINSTALL = "run `make setup`, or reinstall the package in this environment"
 _MPI_PROGRAM = """
@@ -310,10 +311,8 @@ def probe_mpi(
         return CheckResult("mpi", "absent", "mpirun is not in PATH", found=False)
     if package_version("mpi4py") is None:
         return CheckResult("mpi", "skip", f"{mpirun} is there, but mpi4py is not installed, so nothing was tested")
-    # Open MPI refuses to start as root, and counts cores, without these settings. Other implementations ignore them.
-    settings = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1", "OMPI_MCA_rmaps_base_oversubscribe": "1"}
     command = [mpirun, "-n", "2", sys.executable, "-c", _MPI_PROGRAM]
-    done = call(command, env=os.environ | settings, capture_output=True, text=True, timeout=60, check=False)
+    done = call(command, env=os.environ | mpirun_settings(2), capture_output=True, text=True, timeout=60, check=False)
     lines = [line for line in done.stdout.splitlines() if line.startswith("mpi 2 ")]
     if done.returncode or len(lines) != 2:
         # With the mpirun of another MPI than the one of mpi4py, each process is alone and prints "mpi 1".

@@ -69,6 +69,9 @@ def run_rank(folder: str, agent: str) -> None:
     request = read_json(files.request)
     if request["mpirun"]:
         adopt_mpi_rank()
+        # The launcher ends a rank with its child processes by their process group. If this fails, mpirun has made the group.
+        with contextlib.suppress(PermissionError):
+            os.setsid()
     rank = int(os.environ["RANK"])
     # Redirect first, so that everything that follows is in the rank's own log.
     _redirect_output(rank_log(Path(request["logs"]), rank))

@@ -51,7 +51,7 @@ _TOGETHER = (
 _IN_TURNS = "0: gloo copies by the very cores that compute"
 # Memory traffic in bytes per byte sent over loopback: the byte is copied into and out of a socket buffer, and each copy reads and
 # writes it once.
-LOOPBACK_TRAFFIC = 4
+_LOOPBACK_TRAFFIC = 4
 
 
 class CollectivesOptions(Options):
@@ -138,10 +138,10 @@ def _expected_busbw(context: Context, collective: Collective, ranks: int, size: 
     if stream is None:
         return Expected(None, None, None, None, "no measured memory bandwidth in this run: run 01_hardware_exploration first")
     memory = not_none(stream.value)
-    rate = memory / LOOPBACK_TRAFFIC / ranks
+    rate = memory / _LOOPBACK_TRAFFIC / ranks
     basis = (
         f"{rate:.3g} GB/s: memory moves {memory:.3g} GB/s (measured in 1.1), a byte over loopback is copied into the "
-        f"kernel and out of it, {LOOPBACK_TRAFFIC} bytes of memory traffic, and {ranks} ranks do so at once; without the latency"
+        f"kernel and out of it, {_LOOPBACK_TRAFFIC} bytes of memory traffic, and {ranks} ranks do so at once; without the latency"
     )
     return Expected(rate, None, None, None, basis)
 

@@ -20,10 +20,10 @@ from torch import Tensor
 
 from hyperion.chapter.context import Context, Experiment, Forecast, Options, Report, Result
 from hyperion.chapter.efficiency import Expected
-from hyperion.chapter.rows import all_samples, sample_frame
+from hyperion.chapter.rows import all_samples, sample_frame, stream_ceiling
 from hyperion.chapter.variants import merged, run_on_ranks
 from hyperion.errors import HyperionError, not_none
-from hyperion.experiments.interconnect.collectives import LOOPBACK_TRAFFIC, busbw_limit, timed_rows
+from hyperion.experiments.interconnect.collectives import busbw_limit, timed_rows
 from hyperion.hardware.cpu import read_cpu
 from hyperion.measure import ALL_COLLECTIVES, Collective, collective_bytes, measure_collective
 from hyperion.measure.collectives.collectives import root_of
@@ -33,7 +33,7 @@ from hyperion.processes.mpi import why_no_mpi
 # Paths of the bytes. HOST: the tensors are in host memory. STAGED: a tensor of a GPU is copied to the host and back. AWARE: MPI
 # gets the address in device memory.
 HOST, STAGED, AWARE = "host", "host-staged", "gpu-aware"
-# Functions of Open MPI and MPICH that return 1 if the library accepts buffers of GPUs, by kind of device.
+# Functions of Open MPI and MPICH that return 1 if the library accepts buffers of a kind of GPU.
 _QUERIES = {"cuda": ("MPIX_Query_cuda_support",), "rocm": ("MPIX_Query_rocm_support", "MPIX_Query_hip_support")}
 # Variables that enable it in Cray MPICH, MPICH, MVAPICH and Intel MPI.
 _ENABLING = ("MPICH_GPU_SUPPORT_ENABLED", "MPIR_CVAR_ENABLE_GPU", "MV2_USE_CUDA", "MV2_USE_ROCM", "I_MPI_OFFLOAD")
@@ -62,7 +62,7 @@ class MpiCollectivesOptions(Options):
 
 
 def forecast(context: Context) -> list[Forecast]:
-    """Predict the bus bandwidth of the largest messages on a CPU from the rates of gloo."""
+    """Predict the bus bandwidth of the largest messages on a CPU."""
     options, reason = MpiCollectivesOptions.of(context), why_no_mpi()
     dtype = options.dtype
     if reason:
@@ -70,7 +70,7 @@ def forecast(context: Context) -> list[Forecast]:
     forecasts = []
     for ranks, collective in itertools.product(options.ranks, MPI_COLLECTIVES):
         params = {"bytes": collective_bytes(max(options.bytes), dtype, ranks), "ranks": ranks}
-        expected = _expected_busbw(context, collective.name, dtype, params)
+        expected = _expected_busbw(context, collective.name, ranks)
         forecasts.append(expected.forecast(collective.name, "busbw_gb_s", dtype, params))
     return forecasts
 
@@ -91,20 +91,21 @@ def run(context: Context, report: Report) -> Result:
     return merged(results)
 
 
-EXPERIMENT = Experiment(forecast, run, options=MpiCollectivesOptions, forecast_reads=("collectives",))
+EXPERIMENT = Experiment(forecast, run, options=MpiCollectivesOptions, forecast_reads=("bandwidth",))
 
 
-def _expected_busbw(context: Context, name: str, dtype: str, params: dict) -> Expected:
-    """Predict a rate on a CPU from gloo's rate of the same call. The copies of a byte differ: gloo uses loopback, MPI memory."""
+def _expected_busbw(context: Context, name: str, ranks: int) -> Expected:
+    """Predict a rate on a CPU from the measured memory bandwidth, which the copies of all ranks share."""
     if context.device.kind != "cpu":
-        return Expected(None, None, None, None, "no estimate: this run has not yet measured copies between device and host")
-    alike = [row for row in context.upstream if (row.variant, row.metric, row.dtype) == (name, "busbw_gb_s", dtype)]
-    gloo = next((row.value for row in alike if row.value is not None and params.items() <= row.params.items()), None)
-    if gloo is None:
-        return Expected(None, None, None, None, "no estimate: this run has no rate of gloo for this call")
-    basis = f"gloo reaches {gloo:.3g} GB/s with {LOOPBACK_TRAFFIC} bytes of memory traffic per byte. Ranks of MPI share memory: "
-    basis += "one copy (2 bytes) doubles the rate, two copies leave it as it is; the estimate is the geometric mean"
-    return Expected(None, 2**0.5 * gloo, gloo, 2 * gloo, basis)
+        return Expected(None, None, None, None, "no estimate: no chapter before this one measures copies to the host")
+    stream = stream_ceiling(context.upstream)
+    if stream is None:
+        return Expected(None, None, None, None, "no measured memory bandwidth in this run: run 01_hardware_exploration first")
+    at_once = {"all_reduce": ranks, "broadcast": ranks - 1, "reduce": ranks - 1}.get(name, 1)
+    low, high = (not_none(stream.value) / traffic / at_once for traffic in (4, 2))
+    basis = f"memory moves {stream.value:.3g} GB/s (measured in 1.1), and {at_once} ranks copy at once. A byte is copied once "
+    basis += "(2 bytes of traffic) or twice (4 bytes); the estimate is the geometric mean, without the latency and without caches"
+    return Expected(None, (low * high) ** 0.5, low, high, basis)
 
 
 def _absent(context: Context, reason: str, **params) -> Result:
@@ -139,8 +140,7 @@ def _run_aware(context: Context, report: Report, ranks: int, stated: str) -> Res
         return _run_ranks(context, report, AWARE, ranks)
     except RankError as error:
         # Libraries without the GPU support that they state end a rank with a segmentation fault.
-        operation = str(error.where).partition(";")[0]
-        reason = f"refused: the library states {stated}, but {error.what.splitlines()[0]} ({operation})"
+        reason = f"refused: the library states {stated}, but {error.what.splitlines()[0]} ({str(error.where).partition(';')[0]})"
         return _absent(context, reason, ranks=ranks, path=AWARE)
 
 
