@@ -29,6 +29,7 @@ from hyperion.processes.mpi import mpirun_settings
 
 REINSTALL = "run `make setup`, or reinstall the package in this environment"
 _MPI_PROGRAM = """
+import sys
 from mpi4py import MPI
 c = MPI.COMM_WORLD
 r, n = c.rank, c.size
@@ -38,7 +39,8 @@ part = c.scatter([10 * i for i in range(n)] if r == 0 else None, root=0)
 whole = c.gather(part, root=0)
 ok = total == n * (n + 1) // 2 and shared == [7] and part == 10 * r and (r or whole == [10 * i for i in range(n)])
 assert ok, (r, total, shared, part, whole)
-print("mpi", n, MPI.Get_library_version().split(",")[0].split("\\n")[0])
+name = MPI.Get_library_version().split(",")[0].split("\\n")[0]
+sys.stdout.write(f"mpi {n} {name}\\n")  # in one piece, since MPICH mixes what the ranks write
 """
 
 
