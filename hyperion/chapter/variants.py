@@ -55,7 +55,7 @@ def run_variant(context: Context, report: Report, function: Callable[..., Result
 
 
 def run_on_ranks(
-    context: Context, report: Report, function: Callable[..., Result], params: dict | None = None, *, ranks: int
+    context: Context, report: Report, function: Callable[..., Result], params: dict | None = None, *, ranks: int, mpirun: str = ""
 ) -> list[Result]:
     """Call `function(context, report, **params) -> Result` on every rank of a process group.
 
@@ -63,6 +63,7 @@ def run_on_ranks(
         context, report, function, params: as in `run_variant`. On a rank, `hyperion.processes.world().rank` is the rank's number,
             and `context.device` is its device.
         ranks: number of ranks, at least 1.
+        mpirun: path of the mpirun that starts the ranks; "" if torchrun starts them.
 
     Returns:
         The results in rank order.
@@ -70,7 +71,7 @@ def run_on_ranks(
     Raises:
         RankError: a rank failed. The message names the rank. The logs of all ranks remain in the workspace.
     """
-    job = _job(run_on_rank, context, function, params, ranks)
+    job = replace(_job(run_on_rank, context, function, params, ranks), mpirun=mpirun)
     answers = run_ranks(job, on_progress=report, log_folder=context.workspace / "logs" / function.__name__)
     return [unpacked(answer, _samples_file(context, rank)) for rank, answer in enumerate(answers)]
 

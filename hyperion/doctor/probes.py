@@ -25,9 +25,11 @@ from hyperion.hardware import Device, Telemetry, detect, read
 from hyperion.kernels.availability import why_no_kernels
 from hyperion.processes import Job, run_ranks
 from hyperion.processes.group_check import check_on_rank
+from hyperion.processes.mpi import mpirun_settings
 
 REINSTALL = "run `make setup`, or reinstall the package in this environment"
 _MPI_PROGRAM = """
+import sys
 from mpi4py import MPI
 c = MPI.COMM_WORLD
 r, n = c.rank, c.size
@@ -37,7 +39,8 @@ part = c.scatter([10 * i for i in range(n)] if r == 0 else None, root=0)
 whole = c.gather(part, root=0)
 ok = total == n * (n + 1) // 2 and shared == [7] and part == 10 * r and (r or whole == [10 * i for i in range(n)])
 assert ok, (r, total, shared, part, whole)
-print("mpi", n, MPI.Get_library_version().split(",")[0].split("\\n")[0])
+name = MPI.Get_library_version().split(",")[0].split("\\n")[0]
+sys.stdout.write(f"mpi {n} {name}\\n")  # in one piece, since MPICH mixes what the ranks write
 """
 
 
@@ -312,10 +315,8 @@ def probe_mpi(
         return CheckResult("mpi", "absent", "mpirun is not in PATH", found=False)
     if package_version("mpi4py") is None:
         return CheckResult("mpi", "skip", f"{mpirun} is there, but mpi4py is not installed, so nothing was tested")
-    # Open MPI refuses to start as root, and counts cores, without these settings. Other implementations ignore them.
-    settings = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1", "OMPI_MCA_rmaps_base_oversubscribe": "1"}
     command = [mpirun, "-n", "2", sys.executable, "-c", _MPI_PROGRAM]
-    done = call(command, env=os.environ | settings, capture_output=True, text=True, timeout=60, check=False)
+    done = call(command, env=os.environ | mpirun_settings(2), capture_output=True, text=True, timeout=60, check=False)
     lines = [line for line in done.stdout.splitlines() if line.startswith("mpi 2 ")]
     if done.returncode or len(lines) != 2:
         # With the mpirun of another MPI than the one of mpi4py, each process is alone and prints "mpi 1".

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import IO
 
@@ -71,6 +72,7 @@ def start(
     stdout: int | IO | None = subprocess.PIPE,
     new_session: bool = False,
     folder: str | None = None,
+    before: Sequence[str] = (),
 ) -> subprocess.Popen[str]:
     """Start `python -m module arguments`. The process writes stdout and stderr to the same stream, and its stdin is empty.
 
@@ -83,9 +85,10 @@ def start(
             stdout of this process.
         new_session: if True, make the process the leader of a new session and process group.
         folder: working directory of the child process; default: the working directory of this process.
+        before: command that starts the interpreter, such as ["mpirun", "-n", "2"].
     """
     return subprocess.Popen(
-        [python, "-m", module, *arguments],
+        [*before, python, "-m", module, *arguments],
         stdin=subprocess.DEVNULL,
         stdout=stdout,
         stderr=subprocess.STDOUT,

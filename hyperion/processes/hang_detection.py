@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 
@@ -78,13 +78,13 @@ class RollCall:
         self.steps, self.operation = self.steps + 1, operation
 
 
-def wait_for_peers(work: dist.Work) -> None:
-    """Wait for an asynchronous collective.
+def wait_for_peers(call: Callable[[], object]) -> None:
+    """Call a function that waits for other ranks, such as torch's `Work.wait` or a blocking function of MPI.
 
-    The name of this function in a Python stack shows that the rank is waiting. torch's own `Work.wait` is written in C++ and has
-    no frame in the Python stack.
+    The name of this function in a Python stack shows that the rank is waiting. The called functions are written in C or C++ and
+    have no frame in the Python stack.
     """
-    work.wait()
+    call()
 
 
 @contextmanager

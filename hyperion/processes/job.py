@@ -53,6 +53,7 @@ class Job:
         ranks: total number of ranks on all nodes, for `run_ranks`; None for one worker without ranks, for `run_job`.
         nodes: number of hosts. Each host runs the same number of ranks and calls `run_ranks` with the same job.
         rendezvous: rendezvous endpoint of torchrun, as "host:port"; "" on a single host.
+        mpirun: path of the mpirun that starts the ranks, so that they can call MPI; "" if torchrun starts them.
 
     Raises:
         HyperionError: the worker cannot import the function.
@@ -65,6 +66,7 @@ class Job:
     ranks: int | None = None
     nodes: int = 1
     rendezvous: str = ""
+    mpirun: str = ""
 
     def __post_init__(self):
         entry_of(self.function)

@@ -1,6 +1,6 @@
-"""The rank agent runs torchrun on one node: `python -m hyperion.processes.rank_agent FOLDER`.
+"""The rank agent runs torchrun or mpirun on one node: `python -m hyperion.processes.rank_agent FOLDER`.
 
-It calls torch.distributed.run and adds three things:
+It calls torch.distributed.run, or starts mpirun, and adds three things:
 
 - When its launcher ends, the agent ends too, and no process of the job remains.
 - If the module of the job cannot be found, the agent reports an error before it starts any rank.
@@ -23,8 +23,18 @@ import psutil
 
 from hyperion.errors import HyperionError
 from hyperion.hardware.cpu import read_cpu
-from hyperion.processes.child_process import GRACE_S, die_with, has_ended, is_alive, kill_session, pin_to_cores, start
-from hyperion.processes.ranks import JobFolder, read_json, write_json
+from hyperion.processes.child_process import (
+    GRACE_S,
+    child_environment,
+    die_with,
+    has_ended,
+    is_alive,
+    kill_session,
+    pin_to_cores,
+    start,
+)
+from hyperion.processes.mpi import mpirun_settings, rank_exit_codes
+from hyperion.processes.ranks import JobFolder, read_json, torchrun_log, write_json
 
 _POLL_S = 0.1
 
@@ -44,7 +54,10 @@ def main(folder: str) -> None:
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, read_cpu().cores // (request["ranks"] // request["nodes"]))))
     ranks = _Ranks()
     try:
-        _run(arguments(request, folder), files, ranks)
+        if request["mpirun"]:
+            _run_mpirun(request, files, ranks)
+        else:
+            _run(arguments(request, folder), files, ranks)
     finally:
         ranks.end()
         if has_ended(request["launcher"]):
@@ -74,8 +87,32 @@ def _run(command: list[str], files: JobFolder, ranks: "_Ranks") -> None:
         raise
 
 
+def _run_mpirun(request: dict, files: JobFolder, ranks: "_Ranks") -> None:
+    """Start the ranks with mpirun, and wait for its end."""
+    from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage] - documented, but not in __all__
+
+    # The ranks find each other through a store in this process, as under torchrun. With port 0, the system chooses a free port.
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    size = str(request["ranks"])
+    environment = child_environment() | mpirun_settings(request["ranks"])
+    environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    environment |= {"WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
+    # SIGTERM must run the `finally` of `main`, which ends mpirun.
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    worker = ["rank", str(files.folder), str(os.getpid())]
+    before = [request["mpirun"], "-n", size]
+    mpirun = start(
+        sys.executable, "hyperion.processes.worker", worker, environment, stdout=sys.stdout, new_session=True, before=before
+    )
+    ranks.processes.append(psutil.Process(mpirun.pid))
+    if mpirun.wait():
+        log = torchrun_log(Path(request["logs"])).read_text(errors="replace")
+        write_json(files.ends, {"ends": {rank: {"code": code} for rank, code in rank_exit_codes(log, files.pids()).items()}})
+        sys.exit(1)
+
+
 class _Ranks:
-    """The processes of the ranks on this node. Each process runs in its own session."""
+    """The processes that were started on this node: the ranks, or mpirun. Each process runs in its own session."""
 
     def __init__(self):
         self.processes: list[psutil.Process] = []

@@ -1,4 +1,4 @@
-"""Run a job on several ranks, with torchrun in a subprocess.
+"""Run a job on several ranks, with torchrun or mpirun in a subprocess.
 
 The output of rank 0 is streamed, and each rank has its own log. If the job fails, the error names the root-cause rank.
 """
@@ -53,7 +53,7 @@ def run_ranks(
     on_progress: Callable[[int, int, str], object] = lambda done, total, note: None,
     log_folder: Path | None = None,
 ) -> list[dict]:
-    """Run a job on `job.ranks` ranks under torchrun, and return the results of its function in rank order.
+    """Run a job on `job.ranks` ranks under torchrun or `job.mpirun`. Return the results of its function in rank order.
 
     Each rank enters `process_group` before it calls the function. The ranks inherit the environment, except for torchrun's own
     variables. With several nodes, every node calls `run_ranks` with the same job and gets the results of all ranks.
@@ -337,11 +337,14 @@ def _failure(job: Job, torchrun: Torchrun, where: str) -> RankError:
         return collective_timeout_error(job, error, torchrun.stacks()) if collective_timed_out(end, log) else error
     code = torchrun.exit_code or 0
     cause = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"failed with exit code {code}"
-    lines = last_lines(torchrun_log(torchrun.logs).read_text(errors="replace"))
+    # MPICH states no process that ended with an exit code. Hang detection writes the rank to the log of a rank.
+    logs = [torchrun_log(torchrun.logs), *sorted(torchrun.logs.glob("rank-*.log"))]
+    lines = "".join(last_lines(log.read_text(errors="replace")) for log in logs)
+    parent = "mpirun" if job.mpirun else "torchrun"
     return RankError(
-        f"torchrun, the parent of the {job.ranks} ranks of {job.entry}, {cause}\n{lines}",
+        f"{parent}, the parent of the {job.ranks} ranks of {job.entry}, {cause}\n{lines}",
         where=where,
-        next_step="find out what ended torchrun; all ranks ended because torchrun ended",
+        next_step=f"find out what ended {parent}; all ranks ended because {parent} ended",
         signal=signal.Signals(-code).name if code < 0 else "",
     )
 
@@ -377,6 +380,8 @@ def _require_numbers(job: Job) -> None:
         raise _job_error(
             job, f"{job.nodes} nodes need a rendezvous", 'set rendezvous="host:port" with a host that all nodes reach'
         )
+    if job.nodes > 1 and job.mpirun:
+        raise _job_error(job, f"mpirun starts ranks on one node, not on {job.nodes}", "set nodes to 1, or omit mpirun")
     if job.rendezvous and not job.rendezvous.rpartition(":")[2].isdigit():
         raise _job_error(job, f"the rendezvous {job.rendezvous!r} has no port number", 'write it as "host:port"')
     if job.timeout_s <= 0:
@@ -495,5 +500,5 @@ def rank_log(logs: Path, rank: int) -> Path:
 
 
 def torchrun_log(logs: Path) -> Path:
-    """Return the path of torchrun's log. It also contains what a rank prints before it opens its own log."""
+    """Return the path of the log of torchrun or mpirun. It also contains what a rank prints before it opens its own log."""
     return logs / "torchrun.log"

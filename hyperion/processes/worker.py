@@ -1,7 +1,7 @@
 """Main program of the processes that run jobs and notebooks: `python -m hyperion.processes.worker KIND arguments`.
 
 job REQUEST ANSWER: run a job without ranks. REQUEST and ANSWER are files.
-rank FOLDER AGENT: run one rank of a job. torchrun starts it; AGENT is the process ID of the rank agent.
+rank FOLDER AGENT: run one rank of a job. torchrun or mpirun starts it; AGENT is the process ID of the rank agent.
 kernel LAUNCHER arguments: run the kernel of a notebook, which ends when the process with the ID LAUNCHER ends. The other
     arguments are passed to ipykernel.
 """
@@ -24,6 +24,7 @@ import psutil
 from hyperion.errors import HyperionError
 from hyperion.processes.child_process import die_with, do_not_outlive, pin_to_cores
 from hyperion.processes.job import INTERRUPTED, load_entry
+from hyperion.processes.mpi import adopt_mpi_rank
 from hyperion.processes.ranks import JobFolder, rank_log, read_json, write_json
 
 if TYPE_CHECKING:
@@ -64,11 +65,18 @@ def run_kernel(launcher: str, *arguments: str) -> None:
 
 def run_rank(folder: str, agent: str) -> None:
     """Join the process group, call the function of the job, and write the result or the error of this rank to a file."""
-    files, rank = JobFolder(Path(folder)), int(os.environ["RANK"])
+    files = JobFolder(Path(folder))
     request = read_json(files.request)
+    if request["mpirun"]:
+        adopt_mpi_rank()
+        # The launcher ends a rank with its child processes by their process group. If this fails, mpirun has made the group.
+        with contextlib.suppress(PermissionError):
+            os.setsid()
+    rank = int(os.environ["RANK"])
     # Redirect first, so that everything that follows is in the rank's own log.
     _redirect_output(rank_log(Path(request["logs"]), rank))
-    die_with(int(agent))
+    if not request["mpirun"]:  # the parent of the ranks is then mpirun, which ends with the agent
+        die_with(int(agent))
     do_not_outlive(int(agent))
     _dump_stack_on_signals(files.stack(rank))
     # Publish the process ID only now, because the launcher sends SIGUSR1 to it, which would end a process without the handler.

@@ -65,6 +65,11 @@ def test_a_process_has_what_it_was_started_with(module, tmp_path, new_session, f
     }
 
 
+def test_a_command_before_the_interpreter_starts_it(module):
+    environment = module("import os; print(os.environ['MARK'])")
+    assert output_of(started(environment, before=["/usr/bin/env", "MARK=8"])) == "8\n"
+
+
 def test_both_streams_come_in_the_order_of_writing_and_exits_run(module):
     text = """
         import atexit, sys

@@ -177,7 +177,7 @@ def measure_on_rank(context: Context, report: Report) -> Result:
                 rows.append(_absent(context, (collective, dtype, size), here.size, too_large))
                 continue
             measured = measure_collective(collective, size, dtype, here, roll, time_limit_s=options.time_limit_s)
-            rows += _timed_rows(context, measured, here.backend)
+            rows += timed_rows(context, measured, busbw_limit(context.device, collective, here.size), {"backend": here.backend})
             params = {"bytes": size, "ranks": here.size, "backend": here.backend}
             frames.append(sample_frame(measured.timing, collective.name, dtype, params))
             sweeps.setdefault((collective.name, dtype), []).append(measured)
@@ -229,14 +229,21 @@ def _absent(context: Context, cell: Cell, ranks: int, reason: str, **params) -> 
     return context.absent_row(collective.name, "busbw_gb_s", reason, dtype=dtype, params=params)
 
 
-def _timed_rows(context: Context, measured: CollectiveMeasurement, backend: str) -> list[Row]:
-    """Return three rows with the time, algorithm bandwidth and bus bandwidth of one collective in one format and size."""
+def timed_rows(context: Context, measured: CollectiveMeasurement, limit: tuple[float | None, str], path: dict) -> list[Row]:
+    """Return three rows with the time, algorithm bandwidth and bus bandwidth of one collective in one format and size.
+
+    Args:
+        context: context of the experiment.
+        measured: the timing.
+        limit: (limit of the bus bandwidth in GB/s, source), or (None, reason why there is no limit).
+        path: params of the rows that describe how the bytes travelled, such as the backend.
+    """
     seconds = measured.timing.estimate
     no_limit = None, ""
     rows: list[tuple[str, Estimate, tuple[float | None, str]]] = [
         ("collective_time_s", seconds, no_limit),
         ("algbw_gb_s", seconds.map(measured.algbw_gb_s), no_limit),
-        ("busbw_gb_s", seconds.map(measured.busbw_gb_s), busbw_limit(context.device, measured.collective, measured.ranks)),
+        ("busbw_gb_s", seconds.map(measured.busbw_gb_s), limit),
     ]
     return [
         timed_row(
@@ -246,11 +253,11 @@ def _timed_rows(context: Context, measured: CollectiveMeasurement, backend: str)
             estimate,
             measured.timing,
             measured.verification,
-            limit,
+            bound,
             dtype=measured.dtype,
-            params={"bytes": measured.bytes, "ranks": measured.ranks, "backend": backend},
+            params={"bytes": measured.bytes, "ranks": measured.ranks} | path,
         )
-        for metric, estimate, limit in rows
+        for metric, estimate, bound in rows
     ]
 
 

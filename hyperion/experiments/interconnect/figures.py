@@ -115,6 +115,37 @@ def overlap(material: Material) -> Figure | None:
     return figure
 
 
+def mpi_collectives(material: Material) -> Figure | None:
+    """Draw the bus bandwidth of the collectives through MPI, one panel per number of ranks and path.
+
+    A dashed curve shows the all-reduce of the experiment `collectives` on the same number of ranks.
+    """
+    rates = measured(material.of("mpi_collectives", metric="busbw_gb_s"))
+    cases = list(dict.fromkeys((row.params["ranks"], row.params["path"]) for row in rates))
+    if not cases:
+        return None
+    title = f"Collectives through {rates[0].params['backend']}"
+    figure, panels = new_figure(title, material.machine("mpi_collectives"), len(cases), height=4.6)
+    notes = ["Dashed: the all_reduce of the first experiment on as many ranks. Medians with 95 % intervals."]
+    for axes, (ranks, path) in zip(panels, cases, strict=True):
+        own = [row for row in rates if (row.params["ranks"], row.params["path"]) == (ranks, path)]
+        notes += _draw_rates(axes, own, [])
+        others = measured(material.of("collectives", variant="all_reduce", metric="busbw_gb_s", dtype=own[0].dtype))
+        others = [row for row in others if row.params["ranks"] == ranks]
+        for points in _series(others).values():
+            axes.plot([row.params["bytes"] for row in points], values(points), color=INK, linestyle=(0, (5, 3)))
+        # NCCL can be a hundred times as fast as a path through host memory.
+        shown = values(others + own)
+        axes.set_ylim(min(shown) / 2, max(shown) * 2)
+        axes.set_yscale("log")
+        log_ticks(axes.yaxis)
+        _size_axis(axes, others + own)
+        axes.set_title(f"{ranks} ranks, {path}")
+    panels[0].legend(loc="lower right")
+    add_notes(figure, notes)
+    return figure
+
+
 def rates_by_size(rows: Iterable[Row], metric: str = "busbw_gb_s") -> pd.DataFrame:
     """Return a table with the values of one metric as strings.
 
@@ -254,7 +285,7 @@ def _size_axis(axes: Axes, rows: list[Row]) -> None:
     axes.set_xlabel("message size S")
 
 
-TITLES = {"collectives": "Collectives"}
+TITLES = {"collectives": "Collectives", "mpi_collectives": "Collectives through MPI"}
 
 PLOTS = (
     Plot(
@@ -265,4 +296,5 @@ PLOTS = (
     ),
     Plot("bucket_size", "collectives", "The message size above which the bandwidth hardly increases.", bucket_size),
     Plot("overlap", "collectives", "Times of an all-reduce and of matrix products, alone and at the same time.", overlap),
+    Plot("mpi_collectives", "mpi_collectives", "Bus bandwidth through MPI by message size, by path.", mpi_collectives),
 )

@@ -100,7 +100,7 @@ def _around_the_ring(output: torch.Tensor, given: torch.Tensor) -> None:
     # Both messages are in one batch. With a blocking send before the receive, all ranks would send first and could deadlock.
     messages = [dist.P2POp(dist.isend, given, (rank + 1) % ranks), dist.P2POp(dist.irecv, output, (rank - 1) % ranks)]
     for work in dist.batch_isend_irecv(messages):
-        wait_for_peers(work)
+        wait_for_peers(work.wait)
 
 
 def _all_to_all_expected(value, rank, ranks, block, index):
@@ -528,7 +528,7 @@ def measure_overlap(
         roll.step(f"{buffers.described}, overlapped with a computation")
         work = cast(dist.Work, dist.all_reduce(buffers.output, async_op=True))  # None only for ranks outside of the group
         compute()
-        wait_for_peers(work)
+        wait_for_peers(work.wait)
 
     alone, collective, both = time_interleaved(
         [compute, buffers.call, at_once],

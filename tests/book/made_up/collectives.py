@@ -1,5 +1,7 @@
 """Rows of the interconnect chapter that no machine measured: test data, valid by every rule of a row."""
 
+import itertools
+
 import pandas as pd
 
 from hyperion.results import Row
@@ -11,6 +13,7 @@ FACTORS |= {"reduce": 1.0, "send_recv": 1.0}
 OVERLAP_S = {"products": 3e-3, "all_reduce": 2e-3, "both at once": 3.5e-3}
 SIZES = [64 * 8**power for power in range(9)]
 LATENCY_S = 2e-5
+MPI_GB_S = 3.0
 
 
 def collectives_chapter(random, limited):
@@ -20,6 +23,18 @@ def collectives_chapter(random, limited):
     rows.append(_row("topology", "count", 12.0, {"what": "pairs of devices with direct access", "pairs": 12, "ranks": 4}))
     rows += [*_links(limited), *_overlap(random)]
     return INTERCONNECT, "collectives", rows, pd.DataFrame({"time_s": [LATENCY_S]})
+
+
+def mpi_chapter(random, gpus):
+    """(notebook, experiment, rows, samples) of the same four ranks under mpirun: staged on GPUs, else in host memory."""
+    params = {"ranks": 4, "backend": "mpi (Open MPI v5.0.11)", "path": "host-staged" if gpus else "host", "oversubscribed": False}
+    checked = {"check": "equal to the expected values on every rank", "check_error": 0.0, "check_tolerance": 0.0}
+    columns = {"dtype": "fp32", "limit_source": "no limit: made up", **checked}
+    rows = []
+    for name, size in itertools.product(("all_reduce", "broadcast", "reduce", "scatter", "gather"), SIZES[::2]):
+        rate, cell = MPI_GB_S * size / (size + 65_536), {"params": params | {"bytes": size}}
+        rows.append(timed(random, INTERCONNECT, "mpi_collectives", name, "busbw_gb_s", rate, None, **columns, **cell))
+    return INTERCONNECT, "mpi_collectives", rows, pd.DataFrame({"time_s": [LATENCY_S]})
 
 
 def _sweep(random, name, factor, limit, rate):

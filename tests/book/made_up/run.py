@@ -5,7 +5,7 @@ import pandas as pd
 
 from hyperion.results import Prediction, Run
 from tests.book.made_up.baseline import baseline_chapters
-from tests.book.made_up.collectives import collectives_chapter
+from tests.book.made_up.collectives import collectives_chapter, mpi_chapter
 from tests.book.made_up.compilation import compilation_chapter
 from tests.book.made_up.distributed import distributed_chapters
 from tests.book.made_up.frameworks import framework_chapters
@@ -87,6 +87,7 @@ def made_up_run(folder, *, source="mirror", peaks=None, bandwidth=4800.0, enviro
         run.record(HARDWARE, experiment, rows, time_samples(rows), input_hash=f"{replay}h")
     chapters = [
         collectives_chapter(np.random.default_rng(2), limited=bandwidth is not None),
+        mpi_chapter(np.random.default_rng(8), gpus=bandwidth is not None),
         *llama_chapter(np.random.default_rng(3)),
         *distributed_chapters(np.random.default_rng(4)),
         *speed_chapters(limited=bandwidth is not None),

@@ -12,6 +12,7 @@ from hyperion.experiments.interconnect.figures import (
     kernels_chosen,
     link_meanings,
     links_between,
+    mpi_collectives,
     overlap,
     rates_by_size,
 )
@@ -87,6 +88,16 @@ def test_both_at_once_is_drawn_between_hidden_and_in_turns(material):
     bounds = [line.get_xdata()[0] for line in axes.lines if len(set(line.get_xdata())) == 1 and line.get_linestyle() == "--"]
     assert bounds == pytest.approx([3.0, 5.0], rel=0.05)
     assert "25 MiB" in axes.get_title("left") and "% of the shorter one hidden" in axes.get_title("left")
+
+
+def test_each_operation_through_mpi_is_drawn_beside_the_all_reduce_of_the_first_experiment(material):
+    with styled():
+        (axes,) = mpi_collectives(material).axes
+    assert axes.get_title("left") == "4 ranks, host-staged" and axes.get_yscale() == "log"
+    assert axes.get_legend_handles_labels()[1] == ["all_reduce", "broadcast", "reduce", "scatter", "gather"]
+    (dashed,) = (line for line in axes.lines if line.get_linestyle() == "--")
+    rates = [row for row in material.of("collectives", variant="all_reduce", metric="busbw_gb_s") if row.dtype == "fp32"]
+    assert list(dashed.get_xdata()) == SIZES and list(dashed.get_ydata()) == [row.value for row in rates]
 
 
 def test_a_line_a_size_and_a_column_a_collective(material):
