@@ -316,6 +316,7 @@ def test_the_sizes_of_the_profiles_share_a_server():
         assert tokens <= load.server.blocks * load.server.block_tokens
         assert any(level.requests >= 100 for level in load.levels), "a 99th percentile needs 100 requests"
         assert load.runs >= 5
+        assert load.open_requests <= load.server.max_requests, "none may be refused, however long the others take"
         assert soak.requests >= (200 if profile == "smoke" else 1000)
     assert Reply(due_s=0, end_s=1).error == ""
 
