@@ -346,6 +346,8 @@ class Chapter:
 
     def _replayed_forecasts(self, experiment: str) -> tuple[str, list[Prediction]]:
         """Return (input hash of the replay, predictions that the reference run stored before its measurement)."""
+        if self._is_older_than(experiment):
+            return self._absent_hash, []
         measured = finished_in(not_none(self.reference), self.notebook, experiment)["input_hash"]
         # The prefix separates the predictions of a replay from those of measurements with the same inputs.
         digest = f"replay:{not_none(self.reference).folder.name}:{measured}"
@@ -353,9 +355,25 @@ class Chapter:
         # The predictions keep the time at which they were made. Predictions of earlier versions have no time.
         return digest, [replace(p, guess=None, input_hash=digest) for p in written if p.input_hash == measured]
 
+    def _is_older_than(self, experiment: str) -> bool:
+        """Whether the reference run lacks an experiment whose notebook also works without values."""
+        lacks = not_none(self.reference).finished(self.notebook, experiment) is None
+        return lacks and experiment_named(experiment).stand_in is not None
+
+    @property
+    def _absent_hash(self) -> str:
+        return f"replay:{not_none(self.reference).folder.name}:absent"
+
     def _replay(self, experiment: str) -> Result:
         reference = not_none(self.reference)
         machine = reference.folder.name
+        if self._is_older_than(experiment):
+            variant, metric = not_none(experiment_named(experiment).stand_in)
+            reason = f"not measured: the reference run {machine} is older than this experiment"
+            row = {"notebook": self.notebook, "experiment": experiment, "variant": variant, "metric": metric}
+            rows = [Row(**row, value=None, value_reason=reason)]
+            self.results.record(self.notebook, experiment, rows, pd.DataFrame(), input_hash=self._absent_hash)
+            return Result(rows, pd.DataFrame(), replayed_from=machine)
         finished = finished_in(reference, self.notebook, experiment)
         provenance, environment = measured_under(reference, self.notebook, experiment)
         # Earlier versions stored ceilings as predictions. They are removed here, so that a notebook never shows a ceiling as a

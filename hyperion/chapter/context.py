@@ -199,6 +199,8 @@ class Experiment:
         reads: experiments of the same run whose rows this experiment uses. If those rows change, this experiment runs again.
         forecast_reads: experiments whose rows only `forecast` uses. If those rows change, only `forecast` runs again.
         data: names of the data sets that the experiment loads, as in `hyperion.data.prepare.catalog`.
+        stand_in: (variant, metric) of the row that states why nothing was measured, if the notebook also works without values.
+            None if it needs values. With this row, a reference run that is older than the experiment can still be replayed.
     """
 
     forecast: Callable[[Context], list[Forecast]]
@@ -208,3 +210,4 @@ class Experiment:
     reads: tuple[str, ...] = ()
     forecast_reads: tuple[str, ...] = ()
     data: tuple[str, ...] = ()
+    stand_in: tuple[str, str] | None = None

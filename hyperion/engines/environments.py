@@ -101,8 +101,8 @@ def install(name: str, on_line: Callable[[str], object] = print) -> Path:
     shutil.rmtree(folder, ignore_errors=True)  # left by an interrupted installation
     folder.parent.mkdir(parents=True, exist_ok=True)
     # The environment inherits pip, which installs into the environment of the interpreter that runs it. A pip of its own would
-    # take several seconds.
-    venv.create(folder, with_pip=find_spec("pip") is None, symlinks=True)
+    # take several seconds. The metadata are searched, because after find_spec("pip") setuptools cannot be imported any more.
+    venv.create(folder, with_pip=not any(importlib.metadata.distributions(name="pip")), symlinks=True)
     try:
         python = installed_python(name)
         _inherit(folder)

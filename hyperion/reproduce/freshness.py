@@ -160,7 +160,7 @@ def rows_digest(run: Run, notebook: str) -> str | None:
 
 @dataclass(frozen=True)
 class Reference:
-    """A machine whose reference run contains every experiment of a notebook, so that the notebook can show its results.
+    """A machine whose reference run contains every experiment that a notebook needs, so that the notebook can show its results.
 
     Args:
         machine: name of the machine.
@@ -181,7 +181,9 @@ def reference_for(notebook: Notebook, machine: str | None) -> tuple[Reference | 
     Raises:
         HyperionError: there is no reference run of this machine.
     """
-    from hyperion.chapter.profiles import reference_runs  # imported here, because it loads PyTorch, which only replays need
+    # Imported here, because they load PyTorch, which only replays need.
+    from hyperion.chapter.profiles import reference_runs
+    from hyperion.chapter.subjects import experiment_named, subject_of
 
     machines = [run.folder.name for run in reference_runs()]
     if machine is not None and machine not in machines:
@@ -193,7 +195,9 @@ def reference_for(notebook: Notebook, machine: str | None) -> tuple[Reference | 
     for name in [machine] if machine else machines:
         run = Run.open(reference_folder() / name)
         finished = [run.finished(notebook.stem, experiment) for experiment in notebook.produces]
-        if finished and all(finished):
+        missing = [experiment for experiment, found in zip(notebook.produces, finished, strict=True) if not found]
+        # A reference run may be older than an experiment. If the notebook also works without its values, it is replayed.
+        if any(finished) and all(subject_of(experiment) and experiment_named(experiment).stand_in for experiment in missing):
             return Reference(name, _reference_digest(run, notebook, finished)), ""
     return (
         None,

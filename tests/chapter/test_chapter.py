@@ -285,6 +285,11 @@ def test_replay_takes_rows_from_the_reference_and_measures_nothing(run_folder, t
     assert chapter.results.environments() == {told[0]["environment"]: chapter.environment}
     with pytest.raises(HyperionError, match="holds no experiment gemm"):
         chapter.run("gemm")
+    # The notebook of this experiment also works without values, so the reference may be older than it.
+    assert chapter.predict("mpi_collectives").empty
+    (row,) = chapter.run("mpi_collectives").rows
+    assert row.value is None and row.value_reason == "not measured: the reference run machine is older than this experiment"
+    assert row in chapter.results.rows(NOTEBOOK, "mpi_collectives")
 
 
 def test_replay_keeps_this_readers_guess_and_shows_no_estimate_of_another_configuration(

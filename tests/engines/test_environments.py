@@ -2,6 +2,7 @@
 
 import subprocess
 import zipfile
+from importlib.util import find_spec
 
 import pytest
 import torch
@@ -31,7 +32,7 @@ def shelf(tmp_path, monkeypatch):
 def test_an_environment_inherits_torch_and_is_installed_once(shelf):
     assert "hyperion frameworks install tiny" in why_not_installed("tiny")
     assert set(environments.absent_environments()) == set(environments.ENVIRONMENTS)
-    lines = []
+    lines, distutils = [], find_spec("distutils")
     folder = install("tiny", lines.append)
     assert "tiny" not in environments.absent_environments() and folder == environment_folder("tiny")
     code = "import tiny_framework, torch; print(torch.__version__, torch.__file__)"
@@ -42,6 +43,8 @@ def test_an_environment_inherits_torch_and_is_installed_once(shelf):
     with pytest.raises(HyperionError, match="pip failed"):
         install("absent", lines.append)
     assert not environment_folder("absent").exists()
+    # A search for the module pip would turn off setuptools' own distutils, and torch's compiler would fail in this process.
+    assert getattr(find_spec("distutils"), "origin", None) == getattr(distutils, "origin", None)
 
 
 def test_other_requirements_are_another_environment(shelf, monkeypatch):

@@ -47,6 +47,19 @@ def test_a_named_machine_without_them_gives_the_reason_and_an_unknown_one_is_an_
     assert "a_empty, b_half, c_whole" in caught.value.next_step
 
 
+def test_a_reference_older_than_an_experiment_is_taken_if_the_notebook_works_without_its_values(tmp_path, monkeypatch):
+    (tmp_path / "pyproject.toml").write_text("")
+    monkeypatch.chdir(tmp_path)
+    run = Run.create(tmp_path / "results/reference/old", {})
+    row = Row(notebook="01_x", experiment="collectives", variant="v", metric="count", value=2.0)
+    run.record("01_x", "collectives", [row], pd.DataFrame({"x": [1.0]}), input_hash="h")
+    for produces, taken in ((["collectives", "mpi_collectives"], True), (["collectives", "gemm"], False)):
+        notebook = read_notebook(write_notebook(tmp_path / "phase1_hardware", "01_x", ["1"], produces=produces))
+        assert (reference_for(notebook, "old")[0] is not None) == taken
+    notebook = read_notebook(write_notebook(tmp_path / "phase1_hardware", "02_y", ["1"], produces=["mpi_collectives"]))
+    assert reference_for(notebook, "old")[0] is None, "there is nothing to replay"
+
+
 USES_RESULTS = "from hyperion.results import Run"
 
 

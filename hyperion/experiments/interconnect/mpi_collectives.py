@@ -66,7 +66,7 @@ def forecast(context: Context) -> list[Forecast]:
     options, reason = MpiCollectivesOptions.of(context), why_no_mpi()
     dtype = options.dtype
     if reason:
-        return [Forecast("all_reduce", "busbw_gb_s", None, reason, dtype=dtype)]
+        return [Forecast(*_STAND_IN, None, reason, dtype=dtype)]
     forecasts = []
     for ranks, collective in itertools.product(options.ranks, MPI_COLLECTIVES):
         params = {"bytes": collective_bytes(max(options.bytes), dtype, ranks), "ranks": ranks}
@@ -91,7 +91,9 @@ def run(context: Context, report: Report) -> Result:
     return merged(results)
 
 
-EXPERIMENT = Experiment(forecast, run, options=MpiCollectivesOptions, forecast_reads=("bandwidth",))
+# The row without a value, on machines without MPI.
+_STAND_IN = "all_reduce", "busbw_gb_s"
+EXPERIMENT = Experiment(forecast, run, options=MpiCollectivesOptions, forecast_reads=("bandwidth",), stand_in=_STAND_IN)
 
 
 def _expected_busbw(context: Context, name: str, ranks: int) -> Expected:
@@ -110,7 +112,7 @@ def _expected_busbw(context: Context, name: str, ranks: int) -> Expected:
 
 def _absent(context: Context, reason: str, **params) -> Result:
     dtype = MpiCollectivesOptions.of(context).dtype
-    return Result([context.absent_row("all_reduce", "busbw_gb_s", reason, dtype=dtype, params=params)], pd.DataFrame())
+    return Result([context.absent_row(*_STAND_IN, reason, dtype=dtype, params=params)], pd.DataFrame())
 
 
 def _run_ranks(context: Context, report: Report, path: str, ranks: int) -> Result:
