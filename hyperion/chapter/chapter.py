@@ -370,8 +370,10 @@ class Chapter:
         if self._is_older_than(experiment):
             variant, metric = not_none(experiment_named(experiment).stand_in)
             reason = f"not measured: the reference run {machine} is older than this experiment"
-            row = {"notebook": self.notebook, "experiment": experiment, "variant": variant, "metric": metric}
-            rows = [Row(**row, value=None, value_reason=reason)]
+            row = Row(
+                notebook=self.notebook, experiment=experiment, variant=variant, metric=metric, value=None, value_reason=reason
+            )
+            rows = [row]
             self.results.record(self.notebook, experiment, rows, pd.DataFrame(), input_hash=self._absent_hash)
             return Result(rows, pd.DataFrame(), replayed_from=machine)
         finished = finished_in(reference, self.notebook, experiment)
