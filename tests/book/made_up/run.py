@@ -38,6 +38,7 @@ from tests.book.made_up.recovery import recovery_chapters
 from tests.book.made_up.runtimes import runtime_chapters
 from tests.book.made_up.serving import serving_chapters
 from tests.book.made_up.triton import triton_chapters
+from tests.book.made_up.workloads import workload_chapters
 
 GPU = {
     "python": "3.12.3",
@@ -95,6 +96,7 @@ def made_up_run(folder, *, source="mirror", peaks=None, bandwidth=4800.0, enviro
         compilation_chapter(),
         *precision_chapters(),
         *levels_chapters(np.random.default_rng(6), limited=bandwidth is not None),
+        *workload_chapters(np.random.default_rng(9), limited=bandwidth is not None),
         *products_chapters(np.random.default_rng(5), limited=bandwidth is not None),
         *kernel_chapters(np.random.default_rng(7), peaks),
         *triton_chapters(),
