@@ -60,6 +60,8 @@ class QuantizationOptions(Options):
         dtype: number format of the original language model in PyTorch, and of the inputs to its quantised layers.
         batch_size: number of windows or images in a timed batch.
         time_limit_s: seconds of timing for each variant.
+        host_batch_size: the batch size for ONNX Runtime on a machine with a GPU, where its CPU provider runs on the host.
+        host_windows, host_images: largest number of windows and of images that ONNX Runtime scores there.
     """
 
     language_model: str
@@ -67,6 +69,9 @@ class QuantizationOptions(Options):
     dtype: str
     batch_size: int
     time_limit_s: float
+    host_batch_size: int = 4
+    host_windows: int = 32
+    host_images: int = 1000
 
 
 def forecast(context: Context) -> list[Forecast]:
@@ -156,13 +161,30 @@ class _Material:
         """Return `shared` with another number format and additional params."""
         return self.shared | {"dtype": dtype or self.dtype, "params": self.shared["params"] | params}
 
+    @property
+    def batch_size(self) -> int:
+        """Number of windows or images in a batch."""
+        return self.options.host_batch_size if self._on_host else self.options.batch_size
+
+    @property
+    def records(self) -> int | None:
+        """Number of windows or images that are scored, or None for all."""
+        if not self._on_host:
+            return None
+        return self.options.host_windows if self.trained.kind == "language" else self.options.host_images
+
+    @property
+    def _on_host(self) -> bool:
+        """Whether the runtime uses the CPU of a machine with a GPU, on which the same work takes much longer."""
+        return self.device.kind != self.context.device.kind
+
     def batch(self) -> Tensor:
         """Return the inputs of the timed batch."""
-        return self.trained.held_out(self.device)[0][: self.options.batch_size]
+        return self.trained.held_out(self.device)[0][: self.batch_size]
 
     def score(self, call: Callable[[Tensor], Tensor]) -> Scores:
         """Score a variant on the held-out data."""
-        return self.trained.score(call, self.device, self.options.batch_size)
+        return self.trained.score(call, self.device, self.batch_size, self.records)
 
     def quality_rows(self, name: str, dtype: str, scores: Scores, original: Scores) -> list[Row]:
         """Return the row with perplexity or accuracy. For a quantised model, it is relative to the original."""
@@ -185,7 +207,7 @@ class _Material:
 
     def _windows(self) -> np.ndarray:
         """Return the window number of each scored token, or for a classifier the number of each image."""
-        targets = self.trained.held_out(self.device)[1]
+        targets = self.trained.held_out(self.device)[1][: self.records]
         if targets.dim() == 1:
             return np.arange(len(targets))
         scored = (targets != IGNORE_INDEX).cpu()
@@ -266,7 +288,7 @@ def _scheme_rows(
     rows += _error_rows(material, scheme, model, layers, originals)
     rows += material.quality_rows(scheme.name, scheme.dtype, material.score(model), original)
     first, x = next(iter(layers.items()))
-    inputs = torch.ones(material.options.batch_size, originals[first].shape[1], dtype=FORMATS[material.dtype].storage)
+    inputs = torch.ones(material.batch_size, originals[first].shape[1], dtype=FORMATS[material.dtype].storage)
     kernel = what_ran(lambda: x(inputs.to(material.device.torch_device)), material.device)
     kinds = {type(layer).__name__ for layer in layers.values()}
     columns = material.columns(scheme.dtype, what="quantised layers", module="+".join(sorted(kinds)), kernel=kernel)
@@ -354,7 +376,7 @@ def _onnx_error_rows(material: _Material, model: nn.Module, folder: Path, thread
     captured: list[Tensor] = []
     handle = layer.register_forward_pre_hook(lambda module, inputs: captured.append(inputs[0].detach().clone()))
     with torch.no_grad():
-        model(material.trained.calibration(material.device)[: material.options.batch_size])
+        model(material.trained.calibration(material.device)[: material.batch_size])
         model(material.batch())
     handle.remove()
     calibration, x = captured

@@ -15,6 +15,7 @@ For the language model, a call is one forward pass over windows of tokens. Chapt
 import copy
 import gc
 import math
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -87,8 +88,11 @@ class RuntimesOptions(Options):
         compiled_batches: batch sizes for which torch.compile compiles the model, and which its search tries. They include 1.
         left_out: runtimes that the profile skips, by kind of model: "language" or "classifier". Their rows contain this reason.
         latency_samples: number of calls for the latency percentiles. The 99th percentile needs at least 368.
-        time_limit_s: seconds of timing for each comparison.
+        latency_limit_s: seconds for these calls. A runtime that is too slow for all of them makes fewer, and a percentile that
+            needs more has no value.
+        time_limit_s: seconds of timing for each comparison. The search for the best batch size ends at a batch that takes longer.
         windows, images: largest number of windows and of images that are scored. None scores all.
+        host_windows, host_images: the same numbers for a runtime on the CPU of a machine with a GPU.
     """
 
     language_model: str
@@ -98,16 +102,26 @@ class RuntimesOptions(Options):
     compiled_batches: tuple[int, ...] = (1,)
     left_out: dict[str, tuple[str, ...]] = Field(default_factory=dict)
     latency_samples: int
+    latency_limit_s: float = 20.0
     time_limit_s: float
     windows: int | None = None
     images: int | None = None
+    host_windows: int = 32
+    host_images: int = 1000
 
     def why_absent(self, kind: str, runtime: str, device: Device) -> str:
         """Return why a runtime is not measured for a kind of model, or "" if it is."""
         return _LEFT_OUT if runtime in self.left_out.get(kind, ()) else why_absent(runtime, device)
 
-    def records(self, kind: str) -> int | None:
-        """Return the number of windows or of images that are scored, or None for all."""
+    def records(self, kind: str, beside_gpu: bool) -> int | None:
+        """Return the number of windows or of images that are scored, or None for all.
+
+        Args:
+            kind: "language" or "classifier".
+            beside_gpu: whether the model runs on the CPU of a machine with a GPU.
+        """
+        if beside_gpu:
+            return self.host_windows if kind == LANGUAGE else self.host_images
         return self.windows if kind == LANGUAGE else self.images
 
 
@@ -163,7 +177,7 @@ def measure_in_process(context: Context, report: Report, folder: str) -> Result:
             model, batches = trained.load(device), options.compiled_batches
             prepared = prepare(runtime, model, example, device, dtype, context.workspace, batches)
             with matmul_precision(FORMATS[dtype]):
-                reference = references.get(device) or _Reference(trained, device, options)
+                reference = references.get(device) or _Reference(trained, device, context.device, options)
                 references[device] = reference
                 found, frame = _measure(context, options, trained, runtime, prepared, reference)
         except torch.OutOfMemoryError as error:
@@ -195,7 +209,7 @@ def load_in_process(context: Context, report: Report, folder: str, build_s: floa
     """Load the package of `build_in_process` and measure it. A worker process calls this function."""
     options, trained = RuntimesOptions.of(context), read_trained_model(Path(folder))
     with matmul_precision(FORMATS[options.dtype]):
-        reference = _Reference(trained, context.device, options)
+        reference = _Reference(trained, context.device, context.device, options)
         prepared = load_package(_package(context, trained), context.device, options.dtype, build_s)
         rows, frame = _measure(context, options, trained, AOTI, prepared, reference)
     return Result(rows, frame)
@@ -221,11 +235,16 @@ class _Reference:
     Args:
         trained: the model.
         device: device of the eager model.
+        run_device: device of the run. It differs from `device` for a runtime on the CPU of a machine with a GPU.
         options: options of the experiment.
+
+    Attributes:
+        records: number of windows or images that are scored, or None for all.
     """
 
-    def __init__(self, trained: TrainedModel, device: Device, options: RuntimesOptions):
-        self.trained, self.device, self.options = trained, device, options
+    def __init__(self, trained: TrainedModel, device: Device, run_device: Device, options: RuntimesOptions):
+        self.trained, self.device = trained, device
+        self.records = options.records(trained.kind, beside_gpu=device.kind != run_device.kind)
         self.inputs = _inputs(trained, device)
         model = trained.load(device)
         self.model = model
@@ -245,7 +264,7 @@ class _Reference:
 
     def score(self, call: Callable[[Tensor], Tensor]) -> Scores:
         """Score a variant on the held-out data selected by the options."""
-        return self.trained.score(call, self.device, records=self.options.records(self.trained.kind))
+        return self.trained.score(call, self.device, records=self.records)
 
     def tolerance(self, dtype: str) -> float:
         """Return the tolerance for logits in a number format."""
@@ -306,12 +325,13 @@ def _latency(
     device, dtype = prepared.device, prepared.dtype
     one = reference.inputs[:_LATENCY_EXAMPLES].clone()
     params = base | {"batch": _LATENCY_EXAMPLES, "cache": "hot"}
+    one_call_s = _seconds(lambda: call(one), device)
     timing = time_function(
         lambda: call(one),
         device,
         cold=False,
         back_to_back=1,  # one call between two synchronizations, which is what a caller waits for
-        minimum_samples=options.latency_samples,
+        minimum_samples=max(3, min(options.latency_samples, int(options.latency_limit_s / one_call_s))),
         time_limit_s=options.time_limit_s,
     )
     rows = []
@@ -357,10 +377,20 @@ def _throughput(
         repeats = -(-size // len(reference.inputs))
         return reference.inputs.repeat(repeats, *[1] * (reference.inputs.ndim - 1))[:size].clone()
 
+    too_long = ""
     for size in options.compiled_batches if runtime == COMPILED else options.batches:
-        x = batch_of(size)
         params = base | {"batch": size, "role": "search"}
+        if too_long:
+            rows.append(context.absent_row(runtime, "samples_per_s", too_long, dtype=dtype, params=params))
+            continue
         try:
+            x = batch_of(size)
+            one_call_s = _seconds(lambda x=x: call(x), device)
+            # The smallest batch is always timed, so that each runtime has a rate.
+            if rates and one_call_s > options.time_limit_s:
+                too_long = f"a call with batch {size} takes {one_call_s:.2g} s; the profile allows {options.time_limit_s:g} s"
+                rows.append(context.absent_row(runtime, "samples_per_s", too_long, dtype=dtype, params=params))
+                continue
             timing = time_function(
                 lambda x=x: call(x), device, cold=False, minimum_samples=3, time_limit_s=options.time_limit_s / 4
             )
@@ -389,13 +419,25 @@ def _throughput(
     return rows, frames
 
 
+def _seconds(call: Callable[[], object], device: Device) -> float:
+    """Return the seconds of a second call with its work on the device. The first one may compile, capture or allocate."""
+    seconds = 0.0
+    for _ in range(2):
+        began = time.perf_counter()
+        call()
+        if device.kind != "cpu":
+            torch.cuda.synchronize(device.torch_device)
+        seconds = time.perf_counter() - began
+    return seconds
+
+
 def _quality_row(context: Context, trained: TrainedModel, runtime: str, dtype: str, scores: Scores, reference: _Reference) -> Row:
     """Return the row with perplexity or accuracy relative to the float32 model in eager mode, on the same data."""
     params, original = {"model": trained.name}, reference.scores
     if trained.kind == CLASSIFIER:
         difference = accuracy_difference(scores.correct, original.correct)
         return context.row(runtime, "accuracy_difference", difference, dtype=dtype, params=params)
-    targets = trained.held_out(detect_cpu())[1][: reference.options.windows]
+    targets = trained.held_out(detect_cpu())[1][: reference.records]
     windows = np.nonzero((targets != IGNORE_INDEX).numpy())[0]
     ratio = perplexity_ratio(scores.losses, original.losses, windows)
     return context.row(runtime, "perplexity_ratio", ratio, dtype=dtype, params=params)

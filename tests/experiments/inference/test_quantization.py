@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -155,6 +156,27 @@ def test_int8_of_onnx_runtime_is_within_its_bound_and_a_wrong_scale_is_not(kind,
             tensor.CopyFrom(numpy_helper.from_array(values[::-1].copy() * 3, tensor.name))
     onnx.save(model, str(path))
     assert worst() > 1
+
+
+def test_on_a_machine_with_a_gpu_the_cpu_provider_scores_less_data_in_smaller_batches(tmp_path):
+    context = toy_context("quantization", TOY | {"host_batch_size": 2, "host_windows": 3}, tmp_path)
+    trained = quantization.trained_language_model(context, "llama_toy")
+    beside_gpu = SimpleNamespace(device=replace(detect_cpu(), kind="cuda"))
+    options = quantization.QuantizationOptions.of(context)
+    sizes = []
+
+    def logits(x):
+        sizes.append(len(x))
+        return F.one_hot(x, 640).float()
+
+    scored = {}
+    for name, there in (("cpu", context), ("beside a GPU", beside_gpu)):
+        material = quantization._Material(there, options, trained, quantization.ORT, detect_cpu(), "fp32")
+        sizes.clear()
+        scores = material.score(logits)
+        scored[name] = sum(sizes), sizes[0], len(material.batch())
+        assert len(material._windows()) == len(scores.losses)
+    assert scored == {"cpu": (16, 4, 4), "beside a GPU": (3, 2, 2)}
 
 
 def test_static_quantisation_needs_calibration(tmp_path):

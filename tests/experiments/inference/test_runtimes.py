@@ -1,5 +1,6 @@
 """Runtimes of toy models: rows of eager mode and ONNX Runtime, planted errors that checks find, and runtimes that are absent."""
 
+import dataclasses
 import math
 from types import SimpleNamespace
 
@@ -61,7 +62,7 @@ def measured(material, runtime, change=lambda logits: logits, model=1):
     """Rows of a model in a runtime, whose logits are changed."""
     context, trained = material[0], material[model]
     options = RuntimesOptions.of(context)
-    reference = runtimes._Reference(trained, CPU, options)
+    reference = runtimes._Reference(trained, CPU, CPU, options)
     prepared = prepare(runtime, trained.load(CPU), reference.inputs[:2], CPU, "fp32", context.workspace)
     changed = Prepared(lambda x: change(prepared.call(x)), CPU, "fp32", prepared.seconds, prepared.stored_bytes, prepared.ran)
     kernels_of = prepared if runtime == ORT_CPU else changed
@@ -87,6 +88,32 @@ def test_eager_mode_is_itself(material, model):
     assert of(rows, "latency_p99_s")[0].value_reason.endswith("samples; an interval of this percentile needs 368")
     assert [row.params["batch"] for row in of(rows, "samples_per_s", role="search")] == [1, 3]
     assert len(of(rows, "samples_per_s", role="best batch")) == 1 and not of(rows, "speedup")
+
+
+def test_a_slow_runtime_is_timed_with_fewer_calls_and_smaller_batches(material, monkeypatch):
+    monkeypatch.setattr(runtimes, "_seconds", lambda call, device: 0.5)  # 20 s allow 40 of the 80 calls
+    asked = []
+    time_function = runtimes.time_function
+
+    def recorded(function, device, **options):
+        asked.append(options.get("minimum_samples"))
+        return time_function(function, device, **options)
+
+    monkeypatch.setattr(runtimes, "time_function", recorded)
+    rows = measured(material, EAGER)
+    assert asked == [40, 3], "the latency, and the search with one example"
+    search = of(rows, "samples_per_s", role="search")
+    assert search[0].value and search[1].value is None
+    assert search[1].value_reason == "a call with batch 3 takes 0.5 s; the profile allows 0.01 s"
+    assert of(rows, "samples_per_s", role="best batch")[0].params["batch"] == 1
+
+
+def test_a_runtime_on_the_cpu_of_a_machine_with_a_gpu_is_scored_on_fewer_images(material):
+    context, trained = material[0], material[1]
+    options = RuntimesOptions.of(context).model_copy(update={"host_images": 5})
+    gpu = dataclasses.replace(CPU, kind="cuda")
+    assert len(runtimes._Reference(trained, CPU, gpu, options).scores.losses) == 5
+    assert len(runtimes._Reference(trained, CPU, CPU, options).scores.losses) == 8
 
 
 def test_onnx_runtime_agrees_and_says_which_provider_ran(material):
