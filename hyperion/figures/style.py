@@ -121,7 +121,7 @@ def absences(rows: Iterable[Row], name: Callable[[Row], str], limit_name: Callab
         elif row.limit is None:
             reason = row.limit_source.partition(" (")[0].partition("; ")[0]
             missing.setdefault(reason, {})[(limit_name or name)(row)] = None
-    return [f"{', '.join(names)}: {reason}." for reason, names in missing.items()]
+    return [f"{'; '.join(names)}: {reason}." for reason, names in missing.items()]
 
 
 def errors_of(rows: Sequence[Row], factor: float = 1.0) -> list[list[float]] | None:
