@@ -130,7 +130,7 @@ class Material:
         return {}
 
     def _steadiness_of(self, notebook: str, experiment: str) -> dict[tuple[str, str, str], str]:
-        """Return a dict that maps each timing of an experiment to "yes" if its samples were steady, else to "no" with the reasons.
+        """Return {timing of an experiment: "yes" if its samples were steady, otherwise "no" with the reasons}.
 
         The key of a timing is (variant, dtype, params as JSON). The samples of other experiments are not read, because a
         notebook shows one experiment at a time.
