@@ -308,6 +308,7 @@ def test_an_endless_cell_ends_at_its_limit_with_all_its_processes_and_keeps_fini
     assert time.monotonic() - started < 60
     assert code == 1 and "01_first.ipynb: cell [5] exceeded its limit of 3 s" in text and "CELL_TIMEOUT=2h" in text
     assert statuses(the_run(root)) == {"01_first": "failed", "02_alone": "done"}
+    assert "BANNER child" in executed_text(root, "01_first"), "the copy has what the cells printed before the limit"
     assert [row.notebook for row in the_run(root).rows()] == ["01_first", "02_alone"]
     children = [int(line.split()[-1]) for line in text.splitlines() if line.startswith("BANNER child")]
     assert len(children) == (3 if "child" in how else 1) and all(map(has_ended, children))
