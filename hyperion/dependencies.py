@@ -15,6 +15,7 @@ import io
 import json
 import re
 import tokenize
+from collections import deque
 from collections.abc import Iterable, Iterator
 from importlib.machinery import PathFinder
 from pathlib import Path
@@ -120,9 +121,23 @@ def code_of(source: bytes) -> bytes:
     return b"\n".join(line if row in inside else line.rstrip() for row, line in kept)
 
 
+def _statements(tree: ast.Module) -> Iterator[ast.stmt]:
+    """Yield all statements of a module, the outer ones first.
+
+    Expressions contain no statements. They are most of the tree, so `ast.walk` takes several times as long.
+    """
+    waiting: deque[Any] = deque(tree.body)
+    while waiting:
+        node = waiting.popleft()
+        if isinstance(node, ast.stmt):
+            yield node
+        for part in ("body", "orelse", "finalbody", "handlers", "cases"):
+            waiting.extend(getattr(node, part, ()))
+
+
 def _documented_bodies(tree: ast.Module) -> Iterator[list[Any]]:
     """Yield the statements of the module, of its classes and of its functions, if the first one is a docstring."""
-    for node in ast.walk(tree):
+    for node in (tree, *_statements(tree)):
         match node:
             case ast.Module() | ast.ClassDef() | ast.FunctionDef() | ast.AsyncFunctionDef():
                 if ast.get_docstring(node, clean=False) is not None:
@@ -154,7 +169,7 @@ def _imports(source: str, package: str) -> tuple[Import, ...]:
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return ()  # no error is raised here, because the execution of the source reports it
     found = []
-    for node in ast.walk(tree):
+    for node in _statements(tree):
         if isinstance(node, ast.Import):
             found += [Import(alias.name, "", alias.asname or alias.name) for alias in node.names]
         elif isinstance(node, ast.ImportFrom):

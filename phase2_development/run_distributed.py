@@ -16,8 +16,15 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from hyperion.book import export_run  # found by the line above, installed or not
-from hyperion.commands.distributed_command import main
+from hyperion.commands.distributed_command import main  # found by the line above, installed or not
+from hyperion.results import Run
+
+
+def export(run: Run) -> list[str]:
+    from hyperion.book import export_run  # here, because only rank 0 draws figures, and the import takes two seconds
+
+    return export_run(run)
+
 
 if __name__ == "__main__":
-    sys.exit(main(__doc__ or "", export_run))
+    sys.exit(main(__doc__ or "", export))

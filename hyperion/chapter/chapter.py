@@ -20,7 +20,7 @@ from hyperion.chapter.variants import run_isolated
 from hyperion.data.prepare.catalog import data_identity
 from hyperion.dependencies import json_hash, reached_source_hash
 from hyperion.errors import HyperionError, not_none, require_seed
-from hyperion.hardware import detect, fingerprint
+from hyperion.hardware import detect, fingerprint, torch_build
 from hyperion.paths import results_folder
 from hyperion.results import Prediction, Row, Run, must_remeasure, new_run_folder, rows_to_csv
 from hyperion.results.execution import UNEXPECTED_CLAIM, UNEXPECTED_ROW, note_unexpected
@@ -287,7 +287,7 @@ class Chapter:
                 # Measured values of other experiments are inputs: if they change, this experiment is measured again.
                 "upstream": _values_of(context.upstream),
                 "device": context.device.name,
-                "torch": torch_version(),
+                "torch": torch_build().torch,
                 # Only the library files that the experiment's module imports, so that edits elsewhere do not invalidate its rows.
                 "library": reached_source_hash(module_of(experiment)),
             }
@@ -307,7 +307,7 @@ class Chapter:
             "seed": self.seed,
             "sizes": self.sizes(experiment),
             "device": self._context(experiment, ()).device.name,
-            "torch": torch_version(),
+            "torch": torch_build().torch,
             "source": self.environment["source"],
             "code": reached_source_hash(module_of(experiment)),
         }
@@ -426,13 +426,6 @@ def _with_predictions(rows: list[Row], predictions: list[Prediction]) -> list[Ro
 def _values_of(rows: list[Row]) -> str:
     """Return a hash of measured rows without their predictions, or "" if there are no rows."""
     return json_hash(rows_to_csv([replace(row, predicted=None) for row in rows])) if rows else ""
-
-
-def torch_version() -> str:
-    """Return the version of PyTorch. torch is imported inside this function, because result pages are made without torch."""
-    import torch
-
-    return torch.__version__
 
 
 def _run_folder(output: str) -> Path:

@@ -125,26 +125,32 @@ class Material:
         return pd.concat(frames, ignore_index=True) if frames else pd.DataFrame()
 
     @cached_property
-    def _steadiness(self) -> dict[tuple[str, str, str, str, str], str]:
-        """A dict that maps each timing to "yes" if its samples were steady, and otherwise to "no" with the reasons.
+    def _steadiness(self) -> dict[tuple[str, str], dict[tuple[str, str, str], str]]:
+        """Results of `_steadiness_of`, by notebook and experiment."""
+        return {}
 
-        The key of a timing is (notebook, experiment, variant, dtype, params as JSON).
+    def _steadiness_of(self, notebook: str, experiment: str) -> dict[tuple[str, str, str], str]:
+        """Return {timing of an experiment: "yes" if its samples were steady, otherwise "no" with the reasons}.
+
+        The key of a timing is (variant, dtype, params as JSON). The samples of other experiments are not read, because a
+        notebook shows one experiment at a time.
         """
-        found, stored = {}, self.run.hashes()
-        for notebook, experiment in self.experiments:
-            if samples_name(notebook, experiment) not in stored:
-                continue
-            samples = self.run.samples(notebook, experiment)
-            if not {"variant", "dtype", "params", "warm", "drift", "unsteady"} <= set(samples.columns):
-                continue
-            series = samples.dropna(subset=["params", "unsteady"]).drop_duplicates(["variant", "dtype", "params"])
-            for line in series.to_dict("records"):
-                key = (notebook, experiment, line["variant"], line["dtype"], canonical_params(json.loads(line["params"])))
-                # If there are two reasons, "unsteady" states both, separated by a semicolon.
-                drifts = line["unsteady"] and (line["warm"] or ";" in line["unsteady"])
-                reasons = [] if line["warm"] else ["warm-up"]
-                reasons += [f"drift {100 * line['drift']:+.1f} %"] if drifts else []
-                found[key] = f"no ({', '.join(reasons)})" if reasons else "yes"
+        if (notebook, experiment) in self._steadiness:
+            return self._steadiness[notebook, experiment]
+        found = self._steadiness[notebook, experiment] = {}
+        if samples_name(notebook, experiment) not in self.run.hashes():
+            return found
+        samples = self.run.samples(notebook, experiment)
+        if not {"variant", "dtype", "params", "warm", "drift", "unsteady"} <= set(samples.columns):
+            return found
+        series = samples.dropna(subset=["params", "unsteady"]).drop_duplicates(["variant", "dtype", "params"])
+        for line in series.to_dict("records"):
+            # If there are two reasons, "unsteady" states both, separated by a semicolon.
+            drifts = line["unsteady"] and (line["warm"] or ";" in line["unsteady"])
+            reasons = [] if line["warm"] else ["warm-up"]
+            reasons += [f"drift {100 * line['drift']:+.1f} %"] if drifts else []
+            key = line["variant"], line["dtype"], canonical_params(json.loads(line["params"]))
+            found[key] = f"no ({', '.join(reasons)})" if reasons else "yes"
         return found
 
     def steadiness(self, row: Row) -> str:
@@ -154,7 +160,8 @@ class Material:
             "yes", or "no" with the reasons: the times still changed at the end of the warm-up, or they drifted during the timing.
             "" if the row was not timed, or if its samples do not record the steadiness.
         """
-        return self._steadiness.get((row.notebook, row.experiment, row.variant, row.dtype, canonical_params(row.params)), "")
+        found = self._steadiness_of(row.notebook, row.experiment)
+        return found.get((row.variant, row.dtype, canonical_params(row.params)), "")
 
     def replayed_from(self, notebook: str, experiment: str) -> str:
         """Return the reference machine from which an experiment was replayed, or "" if it was measured in this run."""

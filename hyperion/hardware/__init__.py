@@ -14,6 +14,7 @@ from hyperion.hardware.facts import (
     fingerprint,
     git_state,
     source_hash,
+    torch_build,
 )
 from hyperion.hardware.floors import Floor, floors_for
 from hyperion.hardware.specs import Peak, Specification, lookup, peak, specification
@@ -46,4 +47,5 @@ __all__ = [
     "read",
     "source_hash",
     "specification",
+    "torch_build",
 ]

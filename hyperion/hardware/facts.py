@@ -5,9 +5,11 @@ All vendor-specific code takes `MachineFacts` as its input, so that tests can ru
 
 import hashlib
 import importlib.metadata
+import importlib.util
 import os
 import platform
 import re
+import runpy
 import socket
 import subprocess
 import sys
@@ -118,24 +120,52 @@ class MachineFacts:
     visible_devices: dict[str, str] = field(default_factory=dict)
 
 
-def collect_facts() -> MachineFacts:
-    """Return the facts about this machine. This function imports torch. Facts that cannot be read are None.
+@dataclass(frozen=True)
+class TorchBuild:
+    """The installed build of PyTorch.
 
-    If torch finds a GPU but cannot use it, `gpu_error` contains torch's error message.
+    Args:
+        torch, cuda, hip: versions. `cuda` or `hip` is None if torch was built without it.
     """
+
+    torch: str
+    cuda: str | None
+    hip: str | None
+
+
+def torch_build() -> TorchBuild:
+    """Return the versions of the installed PyTorch. It is not imported, because the import takes seconds.
+
+    Raises:
+        ImportError: PyTorch is not installed.
+    """
+    spec = None if "torch" in sys.modules else importlib.util.find_spec("torch")
+    stated = Path(spec.origin).with_name("version.py") if spec is not None and spec.origin else None
+    if stated is not None and stated.is_file():
+        versions = runpy.run_path(str(stated))
+        return TorchBuild(versions["__version__"], versions["cuda"], versions["hip"])
     import torch
 
-    gpus, gpu_error = _read_gpus(torch)
+    return TorchBuild(str(torch.__version__), torch.version.cuda, torch.version.hip)
+
+
+def collect_facts() -> MachineFacts:
+    """Return the facts about this machine. Facts that cannot be read are None.
+
+    torch is imported only if it was built for GPUs. If it finds a GPU but cannot use it, `gpu_error` contains its error message.
+    """
+    build = torch_build()
+    gpus, gpu_error, collectives = _read_gpus() if build.cuda or build.hip else ((), None, None)
     return MachineFacts(
         python=platform.python_version(),
-        torch=torch.__version__,
-        cuda=torch.version.cuda,
-        hip=torch.version.hip,
+        torch=build.torch,
+        cuda=build.cuda,
+        hip=build.hip,
         cpu=read_cpu(),
         gpus=gpus,
         gpu_error=gpu_error,
         driver=_driver_version(),
-        collectives=_collectives_version(torch) if gpus else None,
+        collectives=collectives,
         collective_settings=collective_settings(os.environ),
         packages=_package_versions(),
         os=_os_name(),
@@ -334,13 +364,17 @@ def _module(place: int, name: str) -> int:
     return (int(name) if name.isdecimal() else place) // 2
 
 
-def _read_gpus(torch) -> tuple[tuple[GpuFacts, ...], str | None]:
+def _read_gpus() -> tuple[tuple[GpuFacts, ...], str | None, str | None]:
+    """Return the visible GPUs, torch's error message if they cannot be used, and the version of the library for collectives."""
+    import torch
+
     if not torch.cuda.is_available():
-        return (), None
+        return (), None, None
     try:
-        return tuple(_read_gpu(torch.cuda.get_device_properties(i)) for i in range(torch.cuda.device_count())), None
+        gpus = tuple(_read_gpu(torch.cuda.get_device_properties(i)) for i in range(torch.cuda.device_count()))
     except RuntimeError as error:
-        return (), str(error).splitlines()[0]
+        return (), str(error).splitlines()[0], None
+    return gpus, None, _collectives_version(torch) if gpus else None
 
 
 def _read_gpu(properties) -> GpuFacts:

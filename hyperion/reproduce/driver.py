@@ -80,13 +80,13 @@ def reproduce(request: Request, *, machine: MachineProfile | None = None, consol
             if os.environ.get(OPTIMIZE) or sys.flags.optimize:
                 notice = f"NOTICE: {OPTIMIZE} removes assert statements. Notebooks and their workers run without this variable."
                 console.print(notice, markup=False, highlight=False, soft_wrap=True)
-            require_page_templates()
             if machine is None:
-                # On a busy machine, the process that imports torch and examines the machine can take half a minute.
+                # On a busy machine, the process that examines the machine can take half a minute.
                 console.print("examining this machine", highlight=False)
                 console.file.flush()
                 experiments = [name for notebook in chosen for name in notebook.produces]
                 machine = examine_machine(request.profile, request.data_source, request.seed, experiments)
+            require_page_templates()
             setting = setting_of(request, machine)
             reason = why_not_continued(results_folder(), setting) if request.run is None else ""
             information = machine.information | {"command_line": request.command_line}

@@ -160,13 +160,18 @@ def execute(
     from nbclient.exceptions import CellTimeoutError, DeadKernelError
     from papermill.exceptions import PapermillExecutionError
 
-    copy = scratch / notebook.path.name
-    done = 0
+    from hyperion.reproduce import engine
+
+    done, document = 0, None
     # nbclient runs its coroutines in the event loop of the calling thread. Each notebook has its own thread and loop.
     loop = ensure_event_loop()
     loop.set_exception_handler(_ignore_abandoned_tasks)
     interruption.reaches(loop)
     alarm, not_evaluated = Alarm(limits, loop), []
+
+    def starts(executed: Any) -> None:
+        nonlocal document
+        document = executed
 
     def cell_starts(cell: Any, cell_index: int) -> None:
         on_cell(done)
@@ -187,7 +192,9 @@ def execute(
     try:
         papermill.execute_notebook(
             notebook.path,
-            copy,
+            None,
+            engine_name=engine.NAME,
+            on_start=starts,
             parameters=parameters,
             kernel_name=KERNEL,
             progress_bar=False,
@@ -212,7 +219,7 @@ def execute(
         failure = NotebookFailure(text, done + 1)
     except RuntimeError as error:  # nbclient raises it if the kernel did not start
         failure = NotebookFailure(f"the kernel did not start: {error}")
-    return Outcome(_read(copy), failure, tuple(not_evaluated))
+    return Outcome(document, failure, tuple(not_evaluated))
 
 
 class LineFilter:
@@ -360,9 +367,3 @@ def _ignore_abandoned_tasks(loop: asyncio.AbstractEventLoop, context: dict[str, 
     message = context.get("message", "")
     if not ("never retrieved" in message or "destroyed but it is pending" in message):
         loop.default_exception_handler(context)
-
-
-def _read(copy: Path) -> object | None:
-    import nbformat
-
-    return nbformat.read(copy, as_version=4) if copy.is_file() else None

@@ -25,6 +25,7 @@ class Freshness:
 
     def __init__(self, request: Request, machine: MachineProfile, ledger: Ledger):
         self._request, self._machine, self._ledger = request, machine, ledger
+        self._references: dict[str, tuple[Reference | None, str]] = {}
 
     def is_done(self, notebook: Notebook) -> bool:
         """Return True if the notebook is up to date now. An earlier chapter in the same call may still change its inputs."""
@@ -78,7 +79,11 @@ class Freshness:
         """
         if self._machine.profile != REPLAY:
             return None, ""
-        return reference_for(notebook, self._request.replay_of)
+        # A call asks several times for each notebook. If a reference is published again while the call runs, its digest differs
+        # from the stored one, so the next call replays the notebook again.
+        if notebook.stem not in self._references:
+            self._references[notebook.stem] = reference_for(notebook, self._request.replay_of)
+        return self._references[notebook.stem]
 
     def missing_rows(self, notebook: Notebook, done: dict[str, str]) -> NotebookFailure | None:
         """Return a failure if an experiment has no rows or did not run in this execution, else None.
@@ -194,7 +199,8 @@ def reference_for(notebook: Notebook, machine: str | None) -> tuple[Reference | 
         )
     for name in [machine] if machine else machines:
         run = Run.open(reference_folder() / name)
-        finished = [run.finished(notebook.stem, experiment) for experiment in notebook.produces]
+        stored = run.experiments()
+        finished = [stored.get(f"{notebook.stem}/{experiment}") for experiment in notebook.produces]
         missing = [experiment for experiment, found in zip(notebook.produces, finished, strict=True) if not found]
         # A reference run may be older than an experiment. If the notebook also works without its values, it is replayed.
         if any(finished) and all(subject_of(experiment) and experiment_named(experiment).stand_in for experiment in missing):

@@ -51,7 +51,7 @@ def with_assertions(environment: dict[str, str]) -> dict[str, str]:
 def scratch_folder() -> tempfile.TemporaryDirectory:
     """Return a temporary folder on this node for one call.
 
-    It contains the kernels' sockets, Jupyter's runtime files, and unfinished executed copies.
+    It contains the kernels' sockets and Jupyter's runtime files.
     """
     base = tempfile.gettempdir()
     # 20 characters are reserved for the name of the temporary folder.

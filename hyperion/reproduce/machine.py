@@ -74,38 +74,35 @@ def examine_machine(profile: str, data_source: str, seed: int, experiments: Iter
 
 
 def _answer(profile: str, data_source: str, seed: int, experiments: Sequence[str]) -> dict:
-    import torch
-
     from hyperion.chapter.chapter import run_information
     from hyperion.chapter.profiles import default_profile, load_profile, require_valid_sizes
     from hyperion.data.store.sources import require_known_source
-    from hyperion.hardware import detect
+    from hyperion.hardware import collect_facts, detect
 
     require_known_source(data_source)
-    device = detect()
+    facts = collect_facts()
+    device = detect(facts)
     name = default_profile(device.kind) if profile == "auto" else profile
     chosen = load_profile(name)
     require_valid_sizes(chosen, experiments)
-    setting = {"device": device.name, "arch": device.arch, "torch": torch.__version__, "hyperion": hyperion.__version__}
+    setting = {"device": device.name, "arch": device.arch, "torch": facts.torch, "hyperion": hyperion.__version__}
     return {
         "profile": name,
         "settings": chosen.settings(tuple(chosen.experiments)),
         "setting": setting,
         "information": run_information(name, data_source, seed),
-        "masks": _masks(name, device),
+        "masks": _masks(name, device, len(facts.gpus)),
     }
 
 
-def _masks(profile: str, device: "Device") -> list[dict[str, str]]:
-    import torch
-
+def _masks(profile: str, device: "Device", count: int) -> list[dict[str, str]]:
     from hyperion.chapter.profiles import REPLAY
     from hyperion.hardware.cpu import read_cpu
     from hyperion.hardware.facts import one_at_a_time
 
     if profile == REPLAY:
         return [{}] * min(read_cpu().cores, _REPLAYED_AT_ONCE)
-    return one_at_a_time(device, torch.cuda.device_count(), os.environ)
+    return one_at_a_time(device, count, os.environ)
 
 
 def _main(profile: str, data_source: str, seed: str, *experiments: str) -> None:

@@ -5,6 +5,7 @@ network. A reference is a copy of a verified run in results/reference/<name>/.
 """
 
 import base64
+import functools
 import hashlib
 import html
 import io
@@ -18,7 +19,7 @@ import traceback
 from collections.abc import Iterable
 from fnmatch import fnmatch
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import hyperion
 from hyperion.chapter.subjects import subjects
@@ -30,6 +31,9 @@ from hyperion.reproduce.runs import Ledger
 from hyperion.results import Run, rows_to_csv
 from hyperion.results.execution import LEDGER, unexpected_in
 from hyperion.results.store import checked_name
+
+if TYPE_CHECKING:
+    from nbconvert import HTMLExporter
 
 # Limit on the total size of all references, because results/reference/ is in git.
 LARGEST_BYTES = 16_000_000
@@ -163,16 +167,22 @@ def portable_copy(document: Any, replacements: dict[str, str]) -> Any:
     return copy
 
 
+@functools.cache
+def _exporter() -> "HTMLExporter":
+    """Return the exporter of all pages. It is cached, because its templates are compiled for the first page, which is slow."""
+    from nbconvert import HTMLExporter
+
+    return HTMLExporter(raw_template=_TEMPLATE)
+
+
 def require_page_templates() -> None:
     """Check that nbconvert can write pages. Called before anything is measured.
 
     Raises:
         HyperionError: nbconvert is installed without its templates.
     """
-    from nbconvert import HTMLExporter
-
     try:
-        HTMLExporter(raw_template=_TEMPLATE)
+        _exporter()
     except ValueError as error:
         raise HyperionError(
             f"nbconvert cannot write HTML pages: {error}",
@@ -184,15 +194,13 @@ def require_page_templates() -> None:
 def page(document: Any, title: str) -> str:
     """Return a self-contained HTML page of a notebook, with its formulas as inline pictures."""
     import nbformat
-    from nbconvert import HTMLExporter
 
     # Copy the document by writing and reading it, because the formulas of the original must stay as text.
     drawn = nbformat.reads(nbformat.writes(document), as_version=4)
     for cell in drawn.cells:
         if cell.cell_type == "markdown":
             cell.source = with_drawn_formulas(cell.source)
-    exporter = HTMLExporter(raw_template=_TEMPLATE)
-    text, _ = exporter.from_notebook_node(drawn, resources={"metadata": {"name": title}})
+    text, _ = _exporter().from_notebook_node(drawn, resources={"metadata": {"name": title}})
     return text
 
 

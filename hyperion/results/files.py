@@ -7,6 +7,7 @@ list to find the files, and the next writer executes the renames.
 
 import contextlib
 import errno
+import functools
 import glob
 import hashlib
 import io
@@ -22,7 +23,7 @@ from typing import TYPE_CHECKING, BinaryIO, cast
 from hyperion.errors import HyperionError, refused_write
 from hyperion.locks import file_lock
 from hyperion.paths import flush
-from hyperion.untrusted import inner_path, open_regular, read_json
+from hyperion.untrusted import inner_path, open_regular, parse_json, read_bounded
 
 if TYPE_CHECKING:
     import pandas as pd  # its import takes most of a second in every process, and most processes store no samples
@@ -211,7 +212,22 @@ def read_manifest(folder: Path) -> Manifest:
     path = inner_path(folder, moved.get(MANIFEST, MANIFEST), StoreError, _DISTRUST)
     if not os.path.lexists(path):
         return Manifest(folder, {}, moved)
-    document = _document(path)
+    return Manifest(folder, _entries(folder, path, _content(path)), moved)
+
+
+@functools.lru_cache(maxsize=32)
+def _entries(folder: Path, path: Path, content: bytes) -> dict[str, dict]:
+    """Return the validated entries of a manifest. The caller must not change them.
+
+    They are cached, because each read of a file reads the manifest of its run first. `Manifest` and `commit` check again that the
+    name of a file which they open or write passes through no link.
+
+    Args:
+        folder: the folder of the manifest.
+        path: file of the manifest, for error messages.
+        content: its content.
+    """
+    document = _parsed(path, content)
     if not isinstance(document, dict) or document.get("schema") != 1 or not isinstance(document.get("files"), dict):
         raise _unreadable(path, 'it is not {"schema": 1, "files": {…}}')
     for name, entry in document["files"].items():
@@ -222,7 +238,7 @@ def read_manifest(folder: Path) -> Manifest:
         # `isinstance` would accept True, because bool is a subclass of int.
         if type(entry["size"]) is not int or not 0 <= entry["size"] <= LARGEST_FILE_BYTES:
             raise _unreadable(path, f"{name!r} has a size of {entry['size']!r:.40} bytes")
-    return Manifest(folder, document["files"], moved)
+    return document["files"]
 
 
 @contextlib.contextmanager
@@ -282,7 +298,7 @@ def _pending(folder: Path) -> dict[str, str]:
     path = inner_path(folder, PENDING, StoreError, _DISTRUST)
     if not os.path.lexists(path):
         return {}
-    moves = _document(path)
+    moves = _parsed(path, _content(path))
     if not isinstance(moves, dict):
         raise _unreadable(path, "it is not a list of renames")
     for temporary, name in moves.items():
@@ -331,13 +347,20 @@ def _require_writable_names(folder: Path, contents: dict[str, bytes]) -> None:
             raise StoreError(fault, where=folder / name, next_step="record fewer samples")
 
 
-def _document(path: Path) -> object:
+def _content(path: Path) -> bytes:
     try:
-        return read_json(path, StoreError, _MOVE_AWAY)
+        return read_bounded(path, StoreError, _MOVE_AWAY)
     except StoreError as error:
         raise _unreadable(path, error.what) from error
     except OSError as error:
         raise _unreadable(path, error) from error
+
+
+def _parsed(path: Path, content: bytes) -> object:
+    try:
+        return parse_json(content, StoreError, _MOVE_AWAY, where=path)
+    except StoreError as error:
+        raise _unreadable(path, error.what) from error
 
 
 def _remove_strays(path: Path) -> None:

@@ -408,13 +408,15 @@ class Run:
         if the rows from which they were computed have changed. The reader's guess is kept.
         """
         with locked(self.folder, WRITER_LOCK, create=True):
-            written, experiments = self.predictions(), self.experiments()
+            written = before = self.predictions()
+            experiments = self.experiments()
             for prediction in predictions:
                 finished = experiments.get(f"{prediction.notebook}/{prediction.experiment}")
                 if finished is not None and finished["input_hash"] == prediction.input_hash:
                     prediction = replace(prediction, guess=None)  # the experiment is already measured, so a guess is too late
                 written = _with_prediction(written, prediction.sealed() if prediction.made_at else prediction)
-            self.write({PREDICTIONS: _json([asdict(p) for p in written])})
+            if written != before:  # a notebook predicts when it shows the predictions, and again when it runs the experiment
+                self.write({PREDICTIONS: _json([asdict(p) for p in written])})
 
     def predictions(self, notebook: str | None = None, experiment: str | None = None) -> list[Prediction]:
         """Return the stored predictions of the run, or only those of the given notebook or experiment."""

@@ -1,9 +1,13 @@
 import json
+import subprocess
+import sys
 from dataclasses import asdict
 from types import SimpleNamespace
 
+import pytest
+
 from hyperion.hardware import collect_facts
-from hyperion.hardware.facts import _read_gpu
+from hyperion.hardware.facts import TorchBuild, _read_gpu
 from tests.hardware.machines import facts
 
 
@@ -11,6 +15,38 @@ def test_this_machine_is_read_and_fits_json():
     here = collect_facts()
     assert here.python and here.torch and here.cpu.cores >= 1
     assert json.loads(json.dumps(asdict(here)))["torch"] == here.torch
+
+
+# The device of a chapter is asked for too: an experiment that needs no torch runs without loading it.
+WITHOUT_TORCH = """
+import sys
+from pathlib import Path
+from hyperion.chapter.context import Context
+from hyperion.hardware import collect_facts, detect, torch_build
+facts, device = collect_facts(), Context(notebook="n", experiment="e", sizes={}, workspace=Path()).device
+loaded = "torch" in sys.modules
+import torch
+assert loaded == bool(torch.version.cuda or torch.version.hip), loaded
+assert (facts.torch, facts.cuda, facts.hip) == (torch.__version__, torch.version.cuda, torch.version.hip)
+assert torch_build() == torch_build.__globals__["TorchBuild"](facts.torch, facts.cuda, facts.hip)
+assert len(facts.gpus) == torch.cuda.device_count() and device == detect()
+"""
+
+
+@pytest.mark.process
+def test_a_build_for_the_cpu_is_not_loaded_to_learn_what_it_is():
+    done = subprocess.run([sys.executable, "-c", WITHOUT_TORCH], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("version", ["cuda", "hip"])
+def test_a_build_for_gpus_is_asked_for_them(version, monkeypatch):
+    built = TorchBuild("2.11.0", **{"cuda": None, "hip": None} | {version: "13.0"})
+    monkeypatch.setattr("hyperion.hardware.facts.torch_build", lambda: built)
+    gpus = facts("MI250X").gpus
+    monkeypatch.setattr("hyperion.hardware.facts._read_gpus", lambda: (gpus, None, "rccl 2.22"))
+    here = collect_facts()
+    assert (here.gpus, here.collectives, getattr(here, version)) == (gpus, "rccl 2.22", "13.0")
 
 
 def test_injected_facts_fit_json():

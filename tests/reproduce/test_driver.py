@@ -86,7 +86,7 @@ def test_threads_that_wait_for_the_cpu_make_a_first_run_longer(threads, on_accel
 @pytest.mark.book
 @pytest.mark.process
 def test_a_busy_machine_is_named_with_the_time_on_an_idle_one(root, monkeypatch):
-    make_book(root)
+    write_notebook(root / "phase1_hardware", "01_first", [recording("01_first")], time_budget_s={"smoke": 20})
     monkeypatch.setattr(driver, "_slowdown", lambda on_accelerator: 3.0)
     code, text = call()
     assert code == 0 and "predicted 1.0 min (20 s on an idle machine, but other processes use the CPU)" in text
@@ -272,7 +272,7 @@ if "assertions are checked" not in told: raise ValueError(told)
     assert code == 1 and "NOTICE: PYTHONOPTIMIZE" in text and "AssertionError: an assertion of the reader" in text
     assert statuses(the_run(root)) == {"01_first": "unexpected", "02_second": "failed", "03_worker": "done"}
     monkeypatch.delenv("PYTHONOPTIMIZE")
-    assert "NOTICE" not in call(run="new")[1]
+    assert "NOTICE" not in call(run="new", only="03_worker")[1]
 
 
 def executed_text(root, stem: str) -> str:
@@ -308,6 +308,7 @@ def test_an_endless_cell_ends_at_its_limit_with_all_its_processes_and_keeps_fini
     assert time.monotonic() - started < 60
     assert code == 1 and "01_first.ipynb: cell [5] exceeded its limit of 3 s" in text and "CELL_TIMEOUT=2h" in text
     assert statuses(the_run(root)) == {"01_first": "failed", "02_alone": "done"}
+    assert "BANNER child" in executed_text(root, "01_first"), "the copy has what the cells printed before the limit"
     assert [row.notebook for row in the_run(root).rows()] == ["01_first", "02_alone"]
     children = [int(line.split()[-1]) for line in text.splitlines() if line.startswith("BANNER child")]
     assert len(children) == (3 if "child" in how else 1) and all(map(has_ended, children))

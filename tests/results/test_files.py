@@ -237,6 +237,16 @@ def everything_of(folder):
     ]
 
 
+def test_a_file_that_becomes_a_link_after_its_manifest_was_read_is_refused(between):
+    assert read_verified(between, "a") == b"1"
+    (between / "a").unlink()
+    (between / "a").symlink_to(between.parent / "outside" / "file")
+    for use in (lambda: read_verified(between, "a"), lambda: verify_folder(between), lambda: commit(between, {"a": b"1"})):
+        with pytest.raises(StoreError, match="link"):
+            use()
+    assert (between.parent / "outside" / "file").read_bytes() == b"mine"
+
+
 @pytest.mark.parametrize("name", HOSTILE_NAMES)
 @pytest.mark.parametrize("where", ["target", "source", "manifest"])
 def test_a_name_that_leaves_the_folder_is_refused_by_readers_and_writers(between, name, where):
