@@ -1,6 +1,7 @@
-"""Program that runs a backend and ends it when the front ends: `python -m hyperion.experiments.serving.tether PID module options`.
+"""Program that runs a backend and ends it when the front ends.
 
-The front and the backend start with every server, so this module imports nothing of the book, whose pandas takes a second.
+It is run as `python -m hyperion.experiments.serving.tether PID module options`, with the process ID of the front. The front and
+the backend start with every server, so this module imports nothing of the book, whose pandas takes a second.
 """
 
 import os
