@@ -1,6 +1,7 @@
 """Runtimes of toy models: rows of eager mode and ONNX Runtime, planted errors that checks find, and runtimes that are absent."""
 
 import math
+import shutil
 from types import SimpleNamespace
 
 import numpy as np
@@ -47,8 +48,9 @@ SIZES = {
 
 
 @pytest.fixture(scope="module")
-def material(tmp_path_factory):
+def material(toy_models, tmp_path_factory):
     folder = tmp_path_factory.mktemp("runtimes")
+    shutil.copytree(toy_models, folder / "data")
     torch.set_num_threads(1)
     context = toy_context("runtimes", SIZES, folder)
     context.workspace.mkdir(parents=True)
