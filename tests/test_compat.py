@@ -13,8 +13,11 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 def run_fresh(code: str, *extra_path: Path) -> subprocess.CompletedProcess:
-    """Run code in a new interpreter, since imports and operator declarations outlive a test."""
-    setup = f"import sys; sys.path[:0] = {[str(path) for path in (*extra_path, ROOT)]!r}\n"
+    """Run code in a new interpreter, since imports and operator declarations outlive a test.
+
+    Imports leave no garbage, so its search is off.
+    """
+    setup = f"import gc, sys; gc.disable(); sys.path[:0] = {[str(path) for path in (*extra_path, ROOT)]!r}\n"
     command = [sys.executable, "-c", setup + textwrap.dedent(code)]
     return subprocess.run(command, capture_output=True, text=True, timeout=180)
 

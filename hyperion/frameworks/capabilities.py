@@ -35,8 +35,10 @@ _PROBES = {
     "tensor parallel": {"mgds": "megatron.core.tensor_parallel:ColumnParallelLinear"},
     "fp8": {"tran": "transformer_engine.pytorch:fp8_autocast", "prim": "transformer_engine.pytorch:fp8_autocast"},
 }
+# Without the garbage collector, because imports leave no garbage.
 _SCRIPT = """
-import importlib, json, sys
+import gc, importlib, json, sys
+gc.disable()
 found = {}
 for name, entry in json.load(sys.stdin).items():
     module, attribute = entry.split(":")

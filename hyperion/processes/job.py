@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 
 from hyperion.errors import HyperionError
-from hyperion.processes.child_process import GRACE_S, child_environment, start
+from hyperion.processes.child_process import GRACE_S, child_environment, imports_only, start
 
 # Exit code of a worker that received SIGTERM, saved its state, and can be started again. The value is EX_TEMPFAIL in
 # <sysexits.h>.
@@ -107,7 +107,8 @@ def entry_of(function: Callable) -> str:
 def load_entry(entry: str) -> Callable:
     """Import and return the function with a name in the form that `entry_of` returns."""
     module, name = entry.split(":")
-    return getattr(importlib.import_module(module), name)
+    with imports_only():
+        return getattr(importlib.import_module(module), name)
 
 
 def run_job(

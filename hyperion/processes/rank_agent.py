@@ -28,6 +28,7 @@ from hyperion.processes.child_process import (
     child_environment,
     die_with,
     has_ended,
+    imports_only,
     is_alive,
     kill_session,
     pin_to_cores,
@@ -65,10 +66,11 @@ def main(folder: str) -> None:
 
 
 def _run(command: list[str], files: JobFolder, ranks: "_Ranks") -> None:
-    from torch.distributed import run as torchrun
-    from torch.distributed.elastic.multiprocessing.api import SignalException
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
+    with imports_only():
+        from torch.distributed import run as torchrun
+        from torch.distributed.elastic.multiprocessing.api import SignalException
+        from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+        from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
 
     # torchrun starts ranks with this method. Replace it, so that each rank has its own session and can be ended together with its
     # child processes.

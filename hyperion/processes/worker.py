@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 import psutil
 
 from hyperion.errors import HyperionError
-from hyperion.processes.child_process import die_with, do_not_outlive, pin_to_cores
+from hyperion.processes.child_process import die_with, do_not_outlive, imports_only, pin_to_cores
 from hyperion.processes.job import INTERRUPTED, load_entry
 from hyperion.processes.mpi import adopt_mpi_rank
 from hyperion.processes.ranks import JobFolder, rank_log, read_json, write_json
@@ -109,7 +109,8 @@ def _work(request: dict, files: JobFolder, rank: int) -> tuple[dict | None, Hype
     If the function saved its state after SIGTERM, it raises a HyperionError with the exit code `INTERRUPTED`. In this case,
     return (None, the error). In both cases, all ranks leave the process group normally.
     """
-    from hyperion.processes.group import process_group
+    with imports_only():
+        from hyperion.processes.group import process_group
 
     # The inner context manager records an error before the rank leaves the group, because leaving may wait for other ranks.
     with process_group() as world, _record_errors(files, rank):

@@ -1,5 +1,6 @@
 """Examine this machine in a separate process, because the driver must not use an accelerator while notebooks measure."""
 
+import gc
 import json
 import os
 import subprocess
@@ -114,4 +115,5 @@ def _main(profile: str, data_source: str, seed: str, *experiments: str) -> None:
 
 
 if __name__ == "__main__":
+    gc.disable()  # this process imports torch and the experiments, which leaves no garbage, and ends
     _main(*sys.argv[1:])

@@ -6,12 +6,13 @@ import pandas as pd
 import pytest
 import torch
 
+from hyperion.chapter import variants
 from hyperion.chapter.context import Result
 from hyperion.chapter.rows import out_of_memory_reason
 from hyperion.chapter.variants import on_few_threads, run_counted, run_side_by_side
 from hyperion.errors import HyperionError
-from hyperion.processes import JobError
-from hyperion.processes.job import entry_of
+from hyperion.processes import Job, JobError
+from hyperion.processes.job import entry_of, load_entry
 from tests.chapter.toy import toy_context
 
 
@@ -37,8 +38,8 @@ def test_a_failing_variant_raises_with_its_own_words(tmp_path):
 
 
 def test_on_a_cpu_what_is_counted_runs_here_in_order(tmp_path):
-    variants = [{"name": "first"}, {"name": "second"}]
-    results = run_counted(toy_context("toy", {}, tmp_path), lambda *report: None, variant, variants)
+    both = [{"name": "first"}, {"name": "second"}]
+    results = run_counted(toy_context("toy", {}, tmp_path), lambda *report: None, variant, both)
     assert [result.rows[0].variant for result in results] == ["first", "second"]
     assert {result.rows[0].params["process"] for result in results} == {os.getpid()}
 
@@ -59,17 +60,29 @@ def short_of_memory(context, report, name: str, folder: str, failures: int, rais
     return Result([context.row(name, "count", None, value_reason=out_of_memory_reason(error))], pd.DataFrame())
 
 
-def run_short_of_memory(folder, variants: list[tuple[str, int, str]]) -> list[Result]:
-    params = [{"name": name, "folder": str(folder), "failures": count, "raises": kind} for name, count, kind in variants]
+def run_short_of_memory(folder, plans: list[tuple[str, int, str]]) -> list[Result]:
+    params = [{"name": name, "folder": str(folder), "failures": count, "raises": kind} for name, count, kind in plans]
     return run_side_by_side(toy_context("toy", {}, folder), lambda *report: None, short_of_memory, params)
 
 
-@pytest.mark.process
-def test_a_variant_that_ran_out_of_memory_beside_others_is_repeated_alone(tmp_path):
+def run_here(job: Job, on_line=print, on_progress=None) -> dict:
+    """Run a job in this process, with the errors of `run_job`. The tests of failures start real processes."""
+    try:
+        return load_entry(job.entry)(**job.params)
+    except HyperionError as error:
+        raise JobError(error.what, where=error.where, next_step=error.next_step) from None
+
+
+def test_a_variant_that_ran_out_of_memory_beside_others_is_repeated_alone(tmp_path, monkeypatch):
+    monkeypatch.setattr(variants, "run_job", run_here)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(6)))
+    threads = []
+    monkeypatch.setattr(torch, "set_num_threads", threads.append)
     repeated, large = run_short_of_memory(tmp_path, [("torch", 1, "torch"), ("large", 9, "row")])
     assert (repeated.rows[0].variant, repeated.rows[0].value) == ("torch", 2)
     assert large.rows[0].value_reason == "out of memory: CUDA out of memory. Tried to allocate 6.14 GiB."
     assert (tmp_path / "large.txt").read_text().count("attempt") == 2
+    assert threads == [2, 2, 6, 6], "beside others a variant has its share of the cores, and alone it has all"
 
 
 @pytest.mark.process

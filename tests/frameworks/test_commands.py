@@ -241,8 +241,8 @@ def test_scripts_pass_on_the_exit_code_and_the_error(tmp_path):
 @pytest.mark.process
 def test_train_amd_then_compare(called, tmp_path):
     variables = {"FRAMEWORKS": "fsdp2", "CONFIG_OUTPUT_DIR": str(tmp_path)}  # test_run.py trains with several
-    done = script("train_amd.sh", "--steps", "3", "--model", "llama", "--model", "tiny", **variables)
-    assert done.returncode == 0, done.stdout + done.stderr
+    code, output, errors = called("train_amd.sh", "--steps", "3", "--model", "llama", "--model", "tiny", **variables)
+    assert code == 0, output + errors
     (file,) = tmp_path.glob("*.json")
     trained = read_result(file)
     assert file.name == "train_cpu_fsdp_llama_tiny.json" and trained.training_config.num_gpus == 2

@@ -1,4 +1,4 @@
-"""What two ranks check together: `python -m tests.training.rank_checks FOLDER`, once per rank under torchrun's variables.
+"""What two ranks check together: each calls `main(FOLDER)` under torchrun's variables.
 
 Each check's outcome goes to FOLDER/checks-<rank>.json. After a failure the rank ends, since the others may wait for it.
 One launch does all, because starting two ranks costs more than any check.
@@ -298,7 +298,3 @@ def main(place: Path) -> None:
         except HyperionError as error:
             print(error)
             sys.exit(error.exit_code)
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]))

@@ -17,6 +17,12 @@ from tests.training.small import STEPS, small_batches, small_engine
 pytestmark = pytest.mark.process
 
 TERMINATED_AT = 5  # the batch that the second rank was at
+RANK = """
+import sys
+from pathlib import Path
+from hyperion.processes.job import load_entry
+load_entry("tests.training.rank_checks:main")(Path(sys.argv[1]))
+"""
 
 
 def start(folder):
@@ -27,7 +33,7 @@ def start(folder):
     common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"}
     return [
         subprocess.Popen(
-            [sys.executable, "-W", "ignore", "-m", "tests.training.rank_checks", str(folder)],
+            [sys.executable, "-W", "ignore", "-c", RANK, str(folder)],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,

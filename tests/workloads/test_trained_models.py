@@ -29,8 +29,9 @@ NAMES = pytest.mark.parametrize("name", TRAIN)
 
 
 @pytest.fixture(scope="module")
-def home(tmp_path_factory):
+def home(toy_models, tmp_path_factory):
     folder = tmp_path_factory.mktemp("trained")
+    shutil.copytree(toy_models, folder / "data")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("HYPERION_DATA", str(folder / "data"))
         yield folder

@@ -1,19 +1,14 @@
 """Backends: the programs that generate text behind the front, their command lines, and the reasons why one is unavailable.
 
-`transformers serve` and vLLM have an OpenAI-compatible endpoint. Both run unmodified. This module is also the program that starts
-a backend and ends it when the front ends.
+`transformers serve` and vLLM have an OpenAI-compatible endpoint. Both run unmodified.
 """
 
 import importlib.util
-import os
-import runpy
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 from hyperion.chapter.context import Table
-from hyperion.processes.child_process import die_with, pin_to_cores
 
 _DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 # The front and the client need these packages for every backend.
@@ -107,21 +102,3 @@ BACKENDS = {
         Backend("vllm", "vllm.entrypoints.openai.api_server", ("vllm",), _vllm_options),
     )
 }
-
-
-def tethered_command(module: str, options: list[str]) -> list[str]:
-    """Return the command that runs a module as a child process of this process and ends it when this process ends."""
-    return [sys.executable, "-m", "hyperion.experiments.serving.backends", str(os.getpid()), module, *options]
-
-
-def main() -> None:
-    """Run a module with its options. The arguments are the process ID of the launcher, the module, and its options."""
-    launcher, module, *options = sys.argv[1:]
-    die_with(int(launcher))
-    pin_to_cores()
-    sys.argv = [module, *options]
-    runpy.run_module(module, run_name="__main__", alter_sys=True)
-
-
-if __name__ == "__main__":
-    main()

@@ -34,7 +34,7 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from hyperion.errors import not_none
-from hyperion.experiments.serving.backends import tethered_command
+from hyperion.experiments.serving.tether import tethered_command
 from hyperion.processes.child_process import die_with, do_not_outlive
 
 KEY = "HYPERION_SERVING_KEY"

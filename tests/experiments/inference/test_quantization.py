@@ -1,6 +1,7 @@
 """Quantised models, decoding and training with few bits at toy sizes: rows with checks, reasons, planted faults."""
 
 import json
+import shutil
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -44,10 +45,11 @@ QLORA = {
 
 
 @pytest.fixture(scope="module", autouse=True)
-def home(tmp_path_factory):
+def home(toy_models, tmp_path_factory):
     """The trained models of all tests of this file."""
+    folder = shutil.copytree(toy_models, tmp_path_factory.mktemp("trained") / "data")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("HYPERION_DATA", str(tmp_path_factory.mktemp("trained") / "data"))
+        patch.setenv("HYPERION_DATA", str(folder))
         yield
 
 

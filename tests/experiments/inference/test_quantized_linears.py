@@ -30,9 +30,16 @@ from hyperion.hardware import detect_cpu
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 CPU = detect_cpu()
-# One scheme of each storage form.
-HERE = [scheme for scheme in SCHEMES if not scheme.why_absent(CPU)]
-BY_NAME = pytest.mark.parametrize("scheme", HERE, ids=lambda scheme: scheme.name)
+BY_NAME = pytest.mark.parametrize("scheme", SCHEMES, ids=lambda scheme: scheme.name, indirect=True)
+
+
+@pytest.fixture
+def scheme(request):
+    """One scheme of each storage form. A fixture asks whether it works here: the import of bitsandbytes takes seconds, which
+    every collection would pay."""
+    if reason := request.param.why_absent(CPU):
+        pytest.skip(reason)
+    return request.param
 
 
 def case(dtype=torch.float32, n=48, k=192):

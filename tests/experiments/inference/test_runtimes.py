@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import shutil
 from types import SimpleNamespace
 
 import numpy as np
@@ -48,8 +49,9 @@ SIZES = {
 
 
 @pytest.fixture(scope="module")
-def material(tmp_path_factory):
+def material(toy_models, tmp_path_factory):
     folder = tmp_path_factory.mktemp("runtimes")
+    shutil.copytree(toy_models, folder / "data")
     torch.set_num_threads(1)
     context = toy_context("runtimes", SIZES, folder)
     context.workspace.mkdir(parents=True)

@@ -108,8 +108,11 @@ def test_without_the_step_alone_there_is_neither(tmp_path):
 @pytest.mark.slow
 @pytest.mark.process
 @pytest.mark.skipif(len(usable_cpus()) < 2, reason="two ranks need two cores")
-def test_a_number_of_devices_on_which_ranks_fail_leaves_the_others_measured(monkeypatch, tmp_path):
-    monkeypatch.setattr(variants, "run_ranks", run_ranks)  # launches of their own, and not the ranks that stay
+def test_a_number_of_devices_on_which_ranks_fail_leaves_the_others_measured(standing_ranks, monkeypatch, tmp_path):
+    # Two ranks of which one fails are launched; one rank is this process.
+    monkeypatch.setattr(
+        variants, "run_ranks", lambda job, **options: (run_ranks if job.ranks == 2 else standing_ranks.run)(job, **options)
+    )
     # A parity batch of one sequence cannot be divided, so that rank 1 raises an error.
     result = perform(toy_context("scaling", SIZES | {"parity_batch": 1, "workloads": SIZES["workloads"][:1]}, tmp_path), tmp_path)
     times = [row for row in result.rows if row.metric == "step_time_s"]
