@@ -1,5 +1,6 @@
 """Child processes: a new interpreter, with the arguments, folder, session and streams that were asked for."""
 
+import gc
 import json
 import os
 import signal
@@ -10,6 +11,7 @@ import psutil
 import pytest
 
 from hyperion.processes.child_process import child_environment, has_ended, start
+from hyperion.processes.job import load_entry
 
 pytestmark = pytest.mark.process
 
@@ -113,3 +115,20 @@ def test_the_exit_code_of_a_killed_process_is_the_negative_signal(module):
     process = started(module("import os, signal; os.kill(os.getpid(), signal.SIGKILL)"))
     assert process.wait(60) == -signal.SIGKILL
     process.stdout.close()
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_the_garbage_collector_pauses_while_a_job_is_imported_and_is_then_as_before(enabled, monkeypatch, tmp_path):
+    (tmp_path / "module_of_a_job.py").write_text("import gc\ndef collects(before=gc.isenabled()): return before")
+    (tmp_path / "broken_job.py").write_text("1 / 0")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "module_of_a_job", raising=False)
+    try:
+        (gc.enable if enabled else gc.disable)()
+        assert load_entry("module_of_a_job:collects")() is False
+        assert gc.isenabled() is enabled
+        with pytest.raises(ZeroDivisionError):
+            load_entry("broken_job:function")
+        assert gc.isenabled() is enabled
+    finally:
+        gc.enable()
