@@ -12,9 +12,10 @@ import pandas as pd
 from pydantic import TypeAdapter
 
 from hyperion.chapter.context import Context, Options, Report, Result
-from hyperion.chapter.subjects import experiment_named
+from hyperion.chapter.subjects import experiment_named, module_of
 from hyperion.errors import HyperionError
 from hyperion.processes import Job, JobError, report_progress, run_job, run_ranks
+from hyperion.processes.forked import OPTIMIZER
 from hyperion.processes.job import entry_of, load_entry
 from hyperion.results import Row
 
@@ -38,7 +39,14 @@ def run_experiment(context: Context, report: Report) -> Result:
     return experiment_named(context.experiment).run(context, report)
 
 
-def run_variant(context: Context, report: Report, function: Callable[..., Result], params: dict | None = None) -> Result:
+def run_variant(
+    context: Context,
+    report: Report,
+    function: Callable[..., Result],
+    params: dict | None = None,
+    *,
+    new_interpreter: bool = False,
+) -> Result:
     """Call `function(context, report, **params) -> Result` in a new process.
 
     Args:
@@ -46,11 +54,17 @@ def run_variant(context: Context, report: Report, function: Callable[..., Result
         report: function called with the progress.
         function: function to call. It must be defined at the top level of a module, so that the new process can import it.
         params: keyword arguments of the function. They must be JSON-compatible.
+        new_interpreter: if False and there is no GPU, the process is a copy of a process that has already imported the module of
+            the first such function, see `hyperion.processes.forked`. Use True if the function must control its imports.
 
     Raises:
         JobError: the function raised an exception, the process was killed, or it took longer than the experiment's `timeout_s`.
     """
-    answer = run_job(_job(run_in_worker, context, function, params), on_progress=report)
+    job = _job(run_in_worker, context, function, params)
+    if context.device.kind == "cpu" and not new_interpreter:
+        # The imports take longer than many variants of the profile `smoke`.
+        job = replace(job, forked=(module_of(context.experiment), OPTIMIZER))
+    answer = run_job(job, on_progress=report)
     return unpacked(answer, _samples_file(context))
 
 

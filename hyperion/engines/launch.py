@@ -3,6 +3,7 @@
 import importlib
 import json
 import os
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +26,7 @@ def launch(
     timeout_s: float = 600.0,
     on_line: Callable[[str], object] = lambda line: None,
     options: dict[str, Any] | None = None,
+    forked: tuple[str, ...] | None = None,
 ) -> Record:
     """Perform the work with a framework in new processes, and return its record. The record is also written to `folder`.
 
@@ -36,6 +38,8 @@ def launch(
         timeout_s: time in seconds after which the ranks are terminated.
         on_line: called with each line that rank 0 prints.
         options: arguments of the adapter that override those of the stack.
+        forked: as in `Job`, for a stack with one rank in the environment of this process. It needs a new process, but no new
+            interpreter.
 
     Raises:
         HyperionError: the framework is unavailable (exit code 3), or its packages were not imported, or a rank failed or was
@@ -52,7 +56,8 @@ def launch(
     common = {"timeout_s": timeout_s, "python": stack.python()}
     # Frameworks for several ranks need torchrun's environment variables even on a single rank.
     if stack.ranks == 1:
-        answer = run_job(Job(train_alone, values, **common), on_line=on_line)
+        own = forked if stack.python() == sys.executable else None
+        answer = run_job(Job(train_alone, values, forked=own, **common), on_line=on_line)
     else:
         answer = run_ranks(Job(train_on_rank, values, ranks=ranks, **common), on_line=on_line, log_folder=folder / "logs")[0]
     record = Record.of(answer)

@@ -15,9 +15,13 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from hyperion.errors import HyperionError
 from hyperion.processes.child_process import GRACE_S, child_environment, start
+
+if TYPE_CHECKING:
+    from hyperion.processes.forked import ForkedWorker
 
 # Exit code of a worker that received SIGTERM, saved its state, and can be started again. The value is EX_TEMPFAIL in
 # <sysexits.h>.
@@ -54,6 +58,9 @@ class Job:
         nodes: number of hosts. Each host runs the same number of ranks and calls `run_ranks` with the same job.
         rendezvous: rendezvous endpoint of torchrun, as "host:port"; "" on a single host.
         mpirun: path of the mpirun that starts the ranks, so that they can call MPI; "" if torchrun starts them.
+        forked: None starts the worker of `run_job` as a new interpreter. Otherwise, it is a copy of a process that has imported
+            the module of the function and these modules, see `hyperion.processes.forked`. It starts within milliseconds, but
+            must not use a GPU, whose libraries do not support a copied process.
 
     Raises:
         HyperionError: the worker cannot import the function.
@@ -67,6 +74,7 @@ class Job:
     nodes: int = 1
     rendezvous: str = ""
     mpirun: str = ""
+    forked: tuple[str, ...] | None = None
 
     def __post_init__(self):
         entry_of(self.function)
@@ -137,7 +145,7 @@ def run_job(
         request, answer = Path(folder) / "request.json", Path(folder) / "answer.json"
         request.write_text(json.dumps(job.request() | {"launcher": os.getpid()}), "utf-8")
         output = OutputHandler(on_line, on_progress)
-        worker = start(job.python, "hyperion.processes.worker", ["job", str(request), str(answer)], child_environment())
+        worker = _start(job, str(request), str(answer))
         try:
             timed_out = _stream(worker, job.timeout_s, output)
         finally:
@@ -151,6 +159,16 @@ def run_job(
         if worker.returncode != 0:
             raise _worker_error(answer, worker.returncode) if answer.exists() else _exit_error(job, worker, output.last_lines)
         return json.loads(answer.read_text())["answer"]
+
+
+def _start(job: Job, request: str, answer: str) -> "subprocess.Popen[str] | ForkedWorker":
+    if job.forked is None:
+        return start(job.python, "hyperion.processes.worker", ["job", request, answer], child_environment())
+    # Imported here, because the worker imports this module.
+    from hyperion.processes.forked import ForkedWorker
+    from hyperion.processes.worker import run_forked_job
+
+    return ForkedWorker(run_forked_job, (request, answer), [job.function.__module__, *job.forked], child_environment())
 
 
 def report_progress(done: int, total: int, note: str = "") -> None:
@@ -193,7 +211,7 @@ def last_lines(log: str) -> str:
     return "".join([line for line in log.splitlines(keepends=True) if not line.startswith(noise)][-_LAST_LINES:])
 
 
-def _stream(worker: subprocess.Popen[str], timeout_s: float, output: OutputHandler) -> bool:
+def _stream(worker: "subprocess.Popen[str] | ForkedWorker", timeout_s: float, output: OutputHandler) -> bool:
     """Handle the output of the worker until the worker ends. Return True if the worker exceeded its timeout."""
     timed_out = threading.Event()
 
@@ -217,7 +235,7 @@ def _stream(worker: subprocess.Popen[str], timeout_s: float, output: OutputHandl
     return timed_out.is_set()
 
 
-def _end(worker: subprocess.Popen[str]) -> None:
+def _end(worker: "subprocess.Popen[str] | ForkedWorker") -> None:
     """End the worker if it is still running, for example because the launcher was interrupted.
 
     The worker has `GRACE_S` seconds to save its state.
@@ -239,7 +257,7 @@ def _worker_error(answer: Path, code: int) -> JobError:
     return JobError(error["what"], where=error["where"], next_step=error["next_step"], exit_code=code)
 
 
-def _exit_error(job: Job, worker: subprocess.Popen[str], lines: list[str]) -> JobError:
+def _exit_error(job: Job, worker: "subprocess.Popen[str] | ForkedWorker", lines: list[str]) -> JobError:
     """Return the error for a worker that wrote no answer, with its exit code or signal and the last lines of its log."""
     code = worker.returncode
     cause = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"failed with exit code {code}"

@@ -41,6 +41,15 @@ def run_plain_job(request_file: str, answer_file: str) -> None:
     request = read_json(Path(request_file))
     die_with(request["launcher"])
     pin_to_cores()
+    _answer(request, answer_file)
+
+
+def run_forked_job(request_file: str, answer_file: str) -> None:
+    """Call the function of the job in a forked worker. The worker has inherited the cores of the process that it copies."""
+    _answer(read_json(Path(request_file)), answer_file)
+
+
+def _answer(request: dict, answer_file: str) -> None:
     try:
         answer = load_entry(request["entry"])(**request["params"])
     except HyperionError as error:

@@ -31,6 +31,7 @@ from hyperion.hardware import detect_cpu
 from hyperion.hardware.cpu import usable_cpus
 from hyperion.models import TransformerConfig, TransformerLM, resnet18
 from hyperion.processes import Job, JobError, run_job
+from hyperion.processes.forked import OPTIMIZER
 from hyperion.results import Row
 from hyperion.training import (
     ImageEngine,
@@ -182,13 +183,13 @@ def _trial(context: Context, whole: dict, number: int, fault: TrainingFault) -> 
 
 
 def _process(params: dict) -> dict:
-    """Train in a separate process and return its result.
+    """Train in a separate process and return its result. The processes share their imports, which take longer than the training.
 
     If the process fails, the entry "ended" of the result gives the exit code and the error message.
     """
     Path(params["folder"]).mkdir(parents=True, exist_ok=True)
     try:
-        return run_job(Job(in_own_process, params, timeout_s=_TIMEOUT_S), on_line=lambda line: None)
+        return run_job(Job(in_own_process, params, timeout_s=_TIMEOUT_S, forked=(OPTIMIZER,)), on_line=lambda line: None)
     except JobError as error:
         return {"ended": f"exit code {error.exit_code}: {error.what.splitlines()[0]}"}
 

@@ -22,6 +22,7 @@ from hyperion.experiments.frameworks.works import (
     TWIN_FACTOR,
     WorkOptions,
     differing_tensors,
+    forked,
     loss_difference,
     loss_tolerance,
     parameter_difference,
@@ -72,7 +73,12 @@ def run(context: Context, report: Report) -> Result:
     work, source = prepare_work(context, options)
     report(0, len(options.stacks) + 1, "plain loop and its twins")
     answer = run_job(
-        Job(train_twins, {"work": work.as_dict(), "folder": str(context.workspace / "twins")}, timeout_s=options.timeout_s),
+        Job(
+            train_twins,
+            {"work": work.as_dict(), "folder": str(context.workspace / "twins")},
+            timeout_s=options.timeout_s,
+            forked=forked(context),
+        ),
         on_line=lambda line: None,
     )
     reference, shifted = Record.of(answer["records"].pop(PLAIN)), {int(key): loss for key, loss in answer["first"].items()}
@@ -81,7 +87,7 @@ def run(context: Context, report: Report) -> Result:
 
     def launch_one(stack: Stack) -> Record:
         folder = context.workspace / stack.name.replace(" ", "-")
-        return launch(stack, work, folder, options.ranks_of(context, stack), options.timeout_s)
+        return launch(stack, work, folder, options.ranks_of(context, stack), options.timeout_s, forked=forked(context))
 
     rows, records = _twin_rows(context, options, twins, reference, source), {"plain loop": reference, **twins}
     for done, outcome in enumerate(launch_all(map(stack_named, options.stacks), launch_one), 1):

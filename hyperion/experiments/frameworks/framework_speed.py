@@ -16,7 +16,15 @@ from hyperion.chapter.rows import checked
 from hyperion.engines import Record, Stack, Work, stack_named, unequal
 from hyperion.engines.launch import Outcome, launch, launch_all
 from hyperion.experiments.frameworks.framework_parity import PLAIN, step_frame
-from hyperion.experiments.frameworks.works import DATA, TWIN_FACTOR, WorkOptions, loss_difference, loss_tolerance, prepare_work
+from hyperion.experiments.frameworks.works import (
+    DATA,
+    TWIN_FACTOR,
+    WorkOptions,
+    forked,
+    loss_difference,
+    loss_tolerance,
+    prepare_work,
+)
 from hyperion.hardware import gemm_path, peak
 from hyperion.models.llama import LlamaShape, llama_flops_per_token, random_llama_shape
 from hyperion.results import Estimate, Row
@@ -129,7 +137,7 @@ def _launch(
     context: Context, options: FrameworkSpeedOptions, work: Work, stack: Stack, label: str, how: dict | None = None
 ) -> Record:
     folder = context.workspace / f"{stack.name.replace(' ', '-')}-{label}"
-    record = launch(stack, work, folder, options.ranks_of(context, stack), options.timeout_s, options=how)
+    record = launch(stack, work, folder, options.ranks_of(context, stack), options.timeout_s, options=how, forked=forked(context))
     (folder / "final.safetensors").unlink(missing_ok=True)  # the final states of a large model would fill the disk
     return record
 

@@ -13,7 +13,7 @@ from hyperion.chapter.context import Context, Experiment, Forecast, Report, Resu
 from hyperion.chapter.rows import checked
 from hyperion.engines import Record, Work, unequal
 from hyperion.engines.planted import PLANTED
-from hyperion.experiments.frameworks.works import DATA, WorkOptions, loss_difference, prepare_work
+from hyperion.experiments.frameworks.works import DATA, WorkOptions, forked, loss_difference, prepare_work
 from hyperion.processes import Job, process_group, report_progress, run_job
 
 NAMED, UNSEEN, CLEAN = "differences that the judge names", "unfairnesses that the losses do not show", "clean twin"
@@ -41,7 +41,9 @@ def run(context: Context, report: Report) -> Result:
     options = WorkOptions.of(context)
     work, source = prepare_work(context, options, micro_batches=2)
     values = {"work": work.as_dict(), "folder": str(context.workspace / "planted")}
-    answer = run_job(Job(train_planted, values, timeout_s=options.timeout_s), lambda line: None, on_progress=report)
+    answer = run_job(
+        Job(train_planted, values, timeout_s=options.timeout_s, forked=forked(context)), lambda line: None, on_progress=report
+    )
     records = {name: Record.of(record) for name, record in answer["records"].items()}
     shifted = {int(shift): loss for shift, loss in answer["first"].items()}
     reference = records.pop("")

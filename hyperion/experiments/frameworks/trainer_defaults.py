@@ -6,7 +6,7 @@ from typing import Any
 from hyperion.chapter.context import Context, Experiment, Forecast, Report, Result
 from hyperion.engines import Record, Work, unequal
 from hyperion.experiments.frameworks.framework_parity import step_frame
-from hyperion.experiments.frameworks.works import DATA, WorkOptions, loss_difference, prepare_work
+from hyperion.experiments.frameworks.works import DATA, WorkOptions, forked, loss_difference, prepare_work
 from hyperion.processes import Job, process_group, report_progress, run_job
 
 ALL, EQUAL = "all defaults", "equal work"
@@ -33,7 +33,11 @@ def run(context: Context, report: Report) -> Result:
     options = WorkOptions.of(context)
     work, source = prepare_work(context, options)
     values = {"work": work.as_dict(), "folder": str(context.workspace / "trainer"), "seed": context.seed}
-    answer = run_job(Job(train_with_defaults, values, timeout_s=options.timeout_s), lambda line: None, on_progress=report)
+    answer = run_job(
+        Job(train_with_defaults, values, timeout_s=options.timeout_s, forked=forked(context)),
+        lambda line: None,
+        on_progress=report,
+    )
     records = {name: Record.of(record) for name, record in answer.items()}
     reference = records["plain loop"]
     rows = []

@@ -15,6 +15,7 @@ from hyperion.engines import Record, Stack, Work
 from hyperion.engines.work import distinct_rows, write_work_folder
 from hyperion.errors import HyperionError
 from hyperion.models.llama import build_random_llama
+from hyperion.processes.forked import OPTIMIZER
 from hyperion.workloads import datasets
 
 BYTES, GPT2 = "bytes", "gpt2"
@@ -53,6 +54,11 @@ class WorkOptions(RankOptions):
     def params(self) -> dict[str, Any]:
         """Return the options that rows contain."""
         return self.model_dump(include={"model", "tokens", "sequence_length", "batch_size", "steps"})
+
+
+def forked(context: Context) -> tuple[str, ...] | None:
+    """Return the option `forked` of the jobs. Without a GPU, their imports take several times as long as their training."""
+    return ("transformers.models.llama.modeling_llama", OPTIMIZER) if context.device.kind == "cpu" else None
 
 
 def prepare_work(context: Context, options: WorkOptions, micro_batches: int = 1) -> tuple[Work, str]:

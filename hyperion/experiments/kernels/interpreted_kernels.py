@@ -43,7 +43,7 @@ def run(context: Context, report: Report) -> Result:
         reason = "not run: this device runs the kernels, and the other experiments compare their outputs with float64"
     if reason:
         return Result([context.absent_row("all kernels", METRIC, reason, dtype="fp32")], pd.DataFrame())
-    return run_variant(context, report, interpret)
+    return run_variant(context, report, interpret, new_interpreter=True)
 
 
 EXPERIMENT = Experiment(forecast, run, options=InterpretedKernelsOptions)

@@ -25,7 +25,7 @@ def here(job, *args, **kwargs) -> dict:
     return job.function(**job.params)
 
 
-def launched(stack: Stack, work: Work, folder: Path, ranks=None, timeout_s=0.0, options=None) -> Record:
+def launched(stack: Stack, work: Work, folder: Path, ranks=None, timeout_s=0.0, options=None, forked=None) -> Record:
     """Stand in for `launch`: the plain loop under the name of a framework, for some with a fault."""
     if reason := stack.why_absent():
         raise Unavailable(stack, reason)
