@@ -102,11 +102,12 @@ def test_rows_of_trained_models_divide_by_tokens_words_and_bytes(prepared, conte
 
 def test_the_first_lines_of_a_split_are_counted_with_the_blank_lines_between_them(prepared):
     corpus, tokenizer, streams = prepared
-    first, two = (HeldOut.of(corpus, streams, "valid", samples) for samples in (1, 2))
-    assert tokenizer.decode(first.tokens.tolist()) == TEXT["valid"][0]
-    assert (first.words, first.utf8_bytes) == (7, len(TEXT["valid"][0]))
-    assert tokenizer.decode(two.tokens.tolist()) == "".join(TEXT["valid"])
-    assert (two.words, two.utf8_bytes) == (counted("valid")["words"], counted("valid")["bytes"])
+    for samples, lines in ((1, 1), (2, 3), (3, 4)):  # every second line of three is blank
+        held_out, text = HeldOut.of(corpus, streams, "train", samples), "".join(TEXT["train"][:lines])
+        assert tokenizer.decode(held_out.tokens.tolist()) == text
+        assert (held_out.words, held_out.utf8_bytes) == (len(text.split()) + lines, len(text))
+    whole = HeldOut.of(corpus, streams, "valid", 2)  # as many as there are
+    assert (whole.words, whole.utf8_bytes) == (counted("valid")["words"], counted("valid")["bytes"])
 
 
 def test_both_experiments_score_the_same_text_in_every_profile():
