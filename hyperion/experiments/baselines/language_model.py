@@ -16,6 +16,7 @@ from hyperion.data import PreparedText, TextCorpus, Tokenizer
 from hyperion.data.batches import LanguageBatches, evaluation_windows
 from hyperion.errors import not_none
 from hyperion.experiments.baselines.ngram_baselines import MEASURES, HeldOut, Scored, perplexity_rows
+from hyperion.measure.clock.timing import MINIMUM_SAMPLES
 from hyperion.models import TransformerConfig, TransformerLM, flops_per_token, named_config
 from hyperion.results import Row
 from hyperion.training import (
@@ -92,6 +93,7 @@ class LanguageModelOptions(Options):
         scored_samples: as in `HeldOut.of`, for the evaluations during training and for the final scores.
         seeds: number of training runs, each with its own seed.
         steady_time_limit_s: timing budget in seconds for single training steps after the training run.
+        steady_samples: minimum number of these steps. Use a small number on a CPU, where a step takes long.
         beats: requirements for the trained model.
         reaches: maximum validation perplexity per word, averaged over the seeds. Used only if there are several seeds.
         when_synthetic: options whose values differ for synthetic text.
@@ -115,6 +117,7 @@ class LanguageModelOptions(Options):
     scored_samples: int | None = None
     seeds: int = 1
     steady_time_limit_s: float
+    steady_samples: int = MINIMUM_SAMPLES
     beats: Beats
     reaches: float = math.inf
     when_synthetic: SyntheticChanges = SyntheticChanges()
@@ -349,6 +352,7 @@ def _rows(text: _Text, run: TrainedLanguage, engine: LanguageEngine, batches: La
         _least_flops(config, length),
         source,
         text.options.steady_time_limit_s,
+        text.options.steady_samples,
     )
     if engine.capture_time_s is not None:
         params = {"what": "the step, warmed up and recorded as a graph"}
