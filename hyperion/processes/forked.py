@@ -34,7 +34,10 @@ class ForkedWorker:
     Attributes:
         stdout: stream of the worker's output (stdout and stderr).
         pid: process ID of the worker.
+        returncode: exit code, or the negative number of the signal that ended the worker. It exists after `wait`.
     """
+
+    returncode: int
 
     def __init__(self, main: Callable[..., None], arguments: tuple[str, ...], modules: list[str], environment: dict[str, str]):
         context = get_context("forkserver")
@@ -47,25 +50,22 @@ class ForkedWorker:
         receiver.close()
         self.pid = self._process.pid
 
-    @property
-    def returncode(self) -> int | None:
-        """Exit code, the negative number of the signal that ended the worker, or None while it runs."""
+    def poll(self) -> int | None:
+        """Return the exit code of the worker, or None while it runs."""
         return self._process.exitcode
 
-    def poll(self) -> int | None:
-        """Return `returncode`."""
-        return self.returncode
-
-    def wait(self, timeout: float | None = None) -> int | None:
+    def wait(self, timeout: float | None = None) -> int:
         """Wait until the worker ends, and return its exit code.
 
         Raises:
             subprocess.TimeoutExpired: the worker still runs after `timeout` seconds.
         """
         self._process.join(timeout)
-        if self.returncode is None:
+        code = self._process.exitcode
+        if code is None:
             raise subprocess.TimeoutExpired(self._process.name, timeout or 0.0)
-        return self.returncode
+        self.returncode = code
+        return code
 
     def terminate(self) -> None:
         """Send SIGTERM to the worker."""
