@@ -157,6 +157,7 @@ def steady_rows(
     least_flops: float,
     source: str,
     time_limit_s: float,
+    minimum_samples: int = MINIMUM_SAMPLES,
 ) -> tuple[list[Row], pd.DataFrame]:
     """Time one optimizer step on a batch that is already on the device, and return its rows and samples.
 
@@ -174,10 +175,12 @@ def steady_rows(
             of the rows follows from them.
         source: data source of the rows.
         time_limit_s: timing budget in seconds.
+        minimum_samples: minimum number of timed steps, even if they take longer.
     """
     device, dtype = engine.device, engine.precision.dtype
     # Caches are not flushed: in training, a step finds in the cache what the previous step left there.
-    timing = time_function(lambda: engine.train_step(batch), device, cold=False, time_limit_s=time_limit_s)
+    sampling = {"minimum_samples": minimum_samples, "time_limit_s": time_limit_s}
+    timing = time_function(lambda: engine.train_step(batch), device, cold=False, **sampling)
     params = {"batch": items, "step": "steady"}
     shared = {"dtype": dtype, "params": params, "data_source": source}
     rows = speed_rows(context, variant, engine.item, items, timing, flops, least_flops, shared)

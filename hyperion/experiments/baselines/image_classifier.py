@@ -20,6 +20,7 @@ from hyperion.chapter.context import Context, Experiment, Forecast, Options, Rep
 from hyperion.data import ImageSet, PreparedImages, channel_statistics
 from hyperion.data.images.device_images import ImageBatches
 from hyperion.measure import FORMATS
+from hyperion.measure.clock.timing import MINIMUM_SAMPLES
 from hyperion.measure.steps.compilation import missing_compiler
 from hyperion.models import flops_per_image, parameter_count, resnet18
 from hyperion.results import Row, proportion_estimate
@@ -73,6 +74,7 @@ class ImageClassifierOptions(Options):
         target: held-out accuracy for the metric "time to accuracy", 0 to 1.
         reaches: minimum test accuracy required after training, 0 to 1.
         steady_time_limit_s: timing budget in seconds for single training steps after the training run.
+        steady_samples: minimum number of these steps. Use a small number on a CPU, where a step takes long.
     """
 
     width: int
@@ -95,6 +97,7 @@ class ImageClassifierOptions(Options):
     target: float
     reaches: float
     steady_time_limit_s: float
+    steady_samples: int = MINIMUM_SAMPLES
 
 
 @dataclass(frozen=True)
@@ -347,6 +350,7 @@ def _rows(data: _Data, run: TrainedImages, engine: ImageEngine, batches: ImageBa
         flops.forward_backward,
         source,
         options.steady_time_limit_s,
+        options.steady_samples,
     )
     return rows + steady, samples
 

@@ -15,7 +15,8 @@ from hyperion.chapter.context import Context, Experiment, Forecast, Options, Rep
 from hyperion.data import PreparedText, TextCorpus, Tokenizer
 from hyperion.data.batches import LanguageBatches, evaluation_windows
 from hyperion.errors import not_none
-from hyperion.experiments.baselines.ngram_baselines import MEASURES, Scored, perplexity_rows, text_floor
+from hyperion.experiments.baselines.ngram_baselines import MEASURES, HeldOut, Scored, perplexity_rows
+from hyperion.measure.clock.timing import MINIMUM_SAMPLES
 from hyperion.models import TransformerConfig, TransformerLM, flops_per_token, named_config
 from hyperion.results import Row
 from hyperion.training import (
@@ -89,8 +90,10 @@ class LanguageModelOptions(Options):
         stride: number of tokens between the starts of successive windows when the final scores are computed. Windows may overlap.
             Each token is scored once, in the window that gives it the longest context.
         scores: splits to score after training.
+        scored_samples: as in `HeldOut.of`, for the evaluations during training and for the final scores.
         seeds: number of training runs, each with its own seed.
         steady_time_limit_s: timing budget in seconds for single training steps after the training run.
+        steady_samples: minimum number of these steps. Use a small number on a CPU, where a step takes long.
         beats: requirements for the trained model.
         reaches: maximum validation perplexity per word, averaged over the seeds. Used only if there are several seeds.
         when_synthetic: options whose values differ for synthetic text.
@@ -111,8 +114,10 @@ class LanguageModelOptions(Options):
     evaluation_batch_size: int
     stride: int
     scores: tuple[Split, ...] = ("valid", "test")
+    scored_samples: int | None = None
     seeds: int = 1
     steady_time_limit_s: float
+    steady_samples: int = MINIMUM_SAMPLES
     beats: Beats
     reaches: float = math.inf
     when_synthetic: SyntheticChanges = SyntheticChanges()
@@ -152,7 +157,7 @@ def forecast(context: Context) -> list[Forecast]:
 
 
 def run(context: Context, report: Report) -> Result:
-    """Train with each seed, and score every token of the chosen splits after each training run.
+    """Train with each seed, and score the held-out text of the chosen splits after each training run.
 
     After the run with the first seed, time its training step.
     """
@@ -173,7 +178,7 @@ def run(context: Context, report: Report) -> Result:
         runs.append(trained)
         del engine, batches  # free the device memory for the next training run
     if len(seeds) > 1:
-        rows += seed_rows(context, runs, corpus)
+        rows += seed_rows(context, runs, corpus.source)
     parity, parity_samples = captured_parity(context, runs[0].name, _beginning(text), corpus.source)
     return Result(rows + parity, pd.concat(samples + parity_samples, ignore_index=True), corpus.source)
 
@@ -202,10 +207,13 @@ class _Text:
         options, where = self.options, self.context.device.torch_device
         return LanguageBatches(self.prepared.tokens["train"], options.sequence_length, options.batch_size, seed, where)
 
+    def held_out(self, split: str) -> HeldOut:
+        return HeldOut.of(self.corpus, self.prepared, split, self.options.scored_samples)
+
     def windows(self, split: str, stride: int) -> Iterable:
         options = self.options
         return evaluation_windows(
-            self.prepared.tokens[split],
+            self.held_out(split).tokens,
             options.sequence_length,
             stride,
             self.tokenizer.eos_id,
@@ -242,19 +250,19 @@ class TrainedLanguage:
     scored: dict[str, Scored] = field(default_factory=dict)
 
 
-def seed_rows(context: Context, runs: list[TrainedLanguage], corpus: TextCorpus) -> list[Row]:
+def seed_rows(context: Context, runs: list[TrainedLanguage], source: str) -> list[Row]:
     """Return rows with the metrics of every seed and split, then their means and standard deviations over the seeds.
 
     The metrics are perplexity per token, perplexity per word and bits per byte.
     """
     rows, first = [], runs[0]
     for split in first.scored:
-        floor = text_floor(corpus, split)
+        floor = first.scored[split].floor
         for run in runs:
             params = run.score_params | {"split": f"{split}, every seed", "seed": run.seed}
-            rows += perplexity_rows(context, run.name, run.dtype, params, run.scored[split], floor, corpus.source)
+            rows += perplexity_rows(context, run.name, run.dtype, params, run.scored[split], source)
         params = first.score_params | {"split": f"{split}, mean of seeds", "seeds": len(runs)}
-        shared = {"dtype": first.dtype, "params": params, "data_source": corpus.source}
+        shared = {"dtype": first.dtype, "params": params, "data_source": source}
         for metric, (unit, convert) in MEASURES.items():
             least = floor.per(getattr(first.scored[split], unit))
             limit = None if least is None else convert(least), floor.source
@@ -302,7 +310,7 @@ def _score(text: _Text, engine: LanguageEngine, history: History, split: str) ->
     else:
         evaluation = evaluate_language(engine.model, text.windows(split, stride), engine.precision, engine.device)
     numbers = evaluation.total_nll_nats, evaluation.tokens, evaluation.standard_error_nats
-    return Scored.of(text.corpus, text.prepared, split, *numbers)
+    return Scored.of(text.held_out(split), *numbers)
 
 
 def _least_flops(config: TransformerConfig, length: int) -> float:
@@ -344,6 +352,7 @@ def _rows(text: _Text, run: TrainedLanguage, engine: LanguageEngine, batches: La
         _least_flops(config, length),
         source,
         text.options.steady_time_limit_s,
+        text.options.steady_samples,
     )
     if engine.capture_time_s is not None:
         params = {"what": "the step, warmed up and recorded as a graph"}
@@ -353,7 +362,7 @@ def _rows(text: _Text, run: TrainedLanguage, engine: LanguageEngine, batches: La
 
 
 def _validation_rows(text: _Text, run: TrainedLanguage) -> list[Row]:
-    floor = text_floor(text.corpus, "valid")
+    held_out = text.held_out("valid")
     return [
         text.context.row(
             run.name,
@@ -361,8 +370,8 @@ def _validation_rows(text: _Text, run: TrainedLanguage) -> list[Row]:
             record.evaluation["loss"],
             dtype=run.dtype,
             params={"epoch": record.epoch, "step": record.step, "stride": text.options.sequence_length},
-            limit=floor.per(len(text.prepared.tokens["valid"])),
-            limit_source=floor.source,
+            limit=held_out.floor.per(len(held_out.tokens)),
+            limit_source=held_out.floor.source,
             data_source=text.corpus.source,
         )
         for record in run.history.epochs
@@ -371,9 +380,10 @@ def _validation_rows(text: _Text, run: TrainedLanguage) -> list[Row]:
 
 
 def _score_rows(text: _Text, run: TrainedLanguage, split: str) -> list[Row]:
-    scored, floor, source = run.scored[split], text_floor(text.corpus, split), text.corpus.source
+    scored, source = run.scored[split], text.corpus.source
+    floor = scored.floor
     params = run.score_params | {"split": split}
-    rows = perplexity_rows(text.context, run.name, run.dtype, params, scored, floor, source)
+    rows = perplexity_rows(text.context, run.name, run.dtype, params, scored, source)
     if floor.total_nll_nats is not None:
         excess = (scored.total_nll_nats - floor.total_nll_nats) / scored.tokens
         columns = {"limit": 0.0, "limit_source": floor.source, "data_source": source}

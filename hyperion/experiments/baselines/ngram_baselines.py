@@ -7,10 +7,11 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import numpy as np
 import pandas as pd
 
 from hyperion.chapter.context import Context, Experiment, Forecast, Options, Report, Result
-from hyperion.data import Baseline, PreparedText, TextCorpus, bigram_baseline, unigram_baseline
+from hyperion.data import Baseline, PreparedText, TextCorpus, bigram_baseline, count_words_with_eos, unigram_baseline
 from hyperion.errors import not_none
 from hyperion.results import Row
 from hyperion.workloads import datasets
@@ -26,7 +27,13 @@ _VARIANTS = {"unigram": "unigram", "interpolated bigram": "bigram_interpolated"}
 
 
 class NgramBaselinesOptions(Options):
-    """Options for the `ngram_baselines` experiment: only those that every experiment has."""
+    """Options for the `ngram_baselines` experiment.
+
+    Args:
+        scored_samples: as in `HeldOut.of`.
+    """
+
+    scored_samples: int | None = None
 
 
 def forecast(context: Context) -> list[Forecast]:
@@ -43,21 +50,21 @@ def forecast(context: Context) -> list[Forecast]:
 
 
 def run(context: Context, report: Report) -> Result:
-    """Fit the n-gram models on the training split, then score every token of the validation and test splits."""
+    """Fit the n-gram models on the training split, then score the held-out text of the validation and test splits."""
+    options = NgramBaselinesOptions.of(context)
     corpus, tokenizer, prepared = datasets.text(context)
     train = prepared.tokens["train"]
     rows: list[Row] = []
     for number, split in enumerate(("valid", "test")):
         report(number, 2, split)
-        tokens = prepared.tokens[split]
+        held_out = HeldOut.of(corpus, prepared, split, options.scored_samples)
         baselines: list[Baseline] = [
-            unigram_baseline(train, tokens, tokenizer.vocab_size),
-            bigram_baseline(train, tokens, tokenizer.vocab_size, tokenizer.eos_id),
+            unigram_baseline(train, held_out.tokens, tokenizer.vocab_size),
+            bigram_baseline(train, held_out.tokens, tokenizer.vocab_size, tokenizer.eos_id),
         ]
-        floor = text_floor(corpus, split)
         for baseline in baselines:
-            scored = Scored.of(corpus, prepared, split, baseline.total_nll_nats, baseline.tokens, baseline.standard_error_nats)
-            rows += perplexity_rows(context, _VARIANTS[baseline.name], "", {"split": split}, scored, floor, corpus.source)
+            scored = Scored.of(held_out, baseline.total_nll_nats, baseline.tokens, baseline.standard_error_nats)
+            rows += perplexity_rows(context, _VARIANTS[baseline.name], "", {"split": split}, scored, corpus.source)
     columns = [{"variant": r.variant, "split": r.params["split"], "metric": r.metric, "value": r.value} for r in rows]
     return Result(rows, pd.DataFrame(columns), corpus.source)
 
@@ -67,11 +74,11 @@ EXPERIMENT = Experiment(forecast, run, options=NgramBaselinesOptions, forecast_r
 
 @dataclass(frozen=True)
 class TextFloor:
-    """Floor of a split: the least possible expected negative log-likelihood.
+    """Floor of a text: the least possible expected negative log-likelihood.
 
     Args:
-        total_nll_nats: negative log-likelihood in nats of the whole split under the process that generated the text. None for
-            natural text.
+        total_nll_nats: negative log-likelihood in nats of the whole text under the process that generated it. None for natural
+            text.
         source: source of the floor, or the reason why there is none.
     """
 
@@ -79,28 +86,50 @@ class TextFloor:
     source: str
 
     def per(self, count: int) -> float | None:
-        """Return the floor in nats per unit, or None if there is no floor. `count` is the number of units in the split."""
+        """Return the floor in nats per unit, or None if there is no floor. `count` is the number of units in the text."""
         return None if self.total_nll_nats is None else self.total_nll_nats / count
 
 
-def text_floor(corpus: TextCorpus, split: str) -> TextFloor:
-    """Return the floor of a split: exact for synthetic text, unknown for natural text."""
-    if corpus.language is None:
-        return TextFloor(None, "no limit: the entropy of natural text is not known")
-    total = corpus.language.true_negative_log_likelihood(list(corpus.splits[split]))
-    return TextFloor(total, "negative log-likelihood of the split under the process that wrote it")
+@dataclass(frozen=True)
+class HeldOut:
+    """The text of a split on which models are scored.
+
+    Attributes:
+        tokens: token ids [tokens].
+        words: number of words. The <eos> at the end of each line counts as a word.
+        utf8_bytes: size of the text in UTF-8 bytes.
+        floor: exact for synthetic text, unknown for natural text.
+    """
+
+    tokens: np.ndarray
+    words: int
+    utf8_bytes: int
+    floor: TextFloor
+
+    @classmethod
+    def of(cls, corpus: TextCorpus, prepared: PreparedText, split: str, samples: int | None) -> "HeldOut":
+        """Return the first lines of a split, up to the non-blank line with number `samples`. None returns the whole split."""
+        tokens, lines, extents = prepared.tokens[split], list(corpus.splits[split]), prepared.samples[split]
+        if samples is not None and samples < len(extents):
+            start, size = extents[samples - 1].tolist()
+            non_blank = [number for number, line in enumerate(lines, 1) if line.strip()]
+            tokens, lines = tokens[: start + size], lines[: non_blank[samples - 1]]
+        floor = TextFloor(None, "no limit: the entropy of natural text is not known")
+        if corpus.language is not None:
+            total = corpus.language.true_negative_log_likelihood(lines)
+            floor = TextFloor(total, "negative log-likelihood of the text under the process that wrote it")
+        return cls(tokens, count_words_with_eos(lines), sum(len(line.encode()) for line in lines), floor)
 
 
 @dataclass(frozen=True)
 class Scored:
-    """Score of a model on a split: the negative log-likelihood of its text.
+    """Score of a model on held-out text: the negative log-likelihood of the text.
 
     Attributes:
         total_nll_nats: negative log-likelihood summed over all tokens, in nats.
         tokens: number of tokens.
         standard_error_nats: standard error of the mean negative log-likelihood per token, in nats.
-        words: number of words. The <eos> at the end of each line counts as a word.
-        utf8_bytes: size of the split's text in UTF-8 bytes.
+        words, utf8_bytes, floor: as in `HeldOut`.
     """
 
     total_nll_nats: float
@@ -108,21 +137,12 @@ class Scored:
     standard_error_nats: float
     words: int
     utf8_bytes: int
+    floor: TextFloor
 
     @classmethod
-    def of(
-        cls,
-        corpus: TextCorpus,
-        prepared: PreparedText,
-        split: str,
-        total_nll_nats: float,
-        tokens: int,
-        standard_error_nats: float,
-    ) -> "Scored":
-        """Return the score of a split, including its numbers of words and bytes."""
-        words = prepared.steps[split]["read"]["words_with_eos"]
-        utf8_bytes = sum(len(line.encode()) for line in corpus.splits[split])
-        return cls(total_nll_nats, tokens, standard_error_nats, words, utf8_bytes)
+    def of(cls, held_out: HeldOut, total_nll_nats: float, tokens: int, standard_error_nats: float) -> "Scored":
+        """Return the score of a model on held-out text."""
+        return cls(total_nll_nats, tokens, standard_error_nats, held_out.words, held_out.utf8_bytes, held_out.floor)
 
     def measure(self, metric: str) -> float:
         """Return the value of a metric in MEASURES."""
@@ -130,10 +150,8 @@ class Scored:
         return convert(self.total_nll_nats / getattr(self, unit))
 
 
-def perplexity_rows(
-    context: Context, variant: str, dtype: str, params: dict, scored: Scored, floor: TextFloor, data_source: str
-) -> list[Row]:
-    """Return the rows with perplexity per token, perplexity per word and bits per byte of a whole split.
+def perplexity_rows(context: Context, variant: str, dtype: str, params: dict, scored: Scored, data_source: str) -> list[Row]:
+    """Return the rows with perplexity per token, perplexity per word and bits per byte of held-out text.
 
     The <eos> at the end of each line counts as a word.
     """
@@ -142,7 +160,7 @@ def perplexity_rows(
         count = getattr(scored, unit)
         mean = scored.total_nll_nats / count
         half = 1.96 * scored.standard_error_nats * scored.tokens / count
-        least = floor.per(count)
+        least = scored.floor.per(count)
         rows.append(
             context.row(
                 variant,
@@ -154,7 +172,7 @@ def perplexity_rows(
                 ci_low=convert(mean - half),
                 ci_high=convert(mean + half),
                 limit=None if least is None else convert(least),
-                limit_source=floor.source,
+                limit_source=scored.floor.source,
                 data_source=data_source,
             )
         )

@@ -7,10 +7,11 @@ from types import SimpleNamespace
 import pytest
 
 from hyperion.chapter import Context, experiment_named
+from hyperion.chapter.profiles import load_profile
 from hyperion.data import TextCorpus, prepare_text
 from hyperion.data.text.tokenizer import train_tokenizer
 from hyperion.experiments.baselines.language_model import seed_rows
-from hyperion.experiments.baselines.ngram_baselines import Scored, text_floor
+from hyperion.experiments.baselines.ngram_baselines import HeldOut, Scored
 from hyperion.training.evaluate import LanguageEvaluation
 from hyperion.workloads import datasets
 
@@ -81,19 +82,36 @@ def test_rows_of_trained_models_divide_by_tokens_words_and_bytes(prepared, conte
     corpus, _, streams = prepared
     tokens = len(streams.tokens["valid"])
     nats = tokens * math.log(8)
-    scored = Scored.of(corpus, streams, "valid", nats, tokens, 0.0)
+    scored = Scored.of(HeldOut.of(corpus, streams, "valid", None), nats, tokens, 0.0)
     run = SimpleNamespace(seed=0, name="lm", dtype="fp32", score_params={}, scored={"valid": scored})
-    rows = seed_rows(context, [run, SimpleNamespace(**vars(run) | {"seed": 1})], corpus)
+    rows = seed_rows(context, [run, SimpleNamespace(**vars(run) | {"seed": 1})], corpus.source)
     units = counted("valid")
     expected = {
         "perplexity_token": 8.0,
         "perplexity_word": 8.0 ** (tokens / units["words"]),
         "bits_per_byte": 3 * tokens / units["bytes"],
     }
-    assert tokens != units["words"] and text_floor(corpus, "valid").total_nll_nats is None
+    assert tokens != units["words"] and scored.floor.total_nll_nats is None
     for metric, value in expected.items():
         found = [row for row in rows if row.metric == metric]
         assert len(found) == 3, "two seeds and their mean"
         assert [row.value for row in found] == pytest.approx([value] * 3)
     assert LanguageEvaluation(nats, tokens, 0.0).perplexity_word(units["words"]) == pytest.approx(expected["perplexity_word"])
     assert LanguageEvaluation(nats, tokens, 0.0).perplexity_token == pytest.approx(8.0)
+
+
+def test_the_first_lines_of_a_split_are_counted_with_the_blank_lines_between_them(prepared):
+    corpus, tokenizer, streams = prepared
+    for samples, lines in ((1, 1), (2, 3), (3, 4)):  # every second line of three is blank
+        held_out, text = HeldOut.of(corpus, streams, "train", samples), "".join(TEXT["train"][:lines])
+        assert tokenizer.decode(held_out.tokens.tolist()) == text
+        assert (held_out.words, held_out.utf8_bytes) == (len(text.split()) + lines, len(text))
+    whole = HeldOut.of(corpus, streams, "valid", 2)  # as many as there are
+    assert (whole.words, whole.utf8_bytes) == (counted("valid")["words"], counted("valid")["bytes"])
+
+
+def test_both_experiments_score_the_same_text_in_every_profile():
+    """Their perplexities are compared in the notebook."""
+    for profile in ("smoke", "full", "study"):
+        sizes = load_profile(profile).sizes
+        assert sizes("ngram_baselines").get("scored_samples") == sizes("language_model").get("scored_samples")
