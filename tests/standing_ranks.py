@@ -11,7 +11,7 @@ from collections.abc import Callable
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from pathlib import Path
 
-from hyperion.processes import Job, process_group
+from hyperion.processes import Job
 from hyperion.processes.child_process import child_environment
 from hyperion.processes.job import load_entry
 from hyperion.processes.request_worker import RequestWorker, serve_requests
@@ -36,6 +36,8 @@ class StandingRanks:
         """
         assert job.ranks in (1, RANKS) and job.nodes == 1
         if job.ranks == 1:
+            from hyperion.processes import process_group
+
             with process_group(backend="gloo"):
                 return [load_entry(job.entry)(**job.params)]
         if not self._workers:
@@ -75,8 +77,11 @@ def run(entry: str, params: dict, environment: dict[str, str]) -> dict:
     """Call the function of a job in a process group of all ranks, with the environment that its test has set."""
     os.environ.clear()
     os.environ.update(environment)
+    function = load_entry(entry)  # first, since it imports torch without the garbage collector
+    from hyperion.processes import process_group
+
     with process_group(backend="gloo"):
-        return {"answer": load_entry(entry)(**params)}
+        return {"answer": function(**params)}
 
 
 if __name__ == "__main__":
