@@ -22,7 +22,8 @@ def runtime_latency(material: Material) -> Figure | None:
 def runtime_throughput(material: Material) -> Figure | None:
     """Draw the throughput of the best batch size of each runtime, in one panel per model."""
     rows = [row for row in material.of("runtimes") if row.metric == "samples_per_s"]
-    best = [row for row in rows if row.value is None or row.params.get("role") == "best batch"]
+    # A batch of the search that does not fit or takes too long is no result. The row of an absent runtime has no role.
+    best = [row for row in rows if row.params.get("role") in (None, "best batch")]
     return _panels(material, best, "Throughput of the best batch", "examples/s", 1.0)
 
 

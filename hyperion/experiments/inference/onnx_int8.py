@@ -243,7 +243,7 @@ def stored_weight_bytes(path: Path) -> int:
     sizes = {one.name: numpy_helper.to_array(one) for one in graph.initializer}
     total = 0
     for name, array in sizes.items():
-        if array.ndim >= 2 and array.dtype.itemsize == 1:
+        if array.ndim >= 2 and array.dtype.name in ("int8", "uint8"):  # not a boolean mask of the graph
             stem = name.removesuffix("_quantized")
             total += array.nbytes + sum(sizes[f"{stem}{end}"].nbytes for end in ("_scale", "_zero_point"))
     return total

@@ -1,20 +1,24 @@
 """The experiments of serving with a toy backend: rows, reasons, planted faults. One test runs the real server."""
 
 import contextlib
+import dataclasses
 import json
 import os
 import signal
 import subprocess
 import sys
 import time
+import weakref
 from types import SimpleNamespace
 
 import numpy as np
+import pandas as pd
 import pytest
+import torch
 
 from hyperion.chapter import experiment_named, load_profile
+from hyperion.experiments.serving import kv_cache_memory, server_answers, server_load, server_soak
 from hyperion.experiments.serving import server as servers
-from hyperion.experiments.serving import server_answers, server_load, server_soak
 from hyperion.experiments.serving.backends import BACKENDS, Backend, ServerSizes
 from hyperion.experiments.serving.client import Endpoint, Reply
 from hyperion.experiments.serving.served_models import ServedModel, pieces_of, served_model
@@ -22,6 +26,7 @@ from hyperion.experiments.serving.server import ServerError, close_servers, star
 from hyperion.experiments.serving.server_answers import Reference, differing_pieces, first_undecided
 from hyperion.experiments.serving.server_load import tokens_sent_together
 from hyperion.experiments.serving.server_soak import slope_estimate
+from hyperion.hardware import detect_cpu
 from hyperion.processes.child_process import has_ended
 from hyperion.results import RowError
 from tests.chapter.toy import perform, toy_context
@@ -273,6 +278,38 @@ def test_the_bytes_of_a_cache_are_those_of_the_formula(tmp_path, monkeypatch):
     monkeypatch.setattr(ServedModel, "cache_bytes", lambda self, tokens, dtype: halved(self, tokens, dtype) // 2)
     with pytest.raises(RowError, match="predicted bytes"):
         perform(context, tmp_path / "wrong")
+
+
+def test_memory_that_libraries_keep_does_not_count_as_cache(tmp_path, monkeypatch):
+    caches, kept = weakref.WeakSet(), []
+
+    class Cache:
+        def __init__(self, length):
+            self.layers = [SimpleNamespace(keys=torch.zeros(length), values=torch.zeros(length))]
+
+    class Model:
+        config = SimpleNamespace(vocab_size=10)
+
+        def __call__(self, ids, **options):
+            kept[:] = [32 * 2**20]  # the first product allocates a workspace
+            cache = Cache(ids.shape[1])
+            caches.add(cache)
+            return SimpleNamespace(past_key_values=cache)
+
+    served = SimpleNamespace(load=lambda dtype, device: Model(), cache_bytes=lambda length, dtype: 8 * length, source="random")
+    gpu = dataclasses.replace(detect_cpu(), kind="cuda")
+    sizes = {"model": "random_llama_d64_l2", "dtype": "fp32", "lengths": [300, 800], "time_limit_s": 0.05}
+    context = toy_context("kv_cache_memory", sizes, tmp_path)
+    monkeypatch.setattr(type(context), "device", gpu)
+    monkeypatch.setattr(kv_cache_memory, "served_model", lambda context, name: served)
+    monkeypatch.setattr(
+        kv_cache_memory, "_allocated", lambda device: sum(kept) + sum(8 * len(cache.layers[0].keys) for cache in caches)
+    )
+    absent = context.absent_row(kv_cache_memory.STEP, "tpot_s", "not timed in this test", dtype="fp32")
+    monkeypatch.setattr(kv_cache_memory, "_time_step", lambda *args: (absent, pd.DataFrame()))
+    rows = kv_cache_memory.run(context, lambda *progress: None).rows
+    device_rows = [row for row in rows if row.variant == kv_cache_memory.DEVICE]
+    assert [(row.value, row.check_error) for row in device_rows] == [(2400, 0), (6400, 0)]
 
 
 @pytest.mark.slow
