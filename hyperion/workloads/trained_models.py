@@ -17,6 +17,7 @@ and with the loss of a unigram model on the same tokens.
 Shape suffixes: W windows, T tokens of a window, N images, C channels, Y rows, X columns, V vocabulary, K classes.
 """
 
+import gc
 import hashlib
 import json
 import math
@@ -52,6 +53,7 @@ LANGUAGE, CLASSIFIER = "language", "classifier"
 WEIGHTS, HELD_OUT, CONFIG = "model.safetensors", "held_out.safetensors", "config.json"
 _REMEDY = "run the experiment again: it trains the model again"
 _WEIGHTS_OF_THE_LIBRARY = Path(__file__).with_name("trained")
+_SCORED_AT_ONCE = 2048  # tokens or images
 _CALIBRATION = 64  # windows or images of the train split used to calibrate activations
 # The transformers server refuses a tokenizer without a template. The model has seen no dialogues, so the template adds nothing.
 _CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'] }}\n{% endfor %}"
@@ -265,11 +267,13 @@ class TrainedModel:
         losses, correct = [], []
         with torch.no_grad():
             for first in range(0, len(inputs), batch_size):
-                logits = logits_of(inputs[first : first + batch_size]).flatten(0, -2)
-                expected = targets[first : first + batch_size].flatten().to(logits.device)
-                scored = expected != IGNORE_INDEX
-                losses.append(F.cross_entropy(logits[scored].double(), expected[scored], reduction="none").cpu())
-                correct.append((logits.argmax(-1) == expected)[scored].cpu())
+                output = logits_of(inputs[first : first + batch_size]).flatten(0, -2)
+                expected = targets[first : first + batch_size].flatten().to(output.device)
+                # In parts, because the float64 logits of 64 windows with 50,257 tokens would need 13 GB.
+                for logits, classes in zip(output.split(_SCORED_AT_ONCE), expected.split(_SCORED_AT_ONCE), strict=True):
+                    scored = classes != IGNORE_INDEX
+                    losses.append(F.cross_entropy(logits[scored].double(), classes[scored], reduction="none").cpu())
+                    correct.append((logits.argmax(-1) == classes)[scored].cpu())
         return Scores(torch.cat(losses).numpy(), torch.cat(correct).numpy())
 
     def _inputs(self, stored: Tensor, device: Device) -> Tensor:
@@ -352,6 +356,10 @@ def _trained(
     with staged(folder) as work:
         seed_everything(context.seed)
         train_into(context, name, recipe, work, determines)
+    if context.device.kind != "cpu":
+        # PyTorch keeps the memory of the training for this process. The processes that measure the model need it.
+        gc.collect()
+        torch.cuda.empty_cache()
     return read_trained_model(folder)
 
 

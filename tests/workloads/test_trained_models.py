@@ -77,6 +77,15 @@ def test_each_held_out_token_is_scored_once(trained):
     assert len(model.score(model.load(device), device).losses) == 512
 
 
+def test_scores_do_not_depend_on_the_number_of_tokens_that_are_scored_at_once(trained, monkeypatch):
+    models, device = trained
+    model = models["llama_toy"]
+    whole = model.score(model.load(device), device)
+    monkeypatch.setattr(trained_models, "_SCORED_AT_ONCE", 7)
+    parts = model.score(model.load(device), device)
+    assert np.array_equal(parts.losses, whole.losses) and np.array_equal(parts.correct, whole.correct)
+
+
 def test_transformers_loads_the_language_model_and_its_tokenizer(trained):
     from transformers import AutoTokenizer, LlamaForCausalLM
 

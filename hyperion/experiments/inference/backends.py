@@ -249,6 +249,20 @@ def count_kernels(prepared: Prepared, inputs: Tensor) -> int:
     """
     if isinstance(prepared.call, OrtSession):
         return len(prepared.call.node_providers(inputs))
+    events = _profiled(prepared, inputs)
+    if prepared.device.kind != "cpu":
+        return sum(event.device_type.name != "CPU" and not event.name.startswith(("Memcpy", "Memset")) for event in events)
+    return sum(_kernels_of(event) for event in events if event.cpu_parent is None)
+
+
+def device_seconds(prepared: Prepared, inputs: Tensor) -> float:
+    """Return the seconds in which a GPU works in one call: the sum over its kernels and copies, without the gaps between them."""
+    events = _profiled(prepared, inputs)
+    return sum(event.time_range.elapsed_us() for event in events if event.device_type.name != "CPU") / 1e6
+
+
+def _profiled(prepared: Prepared, inputs: Tensor) -> list[Any]:
+    """Return the profiler's events of a second call: those of the device, or of the CPU if there is no GPU."""
     gpu = prepared.device.kind != "cpu"
     with torch.no_grad():
         prepared.call(inputs)  # the first call compiles, captures or allocates
@@ -256,10 +270,7 @@ def count_kernels(prepared: Prepared, inputs: Tensor) -> int:
         prepared.call(inputs)
         if gpu:
             torch.cuda.synchronize(prepared.device.torch_device)
-    events: list[Any] = list(watch.events() or [])
-    if gpu:
-        return sum(event.device_type.name != "CPU" and not event.name.startswith(("Memcpy", "Memset")) for event in events)
-    return sum(_kernels_of(event) for event in events if event.cpu_parent is None)
+    return list(watch.events() or [])
 
 
 def _kernels_of(event: Any) -> int:

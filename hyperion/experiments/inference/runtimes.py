@@ -47,6 +47,7 @@ from hyperion.experiments.inference.backends import (
     Prepared,
     build_package,
     count_kernels,
+    device_seconds,
     load_package,
     prepare,
     why_absent,
@@ -346,8 +347,8 @@ def _latency(
         rows.append(context.row(runtime, metric, estimate.value, dtype=dtype, params=params, **columns))
     frames = [sample_frame(timing, runtime, dtype, params)]
     if device.kind != "cpu":
-        busy = time_function(lambda: call(one), device, cold=False, time_limit_s=options.time_limit_s)
-        share = min(busy.estimate.value / timing.estimate.value, 1.0)
+        # The device's clock would also count the gaps in which the device waits for the host.
+        share = min(device_seconds(prepared, one) / timing.estimate.value, 1.0)
         note = "host-bound" if share < HOST_BOUND_SHARE else "device-bound"
         rows.append(
             context.row(runtime, "share", share, dtype=dtype, params=params | {"what": "device time over latency", "label": note})
@@ -491,9 +492,14 @@ def _package(context: Context, trained: TrainedModel) -> Path:
 
 
 def _reason(error: Exception) -> str:
-    """Return the type of an error and the first nonempty line of its message, truncated to 200 characters."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or ["no message"]
-    return f"{type(error).__name__}: {lines[0]}"[:200]
+    """Return the type of an error and the first nonempty line of its message, truncated to 200 characters.
+
+    The message of a JobError continues with the last lines of the worker, so the last line, which names the cause, follows.
+    """
+    message = error.what if isinstance(error, JobError) else str(error)
+    lines = [line.strip() for line in message.splitlines() if line.strip()] or ["no message"]
+    cause = f": {lines[-1]}"[:200] if isinstance(error, JobError) and len(lines) > 1 else ""
+    return f"{type(error).__name__}: {lines[0]}"[:200] + cause
 
 
 def _quiet(done: int, total: int, note: str = "") -> None:

@@ -28,6 +28,7 @@ from hyperion.experiments.inference.backends import (
 )
 from hyperion.experiments.inference.runtimes import RuntimesOptions, output_tolerance
 from hyperion.hardware import detect_cpu
+from hyperion.processes.job import JobError
 from hyperion.results.rows import UNEXPECTED
 from hyperion.workloads.trained_models import trained_classifier, trained_language_model
 from tests.chapter.toy import toy_context
@@ -157,6 +158,22 @@ def test_a_compiled_model_cuts_other_batches_into_the_compiled_sizes(monkeypatch
     monkeypatch.setattr(torch, "compile", compile_nothing)
     model, x = nn.Linear(4, 2), torch.randn(7, 4)
     assert torch.allclose(backends._Compiled(model, (1, 3))(x), model(x)) and seen == [3, 3, 1]
+
+
+def test_the_time_of_the_device_leaves_out_the_gaps_and_the_host(monkeypatch):
+    def event(kind, start, end):
+        times = SimpleNamespace(elapsed_us=lambda: end - start)
+        return SimpleNamespace(device_type=SimpleNamespace(name=kind), name="kernel", time_range=times)
+
+    events = [event("CPU", 0, 900), event("CUDA", 100, 130), event("CUDA", 500, 520)]
+    monkeypatch.setattr(backends, "_profiled", lambda prepared, inputs: events)
+    assert backends.device_seconds(Prepared(abs, CPU, "fp32"), torch.zeros(1)) == pytest.approx(50e-6)
+
+
+def test_the_reason_of_an_ended_process_has_the_last_line_of_its_log():
+    ended = JobError("jobs:build failed with exit code 1\n  File a.py\nRuntimeError: no compiler\n", where="worker process 7")
+    assert runtimes._reason(ended) == "JobError: jobs:build failed with exit code 1: RuntimeError: no compiler"
+    assert runtimes._reason(ValueError("a\nb")) == "ValueError: a"
 
 
 def test_only_operators_that_compute_are_counted():
