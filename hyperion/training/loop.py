@@ -351,8 +351,11 @@ class _Run:
 
     def train_epoch(self) -> None:
         """Train on the remaining batches of the epoch. None remain if the run was interrupted after the epoch's last step."""
-        left = min(len(self.batches) - self.steps_in_epoch, self.total_steps - self.step)
-        if left == 0:
+        # Every step takes one batch. The batches that the loader has given in its epoch can be more than `steps_in_epoch`: a run
+        # that ended within an epoch recorded it, and a longer plan then continues in the middle of the loader's epoch.
+        given = self.step % len(self.batches)
+        left = min(len(self.batches) - given, self.total_steps - self.step)
+        if left == 0 or (given == 0 and self.steps_in_epoch):
             return
         self.start_clocks()
         for batch in self.meter.waiting(self.batches):

@@ -128,6 +128,16 @@ def test_more_epochs_go_on_where_it_ended(tmp_path):
     assert longer.losses == train(small_engine(), small_batches(), TrainingPlan(epochs=3)).losses
 
 
+def test_more_steps_go_on_within_the_epoch_where_it_ended(tmp_path):
+    batches = len(small_batches())
+    first, more = batches // 2, 2 * batches + 1
+    train(small_engine(), small_batches(), TrainingPlan(steps=first), folder=tmp_path)
+    history = train(small_engine(), small_batches(), TrainingPlan(steps=more), folder=tmp_path)
+    assert history.losses == train(small_engine(), small_batches(), TrainingPlan(steps=more)).losses
+    # The end of the first run divides its epoch into two records.
+    assert [record.step for record in history.epochs] == [first, batches, 2 * batches, more]
+
+
 def test_a_damaged_checkpoint_costs_only_the_steps_since_the_one_before(whole, tmp_path, capsys):
     train(small_engine(), small_batches(), TrainingPlan(steps=STEPS, checkpoint_every=6), folder=tmp_path)
     (newest,) = (tmp_path / f"step-{STEPS:08d}" / "engine").glob("*.safetensors")
