@@ -415,7 +415,8 @@ class Run:
                 if finished is not None and finished["input_hash"] == prediction.input_hash:
                     prediction = replace(prediction, guess=None)  # the experiment is already measured, so a guess is too late
                 written = _with_prediction(written, prediction.sealed() if prediction.made_at else prediction)
-            if written != before:  # a notebook predicts when it shows the predictions, and again when it runs the experiment
+            # A notebook predicts when it shows the predictions, and again when it runs the experiment.
+            if written != before or PREDICTIONS not in manifest_names(self.folder):
                 self.write({PREDICTIONS: _json([asdict(p) for p in written])})
 
     def predictions(self, notebook: str | None = None, experiment: str | None = None) -> list[Prediction]:
