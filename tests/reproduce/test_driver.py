@@ -304,9 +304,9 @@ def test_an_endless_cell_ends_at_its_limit_with_all_its_processes_and_keeps_fini
     write_notebook(phase, "01_first", ["import os\nprint('BANNER child', os.getpid())", recording("01_first"), ENDLESS[how]])
     write_notebook(phase, "02_alone", [recording("02_alone")])
     started = time.monotonic()
-    code, text = call(cell_timeout_s=3.0)
+    code, text = call(cell_timeout_s=6.0)  # on a busy machine, two children take seconds to start
     assert time.monotonic() - started < 60
-    assert code == 1 and "01_first.ipynb: cell [5] exceeded its limit of 3 s" in text and "CELL_TIMEOUT=2h" in text
+    assert code == 1 and "01_first.ipynb: cell [5] exceeded its limit of 6 s" in text and "CELL_TIMEOUT=2h" in text
     assert statuses(the_run(root)) == {"01_first": "failed", "02_alone": "done"}
     assert "BANNER child" in executed_text(root, "01_first"), "the copy has what the cells printed before the limit"
     assert [row.notebook for row in the_run(root).rows()] == ["01_first", "02_alone"]
