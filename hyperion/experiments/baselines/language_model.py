@@ -202,13 +202,16 @@ class _Text:
     corpus: TextCorpus
     tokenizer: Tokenizer
     prepared: PreparedText
+    _held_out: dict[str, HeldOut] = field(default_factory=dict)  # by split, because every evaluation reads it
 
     def batches(self, seed: int) -> LanguageBatches:
         options, where = self.options, self.context.device.torch_device
         return LanguageBatches(self.prepared.tokens["train"], options.sequence_length, options.batch_size, seed, where)
 
     def held_out(self, split: str) -> HeldOut:
-        return HeldOut.of(self.corpus, self.prepared, split, self.options.scored_samples)
+        if split not in self._held_out:
+            self._held_out[split] = HeldOut.of(self.corpus, self.prepared, split, self.options.scored_samples)
+        return self._held_out[split]
 
     def windows(self, split: str, stride: int) -> Iterable:
         options = self.options

@@ -15,7 +15,6 @@ For the language model, a call is one forward pass over windows of tokens. Chapt
 import copy
 import gc
 import math
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -57,6 +56,7 @@ from hyperion.experiments.inference.percentiles import percentile, samples_neede
 from hyperion.experiments.inference.quality import accuracy_difference, perplexity_ratio
 from hyperion.hardware import Device, detect_cpu
 from hyperion.measure import FORMATS, Verification, matmul_precision, relative_error, time_function, time_interleaved
+from hyperion.measure.clock.clocks import WallClock
 from hyperion.measure.products.dispatch import count_operations
 from hyperion.processes.job import JobError
 from hyperion.results import Row
@@ -422,13 +422,7 @@ def _throughput(
 
 def _seconds(call: Callable[[], object], device: Device) -> float:
     """Return the seconds of a second call with its work on the device. The first one may compile, capture or allocate."""
-    seconds = 0.0
-    for _ in range(2):
-        began = time.perf_counter()
-        call()
-        if device.kind != "cpu":
-            torch.cuda.synchronize(device.torch_device)
-        seconds = time.perf_counter() - began
+    _, seconds = WallClock(device, calls=1).sample([call], None, 2)[0]
     return seconds
 
 
