@@ -316,7 +316,10 @@ def _hardware(rows: list[Row], cold: list[Row]) -> Iterator[tuple[str, Row]]:
         rows: the rows whose samples were steady.
         cold: all rows with cold caches, which determine the size of the largest arrays.
     """
-    products = [r for r in rows if r.metric == "gemm_tflops" and "plain_loop_calls" not in r.params]
+    # The row of the fastest product found repeats a finalist, and the samples with the steadiness are stored for the finalist.
+    products = [
+        r for r in rows if r.metric == "gemm_tflops" and r.variant != "fastest found" and "plain_loop_calls" not in r.params
+    ]
     copies = [r for r in rows if (r.experiment, r.metric, r.variant) == ("bandwidth", "bandwidth_gb_s", "copy")]
     largest = max((r.params["elements"] for r in cold if (r.experiment, r.variant) == ("bandwidth", "copy")), default=0)
     yield from ((f"matrix product, {r.dtype}, cold caches", r) for r in _best(products, lambda r: r.dtype))

@@ -51,6 +51,15 @@ def test_a_reference_models_best_step_is_looked_for_in_both_experiments():
     assert told(*rates, fastest)["vit_b_16, training, bf16, compiled, batch 32"] == 2900.0
 
 
+def test_the_fastest_product_found_is_quoted_only_if_its_samples_are_steady():
+    # Samples, and with them the steadiness, are stored for finalists. The row "fastest found" repeats one of them; here it has
+    # another value, so that the two can be told apart.
+    found = row("best_products", "fastest found", "gemm_tflops", 701.0)
+    finalists = [row("best_products", "finalist", "gemm_tflops", value) for value in (700.0, 650.0)]
+    assert told(found, *finalists) == {"matrix product, bf16, cold caches": 700.0}
+    assert told(found, *finalists, unsteady=(700.0,)) == {"matrix product, bf16, cold caches": 650.0}
+
+
 def test_a_baseline_of_several_seeds_is_quoted_in_the_mean():
     one = row("image_classifier", "resnet18", "accuracy", 0.948, split="test")
     assert told(one) == {"resnet18, accuracy, test split": 0.948}
