@@ -69,7 +69,7 @@ def test_the_cross_check_is_no_part_of_the_sweep(material):
 
 def test_bandwidth_shows_its_limit_and_where_there_is_none(material):
     shown = texts(drawn(bandwidth, material))
-    assert "limit 4,800 GB/s (device memory)" in shown and "10 M, 20 M: no limit" in shown
+    assert "limit 4,800 GB/s (device memory)" in shown and "10 M; 20 M: no limit" in shown
 
 
 def test_published_numbers_are_marked_as_anothers(material):

@@ -67,7 +67,7 @@ def test_a_cpu_without_limits_has_one_panel_and_says_what_it_does_not_multiply(t
     figure = drawn(best_products, tmp_path, "best_products", best_rows(random, limited=False))
     assert len(figure.axes) == 1 and "int8" not in figure.axes[0].get_xlabel()
     shown = " ".join(texts(figure).split())
-    assert "fp32, bf16: no limit" in shown
+    assert "fp32; bf16: no limit" in shown
     assert all(f"{dtype}: not measured ({reason})" in shown for dtype, reason in UNSUPPORTED.items())
     assert len(figure.axes[0].lines) >= len(SHAPES)
 
