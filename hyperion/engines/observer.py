@@ -300,14 +300,17 @@ def save_state(file: Path, state: dict[str, Tensor]) -> Path:
 
 def versions_of(packages: Iterable[str]) -> dict[str, str]:
     """Return the version of each package that this process has imported. Packages that were not imported are omitted."""
-    imported = [name for name in packages if name in sys.modules]
-    # Reading the metadata of all packages takes a second.
-    owners = importlib.metadata.packages_distributions() if imported else {}
     found = {}
-    for name in imported:
-        distributions = owners.get(name.split(".")[0], [])
-        version = importlib.metadata.version(distributions[0]) if distributions else ""
-        found[name] = version or getattr(sys.modules[name], "__version__", "unknown")
+    for name in packages:
+        if name in sys.modules:
+            top = name.split(".")[0]
+            try:
+                found[name] = importlib.metadata.version(top)
+            except importlib.metadata.PackageNotFoundError:
+                # The distribution has another name. Finding it reads the metadata of all packages, which takes a second.
+                owners = importlib.metadata.packages_distributions().get(top, [])
+                version = importlib.metadata.version(owners[0]) if owners else ""
+                found[name] = version or getattr(sys.modules[name], "__version__", "unknown")
     return found
 
 
