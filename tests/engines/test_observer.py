@@ -1,11 +1,14 @@
 """The observer: what it measures does not change the steps that are timed."""
 
+import importlib.metadata
+import sys
 import time
+from types import ModuleType
 
 import torch
 
 from hyperion.engines import observer as observers
-from hyperion.engines.observer import Observer
+from hyperion.engines.observer import Observer, versions_of
 from hyperion.engines.record import Record
 from hyperion.engines.work import Work
 from hyperion.hardware import Telemetry
@@ -30,3 +33,16 @@ def test_the_start_of_the_sampler_is_in_no_timed_step(monkeypatch, tmp_path):
     assert record.step_times_s[1] > 0.3 and max(record.step_times_s[2:]) < 0.2
     assert calls[0] == 1 and record.energy_steps == 2
     assert record.energy_j == 10.0 * sum(record.step_times_s[2:])
+
+
+def test_versions_are_those_of_imported_packages_also_where_the_distribution_has_another_name(monkeypatch):
+    import safetensors  # noqa: F401
+    import yaml.nodes  # noqa: F401
+
+    monkeypatch.setitem(sys.modules, "of_no_distribution", ModuleType("of_no_distribution"))
+    found = versions_of(["safetensors", "yaml.nodes", "of_no_distribution", "never_imported"])
+    assert found == {
+        "safetensors": importlib.metadata.version("safetensors"),
+        "yaml.nodes": importlib.metadata.version("PyYAML"),
+        "of_no_distribution": "unknown",
+    }
