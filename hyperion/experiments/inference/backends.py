@@ -127,7 +127,7 @@ def prepare(
     if runtime == COMPILED:
         compiled = _Compiled(_cast(model, dtype), batches)
         first = example.to(FORMATS[dtype].storage) if example.is_floating_point() else example
-        with torch.no_grad(), matmul_precision(FORMATS[dtype]), _recorded_loops():
+        with torch.no_grad(), matmul_precision(FORMATS[dtype]), _recorded_loops(torch.device(device.torch_device)):
             seconds = measure_first_calls(lambda: compiled(first[:1]), device)
         return Prepared(compiled, device, dtype, {"compile_time_s": seconds}, ran={"compiled_for": list(batches)})
     if runtime == GRAPH:
@@ -165,17 +165,21 @@ def export_onnx(model: nn.Module, example: Tensor, path: Path) -> None:
         model.to(example.device)
 
 
-def _recorded_loops() -> Any:
-    """Context manager in which Inductor makes its CPU loops visible to the profiler. It costs nothing without a profiler."""
+def _recorded_loops(device: torch.device) -> Any:
+    """Context manager in which Inductor makes its CPU loops visible to the profiler. It costs nothing without a profiler.
+
+    The profiler sees the kernels of a GPU without it. There, the option must stay off: with it, PyTorch 2.11 encloses each launch
+    in its own scope, and the C++ code of a package with a dynamic batch size does not compile ("was not declared in this scope").
+    """
     import torch._inductor.config as config
 
-    return config.patch({"cpp.enable_kernel_profile": True})
+    return config.patch({"cpp.enable_kernel_profile": device.type == "cpu"})
 
 
 def build_package(model: nn.Module, example: Tensor, path: Path) -> float:
     """Compile a model ahead of time with AOTInductor into a package file, and return the time in seconds."""
     began = time.perf_counter()
-    with _recorded_loops():
+    with _recorded_loops(example.device):
         torch._inductor.aoti_compile_and_package(exported(model, example), package_path=str(path))
     return time.perf_counter() - began
 

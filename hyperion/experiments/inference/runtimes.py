@@ -348,7 +348,7 @@ def _latency(
     frames = [sample_frame(timing, runtime, dtype, params)]
     if device.kind != "cpu":
         # The device's clock would also count the gaps in which the device waits for the host.
-        share = min(device_seconds(prepared, one) / timing.estimate.value, 1.0)
+        share = min(device_seconds(Prepared(call, device, dtype), one) / timing.estimate.value, 1.0)
         note = "host-bound" if share < HOST_BOUND_SHARE else "device-bound"
         rows.append(
             context.row(runtime, "share", share, dtype=dtype, params=params | {"what": "device time over latency", "label": note})

@@ -170,6 +170,38 @@ def test_the_time_of_the_device_leaves_out_the_gaps_and_the_host(monkeypatch):
     assert backends.device_seconds(Prepared(abs, CPU, "fp32"), torch.zeros(1)) == pytest.approx(50e-6)
 
 
+def test_the_time_of_the_device_is_measured_on_inputs_in_the_format_of_the_model(material, monkeypatch):
+    context, trained = material[0], material[1]
+    options = RuntimesOptions.of(context)
+    reference = runtimes._Reference(trained, CPU, CPU, options)
+    model = trained.load(CPU, torch.bfloat16)
+    seen = []
+
+    def on_a_gpu(prepared, inputs):
+        seen.append(prepared.call(inputs).dtype)
+        return 1e-6
+
+    gpu = dataclasses.replace(CPU, kind="cuda")
+    timed = runtimes.time_function
+    monkeypatch.setattr(runtimes, "device_seconds", on_a_gpu)
+    monkeypatch.setattr(runtimes, "_seconds", lambda call, device: 1e-3)
+    monkeypatch.setattr(runtimes, "time_function", lambda call, device, **options: timed(call, CPU, **options))
+    rows, _ = runtimes._latency(
+        context, options, backends.GRAPH, lambda x: model(x.bfloat16()), Prepared(model, gpu, "bf16"), reference, {}
+    )
+    assert seen == [torch.bfloat16]
+    assert of(rows, "share")[0].params["label"] == "host-bound"
+
+
+def test_the_loops_of_a_gpu_stay_without_profiling_because_its_packages_would_not_compile():
+    import torch._inductor.config as config
+
+    with backends._recorded_loops(torch.device("cuda")):
+        assert not config.cpp.enable_kernel_profile
+    with backends._recorded_loops(torch.device("cpu")):
+        assert config.cpp.enable_kernel_profile
+
+
 def test_the_reason_of_an_ended_process_has_the_last_line_of_its_log():
     ended = JobError("jobs:build failed with exit code 1\n  File a.py\nRuntimeError: no compiler\n", where="worker process 7")
     assert runtimes._reason(ended) == "JobError: jobs:build failed with exit code 1: RuntimeError: no compiler"
