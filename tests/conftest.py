@@ -51,10 +51,27 @@ def pytest_collection_finish():
     gc.enable()
 
 
+@functools.cache
+def _uses_standing_ranks(path: Path) -> bool:
+    return path.parent.name == "parallel" or any(name in path.read_text("utf-8") for name in ("standing_ranks", "ranks_stay"))
+
+
 def pytest_collection_modifyitems(items):
     """Files of the longest tests begin first, so that the workers end together."""
     place = {name: number for number, name in enumerate(_LONGEST)}
-    items.sort(key=lambda item: place.get(item.path.name, len(_LONGEST)))
+    items.sort(key=lambda item: -1 if _uses_standing_ranks(item.path) else place.get(item.path.name, len(_LONGEST)))
+
+
+def pytest_xdist_make_scheduler(config, log):
+    """Give all files that use the standing ranks to one worker, because two ranks take 15 s of processor time to start."""
+    from xdist.scheduler import LoadFileScheduling
+
+    class Scheduling(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file = super()._split_scope(nodeid)
+            return "standing ranks" if _uses_standing_ranks(config.rootpath / file) else file
+
+    return Scheduling(config, log)
 
 
 @pytest.fixture(scope="session")
@@ -176,47 +193,65 @@ def ranks_stay(standing_ranks) -> Iterator[None]:
         yield
 
 
+def _made_once(tmp_path_factory, name: str, make: Callable[[Path], object]) -> Path:
+    """A folder that all workers of pytest share. The first one that needs it makes it."""
+    from hyperion.locks import file_lock
+
+    own = tmp_path_factory.getbasetemp()
+    folder = (own.parent if "PYTEST_XDIST_WORKER" in os.environ else own) / "made-once" / name
+    folder.parent.mkdir(exist_ok=True)
+    with file_lock(folder.with_name(f"{name}.lock")):
+        if not folder.exists():
+            made = tmp_path_factory.mktemp("made") / name
+            make(made)
+            made.rename(folder)
+    return folder
+
+
 @pytest.fixture(scope="session")
 def toy_models(tmp_path_factory) -> Path:
-    """A data folder with the two trained toy models, trained once for all workers of pytest. Modules that use it take a copy."""
+    """A data folder with the two trained toy models. Modules that use it take a copy."""
     import torch
 
-    from hyperion.locks import file_lock
     from hyperion.workloads.trained_models import trained_classifier, trained_language_model
     from tests.chapter.toy import toy_context
 
-    own = tmp_path_factory.getbasetemp()
-    folder = (own.parent if "PYTEST_XDIST_WORKER" in os.environ else own) / "toy-models"
-    folder.mkdir(exist_ok=True)
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    with file_lock(folder / "lock"), pytest.MonkeyPatch.context() as patch:
-        patch.setenv("HYPERION_DATA", str(folder / "data"))
-        context = toy_context("toy", {}, folder)
-        trained_language_model(context, "llama_toy")
-        trained_classifier(context, "resnet18_toy")
-    torch.set_num_threads(threads)
-    return folder / "data"
+    def make(folder: Path) -> None:
+        folder.mkdir()
+        threads = torch.get_num_threads()
+        torch.set_num_threads(1)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("HYPERION_DATA", str(folder / "data"))
+            context = toy_context("toy", {}, folder)
+            trained_language_model(context, "llama_toy")
+            trained_classifier(context, "resnet18_toy")
+        torch.set_num_threads(threads)
+
+    return _made_once(tmp_path_factory, "toy-models", make) / "data"
 
 
 @pytest.fixture(scope="session")
 def run(tmp_path_factory):
     """A made-up GPU run on mirrored data. Tests that write take a copy."""
+    from hyperion.results import Run
     from tests.book.made_up.run import made_up_run
 
-    return made_up_run(tmp_path_factory.mktemp("book") / "20260101-120000-full")
+    return Run.open(_made_once(tmp_path_factory, "20260101-120000-full", made_up_run))
 
 
 @pytest.fixture(scope="session")
 def cpu_run(tmp_path_factory):
     """A made-up run of a CPU that no data sheet knows, on synthetic data."""
+    from hyperion.results import Run
     from tests.book.made_up.run import GPU, made_up_run
 
     environment = GPU | {"gpus": [], "cuda": None, "torch": "2.13.0+cpu"}
-    folder = tmp_path_factory.mktemp("book") / "20260101-120000-smoke"
-    return made_up_run(
-        folder, source="synthetic", peaks={"fp64": None, "fp32": None, "bf16": None}, bandwidth=None, environment=environment
-    )
+    unknown = {"peaks": {"fp64": None, "fp32": None, "bf16": None}, "bandwidth": None}
+
+    def make(folder: Path) -> None:
+        made_up_run(folder, source="synthetic", environment=environment, **unknown)
+
+    return Run.open(_made_once(tmp_path_factory, "20260101-120000-smoke", make))
 
 
 @pytest.fixture(scope="session")

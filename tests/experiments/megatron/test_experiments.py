@@ -66,7 +66,7 @@ SIZES: dict[str, dict] = {
 @on_cpu
 @pytest.mark.slow
 @pytest.mark.process
-def test_every_layout_trains_like_the_plain_loop(tmp_path):
+def test_every_layout_trains_like_the_plain_loop(ranks_stay, tmp_path):
     rows = perform(toy_context("megatron_parity", SIZES["megatron_parity"], tmp_path), tmp_path).rows
     errors = [row for row in rows if row.metric == "relative_difference"]
     assert {row.variant for row in errors} == {"DP 2 + distributed optimizer", "TP 2 + SP", "PP 2"}
@@ -79,7 +79,7 @@ def test_every_layout_trains_like_the_plain_loop(tmp_path):
 @on_cpu
 @pytest.mark.slow
 @pytest.mark.process
-def test_a_checkpoint_of_two_ranks_is_loaded_by_one(tmp_path):
+def test_a_checkpoint_of_two_ranks_is_loaded_by_one(ranks_stay, tmp_path):
     rows = perform(toy_context("megatron_resharding", SIZES["megatron_resharding"], tmp_path), tmp_path).rows
     loaded, before = rows
     assert loaded.variant == "TP 2 to one rank" and loaded.value < 1e-5
@@ -90,7 +90,7 @@ def test_a_checkpoint_of_two_ranks_is_loaded_by_one(tmp_path):
 @on_cpu
 @pytest.mark.slow
 @pytest.mark.process
-def test_ranks_store_the_bytes_of_the_formula(tmp_path):
+def test_ranks_store_the_bytes_of_the_formula(ranks_stay, tmp_path):
     rows = perform(toy_context("documented_shapes", SIZES["documented_shapes"], tmp_path), tmp_path).rows
     assert [(row.variant, row.rank, row.params["stage"]) for row in rows] == [("toy", 0, 0), ("toy", 1, 1)]
     # Per layer: 4 x 16^2 for attention, 3 x 16 x 48 for the MLP, two norms. The last stage has the last norm too.
@@ -102,7 +102,7 @@ def test_ranks_store_the_bytes_of_the_formula(tmp_path):
 @on_cpu
 @pytest.mark.slow
 @pytest.mark.process
-def test_bubbles_have_an_interval(tmp_path):
+def test_bubbles_have_an_interval(ranks_stay, tmp_path):
     result = perform(toy_context("pipeline_bubble", SIZES["pipeline_bubble"], tmp_path), tmp_path)
     assert [row.params["micro_batches"] for row in result.rows] == [1, 2, 3]
     assert all(row.value is not None and row.value < 1 and row.ci_low <= row.value <= row.ci_high for row in result.rows)
