@@ -7,7 +7,7 @@ invalid request, a normal request must still be answered.
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -28,9 +28,10 @@ _SEGMENTS = 10  # a line is fitted to the median of each segment, because consec
 _WARM_SHARE = 0.2  # readings in this first share of the requests are not used, because caches still fill
 # An answer whose client disconnects after the first token takes far less than half of the work of a whole answer and its prompt.
 _LEFT_SHARE = 0.5
-# A backend is idle if it uses at most one tick of the CPU clock in a window.
-_CLOCK_S, _WINDOW_S, _SETTLE_S = 0.01, 0.5, 30.0
-_PAUSE_S = 0.5  # seconds between SIGTERM and the request that must be refused
+# A backend is idle if it uses at most one tick of the CPU clock in each of two windows. On a busy machine, a backend that works
+# may get no core for one window.
+_CLOCK_S, _WINDOW_S, _IDLE_WINDOWS, _SETTLE_S = 0.01, 0.5, 2, 30.0
+_PAUSE_S = 0.1  # seconds between two requests after SIGTERM, of which one must be refused while answers are running
 
 
 class ServerSoakOptions(Options):
@@ -219,11 +220,12 @@ def _hang_up_row(context: Context, options: ServerSoakOptions, server: Server, p
 async def _cpu_until_idle(server: Server, start_s: float, least_s: float) -> float:
     """Wait for `least_s` seconds and until the backend is idle. Return the CPU time in seconds that it used beyond `start_s`."""
     await asyncio.sleep(least_s)
-    used_s = server.backend_cpu_s()
+    used_s, idle = server.backend_cpu_s(), 0
     for _ in range(round(_SETTLE_S / _WINDOW_S)):
         await asyncio.sleep(_WINDOW_S)
         earlier_s, used_s = used_s, server.backend_cpu_s()
-        if used_s - earlier_s <= _CLOCK_S:
+        idle = idle + 1 if used_s - earlier_s <= _CLOCK_S else 0
+        if idle == _IDLE_WINDOWS:
             break
     return used_s - start_s
 
@@ -278,7 +280,11 @@ def _drain_rows(context: Context, options: ServerSoakOptions, server: Server, pr
     streams = options.users
     signalled: list[float] = []
 
-    async def work() -> tuple[list[Reply], Reply]:
+    async def ask() -> Reply:
+        async with server.endpoint.session() as fresh:  # a connection that is open may still be served
+            return await complete(fresh, server.endpoint, prompts[-2], 1)
+
+    async def work() -> tuple[list[Reply], bool]:
         async with server.endpoint.session() as session:
             running = [
                 asyncio.create_task(complete(session, server.endpoint, prompt, options.long_tokens))
@@ -288,24 +294,34 @@ def _drain_rows(context: Context, options: ServerSoakOptions, server: Server, pr
             await hang_up(session, server.endpoint, prompts[-1], options.long_tokens)
             signalled.append(time.perf_counter())
             server.drain()
-            await asyncio.sleep(_PAUSE_S)
-            async with server.endpoint.session() as fresh:
-                late = await complete(fresh, server.endpoint, prompts[-2], 1)
-            return await asyncio.gather(*running), late
+            refused = await refused_while(running, ask)
+            return await asyncio.gather(*running), refused
 
-    replies, late = in_event_loop(work)
+    replies, refused = in_event_loop(work)
     code = server.wait(DRAIN_S + 10)
     took_s = time.perf_counter() - signalled[0]
     finished = sum(not reply.error for reply in replies)
     params = {"what": "running answers that were finished", "streams": streams}
     identity = {"dtype": options.dtype}
-    # A nonzero exit code and an answer to the late request each count as one fault.
-    faults = (streams - finished) + int(code != 0) + int(not late.error)
+    # A nonzero exit code and answers to all late requests each count as one fault.
+    faults = (streams - finished) + int(code != 0) + int(not refused)
     check = checked("faults: unfinished answers, an accepted new request, an exit code other than 0", faults, 0)
     return [
         context.row(DRAIN, "count", finished, params=params, **identity, **check),
         context.row(DRAIN, "drain_time_s", took_s, params=params, **identity, **checked("exit code", code, 0)),
     ]
+
+
+async def refused_while(running: Sequence[asyncio.Task], ask: Callable[[], Awaitable[Reply]]) -> bool:
+    """Send requests until one is refused, or all running answers are finished. Return whether one was refused before that.
+
+    One request would not suffice: on a busy machine, the server may not have received the signal when the request arrives.
+    """
+    while not all(task.done() for task in running):
+        await asyncio.sleep(_PAUSE_S)
+        if (await ask()).error and not all(task.done() for task in running):
+            return True
+    return False
 
 
 def _at_once(server: Server, prompts: Sequence[str], tokens: int) -> list[Reply]:

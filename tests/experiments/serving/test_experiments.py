@@ -1,5 +1,6 @@
 """The experiments of serving with a toy backend: rows, reasons, planted faults. One test runs the real server."""
 
+import asyncio
 import contextlib
 import dataclasses
 import json
@@ -112,6 +113,29 @@ def test_planted_faults_of_a_server_are_found(toy, tmp_path):
     rows = experiment_named("server_soak").run(toy_context("server_soak", SOAK, tmp_path), lambda *progress: None).rows
     failed = {row.variant for row in rows if row.without_failed_value().is_unexpected}
     assert failed == {server_soak.RSS, server_soak.HANG_UPS}
+
+
+@pytest.mark.parametrize(
+    ("accepted", "running_s", "refused"),
+    [(0, 5, True), (2, 5, True), (1000, 0.2, False), (0, 0.15, False)],
+    ids=["at once", "after two answers", "never", "when all is finished"],
+)
+def test_a_draining_server_must_refuse_while_it_answers(accepted, running_s, refused, monkeypatch):
+    monkeypatch.setattr(server_soak, "_PAUSE_S", 0.01)
+    asked = []
+
+    async def ask():
+        asked.append(1)
+        await asyncio.sleep(0 if refused else running_s)
+        return SimpleNamespace(error="refused" if len(asked) > accepted else "")
+
+    async def work():
+        running = [asyncio.create_task(asyncio.sleep(running_s))]
+        found = await server_soak.refused_while(running, ask)
+        running[0].cancel()
+        return found
+
+    assert asyncio.run(work()) is refused
 
 
 @contextlib.contextmanager
