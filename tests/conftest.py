@@ -22,7 +22,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 if "OMP_NUM_THREADS" not in os.environ:
     os.environ |= {"OMP_NUM_THREADS": "1", "HYPERION_TESTS_SET_THREADS": "1"}
 
-# Files that take longer than half a minute: a worker is not to begin them last.
+# Files that take longer than twenty seconds: a worker is not to begin them last.
 _LONGEST = (
     "test_readme.py",
     "test_readme_variants.py",
@@ -30,14 +30,36 @@ _LONGEST = (
     "test_driver.py",
     "test_own_subject.py",
     "test_pages.py",
-    "test_compare_trials.py",
+    "test_experiments.py",
     "test_bad_input.py",
     "test_distributed_command.py",
-    "test_ranks.py",
+    "test_compare_trials.py",
+    "test_chapter.py",
     "test_terminal.py",
+    "test_hostile_runs.py",
+    "test_run_figures.py",
+    "test_commands.py",
+    "test_quantization.py",
+    "test_loop_on_ranks.py",
+    "test_compat.py",
+    "test_ranks.py",
+    "test_loop.py",
+    "test_group.py",
     "test_collective_check.py",
-    "test_parallelize.py",
+    "test_display.py",
+    "test_headlines.py",
+    "test_report.py",
     "test_collectives.py",
+    "test_planted_faults.py",
+    "test_trained_models.py",
+    "test_activation_checkpointing.py",
+    "test_memory_estimate.py",
+    "test_variants.py",
+    "test_launches.py",
+    "test_runtimes.py",
+    "test_collective_faults.py",
+    "test_cuda_packages.py",
+    "test_launch.py",
 )
 
 
