@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 _CHECKOUT = Path(__file__).resolve().parents[1]
 
@@ -62,6 +63,10 @@ _LONGEST = (
     "test_launch.py",
 )
 
+
+# The time of an example is no property of the code: the machine may be busy.
+settings.register_profile("tests", deadline=None)
+settings.load_profile("tests")
 
 # Imports leave no garbage, and a search for it takes a fifth of the time of the collection.
 gc.disable()

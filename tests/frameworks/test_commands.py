@@ -238,6 +238,7 @@ def test_scripts_pass_on_the_exit_code_and_the_error(tmp_path):
     assert done.returncode == 2 and "lacks the packages of Hyperion" in done.stderr and "make setup" in done.stderr
 
 
+@pytest.mark.book
 @pytest.mark.process
 def test_train_amd_then_compare(called, tmp_path):
     variables = {"FRAMEWORKS": "fsdp2", "CONFIG_OUTPUT_DIR": str(tmp_path)}  # test_run.py trains with several

@@ -96,6 +96,7 @@ def test_each_launch_is_a_job_with_the_notebook_of_each_experiment(tmp_path, mon
         notebook_of("nothing")
 
 
+@pytest.mark.book
 @pytest.mark.slow
 @pytest.mark.process
 def test_two_launches_have_rows_of_their_own_and_a_second_call_measures_only_what_is_missing(tmp_path, monkeypatch):
