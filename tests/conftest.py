@@ -89,6 +89,7 @@ def pytest_collection_modifyitems(items):
     items.sort(key=lambda item: -1 if _uses_standing_ranks(item.path) else place.get(item.path.name, len(_LONGEST)))
 
 
+@pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config, log):
     """Give all files that use the standing ranks to one worker, because two ranks take 15 s of processor time to start."""
     from xdist.scheduler import LoadFileScheduling

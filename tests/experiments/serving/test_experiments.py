@@ -138,6 +138,13 @@ def test_a_draining_server_must_refuse_while_it_answers(accepted, running_s, ref
     assert asyncio.run(work()) is refused
 
 
+def test_a_backend_that_gets_no_core_for_a_moment_is_not_idle(monkeypatch):
+    monkeypatch.setattr(server_soak, "_WINDOW_S", 1e-3)
+    readings = iter([5.0, 6.0, 6.0, 7.0, 7.5, 7.5, 7.5, 9.0])
+    server = SimpleNamespace(backend_cpu_s=lambda: next(readings))
+    assert asyncio.run(server_soak._cpu_until_idle(server, 4.0, 0.0)) == 3.5
+
+
 @contextlib.contextmanager
 def served_in_this_process(**script):
     """A scripted server without a front, in the place of a running server."""
