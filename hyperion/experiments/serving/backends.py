@@ -1,11 +1,12 @@
 """Backends: the programs that generate text behind the front, their command lines, and the reasons why one is unavailable.
 
-`transformers serve` and vLLM have an OpenAI-compatible endpoint. Both run unmodified.
+`transformers serve` and vLLM have an OpenAI-compatible endpoint. Both run unmodified. `transformers serve`
+also runs with another setting of PyTorch, see `without_cudnn_attention`.
 """
 
 import importlib.util
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from hyperion.chapter.context import Table
@@ -89,15 +90,21 @@ def _vllm_options(folder: Path, port: int, dtype: str, device: str, sizes: Serve
     ]
 
 
+_TRANSFORMERS = Backend(
+    "transformers serve",
+    "transformers.cli.transformers",
+    ("transformers", "fastapi", "openai"),
+    _transformers_options,
+    log_mark="CB: True",
+)
 BACKENDS = {
     backend.name: backend
     for backend in (
-        Backend(
-            "transformers serve",
-            "transformers.cli.transformers",
-            ("transformers", "fastapi", "openai"),
-            _transformers_options,
-            log_mark="CB: True",
+        _TRANSFORMERS,
+        replace(
+            _TRANSFORMERS,
+            name="transformers serve, cuDNN attention off",
+            module="hyperion.experiments.serving.without_cudnn_attention",
         ),
         Backend("vllm", "vllm.entrypoints.openai.api_server", ("vllm",), _vllm_options),
     )

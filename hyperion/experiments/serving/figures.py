@@ -4,7 +4,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from hyperion.errors import not_none
-from hyperion.experiments.serving.metrics import NOT_OBSERVED
+from hyperion.experiments.serving.metrics import GROWTH_CHECK, NOT_OBSERVED
 from hyperion.figures.material import Material, Plot, measured, number
 from hyperion.figures.style import COLOURS, INK, MUTED, absences, add_notes, errors_of, look, new_figure, whole_numbers
 from hyperion.results import Row
@@ -65,23 +65,30 @@ def server_load(material: Material) -> Figure | None:
 
 
 def server_soak(material: Material) -> Figure | None:
-    """Draw the memory of the server against the number of answered requests."""
+    """Draw the memory of each server against the number of answered requests, and the bound on its growth if it has one."""
     growth = [row for row in measured(material.of("server_soak")) if row.metric == "growth_bytes"]
     samples = material.samples("server_soak")
     if not growth or samples.empty:
         return None
     figure, (axes,) = new_figure("Memory of the server in the soak", material.machine("server_soak"), 1, height=3.8)
+    several = len({row.params["backend"] for row in growth}) > 1
     for place, row in enumerate(growth):
-        requests, memory, fitted = samples[["requests", row.variant, "fitted"]].dropna().to_numpy(float).T
-        slope = f"{row.variant}: {number(not_none(row.value) / KIB, 3)} KiB a request"
+        readings = samples[samples["backend"] == row.params["backend"]]
+        requests, memory, fitted = readings[["requests", row.variant, "fitted"]].dropna().to_numpy(float).T
+        name = f"{row.params['backend']}, {row.variant}" if several else row.variant
+        slope = f"{name}: {number(not_none(row.value) / KIB, 3)} KiB a request"
         axes.plot(requests, (memory - memory[0]) / MIB, color=COLOURS[place], label=slope)
+        if row.check != GROWTH_CHECK:
+            continue
         # The line of the bound starts where the fit starts.
         first = int(fitted.argmax())
         x = requests[[first, -1]]
         allowed = memory[first] - memory[0] + not_none(row.check_tolerance) * (x - x[0])
         axes.plot(x, allowed / MIB, color=MUTED, linestyle=(0, (5, 3)), linewidth=1.2)
-    bound = number(not_none(growth[0].check_tolerance) / KIB, 3)
-    axes.plot([], [], color=MUTED, linestyle=(0, (5, 3)), linewidth=1.2, label=f"bound: {bound} KiB a request")
+    bounds = [not_none(row.check_tolerance) for row in growth if row.check == GROWTH_CHECK]
+    if bounds:
+        label = f"bound: {number(bounds[0] / KIB, 3)} KiB a request"
+        axes.plot([], [], color=MUTED, linestyle=(0, (5, 3)), linewidth=1.2, label=label)
     axes.set(xlabel="answered requests", ylabel="MiB above the first reading")
     axes.legend(loc="upper left")
     absent = [row for row in material.of("server_soak", metric="growth_bytes") if row.value is None]

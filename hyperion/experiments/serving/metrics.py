@@ -3,6 +3,7 @@
 from hyperion.results import Metric
 
 NOT_OBSERVED = "not observed"  # start of the reason of a time that the client cannot see
+GROWTH_CHECK = "upper end of the interval, bytes for each request"  # name of the check of a growth that has a bound
 METRICS = (
     Metric(
         "ttft_s",

@@ -3,9 +3,12 @@
 The server receives many requests in a row, requests of clients that disconnect, requests that are malformed, too large or without
 the key, more requests than it accepts, and finally SIGTERM while it is answering. After a client that disconnects and after each
 invalid request, a normal request must still be answered.
+
+Another backend can then answer the first of these requests, to compare the growth of its memory and its throughput.
 """
 
 import asyncio
+import itertools
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
@@ -18,9 +21,10 @@ from hyperion.chapter.context import Context, Experiment, Forecast, Options, Rep
 from hyperion.chapter.rows import checked
 from hyperion.experiments.serving.backends import BACKENDS, ServerSizes
 from hyperion.experiments.serving.client import Endpoint, Reply, complete, events_of, in_event_loop, why_invalid
+from hyperion.experiments.serving.metrics import GROWTH_CHECK
 from hyperion.experiments.serving.served_models import DATA, prompts_of, served_model
 from hyperion.experiments.serving.server import DRAIN_S, MAX_BODY_BYTES, Server, ServerError, running_server
-from hyperion.results import Estimate, Row
+from hyperion.results import Estimate, Row, median_estimate
 
 SOAK, HANG_UPS, OVERLOAD, DRAIN = "steady requests", "clients that hang up", "overload", "SIGTERM"
 RSS, DEVICE_MEMORY = "resident memory of all processes", "used device memory"
@@ -41,6 +45,8 @@ class ServerSoakOptions(Options):
         model: name of the model.
         dtype: number format.
         backend: name of the backend.
+        compared_backend: name of another backend that answers some of the requests of the soak test, or "".
+        compared_requests: number of these requests.
         server: capacity limits of the server.
         requests: number of requests in the soak test.
         users: number of users in its closed loop.
@@ -54,6 +60,8 @@ class ServerSoakOptions(Options):
     model: str
     dtype: str
     backend: str
+    compared_backend: str
+    compared_requests: int
     server: ServerSizes
     requests: int
     users: int
@@ -70,11 +78,13 @@ def forecast(context: Context) -> list[Forecast]:
     options = ServerSoakOptions.of(context)
     if BACKENDS[options.backend].why_absent():
         return []
-    basis = "each request is answered"
-    return [
-        Forecast(SOAK, "count", float(options.requests), basis, options.dtype, _params(options)),
-        Forecast(RSS, "growth_bytes", 0.0, "a server frees all memory of a request", options.dtype, _params(options)),
-    ]
+    forecasts = []
+    for tested in _tested(options):
+        basis = "each request is answered"
+        forecasts.append(Forecast(SOAK, "count", float(tested.requests), basis, options.dtype, _params(tested)))
+        basis = "a server frees all memory of a request"
+        forecasts.append(Forecast(RSS, "growth_bytes", 0.0, basis, options.dtype, _params(tested)))
+    return forecasts
 
 
 def run(context: Context, report: Report) -> Result:
@@ -85,27 +95,54 @@ def run(context: Context, report: Report) -> Result:
     if reason:
         return Result([context.absent_row(SOAK, "count", reason, dtype=options.dtype, params=_params(options))], pd.DataFrame())
     model = served_model(context, options.model)
+
+    def server_of(tested: ServerSoakOptions) -> Server:
+        device = context.device.torch_device
+        return running_server(BACKENDS[tested.backend], model.folder, tested.dtype, device, tested.server)
+
+    def no_server(tested: ServerSoakOptions, error: ServerError) -> Row:
+        return context.absent_row(SOAK, "count", error.what, dtype=tested.dtype, params=_params(tested))
+
     try:
-        server = running_server(backend, model.folder, options.dtype, context.device.torch_device, options.server)
+        server = server_of(options)
     except ServerError as error:
-        rows = [context.absent_row(SOAK, "count", error.what, dtype=options.dtype, params=_params(options))]
-        return Result(rows, pd.DataFrame(), model.source)
+        return Result([no_server(options, error)], pd.DataFrame(), model.source)
     count = options.requests + options.requests // options.hang_up_every + options.server.max_requests + 100
     prompts = prompts_of(context, model.folder, count, options.prompt_tokens, 7000 + context.seed)
-    report(0, 4, SOAK)
+    others = _tested(options)[1:]
+    steps = 4 + len(others)
+    report(0, steps, SOAK)
     replies, readings = _soak(context, options, server, prompts)
-    rows = [_soak_row(context, options, replies), *_growth_rows(context, options, readings)]
-    report(1, 4, HANG_UPS)
+    rows = _soak_rows(context, options, replies, readings, options.growth_bound_bytes)
+    report(1, steps, HANG_UPS)
     rows.append(_hang_up_row(context, options, server, prompts))
-    report(2, 4, "refused requests")
+    report(2, steps, "refused requests")
     rows += _refusal_rows(context, options, server, prompts)
-    report(3, 4, DRAIN)
+    report(3, steps, DRAIN)
     rows += _drain_rows(context, options, server, prompts)
-    report(4, 4, "done")
+    for place, other in enumerate(others):
+        report(4 + place, steps, other.backend)
+        try:
+            server = server_of(other)
+        except ServerError as error:
+            rows.append(no_server(other, error))
+            continue
+        replies, more = _soak(context, other, server, prompts)
+        rows += _soak_rows(context, other, replies, more, None)
+        readings = pd.concat([readings, more], ignore_index=True)
+    report(steps, steps, "done")
     return Result([replace(row, data_source=model.source) for row in rows], readings, model.source)
 
 
 EXPERIMENT = Experiment(forecast, run, options=ServerSoakOptions, data=DATA)
+
+
+def _tested(options: ServerSoakOptions) -> list[ServerSoakOptions]:
+    """Return the options for the soak test of each backend."""
+    if not options.compared_backend:
+        return [options]
+    update = {"backend": options.compared_backend, "requests": options.compared_requests}
+    return [options, options.model_copy(update=update)]
 
 
 def slope_estimate(requests: np.ndarray, readings: np.ndarray) -> Estimate:
@@ -141,7 +178,8 @@ def _soak(context: Context, options: ServerSoakOptions, server: Server, prompts:
             replies.append(await complete(session, endpoint, prompt, options.output_tokens))
             reading = {RSS: server.rss_bytes(), DEVICE_MEMORY: _used_device_memory(context)}
             fitted = len(replies) > _WARM_SHARE * options.requests
-            readings.append({"requests": len(replies), "fitted": fitted, **reading})
+            place = {"backend": options.backend, "requests": len(replies), "time_s": time.perf_counter() - start_s}
+            readings.append({**place, "fitted": fitted, **reading})
             if len(replies) % options.hang_up_every == 0:
                 await hang_up(session, endpoint, next(leaving), options.long_tokens)
 
@@ -149,6 +187,7 @@ def _soak(context: Context, options: ServerSoakOptions, server: Server, prompts:
         async with endpoint.session() as session:
             await asyncio.gather(*(user(session) for _ in range(options.users)))
 
+    start_s = time.perf_counter()
     in_event_loop(work)
     return replies, pd.DataFrame(readings)
 
@@ -165,27 +204,49 @@ async def hang_up(session, endpoint: Endpoint, prompt: str, tokens: int) -> int:
     return 0
 
 
-def _soak_row(context: Context, options: ServerSoakOptions, replies: list[Reply]) -> Row:
+def _soak_rows(
+    context: Context, options: ServerSoakOptions, replies: list[Reply], readings: pd.DataFrame, growth_bound_bytes: int | None
+) -> list[Row]:
+    """Return the rows of a soak test: answered requests, throughput, and growth of the memory.
+
+    Args:
+        context: context of the experiment.
+        options: options of this soak test.
+        replies: replies to all requests.
+        readings: readings of the memory, one after each answer.
+        growth_bound_bytes: bound on the growth, or None if the growth is measured for comparison only.
+    """
     identity = {"dtype": options.dtype, "params": _params(options)}
     if reason := why_invalid(replies, options.requests):
-        return context.absent_row(SOAK, "count", reason, **identity)
-    return context.row(SOAK, "count", len(replies), **identity, **checked("failed requests", 0, 0))
-
-
-def _growth_rows(context: Context, options: ServerSoakOptions, readings: pd.DataFrame) -> list[Row]:
-    identity = {"dtype": options.dtype, "params": _params(options)}
-    rows = []
+        return [context.absent_row(SOAK, "count", reason, **identity)]
+    answered = checked("failed requests", 0, 0)
+    limit = {"limit_source": "no limit: it depends on the number of users"}
+    rate = median_estimate(_rates(replies, readings))
+    rows = [
+        context.row(SOAK, "count", len(replies), **identity, **answered),
+        context.row(SOAK, "output_tokens_per_s", rate, **identity, **answered, **limit),
+    ]
     for name in (RSS, DEVICE_MEMORY):
-        later = readings.loc[readings["fitted"], ["requests", name]].dropna().to_numpy(float)
+        later = readings[readings["fitted"]][["requests", name]].dropna().to_numpy(float)
         if not len(later):
             reason = "the device is the CPU, whose memory is that of the processes"
             rows.append(context.absent_row(name, "growth_bytes", reason, **identity))
             continue
         slope = slope_estimate(later[:, 0], later[:, 1])
-        check = checked("upper end of the interval, bytes for each request", slope.ci_high, options.growth_bound_bytes)
+        check = answered
+        if growth_bound_bytes is not None:
+            check = checked(GROWTH_CHECK, slope.ci_high, growth_bound_bytes)
         rows.append(context.row(name, "growth_bytes", slope, **identity, **check))
         rows.append(context.row(name, "server_memory_bytes", float(later[-1, 1]), **identity))
     return rows
+
+
+def _rates(replies: list[Reply], readings: pd.DataFrame) -> list[float]:
+    """Return the output tokens per second in consecutive segments, after the first requests."""
+    ends = np.flatnonzero(readings["fitted"].to_numpy())
+    times_s, tokens = readings["time_s"].to_numpy(), np.cumsum([reply.tokens for reply in replies])
+    edges = [segment[0] - 1 for segment in np.array_split(ends, _SEGMENTS)] + [ends[-1]]
+    return [float((tokens[end] - tokens[start]) / (times_s[end] - times_s[start])) for start, end in itertools.pairwise(edges)]
 
 
 def _hang_up_row(context: Context, options: ServerSoakOptions, server: Server, prompts: list[str]) -> Row:
@@ -243,7 +304,7 @@ def _refusal_rows(context: Context, options: ServerSoakOptions, server: Server, 
         ("unknown field", {"json": valid | {"ignore_eos": True}}, 422),
         ("unknown model", {"json": valid | {"model": "unknown"}}, 400),
     ]
-    if options.backend != "transformers serve":
+    if not options.backend.startswith("transformers serve"):
         cases = cases[:4]  # the backend refuses the others, with its own statuses
 
     async def send(request: dict) -> tuple[int, Reply]:
@@ -343,6 +404,7 @@ def _used_device_memory(context: Context) -> float | None:
 def _params(options: ServerSoakOptions) -> dict:
     return {
         "model": options.model,
+        "backend": options.backend,
         "requests": options.requests,
         "users": options.users,
         "prompt_tokens": options.prompt_tokens,

@@ -3,6 +3,7 @@
 import pandas as pd
 
 from hyperion.chapter.subjects import subjects
+from hyperion.experiments.serving.metrics import GROWTH_CHECK
 from hyperion.results import Row
 
 CHAPTER = "13_serving"
@@ -24,11 +25,16 @@ def serving_chapters() -> list[tuple[str, str, list[Row], pd.DataFrame]]:
     ]
     cache.append(_row("kv_cache_memory", "device memory", "kv_cache_bytes", None, {"tokens": 256}))
     soak = [
-        _row("server_soak", MEMORY, "growth_bytes", 2048.0, {"requests": 100}, tolerance=65536.0),
-        _row("server_soak", "used device memory", "growth_bytes", None, {"requests": 100}),
+        _row("server_soak", MEMORY, "growth_bytes", 2048.0, {"requests": 100, "backend": SERVER}, tolerance=65536.0),
+        _row("server_soak", "used device memory", "growth_bytes", None, {"requests": 100, "backend": SERVER}),
     ]
     readings = pd.DataFrame(
-        {"requests": range(1, 101), "fitted": [n > 20 for n in range(1, 101)], MEMORY: [1e9 + 2048.0 * n for n in range(1, 101)]}
+        {
+            "backend": SERVER,
+            "requests": range(1, 101),
+            "fitted": [n > 20 for n in range(1, 101)],
+            MEMORY: [1e9 + 2048.0 * n for n in range(1, 101)],
+        }
     )
     samples = pd.DataFrame({"x": [1]})
     return [
@@ -67,6 +73,7 @@ def _row(
     predicted: float | None = None,
 ) -> Row:
     timed = {"n": 5, "ci_low": 0.9 * value, "ci_high": 1.1 * value} if value else {"value_reason": "unavailable: made up"}
-    checks = {"check": "made up", "check_error": 0.0, "check_tolerance": tolerance} if value else {}
+    check = GROWTH_CHECK if metric == "growth_bytes" else "made up"
+    checks = {"check": check, "check_error": 0.0, "check_tolerance": tolerance} if value else {}
     common = {"notebook": CHAPTER, "experiment": experiment, "dtype": dtype, "limit_source": "no limit: made up"}
     return Row(variant=variant, metric=metric, value=value, params=params, predicted=predicted, **common | timed | checks)

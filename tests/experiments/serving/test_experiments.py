@@ -22,6 +22,7 @@ from hyperion.experiments.serving import kv_cache_memory, server_answers, server
 from hyperion.experiments.serving import server as servers
 from hyperion.experiments.serving.backends import BACKENDS, Backend, ServerSizes
 from hyperion.experiments.serving.client import Endpoint, Reply
+from hyperion.experiments.serving.metrics import GROWTH_CHECK
 from hyperion.experiments.serving.served_models import ServedModel, pieces_of, served_model
 from hyperion.experiments.serving.server import ServerError, close_servers, start_server
 from hyperion.experiments.serving.server_answers import Reference, differing_pieces, first_undecided
@@ -40,6 +41,8 @@ SOAK = {
     "model": "toy",
     "dtype": "fp32",
     "backend": "toy",
+    "compared_backend": "",
+    "compared_requests": 0,
     "server": SIZES,
     "requests": 40,
     "users": 4,
@@ -73,6 +76,8 @@ def toy(monkeypatch, tmp_path):
         options = lambda folder, port, dtype, device, sizes: [str(port), json.dumps(script)]  # noqa: E731
         backend = Backend("toy", "tests.experiments.serving.toy_backend", (), options, log_mark="CB: toy")
         monkeypatch.setitem(BACKENDS, "toy", backend)
+        # The same program under another name, as the backend for comparison.
+        monkeypatch.setitem(BACKENDS, "other", dataclasses.replace(backend, name="other"))
         for module in (server_load, server_soak):
             monkeypatch.setattr(module, "served_model", lambda context, name: ServedModel(name, tmp_path, "synthetic"))
             monkeypatch.setattr(module, "prompts_of", lambda context, folder, count, *rest: [f"p{i}" for i in range(count)])
@@ -105,6 +110,37 @@ def test_a_soak_has_a_checked_row_for_each_fault(toy, tmp_path):
     assert growth[server_soak.RSS].ci_high < 65536
     assert growth[server_soak.DEVICE_MEMORY].value_reason.startswith("the device is the CPU")
     assert by_variant(rows, "drain_time_s")[server_soak.DRAIN].value > 0
+
+
+@pytest.mark.process
+def test_a_compared_backend_answers_some_of_the_requests_and_its_growth_has_no_bound(toy, tmp_path):
+    toy(gap_s=0.01, work_s=0.003, ballast_bytes=1 << 20)
+    options = SOAK | {"compared_backend": "other", "compared_requests": 30}
+    result = experiment_named("server_soak").run(toy_context("server_soak", options, tmp_path), lambda *progress: None)
+    counts = {
+        row.params["backend"]: row.value for row in result.rows if row.variant == server_soak.SOAK and row.metric == "count"
+    }
+    assert counts == {"toy": 40, "other": 30}
+    growth = {
+        row.params["backend"]: row for row in result.rows if row.variant == server_soak.RSS and row.metric == "growth_bytes"
+    }
+    assert growth["toy"].check == GROWTH_CHECK and growth["toy"].without_failed_value().is_unexpected
+    assert not growth["other"].without_failed_value().is_unexpected and growth["other"].value > 5e5
+    rates = [row for row in result.rows if row.metric == "output_tokens_per_s"]
+    # 4 users whose answers take two tokens of 10 ms each, and the time of the connection.
+    assert [row.params["backend"] for row in rates] == ["toy", "other"] and all(0 < row.value < 2 * 4 / 0.01 for row in rates)
+    assert result.samples.groupby("backend").size().to_dict() == {"toy": 40, "other": 30}
+    predicted = server_soak.forecast(toy_context("server_soak", options, tmp_path))
+    assert [forecast.params["backend"] for forecast in predicted] == ["toy", "toy", "other", "other"]
+
+
+def test_a_backend_for_comparison_that_does_not_start_costs_no_row_of_the_other(toy, tmp_path, monkeypatch):
+    toy(gap_s=0.01, work_s=0.003)
+    monkeypatch.setitem(BACKENDS, "other", dataclasses.replace(BACKENDS["other"], module="no_such_module"))
+    options = SOAK | {"compared_backend": "other", "compared_requests": 30}
+    rows = experiment_named("server_soak").run(toy_context("server_soak", options, tmp_path), lambda *progress: None).rows
+    soaks = {row.params["backend"]: row for row in rows if row.variant == server_soak.SOAK and row.metric == "count"}
+    assert soaks["toy"].value == 40 and soaks["other"].value is None and "did not start" in soaks["other"].value_reason
 
 
 @pytest.mark.process
@@ -156,8 +192,8 @@ def test_requests_that_fail_make_the_soak_invalid(tmp_path):
     context = toy_context("server_soak", SOAK, tmp_path)
     options = server_soak.ServerSoakOptions.of(context)
     with served_in_this_process(fail_every=7) as server:
-        replies, _ = server_soak._soak(context, options, server, [f"p{i}" for i in range(60)])
-    row = server_soak._soak_row(context, options, replies)
+        replies, readings = server_soak._soak(context, options, server, [f"p{i}" for i in range(60)])
+    (row,) = server_soak._soak_rows(context, options, replies, readings, options.growth_bound_bytes)
     assert row.value is None and "of 40 requests succeeded; the first error: status 500" in row.value_reason
 
 

@@ -1,5 +1,8 @@
 """What the figures of the chapter on serving show."""
 
+import dataclasses
+
+import pandas as pd
 import pytest
 
 from hyperion.experiments.serving.figures import kv_cache_memory, server_load, server_soak
@@ -12,8 +15,12 @@ from tests.book.made_up.serving import serving_chapters
 
 @pytest.fixture
 def material(tmp_path):
+    return material_of(tmp_path, serving_chapters())
+
+
+def material_of(tmp_path, experiments):
     run = Run.create(tmp_path / "run", {"environment": GPU})
-    for chapter, experiment, rows, samples in serving_chapters():
+    for chapter, experiment, rows, samples in experiments:
         run.record(chapter, experiment, rows, samples, input_hash="h")
     return Material(run)
 
@@ -54,6 +61,21 @@ def test_the_bound_of_the_memory_starts_where_the_fit_starts(material):
     assert bound.get_ydata()[0] == pytest.approx(memory.get_ydata()[20])
     assert bound.get_ydata()[1] - bound.get_ydata()[0] == pytest.approx(79 / 16)
     assert legend(figure.axes[0]) == ["resident memory of all processes: 2 KiB a request", "bound: 64 KiB a request"]
+
+
+def test_a_server_for_comparison_has_a_line_and_no_bound(tmp_path):
+    chapter, name, rows, readings = serving_chapters()[-1]
+    other = dataclasses.replace(rows[0], value=4096.0, ci_low=4000.0, ci_high=4200.0, check="made up", check_tolerance=0.0)
+    other = dataclasses.replace(other, params={**rows[0].params, "backend": "other", "requests": 50})
+    more = readings.head(50).assign(backend="other")
+    samples = pd.concat([readings, more], ignore_index=True)
+    figure = drawn(server_soak, material_of(tmp_path, [(chapter, name, [*rows, other], samples)]))
+    assert legend(figure.axes[0]) == [
+        "transformers serve, resident memory of all processes: 2 KiB a request",
+        "other, resident memory of all processes: 4 KiB a request",
+        "bound: 64 KiB a request",
+    ]
+    assert [len(line.get_xdata()) for line in figure.axes[0].lines] == [100, 2, 50, 0]
 
 
 def test_without_rows_there_is_no_figure(tmp_path):
