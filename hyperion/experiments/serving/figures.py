@@ -73,8 +73,8 @@ def server_soak(material: Material) -> Figure | None:
     figure, (axes,) = new_figure("Memory of the server in the soak", material.machine("server_soak"), 1, height=3.8)
     several = len({row.params["backend"] for row in growth}) > 1
     for place, row in enumerate(growth):
-        readings = samples[samples["backend"] == row.params["backend"]]
-        requests, memory, fitted = readings[["requests", row.variant, "fitted"]].dropna().to_numpy(float).T
+        of_backend = samples["backend"] == row.params["backend"]
+        requests, memory, fitted = samples.loc[of_backend, ["requests", row.variant, "fitted"]].dropna().to_numpy(float).T
         name = f"{row.params['backend']}, {row.variant}" if several else row.variant
         slope = f"{name}: {number(not_none(row.value) / KIB, 3)} KiB a request"
         axes.plot(requests, (memory - memory[0]) / MIB, color=COLOURS[place], label=slope)

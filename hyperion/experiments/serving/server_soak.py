@@ -227,7 +227,7 @@ def _soak_rows(
         context.row(SOAK, "output_tokens_per_s", rate, **identity, **answered, **limit),
     ]
     for name in (RSS, DEVICE_MEMORY):
-        later = readings[readings["fitted"]][["requests", name]].dropna().to_numpy(float)
+        later = readings.loc[readings["fitted"], ["requests", name]].dropna().to_numpy(float)
         if not len(later):
             reason = "the device is the CPU, whose memory is that of the processes"
             rows.append(context.absent_row(name, "growth_bytes", reason, **identity))
