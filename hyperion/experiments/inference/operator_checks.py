@@ -9,6 +9,7 @@ import itertools
 import json
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -80,6 +81,10 @@ KNOWN_GAPS = {
         "the gradient is computed as exp(log|g| - y + x), which loses the digits of g where |y| is large",
     ),
     ("linalg.vector_norm", "backward"): (("fp16",), "the powers |x|^(p - 1) of small numbers are below the smallest fp16 number"),
+    ("nn.functional.normalize", "backward"): (
+        ("fp16",),
+        "the powers of small numbers and of small norms are below the smallest fp16 number, so the gradient is not finite",
+    ),
     ("nn.functional.grid_sample", "backward"): (
         ("bf16", "fp16"),
         "the position in pixels is rounded to the format, so it can be in another pixel, where the gradient is another one",
@@ -87,6 +92,13 @@ KNOWN_GAPS = {
 }
 # Excluded entries: they are step functions, and if the exact quotient is just below an integer, rounding gives the integer.
 _STEPS = ("div (trunc_rounding)", "div (floor_rounding)")
+# Arguments that switch dropout off, by operator. With dropout, the reference on the CPU would get other random numbers than a GPU.
+_NO_DROPOUT = {
+    "nn.functional.scaled_dot_product_attention": {"dropout_p": 0.0},
+    "nn.functional.multi_head_attention_forward": {"training": False},
+}
+# Operators that return values and their indices, with the position of `dim` in the arguments after the input.
+_INDEX_DIM = {"sort": 0, "topk": 1}
 # Kinds whose GPU kernels add to elements in memory, in the dtype of the tensor.
 _IN_STORAGE = ("indexing and shapes", "resampling")
 KIND_OF = {name: kind for kind, names in OPERATORS.items() for name in names}
@@ -138,6 +150,9 @@ class _Checker:
         self.unavailable, self._entries = why_no_database(), {}
         # The import below freezes these settings, so set them first. They are never reset: the process does nothing else.
         matmul_precision(FORMATS["fp32"]).__enter__()
+        # By default, PyTorch uses TF32 units for recurrent layers.
+        rnn: Any = torch.backends.cudnn.rnn  # pyright: ignore[reportAttributeAccessIssue]  # torch adds it at run time
+        rnn.fp32_precision = "ieee"
         if not self.unavailable:
             try:
                 self._entries = _database()
@@ -170,7 +185,11 @@ class _Checker:
         taken = list(itertools.islice(found, self.samples * _GENERATED or None))
         chosen = taken[:: max(1, len(taken) // self.samples)][: self.samples] if self.samples else taken
         in_storage = KIND_OF[operator.name] in _IN_STORAGE and self.device.type != "cpu"
-        return [Case(operator.op, (one.input, *one.args), one.kwargs, in_storage) for one in chosen]
+        function = operator.op
+        if operator.name in _INDEX_DIM:
+            function = functools.partial(_with_values_at_indices, operator.op, _INDEX_DIM[operator.name])
+        fixed = _NO_DROPOUT.get(operator.name, {})
+        return [Case(function, (one.input, *one.args), one.kwargs | fixed, in_storage) for one in chosen]
 
     def _outcomes(self, entry: str, dtype: str, mode: str, make_cases: Callable[[], list[Case]]) -> list[dict]:
         compute = forward_backward
@@ -212,6 +231,20 @@ class _Checker:
             return errors_over_tolerance(alone, FORMATS[dtype].storage, self.seed, self.probes, compute)
         except Exception:
             return {}
+
+
+def _with_values_at_indices(operator: Callable, dim_place: int, given: Tensor, *args, **kwargs) -> tuple[Tensor, ...]:
+    """Call an operator that returns values and indices. Return the elements of its input at the indices instead of the indices.
+
+    Of equal elements, each may come first, so the indices themselves cannot be compared. If there is one for each element of the
+    input, each must occur once. A stable sort must return the same indices.
+    """
+    values, indices = operator(given, *args, **kwargs)
+    if kwargs.get("stable"):
+        return values, indices
+    dim = kwargs.get("dim", args[dim_place] if len(args) > dim_place else -1)
+    outputs = values, given.gather(dim, indices)
+    return (*outputs, indices.sort(dim).values) if indices.shape == given.shape else outputs
 
 
 def _compiled(function: Callable, *rest):

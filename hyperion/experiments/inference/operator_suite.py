@@ -172,7 +172,9 @@ def _rows_of(context: Context, name: str, outcomes: list[dict]) -> list[Row]:
         worst = max(found, key=lambda one: one["ratio"])
         params = {"kind": kind, "mode": mode, "worst pass": worst["pass"], "sample inputs": worst["samples"]}
         formats, cause = KNOWN_GAPS.get((name, worst["pass"]), ((), ""))
-        if worst["ratio"] > 1 and dtype in formats and math.isfinite(worst["ratio"]):
+        if worst["ratio"] > 1 and dtype in formats and not math.isfinite(worst["ratio"]):
+            rows.append(context.absent_row(entry, METRIC, f"known: {cause}", dtype=dtype, params=params | {"cause": cause}))
+        elif worst["ratio"] > 1 and dtype in formats:
             rows.append(context.row(entry, METRIC, worst["ratio"], dtype=dtype, params=params | {"cause": cause}))
         else:
             check = checked("float64", worst["ratio"], 1.0)

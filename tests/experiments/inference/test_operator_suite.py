@@ -1,9 +1,12 @@
 """The operator suite at toy sizes: counts, gaps with reasons, crashes that name the operator, and planted faults."""
 
+import functools
 import importlib.util
+import math
 
 import pytest
 import torch
+from torch.utils._pytree import tree_leaves
 
 from hyperion.chapter import experiment_named, load_profile
 from hyperion.experiments.inference import operator_checks, operator_suite
@@ -11,6 +14,7 @@ from hyperion.experiments.inference.claims import operator_claims
 from hyperion.experiments.inference.figures_operators import count_table, gaps
 from hyperion.experiments.inference.operator_checks import KIND_OF
 from hyperion.experiments.inference.operator_suite import OperatorSuiteOptions, collect_outcomes, status_of
+from hyperion.experiments.inference.rounding import Case, errors_over_tolerance
 from tests.chapter.toy import perform, toy_context
 from tests.experiments.inference import dying_operators
 
@@ -30,6 +34,7 @@ def checker(one_thread):
     pytest.importorskip("expecttest")
     patch = pytest.MonkeyPatch()
     patch.setattr(torch.backends, "disable_global_flags", lambda: None)
+    patch.setattr(torch.backends.cudnn.rnn, "fp32_precision", torch.backends.cudnn.rnn.fp32_precision)  # restored at the end
     with operator_checks.matmul_precision(operator_checks.FORMATS["fp32"]):
         yield operator_checks._Checker(["fp32"], 2, 4, 0)
     patch.undo()
@@ -68,6 +73,60 @@ def test_a_patched_operator_fails(checker, monkeypatch):
     assert status_of(checker.check("tanh", False), "fp32", "forward") == "failed"
 
 
+def unstable(x):
+    """Sort so that equal elements come in the opposite order of a stable sort."""
+    values, indices = torch.sort(x.flip(0), stable=True)
+    return values, len(x) - 1 - indices
+
+
+def first_of_ties(x):
+    """Sort, but give equal elements the index of the first of them."""
+    values, indices = torch.sort(x, stable=True)
+    return values, indices[torch.searchsorted(values, values)]
+
+
+def off_by_one(x):
+    values, indices = x.sort()
+    return values, (indices + 1) % len(x)
+
+
+@pytest.mark.parametrize(("sort", "error"), [(unstable, False), (off_by_one, True), (first_of_ties, True)])
+def test_equal_elements_may_be_sorted_in_any_order_but_each_occurs_once(sort, error):
+    x = torch.tensor([3.0, 1.0, 1.0, 1.0, 2.0, 2.0], dtype=torch.bfloat16)
+
+    def on_device(given, *args):
+        return sort(given) if given.dtype == torch.bfloat16 else given.sort()
+
+    call = functools.partial(operator_checks._with_values_at_indices, on_device, 0)
+    ratios = errors_over_tolerance(Case(call, (x,), {}), torch.bfloat16, 0, 4)
+    assert (ratios["forward"] > 1) == error
+
+
+def test_a_stable_sort_must_return_the_same_indices():
+    x = torch.ones(4, dtype=torch.bfloat16)
+    outputs = operator_checks._with_values_at_indices(lambda x, **kwargs: unstable(x), 0, x, stable=True)
+    assert [one.tolist() for one in outputs] == [[1.0] * 4, [3, 2, 1, 0]]
+
+
+@pytest.mark.parametrize("name", list(operator_checks._NO_DROPOUT))
+def test_attention_is_checked_without_dropout(name, checker):
+    (operator,) = checker._entries[name].values()
+    results = []
+    for seed in (1, 2):
+        cases = checker._cases(operator, "fp32")
+        operator_of = {"nn.functional.scaled_dot_product_attention": torch.nn.functional.scaled_dot_product_attention}
+        call = operator_of.get(name, torch.nn.functional.multi_head_attention_forward)
+        torch.manual_seed(seed)
+        results.append([call(*case.args, **case.kwargs) for case in cases])
+    assert results[0] and all(
+        torch.equal(one, again) for pair in zip(*results, strict=True) for one, again in zip(*map(tree_leaves, pair), strict=True)
+    )
+
+
+def test_recurrent_layers_do_not_use_tf32(checker):
+    assert torch.backends.cudnn.rnn.fp32_precision == "ieee"
+
+
 def test_an_operator_that_raises_an_error_in_the_backward_pass_alone_passes_forward(checker, monkeypatch):
     class Refusing(torch.autograd.Function):
         @staticmethod
@@ -98,6 +157,11 @@ def test_a_known_gap_has_its_cause_and_an_unknown_one_is_refused(tmp_path):
     assert unknown.without_failed_value().value is None
     assert [holds for holds, _ in operator_claims([known])] == [False]  # nothing was counted
     assert "logcumsumexp, bf16, forward" in operator_claims([unknown.without_failed_value()])[0][1]
+    # A gradient that is not finite cannot be a value, so its row states the cause instead.
+    one = one | {"entry": "nn.functional.normalize", "ratio": math.inf}
+    fp16, bf16 = (operator_suite._rows_of(context, "nn.functional.normalize", [one | {"dtype": d}])[0] for d in ("fp16", "bf16"))
+    assert fp16.value is None and not fp16.is_unexpected and [line["status"] for line in gaps([fp16])] == ["known"]
+    assert bf16.without_failed_value().is_unexpected
 
 
 def test_without_the_database_the_rows_have_the_reason_and_the_layers_are_checked(tmp_path, monkeypatch):

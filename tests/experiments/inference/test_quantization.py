@@ -298,6 +298,11 @@ def test_the_share_of_bandwidth_has_a_claim_for_large_models_only():
     assert [holds for holds, _ in decode_claims(rows(13e9, 0.1, 0.75))] == [True]
     assert [holds for holds, _ in decode_claims(rows(13e9, 0.1, 0.65))] == [False]
     assert [holds for holds, _ in decode_claims(rows(13e9))] == [False]
+    # Without a measured copy, the bandwidth of the data sheet counts.
+    timed = interval | {"limit": 4e-3, "params": {"model": "m"}, "check": "c", "check_error": 0, "check_tolerance": 0}
+    for time_s, expected in ((5.4e-3, True), (6e-3, False)):
+        timing = Row(metric="decode_time_s", value=time_s, **common, **timed)
+        assert [holds for holds, _ in decode_claims([*rows(13e9), timing])] == [expected]
 
 
 def test_quality_claims_follow_the_bits():
