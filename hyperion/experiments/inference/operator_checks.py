@@ -92,7 +92,7 @@ KNOWN_GAPS = {
 }
 # Excluded entries: they are step functions, and if the exact quotient is just below an integer, rounding gives the integer.
 _STEPS = ("div (trunc_rounding)", "div (floor_rounding)")
-# Arguments that switch dropout off, by operator. With dropout, the reference on the CPU would get other random numbers than a GPU.
+# Arguments that switch dropout off, by operator. Otherwise the reference on the CPU would use other random numbers than a GPU.
 _NO_DROPOUT = {
     "nn.functional.scaled_dot_product_attention": {"dropout_p": 0.0},
     "nn.functional.multi_head_attention_forward": {"training": False},
