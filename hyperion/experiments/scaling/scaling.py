@@ -30,22 +30,37 @@ from hyperion.models import (
     ModelFlops,
     TransformerConfig,
     TransformerLM,
+    flops_per_image,
     flops_per_token,
     llama_flops_per_token,
     llama_parameter_count,
     load_llama,
     named_config,
+    parameter_count,
     random_llama_shape,
+    resnet18,
 )
+from hyperion.models.resnet import IMAGE_SIZE
 from hyperion.parallel import ParallelPlan, parallelize
 from hyperion.processes import JobError, World, world
 from hyperion.processes.job import INTERRUPTED
 from hyperion.results import Estimate, Row, independent_ratio_estimate, median_estimate
-from hyperion.training import LanguageEngine, Precision, TorchEngine, adamw, add_lora, choose_precision, seed_everything
+from hyperion.training import (
+    ImageEngine,
+    LanguageEngine,
+    Precision,
+    TorchEngine,
+    adamw,
+    add_lora,
+    choose_precision,
+    seed_everything,
+    sgd_nesterov,
+)
 from hyperion.training.lora import ATTENTION
 from hyperion.workloads.fine_tuning import ALPHA, RANK, frozen_dtype
 from hyperion.workloads.training_rows import flops_floor
 from hyperion.workloads.twins import SCATTER_FP32
+from hyperion.workloads.workloads import CLASSES
 
 # Weak scaling: the batch per device is constant. Strong scaling: the total batch is constant.
 MODES = ("weak", "strong")
@@ -62,13 +77,16 @@ _IDEAL = "no limit: N devices are ideally N times as fast, and more where each h
 class ScaledTraining:
     """One training workload that runs on several numbers of devices.
 
+    The tokens and images are random, because their values do not affect the time.
+
     Args:
         name: variant of the rows.
-        model: name of a configuration of a TransformerLM, or of a randomly initialised Llama with LoRA adapters.
+        model: name of a configuration of a TransformerLM, or of a randomly initialised Llama with LoRA adapters, or "resnet18".
         strategy: parallelism strategy, "ddp" or "fsdp".
-        batch_per_device: number of sequences in a step: per device in weak scaling, in total in strong scaling.
-        sequence_length: number of tokens in a sequence.
-        vocabulary: number of tokens in the vocabulary. The tokens are random, because their values do not affect the time.
+        batch_per_device: number of sequences or images in a step: per device in weak scaling, in total in strong scaling.
+        sequence_length: number of tokens in a sequence, for language models.
+        vocabulary: number of tokens in the vocabulary, for language models.
+        width: number of channels of the first stage, for the ResNet-18.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid", strict=True)
@@ -77,8 +95,14 @@ class ScaledTraining:
     model: str
     strategy: Literal["ddp", "fsdp"]
     batch_per_device: int
-    sequence_length: int
-    vocabulary: int
+    sequence_length: int = 0
+    vocabulary: int = 0
+    width: int = 0
+
+    @property
+    def item(self) -> str:
+        """What the workload counts: "image" or "token"."""
+        return "image" if self.model == "resnet18" else "token"
 
     @property
     def lora(self) -> bool:
@@ -86,8 +110,12 @@ class ScaledTraining:
         return "llama" in self.model
 
     def batch(self, mode: str, ranks: int) -> int:
-        """Return the number of sequences in a step, summed over all ranks."""
+        """Return the number of sequences or images in a step, summed over all ranks."""
         return self.batch_per_device * (ranks if mode == "weak" else 1)
+
+    def items(self, mode: str, ranks: int) -> int:
+        """Return the number of tokens or images in a step, summed over all ranks."""
+        return self.batch(mode, ranks) * (self.sequence_length if self.item == "token" else 1)
 
 
 class ScalingOptions(RankOptions):
@@ -101,7 +129,7 @@ class ScalingOptions(RankOptions):
         traced_steps: number of consecutive steps in a profiled window. Of three windows, the one of median length is used.
         learning_rate: constant learning rate.
         parity_steps: number of steps of the parity check, in float32.
-        parity_batch: number of sequences in a batch of the parity check, summed over all ranks.
+        parity_batch: number of sequences or images in a batch of the parity check, summed over all ranks.
         parity_length: number of tokens in a sequence of the parity check.
         workloads: training workloads to run.
     """
@@ -159,14 +187,14 @@ def _efficiency_forecast(context: Context, training: ScaledTraining, ranks: int,
     The step time on several devices is the computation time plus the communication time that computation cannot hide.
     """
     params = {"model": training.model, "strategy": training.strategy, "mode": "weak", "ranks": ranks}
-    tokens = training.batch("weak", ranks) * training.sequence_length
+    items = training.items("weak", ranks)
     gemm, busbw = context.best_upstream("gemm_tflops", dtype), _best_busbw(context)
     estimate, basis = None, "no estimate: this run has not measured products and collectives (chapters 1.1 and 1.3)"
     if ranks == 1:
         basis = "no estimate: this machine has one device"
     elif gemm and gemm.value and busbw:
         flops, sent = _flops_and_bytes(training, ranks, dtype)
-        computing = flops * tokens / ranks / (gemm.value * 1e12)
+        computing = flops * items / ranks / (gemm.value * 1e12)
         exchanging = sent / (busbw * 1e9)
         exposed = max(0.0, exchanging - _HIDING[training.strategy] * computing)
         estimate = computing / (computing + exposed)
@@ -174,7 +202,8 @@ def _efficiency_forecast(context: Context, training: ScaledTraining, ranks: int,
             f"{computing * 1e3:.3g} ms of products at the measured {gemm.value:.4g} TFLOPS; {sent / 1e9:.3g} GB per rank at the "
             f"measured {busbw:.4g} GB/s take {exchanging * 1e3:.3g} ms, of which {exposed * 1e3:.3g} ms cannot be hidden"
         )
-    return Forecast(training.name, "scaling_efficiency", estimate, basis, dtype=dtype, params=params | {"tokens": tokens})
+    params |= {f"{training.item}s": items}
+    return Forecast(training.name, "scaling_efficiency", estimate, basis, dtype=dtype, params=params)
 
 
 def _best_busbw(context: Context) -> float | None:
@@ -183,8 +212,11 @@ def _best_busbw(context: Context) -> float | None:
 
 
 def _flops_and_bytes(training: ScaledTraining, ranks: int, dtype: str) -> tuple[float, float]:
-    """Return (FLOPs per token, bytes that each rank sends in a step)."""
-    if training.lora:
+    """Return (FLOPs per token or image, bytes that each rank sends in a step)."""
+    if training.item == "image":
+        flops = flops_per_image(CLASSES, training.width).forward_backward
+        parameters = reduced = parameter_count(resnet18(CLASSES, training.width))
+    elif training.lora:
         config = random_llama_shape(training.model, training.vocabulary)
         flops = llama_flops_per_token(config, training.sequence_length, RANK, ATTENTION).forward_backward
         parameters, reduced = llama_parameter_count(config), 0  # only the gradients of the adapters are reduced
@@ -276,14 +308,14 @@ def _mode_rows(context: Context, dtype: str, training: ScaledTraining, own: pd.D
         ]
     step = median_estimate(times)
     facts = own.query("ranks == @ranks and mode == @mode and kind == 'step'").iloc[0]
-    tokens = int(facts["tokens"])
-    params = _params(training, mode, ranks, {"tokens": tokens})
+    items = int(facts["items"])
+    params = _params(training, mode, ranks, {f"{training.item}s": items})
     floor, source = flops_floor(context.device, dtype, float(facts["least_flops"]) / ranks)
-    rate = step.map(lambda seconds: tokens / seconds)
-    best = None if floor is None else tokens / floor
+    rate = step.map(lambda seconds: items / seconds)
+    best = None if floor is None else items / floor
     rows = [
         _row(context, training, "step_time_s", step, dtype, params, limit=floor, limit_source=source),
-        _row(context, training, "tokens_per_s", rate, dtype, params, limit=best, limit_source=source),
+        _row(context, training, f"{training.item}s_per_s", rate, dtype, params, limit=best, limit_source=source),
     ]
     if ranks == 1:
         return rows
@@ -356,8 +388,13 @@ def step_times(own: pd.DataFrame, mode: str, ranks: int, kind: str = "step") -> 
 
 
 def _parity_row(context: Context, training: ScaledTraining, own: pd.DataFrame, ranks: int) -> Row:
-    losses = own.query("kind == 'parity'").drop_duplicates(["ranks", "index"]).sort_values("index")
-    alone, here = (np.asarray(losses.loc[losses["ranks"] == n, "loss"]) for n in (1, ranks))
+    losses = own.query("kind in ('parity', 'parity alone')").drop_duplicates(["kind", "ranks", "index"]).sort_values("index")
+
+    def of(kind: str, count: int) -> np.ndarray:
+        return np.asarray(losses.query("kind == @kind and ranks == @count")["loss"])
+
+    here = of("parity", ranks)
+    alone = of("parity alone", ranks) if training.item == "image" else of("parity", 1)
     params = {"what": "training loss", "model": training.model, "strategy": training.strategy, "ranks": ranks, "steps": len(here)}
     if len(alone) != len(here):
         return context.absent_row(
@@ -398,22 +435,36 @@ def measure_on_rank(context: Context, report: Report, names: list[str]) -> Resul
     frames = []
     for place, training in enumerate(chosen):
         report(place, len(chosen), f"{training.name} on {world().size}")
-        frames.append(_parity(context, options, training))
+        frames += _parity(context, options, training)
         frames += _timed(context, options, training)
     return Result([], pd.concat(frames, ignore_index=True).assign(ranks=world().size, rank=world().rank))
 
 
-def _parity(context: Context, options: ScalingOptions, training: ScaledTraining) -> pd.DataFrame:
-    """Run training steps in float32 and return a table of their losses. The batches are the same on any number of ranks."""
+def _parity(context: Context, options: ScalingOptions, training: ScaledTraining) -> list[pd.DataFrame]:
+    """Run training steps in float32 and return tables of their losses. The batches are the same on any number of ranks.
+
+    The batch normalization of a ResNet normalizes each rank's part of a batch by itself, so its losses depend on the number of
+    ranks. They are compared with those of one rank that runs the parts one after the other.
+    """
     here = world()
-    strategy = training.strategy if here.size > 1 else "single"
-    engine, _ = _engine(context, options, training, here, strategy, Precision("fp32", "parity is judged in float32"))
+    frames = [_parity_losses(context, options, training, here, 1).assign(kind="parity")]
+    if training.item == "image" and here.size > 1:
+        frames.append(_parity_losses(context, options, training, here.alone(), here.size).assign(kind="parity alone"))
+    return frames
+
+
+def _parity_losses(
+    context: Context, options: ScalingOptions, training: ScaledTraining, sharers: World, micro_batches: int
+) -> pd.DataFrame:
+    strategy = training.strategy if sharers.size > 1 else "single"
+    precision = Precision("fp32", "parity is judged in float32")
+    engine, _ = _engine(context, options, training, sharers, strategy, precision, micro_batches)
     losses = []
     for step in range(options.parity_steps):
-        batch = _batch(context, training, options.parity_batch, options.parity_length, here, step)
+        batch = _batch(context, training, options.parity_batch, options.parity_length, sharers, step)
         losses.append(float(engine.train_step(batch).loss))
     _release(engine)
-    return pd.DataFrame({"kind": "parity", "index": range(len(losses)), "loss": losses, "workload": training.name})
+    return pd.DataFrame({"index": range(len(losses)), "loss": losses, "workload": training.name})
 
 
 def _timed(context: Context, options: ScalingOptions, training: ScaledTraining) -> list[pd.DataFrame]:
@@ -462,14 +513,14 @@ def _mode_times(
     frames = []
     for mode in modes:
         count = training.batch(mode, here.size)
-        tokens = count * training.sequence_length
+        items = training.items(mode, here.size)
         batch = _batch(context, training, count, training.sequence_length, here, 0)
         step = functools.partial(engine.train_step, batch)
         # Warm-up with the same sampling as the timing. The result is discarded.
         clock.sample([step], None, options.warmup_steps)
         times = clock.sample([step], None, options.steps)[0]
         frame = pd.DataFrame({"index": range(len(times)), "time_s": times})
-        frames.append(frame.assign(workload=training.name, mode=mode, kind=kind, tokens=tokens, least_flops=least_flops * tokens))
+        frames.append(frame.assign(workload=training.name, mode=mode, kind=kind, items=items, least_flops=least_flops * items))
         if sharers.size > 1:
             # After the timing, because the profiler slows steps down.
             frames.append(_traced(step, context.device, options.traced_steps).assign(workload=training.name, mode=mode))
@@ -496,9 +547,15 @@ def _missing(training: ScaledTraining, mode: str, reason: str) -> pd.DataFrame:
 
 
 def _engine(
-    context: Context, options: ScalingOptions, training: ScaledTraining, here: World, strategy: str, precision: Precision
+    context: Context,
+    options: ScalingOptions,
+    training: ScaledTraining,
+    here: World,
+    strategy: str,
+    precision: Precision,
+    micro_batches: int = 1,
 ) -> tuple[TorchEngine, float]:
-    """Return a training engine whose model is parallelized over the ranks in `here`, and the least FLOPs per token.
+    """Return a training engine whose model is parallelized over the ranks in `here`, and the least FLOPs per token or image.
 
     The initial weights are the same on every rank.
 
@@ -508,6 +565,12 @@ def _engine(
     device = context.device
     sixteen_bit = strategy == "fsdp" and precision.dtype == "bf16"
     plan = ParallelPlan(strategy=strategy, param_dtype="bf16" if sixteen_bit else None)
+    rate = options.learning_rate
+    if training.item == "image":
+        model = parallelize(resnet18(CLASSES, training.width).to(device.torch_device), plan, here)
+        optimizer = sgd_nesterov(model, rate)
+        engine = ImageEngine(model, optimizer, lambda step: rate, precision, device, micro_batches=micro_batches, world=here)
+        return engine, float(flops_per_image(CLASSES, training.width).forward_backward)
     if training.lora:
         model, flops = lora_model(
             training.model, training.vocabulary, training.sequence_length // 2, device, frozen_dtype(precision)
@@ -517,7 +580,6 @@ def _engine(
         with torch.device(device.torch_device):  # on the host, drawing a billion weights takes ten seconds
             model, flops = TransformerLM(config), flops_per_token(config, training.sequence_length // 2)
     model = parallelize(model, plan, here)
-    rate = options.learning_rate
     engine = LanguageEngine(model, adamw(model, rate), lambda step: rate, precision, device, world=here)
     return engine, float(flops.forward_backward)
 
@@ -525,11 +587,19 @@ def _engine(
 def _batch(
     context: Context, training: ScaledTraining, count: int, length: int, here: World, step: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return this rank's part of a batch of `count` sequences. The whole batch does not depend on the number of ranks."""
+    """Return this rank's part of a batch of `count` sequences of `length` tokens, or of `count` images.
+
+    The whole batch does not depend on the number of ranks.
+    """
     # Drawn on the host for all ranks, so that every rank takes its part of the same batch.
     generator = torch.Generator().manual_seed(context.seed * 1000 + step)
+    device = context.device.torch_device
+    if training.item == "image":
+        images = torch.randn(count, 3, IMAGE_SIZE, IMAGE_SIZE, generator=generator)
+        labels = torch.randint(CLASSES, (count,), generator=generator)
+        return images.chunk(here.size)[here.rank].to(device), labels.chunk(here.size)[here.rank].to(device)
     tokens = torch.randint(training.vocabulary, (count, length + 1), generator=generator)
-    own = tokens.chunk(here.size)[here.rank].to(context.device.torch_device)
+    own = tokens.chunk(here.size)[here.rank].to(device)
     return own[:, :-1].contiguous(), own[:, 1:].contiguous()
 
 

@@ -29,12 +29,14 @@ SIZES = {
     "timeout_s": 300,
     "workloads": [{"name": f"language_{strategy}", "strategy": strategy} | SMALL for strategy in ("ddp", "fsdp")],
 }
+IMAGES = {"name": "image_ddp", "model": "resnet18", "strategy": "ddp", "batch_per_device": 4, "width": 4}
+NAMES = ("language_ddp", "language_fsdp", "image_ddp")
 
 
 @pytest.fixture(scope="module")
 def result(ranks_stay, tmp_path_factory):
     folder = tmp_path_factory.mktemp("scaling")
-    return perform(toy_context("scaling", SIZES, folder), folder)
+    return perform(toy_context("scaling", SIZES | {"workloads": [*SIZES["workloads"], IMAGES]}, folder), folder)
 
 
 @pytest.mark.slow
@@ -42,9 +44,7 @@ def result(ranks_stay, tmp_path_factory):
 @pytest.mark.skipif(len(usable_cpus()) < 2, reason="two ranks need two cores")
 def test_exposed_communication_of_two_gloo_ranks_is_a_share_from_a_trace(result):
     exposed = [row for row in result.rows if row.params.get("what") == EXPOSED]
-    assert {(row.variant, row.params["mode"]) for row in exposed} == {
-        (f"language_{strategy}", mode) for strategy in ("ddp", "fsdp") for mode in MODES
-    }
+    assert {(row.variant, row.params["mode"]) for row in exposed} == {(name, mode) for name in NAMES for mode in MODES}
     assert all(row.params["ranks"] == 2 and 0 < row.value < 1 and row.n == 2 for row in exposed)
     traced = result.samples.query("kind == 'traced'")
     assert len(traced) == 2 * len(exposed) and set(traced["rank"]) == {0, 1} and (traced["ranks"] == 2).all()
@@ -59,11 +59,37 @@ def test_exposed_communication_of_two_gloo_ranks_is_a_share_from_a_trace(result)
 def test_every_difference_has_its_interval_and_no_share_is_negative(result):
     differences = [row for row in result.rows if row.metric == "alone_difference"]
     shares = {(row.variant, row.params["mode"]): row for row in result.rows if row.metric == "communication_share"}
-    assert len(differences) == len(shares) == 4
+    assert len(differences) == len(shares) == 2 * len(NAMES)
     for row in differences:
         share = shares[row.variant, row.params["mode"]]
         assert row.ci_low <= row.value <= row.ci_high and share.params == row.params
         assert (share.value == row.value) if row.ci_low > 0 else (share.value is None and "no share" in share.value_reason)
+
+
+@pytest.mark.slow
+@pytest.mark.process
+@pytest.mark.skipif(len(usable_cpus()) < 2, reason="two ranks need two cores")
+def test_images_are_counted_and_have_the_losses_of_one_rank_that_runs_the_parts_of_both(result):
+    rows = [row for row in result.rows if row.variant == "image_ddp"]
+    images = {(r.params["ranks"], r.params["mode"]): r.params["images"] for r in rows if r.metric == "images_per_s"}
+    assert images == {(1, "weak"): 4, (2, "weak"): 8, (2, "strong"): 4}
+    (parity,) = [row for row in rows if row.metric == "relative_difference"]
+    assert parity.value <= 1e-6 and parity.params["steps"] == 3
+    # Batch normalization makes the losses depend on the number of ranks, so one rank with the whole batch has other losses.
+    losses = (
+        result.samples.query("workload == 'image_ddp' and kind == 'parity' and rank == 0").groupby("ranks")["loss"].apply(list)
+    )
+    assert np.abs(np.array(losses[2]) / losses[1] - 1).max() > 1e-3
+
+
+def test_the_prediction_for_images_counts_the_gradients_of_the_whole_network(tmp_path):
+    context = toy_context("scaling", SIZES | {"workloads": [IMAGES | {"width": 64}]}, tmp_path)
+    training = ScalingOptions.of(context).workloads[0]
+    flops, sent = scaling._flops_and_bytes(training, 4, "bf16")
+    # 11,173,962 parameters; an all-reduce sends twice 3/4 of their float32 gradients. The network has 0.56 GFLOPs of
+    # multiply-adds per image forward, and the backward pass has twice as many.
+    assert sent == 2 * 3 / 4 * 4 * 11_173_962
+    assert flops == pytest.approx(3 * 2 * 0.556e9, rel=0.01)
 
 
 @pytest.mark.parametrize(("machine", "exposed_ns"), [("H200", 60), ("cpu", 60)])
@@ -132,7 +158,7 @@ def launches(monkeypatch, tmp_path, fault: JobError) -> tuple[list, Result | Non
             raise fault
         index = pd.MultiIndex.from_product([params["names"], MODES, ["step", "alone"], range(5)])
         frame = index.to_frame(index=False, name=["workload", "mode", "kind", "index"])
-        frame = frame.assign(time_s=0.01, tokens=64, least_flops=1.0)
+        frame = frame.assign(time_s=0.01, items=64, least_flops=1.0)
         parity = frame.query("mode == 'weak' and kind == 'step'").assign(kind="parity", loss=3.0)
         return [Result([], pd.concat([frame, parity]).assign(ranks=ranks, rank=rank)) for rank in range(ranks)]
 
