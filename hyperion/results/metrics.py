@@ -185,6 +185,13 @@ _METRICS = (
     Metric("perplexity_word_sd", "perplexity", "lower", "standard deviation of the perplexity per word between seeds"),
     Metric("bits_per_byte_sd", "bits", "lower", "standard deviation of the bits per byte between seeds"),
     Metric("accuracy", "fraction", "higher", "share of held-out images classified correctly", True, True),
+    Metric(
+        "accuracy_difference",
+        "fraction",
+        "higher",
+        "accuracy of a variant of a model or a training minus that of the original, on the same images",
+        needs_interval=True,
+    ),
     Metric("accuracy_sd", "fraction", "lower", "standard deviation of the accuracy between seeds"),
     Metric("time_to_accuracy_s", "s", "lower", "training time until the held-out accuracy reaches a target", True),
     Metric("loss_scale", "1", "none", "factor on the loss that keeps fp16 gradients from vanishing"),

@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -9,10 +10,13 @@ import torch
 
 from hyperion.book import pick
 from hyperion.chapter import Context, experiment_named, load_profile
-from hyperion.experiments.baselines.image_classifier import compile_training
+from hyperion.errors import HyperionError
+from hyperion.experiments.baselines import image_classifier
+from hyperion.experiments.baselines.image_classifier import ImageClassifierOptions, TrainedImages, compile_training
 from hyperion.models import resnet18
 from hyperion.results import RowError, Run
-from hyperion.training import seed_everything
+from hyperion.training import History, seed_everything
+from hyperion.training.loop import EpochRecord
 from hyperion.workloads import datasets
 from hyperion.workloads.twins import ONE_BY_ONE, REPLAYED, captured_parity, parity_row
 from tests.training.small import small_batches, small_engine
@@ -300,29 +304,31 @@ def test_a_compiled_classifier_is_evaluated_uncompiled_and_computes_the_same():
     assert calls == ["compiled"]
 
 
+IMAGE_SIZES = {
+    "width": 4,
+    "batch_size": 50,
+    "epochs": 2,
+    "held_out_images": 100,
+    "learning_rate": 0.1,
+    "warmup_share": 0.2,
+    "weight_decay": 5e-4,
+    "label_smoothing": 0.1,
+    "reaches": 0.0,
+    "border": "reflect",
+    "hole": 8,
+    "precision": "auto",
+    "target": 0.05,
+    "compiled": False,
+    "evaluate_every": 1,
+    "checkpoint_every": 5,
+    "steady_time_limit_s": 0.05,
+    "seeds": 2,
+}
+
+
 @pytest.mark.slow
 def test_image_classifier_tests_once_a_seed_and_knows_the_best_possible(folder):
-    sizes = {
-        "width": 4,
-        "batch_size": 50,
-        "epochs": 2,
-        "held_out_images": 100,
-        "learning_rate": 0.1,
-        "warmup_share": 0.2,
-        "weight_decay": 5e-4,
-        "label_smoothing": 0.1,
-        "reaches": 0.0,
-        "border": "reflect",
-        "hole": 8,
-        "precision": "auto",
-        "target": 0.05,
-        "compiled": False,
-        "evaluate_every": 1,
-        "checkpoint_every": 5,
-        "steady_time_limit_s": 0.05,
-        "seeds": 2,
-    }
-    result, _ = perform("image_classifier", sizes, folder)
+    result, _ = perform("image_classifier", IMAGE_SIZES, folder)
     accuracies = [row for row in result.rows if row.metric == "accuracy"]
     splits = ["held-out train", "held-out train", "test", "test, every seed", "test, every seed", "test, mean of seeds"]
     assert [row.params["split"] for row in accuracies] == splits
@@ -343,6 +349,46 @@ def test_image_classifier_tests_once_a_seed_and_knows_the_best_possible(folder):
     assert {row.variant for row in result.rows} == {"resnet18_w4"}
     mfu = next(row for row in result.rows if row.metric == "mfu")
     assert mfu.value is None and "no peak" in mfu.value_reason  # no CPU has a published one
+
+
+@pytest.mark.parametrize(("precision", "compared"), [("bf16", True), ("fp32", False)])
+def test_image_classifier_compares_its_accuracies_with_those_in_fp32(precision, compared, folder, monkeypatch):
+    """The trainings are replaced, because bf16 is slow on a CPU."""
+    tested = {("bf16", 0): 0.92, ("bf16", 1): 0.94, ("fp32", 0): 0.93, ("fp32", 1): 0.96}
+
+    def trained(data, seed, report):
+        dtype = data.precision.dtype
+        record = EpochRecord(1, 10, 10, 1.0, 0.1, 100, 1.0, 10, 100.0, "peak_rss_gib", None, {"accuracy": 0.9})
+        history = History("image", losses=[1.0] * 10, epochs=[record])
+        return (
+            None,
+            None,
+            TrainedImages(seed, "resnet18_w4", dtype, 10, history, {"accuracy": tested[dtype, seed], "images": 100}),
+        )
+
+    monkeypatch.setattr(image_classifier, "_train", trained)
+    monkeypatch.setattr(image_classifier, "_best_possible", lambda *rest: (None, "no limit: toy"))
+    context = Context(notebook="toy", experiment="image_classifier", sizes={}, workspace=folder)
+    options = ImageClassifierOptions.parse(IMAGE_SIZES | {"precision": precision, "compare_with_fp32": True}, "image_classifier")
+    splits = SimpleNamespace(test=([], []))
+    data = image_classifier._Data(context, options, SimpleNamespace(source="mirror", test_images=[]), splits)
+    runs = [trained(data, seed, None)[2] for seed in (0, 1)]
+    rows, curves = image_classifier._compared_with_fp32(data, runs, lambda *progress: None)
+    (difference,) = [row for row in rows if row.metric == "accuracy_difference"]
+    if not compared:
+        assert difference.value_reason == "no difference: the training itself runs in fp32" and len(rows) == 1 and not curves
+        return
+    assert (difference.n, difference.dtype, difference.params["from"]) == (2, "bf16", "fp32")
+    # Two differences, -0.01 and -0.02: Student's t for one degree of freedom is 12.7062.
+    assert difference.value == pytest.approx(-0.015) and difference.ci_low == pytest.approx(-0.015 - 12.7062 * 0.005, rel=1e-4)
+    assert {row.dtype for row in rows if row.metric == "accuracy"} == {"fp32"}
+    # The curves of the other precision have kinds of their own, so that no figure mixes them.
+    assert {kind for curve in curves for kind in curve["kind"]} == {"step, fp32", "evaluation, fp32"}
+
+
+def test_a_comparison_of_accuracies_needs_two_seeds():
+    with pytest.raises(HyperionError, match="at least two seeds"):
+        ImageClassifierOptions.parse(IMAGE_SIZES | {"seeds": 1, "compare_with_fp32": True}, "image_classifier")
 
 
 @pytest.mark.slow

@@ -6,14 +6,15 @@ Its options were chosen by the accuracy on held-out training images. The test im
 import gc
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import pandas as pd
 import torch
+from pydantic import model_validator
 from torch import nn
 
 from hyperion.chapter.context import Context, Experiment, Forecast, Options, Report, Result
@@ -23,7 +24,7 @@ from hyperion.measure import FORMATS
 from hyperion.measure.clock.timing import MINIMUM_SAMPLES
 from hyperion.measure.steps.compilation import missing_compiler
 from hyperion.models import flops_per_image, parameter_count, resnet18
-from hyperion.results import Row, proportion_estimate
+from hyperion.results import Row, mean_estimate, proportion_estimate
 from hyperion.training import (
     History,
     ImageEngine,
@@ -71,6 +72,8 @@ class ImageClassifierOptions(Options):
         evaluate_every: number of epochs between evaluations on the held-out images.
         checkpoint_every: number of steps between checkpoints.
         seeds: number of training runs, each with its own seed.
+        compare_with_fp32: whether to train each seed again with float32 tensors, and to compare the test accuracies. On a device
+            with TF32 units, the products use them, which is PyTorch's default for convolutions. Needs at least two seeds.
         target: held-out accuracy for the metric "time to accuracy", 0 to 1.
         reaches: minimum test accuracy required after training, 0 to 1.
         steady_time_limit_s: timing budget in seconds for single training steps after the training run.
@@ -94,10 +97,17 @@ class ImageClassifierOptions(Options):
     evaluate_every: int
     checkpoint_every: int
     seeds: int = 1
+    compare_with_fp32: bool = False
     target: float
     reaches: float
     steady_time_limit_s: float
     steady_samples: int = MINIMUM_SAMPLES
+
+    @model_validator(mode="after")
+    def _has_seeds_to_compare(self) -> Self:
+        if self.compare_with_fp32 and self.seeds < 2:
+            raise ValueError("compare_with_fp32 needs at least two seeds")
+        return self
 
 
 @dataclass(frozen=True)
@@ -158,6 +168,10 @@ def run(context: Context, report: Report) -> Result:
         gc.collect()
     if len(seeds) > 1:
         rows += seed_rows(context, runs, data.best_tested, options.target, image_set.source)
+    if options.compare_with_fp32:
+        found, curves = _compared_with_fp32(data, runs, report)
+        rows += found
+        samples += curves
     parity, parity_samples = captured_parity(
         context, runs[0].name, _beginning(data), image_set.source, chaotic=True, compiled=not data.why_not_compiled
     )
@@ -253,6 +267,36 @@ class _Data:
         )
 
 
+def _compared_with_fp32(data: _Data, runs: list[TrainedImages], report: Report) -> tuple[list[Row], list[pd.DataFrame]]:
+    """Train with the same seeds and float32 tensors. Return the rows of these runs and of the differences, and their curves."""
+    context, options, source = data.context, data.options, data.image_set.source
+    dtype = "tf32" if context.device.supports("tf32")[0] else "fp32"
+    params = {"split": "test, mean of seeds", "seeds": len(runs), "step": runs[0].steps, "from": dtype}
+    if runs[0].dtype == dtype:
+        reason = f"no difference: the training itself runs in {dtype}"
+        return [context.absent_row(runs[0].name, "accuracy_difference", reason, dtype=dtype, params=params)], []
+    other = replace(data, options=options.model_copy(update={"precision": dtype}))
+    trained = []
+    for number, run in enumerate(runs):
+        trained.append(_train(other, run.seed, part_report(report, number, len(runs)))[2])
+        gc.collect()  # see `run`
+    rows = seed_rows(context, trained, data.best_tested, options.target, source)
+    differences = [run.tested["accuracy"] - one.tested["accuracy"] for run, one in zip(runs, trained, strict=True)]
+    rows.append(
+        context.row(
+            runs[0].name,
+            "accuracy_difference",
+            mean_estimate(differences),
+            dtype=runs[0].dtype,
+            params=params,
+            data_source=source,
+        )
+    )
+    # Under kinds of their own, because the figures draw the curves of the first precision.
+    curves = [_curve(one) for one in trained]
+    return rows, [curve.assign(kind=curve["kind"] + f", {dtype}") for curve in curves]
+
+
 def compile_training(model: nn.Module, backend: str = "inductor", options: dict | None = None) -> None:
     """Compile the forward and backward pass in training mode. In evaluation mode the model stays eager.
 
@@ -303,7 +347,7 @@ def _train(data: _Data, seed: int, report: Report) -> tuple[ImageEngine, ImageBa
         batches,
         plan,
         validation=lambda: data.loader(data.splits.held_out, seed, shuffle=False, drop_last=False),
-        folder=data.context.workspace / f"seed-{seed}",
+        folder=data.context.workspace / f"seed-{seed}-{data.precision.dtype}",
         report=report,
     )
     tested = engine.evaluate(data.loader(data.splits.test, seed, shuffle=False, drop_last=False))

@@ -23,13 +23,6 @@ _OWN = (
         "perplexity of the quantised model over that of the original, from paired losses of the same windows",
         needs_interval=True,
     ),
-    Metric(
-        "accuracy_difference",
-        "fraction",
-        "higher",
-        "accuracy of the quantised model minus that of the original, on the same images",
-        needs_interval=True,
-    ),
     Metric("weight_bytes", "B", "lower", "bytes of the stored weights of all quantised layers, with scales", needs_check=True),
     Metric(
         "decode_time_s",
