@@ -154,8 +154,9 @@ def run(context: Context, report: Report) -> Result:
     data = _Data(context, options, image_set, _Splits.of(prepared, options))
     seeds = [context.seed + number for number in range(options.seeds)]
     rows, samples, runs = [], [], []
+    parts = len(seeds) * (2 if options.compare_with_fp32 else 1)
     for number, seed in enumerate(seeds):
-        report_seed = part_report(report, number, len(seeds))
+        report_seed = part_report(report, number, parts)
         engine, batches, trained = _train(data, seed, report_seed)
         samples.append(_curve(trained))
         if number == 0:
@@ -278,7 +279,7 @@ def _compared_with_fp32(data: _Data, runs: list[TrainedImages], report: Report) 
     other = replace(data, options=options.model_copy(update={"precision": dtype}))
     trained = []
     for number, run in enumerate(runs):
-        trained.append(_train(other, run.seed, part_report(report, number, len(runs)))[2])
+        trained.append(_train(other, run.seed, part_report(report, len(runs) + number, 2 * len(runs)))[2])
         gc.collect()  # see `run`
     rows = seed_rows(context, trained, data.best_tested, options.target, source)
     differences = [run.tested["accuracy"] - one.tested["accuracy"] for run, one in zip(runs, trained, strict=True)]

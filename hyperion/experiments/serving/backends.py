@@ -1,7 +1,7 @@
 """Backends: the programs that generate text behind the front, their command lines, and the reasons why one is unavailable.
 
-`transformers serve` and vLLM have an OpenAI-compatible endpoint. Both run unmodified. `transformers serve`
-also runs with another setting of PyTorch, see `without_cudnn_attention`.
+`transformers serve` and vLLM have an OpenAI-compatible endpoint. Both run unmodified. `transformers serve` also
+runs with another setting of PyTorch, see `without_cudnn_attention`.
 """
 
 import importlib.util

@@ -70,7 +70,7 @@ def server_soak(material: Material) -> Figure | None:
     samples = material.samples("server_soak")
     if not growth or samples.empty:
         return None
-    figure, (axes,) = new_figure("Memory of the server in the soak", material.machine("server_soak"), 1, height=3.8)
+    figure, (axes,) = new_figure("Memory of the server in the soak", material.machine("server_soak"), 1, height=4.4)
     several = len({row.params["backend"] for row in growth}) > 1
     for place, row in enumerate(growth):
         of_backend = samples["backend"] == row.params["backend"]
@@ -90,7 +90,7 @@ def server_soak(material: Material) -> Figure | None:
         label = f"bound: {number(bounds[0] / KIB, 3)} KiB a request"
         axes.plot([], [], color=MUTED, linestyle=(0, (5, 3)), linewidth=1.2, label=label)
     axes.set(xlabel="answered requests", ylabel="MiB above the first reading")
-    axes.legend(loc="upper left")
+    axes.legend(loc="lower left", bbox_to_anchor=(0, 1))  # above the axes, because a steep line can cross any corner
     absent = [row for row in material.of("server_soak", metric="growth_bytes") if row.value is None]
     add_notes(figure, absences(absent, lambda row: row.variant))
     return figure

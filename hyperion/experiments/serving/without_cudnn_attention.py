@@ -1,11 +1,10 @@
 """`transformers serve` without cuDNN's attention.
 
-On Hopper GPUs, PyTorch prefers cuDNN for scaled dot product attention. cuDNN builds a plan for each new pair of a query length
+On an H100, PyTorch 2.11 prefers cuDNN for scaled dot product attention. cuDNN builds a plan for each new pair of a query length
 and a key length, and PyTorch keeps all plans. With continuous batching, these lengths differ from step to step. The server then
 spends much of its time on building plans, and its memory grows. The experiment `server_soak` measures both.
 
-PyTorch 2.11 has no environment variable for this setting, so this program changes it and then runs `transformers`, which stays
-unmodified.
+This program changes the setting and then runs `transformers`, which stays unmodified.
 """
 
 import runpy
