@@ -291,14 +291,14 @@ def test_corrupted_checkpoints_of_a_training_that_goes_on(tmp_path, monkeypatch,
         return [(row.key, row.value) for row in result.rows if row.metric in ("training_loss", "accuracy")]
 
     undisturbed = train()
-    earlier, newest = sorted(context.workspace.glob("seed-0/step-*"))
+    earlier, newest = sorted(context.workspace.glob("seed-0-fp32/step-*"))
     damaged = max(newest.rglob("*.safetensors"), key=lambda path: path.stat().st_size)
     damaged.write_bytes(damaged.read_bytes()[:-8] + bytes(8))
     assert train() == undisturbed
     printed = "".join(capsys.readouterr())
     assert "WARNING: this checkpoint cannot be used" in printed and str(damaged) in printed
 
-    for checkpoint in context.workspace.glob("seed-0/step-*"):
+    for checkpoint in context.workspace.glob("seed-0-fp32/step-*"):
         (checkpoint / "manifest.json").write_text("{")
     before = contents(context.workspace)
     with pytest.raises(JobError, match="checkpoints can be used") as caught:
