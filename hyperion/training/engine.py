@@ -32,6 +32,7 @@ from hyperion.data.packing import IGNORE_INDEX
 from hyperion.errors import HyperionError, require_number
 from hyperion.hardware import Device
 from hyperion.parallel import (
+    assert_ranks_agree,
     average_statistics,
     clip_gradients,
     image_memory_format,
@@ -99,6 +100,9 @@ class Engine(Protocol):
     def evaluate(self, batches: Iterable) -> dict[str, float]:
         """Return a dict of the metrics on held-out data, including 'loss'. The training state does not change."""
         ...
+
+    def compare_ranks(self) -> None:
+        """Raise DesyncError on all ranks if a replicated parameter differs between ranks. With one rank, do nothing."""
 
     def save(self, folder: Path) -> None:
         """Write the complete state of the engine into an existing, empty folder."""
@@ -269,6 +273,10 @@ class TorchEngine(ABC):
         # Squares of the shards' norms add up to the square of the whole norm. The loss travels in the same collective.
         squared, loss = start_sum(torch.stack((norm.square(), share)), self.ranks)()
         return squared.sqrt(), lambda: loss
+
+    def compare_ranks(self) -> None:
+        """Raise DesyncError on all ranks if a replicated parameter differs between ranks. See `differing_parameters`."""
+        assert_ranks_agree(self.model)
 
     def save(self, folder: Path) -> None:
         """Write the state of the model and the optimizer by parameter name. All ranks must call this method.

@@ -1,7 +1,7 @@
 """The training loop: runs the steps of an Engine, measures them, evaluates the model, saves checkpoints and resumes.
 
 The loop does not depend on the model, its wrapper or the optimizer. Losses remain on the device and are read for several steps at
-once (see Pulse). When losses are read, the ranks also agree whether to stop.
+once (see Pulse). When losses are read, the ranks also agree whether to stop. Every few steps, the ranks compare their replicas.
 """
 
 import math
@@ -16,6 +16,7 @@ import torch
 from hyperion.checkpoints import agreed, checkpoint_path, gathered, newest_good, rank_and_size, require_writable
 from hyperion.checkpoints.states import to_tree
 from hyperion.errors import HyperionError, require_number
+from hyperion.parallel import DesyncError
 from hyperion.training.clocks import EpochMeter, Interrupted, Pulse, StopFlag
 from hyperion.training.engine import Engine, NonFiniteError, StepMetrics
 from hyperion.training.recipe import rng_state, seed_rank, set_rng_state
@@ -33,6 +34,8 @@ class TrainingPlan:
         checkpoint_every: number of steps between checkpoints. With None, a checkpoint is saved only at the end and when
             SIGTERM stops training.
         keep: number of checkpoints to keep.
+        compare_ranks_every: number of steps between comparisons of the ranks' replicated parameters. These are also compared
+            before each checkpoint and at the end. A comparison broadcasts them once, outside the timed part of an epoch.
     """
 
     epochs: int | None = None
@@ -40,13 +43,14 @@ class TrainingPlan:
     evaluate_every: int = 1
     checkpoint_every: int | None = None
     keep: int = 2
+    compare_ranks_every: int = 100
 
     def __post_init__(self) -> None:
         if (self.epochs is None) == (self.steps is None):
             raise HyperionError(
                 "give either epochs or steps", where="TrainingPlan", next_step="for example TrainingPlan(epochs=3)"
             )
-        for name in ("epochs", "steps", "evaluate_every", "checkpoint_every", "keep"):
+        for name in ("epochs", "steps", "evaluate_every", "checkpoint_every", "keep", "compare_ranks_every"):
             if (value := getattr(self, name)) is not None:
                 require_number(name, value, "TrainingPlan", whole=True, at_least=1)
 
@@ -251,6 +255,8 @@ def train(
             read next.
         HyperionError: the engine, the loader, `validation` or a callback does not have a method that the run needs. The error
             is raised before the first step.
+        DesyncError: a replicated parameter differs between ranks. The error is raised on all ranks. It names the parameter and
+            the steps between which the ranks diverged.
         CheckpointError: no checkpoint in the folder can be used, or a checkpoint cannot be written. Before the first step, the
             error is also raised if the folder is not writable or the state of the loader cannot be stored.
     """
@@ -281,7 +287,7 @@ class _Run:
         self.history = History(engine.item)
         self.pulse = Pulse(engine.device)
         self.seed = torch.initial_seed()
-        self.step = self.steps_in_epoch = self.saved_at = 0
+        self.step = self.steps_in_epoch = self.saved_at = self.compared_at = 0
         self.learning_rate = 0.0
         self.stopping = False  # True after all ranks have agreed to stop
         self.evaluated = 0  # number of held-out batches
@@ -298,7 +304,7 @@ class _Run:
         """
         saves = ("state_dict", "load_state_dict") if self.folder is not None else ()
         for name, part, methods in (
-            ("the engine", self.engine, ("train_step", "evaluate", "save", "load")),
+            ("the engine", self.engine, ("train_step", "evaluate", "compare_ranks", "save", "load")),
             ("the loader", self.batches, ("__len__", "__iter__", *saves)),
         ):
             if missing := [method for method in methods if not callable(getattr(part, method, None))]:
@@ -343,6 +349,7 @@ class _Run:
             self.finish_epoch()
         if self.folder is not None and self.saved_at != self.step:
             self.save()
+        self.compare_ranks()
         # A request that arrived during the last save still counts: the exit code tells the batch system that it was heard.
         self.stopping, _ = self.pulse.agree(self.stop.requested, False, 0)
         if self.stopping:
@@ -374,6 +381,10 @@ class _Run:
             # At the end of an epoch, `finish_epoch` saves after the evaluation, so that the checkpoint contains its result.
             if left and self.plan.checkpoint_every and self.step % self.plan.checkpoint_every == 0:
                 self.save()
+                self.start_clocks()
+            elif left and self.step % self.plan.compare_ranks_every == 0:
+                self.meter.pause()
+                self.compare_ranks()
                 self.start_clocks()
             if left == 0:
                 break
@@ -475,6 +486,23 @@ class _Run:
         self.rank_losses += [loss for _, _, loss in numbers]
         self.unread.clear()
 
+    def compare_ranks(self) -> None:
+        """Check that the replicated parameters are equal on all ranks.
+
+        Raises:
+            DesyncError: a parameter differs. The error is raised on all ranks.
+        """
+        if self.compared_at == self.step:
+            return
+        try:
+            self.engine.compare_ranks()
+        except DesyncError as error:
+            equal = f"; all parameters were equal after step {self.compared_at}" if self.compared_at else ""
+            raise DesyncError(
+                f"after step {self.step}, {error.what}{equal}", where=error.where, next_step=error.next_step
+            ) from None
+        self.compared_at = self.step
+
     def save_and_stop(self) -> NoReturn:
         """Save a checkpoint if there is a checkpoint folder, and raise Interrupted."""
         if self.folder is None:
@@ -495,6 +523,8 @@ class _Run:
         self.read_losses()
         if self.folder is None:
             return
+        # A checkpoint holds the replica of one rank, so it would hide that another rank has diverged.
+        self.compare_ranks()
         shared = {
             "steps_in_epoch": self.steps_in_epoch,
             "learning_rate": self.learning_rate,
@@ -524,7 +554,8 @@ class _Run:
         shared, own = checkpoint
         self.batches.load_state_dict(shared["batches"])
         self.step, self.steps_in_epoch = shared["step"], shared["steps_in_epoch"]
-        self.learning_rate, self.saved_at, self.seed = shared["learning_rate"], shared["step"], shared["seed"]
+        self.learning_rate, self.seed = shared["learning_rate"], shared["seed"]
+        self.saved_at = self.compared_at = self.step
         self.history = History.from_state_dict(shared["history"])
         self.history.resumed_at.append(self.step)
         if own is None:

@@ -33,7 +33,7 @@ from hyperion.data.batches import LanguageBatches
 from hyperion.data.images.device_images import ImageBatches
 from hyperion.errors import HyperionError
 from hyperion.models import TransformerConfig, TransformerLM, resnet18
-from hyperion.parallel import ParallelPlan, parallelize
+from hyperion.parallel import DesyncError, ParallelPlan, parallelize
 from hyperion.processes import process_group, world
 from hyperion.training import (
     ImageEngine,
@@ -211,6 +211,29 @@ def check_nan_on_one_rank_stops_all(place: Path) -> None:
     assert evidence["step"] == 5 and evidence["rank"] == 1
     assert all(torch.equal(a, b) for a, b in zip(evidence["batch"], batch, strict=True))
     assert train(engine_of("ddp"), batches_of(), TrainingPlan(steps=5), folder=place / "nan").resumed_at == [4]
+
+
+def check_a_replica_that_diverges_stops_all(place: Path) -> None:
+    class Diverging(LanguageBatches):
+        def next_batch(self):
+            if self.position == 5 and self.rank == 1:
+                with torch.no_grad():
+                    next(engine.model.parameters()).view(-1)[0] += 1e-6
+            return super().next_batch()
+
+    def trained(plan: TrainingPlan, folder: Path | None = None):
+        nonlocal engine
+        engine = engine_of("ddp")
+        return train(engine, batches_of(Diverging), plan, folder=folder)
+
+    engine = None
+    with pytest.raises(DesyncError, match="^after step 8, .* of rank 1 differs .*; all parameters were equal after step 4"):
+        trained(TrainingPlan(steps=9, compare_ranks_every=4))
+    with pytest.raises(DesyncError, match="after step 6, .* were equal after step 3"):
+        trained(TrainingPlan(steps=9, checkpoint_every=3), place / "diverged")
+    assert [path.name for path in sorted((place / "diverged").glob("step-*"))] == ["step-00000003"]
+    with pytest.raises(DesyncError, match="after step 9, "):
+        trained(TrainingPlan(steps=9))
 
 
 def check_running_statistics_are_saved_alike(place: Path) -> None:

@@ -15,7 +15,6 @@ from hyperion.chapter.rows import checked
 from hyperion.chapter.variants import RankOptions, merged, run_on_ranks
 from hyperion.errors import not_none
 from hyperion.models import flops_per_token, named_config
-from hyperion.parallel import assert_ranks_agree
 from hyperion.processes import world
 from hyperion.results import Row, proportion_estimate
 from hyperion.training import EpochRecord, History, choose_precision, mean_over_ranks, train
@@ -102,7 +101,6 @@ def _train(context: Context, report: Report, recipe: Recipe) -> Result:
         folder=context.workspace / recipe.name,
         report=report,
     )
-    assert_ranks_agree(training.engine.model)
     # A collective, so it must come before the ranks other than 0 return.
     tested = test_rows(context, recipe, training)
     dist.barrier()
