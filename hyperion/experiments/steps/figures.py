@@ -308,7 +308,31 @@ def _on_device(rows: list[Row]) -> bool:
     return any(row.metric == "peak_memory_gib" for row in rows)
 
 
-TITLES = {"operator_cost": "Costs of the host", "model_steps": "Training steps", "batch_scaling": "Batch size"}
+def monitor_overhead(material: Material) -> Figure | None:
+    """Draw the relative difference of the step times of each pair of blocks, and their mean with its interval."""
+    rows, samples = measured(material.of("monitor_overhead")), material.samples("monitor_overhead")
+    if not rows:
+        return None
+    (row,) = rows
+    times = {kind: group.sort_values("index")["time_s"].to_numpy() for kind, group in samples.groupby("kind")}
+    figure, (axes,) = new_figure("Watching a training step", material.machine("monitor_overhead"), 1, height=3.4)
+    differences = 100 * (times["monitor running"] / times["monitor stopped"] - 1)
+    axes.plot(range(1, len(differences) + 1), differences, "o", color=COLOURS[0], label="one pair of blocks")
+    axes.axhline(100 * not_none(row.value), color=COLOURS[1], label="mean")
+    axes.axhspan(100 * not_none(row.ci_low), 100 * not_none(row.ci_high), color=COLOURS[1], alpha=0.2, label="its 95 % interval")
+    axes.set(xlabel="pair", ylabel="step time with the monitor\nover that without, minus 1 (%)")
+    axes.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=3, frameon=False)
+    step = number(1e3 * float(np.median(times["monitor stopped"])))
+    add_notes(figure, [f"{row.variant}, batch {_batch(row)}: {step} ms a step. One reading every {row.params['interval_s']} s."])
+    return figure
+
+
+TITLES = {
+    "operator_cost": "Costs of the host",
+    "model_steps": "Training steps",
+    "batch_scaling": "Batch size",
+    "monitor_overhead": "Watching a training step",
+}
 
 PLOTS = (
     Plot("operator_cost", "operator_cost", "Host time of an operator and of a layer.", operator_cost),
@@ -323,6 +347,12 @@ PLOTS = (
         "batch_scaling",
         "Samples per second and memory by batch size. The line predicts the largest batch that fits.",
         batch_scaling,
+    ),
+    Plot(
+        "monitor_overhead",
+        "monitor_overhead",
+        "Difference of the step times with and without `hyperion monitor`, by pair of blocks.",
+        monitor_overhead,
     ),
 )
 

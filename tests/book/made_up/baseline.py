@@ -126,6 +126,18 @@ def batch_scaling_rows(random, limited):
     return rows
 
 
+def monitor_overhead_rows(random):
+    params = {"batch": 32, "interval_s": 0.1, "block_s": 0.2, "pairs": 40, "readings": 130, "devices": 1}
+    model = "encoder_d512_h8_l6"
+    return [_timed(random, "monitor_overhead", model, "monitor_overhead", 0.0021, None, dtype="fp32", params=params)]
+
+
+def monitor_overhead_samples(random):
+    times = {"stopped": random.normal(5e-3, 2e-5, 40), "running": random.normal(5.01e-3, 2e-5, 40)}
+    frames = [pd.DataFrame({"kind": f"monitor {state}", "index": range(40), "time_s": s}) for state, s in times.items()]
+    return pd.concat(frames, ignore_index=True)
+
+
 def baseline_chapters(random, limited):
     """(notebook, experiment, rows, samples) of its experiments."""
     frame = pd.DataFrame({"x": [1]})
@@ -133,6 +145,7 @@ def baseline_chapters(random, limited):
         (BASELINE, "operator_cost", operator_cost_rows(random, limited), frame),
         (BASELINE, "model_steps", model_steps_rows(random, limited), frame),
         (BASELINE, "batch_scaling", batch_scaling_rows(random, limited), frame),
+        (BASELINE, "monitor_overhead", monitor_overhead_rows(random), monitor_overhead_samples(random)),
     ]
 
 

@@ -1,0 +1,14 @@
+"""The metric of watching a training step."""
+
+from hyperion.results import Metric
+
+METRICS = (
+    Metric(
+        "monitor_overhead",
+        "fraction",
+        "lower",
+        "mean step time while `hyperion monitor` runs, divided by that while it is stopped, minus 1",
+        True,
+        True,
+    ),
+)
