@@ -90,8 +90,9 @@ def run(
     The others continue if one fails. A second call repeats only what failed or what other settings would change. Exit codes:
     0 all available combinations have a result; 1 a combination failed; 2 the request cannot be carried out; 3 none is available.
     """
+    from hyperion.commands.progress_line import ProgressLine
     from hyperion.frameworks.config import load_config
-    from hyperion.frameworks.plan import asked_platform, output_folder, resolve, select_frameworks, select_models
+    from hyperion.frameworks.plan import Plan, asked_platform, output_folder, resolve, select_frameworks, select_models
     from hyperion.frameworks.run import exit_code, log_file, run_plans
     from hyperion.hardware import collect_facts
 
@@ -114,12 +115,16 @@ def run(
         _print_plans(plans, folder)
         return
     outcomes = []
-    for outcome in run_plans(
-        plans, folder, facts, again, on_start=lambda plan: say(f"{plan.framework} {plan.model} … log: {log_file(plan, folder)}")
-    ):
-        outcomes.append(outcome)
-        state = outcome.state if outcome.failed else outcome.state.partition(":")[0]
-        say(f"[{len(outcomes)}/{len(plans)}] {outcome.plan.framework} {outcome.plan.model}: {state}")
+
+    def on_start(plan: Plan) -> None:
+        say(f"{plan.framework} {plan.model} … log: {log_file(plan, folder)}")
+
+    with ProgressLine(console()) as line:
+        for outcome in run_plans(plans, folder, facts, again, on_start, line.show):
+            line.clear()
+            outcomes.append(outcome)
+            state = outcome.state if outcome.failed else outcome.state.partition(":")[0]
+            say(f"[{len(outcomes)}/{len(plans)}] {outcome.plan.framework} {outcome.plan.model}: {state}")
     _print_outcomes(outcomes, folder)
     raise typer.Exit(exit_code(outcomes))
 

@@ -12,7 +12,7 @@ from hyperion.engines.record import Record
 from hyperion.engines.stacks import UNAVAILABLE, Stack
 from hyperion.engines.work import Work
 from hyperion.errors import HyperionError
-from hyperion.processes import Job, run_job, run_ranks
+from hyperion.processes import Job, report_progress, run_job, run_ranks
 
 RECORD = "record.json"
 
@@ -25,6 +25,7 @@ def launch(
     timeout_s: float = 600.0,
     on_line: Callable[[str], object] = lambda line: None,
     options: dict[str, Any] | None = None,
+    on_step: Callable[[int, float | None], object] = lambda step, loss: None,
 ) -> Record:
     """Perform the work with a framework in new processes, and return its record. The record is also written to `folder`.
 
@@ -36,6 +37,7 @@ def launch(
         timeout_s: time in seconds after which the ranks are terminated.
         on_line: called with each line that rank 0 prints.
         options: arguments of the adapter that override those of the stack.
+        on_step: called with the number of finished steps and the loss of rank 0, as in `Observer`.
 
     Raises:
         HyperionError: the framework is unavailable (exit code 3), or its packages were not imported, or a rank failed or was
@@ -50,11 +52,16 @@ def launch(
     values = {"adapter": stack.adapter, "name": stack.name, "packages": list(stack.packages), "folder": str(folder)}
     values |= {"work": work.as_dict(), "options": {**stack.options, **(options or {})}}
     common = {"timeout_s": timeout_s, "python": stack.python()}
+
+    def on_progress(done: int, total: int, loss: str) -> None:
+        on_step(done, float(loss) if loss else None)
+
     # Frameworks for several ranks need torchrun's environment variables even on a single rank.
     if stack.ranks == 1:
-        answer = run_job(Job(train_alone, values, **common), on_line=on_line)
+        answer = run_job(Job(train_alone, values, **common), on_line, on_progress)
     else:
-        answer = run_ranks(Job(train_on_rank, values, ranks=ranks, **common), on_line=on_line, log_folder=folder / "logs")[0]
+        job = Job(train_on_rank, values, ranks=ranks, **common)
+        answer = run_ranks(job, on_line, on_progress, log_folder=folder / "logs")[0]
     record = Record.of(answer)
     missing = [name for name in stack.packages if name not in record.versions]
     if missing:
@@ -121,7 +128,11 @@ def train_on_rank(adapter: str, name: str, packages: list[str], work: dict, fold
     from hyperion.engines.observer import Observer  # imports torch
 
     what = Work.of(work)
-    return importlib.import_module(adapter).train(what, Observer(what, name, packages, Path(folder)), **options)
+
+    def report(done: int, loss: float | None) -> None:
+        report_progress(done, what.steps, "" if loss is None else str(loss))
+
+    return importlib.import_module(adapter).train(what, Observer(what, name, packages, Path(folder), report), **options)
 
 
 def train_alone(**values: Any) -> dict:

@@ -28,6 +28,7 @@ from hyperion.hardware.telemetry import Sampler, reader_for
 from hyperion.measure.memory_use.tensor_memory import PeakMemoryRegion
 from hyperion.processes import world
 
+REPORT_INTERVAL_S = 1.0
 _REDUCTIONS = ("allreduce", "all_reduce", "reduce_scatter")
 
 
@@ -39,16 +40,26 @@ class Observer:
         stack: name of the framework and its variant.
         packages: import names of the packages whose versions are recorded.
         folder: folder to which the final state is written.
+        on_step: called on rank 0 with the number of finished steps and the loss of rank 0, or None if rank 0 does not know it:
+            after the first step, and then at most once per second.
     """
 
-    def __init__(self, work: Work, stack: str, packages: Sequence[str], folder: Path):
-        self.work, self.stack, self.packages, self.folder = work, stack, packages, folder
+    def __init__(
+        self,
+        work: Work,
+        stack: str,
+        packages: Sequence[str],
+        folder: Path,
+        on_step: Callable[[int, float | None], object] = lambda step, loss: None,
+    ):
+        self.work, self.stack, self.packages, self.folder, self._on_step = work, stack, packages, folder, on_step
         self.here = world()
         self._device = torch.device(self.here.device.torch_device)
         self._losses: list[float | None] = []
         self._norms: list[float | None] = []
         self._squares: list[float] = [0.0]
         self._ends_s: list[float] = []
+        self._reported_s = -float("inf")
         self._inputs: list[list[Tensor]] = [[]]
         self._tokens = 0
         # By id of a parameter: the tensor, the number of elements that this rank counts, its group's options, and its optimizer.
@@ -120,6 +131,10 @@ class Observer:
         self._tokens += tokens
         self._squares.append(0.0)
         self._inputs.append([])
+        # Not after each step, because the time of a report is part of the next step.
+        if self.here.rank == 0 and self._ends_s[-1] - self._reported_s >= REPORT_INTERVAL_S:
+            self._reported_s = self._ends_s[-1]
+            self._on_step(len(self._ends_s), self._losses[-1])
 
     def finish(self, state: dict[str, Tensor]) -> dict[str, Any]:
         """End the record, and return it for all ranks combined as a JSON-serializable dict. All ranks must call this method.

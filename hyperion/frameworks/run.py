@@ -17,6 +17,7 @@ from hyperion.engines.launch import UNAVAILABLE, failure_of, launch
 from hyperion.errors import HyperionError
 from hyperion.frameworks.logs import RunFacts, result_of_log
 from hyperion.frameworks.plan import Plan
+from hyperion.frameworks.progress import Progress, StepReporter, append_event
 from hyperion.frameworks.result import (
     SCHEMA_VERSION,
     GpuInfo,
@@ -55,8 +56,9 @@ def run_plans(
     facts: MachineFacts,
     again: bool = False,
     on_start: Callable[[Plan], object] = lambda plan: None,
+    on_progress: Callable[[Plan, Progress], object] = lambda plan, progress: None,
 ) -> Iterator[Outcome]:
-    """Yield the outcome of each plan. The others continue if one fails or is killed.
+    """Yield the outcome of each plan. The others continue if one fails or is killed. Events are appended to events.jsonl.
 
     Args:
         plans: the plans.
@@ -64,27 +66,23 @@ def run_plans(
         facts: facts about this machine.
         again: if True, a finished run is repeated.
         on_start: called before a plan starts.
+        on_progress: called while an observed run trains.
     """
+    selected = list(plans)
+    writes = any(not plan.reason for plan in selected)  # if no plan can run, no file is written
     with _Works(folder) as works:
-        for plan in plans:
+        for plan in selected:
             if plan.reason:
-                yield Outcome(plan, plan.reason)
-                continue
-            if not again and (finished := _finished(plan, folder)):
-                yield Outcome(plan, "finished before", finished)
-                continue
-            on_start(plan)
-            try:
-                # The file of an earlier run with other settings must not pass for this one if this one fails.
-                (folder / plan.file_name).unlink(missing_ok=True)
-                result = _run_command(plan, folder) if plan.command else _run_stack(plan, works, facts)
-                result = replace(result, plan_sha256=plan.digest)
-                write_result(result, folder)
-                outcome = Outcome(plan, "trained", result)
-            except HyperionError as error:
-                outcome = Outcome(plan, f"failed: {failure_of(error)}")
-            except Exception as error:  # such as a full disk
-                outcome = Outcome(plan, f"failed: {type(error).__name__}: {' '.join(str(error).split())[:300]}")
+                outcome = Outcome(plan, plan.reason)
+            elif not again and (finished := _finished(plan, folder)):
+                outcome = Outcome(plan, "finished before", finished)
+            else:
+                on_start(plan)
+                append_event(folder, plan, "started")
+                outcome = _train(plan, works, facts, StepReporter(plan, folder, on_progress))
+            if writes:
+                event, _, reason = outcome.state.partition(": ")
+                append_event(folder, plan, event, reason=reason)
             yield outcome
 
 
@@ -99,6 +97,21 @@ def exit_code(outcomes: Iterable[Outcome]) -> int:
 def log_file(plan: Plan, folder: Path) -> Path:
     """Return the file with the output of a run."""
     return folder / "logs" / f"{Path(plan.file_name).stem}.log"
+
+
+def _train(plan: Plan, works: "_Works", facts: MachineFacts, on_step: StepReporter) -> Outcome:
+    folder = works.folder
+    try:
+        # The file of an earlier run with other settings must not pass for this one if this one fails.
+        (folder / plan.file_name).unlink(missing_ok=True)
+        result = _run_command(plan, folder) if plan.command else _run_stack(plan, works, facts, on_step)
+        result = replace(result, plan_sha256=plan.digest)
+        write_result(result, folder)
+        return Outcome(plan, "trained", result)
+    except HyperionError as error:
+        return Outcome(plan, f"failed: {failure_of(error)}")
+    except Exception as error:  # such as a full disk
+        return Outcome(plan, f"failed: {type(error).__name__}: {' '.join(str(error).split())[:300]}")
 
 
 def _finished(plan: Plan, folder: Path) -> Result | None:
@@ -139,13 +152,14 @@ class _Works:
         return replace(self._work, dtype=plan.precision, micro_batches=plan.parallelism.gradient_accumulation_steps)
 
 
-def _run_stack(plan: Plan, works: _Works, facts: MachineFacts) -> Result:
+def _run_stack(plan: Plan, works: _Works, facts: MachineFacts, on_step: StepReporter) -> Result:
     """Train with a framework whose run is observed."""
     work, stack = works.work_of(plan), STACKS[plan.stack]
     if plan.devices > 1:
         stack = replace(stack, ranks=plan.devices)  # the Trainer of Hugging Face runs on any number of ranks
     with tempfile.TemporaryDirectory(dir=work.folder) as run, _logged(plan, works.folder) as log, _variables(plan):
-        record = launch(stack, work, Path(run), plan.devices, plan.timeout_s, on_line=lambda line: _log(log, line))
+        where = (Path(run), plan.devices, plan.timeout_s)
+        record = launch(stack, work, *where, on_line=lambda line: _log(log, line), on_step=on_step)
     return result_of_record(plan, record, facts)
 
 

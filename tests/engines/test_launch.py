@@ -68,9 +68,21 @@ def test_the_others_are_launched_after_a_failure(monkeypatch):
 
 
 def test_a_run_without_the_packages_of_its_framework_is_refused(tiny_work, tmp_path, monkeypatch):
-    monkeypatch.setattr("hyperion.engines.launch.run_job", lambda job, on_line: _record_without_versions())
+    monkeypatch.setattr("hyperion.engines.launch.run_job", lambda *arguments: _record_without_versions())
     with pytest.raises(HyperionError, match="did not import accelerate"):
         launch(stack_named("accelerate"), tiny_work, tmp_path)
+
+
+def test_the_steps_of_a_run_are_reported(tiny_work, tmp_path, monkeypatch):
+    def run_job(job, on_line, on_progress) -> dict:
+        for done, loss in ((1, "5.25"), (2, ""), (3, "nan")):
+            on_progress(done, 3, loss)
+        return _record_without_versions() | {"versions": {"accelerate": "1"}}
+
+    monkeypatch.setattr("hyperion.engines.launch.run_job", run_job)
+    steps = []
+    launch(stack_named("accelerate"), tiny_work, tmp_path, on_step=lambda step, loss: steps.append((step, str(loss))))
+    assert steps == [(1, "5.25"), (2, "None"), (3, "nan")]
 
 
 def test_unknown_names_are_listed(tiny_work, tmp_path):

@@ -3,6 +3,7 @@
 import importlib.metadata
 import sys
 import time
+from dataclasses import replace
 from types import ModuleType
 
 import torch
@@ -33,6 +34,20 @@ def test_the_start_of_the_sampler_is_in_no_timed_step(monkeypatch, tmp_path):
     assert record.step_times_s[1] > 0.3 and max(record.step_times_s[2:]) < 0.2
     assert calls[0] == 1 and record.energy_steps == 2
     assert record.energy_j == 10.0 * sum(record.step_times_s[2:])
+
+
+def test_rank_0_reports_steps_at_most_once_a_second(monkeypatch, tmp_path):
+    times = iter((0.0, 0.4, 0.8, 1.3, 1.5, 2.4, 9.0))
+    monkeypatch.setattr(Observer, "_now", lambda self: next(times))
+    seen = []
+    work = Work(str(tmp_path), 50, 1, 1)
+    observer = Observer(work, "stack", (), tmp_path, lambda step, loss: seen.append((step, loss)))
+    observer.start(observer, None, {"weight": torch.zeros(1)})
+    for step in range(1, 6):
+        observer.step(None if step == 3 else float(step), 1.0, 1)
+    observer.here = replace(observer.here, rank=1)
+    observer.step(6.0, 1.0, 1)
+    assert seen == [(1, 1.0), (4, 4.0)]
 
 
 def test_versions_are_those_of_imported_packages_also_where_the_distribution_has_another_name(monkeypatch):

@@ -17,6 +17,7 @@ from hyperion.commands.frameworks import app
 from hyperion.errors import HyperionError
 from hyperion.frameworks import config as configs
 from hyperion.frameworks.config import GPU_COUNTS, MEGATRON_DEEPSPEED, OUTPUT, PRIMUS
+from hyperion.frameworks.progress import EVENTS, read_events
 from hyperion.frameworks.result import read_result, write_result
 from tests.frameworks.results import result
 
@@ -244,6 +245,8 @@ def test_train_amd_then_compare(called, tmp_path):
     variables = {"FRAMEWORKS": "fsdp2", "CONFIG_OUTPUT_DIR": str(tmp_path)}  # test_run.py trains with several
     code, output, errors = called("train_amd.sh", "--steps", "3", "--model", "llama", "--model", "tiny", **variables)
     assert code == 0, output + errors
+    events = read_events(tmp_path / EVENTS)
+    assert {event.event for event in events} == {"started", "progress", "trained"} and "step 1/3, loss " in output
     (file,) = tmp_path.glob("*.json")
     trained = read_result(file)
     assert file.name == "train_cpu_fsdp_llama_tiny.json" and trained.training_config.num_gpus == 2

@@ -1,6 +1,8 @@
 """Runs: the others continue, a finished run is not repeated, and only what ran has a file."""
 
 import json
+import os
+import signal
 import stat
 from dataclasses import replace
 from pathlib import Path
@@ -12,6 +14,7 @@ from hyperion.engines.record import Group, Record
 from hyperion.frameworks import run as runs
 from hyperion.frameworks.config import Config, Paths
 from hyperion.frameworks.plan import Plan, resolve
+from hyperion.frameworks.progress import EVENTS, read_events
 from hyperion.frameworks.result import read_result
 from hyperion.frameworks.run import exit_code, log_file, run_plans
 from hyperion.processes import JobError, process_group
@@ -47,10 +50,11 @@ def launched(monkeypatch):
     names: list[str] = []
     failing: dict[str, BaseException] = {}
 
-    def launch(stack, work, folder, ranks, timeout_s, on_line):
+    def launch(stack, work, folder, ranks, timeout_s, on_line, on_step):
         names.append(stack.name)
         assert stack.ranks == ranks
         on_line("a line of the run")
+        on_step(1, 5.0)
         if stack.name in failing:
             raise failing[stack.name]
         return record(next(one for one in (plan("tran"), plan("fsdp")) if one.stack == stack.name))
@@ -65,6 +69,7 @@ def test_exactly_the_selected_plans_run_and_each_has_a_file(launched, tmp_path):
     outcomes = list(run_plans([plan("tran"), plan("fsdp")], tmp_path, CPU))
     assert launched.names == ["HF Trainer", "hyperion fsdp2"] and exit_code(outcomes) == 0
     assert sorted(file.name for file in tmp_path.glob("*")) == [
+        "events.jsonl",
         "logs",
         "train_cpu_fsdp_llama_tiny.json",
         "train_cpu_tran_llama_tiny.json",
@@ -93,6 +98,41 @@ def test_the_others_continue_after_an_error_of_any_kind(launched, tmp_path):
     launched.failing["HF Trainer"] = KeyboardInterrupt()
     with pytest.raises(KeyboardInterrupt):
         list(run_plans([plan("tran"), plan("fsdp")], tmp_path, CPU))
+
+
+def test_the_event_log_tells_what_became_of_each_combination(launched, tmp_path):
+    launched.failing["HF Trainer"] = JobError("train was killed by SIGKILL\nlast line of its log")
+    seen = []
+    plans = [plan("tran"), plan("prim"), plan("fsdp")]
+    list(run_plans(plans, tmp_path, CPU, on_progress=lambda plan, progress: seen.append((plan.framework, progress.step))))
+    list(run_plans([plan("fsdp")], tmp_path, CPU))
+    events = read_events(tmp_path / EVENTS)
+    assert [(event.framework, event.event, event.step) for event in events] == [
+        ("tran", "started", None),
+        ("tran", "progress", 1),
+        ("tran", "failed", None),
+        ("prim", "unavailable", None),
+        ("fsdp", "started", None),
+        ("fsdp", "progress", 1),
+        ("fsdp", "trained", None),
+        ("fsdp", "finished before", None),
+    ]
+    assert events[2].reason == "train was killed by SIGKILL: last line of its log" and "next step" in events[3].reason
+    assert seen == [("tran", 1), ("fsdp", 1)]
+
+
+@pytest.mark.process
+def test_a_killed_runner_leaves_complete_lines(launched, tmp_path, monkeypatch):
+    def killed(*arguments, on_line, on_step):
+        on_step(1, 5.0)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    monkeypatch.setattr(runs, "launch", killed)
+    if (runner := os.fork()) == 0:
+        list(run_plans([plan("tran")], tmp_path, CPU))
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(runner, 0)[1]) == -signal.SIGKILL
+    assert [event.event for event in read_events(tmp_path / EVENTS)] == ["started", "progress"]
 
 
 def test_only_unavailable_combinations_end_with_code_3_and_no_file(launched, tmp_path):
@@ -190,7 +230,7 @@ def test_a_run_without_an_end_is_stopped(tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize(("model", "precision", "tolerance"), [("llama_tiny", "bf16", 1e-4), ("qwen_tiny", "fp32", 1e-5)])
 def test_the_trainer_and_fsdp_train_the_same_work(model, precision, tolerance, tmp_path, monkeypatch):
-    def in_this_process(stack, work, folder, ranks, timeout_s, on_line) -> Record:
+    def in_this_process(stack, work, folder, ranks, timeout_s, on_line, on_step) -> Record:
         """Two ranks train in tests/engines/test_adapters.py and in test_commands.py."""
         assert ranks == 1 and work.dtype == precision
         with process_group():
