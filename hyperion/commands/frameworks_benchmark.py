@@ -1,4 +1,4 @@
-"""The documented commands `hyperion frameworks`: run, compare, extract, validate, capabilities and docker.
+"""The documented commands `hyperion frameworks`: run, compare, archive, extract, validate, capabilities and docker.
 
 The scripts in phase2_development/frameworks call these commands and contain nothing else.
 """
@@ -38,7 +38,7 @@ OutputFolder = Annotated[
 
 def add_commands(app: typer.Typer) -> None:
     """Add the commands of this module to the application `hyperion frameworks`."""
-    for command in (run, compare, extract, validate, capabilities):
+    for command in (run, compare, archive, extract, validate, capabilities):
         app.command()(command)
     app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(docker)
 
@@ -165,6 +165,29 @@ def compare(
     write_atomically(picture, draw(comparison, config.comparison.dpi))
     write_atomically(report, markdown(comparison, picture.name).encode())
     say(f"picture: {picture}\nreport:  {report}")
+
+
+def archive(
+    output: Annotated[Path | None, typer.Argument(help="The zip file.", show_default="archive.zip, beside the results")] = None,
+    results_dir: Annotated[
+        Path | None, typer.Option(help="Folder with result files.", show_default="CONFIG_OUTPUT_DIR or results/frameworks")
+    ] = None,
+    config_file: ConfigFile = None,
+) -> None:
+    """Pack the result files, logs, events and the comparison of a folder into a zip file with SHA-256 sums.
+
+    An archive without a result, with an invalid file, or under the name of an existing file is refused.
+    """
+    from hyperion.frameworks.archive import write_archive
+    from hyperion.frameworks.config import load_config
+    from hyperion.frameworks.plan import output_folder
+
+    config = load_config(config_file)
+    folder = results_dir or output_folder(config)
+    file = output or folder / "archive.zip"
+    for name in write_archive(folder, file, [config.comparison.report, config.comparison.plot]):
+        say(f"  {name}")
+    say(f"archive: {file}")
 
 
 def extract(
