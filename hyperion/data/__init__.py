@@ -9,6 +9,7 @@ from hyperion.data.images.imageset import ImageSet, channel_statistics
 from hyperion.data.packing import IGNORE_INDEX, Padding, packed_windows
 from hyperion.data.prepare.catalog import FetchReport, fetch_all
 from hyperion.data.prepare.prepare import PreparedImages, PreparedText, open_prepared, prepare_images, prepare_text
+from hyperion.data.prepare.token_files import TokenFiles, check_token_files, write_corpus_tokens, write_jsonl_tokens
 from hyperion.data.prepare.verify import DataFinding, FolderVerdict, verify
 from hyperion.data.store.folders import DataError, DataManifest, DataUnavailable
 from hyperion.data.store.sources import SOURCES
@@ -37,9 +38,11 @@ __all__ = [
     "PreparedImages",
     "PreparedText",
     "TextCorpus",
+    "TokenFiles",
     "Tokenizer",
     "bigram_baseline",
     "channel_statistics",
+    "check_token_files",
     "corpus_of_files",
     "count_non_empty",
     "count_words_with_eos",
@@ -56,4 +59,6 @@ __all__ = [
     "tokenize_completions",
     "unigram_baseline",
     "verify",
+    "write_corpus_tokens",
+    "write_jsonl_tokens",
 ]

@@ -1,10 +1,5 @@
-"""Megatron's files of tokens: `.bin` has the tokens, and `.idx` has the length of each sequence and the start of each document.
+"""Does the reader of token files of this library agree with megatron-core's writer and reader?"""
 
-A document may have several sequences, so the header has two counts. A reader that skips one of them reads garbage.
-"""
-
-import struct
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -13,16 +8,13 @@ import pandas as pd
 from hyperion.chapter.context import Context, Experiment, Forecast, Options, Report, Result
 from hyperion.chapter.rows import checked
 from hyperion.chapter.variants import run_variant
-from hyperion.errors import HyperionError
+from hyperion.data.text.indexed_tokens import index_bytes, read_index
 from hyperion.experiments.megatron.bytes_of_text import DATA, documents
 from hyperion.parallel.megatron.release import adapted_copy, use_adapted, why_unavailable
 
 WRITER = "megatron-core"
 SEQUENCES, DOCUMENTS, TOKENS, DIFFERENT = "sequences", "documents", "tokens", "tokens that differ from the text"
 BIN_BYTES, IDX_BYTES = "bytes of .bin", "bytes of .idx"
-_MAGIC = b"MMIDIDX\x00\x00"
-_HEADER = struct.Struct("<QBQQ")  # version, code of the dtype, number of sequences, entries of the list of documents
-_DTYPES = {1: "uint8", 2: "int8", 3: "int16", 4: "int32", 5: "int64", 6: "float64", 7: "float32", 8: "uint16"}
 
 
 class IndexedTokensOptions(Options):
@@ -35,55 +27,6 @@ class IndexedTokensOptions(Options):
 
     lines: int
     lines_of_a_document: int
-
-
-@dataclass(frozen=True)
-class Index:
-    """The content of an `.idx` file.
-
-    Args:
-        dtype: dtype of the tokens in the `.bin` file.
-        lengths: number of tokens of each sequence, int32.
-        starts: offset in bytes of each sequence in the `.bin` file, int64.
-        documents: number of the first sequence of each document, and at the end the number of sequences, int64.
-    """
-
-    dtype: np.dtype
-    lengths: np.ndarray
-    starts: np.ndarray
-    documents: np.ndarray
-
-
-def read_index(path: Path) -> Index:
-    """Read an `.idx` file without megatron-core.
-
-    Raises:
-        HyperionError: the file is no index, or its counts do not fit its size.
-    """
-    content = path.read_bytes()
-    head = len(_MAGIC) + _HEADER.size
-    if not content.startswith(_MAGIC) or len(content) < head:
-        raise HyperionError(
-            "no index of tokens: the first bytes are not MMIDIDX", where=str(path), next_step="write the files again"
-        )
-    version, code, sequences, entries = _HEADER.unpack_from(content, len(_MAGIC))
-    if version != 1 or code not in _DTYPES or len(content) != index_bytes(sequences, entries - 1):
-        raise HyperionError(
-            f"version {version}, dtype {code}, {sequences} sequences and {entries} entries of documents need another size than "
-            f"{len(content)} bytes",
-            where=str(path),
-            next_step="write the files again",
-        )
-    lengths = np.frombuffer(content, np.int32, sequences, head)
-    starts = np.frombuffer(content, np.int64, sequences, head + lengths.nbytes)
-    return Index(
-        np.dtype(_DTYPES[code]), lengths, starts, np.frombuffer(content, np.int64, entries, head + lengths.nbytes + starts.nbytes)
-    )
-
-
-def index_bytes(sequences: int, documents: int) -> int:
-    """Return the size of an `.idx` file: a header, 12 bytes for each sequence, and 8 for each document and for the end."""
-    return len(_MAGIC) + _HEADER.size + 12 * sequences + 8 * (documents + 1)
 
 
 def forecast(context: Context) -> list[Forecast]:

@@ -2,6 +2,7 @@
 
 import struct
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -10,6 +11,7 @@ import pytest
 import torch
 
 from hyperion.chapter import experiment_named
+from hyperion.data.text.indexed_tokens import IndexedTokensWriter, index_bytes, read_index
 from hyperion.errors import HyperionError
 from hyperion.experiments.megatron import adaptation_advice
 from hyperion.experiments.megatron.adaptation_advice import (
@@ -24,10 +26,11 @@ from hyperion.experiments.megatron.adaptation_advice import (
     verdict_on,
 )
 from hyperion.experiments.megatron.bytes_of_text import batches, unigram_entropy
-from hyperion.experiments.megatron.indexed_tokens import index_bytes, read_index
+from hyperion.experiments.megatron.indexed_tokens import read_indexed, write_indexed
 from hyperion.experiments.megatron.loss_scale_states import expected_scale
 from hyperion.experiments.megatron.pipeline_bubble import ideal_bubble, waits
 from hyperion.parallel.megatron import release
+from hyperion.processes.isolated import IsolatedProcess
 from tests.chapter.toy import perform, toy_context
 
 installed = pytest.mark.skipif(bool(release.why_unavailable()), reason="megatron-core is not installed")
@@ -133,17 +136,41 @@ def test_counts_and_tokens_of_the_files(tmp_path):
     assert found["bytes of .idx"] == 34 + 12 * 21 + 8 * 7 and found["bytes of .bin"] == found["tokens"]
 
 
+def compare_with_megatron(folder: Path) -> tuple[bool, bool]:
+    """Write documents with both writers. Return whether the files are equal, and whether megatron-core reads the tokens."""
+    release.use_adapted()
+    sequences = [np.arange(length, dtype=np.uint8) for length in (3, 1, 200, 7, 2)]
+    write_indexed(folder / "theirs", sequences, lines_of_a_document=2)
+    with IndexedTokensWriter(folder / "ours", np.uint8) as writer:
+        for number, sequence in enumerate(sequences, 1):
+            writer.add_sequence(sequence)
+            if number in (2, 4, 5):
+                writer.end_document()
+        writer.close()
+    pairs = [[(folder / f"{name}{suffix}").read_bytes() for name in ("ours", "theirs")] for suffix in (".bin", ".idx")]
+    return all(ours == theirs for ours, theirs in pairs), bool((read_indexed(folder / "ours") == np.concatenate(sequences)).all())
+
+
+@installed
+@pytest.mark.slow
+@pytest.mark.process
+def test_the_writer_makes_the_files_of_megatron_core(tmp_path):
+    with IsolatedProcess(timeout_s=120) as process:
+        assert process.run(partial(compare_with_megatron, tmp_path)) == (True, True)
+
+
 def written_index(folder: Path, sequences: int, entries: int) -> Path:
     path = folder / "text.idx"
-    lengths, starts = np.arange(sequences, dtype=np.int32), np.zeros(sequences, np.int64)
+    lengths = np.arange(sequences, dtype=np.int32)
+    starts = 2 * (np.cumsum(lengths, dtype=np.int64) - lengths)
     header = b"MMIDIDX\x00\x00" + struct.pack("<QBQQ", 1, 8, sequences, entries)
-    path.write_bytes(header + lengths.tobytes() + starts.tobytes() + np.arange(3, dtype=np.int64).tobytes())
+    path.write_bytes(header + lengths.tobytes() + starts.tobytes() + np.array([0, 2, sequences]).tobytes())
     return path
 
 
 def test_an_index_with_wrong_counts_is_refused(tmp_path):
     index = read_index(written_index(tmp_path, 5, 3))
-    assert index.lengths.tolist() == [0, 1, 2, 3, 4] and index.documents.tolist() == [0, 1, 2] and index.dtype == np.uint16
+    assert index.lengths.tolist() == [0, 1, 2, 3, 4] and index.documents.tolist() == [0, 2, 5] and index.dtype == np.uint16
     assert index_bytes(5, 2) == (tmp_path / "text.idx").stat().st_size
     with pytest.raises(HyperionError, match="5 sequences and 4 entries"):
         read_index(written_index(tmp_path, 5, 4))
