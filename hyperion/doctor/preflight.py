@@ -11,6 +11,7 @@ from hyperion.doctor.probes import package_version
 from hyperion.doctor.state import State
 from hyperion.errors import HyperionError
 from hyperion.install.machine import decide
+from hyperion.install.plan import MINIMUM_PYTHON, MINIMUM_TORCH
 
 
 @dataclass(frozen=True)
@@ -38,7 +39,9 @@ def workloads() -> dict[str, dict[str, Any]]:
 
 
 def check_preflight(workload: str, state: State, version: Callable[[str], str | None] = package_version) -> list[Need]:
-    """Return one result for each need of a workload. Permissions of device files are always checked.
+    """Return one result for each need of a workload.
+
+    Permissions of device files and the versions of Python and PyTorch, which all workloads need, are always checked.
 
     Args:
         workload: name of the workload.
@@ -52,7 +55,7 @@ def check_preflight(workload: str, state: State, version: Callable[[str], str | 
         raise HyperionError(f"no workload {workload!r}", where="--preflight", next_step=f"use one of {', '.join(workloads())}")
     wanted = dict(workloads()[workload])
     optional = wanted.pop("optional", [])
-    needs = [_permission(state)]
+    needs = [_permission(state), *_interpreter(state)]
     for name, least in wanted.items():
         found = _needs(name, least, state, version)
         soft = name in optional
@@ -126,16 +129,33 @@ def _permission(state: State) -> Need:
     )
 
 
+def _interpreter(state: State) -> list[Need]:
+    """Return the results for Python and PyTorch, which have the least versions of pyproject.toml."""
+    torch = state.build.version if state.build else None
+    newer = f"install Python {'.'.join(map(str, MINIMUM_PYTHON))} or newer, then `make setup`"
+    return [
+        _version("Python", state.python, MINIMUM_PYTHON, newer),
+        _version("PyTorch", torch, MINIMUM_TORCH, "install a newer torch: `make setup`"),
+    ]
+
+
+def _version(what: str, found: str | None, least: tuple[int, ...], remedy: str) -> Need:
+    needed = ".".join(map(str, least))
+    if found is None:
+        return Need(what, "unknown", needed, "skip")
+    enough = tuple(map(int, re.findall(r"\d+", found)[: len(least)])) >= least
+    return Need(what, found, needed, "ok" if enough else "fail", "" if enough else remedy)
+
+
 def _rocm(state: State, least: tuple[int, ...]) -> Need:
     needed = ".".join(map(str, least))
     if not state.kernel.amd_archs:
         return Need("ROCm", "no AMD GPU", needed, "skip")
     hip = state.build.hip if state.build else None  # a wheel contains its own ROCm
-    found = tuple(map(int, re.findall(r"\d+", hip)[:2])) if hip else state.kernel.rocm_version
+    found = re.findall(r"\d+", hip)[:2] if hip else state.kernel.rocm_version
     if found is None:
         return Need("ROCm", "none", needed, "fail", "install a ROCm build of torch: make setup")
-    enough = found >= least
-    return Need("ROCm", ".".join(map(str, found)), needed, "ok" if enough else "fail", "" if enough else "install a newer ROCm")
+    return _version("ROCm", ".".join(map(str, found)), least, "install a newer ROCm")
 
 
 def _nvidia(state: State, least: int) -> Need:

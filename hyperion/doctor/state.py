@@ -4,6 +4,7 @@ A fact that cannot be read is None. A rule that needs it is then 'skip', and nev
 """
 
 import os
+import platform
 import resource
 import shutil
 import site
@@ -65,6 +66,7 @@ class State:
     Args:
         variables: environment variables.
         kernel: driver, device files and PCI devices.
+        python: version of Python.
         build: build of torch.
         archs: architectures that the build contains.
         device_error: error of torch when it opens a GPU, or "".
@@ -100,6 +102,7 @@ class State:
 
     variables: Mapping[str, str] = field(default_factory=dict)
     kernel: KernelFacts = field(default_factory=KernelFacts)
+    python: str | None = None
     build: Build | None = None
     archs: tuple[str, ...] | None = None
     device_error: str | None = None
@@ -153,6 +156,7 @@ def read_state(root: Path = Path("/"), log: Path | None = None, variables: Mappi
     return State(
         variables=dict(variables),
         kernel=collect_kernel_facts(root),
+        python=platform.python_version(),
         build=installed_build(),
         archs=tuple(torch.cuda.get_arch_list()),
         device_error=_attempt(_open_devices) if installed_build().kind != "cpu" else "",

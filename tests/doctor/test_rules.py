@@ -1,6 +1,7 @@
 """Each rule of troubleshooting finds its cause in injected facts, and is silent on a healthy machine and just above its bound."""
 
 import socket
+import sys
 import tempfile
 import tomllib
 from dataclasses import replace
@@ -22,6 +23,7 @@ NODE = KernelFacts(amd_archs=("gfx90a", "gfx90a"), kfd="ok", rocm_version=(7, 2)
 HEALTHY = State(
     variables={"PATH": "/usr/bin"},
     kernel=NODE,
+    python="3.11.9",
     build=Build("2.13.0+rocm7.2", hip="7.2.1"),
     archs=("gfx90a", "gfx942"),
     device_error="",
@@ -209,6 +211,7 @@ def test_the_facts_of_this_machine_can_be_read(tmp_path, monkeypatch):
         state = read_state(log=tmp_path / "train.log", variables={"MASTER_PORT": str(port)})
         assert state.port_used and state.log.endswith("loss: nan")
     assert read_state(variables={"MASTER_PORT": str(port)}).port_used is False
+    assert state.python.startswith(f"{sys.version_info[0]}.{sys.version_info[1]}.")
     assert state.memory_gib > state.memory_available_gib > 0 and state.disks and "lo" in state.interfaces and state.cores > 0
     results = {result.id: result.result for result in apply_rules(state)}
     assert results["log_not_a_number"] == "warn" and results["port_in_use"] == "fail"
@@ -270,6 +273,13 @@ def test_preflight_of_a_node_that_has_everything(workload):
 @pytest.mark.parametrize(
     ("change", "what", "found", "result"),
     [
+        ({"python": "3.10.17"}, "Python", "3.10.17", "fail"),
+        ({"python": "3.9.2"}, "Python", "3.9.2", "fail"),
+        ({"python": "3.11.0"}, "Python", "3.11.0", "ok"),
+        ({"python": None}, "Python", "unknown", "skip"),
+        ({"build": Build("2.8.0a0+git7d205b2", hip="6.3.4")}, "PyTorch", "2.8.0a0+git7d205b2", "fail"),
+        ({"build": Build("2.9.1+rocm6.4", hip="6.4.4")}, "PyTorch", "2.9.1+rocm6.4", "ok"),
+        ({"build": None}, "PyTorch", "unknown", "skip"),
         ({"memory_gib": 16}, "host memory", "16.8 GiB", "fail"),
         ({"memory_limit_gib": 8.0}, "host memory", "8 GiB", "fail"),
         ({"disks": {"/results": (40, 0.9)}}, "disk of the results", "40 GB", "fail"),
@@ -293,6 +303,12 @@ def test_preflight_of_a_node_that_has_everything(workload):
 def test_preflight_names_what_was_found_and_what_is_needed(change, what, found, result):
     need = next(need for need in check_preflight("megatron", replace(HEALTHY, **change), lambda name: "1.0") if need.what == what)
     assert (need.found, need.result) == (found, result) and bool(need.remedy) == (result in ("fail", "warn")) and need.needed
+
+
+def test_the_least_versions_are_those_of_the_project():
+    project = tomllib.loads((Path(__file__).resolve().parents[2] / "pyproject.toml").read_text())["project"]
+    needed = {need.what: need.needed for need in check_preflight("inference", HEALTHY, lambda name: "1.0")}
+    assert f">={needed['Python']}" == project["requires-python"] and f"torch>={needed['PyTorch']}" in project["dependencies"]
 
 
 def test_an_unknown_workload_names_the_known_ones():
