@@ -137,14 +137,27 @@ def compare(
     frameworks: Annotated[list[str] | None, typer.Option(help="Names such as tran,deep.", show_default="all")] = None,
     precision: Annotated[list[str] | None, typer.Option(help="Precisions, such as bf16.", show_default="all")] = None,
     output: Annotated[Path | None, typer.Option(help="The picture.", show_default="comparison.plot, beside the results")] = None,
+    price: Annotated[
+        list[str] | None, typer.Option(help="Price of a GPU hour, as amd=1.5.", show_default="comparison.price_per_gpu_hour")
+    ] = None,
     force: Annotated[bool, typer.Option("--force", help="Compare although the work differs. The report says how.")] = False,
     config_file: ConfigFile = None,
 ) -> None:
     """Compare result files: a table, a picture and a report. A faster framework is named only if its interval excludes a tie.
 
+    With prices of a GPU hour, the table and the report also show the price of a million tokens. No price is assumed.
     Results of one model are refused if their work differs: batch, sequence length, precision, initial state or order of the rows.
     """
-    from hyperion.frameworks.comparison import CAVEAT, compare_results, draw, load_results, markdown, table
+    from hyperion.frameworks.comparison import (
+        CAVEAT,
+        choose_prices,
+        compare_results,
+        draw,
+        load_results,
+        markdown,
+        price_note,
+        table,
+    )
     from hyperion.frameworks.config import load_config
     from hyperion.frameworks.plan import output_folder, select_frameworks
 
@@ -152,11 +165,14 @@ def compare(
     folder = results_dir or output_folder(config)
     chosen = select_frameworks(frameworks, config, extra=("mega",)) if frameworks else None
     results = load_results(folder, platform, chosen, precision)
-    comparison = compare_results(results, force)
+    prices = choose_prices(config.comparison.price_per_gpu_hour, config.comparison.price_source, price or ())
+    comparison = compare_results(results, force, prices)
     console().print(table(comparison))
     for line in comparison.verdicts:
         say(line)
     say(CAVEAT)
+    if prices:
+        say(price_note(prices))
     picture = output or folder / config.comparison.plot
     for path in (picture, report := picture.with_name(config.comparison.report)):
         path.parent.mkdir(parents=True, exist_ok=True)

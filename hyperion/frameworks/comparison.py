@@ -4,8 +4,9 @@ The interval of a file is that of the median over the steps of one run. It does 
 2.10 compares several launches.
 """
 
+import math
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from rich.table import Table
 
 from hyperion.errors import HyperionError
 from hyperion.figures.style import add_notes, look, new_figure, png, styled
+from hyperion.frameworks.config import GpuPrices
 from hyperion.frameworks.result import Result, read_result
 from hyperion.results import Estimate
 from hyperion.results.statistics import independent_ratio_estimate, median_estimate
@@ -34,6 +36,14 @@ _OBSERVED: dict[str, Callable[[Result], object]] = {
 
 
 @dataclass(frozen=True)
+class Price:
+    """The user's price of a GPU hour, and where it comes from."""
+
+    per_gpu_hour: float
+    source: str
+
+
+@dataclass(frozen=True)
 class Comparison:
     """A comparison of results.
 
@@ -42,12 +52,14 @@ class Comparison:
         rates: tokens per second and GPU of each result.
         differences: how the work of results of the same model differs; empty unless the comparison was forced.
         verdicts: one sentence for each pair that is compared.
+        prices: price of a GPU hour by platform. Without prices, no price of tokens is shown.
     """
 
     results: list[Result]
     rates: list[Estimate]
     differences: list[str]
     verdicts: list[str]
+    prices: Mapping[str, Price]
 
 
 def load_results(
@@ -81,7 +93,7 @@ def load_results(
     return [found[key][1] for key in chosen]
 
 
-def compare_results(results: Sequence[Result], force: bool = False) -> Comparison:
+def compare_results(results: Sequence[Result], force: bool = False, prices: Mapping[str, Price] | None = None) -> Comparison:
     """Compare results of the same model, each with the fastest, and the same framework on two platforms.
 
     Raises:
@@ -97,7 +109,42 @@ def compare_results(results: Sequence[Result], force: bool = False) -> Compariso
         )
     rates = [_rate(result) for result in ordered]
     verdicts = [line for group in _by_model(ordered).values() for line in _verdicts(group, ordered)]
-    return Comparison(ordered, rates, differences, verdicts)
+    return Comparison(ordered, rates, differences, verdicts, prices or {})
+
+
+def choose_prices(stated: GpuPrices, source: str, options: Sequence[str]) -> dict[str, Price]:
+    """Return the prices by platform. Those of options have precedence over those of the configuration.
+
+    Args:
+        stated: prices of the configuration.
+        source: where these come from.
+        options: words such as "amd=1.5".
+
+    Raises:
+        HyperionError: an option is not a platform with a price above 0.
+    """
+    source = source or "config.yaml, which states no source"
+    prices = {platform: Price(value, source) for platform, value in vars(stated).items() if value is not None}
+    for word in options:
+        platform, _, number = word.partition("=")
+        try:
+            value = float(number)
+        except ValueError:
+            value = math.nan
+        if platform not in vars(stated) or not 0 < value < math.inf:
+            next_step = "write --price amd=1.5 or --price nvd=1.5, with the price of a GPU hour"
+            raise HyperionError(f"{word!r} is not a platform with a price above 0", where="--price", next_step=next_step)
+        prices[platform] = Price(value, "--price")
+    return prices
+
+
+def price_note(prices: Mapping[str, Price]) -> str:
+    """Return the prices with their sources and how the price of tokens follows, as one line."""
+    stated = ", ".join(f"{platform} {price.per_gpu_hour:g} ({price.source})" for platform, price in sorted(prices.items()))
+    return (
+        f"Prices of a GPU hour: {stated}. The price of 1M tokens is price x GPUs / (tokens per hour) x 1,000,000 for the timed "
+        "steps. It contains no start-up and no idle time."
+    )
 
 
 def ratio(first: Result, second: Result) -> Estimate:
@@ -129,7 +176,7 @@ def verdict(first: Result, second: Result, among: Sequence[Result] = ()) -> str:
 
 def table(comparison: Comparison) -> Table:
     """Return the table of a comparison for a console."""
-    shown = Table(*_HEADINGS)
+    shown = Table(*_headings(comparison))
     for cells in _cells(comparison):
         shown.add_row(*cells)
     return shown
@@ -146,7 +193,8 @@ def markdown(comparison: Comparison, picture: str) -> str:
     if comparison.differences:
         lines += ["**Forced: the work differs, so a ratio of speeds says little.**", ""]
         lines += [*(f"- {line}" for line in comparison.differences), ""]
-    lines += [f"| {' | '.join(_HEADINGS)} |", f"|{' --- |' * len(_HEADINGS)}"]
+    headings = _headings(comparison)
+    lines += [f"| {' | '.join(headings)} |", f"|{' --- |' * len(headings)}"]
     lines += [f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |" for cells in _cells(comparison)]
     lines += ["", f"![Throughput, losses, learning rates and step times]({picture})", "", "## Which is faster", ""]
     lines += [f"- {line}." for line in comparison.verdicts] or ["There is only one result of each model."]
@@ -156,6 +204,7 @@ def markdown(comparison: Comparison, picture: str) -> str:
         "- A GPU of a result on the platform `cpu` is a rank on a CPU. Such a result only rehearses the scripts.",
         "- A result from a log was not observed: that its initial state and its rows are those of the others is not known.",
     ]
+    lines += [f"- {price_note(comparison.prices)}"] if comparison.prices else []
     return "\n".join(lines) + "\n"
 
 
@@ -189,7 +238,19 @@ def draw(comparison: Comparison, dpi: int) -> bytes:
         return png(figure)
 
 
-_HEADINGS = ("combination", "GPUs", "tokens/s/GPU [95 %]", "step (s)", "first loss", "last loss", "peak memory (GB)", "from")
+def _headings(comparison: Comparison) -> list[str]:
+    price = ["price of 1M tokens [95 %]"] if comparison.prices else []
+    return [
+        "combination",
+        "GPUs",
+        "tokens/s/GPU [95 %]",
+        *price,
+        "step (s)",
+        "first loss",
+        "last loss",
+        "peak memory (GB)",
+        "from",
+    ]
 
 
 def _cells(comparison: Comparison) -> list[list[str]]:
@@ -202,6 +263,7 @@ def _cells(comparison: Comparison) -> list[list[str]]:
                 f"{_name(result)} {result.dataset} {result.precision}",
                 str(result.training_config.num_gpus),
                 f"{rate.value:,.1f} [{rate.ci_low:,.1f}, {rate.ci_high:,.1f}]",
+                *([_token_price(rate, comparison.prices.get(result.platform))] if comparison.prices else []),
                 f"{result.performance_metrics.avg_step_time_seconds:.4g}",
                 f"{result.loss_values[0]:.4f}",
                 f"{result.loss_values[-1]:.4f}",
@@ -210,6 +272,14 @@ def _cells(comparison: Comparison) -> list[list[str]]:
             ]
         )
     return rows
+
+
+def _token_price(rate: Estimate, price: Price | None) -> str:
+    if price is None:
+        return "no price"
+    # tokens/s/GPU is the rate of one GPU, so the number of GPUs cancels.
+    found = rate.map(lambda tokens_per_s: price.per_gpu_hour / (3600 * tokens_per_s) * 1e6)
+    return f"{found.value:.4g} [{found.ci_low:.4g}, {found.ci_high:.4g}]"
 
 
 def _by_model(results: Sequence[Result]) -> dict[str, list[Result]]:

@@ -20,6 +20,7 @@ from hyperion.untrusted import MIB, read_bounded
 
 Count = Annotated[int, Field(ge=1)]
 Positive = Annotated[float, Field(gt=0)]
+Line = Annotated[str, Field(pattern=r"^.*$", max_length=200)]
 FileName = Annotated[str, Field(pattern=r"^\w[\w. -]*$")]  # without a folder
 OUTPUT, PRIMUS, MEGATRON_DEEPSPEED = "CONFIG_OUTPUT_DIR", "PRIMUS_PATH", "MEGATRON_DEEPSPEED_PATH"
 GPU_COUNTS = {"amd": "CONFIG_AMD_NUM_GPUS", "nvd": "CONFIG_NVD_NUM_GPUS"}
@@ -85,12 +86,25 @@ class Benchmark:
 
 
 @dataclass(frozen=True)
+class GpuPrices:
+    """Prices of a GPU hour on each platform, in one currency. None: no price is known, and none is assumed."""
+
+    amd: Positive | None = None
+    nvd: Positive | None = None
+
+
+@dataclass(frozen=True)
 class Comparison:
-    """File names of `hyperion frameworks compare`, and the resolution of its picture in dots per inch."""
+    """File names of `hyperion frameworks compare`, the resolution of its picture in dots per inch, and the user's prices.
+
+    `price_source` says where the prices come from, and in which currency they are.
+    """
 
     plot: FileName = "compare.png"
     report: FileName = "comparison_report.md"
     dpi: Annotated[int, Field(ge=50, le=600)] = 150
+    price_per_gpu_hour: GpuPrices = GpuPrices()
+    price_source: Line = ""
 
 
 @dataclass(frozen=True)

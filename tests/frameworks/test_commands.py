@@ -94,6 +94,18 @@ def test_compare_writes_the_files_that_the_configuration_names(tmp_path):
     assert done.exit_code == 0 and (tmp_path / "b/c.png").is_file() and (tmp_path / "b/comparison_report.md").is_file()
 
 
+def test_compare_shows_the_price_of_tokens_only_if_the_user_states_prices(tmp_path):
+    write_result(result(), tmp_path)
+    config = tmp_path / "config.yaml"
+    config.write_text("comparison: {price_per_gpu_hour: {amd: 2.0}, price_source: a quote}")
+    for arguments, said in ((["--config", str(config)], "amd 2 (a quote)."), (["--price", "amd=4"], "amd 4 (--price).")):
+        done = command("compare", "--results-dir", str(tmp_path), *arguments)
+        assert done.exit_code == 0 and "price of 1M" in done.output and said in done.output
+        assert said in (tmp_path / "comparison_report.md").read_text()
+    done = command("compare", "--results-dir", str(tmp_path))
+    assert done.exit_code == 0 and "price of" not in done.output + (tmp_path / "comparison_report.md").read_text()
+
+
 def test_extract_validate_and_migrate(tmp_path):
     options = ["--framework", "prim", "--platform", "amd", "--model", "llama", "--num-gpus", "8", "--sequence-length", "2048"]
     done = command("extract", str(LOGS / "primus.log"), *options, "--output-dir", str(tmp_path))

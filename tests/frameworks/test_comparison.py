@@ -10,7 +10,18 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from hyperion.errors import HyperionError
-from hyperion.frameworks.comparison import compare_results, draw, load_results, markdown, ratio, verdict
+from hyperion.frameworks.comparison import (
+    Price,
+    choose_prices,
+    compare_results,
+    draw,
+    load_results,
+    markdown,
+    price_note,
+    ratio,
+    verdict,
+)
+from hyperion.frameworks.config import GpuPrices
 from hyperion.frameworks.result import Result, write_result
 from tests.frameworks.results import result
 
@@ -121,6 +132,34 @@ def test_report_and_picture_show_every_combination():
     picture = Image.open(io.BytesIO(draw(comparison, 60)))
     assert picture.width == 12 * 60 and len(np.unique(np.asarray(picture.convert("L")))) > 20
     assert draw(comparison, 60) == draw(comparison, 60)
+
+
+def test_the_price_of_tokens_is_that_of_a_hand_calculation():
+    # Steps of 64 x 2048 tokens on 8 GPUs take 0.495, 0.505, 0.495, … s. With 0.5 s, these are 943.7184 million tokens per hour.
+    # 8 GPUs cost 16 per hour, and 16 / 943.7184 = 0.016954. 0.495 s give 0.99 of this, 0.0167847, and 0.505 s 1.01, 0.017124.
+    results = [result(steps=21), result(platform="nvd"), result(framework="deep", steps=21)]
+    report = markdown(compare_results(results, prices={"amd": Price(2.0, "list price, USD")}), "x.png")
+    cells = {
+        line.split("|")[1].split()[1]: line.split("|")[4].strip() for line in report.splitlines() if line.startswith("| amd")
+    }
+    assert cells == dict.fromkeys(("tran", "deep"), "0.01695 [0.01678, 0.01712]")
+    assert "| price of 1M tokens [95 %] |" in report and "| no price |" in report
+    assert "Prices of a GPU hour: amd 2 (list price, USD)." in report
+    assert "rice" not in markdown(compare_results(results), "x.png")
+
+
+def test_an_option_precedes_the_configuration_and_each_price_has_its_source():
+    prices = choose_prices(GpuPrices(amd=2.0, nvd=3.0), "a quote, EUR", ["nvd=2.5"])
+    assert price_note(prices).startswith("Prices of a GPU hour: amd 2 (a quote, EUR), nvd 2.5 (--price). ")
+    assert choose_prices(GpuPrices(), "a quote", ()) == {}
+    assert choose_prices(GpuPrices(amd=2.0), "", ())["amd"].source == "config.yaml, which states no source"
+
+
+@pytest.mark.parametrize("word", ["2.5", "amd", "amd=", "amd=0", "amd=-1", "amd=nan", "amd=inf", "cpu=1", "amd=two"])
+def test_a_price_is_a_platform_and_a_number_above_0(word):
+    with pytest.raises(HyperionError, match="is not a platform with a price above 0") as error:
+        choose_prices(GpuPrices(), "", [word])
+    assert word in error.value.what and error.value.where == "--price" and "amd=1.5" in (error.value.next_step or "")
 
 
 def test_a_single_result_is_shown_without_a_verdict():

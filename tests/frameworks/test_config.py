@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from hyperion.engines.external import ENTRIES
 from hyperion.frameworks import plan as plans
-from hyperion.frameworks.comparison import compare_results, draw
-from hyperion.frameworks.config import Config, ConfigError, load_config, parse_config
+from hyperion.frameworks.comparison import choose_prices, compare_results, draw, markdown
+from hyperion.frameworks.config import Config, ConfigError, GpuPrices, load_config, parse_config
 from hyperion.frameworks.docker import docker_command
 from hyperion.frameworks.plan import TITLES, output_folder, resolve, select_frameworks, select_models
 from tests.frameworks.results import machine, result
@@ -42,6 +42,8 @@ OTHER = {
     "rocm.hsa_no_scratch_reclaim": "0",
     "rocm.hsa_enable_sdma": "",
     "rocm.nccl_debug": "INFO",
+    "comparison.price_per_gpu_hour.amd": 2.0,
+    "comparison.price_per_gpu_hour.nvd": 2.0,
     "frameworks.deep.zero_stage": 1,
     "frameworks.mgds.zero_stage": 0,
 }
@@ -119,7 +121,16 @@ def consumed_by_the_comparison(key: str, base: Config, other: Config) -> bool:
     if key == "dpi":
         comparison = compare_results([result()])
         return len(draw(comparison, base.comparison.dpi)) != len(draw(comparison, other.comparison.dpi))
+    if key.startswith("price"):
+        return report_with_a_price(base) != report_with_a_price(other)
     return getattr(base.comparison, key) != getattr(other.comparison, key)  # the file names, which test_commands.py checks
+
+
+def report_with_a_price(config: Config) -> str:
+    stated = config.comparison.price_per_gpu_hour
+    stated = GpuPrices(stated.amd or 1.0, stated.nvd or 1.0)  # a source alone is cited nowhere
+    prices = choose_prices(stated, config.comparison.price_source, ())
+    return markdown(compare_results([result(), result(platform="nvd")], prices=prices), "compare.png")
 
 
 def test_the_shipped_file_states_every_key_with_its_default():
@@ -139,6 +150,9 @@ def test_the_shipped_file_states_every_key_with_its_default():
         ("version: 2", "config.version"),
         ("comparison: {report: sub/report.md}", "config.comparison.report must match pattern"),
         ("comparison: {report: ''}", "config.comparison.report must match pattern"),
+        ("comparison: {price_per_gpu_hour: {amd: 0}}", "config.comparison.price_per_gpu_hour.amd must be greater than 0, not 0"),
+        ("comparison: {price_per_gpu_hour: {cpu: 1}}", "unknown field config.comparison.price_per_gpu_hour.cpu"),
+        ('comparison: {price_source: "a\\nb"}', "config.comparison.price_source must match pattern"),
         ("comparison: {plot: ..}", "config.comparison.plot must match pattern"),
         ("- a", "config"),
         ("a: [", "not a valid YAML document"),
