@@ -103,8 +103,8 @@ def _print_variables() -> None:
 
 
 def _print_advice() -> None:
-    """Print each way to install PyTorch on this machine, and the support of its GPUs."""
-    from hyperion.install.advice import advise, support_of
+    """Print each way to install PyTorch on this machine, the support of its GPUs, and the vendor's images for training."""
+    from hyperion.install.advice import advise, support_of, training_images
     from hyperion.install.machine import collect_facts
 
     facts = collect_facts()
@@ -115,3 +115,9 @@ def _print_advice() -> None:
         say(f"{way.kind:<9} {way.verdict:<11} {way.why}")
         if way.command:
             say(f"          {way.command}")
+    for image in training_images(facts.amd_archs):
+        age = "" if image.runs_hyperion else ", which are too old for Hyperion"
+        versions = f"ROCm {image.rocm}, torch {image.torch} and Python {image.python}{age}"
+        say(f"image     documented  {image.name} for {image.products}: {versions}; {image.source}, {image.date}")
+        say(f"          optimised for pre-training: {', '.join(image.pretraining)}")
+        say(f"          optimised for fine-tuning: {', '.join(image.finetuning)}")

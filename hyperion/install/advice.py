@@ -3,13 +3,14 @@
 import functools
 import re
 import tomllib
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from hyperion.errors import HyperionError
 from hyperion.install.machine import ROCM_WHEEL_ARCHS, KernelFacts, decide
-from hyperion.install.plan import CPU_INDEX, ROCM_INDEX, ROCM_WHEELS, TORCH, TORCHVISION, choose
+from hyperion.install.plan import CPU_INDEX, MINIMUM_PYTHON, MINIMUM_TORCH, ROCM_INDEX, ROCM_WHEELS, TORCH, TORCHVISION, choose
 
 CUDA_OF_PYPI = 13  # major version of CUDA of the wheels of torch 2.13 on PyPI
 _CONDA = "PyTorch itself publishes no conda packages since 2.6 (pytorch/pytorch issue 138506)"
@@ -49,6 +50,35 @@ class Way:
     why: str
 
 
+@dataclass(frozen=True)
+class TrainingImage:
+    """A container image that a vendor documents for training. This is only its description: nothing pulls an image.
+
+    Args:
+        name: name and tag of the image.
+        archs, products: architectures and products for which it is documented.
+        rocm, torch, python: versions in the image.
+        pretraining, finetuning: models that the vendor has optimised in this image.
+        source, date: document with these statements, and its date.
+    """
+
+    name: str
+    archs: list[str]
+    products: str
+    rocm: str
+    torch: str
+    python: str
+    pretraining: list[str]
+    finetuning: list[str]
+    source: str
+    date: str
+
+    @property
+    def runs_hyperion(self) -> bool:
+        """Whether Python and torch of the image are new enough for this library."""
+        return _version(self.python) >= MINIMUM_PYTHON and _version(self.torch) >= MINIMUM_TORCH
+
+
 @functools.cache
 def _tables() -> dict[str, Any]:
     return tomllib.loads(Path(__file__).with_name("support.toml").read_text(encoding="utf-8"))
@@ -63,6 +93,16 @@ def support_of(arch: str) -> Support:
                 evidence = f"{entry['products']}: ROCm {table['rocm']}, {table['source']}, {table['date']}"
                 return Support(arch, entry["level"], wheel, evidence)
     return Support(arch, "unknown", wheel, "not in the table support.toml")
+
+
+def training_images(archs: Iterable[str]) -> list[TrainingImage]:
+    """Return the images that a vendor documents for training on one of these architectures."""
+    images = [TrainingImage(**entry) for entry in _tables()["image"]]
+    return [image for image in images if set(image.archs) & set(archs)]
+
+
+def _version(text: str) -> tuple[int, ...]:
+    return tuple(map(int, re.findall(r"\d+", text)[:2]))
 
 
 def advise(facts: KernelFacts) -> list[Way]:

@@ -41,6 +41,16 @@ def test_variables_settings_and_advice_are_printed(monkeypatch):
     )
     advice = env("--install").output
     assert "gfx803: unknown, not in PyTorch's wheels" in advice and "wheel     impossible" in advice
+    assert "image     documented" not in advice
+
+
+def test_the_training_image_is_printed_and_not_pulled(monkeypatch):
+    monkeypatch.setattr("hyperion.install.machine.collect_facts", lambda: KernelFacts(amd_archs=("gfx942",), rocm_version=(7, 2)))
+    advice = env("--install").output
+    assert "image     documented  rocm/pytorch-training:v25.6 for Instinct MI300X, MI325X: ROCm 6.3.4, torch 2.8.0a0" in advice
+    assert "Python 3.10.17, which are too old for Hyperion" in advice and "2026-04-21" in advice
+    assert "pre-training: Llama 3.1 8B, Llama 3.1 70B, FLUX.1-dev\n" in advice and "fine-tuning: Llama 4 Scout" in advice
+    assert "docker pull" not in advice
 
 
 def test_the_fingerprint_and_the_links_are_printed(monkeypatch):

@@ -3,13 +3,14 @@
 import subprocess
 import sys
 import tomllib
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from hyperion.install import __main__ as command
 from hyperion.install import environment
-from hyperion.install.advice import advise, support_of
+from hyperion.install.advice import advise, support_of, training_images
 from hyperion.install.machine import AMD, KernelFacts
 from hyperion.install.plan import CPU_INDEX, ROCM_INDEX, TORCH, Choice
 
@@ -45,7 +46,8 @@ def test_support_has_a_level_and_a_dated_source_or_is_unknown(arch, level, wheel
 
 def test_every_statement_of_the_table_has_a_source_and_a_date():
     tables = tomllib.loads((ROOT / "hyperion/install/support.toml").read_text())
-    assert all(entry["source"] and entry["date"].startswith("20") for entry in (*tables["amd"], tables["cuda"]))
+    entries = (*tables["amd"], tables["cuda"], *tables["image"])
+    assert all(entry["source"] and entry["date"].startswith("20") for entry in entries)
 
 
 def test_an_instinct_node_gets_the_wheel_of_its_rocm():
@@ -89,6 +91,15 @@ def test_a_gpu_that_cannot_be_opened_stops_every_way_with_the_remedy():
 def test_nvidia_drivers(driver, verdict, text):
     wheel = advise(KernelFacts(nvidia_driver=driver))[0]
     assert wheel.verdict == verdict and text in wheel.why and bool(wheel.command) == (verdict == "recommended")
+
+
+def test_the_training_image_of_amd_is_described_for_its_gpus_only():
+    (image,) = training_images(["gfx942", "gfx942"])
+    assert (image.name, image.products) == ("rocm/pytorch-training:v25.6", "Instinct MI300X, MI325X")
+    assert (len(image.pretraining), len(image.finetuning)) == (3, 14) and "Llama 3.1 70B" in image.pretraining
+    assert not image.runs_hyperion and replace(image, torch="2.9.1", python="3.11.2").runs_hyperion
+    assert not replace(image, torch="2.9.1").runs_hyperion and not replace(image, python="3.11.2").runs_hyperion
+    assert training_images(["gfx90a", "gfx950"]) == [] == training_images([])
 
 
 def test_a_machine_without_a_gpu_gets_the_cpu_index():
