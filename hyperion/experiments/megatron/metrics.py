@@ -12,5 +12,6 @@ METRICS = (
         True,
     ),
     Metric("logit_change", "fraction", "none", "largest change of a logit, divided by the largest logit"),
+    Metric("training_bytes", "B", "lower", "bytes of state and activations on the fullest rank, computed and not measured"),
     Metric("model_state_bytes", "B", "lower", "bytes of parameters, gradients and moments of Adam on a rank", needs_check=True),
 )

@@ -1,8 +1,8 @@
 """Are the layouts of the guide possible, and are they necessary?
 
 The guide recommends a layout for five sizes of models. A planner rejects what cannot be divided or does not fit, and finds the
-layout with the fewest ranks of a replica. Nothing is measured here: the parameters of a rank come from the formula that
-`documented_shapes` checks.
+layout with the fewest ranks of a replica. Full recomputation is used only if nothing fits without it. Nothing is measured here:
+the parameters of a rank come from the formula that `documented_shapes` checks, and the activations from a published formula.
 """
 
 import pandas as pd
@@ -13,7 +13,8 @@ from hyperion.errors import HyperionError
 from hyperion.hardware.specs import load_specifications
 from hyperion.models.llama import LlamaShape, llama_parameter_count
 from hyperion.parallel.megatron.layouts import MegatronLayout, rank_parameters
-from hyperion.parallel.megatron.planner import mixed_precision_bytes, smallest_layout, why_rejected
+from hyperion.parallel.megatron.planner import Batch, mixed_precision_bytes, smallest_layout, training_bytes, why_rejected
+from hyperion.results import Row
 
 GUIDE, SMALLEST, POSSIBLE = "layout of the guide", "smallest layout", "layouts of the guide that are possible"
 
@@ -50,11 +51,14 @@ class RecommendedLayoutsOptions(Options):
     Args:
         device: name of a device in the data sheets.
         vocabulary: number of tokens.
+        sequence_length, micro_batch_size: size of a micro-batch, for its activations.
         recommendations: the guide's table.
     """
 
     device: str
     vocabulary: int
+    sequence_length: int
+    micro_batch_size: int
     recommendations: tuple[Recommendation, ...]
 
     def memory_bytes(self) -> float:
@@ -84,15 +88,17 @@ def run(context: Context, report: Report) -> Result:
     """Return for each model the bytes of the guide's layout or why it is rejected, and the bytes of the smallest layout."""
     options = RecommendedLayoutsOptions.of(context)
     memory, rows, possible = options.memory_bytes(), [], 0
+    stored, recomputed = (Batch(options.sequence_length, options.micro_batch_size, recompute) for recompute in (False, True))
     for one in options.recommendations:
-        shape = one.shape(options.vocabulary)
-        of_guide = MegatronLayout(one.tensor, one.pipeline)
-        reason = why_rejected(shape, of_guide, one.ranks, memory)
+        shape, of_guide = one.shape(options.vocabulary), MegatronLayout(one.tensor, one.pipeline)
+        batch = recomputed if why_rejected(shape, of_guide, one.ranks, memory, stored) else stored
+        reason = why_rejected(shape, of_guide, one.ranks, memory, batch)
         possible += not reason
-        rows.append(_row(context, options, one, GUIDE, of_guide, f"rejected: {reason}" if reason else ""))
-        smallest = smallest_layout(shape, one.ranks, memory)
+        rows += _rows(context, options, one, GUIDE, of_guide, batch, f"rejected: {reason}" if reason else "")
+        batch = stored if smallest_layout(shape, one.ranks, memory, stored) else recomputed
+        smallest = smallest_layout(shape, one.ranks, memory, batch)
         none = f"rejected: no layout of {one.ranks} ranks fits"
-        rows.append(_row(context, options, one, SMALLEST, smallest or MegatronLayout(), "" if smallest else none))
+        rows += _rows(context, options, one, SMALLEST, smallest or MegatronLayout(), batch, "" if smallest else none)
     params = {"what": POSSIBLE, "device": options.device}
     rows.append(context.row(GUIDE, "count", possible, params=params))
     return Result(rows, pd.DataFrame())
@@ -101,18 +107,31 @@ def run(context: Context, report: Report) -> Result:
 EXPERIMENT = Experiment(forecast, run, options=RecommendedLayoutsOptions)
 
 
-def _row(
-    context: Context, options: RecommendedLayoutsOptions, one: Recommendation, what: str, layout: MegatronLayout, reason: str
-):
+def _rows(
+    context: Context,
+    options: RecommendedLayoutsOptions,
+    one: Recommendation,
+    what: str,
+    layout: MegatronLayout,
+    batch: Batch,
+    reason: str,
+) -> list[Row]:
+    """Return the bytes of the state, and those of state and activations, or the reason of a rejection."""
     params = {"what": what, "like": one.like, "ranks": one.ranks, "device": options.device}
+    recomputation = {"recomputation": "full" if batch.recompute else "none"}
+    size = {"sequence_length": batch.sequence_length, "micro_batch_size": batch.micro_batch_size} | recomputation
     if reason:
-        return context.absent_row(one.name, "model_state_bytes", reason, dtype="bf16", params=params)
+        absent = (("model_state_bytes", params), ("training_bytes", params | size))
+        return [context.absent_row(one.name, metric, reason, dtype="bf16", params=its) for metric, its in absent]
     shape = one.shape(options.vocabulary)
     # All ranks of a replica together have each matrix once, and each norm once for each rank that shares the matrices.
     norms = shape.hidden_size * (2 * shape.num_hidden_layers + 1)
     everywhere = layout.tensor * sum(rank_parameters(shape, layout, stage) for stage in range(layout.pipeline))
     expected = llama_parameter_count(shape) + (layout.tensor - 1) * norms
     check = checked("parameters of the model, summed over the ranks of a replica", abs(everywhere / expected - 1), 1e-12)
-    value = mixed_precision_bytes(shape, layout, one.ranks)
+    state, whole = mixed_precision_bytes(shape, layout, one.ranks), training_bytes(shape, layout, one.ranks, batch)
     params["layout"] = layout.name(one.ranks)
-    return context.row(one.name, "model_state_bytes", value, dtype="bf16", params=params, **check)
+    return [
+        context.row(one.name, "model_state_bytes", state, dtype="bf16", params=params, **check),
+        context.row(one.name, "training_bytes", whole, dtype="bf16", params=params | size),
+    ]
