@@ -14,9 +14,11 @@ these bytes in bf16, on t tensor-parallel ranks and with sequences of length s:
     2as / t        scores of the attention, which a fused attention does not store
 
 Sequence parallelism divides the 8h by t, too. With full recomputation, a layer stores only its input of 2h bytes, which sequence
-parallelism divides, and the activations of one layer exist at a time. Fragments, buffers of communication and the memory of the
-libraries are not counted. So a layout that is rejected cannot train with these micro-batches and an attention that is not fused,
-and one that just fits may still run out of memory.
+parallelism divides, and the activations of one layer exist at a time.
+
+This is a lower bound. The norms and the activation function of the MLP are assumed to be fused: without fusion, they store more.
+Fragments, buffers of communication and the memory of the libraries are not counted. So a layout that is rejected cannot train
+with these micro-batches and an attention that is not fused, and one that just fits may still run out of memory.
 """
 
 from dataclasses import dataclass
