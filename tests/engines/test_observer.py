@@ -43,10 +43,14 @@ def test_rank_0_reports_steps_at_most_once_a_second(monkeypatch, tmp_path):
     work = Work(str(tmp_path), 50, 1, 1)
     observer = Observer(work, "stack", (), tmp_path, lambda step, loss: seen.append((step, loss)))
     observer.start(observer, None, {"weight": torch.zeros(1)})
-    for step in range(1, 6):
-        observer.step(None if step == 3 else float(step), 1.0, 1)
-    observer.here = replace(observer.here, rank=1)
-    observer.step(6.0, 1.0, 1)
+    try:
+        for step in range(1, 6):
+            observer.step(None if step == 3 else float(step), 1.0, 1)
+        observer.here = replace(observer.here, rank=1)
+        observer.step(6.0, 1.0, 1)
+    finally:
+        for handle in observer._handles:  # one of them is called at each update of any optimizer
+            handle.remove()
     assert seen == [(1, 1.0), (4, 4.0)]
 
 
