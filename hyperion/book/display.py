@@ -106,7 +106,7 @@ def answered_guess(predictions: Sequence[Prediction], rows: Sequence[Row]) -> st
     estimate = None if first.is_ceiling else first.estimate
     for predicted, words in ((first.guess, "You guessed {}"), (estimate, "The library predicted {}")):
         if predicted is not None:
-            sentences.append(f"{words.format(quoted_value(predicted, row.unit))}: {_error_of(predicted, row.value)}.")
+            sentences.append(f"{words.format(quoted_value(predicted, row.unit))}: {_error_of(predicted, row, row.value)}.")
     if estimate is None and first.known_ceiling:
         share, ceiling = 100 * row.value / first.known_ceiling, quoted_value(first.known_ceiling, row.unit)
         sentences.append(f"The library predicted only a ceiling of {ceiling}; the measured value is {share:.0f} % of it.")
@@ -115,11 +115,14 @@ def answered_guess(predictions: Sequence[Prediction], rows: Sequence[Row]) -> st
     return " ".join(sentences)
 
 
-def _error_of(predicted: float, measured: float) -> str:
-    """Return the error of a prediction in percent, as a factor if it is large, or in words if the measured value is 0."""
+def _error_of(predicted: float, row: Row, measured: float) -> str:
+    """Return the error of a prediction in percent, as a factor if it is large, or in words if one of the two values is 0."""
     direction = "high" if predicted > measured else "low"
     if abs(measured) <= _ROUNDING:
         return "correct" if abs(predicted) <= _ROUNDING else f"too {direction}"
+    if abs(predicted) <= _ROUNDING:  # the relative error of 0 is always 100 %
+        inside = row.ci_low is not None and row.ci_high is not None and row.ci_low <= predicted <= row.ci_high
+        return "inside the 95 % interval" if inside else f"too {direction}"
     if predicted / measured >= _FACTOR:
         return f"{predicted / measured:.3g} times the measured value"
     error = 100 * abs(predicted - measured) / abs(measured)
