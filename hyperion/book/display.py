@@ -106,7 +106,7 @@ def answered_guess(predictions: Sequence[Prediction], rows: Sequence[Row]) -> st
     estimate = None if first.is_ceiling else first.estimate
     for predicted, words in ((first.guess, "You guessed {}"), (estimate, "The library predicted {}")):
         if predicted is not None:
-            sentences.append(f"{words.format(quoted_value(predicted, row.unit))}: {_error_of(predicted, row, row.value)}.")
+            sentences.append(f"{words.format(quoted_value(predicted, row.unit))}: {_error_of(predicted, row)}.")
     if estimate is None and first.known_ceiling:
         share, ceiling = 100 * row.value / first.known_ceiling, quoted_value(first.known_ceiling, row.unit)
         sentences.append(f"The library predicted only a ceiling of {ceiling}; the measured value is {share:.0f} % of it.")
@@ -115,8 +115,9 @@ def answered_guess(predictions: Sequence[Prediction], rows: Sequence[Row]) -> st
     return " ".join(sentences)
 
 
-def _error_of(predicted: float, row: Row, measured: float) -> str:
+def _error_of(predicted: float, row: Row) -> str:
     """Return the error of a prediction in percent, as a factor if it is large, or in words if one of the two values is 0."""
+    measured = not_none(row.value)
     direction = "high" if predicted > measured else "low"
     if abs(measured) <= _ROUNDING:
         return "correct" if abs(predicted) <= _ROUNDING else f"too {direction}"

@@ -2,6 +2,7 @@
 
 import json
 import math
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -59,15 +60,21 @@ class Event:
 
 
 def append_event(folder: Path, plan: Plan, event: str, reason: str = "", **values: Any) -> None:
-    """Append an event of a plan to the event log of a folder, which is created if it does not exist."""
+    """Append an event of a plan to the event log of a folder, which is created if it does not exist.
+
+    If this fails, for example because the disk is full, print a warning: the training and its result matter more than the log.
+    """
     now = datetime.now(UTC).isoformat(timespec="seconds")
     names = (plan.file_name, plan.platform, plan.framework, plan.model)
     document = asdict(Event(now, event, *names, **values, reason=printable(reason)))  # type: ignore[arg-type]
     line = json.dumps({name: value for name, value in document.items() if value not in (None, "")}) + "\n"
-    folder.mkdir(parents=True, exist_ok=True)
-    # A single write of the whole line, so that a runner that is killed leaves complete lines.
-    with open(folder / EVENTS, "ab", buffering=0) as file:
-        file.write(line.encode())
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        # A single write of the whole line, so that a runner that is killed leaves complete lines.
+        with open(folder / EVENTS, "ab", buffering=0) as file:
+            file.write(line.encode())
+    except OSError as error:
+        print(f"WARNING: the event {event!r} is not in {folder / EVENTS}: {error.strerror}", file=sys.stderr)
 
 
 def read_events(path: Path) -> list[Event]:

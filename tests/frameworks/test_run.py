@@ -121,6 +121,13 @@ def test_the_event_log_tells_what_became_of_each_combination(launched, tmp_path)
     assert seen == [("tran", 1), ("fsdp", 1)]
 
 
+def test_an_event_log_that_cannot_be_written_stops_no_run(launched, tmp_path, capsys):
+    (tmp_path / EVENTS).mkdir()
+    outcomes = list(run_plans([plan("tran"), plan("fsdp")], tmp_path, CPU))
+    assert [outcome.state for outcome in outcomes] == ["trained", "trained"]
+    assert f"the event 'started' is not in {tmp_path / EVENTS}: Is a directory" in capsys.readouterr().err
+
+
 @pytest.mark.process
 def test_a_killed_runner_leaves_complete_lines(launched, tmp_path, monkeypatch):
     def killed(*arguments, on_line, on_step):
