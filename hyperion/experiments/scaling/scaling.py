@@ -99,6 +99,11 @@ class ScaledTraining:
     vocabulary: int = 0
     width: int = 0
 
+    def __post_init__(self) -> None:
+        needed = ("width",) if self.item == "image" else ("sequence_length", "vocabulary")
+        if missing := [name for name in needed if getattr(self, name) < 1]:
+            raise ValueError(f"workload {self.name!r} with the model {self.model!r} needs {' and '.join(missing)} of at least 1")
+
     @property
     def item(self) -> str:
         """What the workload counts: "image" or "token"."""

@@ -6,6 +6,7 @@ import pytest
 
 from hyperion.chapter import variants
 from hyperion.chapter.context import Result
+from hyperion.errors import HyperionError
 from hyperion.experiments.scaling import scaling
 from hyperion.experiments.scaling.scaling import EXPOSED, MODES, ScalingOptions, _difference_rows, _exposed_row
 from hyperion.hardware import detect, detect_cpu
@@ -31,6 +32,16 @@ SIZES = {
 }
 IMAGES = {"name": "image_ddp", "model": "resnet18", "strategy": "ddp", "batch_per_device": 4, "width": 4}
 NAMES = ("language_ddp", "language_fsdp", "image_ddp")
+
+
+@pytest.mark.parametrize(
+    ("workload", "missing"),
+    [({"model": "lm_d64_h4_l2", "vocabulary": 128}, "sequence_length"), ({"model": "resnet18", "vocabulary": 128}, "width")],
+)
+def test_a_workload_without_the_sizes_of_its_model_is_refused(workload, missing):
+    sizes = SIZES | {"workloads": [{"name": "other", "strategy": "ddp", "batch_per_device": 2} | workload]}
+    with pytest.raises(HyperionError, match=f"workload 'other' .* needs {missing} of at least 1"):
+        ScalingOptions.parse(sizes, "scaling")
 
 
 @pytest.fixture(scope="module")
