@@ -7,7 +7,9 @@ kernel LAUNCHER arguments: run the kernel of a notebook, which ends when the pro
 """
 
 import contextlib
+import errno
 import faulthandler
+import logging
 import os
 import runpy
 import signal
@@ -60,7 +62,18 @@ def run_kernel(launcher: str, *arguments: str) -> None:
     # Make ipykernel watch its parent process. This is needed on systems where `die_with` requests no signal.
     os.environ["JPY_PARENT_PID"] = str(os.getppid())
     sys.argv[1:] = arguments
+    logging.getLogger("tornado.general").addFilter(_socket_was_open)
     runpy.run_module("ipykernel_launcher", run_name="__main__", alter_sys=True)
+
+
+def _socket_was_open(record: logging.LogRecord) -> bool:
+    """Return False for the error of a socket that was closed before its last use.
+
+    While ipykernel 7 shuts down, it may flush its output after it has closed its sockets. All cells have then run, and the
+    traceback that tornado logs would only alarm the reader.
+    """
+    error = record.exc_info[1] if record.exc_info else None
+    return getattr(error, "errno", None) != errno.ENOTSOCK
 
 
 def run_rank(folder: str, agent: str) -> None:
