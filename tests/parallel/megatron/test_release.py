@@ -104,6 +104,8 @@ def test_the_copy_is_adapted_and_the_installed_package_unchanged(tmp_path, monke
 
 def test_only_expected_warnings_are_silent(tmp_path, monkeypatch):
     monkeypatch.setattr(release, "adapted_copy", lambda: tmp_path)
+    # An earlier test of this process may have imported the adapted copy of the checkout.
+    monkeypatch.delitem(sys.modules, "megatron.core", raising=False)
     monkeypatch.setattr(sys, "path", list(sys.path))
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
