@@ -41,7 +41,7 @@ def test_imports_are_found_in_every_form():
 
 
 def test_a_name_that_a_face_imports_at_first_use_leads_to_the_module_that_defines_it():
-    found = imported_modules("from hyperion.processes import World, run_job")
+    found = imported_modules("from hyperion.processes import process_group, run_job")
     assert found == {"hyperion.processes.group", "hyperion.processes.job"}
 
 

@@ -1,8 +1,6 @@
 """Interface of experiments. An experiment receives a context and typed options, and returns forecasts, rows and samples."""
 
-import functools
 import json
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,7 +10,8 @@ import pandas as pd
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from hyperion.errors import HyperionError, not_none
-from hyperion.hardware import Device, detect
+from hyperion.hardware import Device
+from hyperion.processes.this_rank import world
 from hyperion.results import Estimate, Row
 from hyperion.results.rows import idle_rows
 
@@ -48,10 +47,6 @@ class Context:
     @property
     def device(self) -> Device:
         """Device of this process. On a rank of a process group it is the rank's device, otherwise the first device."""
-        if "torch.distributed" not in sys.modules:  # then there is no group, and an experiment without torch need not load it
-            return _first_device()
-        from hyperion.processes.group import world  # imports torch, which this module must not need for pages
-
         return world().device
 
     def row(self, variant: str, metric: str, value: float | Estimate | None, **columns) -> Row:
@@ -215,8 +210,3 @@ class Experiment:
     forecast_reads: tuple[str, ...] = ()
     data: tuple[str, ...] = ()
     stand_in: tuple[str, str] | None = None
-
-
-@functools.cache
-def _first_device() -> Device:
-    return detect()

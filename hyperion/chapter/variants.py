@@ -14,7 +14,7 @@ from pydantic import TypeAdapter
 from hyperion.chapter.context import Context, Options, Report, Result
 from hyperion.chapter.subjects import experiment_named
 from hyperion.errors import HyperionError
-from hyperion.processes import Job, JobError, report_progress, run_job, run_ranks
+from hyperion.processes import Job, JobError, report_progress, run_job, run_ranks, world
 from hyperion.processes.job import entry_of, load_entry
 from hyperion.results import Row
 
@@ -244,8 +244,6 @@ def run_in_worker(context: dict, function: str, params: dict, import_path: list[
 
 def run_on_rank(context: dict, function: str, params: dict, import_path: list[str]) -> dict:
     """Run a variant on a rank, as `run_in_worker` does. Each rank writes its own samples file."""
-    from hyperion.processes import world  # imports torch
-
     return run_in_worker(context, function, params, import_path, world().rank)
 
 

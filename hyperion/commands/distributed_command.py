@@ -28,7 +28,7 @@ from hyperion.experiments.distributed.distributed_training import DistributedTra
 from hyperion.experiments.scaling import scaling
 from hyperion.hardware import collect_facts, detect
 from hyperion.processes import Job, RankError, World, process_group, run_ranks, world
-from hyperion.processes.group import choose_device, rank_info
+from hyperion.processes.this_rank import choose_device, rank_info
 from hyperion.results import Run, new_run_folder, set_latest
 from hyperion.training import EpochRecord, Interrupted, save_adapter, train
 from hyperion.workloads.recipes import Recipe, Training, set_up

@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING
 from hyperion.processes.job import Job, JobError, report_progress, run_job
 from hyperion.processes.rank_errors import RankError
 from hyperion.processes.ranks import run_ranks
+from hyperion.processes.this_rank import World, world
 
 if TYPE_CHECKING:
-    from hyperion.processes.group import World, process_group, world
+    from hyperion.processes.group import process_group
     from hyperion.processes.hang_detection import RollCall, roll_call, wait_for_peers
 
 __all__ = [

@@ -1,19 +1,16 @@
-"""Process groups: the rank and device of this process, and functions that initialize and destroy torch.distributed.
+"""Process groups: functions that initialize and destroy torch.distributed, and barriers in the store of a job.
 
-torchrun's environment variables (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT …) define the ranks. Any launcher may set
-them. Without these variables, the process group has one rank.
+Without torchrun's environment variables, the process group has one rank.
 """
 
 import atexit
 import contextlib
 import faulthandler
-import functools
 import itertools
 import os
 import threading
 import time
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
 from datetime import timedelta
 
 import torch
@@ -24,73 +21,24 @@ from torch.distributed import HashStore, PrefixStore, Store, TCPStore  # pyright
 from torch.distributed.rendezvous import rendezvous
 
 from hyperion.errors import HyperionError
-from hyperion.hardware import Device, MachineFacts, collect_facts, detect, detect_cpu
-from hyperion.hardware.facts import VISIBLE_DEVICE_VARIABLES
+from hyperion.processes.this_rank import (
+    GroupError,
+    RankInfo,
+    World,
+    choose_device,
+    environment_error,
+    machine_facts,
+    parse_port,
+    rank_info,
+    world,
+)
 
-BACKENDS = ("nccl", "gloo")
 ENVIRONMENT = "env://"  # torch's name of the rendezvous at MASTER_ADDR and MASTER_PORT
 # Time limit in seconds for destroying a group after an error. After that, the group remains until the process ends.
 _ABANDON_S = 5.0
 # _CONNECT_S: time limit for connecting to the job's store. _POLL_S: polling interval of a barrier.
 _CONNECT_S = 30.0
 _POLL_S = 0.002
-
-
-class GroupError(HyperionError):
-    """Raised when a process group cannot be initialized."""
-
-
-@dataclass(frozen=True)
-class World:
-    """The rank and device of this process, and the number of ranks.
-
-    Args:
-        rank: rank of this process, counted from 0.
-        size: number of ranks.
-        local_rank: rank of this process on its node, which is the index of its GPU.
-        backend: "nccl" (RCCL on AMD) or "gloo"; "" without a process group.
-        device: the device of this rank.
-        group: process group for the collectives; None for the default group.
-    """
-
-    rank: int
-    size: int
-    local_rank: int
-    backend: str
-    device: Device
-    group: dist.ProcessGroup | None = None
-
-    def alone(self) -> "World":
-        """Return a world of size 1 with its own process group, to run the same program without communication.
-
-        This is a collective call: every rank must make it.
-        """
-        group, _ = dist.new_subgroups(1)
-        return replace(self, rank=0, size=1, group=group)
-
-
-@dataclass(frozen=True)
-class RankInfo:
-    """Values of torchrun's environment variables for this process. `local_size` is the number of ranks on this node."""
-
-    rank: int
-    size: int
-    local_rank: int
-    local_size: int
-
-
-def world() -> World:
-    """Return the rank, device and number of ranks of this process.
-
-    Without a process group, the rank is 0, the size is 1 and the backend is "".
-    """
-    if not dist.is_initialized():
-        return World(0, 1, 0, "", _device(0))
-    # The ranks of a group that met in a file have no address.
-    info, backend = rank_info(os.environ, address=False), dist.get_backend()
-    local_rank = info.local_rank if info else 0
-    device = _device(local_rank) if "nccl" in backend else detect_cpu(_facts())
-    return World(dist.get_rank(), dist.get_world_size(), local_rank, backend, device)
 
 
 @contextlib.contextmanager
@@ -118,8 +66,8 @@ def process_group(timeout_s: float = 600.0, backend: str | None = None, init_met
         raise GroupError(f"unknown init method {init_method!r}", where="process_group", next_step="use env:// or file:///path")
     info = rank_info(os.environ, address=init_method == ENVIRONMENT)
     if info is None and init_method != ENVIRONMENT:
-        raise _environment_error(f"RANK and WORLD_SIZE are not set, but {init_method} needs them")
-    backend, device = choose_device(info, backend, _facts())
+        raise environment_error(f"RANK and WORLD_SIZE are not set, but {init_method} needs them")
+    backend, device = choose_device(info, backend, machine_facts())
     torch_device = torch.device(device.torch_device)
     if torch_device.type != "cpu":
         # Set the device before creating the group, because NCCL and tensors on "cuda" use the current device of the process.
@@ -136,81 +84,6 @@ def process_group(timeout_s: float = 600.0, backend: str | None = None, init_met
             if backend == "gloo":
                 _old_groups.extend(dist.distributed_c10d._world.pg_map)
             dist.destroy_process_group()
-
-
-def rank_info(environment: Mapping[str, str], address: bool = True) -> RankInfo | None:
-    """Parse torchrun's environment variables. Return None if neither RANK nor WORLD_SIZE is set.
-
-    Args:
-        environment: environment variables.
-        address: whether MASTER_ADDR and MASTER_PORT are needed.
-
-    Raises:
-        GroupError: a variable is missing or is not a whole number, or two variables contradict each other.
-    """
-    if "RANK" not in environment and "WORLD_SIZE" not in environment:
-        return None
-    needed = ["RANK", "WORLD_SIZE"] + ["MASTER_ADDR", "MASTER_PORT"] * address
-    # With a single rank, the local rank is 0.
-    needed += ["LOCAL_RANK"] * (environment.get("WORLD_SIZE") != "1")
-    if missing := [name for name in needed if not environment.get(name)]:
-        raise _environment_error(f"{', '.join(missing)} not set, though other variables of torchrun are")
-    if address:
-        _parse_port(environment["MASTER_PORT"])
-    rank, size = _parse_number(environment, "RANK"), _parse_number(environment, "WORLD_SIZE")
-    local_rank = _parse_number(environment, "LOCAL_RANK", 0)
-    local_size = _parse_number(environment, "LOCAL_WORLD_SIZE", local_rank + 1)
-    if not (0 <= rank < size and 0 <= local_rank < local_size <= size):
-        raise _environment_error(f"rank {rank} of {size} ranks contradicts local rank {local_rank} of {local_size} on this node")
-    return RankInfo(rank, size, local_rank, local_size)
-
-
-def _parse_number(environment: Mapping[str, str], name: str, default: int | None = None) -> int:
-    text = environment.get(name) or str(default)
-    # isdecimal alone would also accept the digits of other scripts.
-    if not text.isascii() or not text.isdecimal() or len(text) > 9:
-        raise _environment_error(f"{name} is {text!r}, not a whole number from 0")
-    return int(text)
-
-
-def _parse_port(text: str) -> int:
-    port = _parse_number({"MASTER_PORT": text}, "MASTER_PORT")
-    if port > 65535:
-        raise _environment_error(f"MASTER_PORT is {port}, above 65535")
-    return port
-
-
-def choose_device(info: RankInfo | None, backend: str | None, facts: MachineFacts) -> tuple[str, Device]:
-    """Return the backend and the device of a rank. With nccl, each rank has its own GPU.
-
-    Raises:
-        GroupError: the backend is unknown, nccl was requested without a GPU, or this node has more ranks than GPUs.
-    """
-    if backend not in (None, *BACKENDS):
-        raise GroupError(f"there is no backend {backend!r}", where="process_group", next_step=f"choose {' or '.join(BACKENDS)}")
-    # If torch sees a GPU but cannot open it, use nccl, so that `detect` raises an error instead of silently using the CPU.
-    gpus = bool(facts.gpus or facts.gpu_error)
-    if backend == "gloo" or not gpus:
-        if backend == "nccl":
-            raise GroupError("nccl needs GPUs, and PyTorch sees none", where="process_group", next_step="omit the backend")
-        return "gloo", detect_cpu(facts)
-    index, ranks = (info.local_rank, info.local_size) if info else (0, 1)
-    if facts.gpus and ranks > len(facts.gpus):
-        raise more_ranks_than_devices(ranks, len(facts.gpus))
-    return "nccl", detect(facts, index)
-
-
-def more_ranks_than_devices(ranks: int, devices: int) -> GroupError:
-    """Return the error for a node with more ranks than GPUs.
-
-    NCCL would also raise an error, but later and with a message that is harder to understand.
-    """
-    hiding = ", ".join(f"{name}={os.environ[name]}" for name in VISIBLE_DEVICE_VARIABLES if name in os.environ)
-    return GroupError(
-        f"{ranks} ranks on a node where PyTorch sees {devices} GPU{'s' * (devices != 1)}",
-        where=f"visible-device variables: {hiding or 'none set'}",
-        next_step=f"start at most {devices} rank{'s' * (devices != 1)} on this node",
-    )
 
 
 class StoreBarrier:
@@ -262,8 +135,8 @@ def job_store(prefix: str) -> Store:
         GroupError: MASTER_ADDR or MASTER_PORT is not set, or the port is not valid.
     """
     if missing := [name for name in ("MASTER_ADDR", "MASTER_PORT") if not os.environ.get(name)]:
-        raise _environment_error(f"{', '.join(missing)} not set")
-    store = connect_store(os.environ["MASTER_ADDR"], _parse_port(os.environ["MASTER_PORT"]), _CONNECT_S)
+        raise environment_error(f"{', '.join(missing)} not set")
+    store = connect_store(os.environ["MASTER_ADDR"], parse_port(os.environ["MASTER_PORT"]), _CONNECT_S)
     # The prefix contains the restart count, so that the ranks do not see keys from before a restart of the job.
     return PrefixStore(f"hyperion/{prefix}/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
 
@@ -318,16 +191,6 @@ def _shared_store(info: RankInfo, timeout: timedelta, init_method: str) -> Store
     return _stores[address]
 
 
-@functools.cache
-def _facts() -> MachineFacts:
-    return collect_facts()
-
-
-@functools.cache
-def _device(index: int) -> Device:
-    return detect(_facts(), index)
-
-
 def _require_no_group() -> None:
     if dist.is_initialized():
         raise GroupError(
@@ -335,14 +198,6 @@ def _require_no_group() -> None:
             where=f"rank {dist.get_rank()} of {dist.get_world_size()}",
             next_step="use the existing group through hyperion.processes.world(), or destroy the existing group first",
         )
-
-
-def _environment_error(what: str) -> GroupError:
-    return GroupError(
-        what,
-        where="environment of this process",
-        next_step="start the ranks with torchrun or run_ranks, or unset RANK and WORLD_SIZE for one plain process",
-    )
 
 
 def _abort(backend: str) -> None:

@@ -3,7 +3,7 @@
 import torch
 import torch.distributed as dist
 
-from hyperion.processes.group import world
+from hyperion.processes.this_rank import world
 
 
 def check_on_rank() -> dict[str, bool | str]:

@@ -17,7 +17,8 @@ from dataclasses import asdict, dataclass
 import torch.distributed as dist
 from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage] - documented, but not in __all__
 
-from hyperion.processes.group import World, job_store, world
+from hyperion.processes.group import job_store
+from hyperion.processes.this_rank import World, world
 
 EXIT_CODE = 1
 _POLL_S = 0.25

@@ -34,6 +34,7 @@ from hyperion.processes.rank_errors import (
     rank_error,
     read_stack,
 )
+from hyperion.processes.this_rank import more_ranks_than_devices
 from hyperion.results.files import write_atomically
 
 # Exit code that shells report for a process ended by SIGTERM.
@@ -364,8 +365,6 @@ def require_launchable(job: Job, devices: int | None = None) -> None:
 
     devices = torch.cuda.device_count() if devices is None else devices
     if devices and job.ranks_per_node > devices:
-        from hyperion.processes.group import more_ranks_than_devices
-
         raise more_ranks_than_devices(job.ranks_per_node, devices)
     if job.rendezvous:
         _require_free_port(job)

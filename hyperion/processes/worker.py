@@ -19,7 +19,6 @@ import traceback
 from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING
 
 import psutil
 
@@ -28,9 +27,7 @@ from hyperion.processes.child_process import die_with, do_not_outlive, imports_o
 from hyperion.processes.job import INTERRUPTED, load_entry
 from hyperion.processes.mpi import adopt_mpi_rank
 from hyperion.processes.ranks import JobFolder, rank_log, read_json, write_json
-
-if TYPE_CHECKING:
-    from hyperion.processes.group import World
+from hyperion.processes.this_rank import World
 
 # Gloo raises RuntimeError for all errors. If the message contains one of these strings, another rank closed its connection or did
 # not join in time.
@@ -139,7 +136,7 @@ def _work(request: dict, files: JobFolder, rank: int) -> tuple[dict | None, Hype
     return answer, None
 
 
-def _gather_answers(answer: dict, world: "World", files: JobFolder) -> None:
+def _gather_answers(answer: dict, world: World, files: JobFolder) -> None:
     """Write the results of all ranks to a file on each node, because a launcher cannot read the files of other nodes."""
     import torch.distributed as dist
 

@@ -14,7 +14,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from hyperion.hardware import HardwareError
 from hyperion.processes import process_group, world
-from hyperion.processes.group import GroupError, RankInfo, StoreBarrier, choose_device, rank_info
+from hyperion.processes.group import StoreBarrier
+from hyperion.processes.this_rank import GroupError, RankInfo, choose_device, rank_info
 from tests.hardware.machines import facts, gpu
 
 TORCHRUN = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4", "MASTER_ADDR": "a", "MASTER_PORT": "1"}
