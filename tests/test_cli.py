@@ -18,6 +18,7 @@ CHECKOUT = Path(__file__).resolve().parents[1]
 def in_a_process(*arguments: str, folder: Path = CHECKOUT, **variables: str) -> subprocess.CompletedProcess:
     """The command as a user types it, in a process of its own."""
     environment = {**os.environ, "PYTHONPATH": str(CHECKOUT), "COLUMNS": "120", **variables}
+    environment.pop("HYPERION_DATA", None)  # the data folder of whoever runs the tests
     command = [sys.executable, "-m", "hyperion", *arguments]
     return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=120, check=False)
 

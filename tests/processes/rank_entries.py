@@ -24,6 +24,7 @@ def total(values: list[float], names: list[str]) -> dict:
 
 def fails(how: str) -> dict:
     """Rank 1 fails while rank 0 waits for it."""
+    print(f"rank {world().rank} has begun", flush=True)
     if world().rank == 1:
         print("rank 1 stands alone", flush=True)
         if how == "raised":

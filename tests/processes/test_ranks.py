@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from hyperion.errors import HyperionError
-from hyperion.processes import Job, JobError, RankError, run_ranks
+from hyperion.processes import Job, JobError, RankError, ranks, run_ranks
 from hyperion.processes.child_process import has_ended
 from hyperion.processes.ranks import require_launchable
 from tests.processes import rank_entries
@@ -50,7 +50,6 @@ class Finished:
     lines: list[str]
     progress: list[tuple]
     logs: Path
-    took_s: float
 
 
 @pytest.fixture(scope="module")
@@ -62,19 +61,26 @@ def finished(tmp_path_factory):
         for name, value in {**dict.fromkeys(GUARDED, "0"), **TORCHRUN}.items():
             patch.setenv(name, value)
         patch.delenv("OMP_NUM_THREADS", raising=False)
-        begun = time.monotonic()
         answers = run_ranks(
             job(rank_entries.total, values=[3.0, 4.0], names=names), lines.append, lambda *report: progress.append(report), logs
         )
-    return Finished(answers, lines, progress, logs, time.monotonic() - begun)
+    return Finished(answers, lines, progress, logs)
 
 
 @pytest.fixture(scope="module")
 def hanging(finished):
-    """A job whose rank 1 never joins, started in the background. Its timeout allows for the start, as measured on this
-    machine."""
-    hangs = job(rank_entries.fails, how="hangs", timeout_s=3 * finished.took_s)
-    with ThreadPoolExecutor(1) as pool:
+    """A job whose rank 1 never joins, started in the background. Its timeout begins when both ranks have begun, because the time
+    of their start depends on the load of the machine."""
+    hangs, follow = job(rank_entries.fails, how="hangs", timeout_s=2.0), ranks.Torchrun.follow
+
+    def follow_when_begun(torchrun, timeout_s):
+        logs = [ranks.rank_log(torchrun.logs, rank) for rank in range(2)]
+        if torchrun.job is hangs:
+            wait_for(lambda: all(log.exists() and "has begun" in log.read_text() for log in logs), 120.0)
+        return follow(torchrun, timeout_s)
+
+    with pytest.MonkeyPatch.context() as patch, ThreadPoolExecutor(1) as pool:
+        patch.setattr(ranks.Torchrun, "follow", follow_when_begun)
         yield pool.submit(run_ranks, hangs, on_line=lambda line: None)
 
 
