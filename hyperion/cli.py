@@ -23,6 +23,7 @@ from hyperion.commands.compare import compare, relaunch
 from hyperion.commands.console import PlainTextConsole, parse_duration, run_app
 from hyperion.commands.doctor import doctor
 from hyperion.commands.environment import env
+from hyperion.commands.experiments import experiments
 from hyperion.commands.export import export
 from hyperion.commands.frameworks import app as frameworks_app
 from hyperion.commands.megatron import app as megatron_app
@@ -155,6 +156,7 @@ def reproduce(
 app.command()(compare)
 app.command()(relaunch)
 app.command()(export)
+app.command()(experiments)
 # Options after the name of the watched command belong to that command.
 app.command(context_settings={"allow_interspersed_args": False})(monitor)
 
