@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 from lightning_fabric import Fabric  # pyright: ignore[reportMissingImports]
+from lightning_fabric.plugins.environments import LightningEnvironment, TorchElasticEnvironment  # pyright: ignore[reportMissingImports]
 
 from hyperion.engines.observer import Observer
 from hyperion.engines.plain import token_loss
@@ -19,6 +20,8 @@ def train(work: Work, observer: Observer) -> dict:
         devices=here.size if torch.device(observer.device).type == "cpu" else [here.local_rank] if here.size == 1 else here.size,
         strategy="ddp" if here.size > 1 else "auto",
         precision="bf16-mixed" if work.dtype == "bf16" else "32-true",
+        # Without it, Fabric would look for the tasks of Slurm and MPI, and fail if mpi4py does not find its library.
+        plugins=TorchElasticEnvironment() if here.size > 1 else LightningEnvironment(),
     )
     fabric.launch()  # starts no processes: torchrun has already started the ranks
     plain = work.load_model()

@@ -5,6 +5,7 @@ Frameworks in an environment of their own are tested where it is installed: `hyp
 
 from dataclasses import replace
 from importlib import import_module
+from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file
@@ -81,11 +82,23 @@ def test_the_trainer_and_the_engine_of_this_library_on_two_ranks(standing_ranks,
 
 @pytest.mark.process
 @pytest.mark.parametrize("name", SEPARATE)
-def test_frameworks_in_environments_of_their_own(name, tiny_work, tmp_path, reference):
+def test_frameworks_in_environments_of_their_own(name, tiny_work, tmp_path, reference, monkeypatch):
+    """Also beside an mpi4py whose MPI library cannot be loaded: none of the launches uses MPI."""
     if reason := STACKS[name].why_absent():
         pytest.skip(reason)
+    monkeypatch.setenv("PYTHONPATH", str(broken_mpi4py(tmp_path / "site")))
     work = replace(tiny_work, micro_batches=1)
     assert_equal_work(work, launch(STACKS[name], work, tmp_path), reference)
+
+
+def broken_mpi4py(folder: Path) -> Path:
+    """A folder for PYTHONPATH with an installed mpi4py that raises what the real one raises without its library."""
+    (folder / "mpi4py").mkdir(parents=True)
+    (folder / "mpi4py" / "__init__.py").write_text("")
+    (folder / "mpi4py" / "MPI.py").write_text('raise RuntimeError("cannot load MPI library")\n')
+    (folder / "mpi4py-4.1.2.dist-info").mkdir()
+    (folder / "mpi4py-4.1.2.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: mpi4py\nVersion: 4.1.2\n")
+    return folder
 
 
 def test_megatron_core_refuses_bf16_because_its_masters_would_start_from_rounded_weights(tiny_work, tmp_path):
