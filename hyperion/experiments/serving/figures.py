@@ -2,6 +2,7 @@
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import NullLocator
 
 from hyperion.errors import not_none
 from hyperion.experiments.serving.metrics import GROWTH_CHECK, NOT_OBSERVED
@@ -111,7 +112,10 @@ def _draw_throughput(axes: Axes, rows: list[Row]) -> None:
 
 
 def _draw_percentiles(axes: Axes, rows: list[Row], users: list[int], title: str) -> None:
-    """Draw one line for each percentile. The marks of the open loop are to the right of the largest number of users."""
+    """Draw one line for each percentile. The marks of the open loop are to the right of the largest number of users.
+
+    The axis is logarithmic, because the profiles double or quadruple the number of users.
+    """
     if not rows:
         axes.set(title=title, xticks=[], yticks=[])
         axes.text(0.5, 0.5, f"{NOT_OBSERVED}, see below", transform=axes.transAxes, ha="center", color=MUTED)
@@ -123,11 +127,13 @@ def _draw_percentiles(axes: Axes, rows: list[Row], users: list[int], title: str)
         x, y = [row.params["users"] for row in closed], [1e3 * not_none(row.value) for row in closed]
         axes.errorbar(x, y, errors_of(closed, 1e3), label=f"p{percent}", **style)
         opened = [row for row in chosen if "load" in row.params]
-        x, y = [1.12 * max(users)] * len(opened), [1e3 * not_none(row.value) for row in opened]
+        x, y = [2 * max(users)] * len(opened), [1e3 * not_none(row.value) for row in opened]
         axes.errorbar(x, y, errors_of(opened, 1e3), linestyle="none", fillstyle="none", **style)
-    axes.set(title=title, ylabel="ms", ylim=(0, None), xlim=(0, None))
+    axes.set(title=title, ylabel="ms", ylim=(0, None))
+    axes.set_xscale("log", base=2)
+    axes.set_xticks([*users, 2 * max(users)], [*map(str, users), "open\nloop"])
+    axes.xaxis.set_minor_locator(NullLocator())
     axes.legend(loc="best", fontsize=8)
-    whole_numbers(axes.xaxis)
 
 
 PLOTS = (

@@ -51,6 +51,8 @@ def test_latencies_have_a_line_for_each_percentile_and_hollow_marks_for_the_open
     closed, opened = ttft.containers[0].lines[0], ttft.containers[1].lines[0]
     assert list(closed.get_xdata()) == [1, 16] and list(closed.get_ydata()) == pytest.approx([50, 100])
     assert opened.get_fillstyle() == "none" and list(opened.get_ydata()) == pytest.approx([150])
+    labels = dict(zip(ttft.get_xticks(), (label.get_text() for label in ttft.get_xticklabels()), strict=True))
+    assert labels == {1: "1", 16: "16", 32: "open\nloop"} and list(opened.get_xdata()) == [32]
     assert "50 % of the throughput" in figure.get_supxlabel() and "vllm: not measured" in figure.get_supxlabel()
 
 
