@@ -6,6 +6,7 @@ kernel LAUNCHER arguments: run the kernel of a notebook, which ends when the pro
     arguments are passed to ipykernel.
 """
 
+import atexit
 import contextlib
 import errno
 import faulthandler
@@ -14,11 +15,13 @@ import os
 import runpy
 import signal
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
+from typing import NoReturn
 
 import psutil
 
@@ -35,8 +38,8 @@ _GLOO_MARKS = ("gloo/transport", "Connection closed by peer", "Connection reset 
 _STACKS_S = 0.5
 
 
-def run_plain_job(request_file: str, answer_file: str) -> None:
-    """Call the function of the job, and write its result or its HyperionError to the answer file."""
+def run_plain_job(request_file: str, answer_file: str) -> NoReturn:
+    """Call the function of the job, write its result or its HyperionError to the answer file, and end the process."""
     request = read_json(Path(request_file))
     die_with(request["launcher"])
     pin_to_cores()
@@ -44,8 +47,9 @@ def run_plain_job(request_file: str, answer_file: str) -> None:
         answer = load_entry(request["entry"])(**request["params"])
     except HyperionError as error:
         write_json(Path(answer_file), {"error": error.as_dict()})
-        sys.exit(error.exit_code)
+        _end(error.exit_code)
     write_json(Path(answer_file), {"answer": answer})
+    _end(0)
 
 
 def run_kernel(launcher: str, *arguments: str) -> None:
@@ -73,8 +77,8 @@ def _socket_was_open(record: logging.LogRecord) -> bool:
     return getattr(error, "errno", None) != errno.ENOTSOCK
 
 
-def run_rank(folder: str, agent: str) -> None:
-    """Join the process group, call the function of the job, and write the result or the error of this rank to a file."""
+def run_rank(folder: str, agent: str) -> NoReturn:
+    """Join the process group, call the function of the job, write its result or error to a file, and end the process."""
     files = JobFolder(Path(folder))
     request = read_json(files.request)
     if request["mpirun"]:
@@ -95,9 +99,24 @@ def run_rank(folder: str, agent: str) -> None:
         answer, interruption = _work(request, files, rank)
         if interruption is None:
             write_json(files.record(rank), {"answer": answer})
-            return
-    _record(files, rank, interruption)
-    sys.exit(INTERRUPTED)
+    if interruption is not None:
+        _record(files, rank, interruption)
+    _end(0 if interruption is None else INTERRUPTED)
+
+
+def _end(code: int) -> NoReturn:
+    """Wait for threads and call the exit handlers, as Python does at its end, then end the process.
+
+    The interpreter is not finalized, because threads of gloo outlive their group (see `hyperion.processes.group`). If such a
+    thread needs the lock of an interpreter that is being finalized, for example to release a tensor, C++ aborts the process
+    ("terminate called without an active exception"), and a job would fail although its results are complete.
+    """
+    threading._shutdown()  # pyright: ignore[reportAttributeAccessIssue]  # typeshed lacks it
+    atexit._run_exitfuncs()
+    mpi = sys.modules.get("mpi4py.MPI")
+    if mpi is not None and mpi.Is_initialized() and not mpi.Is_finalized():
+        mpi.Finalize()  # mpi4py does this while the interpreter is finalized, and mpirun expects it of every rank
+    os._exit(code)  # there is no output to flush, because `child_environment` switches buffers off
 
 
 def _dump_stack_on_signals(stack: Path) -> None:

@@ -1,8 +1,11 @@
 """Functions of the jobs that test_job.py runs."""
 
+import atexit
 import os
 import signal
+import threading
 import time
+from pathlib import Path
 
 from hyperion.errors import HyperionError
 from hyperion.processes import report_progress
@@ -16,6 +19,12 @@ def double(value):
 
 def environment(names):
     return {name: os.environ.get(name) for name in names}
+
+
+def leave_work_for_the_end(folder):
+    threading.Thread(target=lambda: (time.sleep(0.5), (Path(folder) / "thread").touch())).start()
+    atexit.register(lambda: (Path(folder) / "handler").touch())
+    return {}
 
 
 def fail():

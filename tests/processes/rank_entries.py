@@ -1,7 +1,10 @@
 """Functions of the jobs that test_ranks.py runs."""
 
+import atexit
+import ctypes
 import os
 import signal
+import sys
 import time
 from pathlib import Path
 
@@ -32,6 +35,15 @@ def fails(how: str) -> dict:
         _turn_for_ever()
     dist.all_reduce(torch.ones(1))
     return {}
+
+
+def leaves_a_thread_of_gloo(folder: str) -> dict:
+    """Return while a thread of gloo still needs the interpreter. An exit handler, Python and C leave a trace."""
+    atexit.register((Path(folder) / f"exit-{world().rank}").touch)
+    sys.stdout.write("by Python, without a newline")
+    ctypes.CDLL(None).printf(b"by C, into a buffer")
+    dist.all_reduce(torch.ones(1), async_op=True).get_future().then(lambda done: time.sleep(1.0))
+    return {"rank": world().rank}
 
 
 def dies() -> dict:

@@ -52,6 +52,12 @@ def test_a_function_of_a_notebook_is_refused(monkeypatch):
 
 
 @pytest.mark.process
+def test_threads_are_awaited_and_exit_handlers_run(tmp_path):
+    run_job(Job(job_entries.leave_work_for_the_end, {"folder": str(tmp_path)}))
+    assert (tmp_path / "thread").exists() and (tmp_path / "handler").exists()
+
+
+@pytest.mark.process
 def test_the_error_of_a_worker_that_raises_has_its_traceback():
     with pytest.raises(JobError, match="the sum is wrong on purpose") as error:
         run_job(Job(job_entries.fail), on_line=lambda line: None)

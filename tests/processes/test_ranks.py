@@ -106,6 +106,18 @@ def test_the_environment_reaches_every_rank_without_torchruns_variables_of_the_l
 
 
 @pytest.mark.process
+def test_a_thread_that_needs_the_interpreter_at_the_end_costs_no_answer_and_no_output(tmp_path):
+    """The interpreter of a rank is not finalized: a thread of gloo that needs it then would abort the process."""
+    logs = tmp_path / "logs"
+    answers = run_ranks(job(rank_entries.leaves_a_thread_of_gloo, folder=str(tmp_path)), log_folder=logs)
+    assert answers == [{"rank": 0}, {"rank": 1}]
+    for rank in range(2):
+        log = (logs / f"rank-{rank}.log").read_text()
+        assert "by Python, without a newline" in log and "by C, into a buffer" in log
+        assert (tmp_path / f"exit-{rank}").exists()
+
+
+@pytest.mark.process
 def test_a_killed_rank_is_named_and_nothing_is_left(tmp_path, monkeypatch):
     monkeypatch.setenv(MARK, str(tmp_path))
     begun = time.monotonic()
