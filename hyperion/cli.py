@@ -473,6 +473,7 @@ def launches(
 def publish(
     run: Annotated[str, typer.Argument(help="Path or name of a run, `latest`, or the name of a folder of launches.")],
     name: Annotated[str, typer.Argument(help="Name of the machine, such as h200, or of the launches, such as h200-launches.")],
+    pages: Annotated[bool, typer.Option(help="Also copy the pages of the executed notebooks, as far as there is room.")] = True,
 ) -> None:
     """Copy a run to results/reference/NAME/ as the reference of a machine. Other runs can be compared with a reference, and
     `--profile replay` uses its numbers.
@@ -487,7 +488,7 @@ def publish(
     if len(found) > 1:
         say(f"published: {publish_launches(found, name)}")
         return
-    folder, left_out = publish_run(Run.open(found[0]), name)
+    folder, left_out = publish_run(Run.open(found[0]), name, pages=pages)
     say(f"published: {folder}")
     if left_out:
         say(f"not published, because the size limit is reached: {', '.join(left_out)}")

@@ -289,9 +289,11 @@ def launches_page(name: str, runs: Iterable[Run]) -> str:
 
 
 def _measured(runs: dict[Run, str]) -> Iterator[Measured]:
-    """Yield the headlines of all runs, in the order of the runs."""
+    """Yield the headlines of all runs, in the order of the runs. The sizes of the profile smoke are too small for headlines."""
     for run, name in runs.items():
         material = Material(run)
+        if material.information.get("profile") == "smoke":
+            continue
         for headline in headlines(material):
             provenance = material.finished.get(f"{headline.row.notebook}/{headline.row.experiment}", {}).get("provenance") or {}
             stored = _environment(material, provenance)

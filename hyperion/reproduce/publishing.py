@@ -287,7 +287,7 @@ def export_subjects(ledger: Ledger) -> str:
     return ""
 
 
-def publish(run: Run, name: str, folder: Path | None = None) -> tuple[Path, list[str]]:
+def publish(run: Run, name: str, folder: Path | None = None, pages: bool = True) -> tuple[Path, list[str]]:
     """Copy a verified run to the reference results and write its README.md.
 
     Notebooks that failed or did not finish are left out, and the README.md names them. Pages are copied last, from the smallest
@@ -298,6 +298,7 @@ def publish(run: Run, name: str, folder: Path | None = None) -> tuple[Path, list
         run: the run. Every file is first verified against the manifest of the run.
         name: name of the machine, such as `h200`.
         folder: folder of all references; default: `reference_folder()`.
+        pages: whether to copy the pages of the executed notebooks, which take more room than the rows and the pictures.
 
     Returns:
         The new reference folder, and the names of the pages that were omitted because of the size limit.
@@ -308,7 +309,7 @@ def publish(run: Run, name: str, folder: Path | None = None) -> tuple[Path, list
     folder = folder or reference_folder()
     target = folder / checked_name(name)
     unfinished = _unfinished(run)
-    contents, left_out = _choose_files(run, folder, target, unfinished)
+    contents, left_out = _choose_files(run, folder, target, unfinished, pages)
     staged = folder / f".{name}.new"
     shutil.rmtree(staged, ignore_errors=True)
     try:
@@ -354,9 +355,12 @@ def _unfinished(run: Run) -> dict[str, str]:
     return {stem: entry.status for stem, entry in sorted(entries.items()) if entry.status not in ("done", "unexpected")}
 
 
-def _choose_files(run: Run, folder: Path, target: Path, unfinished: Iterable[str]) -> tuple[dict[str, bytes], list[str]]:
+def _choose_files(
+    run: Run, folder: Path, target: Path, unfinished: Iterable[str], with_pages: bool
+) -> tuple[dict[str, bytes], list[str]]:
     contents = run.contents_without(set(unfinished))
-    names = [name for name in contents if not any(fnmatch(name, pattern) for pattern in ("*.ipynb", *_REBUILT))]
+    omitted = ["*.ipynb", *_REBUILT] + [f"{_PAGES}*"] * (not with_pages)
+    names = [name for name in contents if not any(fnmatch(name, pattern) for pattern in omitted)]
     contents = {name: contents[name] for name in names}
     for name, content in contents.items():
         require_no_machine_paths(name, content)

@@ -158,6 +158,13 @@ def _trained(notebook: str = "nb") -> list[Row]:
     ]
 
 
+def test_runs_of_the_profile_smoke_have_no_headlines(tmp_path):
+    for launch in range(LEAST_LAUNCHES):
+        run = Run.create(tmp_path / "small" / str(launch), {"environment": {}, "profile": "smoke"})
+        run.record("nb", "gemm", [_speed_row(700.0 + launch)], pd.DataFrame({"x": [1.0]}), input_hash="h")
+    assert "matrix product" not in headlines_markdown(runs_in(tmp_path)) + summary_markdown(runs_in(tmp_path))
+
+
 def test_one_run_gives_means_over_seeds_and_differences_and_no_speed(tmp_path):
     trained = _trained()
     # On one rank, both trainings are on one device.

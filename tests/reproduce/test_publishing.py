@@ -193,6 +193,14 @@ def test_a_picture_that_lies_beside_a_page_is_linked_and_another_stays_in_it(run
     assert (folder / "notebooks" / link).resolve().read_bytes() == kept
 
 
+def test_a_reference_without_pages_has_everything_else(run, tmp_path):
+    whole, _ = publish(run, "whole", tmp_path / "reference")
+    target, left_out = publish(run, "box", tmp_path / "reference", pages=False)
+    assert left_out == [] and not (target / "notebooks").exists()
+    assert {path.name for path in target.iterdir()} == {path.name for path in whole.iterdir()} - {"notebooks"}
+    Run.open(target).verify()
+
+
 def test_large_pages_are_left_out_and_named(run, tmp_path, monkeypatch):
     without_pages = sum(len(run.read(name)) for name in run.verify() if not name.startswith("notebooks/"))
     monkeypatch.setattr(publishing, "LARGEST_BYTES", without_pages + 100)
