@@ -15,7 +15,7 @@ import pandas as pd
 
 from hyperion.chapter.context import Context, Result
 from hyperion.chapter.profiles import REPLAY, default_profile, finished_in, load_profile, measured_under, reference_run
-from hyperion.chapter.subjects import experiment_named, module_of
+from hyperion.chapter.subjects import experiment_named, module_of, subjects
 from hyperion.chapter.variants import run_isolated
 from hyperion.data.prepare.catalog import data_identity
 from hyperion.dependencies import json_hash, reached_source_hash
@@ -348,6 +348,7 @@ class Chapter:
         """Return (input hash of the replay, predictions that the reference run stored before its measurement)."""
         if self._is_older_than(experiment):
             return self._absent_hash, []
+        subjects()  # registers the metrics of the predictions, because a replay need not import the experiment
         measured = finished_in(not_none(self.reference), self.notebook, experiment)["input_hash"]
         # The prefix separates the predictions of a replay from those of measurements with the same inputs.
         digest = f"replay:{not_none(self.reference).folder.name}:{measured}"

@@ -21,8 +21,9 @@ from hyperion.untrusted import printable
 INTERVAL = "95 % interval within one launch"
 # Headers of intervals that contain more than the variation within a launch.
 SEEDS_INTERVAL, TRIALS_INTERVAL = "95 % interval of the mean over seeds", "95 % interval over trials"
+LAUNCHES_INTERVAL = "95 % interval over launches"
 # Experiments that start new processes for each trial or launch. `hyperion doctor` runs `comparison`.
-_OVER_PROCESSES = {"comparison": TRIALS_INTERVAL, "framework_speed": "95 % interval over launches"}
+_OVER_PROCESSES = {"comparison": TRIALS_INTERVAL, "framework_speed": LAUNCHES_INTERVAL}
 PREDICTED_INTERVAL = "80 % interval of the prediction"
 
 

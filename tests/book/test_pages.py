@@ -21,7 +21,7 @@ from hyperion.book.report import comparison_table, reference_machines, report_pa
 from hyperion.errors import HyperionError
 from hyperion.figures.material import Material
 from hyperion.figures.style import styled
-from hyperion.figures.tables import INTERVAL, SEEDS_INTERVAL, TRIALS_INTERVAL
+from hyperion.figures.tables import INTERVAL, LAUNCHES_INTERVAL, SEEDS_INTERVAL, TRIALS_INTERVAL
 from hyperion.paths import reference_folder
 from hyperion.results import Row, Run, StoreError, rows_from_csv
 from tests.book.made_up.run import made_up_run
@@ -274,4 +274,4 @@ def test_a_run_is_not_its_own_reference(material, tmp_path):
 @pytest.mark.parametrize("page", sorted(reference_folder().glob("*/README.md")), ids=lambda page: page.parent.name)
 def test_committed_pages_say_which_variation_an_interval_contains(page):
     headers = set(re.findall(r"(?<=\| )95 % interval[^|]*(?= \|)", page.read_text()))
-    assert headers <= {INTERVAL, SEEDS_INTERVAL, TRIALS_INTERVAL}
+    assert headers <= {INTERVAL, SEEDS_INTERVAL, TRIALS_INTERVAL, LAUNCHES_INTERVAL}

@@ -3,6 +3,8 @@
 import json
 import math
 import shutil
+import subprocess
+import sys
 from dataclasses import asdict, replace
 from functools import partial
 
@@ -290,6 +292,21 @@ def test_replay_takes_rows_from_the_reference_and_measures_nothing(run_folder, t
     (row,) = chapter.run("mpi_collectives").rows
     assert row.value is None and row.value_reason == "not measured: the reference run machine is older than this experiment"
     assert row in chapter.results.rows(NOTEBOOK, "mpi_collectives")
+
+
+@pytest.mark.process
+def test_a_replay_shows_predictions_of_metrics_that_only_a_subject_defines(tmp_path):
+    """In a new process, because here the metrics of all subjects may be registered already."""
+    code = (
+        "import sys\n"
+        "from hyperion.book import show_predictions\n"
+        "from hyperion.chapter import open_chapter\n"
+        "chapter = open_chapter('12_inference_and_quantization', profile='replay:cpu-2cores-book', output=sys.argv[1])\n"
+        "show_predictions(chapter.predict('runtimes'))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "perplexity_ratio [ratio]" in done.stdout
 
 
 def test_replay_keeps_this_readers_guess_and_shows_no_estimate_of_another_configuration(
