@@ -322,11 +322,10 @@ def _begin(new: Path, step: int) -> None:
 
 
 def _put_back(folder: Path) -> None:
-    """Restore an old checkpoint that a new one of the same step was to replace, if the new one is missing.
+    """Clean up after a save that was interrupted while it replaced a checkpoint of the same step.
 
-    A save renames the old checkpoint before it writes the new one. If the process is killed in between, the new one is missing.
-
-    If the new checkpoint exists, remove the old one.
+    A save renames the old checkpoint before it writes the new one. If the new one is missing, restore the old one. If the new
+    one exists, remove the old one.
     """
     for replaced in _ours(folder, REPLACED):
         target = folder / replaced.name.removeprefix(REPLACED)

@@ -288,7 +288,7 @@ def _by_ratio(keys: dict[tuple, float], table: np.ndarray, launches_a: int, conf
 def _by_difference(key: tuple, better: float, values: np.ndarray, launches_a: int) -> Comparison:
     """Compare values that are not all positive, such as numbers of graph breaks, by their difference.
 
-    Such a change is never confirmed.
+    The comparison never reports such a change as confirmed.
     """
     a, b = values[:launches_a], values[launches_a:]
     mean_a, mean_b = float(a.mean()), float(b.mean())

@@ -1,4 +1,4 @@
-"""Does the judge detect unequal work? The plain loop is trained with one unfairness at a time.
+"""Does the judge detect unequal work? Each training of the plain loop contains one planted unfairness.
 
 The losses alone do not reveal all of them. For example, the gradient of a sum instead of a mean changes no loss, because clipping
 and AdamW both divide by the scale of the gradient.

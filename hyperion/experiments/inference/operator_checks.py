@@ -148,8 +148,10 @@ class _Checker:
         self.device = torch.device(world().device.torch_device)
         self.formats, self.samples, self.probes, self.seed = formats, samples, probes, seed
         self.unavailable, self._entries = why_no_database(), {}
-        # The import below freezes these settings, so set them first. They are never reset: the process does nothing else.
-        matmul_precision(FORMATS["fp32"]).__enter__()
+        # The import below freezes these settings, so set them first. They are never reset: the process does nothing else. The
+        # context manager is kept, because the garbage collector would end a context that nobody refers to, and reset them.
+        self._precision = matmul_precision(FORMATS["fp32"])
+        self._precision.__enter__()
         # By default, PyTorch uses TF32 units for recurrent layers.
         rnn: Any = torch.backends.cudnn.rnn  # pyright: ignore[reportAttributeAccessIssue]  # torch adds it at run time
         rnn.fp32_precision = "ieee"

@@ -38,12 +38,12 @@ class LayoutTable(Table):
 
 
 class ToyOptions(Options):
-    """Options of a short training of a Llama with random initial weights. Several experiments of this chapter share them.
+    """Options for a short training run of a Llama model with random initial weights, shared by several experiments of this chapter.
 
     Args:
-        model: name of the configuration of the Llama.
-        sequence_length: number of input tokens of a sequence.
-        batch_size: number of sequences of a step, on all ranks together.
+        model: name of the model configuration.
+        sequence_length: number of input tokens in a sequence.
+        batch_size: number of sequences per step, on all ranks together.
         steps: number of optimizer steps.
         learning_rate: learning rate of all steps.
     """

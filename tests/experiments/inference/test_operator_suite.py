@@ -35,8 +35,9 @@ def checker(one_thread):
     patch = pytest.MonkeyPatch()
     patch.setattr(torch.backends, "disable_global_flags", lambda: None)
     patch.setattr(torch.backends.cudnn.rnn, "fp32_precision", torch.backends.cudnn.rnn.fp32_precision)  # restored at the end
-    with operator_checks.matmul_precision(operator_checks.FORMATS["fp32"]):
-        yield operator_checks._Checker(["fp32"], 2, 4, 0)
+    checker = operator_checks._Checker(["fp32"], 2, 4, 0)
+    yield checker
+    checker._precision.__exit__(None, None, None)  # restores the settings
     patch.undo()
 
 
@@ -124,8 +125,10 @@ def test_attention_is_checked_without_dropout(name, checker, monkeypatch):
     )
 
 
-def test_recurrent_layers_do_not_use_tf32(checker):
-    assert torch.backends.cudnn.rnn.fp32_precision == "ieee"
+def test_no_operator_uses_tf32(checker):
+    backends = (torch.backends.cuda.matmul, torch.backends.cudnn.conv, torch.backends.cudnn.rnn)
+    assert [backend.fp32_precision for backend in backends] == ["ieee"] * 3
+    assert not torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction
 
 
 def test_an_operator_that_raises_an_error_in_the_backward_pass_alone_passes_forward(checker, monkeypatch):

@@ -95,7 +95,8 @@ async def _answer(script: Script, turn: asyncio.Lock, reader, writer) -> None:
             writer.write(start)
         for token in range(body["max_tokens"]):
             await asyncio.sleep(script.gap_s if token else 0.0)
-            hung_up = reader.at_eof()
+            # A client that closes a connection with unread data resets it, and the reader then has an error instead of an end.
+            hung_up = reader.at_eof() or reader.exception() is not None
             if hung_up and script.stops:
                 script.hung_up += 1
                 return
@@ -106,11 +107,13 @@ async def _answer(script: Script, turn: asyncio.Lock, reader, writer) -> None:
                 continue  # the token is computed for a client that has gone
             event = {"choices": [{"text": f" {token}", "finish_reason": None}]}
             writer.write(f"data: {json.dumps(event)}\n\n".encode())
-            await writer.drain()
+            with contextlib.suppress(ConnectionError):  # the next token finds that the client has gone
+                await writer.drain()
             if script.cut:
                 return
         last = {"choices": [{"text": "", "finish_reason": "length"}]}
         last |= {"usage": {"completion_tokens": body["max_tokens"]}} if script.usage else {}
         writer.write(f"data: {json.dumps(last)}\n\ndata: [DONE]\n\n".encode())
-        await writer.drain()
+        with contextlib.suppress(ConnectionError):
+            await writer.drain()
         script.finished += 1

@@ -1,7 +1,10 @@
 """The load client against a server that sends tokens at known times."""
 
 import itertools
+import json
 import math
+import socket
+import struct
 import time
 
 import pytest
@@ -121,3 +124,20 @@ def test_percentiles_are_values():
     values = [float(value) for value in range(1, 101)]
     assert [percentile(values, percent) for percent in (50, 95, 99, 100)] == [50, 95, 99, 100]
     assert percentile([3.0], 99) == 3.0
+
+
+@pytest.mark.parametrize("stops", [True, False])
+def test_the_scripted_server_notices_a_connection_that_is_reset(stops):
+    script = Script(gap_s=1e-3, stops=stops, work_s=1e-3)
+    with scripted_server(script) as address:
+        client = socket.create_connection(("127.0.0.1", int(address.rpartition(":")[2])))
+        body = json.dumps({"max_tokens": 40}).encode()
+        client.sendall(b"POST / HTTP/1.1\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
+        client.recv(1)
+        # With this option, closing a connection resets it, as closing one with unread data does.
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        client.close()
+        deadline_s = time.monotonic() + 30
+        while not (script.hung_up or script.finished) and time.monotonic() < deadline_s:
+            time.sleep(0.01)
+    assert (script.hung_up, script.finished) == ((1, 0) if stops else (0, 1))
