@@ -38,7 +38,7 @@ class LayoutTable(Table):
 
 
 class ToyOptions(Options):
-    """Options for a short training run of a Llama model with random initial weights, shared by several experiments of this chapter.
+    """Options for a short training run of a Llama with random initial weights, shared by several experiments of this chapter.
 
     Args:
         model: name of the model configuration.
