@@ -4,7 +4,9 @@ Weights are unsigned 8-bit integers around 128, with one scale for each output o
 every CPU: without VNNI instructions, products of unsigned inputs and signed weights saturate at 16 bits.
 
 - dynamic: the inputs of a product are quantised at run time, with the range of the current values.
-- static: the ranges of inputs and outputs are determined in advance from calibration data.
+- static: the ranges of inputs and outputs are determined in advance from calibration data, as their smallest and largest values.
+- static, divergence: the ranges are cut where the Kullback-Leibler divergence between the calibration data and their quantised
+  values is smallest. Few large values then no longer take the resolution from all others.
 """
 
 import contextlib
@@ -27,8 +29,8 @@ from torch import Tensor, nn
 from hyperion.errors import HyperionError
 
 PROVIDER = "CPUExecutionProvider"
-DYNAMIC, STATIC = "int8 dynamic", "int8 static"
-KINDS = (DYNAMIC, STATIC)
+DYNAMIC, STATIC, DIVERGENCE = "int8 dynamic", "int8 static", "int8 static, divergence"
+KINDS = (DYNAMIC, STATIC, DIVERGENCE)
 # Operators of ONNX Runtime that multiply integers. Its optimizer creates the fused ones from standard ONNX operators.
 INTEGER_PRODUCTS = (
     "MatMulInteger",
@@ -41,6 +43,9 @@ INTEGER_PRODUCTS = (
 )
 _PRODUCTS = ("MatMul", "Gemm", "Conv")
 _STEPS = 255  # steps between the smallest and the largest of 256 values
+# The search for the smallest divergence considers every symmetric range from 128 to 1024 bins of a histogram. By default, the
+# histogram has only 128 bins, and the calibrator can then choose no other range than the whole one.
+_HISTOGRAM = {"num_bins": 1024, "num_quantized_bins": 128, "symmetric": True}
 
 
 def why_no_onnx() -> str:
@@ -83,16 +88,16 @@ def quantise(kind: str, source: Path, target: Path, calibration: Sequence[Tensor
         kind: one of `KINDS`.
         source: path of the exported model.
         target: path of the quantised model.
-        calibration: inputs from which the ranges are measured, for `STATIC`.
+        calibration: inputs from which the ranges are measured, for `STATIC` and `DIVERGENCE`.
         skip_width: products with this number of outputs stay in float32, such as the head of a language model.
 
     Returns:
         The path `target`.
 
     Raises:
-        HyperionError: `STATIC` without calibration data.
+        HyperionError: `STATIC` or `DIVERGENCE` without calibration data.
     """
-    from onnxruntime.quantization import CalibrationDataReader, QuantFormat, QuantType, quantize_dynamic, quantize_static
+    from onnxruntime.quantization import QuantFormat, QuantType, quantize_dynamic, quantize_static
 
     shared: dict[str, Any] = {
         "per_channel": True,
@@ -110,25 +115,58 @@ def quantise(kind: str, source: Path, target: Path, calibration: Sequence[Tensor
             "static quantisation without calibration data", where="quantise", next_step="give inputs of the training split"
         )
 
-    class Reader(CalibrationDataReader):
-        def __init__(self):
-            self.inputs = iter(calibration)
-
-        def get_next(self) -> dict | None:
-            found = next(self.inputs, None)
-            return None if found is None else {"x": found.numpy()}
-
     with _quiet():
+        if kind == DIVERGENCE:
+            ranges = _ranges_of_least_divergence(source, target.with_suffix(".calibration.onnx"), calibration)
+            shared["extra_options"]["TensorQuantOverrides"] = {
+                name: [{"rmin": low, "rmax": high}] for name, (low, high) in ranges.items()
+            }
         quantize_static(
             str(source),
             str(target),
-            Reader(),
+            _reader(calibration),
             quant_format=QuantFormat.QDQ,
             activation_type=QuantType.QUInt8,
             calibration_providers=[PROVIDER],
             **shared,
         )
     return target
+
+
+def _reader(inputs: Sequence[Tensor]) -> Any:
+    """Return a data reader that feeds inputs to a calibrator of ONNX Runtime."""
+    from onnxruntime.quantization import CalibrationDataReader
+
+    class Reader(CalibrationDataReader):
+        def __init__(self):
+            self.inputs = iter(inputs)
+
+        def get_next(self) -> dict | None:
+            found = next(self.inputs, None)
+            return None if found is None else {"x": found.numpy()}
+
+    return Reader()
+
+
+def _ranges_of_least_divergence(source: Path, augmented: Path, calibration: Sequence[Tensor]) -> dict[str, tuple[Any, Any]]:
+    """Return the range of each input and output of a product, by its name, as scalars of NumPy.
+
+    Args:
+        source: path of the exported model.
+        augmented: path of a temporary file for the model with all these values as outputs.
+        calibration: inputs of the model.
+    """
+    from onnxruntime.quantization.calibrate import CalibrationMethod, create_calibrator
+
+    calibrator = create_calibrator(
+        str(source), list(_PRODUCTS), str(augmented), CalibrationMethod.Entropy, providers=[PROVIDER], extra_options=_HISTOGRAM
+    )
+    for inputs in calibration:
+        # One input at a time, because the calibrator keeps all values of a call until their histograms are made.
+        calibrator.collect_data(_reader([inputs]))
+    found = calibrator.compute_data()
+    augmented.unlink()
+    return {name: data.range_value for name, data in found.items()}
 
 
 class Session:
@@ -219,7 +257,7 @@ def static_ranges(path: Path) -> Ranges:
 
 def _by_output(kind: str, dimensions: int) -> bool:
     """Return True if each output has its own scale. The integer convolution of the dynamic kind has a single scale."""
-    return kind == STATIC or dimensions == 2
+    return kind != DYNAMIC or dimensions == 2
 
 
 def weight_error(kind: str, weight: Tensor) -> Tensor:

@@ -103,7 +103,7 @@ class RuntimesOptions(Options):
     compiled_batches: tuple[int, ...] = (1,)
     left_out: dict[str, tuple[str, ...]] = Field(default_factory=dict)
     latency_samples: int
-    latency_limit_s: float = 20.0
+    latency_limit_s: float = 8.0
     time_limit_s: float
     windows: int | None = None
     images: int | None = None
