@@ -94,7 +94,7 @@ def test_eager_mode_is_itself(material, model):
 
 
 def test_a_slow_runtime_is_timed_with_fewer_calls_and_smaller_batches(material, monkeypatch):
-    monkeypatch.setattr(runtimes, "_seconds", lambda call, device: 0.5)  # 20 s allow 40 of the 80 calls
+    monkeypatch.setattr(runtimes, "_seconds", lambda call, device: 0.2)  # 8 s allow 40 of the 80 calls
     asked = []
     time_function = runtimes.time_function
 
@@ -107,7 +107,7 @@ def test_a_slow_runtime_is_timed_with_fewer_calls_and_smaller_batches(material, 
     assert asked == [40, 3], "the latency, and the search with one example"
     search = of(rows, "samples_per_s", role="search")
     assert search[0].value and search[1].value is None
-    assert search[1].value_reason == "a call with batch 3 takes 0.5 s; the profile allows 0.01 s"
+    assert search[1].value_reason == "a call with batch 3 takes 0.2 s; the profile allows 0.01 s"
     assert of(rows, "samples_per_s", role="best batch")[0].params["batch"] == 1
 
 
