@@ -102,7 +102,7 @@ def set_up(python: str, torch: str, extras: list[str], quiet: bool = False) -> t
         if python:
             # Do not resolve links, because the python of a virtual environment is a link to a Python without its packages.
             chosen = Path(os.path.abspath(python))
-            variables = overlay.ensure_overlay(ROOT, chosen, extras, machine, choice)
+            variables = overlay.ensure_overlay(ROOT, chosen, extras, machine, choice, retry=not quiet)
         else:
             chosen = environment.ensure_environment(ROOT, machine, choice)
             variables = environment.environment_variables()

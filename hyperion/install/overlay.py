@@ -22,12 +22,19 @@ from hyperion.install.environment import read_stamp, write_stamp
 from hyperion.install.interpreter import Interpreter, in_range
 from hyperion.install.machine import DetectedAccelerator
 from hyperion.install.plan import Build, Choice, check_build
+from hyperion.terminal import say
 
+# Groups of pyproject.toml whose packages only some rows of chapters 2.12 and 2.13 need. The others do not wait for them.
+CHAPTER_GROUPS = ("inference", "serving")
 PROTECTED = ("torch", "torchvision", "numpy")  # an overlay never replaces them, because they are compiled against each other
 
 
-def ensure_overlay(root: Path, python: Path, extras: list[str], machine: DetectedAccelerator, choice: Choice) -> dict[str, str]:
+def ensure_overlay(
+    root: Path, python: Path, extras: list[str], machine: DetectedAccelerator, choice: Choice, retry: bool = False
+) -> dict[str, str]:
     """Check an environment and install its missing packages in an overlay.
+
+    A package of `CHAPTER_GROUPS` that pip cannot get is named once. The overlay then works without it.
 
     Args:
         root: the checkout.
@@ -35,6 +42,7 @@ def ensure_overlay(root: Path, python: Path, extras: list[str], machine: Detecte
         extras: optional dependency groups of pyproject.toml that the next command needs.
         machine: the accelerator of this machine.
         choice: the torch build that the environment must have.
+        retry: whether to try again to get the packages of `CHAPTER_GROUPS` that pip could not get before.
 
     Returns:
         The environment variables with which to run the interpreter.
@@ -45,16 +53,21 @@ def ensure_overlay(root: Path, python: Path, extras: list[str], machine: Detecte
     """
     found = interpreter.inspect(python)
     build = _checked_build(found, machine, choice)
-    wanted = requirements(root, extras)
-    lacking = missing(found, wanted)
+    lacking = missing(found, requirements(root, extras))
+    optional = missing(found, chapter_requirements(root, found))
     folder = root / ".overlay" / _key(found)
     stamp = read_stamp(folder)
     # Requirements that the overlay already meets, because `missing` examines the environment without the overlay.
     covered = set(stamp.get("covers", []))
-    if not set(lacking) <= covered or (covered and not (folder / "packages").is_dir()):
+    known_absent = set() if retry else set(stamp.get("absent", []))
+    tried = [one for one in optional if one not in covered | known_absent]
+    usable = _obtainable(root, found, tried) if tried else []
+    absent = sorted(known_absent | set(tried) - set(usable))
+    if usable or not set(lacking) <= covered or (covered and not (folder / "packages").is_dir()):
         # Earlier requirements are installed again, because `_fill` replaces the whole overlay.
-        _fill(root, folder, found, sorted(set(lacking) | covered))
+        _fill(root, folder, found, sorted({*lacking, *usable} | covered))
         stamp = read_stamp(folder)
+    stamp["absent"] = absent
     # Computed after the installation, because the variables depend on the content of the overlay.
     variables = environment_variables(root, folder, found.bytecode)
     # Importing torch takes seconds, so the result is remembered in the stamp.
@@ -73,7 +86,7 @@ def planned_actions(root: Path, python: Path, extras: list[str]) -> list[str]:
         HyperionError: the version of a package that must not be replaced is out of range.
     """
     found = interpreter.inspect(python)
-    lacking = missing(found, requirements(root, extras))
+    lacking = missing(found, requirements(root, extras) + chapter_requirements(root, found))
     folder = root / ".overlay" / _key(found)
     if set(lacking) <= set(read_stamp(folder).get("covers", [])):
         return [f"nothing: {python} and {folder} have all packages"]
@@ -96,6 +109,15 @@ def requirements(root: Path, extras: list[str]) -> list[str]:
     """Return the requirements in pyproject.toml, including those of the named optional groups."""
     project = tomllib.loads((root / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     return project["dependencies"] + [line for extra in extras for line in project["optional-dependencies"][extra]]
+
+
+def chapter_requirements(root: Path, found: Interpreter) -> list[str]:
+    """Return the requirements of `CHAPTER_GROUPS`.
+
+    If torch has no package metadata, as in some containers, there are none: pip would install a second torch for them.
+    """
+    groups = tomllib.loads((root / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
+    return [line for name in CHAPTER_GROUPS for line in groups.get(name, ())] if "torch" in found.packages else []
 
 
 def missing(found: Interpreter, wanted: list[str]) -> list[str]:
@@ -127,6 +149,21 @@ def _key(found: Interpreter) -> str:
     """
     facts = [str(found.python), list(found.version), sorted(found.packages.items())]
     return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:12]
+
+
+def _obtainable(root: Path, found: Interpreter, optional: list[str]) -> list[str]:
+    """Return those of the optional requirements that pip can meet, and print why it cannot meet the others."""
+    report, messages = _resolve(root, found, optional)
+    if report.get("install"):
+        return optional
+    # Without a network, pip would wait again for each requirement.
+    separately = [] if "connection" in messages.lower() else optional
+    usable = [one for one in separately if _resolve(root, found, [one])[0].get("install")]
+    say(
+        f"hyperion: pip cannot get {', '.join(one for one in optional if one not in usable)} ({_last_error(messages)}). The rows "
+        f"that need them will state this. Next step: `make setup PYTHON={found.python}` tries again"
+    )
+    return usable
 
 
 def _fill(root: Path, folder: Path, found: Interpreter, lacking: list[str]) -> None:

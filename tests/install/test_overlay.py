@@ -158,6 +158,37 @@ def test_a_second_call_fetches_nothing_and_extras_are_added_when_needed(site_pyt
 
 
 @pytest.mark.process
+def test_packages_of_single_rows_are_added_if_pip_can_get_them_and_named_once_otherwise(
+    site_python, offline, small_checkout, capsys
+):
+    text = (small_checkout / "pyproject.toml").read_text()
+    groups = "inference = ['tinynet>=1', 'tinyquant>=2']\nserving = ['tinyserver>=1']\n"
+    (small_checkout / "pyproject.toml").write_text(text + groups)
+    for name in ("tinypack", "tinynet", "tinyserver"):
+        wheel(offline, name, "1.3")
+
+    def importable(retry=False):
+        variables = overlay.ensure_overlay(small_checkout, site_python, [], NO_GPU, CPU_CHOICE, retry)
+        names = ("tinypack", "tinynet", "tinyquant", "tinyserver")
+        return [subprocess.run([site_python, "-c", f"import {one}"], env=variables).returncode == 0 for one in names]
+
+    assert importable() == [True, True, False, True]
+    printed = capsys.readouterr().out
+    assert "cannot get tinyquant>=2 (ERROR: No matching distribution found for tinyquant>=2)" in printed
+    assert importable() == [True, True, False, True] and "cannot get" not in capsys.readouterr().out
+    # A later set-up without any wheel keeps the overlay.
+    wheels = {path: path.read_bytes() for path in offline.iterdir()}
+    for path in wheels:
+        path.unlink()
+    assert importable(retry=True) == [True, True, False, True]
+    for path, content in wheels.items():
+        path.write_bytes(content)
+    wheel(offline, "tinyquant", "2.0")
+    assert importable() == [True, True, False, True]
+    assert importable(retry=True) == [True] * 4
+
+
+@pytest.mark.process
 def test_a_pin_that_conflicts_with_the_site_gives_way(site_python, offline, small_checkout):
     wheel(offline, "tinypack", "1.3", "numpy<2")
     wheel(offline, "tinypack", "1.2", "numpy>=2")
