@@ -24,6 +24,7 @@ from hyperion.hardware import detect, fingerprint, torch_build
 from hyperion.paths import results_folder
 from hyperion.results import Prediction, Row, Run, must_remeasure, new_run_folder, rows_to_csv
 from hyperion.results.execution import UNEXPECTED_CLAIM, UNEXPECTED_ROW, note_unexpected
+from hyperion.results.missing_packages import installed_since
 from hyperion.results.rows import UNEXPECTED
 from hyperion.results.store import LATE, utc_now
 from hyperion.terminal import progress_bar
@@ -206,12 +207,17 @@ class Chapter:
     def _must_repeat(self, experiment: str) -> bool:
         """Return True if a stored experiment must be measured again.
 
-        This is the case if a check of one of its values failed, or if a notebook check on its values failed. If only a notebook
-        check failed, an isolated experiment (a training run) is not repeated, because the same seed gives the same result.
+        This is the case if a package was installed that a row names as missing, if a check of one of its values failed, or if a
+        notebook check on its values failed. If only a notebook check failed, an isolated experiment (a training run) is not
+        repeated, because the same seed gives the same result.
         """
         if experiment in self._measured_here:
             return False
-        lacking = any(row.is_unexpected for row in self.results.rows(self.notebook, experiment))
+        rows = self.results.rows(self.notebook, experiment)
+        if installed := installed_since(rows):
+            print(f"{experiment}: measured again, because these packages were installed since: {', '.join(installed)}")
+            return True
+        lacking = any(row.is_unexpected for row in rows)
         if not lacking and (not must_remeasure() or experiment_named(experiment).isolated):
             return False
         why = "a value of it" if lacking else "a check of this notebook on earlier results"

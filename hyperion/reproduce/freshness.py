@@ -17,6 +17,7 @@ from hyperion.reproduce.machine import MachineProfile
 from hyperion.reproduce.notebooks import Notebook
 from hyperion.reproduce.runs import OF_EARLIER_VERSION, REPLAY, Ledger, Request, earlier_seconds
 from hyperion.results import Run, rows_to_csv
+from hyperion.results.missing_packages import installed_since
 from hyperion.results.store import METRICS, PREDICTIONS, ROWS, RUN, samples_name
 
 
@@ -33,8 +34,13 @@ class Freshness:
         return self.is_up_to_date(notebook, self.inputs(notebook, reference))
 
     def is_up_to_date(self, notebook: Notebook, inputs: dict[str, str]) -> bool:
-        """Return True if the notebook finished with these inputs, its data are unchanged, and its rows exist."""
+        """Return True if the notebook finished with these inputs, its data are unchanged, and its rows exist.
+
+        A package that its rows name as missing must still be missing.
+        """
         if not self._ledger.is_done(notebook.stem, inputs) or self._without_rows(notebook):
+            return False
+        if self._installed_since(notebook):
             return False
         return not data_changed(self._ledger.run, notebook, self._request.data_source)
 
@@ -56,6 +62,8 @@ class Freshness:
         changed += [name for name in entry.inputs if name not in inputs]
         if changed:
             return f"changed: {', '.join(changed)}"
+        if installed := self._installed_since(notebook):
+            return f"installed since: {', '.join(installed)}"
         without = self._without_rows(notebook)
         return f"without rows of {', '.join(without)}" if without else "changed: its data"
 
@@ -113,6 +121,12 @@ class Freshness:
         if entry is not None and entry.whole_s is not None:
             return entry.whole_s
         return earlier_seconds(results_folder(), self._ledger.setting, notebook.stem)
+
+    def _installed_since(self, notebook: Notebook) -> list[str]:
+        # In a replay, the reasons are those of the reference machine.
+        if self._machine.profile == REPLAY:
+            return []
+        return installed_since(row for name in notebook.produces for row in self._ledger.run.rows(notebook.stem, name))
 
     def _without_rows(self, notebook: Notebook) -> list[str]:
         return [name for name in notebook.produces if not self._ledger.run.rows(notebook.stem, name)]

@@ -71,6 +71,18 @@ def test_a_guess_made_after_the_fact_changes_nothing_and_says_so(run_folder, cap
     assert "too late" not in capsys.readouterr().out
 
 
+def test_an_experiment_is_measured_again_if_a_package_that_it_lacked_is_installed(tmp_path, monkeypatch, capsys):
+    goes = count_with_errors(monkeypatch, [{}])
+    open_again = partial(open_chapter, NOTEBOOK, profile="smoke", output=str(tmp_path / "run"))
+    open_again().run("leakage")
+    monkeypatch.setattr("hyperion.chapter.chapter.installed_since", lambda rows: ["expecttest"] if len(rows) == 2 else [])
+    chapter = open_again()
+    chapter.run("leakage")
+    assert "measured again, because these packages were installed since: expecttest" in capsys.readouterr().out
+    chapter.run("leakage")
+    assert len(goes) == 2
+
+
 def test_a_second_call_measures_nothing_again(run_folder, capsys):
     before = (run_folder / "rows.csv").read_bytes()
     result = open_chapter(NOTEBOOK, profile="smoke", output=str(run_folder)).run("leakage")

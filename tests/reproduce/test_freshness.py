@@ -1,11 +1,13 @@
 """What makes a notebook stale, and which reference it replays."""
 
+from types import SimpleNamespace
+
 import pandas as pd
 import pytest
 
 from hyperion import dependencies
 from hyperion.errors import HyperionError
-from hyperion.reproduce.freshness import hashed_inputs, library_modules, reference_for, rows_digest
+from hyperion.reproduce.freshness import Freshness, hashed_inputs, library_modules, reference_for, rows_digest
 from hyperion.reproduce.notebooks import read_notebook
 from hyperion.results import Row, Run
 from tests.reproduce.small_book import write_notebook
@@ -127,3 +129,16 @@ def test_rows_digest_depends_on_values_not_on_order(tmp_path):
     assert stored("a", "ab") == stored("b", "ba")
     assert stored("c", "ab", 2.0) != stored("d", "ab")
     assert stored("e", "a")[1] is None
+
+
+@pytest.mark.parametrize(("profile", "again"), [("full", "installed since: expecttest"), ("replay", "changed: its data")])
+def test_a_notebook_runs_again_if_a_package_that_its_rows_lacked_is_installed(profile, again, monkeypatch):
+    monkeypatch.setattr("hyperion.reproduce.freshness.installed_since", lambda rows: ["expecttest"] if list(rows) else [])
+    monkeypatch.setattr("hyperion.reproduce.freshness.data_changed", lambda *given: False)
+    entry = SimpleNamespace(status="done", inputs={})
+    run = SimpleNamespace(rows=lambda stem, name: ["a row"])
+    ledger = SimpleNamespace(entries={"01_x": entry}, is_done=lambda *given: True, run=run)
+    freshness = Freshness(SimpleNamespace(data_source="auto"), SimpleNamespace(profile=profile), ledger)
+    notebook = SimpleNamespace(stem="01_x", produces=("gemm",))
+    assert freshness.is_up_to_date(notebook, {}) is (profile == "replay")
+    assert freshness.why_again(notebook, {}) == again
