@@ -11,6 +11,7 @@ contain:
 """
 
 import math
+import shutil
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -125,6 +126,8 @@ def run(context: Context, report: Report) -> Result:
     for one in (found, _in_onnx(context, options, language), _in_onnx(context, options, classifier)):
         rows += one[0]
         frames += one[1]
+    # The files of all variants of a large model take 700 MB.
+    shutil.rmtree(context.workspace, ignore_errors=True)
     report(len(SCHEMES) + 2, len(SCHEMES) + 2, "done")
     return Result(rows, all_samples(frames), language.source)
 

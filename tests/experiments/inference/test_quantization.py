@@ -65,6 +65,14 @@ def result(home, tmp_path_factory):
     return perform(toy_context("quantization", TOY, folder), folder)
 
 
+def test_the_files_of_the_variants_are_removed(home, tmp_path, monkeypatch):
+    monkeypatch.setattr(quantization, "SCHEMES", ())
+    monkeypatch.setattr(quantization, "_in_onnx", lambda context, *given: (quantization._folder(context), ([], []))[1])
+    context = toy_context("quantization", TOY, tmp_path)
+    quantization.run(context, lambda *progress: None)
+    assert not context.workspace.exists()
+
+
 def test_every_scheme_has_bytes_errors_quality_and_time_or_a_reason(result):
     ran = {row.variant for row in known(result.rows, "count")}
     here = {scheme.name for scheme in SCHEMES if not scheme.why_absent(detect())}
