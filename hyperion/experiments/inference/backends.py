@@ -3,6 +3,8 @@
 `prepare` and `load_package` return a function from inputs to logits, with the cost of its preparation and what will run.
 """
 
+import contextlib
+import ctypes
 import importlib
 import importlib.util
 import json
@@ -186,10 +188,21 @@ def build_package(model: nn.Module, example: Tensor, path: Path) -> float:
 
 def load_package(path: Path, device: Device, dtype: str, build_s: float) -> Prepared:
     """Load a package of `build_package`. In some versions of PyTorch this ends the process, so call it in a separate process."""
+    share_cpp_library()
     began = time.perf_counter()
     package = torch._inductor.aoti_load_package(str(path))
     seconds = {"export_time_s": build_s, "compile_time_s": time.perf_counter() - began}
     return Prepared(package, device, dtype, seconds, path.stat().st_size, {"package": type(package).__name__})
+
+
+def share_cpp_library() -> None:
+    """Make the C++ library of this process visible to shared libraries that are loaded later.
+
+    Some compilers link libstdc++ statically. A package that they built has its own copy, of which only a part replaces that of
+    the process, and loading ends with std::bad_cast or SIGSEGV in std::regex. Symbols of a visible library take precedence.
+    """
+    with contextlib.suppress(OSError):  # a process with another C++ library
+        ctypes.CDLL("libstdc++.so.6", mode=ctypes.RTLD_GLOBAL)
 
 
 class OrtSession:

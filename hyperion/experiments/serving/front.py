@@ -39,6 +39,7 @@ from hyperion.processes.child_process import die_with, do_not_outlive
 
 KEY = "HYPERION_SERVING_KEY"
 PATHS = ("/v1/completions", "/v1/chat/completions")
+_DONE = b"data: [DONE]"
 # Longest silence of the backend within an answer, and largest time that it has to end, both in seconds.
 SILENCE_S, END_S = 120.0, 5.0
 
@@ -71,16 +72,16 @@ class Forward:
             await refusal(scope, receive, send)
             return
         # Count before the first `await`. Otherwise requests that arrive together would all be accepted.
-        self.active += 1
+        place = _Place(self)
         try:
             with contextlib.suppress(ClientDisconnect):
                 body = await self._body(request)
                 if refusal := _refuse_body(body):
                     await refusal(scope, receive, send)
                 else:
-                    await self._forward(not_none(body), request, scope, receive, send)
+                    await self._forward(not_none(body), place, request, scope, receive, send)
         finally:
-            self.active -= 1
+            place.leave()
 
     async def health(self, request: Request) -> Response:
         """Return the state of the backend and the number of active requests. This path needs no key."""
@@ -110,17 +111,42 @@ class Forward:
                 return None
         return bytes(body)
 
-    async def _forward(self, body: bytes, request: Request, scope: Scope, receive: Receive, send: Send) -> None:
+    async def _forward(self, body: bytes, place: "_Place", request: Request, scope: Scope, receive: Receive, send: Send) -> None:
         headers = {"Content-Type": "application/json"}
         try:
             async with self.client.stream("POST", request.url.path, content=body, headers=headers) as answer:
-                response = StreamingResponse(
-                    answer.aiter_raw(), answer.status_code, media_type=answer.headers.get("content-type")
-                )
+                content = _until_done(answer.aiter_raw(), place)
+                response = StreamingResponse(content, answer.status_code, media_type=answer.headers.get("content-type"))
                 # Returns early if the client disconnects. Leaving the `with` block then closes the connection to the backend.
                 await response(scope, receive, send)
         except httpx.ConnectError as error:
             await _refusal(502, f"the backend does not answer: {error}")(scope, receive, send)
+
+
+class _Place:
+    """One of the requests that the front counts as active, until `leave` is called for the first time."""
+
+    def __init__(self, front: Forward):
+        self._front = front
+        front.active += 1
+
+    def leave(self) -> None:
+        if self._front is not None:
+            self._front.active -= 1
+            self._front = None
+
+
+async def _until_done(chunks: AsyncIterator[bytes], place: _Place) -> AsyncIterator[bytes]:
+    """Yield the chunks of an answer. The request leaves its place before the client receives the end of the answer.
+
+    Clients stop reading at the event [DONE] and may send their next request at once. This request needs the place.
+    """
+    async for chunk in chunks:
+        # Newlines within a JSON string are escaped, so no text of an answer looks like this event.
+        if chunk.startswith(_DONE) or b"\n" + _DONE in chunk:
+            place.leave()
+        yield chunk
+    place.leave()
 
 
 def _refusal(status: int, message: str, headers: dict[str, str] | None = None) -> Response:

@@ -3,6 +3,9 @@
 import dataclasses
 import math
 import shutil
+import subprocess
+import sys
+from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
@@ -264,3 +267,32 @@ def test_a_package_that_ends_its_process_is_a_row_with_the_reason(material, monk
     assert {row.variant for row in rows} == {AOTI} and all(row.value is None for row in rows)
     assert all("the process that loads and runs the package" in row.value_reason for row in rows)
     assert all("was killed by SIGSEGV" in row.value_reason for row in rows)
+
+
+_REGEX = """
+#include <regex>
+extern "C" int digits(const char* text) { return std::regex_match(text, std::regex("[0-9]+")); }
+"""
+_CALL = """
+import ctypes, sys, torch
+from hyperion.experiments.inference.backends import share_cpp_library
+if sys.argv[2] == "shared":
+    share_cpp_library()
+print(ctypes.CDLL(sys.argv[1]).digits(b"123"))
+"""
+
+
+@pytest.mark.process
+@pytest.mark.skipif(shutil.which("g++") is None, reason="g++ is not installed")
+def test_a_library_with_its_own_copy_of_the_cpp_library_works_if_that_of_the_process_is_visible(tmp_path):
+    """AOTInductor's packages use std::regex when they are loaded, and some compilers link libstdc++ statically."""
+    source, library = tmp_path / "regex.cpp", tmp_path / "regex.so"
+    source.write_text(_REGEX)
+    command = ["g++", "-shared", "-fPIC", "-static-libstdc++", str(source), "-o", str(library)]
+    built = subprocess.run(command, capture_output=True, text=True)
+    if built.returncode:
+        pytest.skip(f"g++ cannot link libstdc++ statically: {built.stderr[-200:]}")
+    run = partial(subprocess.run, capture_output=True, text=True)
+    alone, shared = (run([sys.executable, "-c", _CALL, str(library), how]) for how in ("alone", "shared"))
+    assert alone.returncode, "without the remedy, the library fails"
+    assert (shared.returncode, shared.stdout.strip()) == (0, "1")

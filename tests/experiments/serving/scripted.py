@@ -14,10 +14,9 @@ class Script:
 
     `first_s` and `gap_s`: seconds before the first token and between tokens. `headers_first`: send the headers at once, before
     `first_s`. `serial`: answer one request after another. `stall_s`: additional time of the first request. `fail_every`: every
-    so many requests fail with `status`. `cut`: close the stream after its first token. `work_s`: CPU time of each
-    token. `ballast_bytes`: memory that each request
-    leaves behind. `stops`: whether the server stops when a client hangs up; otherwise it computes as long as
-    for the whole answer.
+    so many requests fail with `status`. `cut`: close the stream after its first token. `work_s`: CPU time of each token.
+    `ballast_bytes`: memory that each request leaves behind. `linger_s`: seconds for which the connection stays open after the
+    event [DONE]. `stops`: whether the server stops when a client hangs up; otherwise it computes as long as for the whole answer.
     """
 
     first_s: float = 0.0
@@ -30,6 +29,7 @@ class Script:
     cut: bool = False
     work_s: float = 0.0
     ballast_bytes: int = 0
+    linger_s: float = 0.0
     stops: bool = True
     usage: bool = True
     requests: list[dict] = field(default_factory=list)
@@ -116,4 +116,5 @@ async def _answer(script: Script, turn: asyncio.Lock, reader, writer) -> None:
         writer.write(f"data: {json.dumps(last)}\n\ndata: [DONE]\n\n".encode())
         with contextlib.suppress(ConnectionError):
             await writer.drain()
+        await asyncio.sleep(script.linger_s)
         script.finished += 1

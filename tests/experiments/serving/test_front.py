@@ -10,7 +10,7 @@ import httpx
 import pytest
 import uvicorn
 
-from hyperion.experiments.serving.client import Endpoint, complete, in_event_loop
+from hyperion.experiments.serving.client import Endpoint, closed_loop, complete, in_event_loop
 from hyperion.experiments.serving.front import Forward, application
 from tests.experiments.serving.scripted import Script, scripted_server
 
@@ -101,6 +101,14 @@ def test_more_requests_than_allowed_are_refused_at_once():
         assert len(refused) == 5 and sum(not reply.error for reply in replies) == 3
         assert max(reply.request_time_s for reply in refused) < 1.0
         assert post(address, json=BODY).status_code == 200, "the places are free again"
+
+
+def test_a_finished_answer_leaves_its_place_before_the_client_sends_its_next_request():
+    """With as many users as places, each next request needs the place of the answer before it."""
+    with scripted_server(Script(linger_s=0.2)) as backend, front_before(backend, max_requests=2) as address:
+        replies = in_event_loop(lambda: closed_loop(Endpoint(address, "right", "m"), ["p"] * 8, 2, users=2))
+        assert [reply.error for reply in replies] == [""] * 8
+        assert httpx.get(f"{address}/health", trust_env=False).json()["active"] == 0
 
 
 def test_the_backend_learns_that_a_client_hung_up():
