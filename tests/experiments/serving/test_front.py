@@ -10,7 +10,7 @@ import httpx
 import pytest
 import uvicorn
 
-from hyperion.experiments.serving.client import Endpoint, closed_loop, complete, in_event_loop
+from hyperion.experiments.serving.client import Endpoint, complete, in_event_loop
 from hyperion.experiments.serving.front import Forward, application
 from tests.experiments.serving.scripted import Script, scripted_server
 
@@ -104,11 +104,21 @@ def test_more_requests_than_allowed_are_refused_at_once():
 
 
 def test_a_finished_answer_leaves_its_place_before_the_client_sends_its_next_request():
-    """With as many users as places, each next request needs the place of the answer before it."""
-    with scripted_server(Script(linger_s=0.2)) as backend, front_before(backend, max_requests=2) as address:
-        replies = in_event_loop(lambda: closed_loop(Endpoint(address, "right", "m"), ["p"] * 8, 2, users=2))
-        assert [reply.error for reply in replies] == [""] * 8
-        assert httpx.get(f"{address}/health", trust_env=False).json()["active"] == 0
+    """Clients stop reading at the event [DONE]. The front may notice the end of their connection later than the next request."""
+    with (
+        scripted_server(Script(gap_s=0.02, linger_s=1.0)) as backend,
+        front_before(backend, max_requests=1) as address,
+        httpx.Client(base_url=address, headers=KEY, trust_env=False) as client,
+    ):
+        with client.stream("POST", "/v1/completions", json=BODY) as answer:
+            lines = answer.iter_lines()  # the connection ends with this iterator
+            assert "data: [DONE]" in lines
+            assert post(address, json=BODY).status_code == 200
+        assert client.get("/health").json()["active"] == 0
+        with client.stream("POST", "/v1/completions", json=BODY | {"max_tokens": 1000}) as answer:
+            lines = answer.iter_lines()
+            next(lines)
+            assert post(address, json=BODY).status_code == 503, "an answer that is not finished keeps its place"
 
 
 def test_the_backend_learns_that_a_client_hung_up():
