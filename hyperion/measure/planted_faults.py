@@ -15,6 +15,7 @@ import torch
 
 from hyperion.errors import HyperionError
 from hyperion.hardware import Device, GpuFacts, MachineFacts, collect_facts, detect, detect_cpu, gemm_path, lookup, peak
+from hyperion.hardware.cpu import OtherLoad
 from hyperion.measure.clock.clocks import Clock, WallClock, device_clock
 from hyperion.measure.clock.timing import Timing, time_function
 from hyperion.measure.clock.verify import Verification
@@ -115,6 +116,7 @@ def _words(error: Exception) -> str:
     return error.what if isinstance(error, HyperionError) else f"{type(error).__name__}: {error}"
 
 
+_TRIES, _BUSY_SHARE = 3, 0.1
 _QUICK_S = 0.05
 _WORK_S = 1e-3
 
@@ -516,7 +518,9 @@ FAULTS: tuple[PlantedFault, ...] = (
 def run_self_test(device: Device, faults: Iterable[PlantedFault] = FAULTS) -> list[FaultResult]:
     """Run each measurement twice on a device, once with the planted fault and once without it.
 
-    The default faults take about 10 s on a CPU.
+    The default faults take about 10 s on a CPU. A clock cannot tell skipped work from a call that the scheduler interrupted, so
+    on a busy machine a fault may not be distinguished. If other processes used more than a tenth of the cores, both measurements
+    are repeated, at most twice.
 
     Args:
         device: device for matrix products and copies. Faults that need a particular device use a description of that device.
@@ -525,4 +529,13 @@ def run_self_test(device: Device, faults: Iterable[PlantedFault] = FAULTS) -> li
     Returns:
         One result for each fault, in the same order.
     """
-    return [_run(device, fault) for fault in faults]
+    return [_run_until_distinguished(device, fault) for fault in faults]
+
+
+def _run_until_distinguished(device: Device, fault: PlantedFault) -> FaultResult:
+    for _ in range(_TRIES - 1):
+        load = OtherLoad()
+        result = _run(device, fault)
+        if result.passed or (load.share() or 0.0) <= _BUSY_SHARE:
+            return result
+    return _run(device, fault)

@@ -1,9 +1,12 @@
 """Every planted fault is caught by its check and every clean twin passes; without its check a fault is reported as not caught."""
 
+from types import SimpleNamespace
+
 import pytest
 
 from hyperion.chapter import rows
 from hyperion.doctor.harness import ALL_FAULTS
+from hyperion.errors import HyperionError
 from hyperion.hardware import detect_cpu
 from hyperion.hardware.device import Device
 from hyperion.measure import planted_faults
@@ -115,3 +118,21 @@ def test_an_error_for_another_reason_is_not_a_catch_and_a_check_that_refuses_eve
     )
     assert not other.caught and other.message == "ZeroDivisionError: some other mishap"
     assert everything.caught and not everything.twin_passes and not everything.passed
+
+
+@pytest.mark.parametrize(
+    ("share", "caught_at", "tries", "passed"),
+    [(0.5, 1, 1, True), (0.5, 2, 2, True), (0.5, 3, 3, True), (0.5, 4, 3, False), (0.05, 2, 1, False), (None, 2, 1, False)],
+)
+def test_a_fault_that_load_may_hide_is_planted_again_and_any_other_is_not(share, caught_at, tries, passed, monkeypatch):
+    planted = []
+
+    def plant(device, broken, believe):
+        if broken:
+            planted.append(1)
+            if len(planted) >= caught_at:
+                raise HyperionError("refused", where="a check", next_step="none")
+
+    monkeypatch.setattr(planted_faults, "OtherLoad", lambda: SimpleNamespace(share=lambda: share))
+    (result,) = run_self_test(CPU, [PlantedFault("a fault", "a check", "refused", plant)])
+    assert (len(planted), result.passed) == (tries, passed)
