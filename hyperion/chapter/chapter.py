@@ -214,14 +214,15 @@ class Chapter:
         if experiment in self._measured_here:
             return False
         rows = self.results.rows(self.notebook, experiment)
-        if installed := installed_since(rows):
-            print(f"{experiment}: measured again, because these packages were installed since: {', '.join(installed)}")
-            return True
+        installed = installed_since(rows)
         lacking = any(row.is_unexpected for row in rows)
-        if not lacking and (not must_remeasure() or experiment_named(experiment).isolated):
+        if not installed and not lacking and (not must_remeasure() or experiment_named(experiment).isolated):
             return False
-        why = "a value of it" if lacking else "a check of this notebook on earlier results"
-        print(f"{experiment}: measured again, because {why} was unexpected")
+        if installed:
+            why = f"these packages were installed since: {', '.join(installed)}"
+        else:
+            why = f"{'a value of it' if lacking else 'a check of this notebook on earlier results'} was unexpected"
+        print(f"{experiment}: measured again, because {why}")
         if lacking and self._workspace(experiment).exists():  # the checkpoints would restore the rejected value
             shutil.rmtree(self._workspace(experiment))
         return True

@@ -12,6 +12,7 @@ import re
 import shlex
 import shutil
 import tempfile
+import time
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ from hyperion.terminal import say
 
 # Groups of pyproject.toml whose packages only some rows of chapters 2.12 and 2.13 need. The others do not wait for them.
 CHAPTER_GROUPS = ("inference", "serving")
+_SEPARATELY_S = 60.0  # time limit for trying these packages one by one
 PROTECTED = ("torch", "torchvision", "numpy")  # an overlay never replaces them, because they are compiled against each other
 
 
@@ -61,20 +63,20 @@ def ensure_overlay(
     covered = set(stamp.get("covers", []))
     known_absent = set() if retry else set(stamp.get("absent", []))
     tried = [one for one in optional if one not in covered | known_absent]
-    usable = _obtainable(root, found, tried) if tried else []
-    absent = sorted(known_absent | set(tried) - set(usable))
+    required = {*lacking, *covered}
+    usable = _obtainable(root, found, sorted(required), tried) if tried else []
     if usable or not set(lacking) <= covered or (covered and not (folder / "packages").is_dir()):
         # Earlier requirements are installed again, because `_fill` replaces the whole overlay.
-        _fill(root, folder, found, sorted({*lacking, *usable} | covered))
+        _fill(root, folder, found, sorted({*required, *usable}))
         stamp = read_stamp(folder)
-    stamp["absent"] = absent
+    stamp = {"covers": [], **stamp, "absent": sorted(known_absent | set(tried) - set(usable))}
+    write_stamp(folder, stamp)
     # Computed after the installation, because the variables depend on the content of the overlay.
     variables = environment_variables(root, folder, found.bytecode)
     # Importing torch takes seconds, so the result is remembered in the stamp.
     if choice.kind != "cpu" and not stamp.get("gpu_opened"):
         interpreter.check_gpu_opens(python, variables, build)
-        stamp["gpu_opened"] = True
-    write_stamp(folder, {"covers": [], **stamp})
+        write_stamp(folder, stamp | {"gpu_opened": True})
     _write_launcher(folder, python, variables)
     return variables
 
@@ -151,14 +153,24 @@ def _key(found: Interpreter) -> str:
     return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:12]
 
 
-def _obtainable(root: Path, found: Interpreter, optional: list[str]) -> list[str]:
-    """Return those of the optional requirements that pip can meet, and print why it cannot meet the others."""
-    report, messages = _resolve(root, found, optional)
+def _obtainable(root: Path, found: Interpreter, required: list[str], optional: list[str]) -> list[str]:
+    """Return those of the optional requirements that pip can meet together with the required ones.
+
+    The others are printed with pip's last error.
+    """
+    report, messages = _resolve(root, found, [*required, *optional])
     if report.get("install"):
         return optional
-    # Without a network, pip would wait again for each requirement.
-    separately = [] if "connection" in messages.lower() else optional
-    usable = [one for one in separately if _resolve(root, found, [one])[0].get("install")]
+    started = time.monotonic()
+    usable = []
+    for requirement in optional:
+        # Without a network, pip waits for each requirement.
+        if time.monotonic() - started > _SEPARATELY_S:
+            break
+        if _resolve(root, found, [requirement])[0].get("install"):
+            usable.append(requirement)
+    if usable and not _resolve(root, found, [*required, *usable])[0].get("install"):
+        usable = []
     say(
         f"hyperion: pip cannot get {', '.join(one for one in optional if one not in usable)} ({_last_error(messages)}). The rows "
         f"that need them will state this. Next step: `make setup PYTHON={found.python}` tries again"
@@ -177,13 +189,16 @@ def _fill(root: Path, folder: Path, found: Interpreter, lacking: list[str]) -> N
             next_step="run the same make command again on a machine with a network that shares this folder (a login node); "
             f"or install the packages yourself: {shlex.join(command)}; or set PIP_FIND_LINKS to a folder of wheels",
         )
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
-    packages = folder / "packages"
+    # Installed beside the old overlay, which stays usable if a download fails.
+    new = folder.with_name(f"{folder.name}.new")
+    shutil.rmtree(new, ignore_errors=True)
+    new.mkdir(parents=True)
     # pip's report already contains all dependencies. Without this option, pip would add a second torch to the overlay.
-    arguments = ["--no-deps", "--target", str(packages), *exact]
+    arguments = ["--no-deps", "--target", str(new / "packages"), *exact]
     interpreter.pip_install(found.python, arguments, f"{len(exact)} packages for {found.python}, in {folder}")
-    write_stamp(folder, {"covers": lacking})
+    write_stamp(new, {"covers": lacking})
+    shutil.rmtree(folder, ignore_errors=True)
+    new.rename(folder)
 
 
 def _resolve(root: Path, found: Interpreter, lacking: list[str]) -> tuple[dict, str]:

@@ -83,6 +83,15 @@ def test_an_experiment_is_measured_again_if_a_package_that_it_lacked_is_installe
     assert len(goes) == 2
 
 
+def test_a_refused_value_is_not_restored_from_a_checkpoint_if_a_package_was_installed_too(tmp_path, monkeypatch):
+    goes = count_with_errors(monkeypatch, [{"check_error": 0.5}, {}])
+    open_again = partial(open_chapter, NOTEBOOK, profile="smoke", output=str(tmp_path / "run"))
+    open_again().run("leakage")
+    monkeypatch.setattr("hyperion.chapter.chapter.installed_since", lambda rows: ["expecttest"])
+    open_again().run("leakage")
+    assert goes == [[], []]
+
+
 def test_a_second_call_measures_nothing_again(run_folder, capsys):
     before = (run_folder / "rows.csv").read_bytes()
     result = open_chapter(NOTEBOOK, profile="smoke", output=str(run_folder)).run("leakage")

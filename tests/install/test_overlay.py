@@ -189,6 +189,42 @@ def test_packages_of_single_rows_are_added_if_pip_can_get_them_and_named_once_ot
 
 
 @pytest.mark.process
+def test_packages_of_single_rows_that_exclude_each_other_do_not_stop_the_set_up(site_python, offline, small_checkout, capsys):
+    text = (small_checkout / "pyproject.toml").read_text()
+    (small_checkout / "pyproject.toml").write_text(text + "inference = ['tinynet>=1', 'tinyquant>=1']\n")
+    for name, version, needs in (
+        ("tinypack", "1.3", ""),
+        ("tinynet", "1.0", "tinydep==1"),
+        ("tinyquant", "1.0", "tinydep==2"),
+        ("tinydep", "1", ""),
+        ("tinydep", "2", ""),
+    ):
+        wheel(offline, name, version, needs)
+    variables = overlay.ensure_overlay(small_checkout, site_python, [], NO_GPU, CPU_CHOICE)
+    assert subprocess.run([site_python, "-c", "import tinypack"], env=variables).returncode == 0
+    assert "cannot get tinynet>=1, tinyquant>=1 (" in capsys.readouterr().out
+
+
+@pytest.mark.process
+def test_an_overlay_stays_if_the_packages_that_would_be_added_to_it_cannot_be_installed(
+    site_python, offline, small_checkout, monkeypatch
+):
+    wheel(offline, "tinypack", "1.3")
+    wheel(offline, "tinytest", "3.0")
+    overlay.ensure_overlay(small_checkout, site_python, [], NO_GPU, CPU_CHOICE)
+
+    def broken(*given):
+        raise HyperionError("the connection broke", where="pip", next_step="again")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(interpreter, "pip_install", broken)
+        with pytest.raises(HyperionError, match="connection broke"):
+            overlay.ensure_overlay(small_checkout, site_python, ["dev"], NO_GPU, CPU_CHOICE)
+        variables = overlay.ensure_overlay(small_checkout, site_python, [], NO_GPU, CPU_CHOICE)
+    assert subprocess.run([site_python, "-c", "import tinypack"], env=variables).returncode == 0
+
+
+@pytest.mark.process
 def test_a_pin_that_conflicts_with_the_site_gives_way(site_python, offline, small_checkout):
     wheel(offline, "tinypack", "1.3", "numpy<2")
     wheel(offline, "tinypack", "1.2", "numpy>=2")

@@ -161,9 +161,8 @@ def _ranges_of_least_divergence(source: Path, augmented: Path, calibration: Sequ
     calibrator = create_calibrator(
         str(source), list(_PRODUCTS), str(augmented), CalibrationMethod.Entropy, providers=[PROVIDER], extra_options=_HISTOGRAM
     )
-    for inputs in calibration:
-        # One input at a time, because the calibrator keeps all values of a call until their histograms are made.
-        calibrator.collect_data(_reader([inputs]))
+    # All at once: if a later call had larger values, the calibrator would add bins, and the search would take much longer.
+    calibrator.collect_data(_reader(calibration))
     found = calibrator.compute_data()
     augmented.unlink()
     return {name: data.range_value for name, data in found.items()}

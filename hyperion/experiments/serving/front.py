@@ -141,10 +141,13 @@ async def _until_done(chunks: AsyncIterator[bytes], place: _Place) -> AsyncItera
 
     Clients stop reading at the event [DONE] and may send their next request at once. This request needs the place.
     """
+    # An event begins a line. Newlines within a JSON string are escaped, so no text of an answer looks like this event.
+    tail = b"\n"
     async for chunk in chunks:
-        # Newlines within a JSON string are escaped, so no text of an answer looks like this event.
-        if chunk.startswith(_DONE) or b"\n" + _DONE in chunk:
+        # The event may be divided between two chunks.
+        if b"\n" + _DONE in tail + chunk:
             place.leave()
+        tail = (tail + chunk)[-len(_DONE) :]
         yield chunk
     place.leave()
 

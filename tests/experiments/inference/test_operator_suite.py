@@ -3,6 +3,7 @@
 import functools
 import importlib.util
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -182,6 +183,9 @@ def test_without_the_database_the_rows_have_the_reason_and_the_layers_are_checke
     counts = [row for row in rows if row.variant == operator_suite.ALL]
     assert len(counts) == 2 and {row.value_reason for row in counts} == {reason}
     assert operator_claims(counts) == []
+    broken = [replace(row, value_reason="unavailable: the database cannot be imported: ImportError: made up") for row in counts]
+    assert [holds for holds, _ in operator_claims(broken)] == [False, False]
+    assert "ImportError: made up" in operator_claims(broken)[0][1]
 
 
 @pytest.mark.parametrize("profile", ["smoke", "full", "study"])

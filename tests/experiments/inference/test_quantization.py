@@ -233,6 +233,17 @@ def test_calibration_by_divergence_cuts_off_few_large_values(tmp_path):
     assert not list(tmp_path.glob("*calibration*"))
 
 
+@pytest.mark.skipif(bool(onnx_int8.why_no_onnx()), reason=onnx_int8.why_no_onnx())
+def test_ranges_of_least_divergence_do_not_depend_on_the_order_of_the_calibration_data(tmp_path):
+    torch.manual_seed(0)
+    layer = nn.Linear(32, 8, bias=False)
+    batches = [scale * torch.randn(16, 32) for scale in (0.2, 1.0, 3.0)]
+    source = onnx_int8.export(layer, batches[0], tmp_path / "layer.onnx")
+    augmented = tmp_path / "augmented.onnx"
+    ranges = [onnx_int8._ranges_of_least_divergence(source, augmented, data) for data in (batches, batches[::-1])]
+    assert len(ranges[0]) == 2 and ranges[0] == ranges[1]
+
+
 def random_decoder(dtype=torch.float32, positions=32):
     torch.manual_seed(0)
     lm = build_random_llama("random_llama_d64_l2", 512, dtype).eval().requires_grad_(False)

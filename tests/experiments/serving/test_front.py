@@ -5,13 +5,14 @@ import contextlib
 import socket
 import threading
 import time
+from types import SimpleNamespace
 
 import httpx
 import pytest
 import uvicorn
 
 from hyperion.experiments.serving.client import Endpoint, complete, in_event_loop
-from hyperion.experiments.serving.front import Forward, application
+from hyperion.experiments.serving.front import Forward, _until_done, application
 from tests.experiments.serving.scripted import Script, scripted_server
 
 KEY = {"Authorization": "Bearer right"}
@@ -140,3 +141,31 @@ def test_a_backend_that_is_gone_is_502():
     with front_before("http://127.0.0.1:1") as address:
         assert post(address, json=BODY).status_code == 502
         assert httpx.get(f"{address}/health", trust_env=False).status_code == 503
+
+
+@pytest.mark.parametrize(
+    ("chunks", "left_at"),
+    [
+        ([b"data: {}\n\n", b"data: [DONE]\n\n", b""], 1),
+        ([b"data: {}\n", b"\ndata: [DO", b"NE]\n\n", b""], 2),
+        ([b"data: [DONE]\n\n", b""], 0),
+        ([b'data: {"text": "', b"data: [DONE]", b'"}\n\n'], 3),
+        ([b'data: {"text": "\\ndata: [DONE]"}\n\n'], 1),
+    ],
+    ids=["whole", "divided", "alone", "a text in a chunk of its own", "a text with an escaped newline"],
+)
+def test_the_place_is_left_with_the_event_and_at_the_latest_with_the_stream(chunks, left_at):
+    left = []
+    place = SimpleNamespace(leave=lambda: left.append(len(seen)))
+    seen = []
+
+    async def stream():
+        for chunk in chunks:
+            yield chunk
+
+    async def work():
+        async for chunk in _until_done(stream(), place):
+            seen.append(chunk)
+
+    asyncio.run(work())
+    assert seen == chunks and left[0] == left_at
