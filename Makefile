@@ -2,7 +2,7 @@
 #   PROFILE      smoke | full | study | replay     (chosen from the machine when left out)
 #   ONLY         chapters to run, and what they need, as ONLY=2.4, ONLY=04_memory_optimization or ONLY=1.1,2.4
 #   TIME_BUDGET  stop cleanly rather than take longer (360 for seconds, 6m, 1h30m); a later call goes on
-#   CELL_TIMEOUT, NOTEBOOK_TIMEOUT  a cell or notebook that takes longer fails (15m and 30m in smoke, 20m and 40m in full)
+#   CELL_TIMEOUT, NOTEBOOK_TIMEOUT  a cell or notebook that takes longer fails (15m and 30m in smoke, 30m and 60m in full)
 #   RUN          the run folder to continue or to report on
 #   DATA_SOURCE  auto | mirror | cache | download | synthetic
 #   PYTHON       use this environment (a container's, a cluster module's) instead of .venv: PYTHON=/path/to/python

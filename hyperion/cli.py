@@ -105,7 +105,7 @@ def reproduce(
         typer.Option(
             envvar="CELL_TIMEOUT",
             help="Time limit of a cell, as 900 (seconds), 15m or 2h. A cell that takes longer fails, and its notebook fails too.",
-            show_default="15m in smoke, 20m in full, 6h in study, 10m in replay",
+            show_default="15m in smoke, 30m in full, 6h in study, 10m in replay",
         ),
     ] = None,
     notebook_timeout: Annotated[
@@ -113,7 +113,7 @@ def reproduce(
         typer.Option(
             envvar="NOTEBOOK_TIMEOUT",
             help="Time limit of a notebook, as 1800 (seconds), 30m or 4h. A notebook that takes longer fails.",
-            show_default="30m in smoke, 40m in full, 12h in study, 20m in replay",
+            show_default="30m in smoke, 60m in full, 12h in study, 20m in replay",
         ),
     ] = None,
     seed: Annotated[int, typer.Option(envvar="SEED", min=0, max=LARGEST_SEED, help="Seed of all random numbers.")] = 0,

@@ -24,7 +24,7 @@ SHUTDOWN_S = 10.0
 # Time limits (of a cell, of a notebook) in seconds by profile: at least four times the expected time of the slowest chapter.
 _LIMITS_S = {
     "smoke": (15 * 60, 30 * 60),
-    "full": (20 * 60, 40 * 60),
+    "full": (30 * 60, 60 * 60),
     "study": (6 * 3600, 12 * 3600),
     "replay": (10 * 60, 20 * 60),
 }
