@@ -6,7 +6,8 @@ every CPU: without VNNI instructions, products of unsigned inputs and signed wei
 - dynamic: the inputs of a product are quantised at run time, with the range of the current values.
 - static: the ranges of inputs and outputs are determined in advance from calibration data, as their smallest and largest values.
 - static, divergence: the ranges are cut where the Kullback-Leibler divergence between the calibration data and their quantised
-  values is smallest. Few large values then no longer take the resolution from all others.
+  values is smallest. Few large values then no longer take the resolution from all others. If most values are 0, as after a
+  ReLU, the cut may remove too many of the others, and the error of a layer grows.
 """
 
 import contextlib
