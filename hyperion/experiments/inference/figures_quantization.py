@@ -20,10 +20,10 @@ def quantization(material: Material) -> Figure | None:
     if not ratios:
         return None
     figure, (quality, speed) = new_figure("Quantised weights", material.machine("quantization"), 2, height=4.6)
-    stored = {(row.variant, row.params["runtime"]): not_none(row.value) for row in measured(rows) if row.metric == "weight_bytes"}
-    drawn = [row for row in ratios if (row.variant, row.params["runtime"]) in stored]
+    stored = {_scheme(row): not_none(row.value) for row in measured(rows) if row.metric == "weight_bytes"}
+    drawn = [row for row in ratios if _scheme(row) in stored]
     for position, row in enumerate(drawn):
-        megabytes = stored[row.variant, row.params["runtime"]] / 1e6
+        megabytes = stored[_scheme(row)] / 1e6
         percent, error = 100 * (not_none(row.value) - 1), errors_of([row], 100)
         style = look(row.variant, position)
         quality.errorbar([megabytes], [percent], yerr=error, fmt=style["marker"], color=style["color"], label=_name(row))
@@ -69,8 +69,12 @@ def decode_speed(material: Material) -> Figure | None:
         axes.invert_yaxis()
         axes.set(xlabel="ms per token", xlim=(0, axes.get_xlim()[1] * 1.25))
         axes.set_title(model)
-    notes = ["Black: limit by the data sheet's bandwidth. Orange: predicted from the measured bandwidth of a copy."]
-    add_notes(figure, [*notes, *absences(rows, lambda row: row.variant)])
+    lines = [
+        ("Black: limit by the data sheet's bandwidth.", any(row.limit is not None for row in known)),
+        ("Orange: predicted from the measured bandwidth of a copy.", any(row.predicted is not None for row in known)),
+    ]
+    note = " ".join(text for text, is_drawn in lines if is_drawn)
+    add_notes(figure, [*([note] if note else []), *absences(rows, lambda row: row.variant)])
     return figure
 
 
@@ -101,6 +105,11 @@ def qlora(material: Material) -> Figure | None:
 
 def _absent(rows: list[Row], metric: str) -> list[Row]:
     return [row for row in rows if row.metric == metric and row.value is None]
+
+
+def _scheme(row: Row) -> tuple[str, str, str]:
+    # The runs contain schemes of the same name for a language model and for a classifier.
+    return row.variant, row.params["runtime"], row.params["model"]
 
 
 def _name(row: Row) -> str:

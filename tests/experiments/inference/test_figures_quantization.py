@@ -26,7 +26,13 @@ def drawn(function, material):
 def test_schemes_have_bytes_quality_and_speed(material):
     figure = drawn(quantization, material)
     quality, speed = figure.axes
-    assert [text.get_text() for text in quality.get_legend().get_texts()] == ["int8 weight-only (PyTorch)", "NF4 (PyTorch)"]
+    assert [text.get_text() for text in quality.get_legend().get_texts()] == [
+        "int8 weight-only (PyTorch)",
+        "NF4 (PyTorch)",
+        "int8 static (ONNX Runtime)",
+    ]
+    # The bytes are those of the model whose perplexity is drawn, also if a scheme of this name quantised another model.
+    assert [marks.lines[0].get_xdata()[0] for marks in quality.containers] == [1.0, 0.6, 2.0]
     assert [bar.get_width() for bar in speed.patches] == [0.9, 0.5]
     assert "fp8: not measured (unavailable: made up)" in figure.get_supxlabel()
 
@@ -37,6 +43,8 @@ def test_each_model_has_a_panel_with_its_limits(material):
     assert [bar.get_width() for bar in small.patches] == [2.0] and [bar.get_width() for bar in large.patches] == [9.0, 4.0]
     assert [line.get_xdata()[0] for line in large.lines if line.get_color() == "black"] == [1.0, 1.0]
     assert "NF4: not measured" in figure.get_supxlabel()
+    # No row has a prediction, so the note does not explain one.
+    assert "Black: limit" in figure.get_supxlabel() and "Orange" not in figure.get_supxlabel()
 
 
 def test_twins_have_curves_and_optimizers_have_bytes(material):
