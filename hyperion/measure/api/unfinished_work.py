@@ -3,6 +3,7 @@
 The measured time of such a function does not include all of its work.
 """
 
+import concurrent.futures.thread
 import contextlib
 import linecache
 import platform
@@ -25,9 +26,10 @@ _THREAD_SETTLES_S, _STREAM_SETTLES_S = 2e-3, 2e-4
 class WorkLeft:
     """Detects work that is still running after a function returned, on other threads or on other GPU streams.
 
-    Only threads that became busy after the construction of this object count. A thread is busy while it executes or sleeps. It is
-    idle while it waits in Python's queues, locks, selectors or pools, or while it is blocked in a system call and uses no CPU
-    time. Native threads that Python does not know are not detected.
+    Only threads that became busy after the construction of this object count. A thread is busy while it executes or sleeps, and a
+    thread of a `ThreadPoolExecutor` also while work waits in the queue of its pool. A thread is idle while it waits in Python's
+    queues, locks, selectors or pools, or while it is blocked in a system call and uses no CPU time. Native threads that Python
+    does not know are not detected.
     """
 
     def __init__(self, device: Device):
@@ -60,8 +62,9 @@ class WorkLeft:
         return [ident for ident in self._busy() if ident not in self._before]
 
     def _busy(self) -> Iterator[int]:
+        queued = _queued()
         for ident, frame in sys._current_frames().items():
-            if ident != self._own and not _waits(frame):
+            if ident != self._own and (ident in queued or not _waits(frame)):
                 yield ident
 
     def _on_other_streams(self) -> str:
@@ -80,17 +83,27 @@ class WorkLeft:
         return f"the device works {waited_s * 1e3:.3g} ms longer on streams other than the current stream"
 
 
+def _queued() -> set[int | None]:
+    """Return the idents of the threads of a `ThreadPoolExecutor` in whose queue work waits.
+
+    On a busy machine, the thread that will take the work may need many milliseconds to start. Until then it appears to be idle.
+    """
+    queues = getattr(concurrent.futures.thread, "_threads_queues", {})
+    return {thread.ident for thread in threading.enumerate() if thread in queues and queues[thread].qsize()}
+
+
 def _working(threads: list[tuple[int, int | None]]) -> int | None:
     """Return the ident of the first busy thread, or None if no thread is busy.
 
-    A thread is busy if it is running, uses CPU time during this check, sleeps, or if the system does not report its state.
-    Threads are given as (Python's ident, native ID).
+    A thread is busy if it is running, uses CPU time during this check, sleeps, if work waits in the queue of its pool, or if the
+    system does not report its state. Threads are given as (Python's ident, native ID).
     """
+    queued = _queued()
     before = [_look(native) for _, native in threads]
     time.sleep(_THREAD_SETTLES_S / 2)
     for (ident, native), old in zip(threads, before, strict=True):
         new = _look(native)
-        if old is None:
+        if old is None or ident in queued:
             return ident
         if new is None:
             continue  # the thread ended
@@ -144,7 +157,7 @@ _WAITERS = tuple(
         "asyncio/base_events.py",
     )
 )
-_RUNS_WORK = ("self._target(", "self.fn(", "fn(*", "func(*", "self.task")
+_RUNS_WORK = ("self._target(", "self.fn(", "fn(*", "func(*", "self.task", "work_item.run(")
 
 
 def _waits(frame: types.FrameType) -> bool:

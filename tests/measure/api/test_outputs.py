@@ -417,6 +417,18 @@ def test_work_left_to_a_pool_is_refused_and_a_future_that_is_not_done_too(pool):
         measure.time(lambda: pool.submit(time.sleep, 0.5), **SHORT)
 
 
+def test_work_that_waits_in_the_queue_of_a_pool_is_refused(pool):
+    gate, started = threading.Event(), threading.Event()
+    pool.submit(lambda: started.set() or gate.wait())
+    started.wait()
+    # The only thread waits for the event, so it looks idle, as it would on a machine that is too busy to start it.
+    try:
+        with pytest.raises(HarnessError, match="is still working after the call returned"):
+            measure.time(lambda: pool.submit(int) and None, **SHORT)
+    finally:
+        gate.set()
+
+
 def test_work_that_starts_after_the_first_look_is_refused_before_the_timing(monkeypatch, pool):
     look, looks, submitted = WorkLeft.after_a_call, [], []
 
