@@ -117,7 +117,7 @@ def why_no_database() -> str:
 
 
 def check_operators(
-    names: list[str], formats: list[str], samples: int, probes: int, compiled: list[str], seed: int, file: str
+    names: list[str], formats: list[str], samples: int, probes: int, compiled: list[str], seed: int, file: str, threads: int
 ) -> dict:
     """Check operators and layers, and append the outcomes to a file after each operator. A Job runs this function.
 
@@ -130,10 +130,12 @@ def check_operators(
         seed: seed of the sample inputs.
         file: path of the file. Each line is a JSON list [name, outcomes]. An outcome is a dict with the keys entry, dtype, pass,
             mode, status, ratio, samples and reason.
+        threads: largest number of threads for the float64 references on the CPU.
 
     Returns:
         {"unavailable": why there is no database, or "" if there is one}.
     """
+    torch.set_num_threads(min(threads, torch.get_num_threads()))
     checker = _Checker(formats, samples, probes, seed)
     for done, name in enumerate(names):
         report_progress(done, len(names), name)

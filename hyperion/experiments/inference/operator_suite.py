@@ -2,13 +2,14 @@
 
 Each operator is called with the sample inputs of PyTorch's own tests, and its outputs and gradients are compared with float64 on
 the CPU. `rounding` derives the tolerances, and `operator_checks` lists the operators. Operators that are wrong or unsupported
-form the gap report. The operators run in a separate process. If an operator ends this process, it is reported, and the remaining
+form the gap report. The operators run in separate processes. If an operator ends its process, it is reported, and the remaining
 operators run in a new process.
 """
 
 import json
 import math
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pandas as pd
@@ -18,6 +19,7 @@ from hyperion.chapter.context import Context, Experiment, Forecast, Options, Rep
 from hyperion.chapter.rows import checked
 from hyperion.experiments.inference.layers import LAYERS, round_trip
 from hyperion.experiments.inference.operator_checks import KIND_OF, KNOWN_GAPS, check_operators
+from hyperion.hardware.cpu import usable_cpus
 from hyperion.processes import Job, run_job
 from hyperion.processes.job import JobError
 from hyperion.results import Row
@@ -26,6 +28,7 @@ METRIC = "error_over_tolerance"
 PASSES = ("forward", "backward")
 STATUSES = ("passed", "failed", "unsupported", "no gradient")
 ALL = "all operators"
+_CORES_EACH, _MOST_WORKERS = 2, 8
 
 
 class OperatorSuiteOptions(Options):
@@ -83,41 +86,58 @@ def collect_outcomes(
     names: list[str],
     report: Report,
     check: Callable[..., dict] = check_operators,
+    workers: int | None = None,
 ) -> tuple[dict[str, list[dict]], str]:
     """Run `check_operators` in worker processes until each operator has an outcome.
 
-    If a worker ends early, the operator that it was checking gets the outcome "failed" with the reason, and a new worker
+    Several processes run at the same time, because errors do not depend on other processes. Each checks its own part of the list.
+    If a process ends early, the operator that it was checking gets the outcome "failed" with the reason, and a new process
     continues with the next operator.
+
+    Args:
+        workers: number of processes that run at the same time. None starts one for every two CPU cores, but at most eight.
 
     Returns:
         ({name: outcomes}, why PyTorch's database cannot be used or "").
     """
     context.workspace.mkdir(parents=True, exist_ok=True)
-    file = context.workspace / "operators.jsonl"
-    file.unlink(missing_ok=True)
-    unavailable, total = "", len(names)
+    cores = len(usable_cpus())
+    workers = min(len(names), workers or max(1, min(cores // _CORES_EACH, _MOST_WORKERS)))
+    finished = [0] * workers
 
-    def advance(done: int, of: int, note: str) -> None:
-        report(total - of + done, total, note)
+    def check_part(part: int) -> tuple[dict[str, list[dict]], str]:
+        own = names[part::workers]
+        file = context.workspace / f"operators-{part}.jsonl"
+        file.unlink(missing_ok=True)
+        unavailable, total = "", len(own)
 
-    while names:
-        params = {"names": names, "formats": list(options.formats), "samples": options.samples, "probes": options.probes}
-        params |= {"compiled": list(options.compiled), "seed": context.seed, "file": str(file)}
-        try:
-            unavailable = run_job(Job(check, params, timeout_s=options.timeout_s), on_progress=advance)["unavailable"]
-            break
-        except JobError as error:
-            finished = _read(file)
-            names = [name for name in names if name not in finished]
-            lines = error.what.strip().splitlines()
-            reason = f"the process ended: {lines[0]}" + (f": {lines[-1]}"[:200] if len(lines) > 1 else "")
-            ended = {"status": "failed", "reason": reason, "mode": "eager", "entry": names[0]}
-            outcomes = [ended | {"dtype": dtype, "pass": which} for dtype in options.formats for which in PASSES]
-            with file.open("a", encoding="utf-8") as stream:
-                stream.write(json.dumps([names[0], outcomes]) + "\n")
-            names = names[1:]
-    report(total, total, "done")
-    return _read(file), unavailable
+        def advance(done: int, of: int, note: str) -> None:
+            finished[part] = total - of + done
+            report(sum(finished), len(names), note)
+
+        while own:
+            params = {"names": own, "formats": list(options.formats), "samples": options.samples, "probes": options.probes}
+            params |= {"compiled": list(options.compiled), "seed": context.seed, "file": str(file)}
+            params |= {"threads": max(1, cores // workers)}
+            try:
+                unavailable = run_job(Job(check, params, timeout_s=options.timeout_s), on_progress=advance)["unavailable"]
+                break
+            except JobError as error:
+                own = [name for name in own if name not in _read(file)]
+                lines = error.what.strip().splitlines()
+                reason = f"the process ended: {lines[0]}" + (f": {lines[-1]}"[:200] if len(lines) > 1 else "")
+                ended = {"status": "failed", "reason": reason, "mode": "eager", "entry": own[0]}
+                outcomes = [ended | {"dtype": dtype, "pass": which} for dtype in options.formats for which in PASSES]
+                with file.open("a", encoding="utf-8") as stream:
+                    stream.write(json.dumps([own[0], outcomes]) + "\n")
+                own = own[1:]
+        return _read(file), unavailable
+
+    with ThreadPoolExecutor(workers) as threads:
+        parts = list(threads.map(check_part, range(workers)))
+    report(len(names), len(names), "done")
+    found = {name: outcomes for outcomes_of, _ in parts for name, outcomes in outcomes_of.items()}
+    return {name: found[name] for name in names if name in found}, next((why for _, why in parts if why), "")
 
 
 def status_of(outcomes: list[dict], dtype: str, which: str) -> str:

@@ -4,7 +4,7 @@ import json
 import os
 
 
-def check(names, formats, samples, probes, compiled, seed, file):
+def check(names, formats, samples, probes, compiled, seed, file, threads):
     """Like `check_operators`, but the operator "boom" ends the process, and "bad" is wrong."""
     for name in names:
         if name == "boom":

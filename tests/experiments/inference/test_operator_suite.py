@@ -43,11 +43,15 @@ def checker(one_thread):
 
 
 @pytest.mark.process
-def test_an_operator_that_ends_the_process_is_named_and_the_others_are_checked(tmp_path):
+@pytest.mark.parametrize("workers", [1, 3])
+def test_an_operator_that_ends_the_process_is_named_and_the_others_are_checked(tmp_path, workers):
     context = toy_context("operator_suite", SIZES, tmp_path)
-    options, names = OperatorSuiteOptions.of(context), ["first", "boom", "bad", "last"]
-    outcomes, unavailable = collect_outcomes(context, options, names, lambda *_: None, dying_operators.check)
-    assert list(outcomes) == names and not unavailable
+    # With three processes, the first checks "first" and then "last", and the second is the one that ends.
+    options, names, reports = OperatorSuiteOptions.of(context), ["first", "boom", "bad", "last"], []
+    outcomes, unavailable = collect_outcomes(
+        context, options, names, lambda *line: reports.append(line[:2]), dying_operators.check, workers
+    )
+    assert list(outcomes) == names and not unavailable and reports[-1] == (4, 4)
     statuses = [status_of(outcomes[name], "bf16", "backward") for name in names]
     assert statuses == ["passed", "failed", "failed", "passed"]
     assert "exit code 7" in outcomes["boom"][0]["reason"]
