@@ -261,12 +261,17 @@ def test_migraphx_compiles_once_for_each_shape_and_gets_the_inputs(tmp_path):
 @pytest.mark.process
 def test_a_package_that_ends_its_process_is_a_row_with_the_reason(material, monkeypatch):
     context, trained, _ = material
-    monkeypatch.setattr(runtimes, "build_in_process", dying_jobs.build)
-    monkeypatch.setattr(runtimes, "load_in_process", dying_jobs.load_and_die)
-    rows = runtimes._ahead_of_time(context, RuntimesOptions.of(context), trained).rows
-    assert {row.variant for row in rows} == {AOTI} and all(row.value is None for row in rows)
-    assert all("the process that loads and runs the package" in row.value_reason for row in rows)
-    assert all("was killed by SIGSEGV" in row.value_reason for row in rows)
+    options = RuntimesOptions.of(context)
+    for build, load, step in (
+        (dying_jobs.build, dying_jobs.end_process, "loads and runs"),
+        (dying_jobs.end_process, dying_jobs.build, "builds"),
+    ):
+        monkeypatch.setattr(runtimes, "build_in_process", build)
+        monkeypatch.setattr(runtimes, "load_in_process", load)
+        rows = runtimes._ahead_of_time(context, options, trained, runtimes._build(context, options, trained)).rows
+        assert {row.variant for row in rows} == {AOTI} and all(row.value is None for row in rows)
+        assert all(f"the process that {step} the package" in row.value_reason for row in rows)
+        assert all("was killed by SIGSEGV" in row.value_reason for row in rows)
 
 
 _REGEX = """
