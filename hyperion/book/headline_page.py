@@ -32,7 +32,7 @@ import pandas as pd
 from hyperion.book.claims_page import claims_markdown, repeats_markdown
 from hyperion.book.outline import Headline, headlines
 from hyperion.errors import HyperionError, not_none
-from hyperion.figures.material import ACCURACIES, Material, device_name, percent, quoted_value
+from hyperion.figures.material import Material, device_name, percent, quoted_value
 from hyperion.figures.tables import is_floor, markdown
 from hyperion.results import Row, Run
 from hyperion.results.statistics import Estimate, launches_estimate
@@ -238,9 +238,9 @@ def headlines_markdown(runs: dict[Run, str]) -> str:
         f"**Times, rates and ratios: at least {LEAST_LAUNCHES} launches of one version of the code**",
         _table(enough),
         "**Quality: means over several trainings with different seeds**",
-        _table(map(_mean_line, _largest(measured, "mean", "seeds"))),
+        _table(map(_mean_line, _largest(measured, "mean"))),
         "**Correctness: differences of values that must be equal**",
-        _table(map(_difference_line, _largest(measured, "difference", "ranks"))),
+        _table(map(_difference_line, _largest(measured, "difference"))),
         f"**Not headlines: fewer than {LEAST_LAUNCHES} launches of one version of the code**",
         _table(few),
     ]
@@ -321,27 +321,18 @@ def _grouped(measured: Iterable[Measured]) -> list[Launches]:
     """
     groups: dict[tuple[str, str], dict[tuple, Measured]] = {}
     for one in measured:
-        if _kind(one.row) == "speed":
+        if one.headline.quote.kind == "speed":
             members = groups.setdefault((one.device, one.headline.label), {})
             members.setdefault((one.machine, one.row.value, one.row.ci_low, one.row.ci_high), one)
     return [Launches(tuple(members.values())) for members in groups.values()]
 
 
-def _kind(row: Row) -> str:
-    """Return the kind of a headline: "difference", "mean" over seeds, "quality" of one training, or "speed"."""
-    if row.metric == "relative_difference":
-        return "difference"
-    if row.metric in ACCURACIES or row.metric.startswith("perplexity"):
-        return "mean" if "seeds" in row.params else "quality"
-    return "speed"
-
-
-def _largest(measured: Iterable[Measured], kind: str, param: str) -> list[Measured]:
-    """Return the headlines of a kind: for each device, variant and metric, the one with the largest `param`."""
+def _largest(measured: Iterable[Measured], kind: str) -> list[Measured]:
+    """Return the headlines of a kind: for each device, variant and metric, the one with the largest count."""
     chosen: dict[tuple, Measured] = {}
     for one in measured:
         key = (one.device, one.row.variant, one.row.metric)
-        if _kind(one.row) == kind and (key not in chosen or one.row.params[param] > chosen[key].row.params[param]):
+        if one.headline.quote.kind == kind and (key not in chosen or one.headline.quote.count > chosen[key].headline.quote.count):
             chosen[key] = one
     return list(chosen.values())
 
@@ -402,7 +393,7 @@ def _mean_line(one: Measured) -> dict[str, str]:
         "": one.headline.label,
         "device": one.device,
         "mean": one.headline.value,
-        "seeds": str(one.row.params["seeds"]),
+        "seeds": str(one.headline.quote.count),
         "95 % interval of the mean": one.headline.interval,
         "% of limit": percent(one.headline.fraction),
         "run": one.run,
@@ -436,8 +427,8 @@ def _short_lines(measured: Sequence[Measured], enough: Iterable[Launches]) -> It
         yield line(
             quantity.label, quantity.device, value, came_from, quantity.interval, quantity.fraction, ", ".join(quantity.runs)
         )
-    for one in _largest(measured, "mean", "seeds"):
-        headline, seeds = one.headline, f"{one.row.params['seeds']} trainings"
+    for one in _largest(measured, "mean"):
+        headline, seeds = one.headline, f"{one.headline.quote.count} trainings"
         yield line(headline.label, one.device, headline.value, seeds, headline.interval, headline.fraction, one.run)
-    for one in _largest(measured, "difference", "ranks"):
+    for one in _largest(measured, "difference"):
         yield line(one.headline.label, one.device, one.headline.value, "1 training", "", None, one.run)

@@ -1,17 +1,19 @@
 """Content that the report and the reference page of a run share: sections, headlines, missing values and environment."""
 
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 
 import pandas as pd
 
 from hyperion.book.plots import draw, plots_of, results_folder, title_of
+from hyperion.chapter.subjects import subjects_of
 from hyperion.errors import not_none
 from hyperion.figures.material import (
     ACCURACIES,
     ALL,
     Material,
     Plot,
+    Quote,
     device_name,
     interval,
     made_from_rows,
@@ -30,16 +32,6 @@ ONE_LAUNCH = (
 )
 # Tables with more lines are collapsed, so that the pictures are close to each other on the page.
 UNFOLDED_LINES = 12
-_REFERENCE_STEPS = ("model_steps", "batch_scaling")
-_BASELINES, _RATES = ("language_model", "image_classifier"), ("tokens_per_s", "images_per_s")
-# Experiments that compare this library's loop with plain loops, and the unit of their batch sizes in a label.
-_COMPARED = {"image_training_speed": "", "language_training_speed": " tokens"}
-# For each baseline, as (experiment, metric): the name of its measure of quality, and the split on which it is measured.
-_REACHED = {
-    ("language_model", "perplexity_token"): ("perplexity per token", "valid"),
-    ("language_model", "perplexity_word"): ("perplexity per word", "valid"),
-    ("image_classifier", "accuracy"): ("accuracy", "test"),
-}
 
 
 @dataclass(frozen=True)
@@ -264,183 +256,59 @@ class Headline:
     """One number of the headline table.
 
     Args:
-        label: name of the quantity.
+        quote: the label, the row that contains the value, and what kind of value it is.
         value: the formatted value with its unit.
         interval: the formatted 95 % interval within one launch, in the unit of the row. "" if there is no interval.
         steady: "yes" if the samples were steady. "" if the value does not come from a timing.
         fraction: value divided by its limit. None if there is no limit.
         limit: the limit with its unit, or the reason why there is no limit.
-        row: the row that contains the value.
     """
 
-    label: str
+    quote: Quote = field(repr=False)
     value: str
     interval: str
     steady: str
     fraction: float | None
     limit: str
-    row: Row = field(repr=False)
+
+    @property
+    def label(self) -> str:
+        return self.quote.label
+
+    @property
+    def row(self) -> Row:
+        return self.quote.row
 
 
 @made_from_rows("the headlines")
 def headlines(material: Material) -> list[Headline]:
-    """Return the most important values of a run (its headlines), in the order of the chapters.
+    """Return the most important values of a run (its headlines), in the order of the experiments.
 
-    Examples are the rate of the fastest matrix product in each format, and the accuracy or the perplexity of each baseline. A
-    value is omitted if its samples were not steady, or if the host, and not the device, limited the time.
+    The function `headlines(rows, is_steady)` in the figures.py of a subject proposes values. It gets all rows that have a value
+    and were measured with cold caches, and a function that says whether the samples of a row were steady. A value is omitted if
+    its samples were not steady.
     """
 
     def is_steady(row: Row) -> bool:
         return not material.steadiness(row).startswith("no")
 
-    cold = [row for row in measured(material.rows) if not row.hot]
-    rows = [row for row in cold if is_steady(row)]
-    # If the fastest step of a model was not steady, it is omitted and not replaced by a slower steady step, because a step with
-    # another batch size or format is not comparable.
-    found = [
-        *_hardware(rows, cold),
-        *((label, row) for label, row in _steps(cold) if is_steady(row)),
-        *_links(rows),
-        *_baselines(rows),
-    ]
-    found += [*_precise(rows), *_parity(rows), *_scaled(rows)]
+    rows = [row for row in measured(material.rows) if not row.hot]
     mark = f" ({material.image_caveat.partition(':')[0].lower()})" if material.image_caveat else ""
-    marked = [(label + mark if row.metric in ACCURACIES else label, row) for label, row in found]
-    return [_headline(label, row, material.steadiness(row)) for label, row in marked]
+    found = []
+    for subject in subjects_of(row.experiment for row in rows):
+        for quote in getattr(subject.figures, "headlines", _no_headlines)(rows, is_steady):
+            if is_steady(quote.row):
+                label = quote.label + mark if quote.row.metric in ACCURACIES else quote.label
+                found.append(_headline(replace(quote, label=label), material.steadiness(quote.row)))
+    return found
 
 
-def _hardware(rows: list[Row], cold: list[Row]) -> Iterator[tuple[str, Row]]:
-    """Yield (label, row) for the fastest matrix product of each dtype and for the copy of the largest arrays.
-
-    Args:
-        rows: the rows whose samples were steady.
-        cold: all rows with cold caches, which determine the size of the largest arrays.
-    """
-    # The row of the fastest product found repeats a finalist, and the samples with the steadiness are stored for the finalist.
-    products = [
-        r for r in rows if r.metric == "gemm_tflops" and r.variant != "fastest found" and "plain_loop_calls" not in r.params
-    ]
-    copies = [r for r in rows if (r.experiment, r.metric, r.variant) == ("bandwidth", "bandwidth_gb_s", "copy")]
-    largest = max((r.params["elements"] for r in cold if (r.experiment, r.variant) == ("bandwidth", "copy")), default=0)
-    yield from ((f"matrix product, {r.dtype}, cold caches", r) for r in _best(products, lambda r: r.dtype))
-    # Only the largest arrays are used, because smaller ones may come from a cache.
-    yield from ((f"memory copy, {r.dtype}, largest arrays", r) for r in copies if r.params["elements"] == largest)
+def _no_headlines(rows: list[Row], is_steady: Callable[[Row], bool]) -> Iterable[Quote]:
+    return ()
 
 
-def _steps(rows: list[Row]) -> Iterator[tuple[str, Row]]:
-    """Yield (label, row) for the fastest step of each reference model of chapter 1.2, over all formats and batch sizes."""
-    steps = [r for r in rows if r.experiment in _REFERENCE_STEPS]
-    chosen = [r for r in steps if r.metric == "samples_per_s"]
-    for row in (r for r in _best(chosen, lambda r: r.variant) if not _is_host_bound(r, steps)):
-        compiled = ", compiled" if row.params.get("mode") == "compiled" else ""
-        yield f"{row.variant}, training, {row.dtype}{compiled}, batch {row.params['batch']:,}", row
-
-
-def _is_host_bound(rate: Row, steps: list[Row]) -> bool:
-    """Return True if the host, and not the device, limits the time of a step.
-
-    This is assumed if another step with at most a quarter of the batch size takes more than half of the time. The device would
-    need about a quarter of the time or less for it, while the host needs the same time for both, because it launches the same
-    kernels.
-    """
-
-    def kind(row: Row) -> tuple:
-        return row.variant, row.dtype, row.params.get("mode"), row.params.get("channels_last")
-
-    times = {r.params["batch"]: not_none(r.value) for r in steps if r.metric == "step_time_s" and kind(r) == kind(rate)}
-    batch = rate.params["batch"]
-    return batch in times and any(times[b] > times[batch] / 2 for b in times if b <= batch / 4)
-
-
-def _links(rows: list[Row]) -> Iterator[tuple[str, Row]]:
-    chosen = [r for r in rows if (r.metric, r.variant) == ("busbw_gb_s", "all_reduce")]
-    yield from ((f"all-reduce over {r.params['ranks']} devices", r) for r in _best(chosen, lambda r: r.params["ranks"]))
-
-
-def _baselines(rows: list[Row]) -> Iterator[tuple[str, Row]]:
-    """Yield (label, row) for the quality of each baseline model and for the speed of its training steps.
-
-    The quality is the perplexity or the accuracy. If several seeds were trained, it is the mean over the seeds.
-    """
-    averaged = {(row.variant, row.metric) for row in rows if "seeds" in row.params}
-    for row in rows:
-        what, split = _REACHED.get((row.experiment, row.metric), ("", ""))
-        if what and row.params.get("split") == f"{split}, mean of seeds":
-            yield f"{row.variant}, {what}, {split} split, mean of {row.params['seeds']} seeds", row
-        elif what and row.params.get("split") == split and (row.variant, row.metric) not in averaged:
-            yield f"{row.variant}, {what}, {split} split", row
-        elif row.experiment in _BASELINES and row.metric in _RATES and row.params.get("step") == "steady":
-            batch = f"{row.params['batch']:,}{' tokens' if row.metric == 'tokens_per_s' else ''}"
-            yield f"{row.variant}, steady training step, {row.dtype}, batch {batch}", row
-        elif row.experiment in _COMPARED and row.metric == "speedup" and "rung" not in row.params:
-            yield from _over_a_plain_loop(row)
-
-
-def _over_a_plain_loop(row: Row) -> Iterator[tuple[str, Row]]:
-    """Yield (label, row) for the speed-up of this library's loop over a plain loop, if the host does not limit the plain loop."""
-    unit = _COMPARED[row.experiment]
-    label = f"{row.variant}, training, batch {row.params['batch']:,}{unit}"
-    if row.params.get("over") == "plain, captured":
-        yield f"{label}: over the same plain loop in a graph", row
-    elif unit:  # not for images, because the host limits their plain loop, and the ratio depends on the host
-        compiled = " compiled" if row.params.get("plain_compiled", row.params["compiled"]) else ""
-        yield f"{label}: over a plain{compiled} loop", row
-
-
-def _precise(rows: list[Row]) -> Iterator[tuple[str, Row]]:
-    """Yield (label, row) for the speed-ups of the fastest number format in each training of chapter 2.3.
-
-    The speed-ups are over TF32 and over IEEE fp32. Both are needed because PyTorch computes convolutions in TF32 by default, so
-    the speed-up over IEEE fp32 alone could be misunderstood.
-    """
-    ratios = [r for r in rows if (r.experiment, r.metric) == ("precision_variants", "speedup")]
-    for row in _best(ratios, lambda r: r.variant):
-        tf32 = next((r for r in ratios if r.variant == row.variant and r.dtype == "tf32" and r is not row), None)
-        if tf32 is not None:
-            ratio = not_none(row.value) / not_none(tf32.value)
-            over_tf32 = replace(row, value=ratio, ci_low=None, ci_high=None, params=row.params | {"over": "tf32"})
-            yield f"{row.variant}, training: {row.dtype} over tf32", over_tf32
-        over = "IEEE fp32, TF32 off" if row.params["over"] == "fp32" else row.params["over"]
-        yield f"{row.variant}, training: {row.dtype} over {over}", row
-
-
-def _parity(rows: list[Row]) -> Iterator[tuple[str, Row]]:
-    for row in rows:
-        # On one rank, both trainings are on one device, so their difference says nothing about parallel training.
-        if (row.experiment, row.metric) == ("parallel_parity", "relative_difference") and row.params["ranks"] > 1:
-            yield f"{row.variant.upper()} on {row.params['ranks']} ranks: loss apart from one device's", row
-
-
-def _scaled(rows: list[Row]) -> Iterator[tuple[str, Row]]:
-    """Yield (label, row) for the efficiencies of each training on the largest number of devices: first weak, then strong scaling.
-
-    Both are needed. In weak scaling, the work grows with the number of devices while the communication stays the same, so its
-    efficiency is usually higher.
-    """
-    cells = [r for r in rows if r.metric == "scaling_efficiency"]
-    most = max((r.params["ranks"] for r in cells), default=0)
-    largest = [r for r in cells if r.params["ranks"] == most]
-    order = list(dict.fromkeys(r.variant for r in largest))
-    for row in sorted(largest, key=lambda r: (order.index(r.variant), r.params["mode"] != "weak")):
-        name = f"{row.params['model']}, {row.params['strategy'].upper()}"
-        yield f"{name}: {row.params['mode']} scaling to {most} devices", row
-
-
-def _best(
-    rows: list[Row], kind: Callable[[Row], Hashable], score: Callable[[Row], float] = lambda row: not_none(row.value)
-) -> list[Row]:
-    """Return the row with the highest score of each kind. The kinds are in the order in which they occur.
-
-    Args:
-        rows: the rows.
-        kind: function that returns the kind of a row.
-        score: function that returns the score of a row; default: the value of the row.
-    """
-    kinds = dict.fromkeys(kind(row) for row in rows)
-    return [max((row for row in rows if kind(row) == one), key=score) for one in kinds]
-
-
-def _headline(label: str, row: Row, steady: str) -> Headline:
+def _headline(quote: Quote, steady: str) -> Headline:
+    row = quote.row
     if row.limit is None:
         limit = row.limit_source.partition("; ")[0]
     else:
@@ -449,4 +317,4 @@ def _headline(label: str, row: Row, steady: str) -> Headline:
     scale = 100 if row.unit == "fraction" else 1  # as in `quoted_value`
     ends = [None if end is None else scale * end for end in (row.value, row.ci_low, row.ci_high)]
     bounds = interval(*ends) if row.ci_low != row.ci_high else ""
-    return Headline(label, quoted_value(not_none(row.value), row.unit), bounds, steady, fraction, limit, row)
+    return Headline(quote, quoted_value(not_none(row.value), row.unit), bounds, steady, fraction, limit)

@@ -2,33 +2,14 @@
 
 import math
 
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from hyperion.chapter.subjects import subject_of, subjects
+from hyperion.chapter.subjects import subject_of, subjects, subjects_of
 from hyperion.errors import HyperionError, not_none
-from hyperion.experiments.baselines.figures import counted_losses, epoch_rows
-from hyperion.experiments.hardware.figures import gemm_intensity, gemm_rows, stream_intensity
-from hyperion.figures.material import ALL, Material, Plot, items, made_from_rows, measured, number, percent, values
-from hyperion.figures.style import (
-    GRID,
-    INK,
-    MUTED,
-    add_notes,
-    limit_line,
-    log_ticks,
-    look,
-    new_figure,
-    png,
-    spread_labels,
-    styled,
-    write_at,
-)
+from hyperion.figures.material import ALL, Material, Plot, made_from_rows, values
+from hyperion.figures.style import GRID, INK, SUMMARY_LETTERING, add_notes, log_ticks, look, new_figure, png, styled
 from hyperion.results import Prediction, Row
 
-# Font size in points. Most pages show the summary at half its size, at which the letters are 10 pixels high.
-_LETTERING = 11
-_STEPS_DRAWN = 400
 _ARROWS = {"higher": " ↑", "lower": " ↓", "none": ""}
 _NOTE = (
     "Predictions are stored before the first measurement. Ceilings are no predictions and are not drawn. If higher is better "
@@ -116,141 +97,32 @@ def draw(name: str, material: Material, **options) -> bytes | None:
 
 
 def summary(material: Material) -> Figure | None:
-    """Draw a figure with up to four panels: matrix products by size, bandwidth by size, roofline, and language model.
+    """Draw the panels that the subjects propose: matrix products and bandwidth by size, the roofline, and the language model.
 
     The label of a curve shows its last value. Dashed lines show limits from data sheets, or losses of n-gram models. Return None
     if the run has rows for fewer than two panels.
     """
-    squares = [row for row in measured(gemm_rows(material)) if row.params["m"] == row.params["n"] == row.params["k"]]
-    products = [row for row in squares if row.params.get("cache") != "hot"]
-    streams = [r for r in measured(material.of("bandwidth", metric="bandwidth_gb_s")) if r.params.get("cache") != "hot"]
-    epochs = [row for row in epoch_rows(material, "language_model") if row.metric == "validation_loss"]
-    wanted = [
-        (_draw_products, products),
-        (_draw_streams, streams),
-        (_draw_roofline, products + streams if products and streams else []),
-        (lambda axes, rows: _draw_losses(axes, rows, material), epochs),
-    ]
-    present = [(panel, rows) for panel, rows in wanted if rows]
-    if len(present) < 2:
+    order = [subject.figures for subject in subjects_of(experiment for _, experiment in material.experiments)]
+    panels = [panel for figures in order for panel in getattr(figures, "summary_panels", _none)(material)]
+    notes = [note for figures in order for note in getattr(figures, "summary_notes", _none)(material)]
+    if len(panels) < 2:
         return None
-    lines = math.ceil(len(present) / 2)
-    machine = material.machine(present[0][1][0].experiment)
-    figure, panels = new_figure("Measured, with its limits", machine, 2, lines=lines, width=10.4, height=0.6 + 2.75 * lines)
-    for axes, (panel, rows) in zip(panels, present, strict=False):
-        panel(axes, rows)
-        axes.title.set_fontsize(_LETTERING + 0.5)
+    lines = math.ceil(len(panels) / 2)
+    machine = material.machine(panels[0].experiment)
+    figure, places = new_figure("Measured, with its limits", machine, 2, lines=lines, width=10.4, height=0.6 + 2.75 * lines)
+    for axes, panel in zip(places, panels, strict=False):
+        panel.draw(axes)
+        axes.title.set_fontsize(SUMMARY_LETTERING + 0.5)
         for label in (axes.xaxis.label, axes.yaxis.label, *axes.get_xticklabels(), *axes.get_yticklabels()):
-            label.set_fontsize(_LETTERING - 1)
-    for axes in panels[len(present) :]:
+            label.set_fontsize(SUMMARY_LETTERING - 1)
+    for axes in places[len(panels) :]:
         axes.remove()
-    add_notes(figure, _note_of_images(material), size=_LETTERING - 1)
+    add_notes(figure, notes, size=SUMMARY_LETTERING - 1)
     return figure
 
 
-def _draw_products(axes: Axes, rows: list[Row]) -> None:
-    sizes = sorted({row.params["m"] for row in rows})
-    labels = []
-    for dtype in dict.fromkeys(row.dtype for row in rows):
-        points = sorted((row for row in rows if row.dtype == dtype), key=lambda row: row.params["m"])
-        style = look(dtype)
-        axes.plot([sizes.index(p.params["m"]) for p in points], values(points), **style)
-        last = points[-1]
-        share = "" if last.fraction_of_limit is None else f" · {100 * last.fraction_of_limit:.0f} %"
-        labels.append((not_none(last.value), f"{dtype} {number(last.value, 3)}{share}", style["color"]))
-    for limit in sorted({row.limit for row in rows if row.limit is not None}):
-        names = dict.fromkeys(row.dtype for row in rows if row.limit == limit)
-        limit_line(axes, limit, f"{', '.join(names)} limit", look(next(iter(names)))["color"], _LETTERING - 2)
-    axes.set(yscale="log", title=f"Matrix products, TFLOPS{_shares(rows)}", xlabel="M = N = K")
-    axes.set_xticks(range(len(sizes)), [str(size) for size in sizes])
-    axes.margins(y=0.12)
-    log_ticks(axes.yaxis)
-    spread_labels(axes, labels, gap_points=_LETTERING + 2, size=_LETTERING - 1)
-
-
-def _draw_streams(axes: Axes, rows: list[Row]) -> None:
-    labels = []
-    for operation in dict.fromkeys(row.variant for row in rows):
-        points = sorted((row for row in rows if row.variant == operation), key=lambda row: row.params["elements"])
-        style = look(operation)
-        axes.plot([p.params["elements"] for p in points], values(points), **style)
-        last = points[-1]
-        share = "" if last.fraction_of_limit is None else f" · {100 * last.fraction_of_limit:.0f} %"
-        labels.append((not_none(last.value), f"{operation} {number(last.value, 3)}{share}", style["color"]))
-    for limit in {row.limit for row in rows if row.limit is not None}:
-        limit_line(axes, limit, f"limit {number(limit)} GB/s", MUTED, _LETTERING - 2)
-    axes.set(xscale="log", title=f"Memory bandwidth, GB/s{_shares(rows)}")
-    axes.set_xlabel(f"elements per array, {rows[0].dtype}")
-    axes.set_ylim(0, axes.get_ylim()[1] * 1.1)
-    axes.minorticks_off()
-    axes.xaxis.set_major_formatter(lambda value, _: items(value))
-    axes.yaxis.set_major_formatter(lambda value, _: number(value))
-    spread_labels(axes, labels, gap_points=_LETTERING + 2, size=_LETTERING - 1)
-
-
-def _draw_roofline(axes: Axes, rows: list[Row]) -> None:
-    products = [row for row in rows if row.metric == "gemm_tflops"]
-    streams = [row for row in rows if row.metric == "bandwidth_gb_s"]
-    largest = max(row.params["elements"] for row in streams)
-    streams = [row for row in streams if row.params["elements"] == largest]
-    slope = max(values(streams))
-    ends, labels = (0.05, 2 * max(gemm_intensity(row) for row in products)), []
-    for dtype in dict.fromkeys(row.dtype for row in products):
-        points = [row for row in products if row.dtype == dtype]
-        top, style = max(values(points)), look(dtype)
-        axes.plot([top * 1e3 / slope, ends[1]], [top, top], color=style["color"])
-        axes.plot([gemm_intensity(p) for p in points], values(points), linestyle="none", **style)
-        labels.append((top, f"{dtype} ridge {number(top * 1e3 / slope, 3)}", style["color"]))
-    highest = max(values(products))
-    axes.plot([ends[0], highest * 1e3 / slope], [ends[0] * slope / 1e3, highest], color=INK)
-    for row in filter(stream_intensity, streams):
-        x = stream_intensity(row)
-        axes.plot([x], [not_none(row.value) * x / 1e3], linestyle="none", markerfacecolor="none", **look(row.variant))
-    middle = math.sqrt(0.2 * highest * 1e3 / slope)
-    write_at(axes, f"{number(slope)} GB/s", (middle, middle * slope / 1e3), (-6, 3), ha="right", fontsize=_LETTERING - 1)
-    axes.set(xscale="log", yscale="log", xlim=ends, title="Roofline as measured, TFLOPS", xlabel="FLOP per byte")
-    log_ticks(axes.xaxis)
-    log_ticks(axes.yaxis)
-    spread_labels(axes, labels, gap_points=_LETTERING + 2, size=_LETTERING - 1)
-
-
-def _draw_losses(axes: Axes, epochs: list[Row], material: Material) -> None:
-    samples = material.samples("language_model")
-    steps = samples.query("kind == 'step'").sort_values("step")
-    if "seed" in steps:
-        steps = steps.query("seed == seed.min()")
-    window = max(1, len(steps) // _STEPS_DRAWN)
-    total, last = steps["step"].max(), epochs[-1]
-    mean = steps["loss"].rolling(5 * window, min_periods=1).mean()
-    axes.plot(steps["step"], mean, linewidth=1.2, color=look("fp32")["color"])
-    colour = look("held", 1)["color"]
-    x = [row.params["epoch"] * total / last.params["epoch"] for row in epochs]
-    axes.plot(x, values(epochs), linestyle="none", marker="s", color=colour)
-    labels = [(not_none(last.value), f"held out {number(last.value, 3)}", colour)]
-    for loss, label, marked in counted_losses(material):
-        axes.axhline(loss, color=marked, linestyle=(0, (5, 3)), linewidth=1.2)
-        labels.append((loss, label.partition(" (")[0].replace("interpolated ", ""), marked))
-    if last.limit:
-        limit_line(axes, last.limit, "floor", MUTED, _LETTERING - 2)
-    source = f", data {last.data_source}" if last.data_source else ""
-    axes.set(title=f"Language model, nats per token{source}", xlabel="optimizer step")
-    spread_labels(axes, labels, gap_points=_LETTERING + 2, size=_LETTERING - 1)
-
-
-def _shares(rows: list[Row]) -> str:
-    return " · % of limit" if any(row.fraction_of_limit is not None for row in rows) else ""
-
-
-def _note_of_images(material: Material) -> list[str]:
-    """Return a list with one sentence about the image classifier, which has no panel, or an empty list without results."""
-    rows = measured(material.of("image_classifier"))
-    tested = next((r for r in rows if r.metric == "accuracy" and r.params.get("split") == "test"), None)
-    steady = next((r for r in rows if r.metric == "images_per_s" and r.params.get("step") == "steady"), None)
-    if tested is None:
-        return []
-    speed = f", {number(steady.value, 3)} images/s in a steady step" if steady else ""
-    text = f"{tested.variant}: {percent(tested.value)} % of the test images (data {tested.data_source}){speed}."
-    return [f"{text} {material.image_caveat}".strip()]
+def _none(material: Material) -> tuple[()]:
+    return ()
 
 
 def predictions(material: Material) -> Figure | None:

@@ -3,7 +3,10 @@
 A subject is a Python package. It may contain these files:
 
     <experiment>.py   a module with an `EXPERIMENT`; the module's name is the experiment's name
-    figures.py        TITLES {experiment: title} and PLOTS, a tuple of `hyperion.figures.material.Plot`; imports no torch
+    figures.py        TITLES {experiment: title} and PLOTS, a tuple of `hyperion.figures.material.Plot`; imports no torch. It may
+                      also define `headlines(rows, is_steady)`, which yields a `Quote` for each value that a reader may want to
+                      quote, `summary_panels(material)` and `summary_notes(material)` for the summary figure of a run, and
+                      `flat_tables(runs)`, which returns the tables of `hyperion export --to csv` by their paths
     sizes.toml        the sizes of its experiments in each profile
     metrics.py        METRICS, a tuple of additional `hyperion.results.Metric`
     NN_<name>.ipynb   notebooks, which are executed after the notebooks of the library
@@ -20,6 +23,7 @@ import pkgutil
 import re
 import sys
 import traceback
+from collections.abc import Iterable
 from dataclasses import dataclass
 from importlib.machinery import PathFinder
 from importlib.metadata import entry_points
@@ -133,6 +137,13 @@ def subject_of(experiment: str) -> Subject | None:
             next_step="rename one of the two modules",
         )
     return owners[0] if owners else None
+
+
+def subjects_of(experiments: Iterable[str]) -> list[Subject]:
+    """Return the subjects that contain at least one of the experiments, in the order of their first experiments."""
+    order = {name: place for place, name in enumerate(dict.fromkeys(experiments))}
+    places = {subject: [order[name] for name in subject.modules if name in order] for subject in subjects()}
+    return sorted((subject for subject in places if places[subject]), key=lambda subject: min(places[subject]))
 
 
 def experiment_names() -> list[str]:

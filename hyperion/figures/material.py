@@ -6,10 +6,10 @@ This module imports neither torch nor matplotlib, because functions that print t
 import functools
 import json
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Literal, ParamSpec, TypeVar
 
 import pandas as pd
 
@@ -19,6 +19,7 @@ from hyperion.results.rows import canonical_params
 from hyperion.results.store import samples_name, stored_references
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 Parameters = ParamSpec("Parameters")
@@ -258,6 +259,53 @@ class Plot:
     caption: str
     draw: "Callable[..., Figure | None]"
     published: bool = False
+
+
+@dataclass(frozen=True)
+class Panel:
+    """One panel of the summary figure of a run. The function `summary_panels` of a subject's figures.py returns them.
+
+    Args:
+        experiment: experiment of the rows in the panel.
+        draw: function that draws the panel.
+    """
+
+    experiment: str
+    draw: "Callable[[Axes], None]"
+
+
+@dataclass(frozen=True)
+class Quote:
+    """A value of a run that a reader may want to quote. The function `headlines` of a subject's figures.py yields them.
+
+    Args:
+        label: name of the quantity, with the conditions that a reader has to know, such as the number format and the batch size.
+        row: the row that contains the value.
+        kind: "speed" for a time, a rate or a ratio of times, "mean" for a quality averaged over trainings, "quality" for the
+            quality of one training, or "difference" for a difference between values that must be equal.
+        count: number of trainings of a mean, or number of ranks of a difference. If several runs have the value, the one with the
+            largest count is quoted.
+    """
+
+    label: str
+    row: Row
+    kind: Literal["speed", "mean", "quality", "difference"] = "speed"
+    count: int = 0
+
+
+def best_rows(rows: Iterable[Row], kind: Callable[[Row], Hashable]) -> list[Row]:
+    """Return the row with the highest value of each kind. The kinds are in the order in which they occur.
+
+    Args:
+        rows: rows with a value.
+        kind: function that returns the kind of a row.
+    """
+    best: dict[Hashable, Row] = {}
+    for row in rows:
+        other = best.setdefault(kind(row), row)
+        if not_none(row.value) > not_none(other.value):
+            best[kind(row)] = row
+    return list(best.values())
 
 
 def made_from_rows(what: str) -> Callable[[Callable[Parameters, Made]], Callable[Parameters, Made]]:

@@ -24,6 +24,8 @@ from hyperion.results import Row
 INK, MUTED, GRID = "#1b1f24", "#6a737d", "#e3e6ea"
 # Source: Okabe and Ito, Color Universal Design, 2008. Yellow is omitted because it is hard to see on white.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#5b5b5b")
+# Font size in points. Most pages show the summary of a run at half its size, at which the letters are 10 pixels high.
+SUMMARY_LETTERING = 11
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 # Parameters for matplotlib.rc_context.
 STYLE: dict[Any, Any] = {

@@ -14,6 +14,7 @@ import pandas as pd
 from hyperion.errors import HyperionError
 from hyperion.figures.material import ACCURACIES, interval, made_from_rows, number, number_within, percent
 from hyperion.results import Prediction, Row, metric_named
+from hyperion.units import GIB, MIB
 from hyperion.untrusted import printable
 
 # Header of the interval column. Two launches of the program differ by more than this interval, because their memory addresses,
@@ -21,6 +22,7 @@ from hyperion.untrusted import printable
 INTERVAL = "95 % interval within one launch"
 # Headers of intervals that contain more than the variation within a launch.
 SEEDS_INTERVAL, TRIALS_INTERVAL = "95 % interval of the mean over seeds", "95 % interval over trials"
+MEMORY_IN_MIB = GIB / MIB  # factor of a memory metric in a flat table
 LAUNCHES_INTERVAL = "95 % interval over launches"
 # Experiments that start new processes for each trial or launch. `hyperion doctor` runs `comparison`.
 _OVER_PROCESSES = {"comparison": TRIALS_INTERVAL, "framework_speed": LAUNCHES_INTERVAL}
@@ -140,6 +142,13 @@ def epoch_table(rows: Iterable[Row]) -> pd.DataFrame:
         header = row.metric + ("" if unit == "fraction" else unit_mark(unit))
         line[header] = number_within(row.value, row.ci_low, row.ci_high) if row.value is not None else row.value_reason
     return pd.DataFrame(lines.values()).fillna("")
+
+
+def concatenated(tables: Iterable[pd.DataFrame]) -> pd.DataFrame:
+    """Return one table with the lines of several tables that have the same columns."""
+    given = list(tables)
+    filled = [table for table in given if len(table)] or given[:1]
+    return pd.concat(filled, ignore_index=True) if filled else pd.DataFrame()
 
 
 def phase_table(rows: Iterable[Row]) -> pd.DataFrame:

@@ -64,8 +64,9 @@ FILES = {
     "figures.py": '''
         """The toy's figure."""
 
-        from hyperion.figures.material import Material
-        from hyperion.figures.material import Plot
+        import pandas as pd
+
+        from hyperion.figures.material import Material, Panel, Plot, Quote
         from hyperion.figures.style import new_figure
 
 
@@ -74,6 +75,21 @@ FILES = {
             figure, (axes,) = new_figure("Doubling", material.machine("doubling"), 1)
             axes.plot([row.params["length"] for row in rows], [row.value for row in rows])
             return figure
+
+
+        def headlines(rows, is_steady):
+            for row in rows:
+                if row.experiment == "doubling":
+                    yield Quote(f"numbers doubled in a list of {row.params['length']}", row)
+
+
+        def summary_panels(material: Material):
+            return [Panel("doubling", lambda axes, length=length: axes.plot([length])) for length in (1, 10)]
+
+
+        def flat_tables(runs):
+            values = [row.value for rows in runs for row in rows if row.experiment == "doubling"]
+            return {"toy/doubled.csv": pd.DataFrame({"Doubled": values})}
 
 
         TITLES = {"doubling": "Doubling lists"}
@@ -153,7 +169,12 @@ def test_a_subject_of_ones_own_runs_and_is_measured_again_when_its_files_change(
     ]
     assert "doublings" not in REGISTRY, "this process does not have the package: the run's own definition is used"
     assert (run.folder / "benchmarks" / "toy" / "doubling.png").stat().st_size > 1000
-    assert "Doubling lists" in (run.folder / "report.html").read_text()
+    page = (run.folder / "report.html").read_text()
+    assert "Doubling lists" in page and "numbers doubled in a list of 10" in page
+    assert (run.folder / "benchmarks" / "summary.png").stat().st_size > 1000
+    flat = tmp_path / "flat"
+    assert hyperion(tmp_path, register(toy), "export", str(run.folder), "--to", "csv", "--out", str(flat)).returncode == 0
+    assert (flat / "toy" / "doubled.csv").read_text() == "Doubled\n1.0\n10.0\n"
     assert hyperion(tmp_path, {}, "verify", str(run.folder)).returncode == 0, "without the package"
 
     replace(toy / "work.py", "range(length)", "range(length + 1)")

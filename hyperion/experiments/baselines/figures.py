@@ -1,6 +1,7 @@
 """Figures of the baselines: losses, accuracies, throughput, memory, recovery from faults, and loss comparisons."""
 
 import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import numpy as np
 import pandas as pd
@@ -9,11 +10,12 @@ from matplotlib.figure import Figure
 
 from hyperion.errors import not_none
 from hyperion.experiments.baselines import figures_speed
-from hyperion.figures.material import Material, Plot, items, measured, number
+from hyperion.figures.material import Material, Panel, Plot, Quote, items, measured, number, percent, values
 from hyperion.figures.style import (
     COLOURS,
     INK,
     MUTED,
+    SUMMARY_LETTERING,
     add_notes,
     errors_of,
     limit_line,
@@ -23,10 +25,34 @@ from hyperion.figures.style import (
     whole_numbers,
     write_at,
 )
+from hyperion.figures.tables import MEMORY_IN_MIB, concatenated
 from hyperion.results import Row
 
 _THROUGHPUT = {"tokens_per_s": "tokens/s", "images_per_s": "images/s"}
+_SUMMARY_STEPS = 400  # largest number of steps drawn in the summary
 _BASELINES = ("language_model", "image_classifier")
+# Experiments that compare this library's loop with plain loops, and the unit of their batch sizes in a label.
+_COMPARED = {"image_training_speed": "", "language_training_speed": " tokens"}
+# For each baseline, as (experiment, metric): the name of its measure of quality, and the split on which it is measured.
+_QUALITY = {
+    ("language_model", "perplexity_token"): ("perplexity per token", "valid"),
+    ("language_model", "perplexity_word"): ("perplexity per word", "valid"),
+    ("image_classifier", "accuracy"): ("accuracy", "test"),
+}
+# Maps a metric of an epoch to its split and column in the flat table, and to the factor of the column's unit.
+_EPOCH = {
+    "training_loss": ("train", "loss", 1.0),
+    "validation_loss": ("held-out", "loss", 1.0),
+    "accuracy": ("held-out", "accuracy", 1.0),
+    "images_per_s": ("train", "samples_per_s", 1.0),
+    "tokens_per_s": ("train", "tokens_per_s", 1.0),
+    "peak_memory_gib": ("train", "peak_allocated_mib", MEMORY_IN_MIB),
+    "reserved_memory_gib": ("train", "peak_reserved_mib", MEMORY_IN_MIB),
+    "learning_rate": ("train", "learning_rate", 1.0),
+    "epoch_time_s": ("train", "wall_s", 1.0),
+}
+_TRAINING = ["experiment", "model", "rank", "epoch", "split"]
+_OF_AN_EPOCH = ["loss", "accuracy", "perplexity", "samples_per_s", "tokens_per_s", "peak_allocated_mib", "peak_reserved_mib"]
 _MEMORY = ("peak_memory_gib", "peak_rss_gib")
 _PHASES = ("loader", "forward", "backward", "optimizer", "evaluation", "save")
 _STEADY = (
@@ -387,6 +413,101 @@ def _draw_rungs(axes: Axes, rows: list[Row]) -> None:
     axes.set_xticks(range(len(rows)), [row.variant for row in rows], rotation=20, ha="right", fontsize=8.5)
     axes.set(yscale="log", xlim=(-0.6, len(rows) - 0.2), title="Difference from the rung before; dashed: tolerance")
     axes.margins(y=0.15)
+
+
+def summary_panels(material: Material) -> list[Panel]:
+    """Return a panel with the loss of the language model, if it was trained."""
+    epochs = [row for row in epoch_rows(material, "language_model") if row.metric == "validation_loss"]
+    return [Panel("language_model", lambda axes: _draw_losses(axes, epochs, material))] if epochs else []
+
+
+def _draw_losses(axes: Axes, epochs: list[Row], material: Material) -> None:
+    samples = material.samples("language_model")
+    steps = samples.query("kind == 'step'").sort_values("step")
+    if "seed" in steps:
+        steps = steps.query("seed == seed.min()")
+    window = max(1, len(steps) // _SUMMARY_STEPS)
+    total, last = steps["step"].max(), epochs[-1]
+    mean = steps["loss"].rolling(5 * window, min_periods=1).mean()
+    axes.plot(steps["step"], mean, linewidth=1.2, color=look("fp32")["color"])
+    colour = look("held", 1)["color"]
+    x = [row.params["epoch"] * total / last.params["epoch"] for row in epochs]
+    axes.plot(x, values(epochs), linestyle="none", marker="s", color=colour)
+    labels = [(not_none(last.value), f"held out {number(last.value, 3)}", colour)]
+    for loss, label, marked in counted_losses(material):
+        axes.axhline(loss, color=marked, linestyle=(0, (5, 3)), linewidth=1.2)
+        labels.append((loss, label.partition(" (")[0].replace("interpolated ", ""), marked))
+    if last.limit:
+        limit_line(axes, last.limit, "floor", MUTED, SUMMARY_LETTERING - 2)
+    source = f", data {last.data_source}" if last.data_source else ""
+    axes.set(title=f"Language model, nats per token{source}", xlabel="optimizer step")
+    spread_labels(axes, labels, gap_points=SUMMARY_LETTERING + 2, size=SUMMARY_LETTERING - 1)
+
+
+def summary_notes(material: Material) -> list[str]:
+    """Return a list with one sentence about the image classifier, which has no panel, or an empty list without results."""
+    rows = measured(material.of("image_classifier"))
+    tested = next((r for r in rows if r.metric == "accuracy" and r.params.get("split") == "test"), None)
+    steady = next((r for r in rows if r.metric == "images_per_s" and r.params.get("step") == "steady"), None)
+    if tested is None:
+        return []
+    speed = f", {number(steady.value, 3)} images/s in a steady step" if steady else ""
+    text = f"{tested.variant}: {percent(tested.value)} % of the test images (data {tested.data_source}){speed}."
+    return [f"{text} {material.image_caveat}".strip()]
+
+
+def headlines(rows: list[Row], is_steady: Callable[[Row], bool]) -> Iterator[Quote]:
+    """Yield the quality of each baseline model, the speed of its training steps, and the speed-ups over plain loops.
+
+    The quality is the perplexity or the accuracy. If several seeds were trained, it is the mean over the seeds.
+    """
+    averaged = {(row.variant, row.metric) for row in rows if "seeds" in row.params}
+    for row in rows:
+        what, split = _QUALITY.get((row.experiment, row.metric), ("", ""))
+        if what and row.params.get("split") == f"{split}, mean of seeds":
+            seeds = row.params["seeds"]
+            yield Quote(f"{row.variant}, {what}, {split} split, mean of {seeds} seeds", row, "mean", seeds)
+        elif what and row.params.get("split") == split and (row.variant, row.metric) not in averaged:
+            yield Quote(f"{row.variant}, {what}, {split} split", row, "quality")
+        elif row.experiment in _BASELINES and row.metric in _THROUGHPUT and row.params.get("step") == "steady":
+            batch = f"{row.params['batch']:,}{' tokens' if row.metric == 'tokens_per_s' else ''}"
+            yield Quote(f"{row.variant}, steady training step, {row.dtype}, batch {batch}", row)
+        elif row.experiment in _COMPARED and row.metric == "speedup" and "rung" not in row.params:
+            yield from _over_a_plain_loop(row)
+
+
+def _over_a_plain_loop(row: Row) -> Iterator[Quote]:
+    """Yield the speed-up of this library's loop over a plain loop, if the host does not limit the plain loop."""
+    unit = _COMPARED[row.experiment]
+    label = f"{row.variant}, training, batch {row.params['batch']:,}{unit}"
+    if row.params.get("over") == "plain, captured":
+        yield Quote(f"{label}: over the same plain loop in a graph", row)
+    elif unit:  # not for images, because the host limits their plain loop, and the ratio depends on the host
+        compiled = " compiled" if row.params.get("plain_compiled", row.params["compiled"]) else ""
+        yield Quote(f"{label}: over a plain{compiled} loop", row)
+
+
+def flat_tables(runs: Sequence[Sequence[Row]]) -> dict[str, pd.DataFrame]:
+    """Return the flat table with one line for each epoch, split and rank of all trainings, by its path."""
+    return {"training/epoch_metrics.csv": concatenated(_epoch_table(rows) for rows in runs)}
+
+
+def _epoch_table(rows: Iterable[Row]) -> pd.DataFrame:
+    lines: dict[tuple, dict] = {}
+    of_tokens = set()  # trainings whose loss is per token, so that its exponential is the perplexity
+    for row in rows:
+        if "epoch" not in row.params or row.metric not in _EPOCH or row.value is None:
+            continue
+        split, column, factor = _EPOCH[row.metric]
+        identity = (row.experiment, row.variant, row.rank, row.params["epoch"], split)
+        lines.setdefault(identity, dict(zip(_TRAINING, identity, strict=True)))[column] = factor * row.value
+        if row.metric == "tokens_per_s":
+            of_tokens.add(identity[:2])
+    for identity, line in lines.items():
+        if identity[:2] in of_tokens and "loss" in line:
+            line["perplexity"] = math.exp(line["loss"])
+    table = pd.DataFrame(list(lines.values()), columns=[*_TRAINING, *_OF_AN_EPOCH, "learning_rate", "wall_s"])
+    return table.astype({"rank": "Int64"})
 
 
 TITLES = {

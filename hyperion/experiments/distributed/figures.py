@@ -1,12 +1,14 @@
 """Figures of distributed training: loss parity, the loss of each rank, resharding, and the failure of a rank."""
 
+from collections.abc import Callable, Iterator
+
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from numpy.typing import ArrayLike
 
 from hyperion.errors import not_none
-from hyperion.figures.material import Material, Plot, measured, number, values
+from hyperion.figures.material import Material, Plot, Quote, measured, number, select, values
 from hyperion.figures.style import COLOURS, GRID, INK, MUTED, add_notes, limit_line, look, new_figure, whole_numbers, write_at
 from hyperion.results import Row
 
@@ -223,6 +225,15 @@ def _difference_panel(axes: Axes, tolerance: float, title: str) -> None:
     axes.set(yscale="log", xlabel="optimizer step", title=title, ylim=(_SMALLEST / 2, 10 * tolerance))
     whole_numbers(axes.xaxis)
     axes.legend(loc="upper right", bbox_to_anchor=(1, 0.82))
+
+
+def headlines(rows: list[Row], is_steady: Callable[[Row], bool]) -> Iterator[Quote]:
+    """Yield the difference between the loss of each strategy and the loss of one device."""
+    for row in select(rows, experiment="parallel_parity", metric="relative_difference"):
+        ranks = row.params["ranks"]
+        # On one rank, both trainings are on one device, so their difference says nothing about parallel training.
+        if ranks > 1:
+            yield Quote(f"{row.variant.upper()} on {ranks} ranks: loss apart from one device's", row, "difference", ranks)
 
 
 TITLES = {

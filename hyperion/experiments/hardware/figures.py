@@ -1,19 +1,23 @@
 """Figures of matrix products, memory streams and the roofline, and the table of all hardware figures (PLOTS)."""
 
-from collections.abc import Iterable
+import functools
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
+import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from hyperion.errors import not_none
 from hyperion.experiments.hardware import figures_memory, figures_models, figures_products, figures_workloads
 from hyperion.experiments.hardware.figures_memory import add_share_axis, element_bytes
-from hyperion.figures.material import Material, Plot, items, measured, number, values
+from hyperion.figures.material import Material, Panel, Plot, Quote, best_rows, items, measured, number, values
 from hyperion.figures.published import published_bandwidth, published_gemm
 from hyperion.figures.style import (
     INK,
     MUTED,
+    SUMMARY_LETTERING,
     absences,
     add_notes,
     errors_of,
@@ -24,6 +28,7 @@ from hyperion.figures.style import (
     spread_labels,
     write_at,
 )
+from hyperion.figures.tables import concatenated
 from hyperion.results import Row
 
 _DOT = {"linestyle": "none", "marker": ".", "markersize": 6, "color": "white", "markeredgecolor": INK, "zorder": 4}
@@ -322,6 +327,131 @@ def _draw_roofs(axes: Axes, products: list[Row], slope_gb_s: float, ends: tuple[
     axes.plot([ends[0], ridge], [ends[0] * slope_gb_s / 1e3, highest], color=INK, linewidth=1.6)
     write_at(axes, f"{number(slope_gb_s)} GB/s measured", (1.2, 1.2 * slope_gb_s / 1e3), (-6, 4), ha="right", fontsize=8.5)
     return labels
+
+
+def summary_panels(material: Material) -> list[Panel]:
+    """Return panels with the matrix products by size, the bandwidth by size, and the roofline."""
+    squares = [row for row in measured(gemm_rows(material)) if row.params["m"] == row.params["n"] == row.params["k"]]
+    products = [row for row in squares if row.params.get("cache") != "hot"]
+    streams = [r for r in measured(material.of("bandwidth", metric="bandwidth_gb_s")) if r.params.get("cache") != "hot"]
+    wanted = (
+        (_draw_products, products),
+        (_draw_streams, streams),
+        (_draw_roofline, products + streams if products and streams else []),
+    )
+    return [Panel(rows[0].experiment, functools.partial(draw, rows=rows)) for draw, rows in wanted if rows]
+
+
+def _draw_products(axes: Axes, rows: list[Row]) -> None:
+    sizes = sorted({row.params["m"] for row in rows})
+    labels = []
+    for dtype in dict.fromkeys(row.dtype for row in rows):
+        points = sorted((row for row in rows if row.dtype == dtype), key=lambda row: row.params["m"])
+        style = look(dtype)
+        axes.plot([sizes.index(p.params["m"]) for p in points], values(points), **style)
+        last = points[-1]
+        share = "" if last.fraction_of_limit is None else f" · {100 * last.fraction_of_limit:.0f} %"
+        labels.append((not_none(last.value), f"{dtype} {number(last.value, 3)}{share}", style["color"]))
+    for limit in sorted({row.limit for row in rows if row.limit is not None}):
+        names = dict.fromkeys(row.dtype for row in rows if row.limit == limit)
+        limit_line(axes, limit, f"{', '.join(names)} limit", look(next(iter(names)))["color"], SUMMARY_LETTERING - 2)
+    axes.set(yscale="log", title=f"Matrix products, TFLOPS{_shares(rows)}", xlabel="M = N = K")
+    axes.set_xticks(range(len(sizes)), [str(size) for size in sizes])
+    axes.margins(y=0.12)
+    log_ticks(axes.yaxis)
+    spread_labels(axes, labels, gap_points=SUMMARY_LETTERING + 2, size=SUMMARY_LETTERING - 1)
+
+
+def _draw_streams(axes: Axes, rows: list[Row]) -> None:
+    labels = []
+    for operation in dict.fromkeys(row.variant for row in rows):
+        points = sorted((row for row in rows if row.variant == operation), key=lambda row: row.params["elements"])
+        style = look(operation)
+        axes.plot([p.params["elements"] for p in points], values(points), **style)
+        last = points[-1]
+        share = "" if last.fraction_of_limit is None else f" · {100 * last.fraction_of_limit:.0f} %"
+        labels.append((not_none(last.value), f"{operation} {number(last.value, 3)}{share}", style["color"]))
+    for limit in {row.limit for row in rows if row.limit is not None}:
+        limit_line(axes, limit, f"limit {number(limit)} GB/s", MUTED, SUMMARY_LETTERING - 2)
+    axes.set(xscale="log", title=f"Memory bandwidth, GB/s{_shares(rows)}")
+    axes.set_xlabel(f"elements per array, {rows[0].dtype}")
+    axes.set_ylim(0, axes.get_ylim()[1] * 1.1)
+    axes.minorticks_off()
+    axes.xaxis.set_major_formatter(lambda value, _: items(value))
+    axes.yaxis.set_major_formatter(lambda value, _: number(value))
+    spread_labels(axes, labels, gap_points=SUMMARY_LETTERING + 2, size=SUMMARY_LETTERING - 1)
+
+
+def _draw_roofline(axes: Axes, rows: list[Row]) -> None:
+    products = [row for row in rows if row.metric == "gemm_tflops"]
+    streams = [row for row in rows if row.metric == "bandwidth_gb_s"]
+    largest = max(row.params["elements"] for row in streams)
+    streams = [row for row in streams if row.params["elements"] == largest]
+    slope = max(values(streams))
+    ends, labels = (0.05, 2 * max(gemm_intensity(row) for row in products)), []
+    for dtype in dict.fromkeys(row.dtype for row in products):
+        points = [row for row in products if row.dtype == dtype]
+        top, style = max(values(points)), look(dtype)
+        axes.plot([top * 1e3 / slope, ends[1]], [top, top], color=style["color"])
+        axes.plot([gemm_intensity(p) for p in points], values(points), linestyle="none", **style)
+        labels.append((top, f"{dtype} ridge {number(top * 1e3 / slope, 3)}", style["color"]))
+    highest = max(values(products))
+    axes.plot([ends[0], highest * 1e3 / slope], [ends[0] * slope / 1e3, highest], color=INK)
+    for row in filter(stream_intensity, streams):
+        x = stream_intensity(row)
+        axes.plot([x], [not_none(row.value) * x / 1e3], linestyle="none", markerfacecolor="none", **look(row.variant))
+    middle = math.sqrt(0.2 * highest * 1e3 / slope)
+    write_at(axes, f"{number(slope)} GB/s", (middle, middle * slope / 1e3), (-6, 3), ha="right", fontsize=SUMMARY_LETTERING - 1)
+    axes.set(xscale="log", yscale="log", xlim=ends, title="Roofline as measured, TFLOPS", xlabel="FLOP per byte")
+    log_ticks(axes.xaxis)
+    log_ticks(axes.yaxis)
+    spread_labels(axes, labels, gap_points=SUMMARY_LETTERING + 2, size=SUMMARY_LETTERING - 1)
+
+
+def _shares(rows: list[Row]) -> str:
+    return " · % of limit" if any(row.fraction_of_limit is not None for row in rows) else ""
+
+
+def headlines(rows: list[Row], is_steady: Callable[[Row], bool]) -> Iterator[Quote]:
+    """Yield the fastest matrix product of each dtype, and the copy of the largest arrays."""
+    # The row of the fastest product found repeats a finalist, and the samples with the steadiness are stored for the finalist.
+    products = [r for r in rows if r.metric == "gemm_tflops" and r.variant != "fastest found" and is_steady(r)]
+    products = [row for row in products if "plain_loop_calls" not in row.params]
+    for row in best_rows(products, lambda row: row.dtype):
+        yield Quote(f"matrix product, {row.dtype}, cold caches", row)
+    copies = [r for r in rows if (r.experiment, r.metric, r.variant) == ("bandwidth", "bandwidth_gb_s", "copy")]
+    # Only the largest arrays are used, because smaller ones may come from a cache.
+    largest = max((row.params["elements"] for row in copies), default=0)
+    for row in copies:
+        if row.params["elements"] == largest:
+            yield Quote(f"memory copy, {row.dtype}, largest arrays", row)
+
+
+def flat_tables(runs: Sequence[Sequence[Row]]) -> dict[str, pd.DataFrame]:
+    """Return the flat tables of square products with cold caches and of the sum z = x + y in fp32, by their paths."""
+    return {
+        "hardware/precision_results.csv": concatenated(_precision_table(rows) for rows in runs),
+        "hardware/bandwidth_results.csv": concatenated(_bandwidth_table(rows) for rows in runs),
+    }
+
+
+def _precision_table(rows: Iterable[Row]) -> pd.DataFrame:
+    lines = []
+    for row in rows:
+        if (row.experiment, row.metric, row.params.get("cache")) != ("gemm", "gemm_tflops", "cold"):
+            continue
+        size = row.params["n"]
+        if size == row.params["m"] == row.params["k"]:
+            time_s = None if row.value is None else 2 * size**3 / (row.value * 1e12)
+            lines.append((size, row.dtype.upper(), time_s, row.value))
+    return pd.DataFrame(lines, columns=["Size", "Precision", "Time (s)", "TFLOPS"])
+
+
+def _bandwidth_table(rows: Iterable[Row]) -> pd.DataFrame:
+    chosen = ("bandwidth", "add", "bandwidth_gb_s", "fp32", "cold")
+    found = [r for r in rows if (r.experiment, r.variant, r.metric, r.dtype, r.params.get("cache")) == chosen]
+    lines = [(row.params["elements"] / 1e6, row.value) for row in found]
+    return pd.DataFrame(lines, columns=["Size (M elements)", "Bandwidth (GB/s)"])
 
 
 TITLES = {

@@ -1,15 +1,23 @@
-"""Figures of single matrix products: best shape of each number format, effect of operand data, and gap to the peak."""
+"""Figures of single matrix products: best shape of each number format, effect of operand data, and gap to the peak.
 
-from collections.abc import Callable, Sequence
+The last table compares the same products in several launches.
+"""
+
+import json
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from hyperion.errors import not_none
 from hyperion.figures.material import Material, measured, number
 from hyperion.figures.style import COLOURS, INK, MARKERS, MUTED, absences, add_notes, errors_of, look, new_figure, write_at
-from hyperion.results import Row
+from hyperion.results import Row, Run
 
 _BEST, _DATA = "best_products", "operand_data"
 # Metrics for the ratio of two rates: "speedup" if they were timed in alternation, "rate_ratio" if one after the other.
@@ -390,3 +398,52 @@ def _notes(gap: GapRows) -> list[str]:
     if skipped:
         notes.append(f"Unknown, and therefore part of the unexplained factor: {', '.join(skipped)}.")
     return notes
+
+
+def repeated_products(launches: Iterable[Run]) -> pd.DataFrame:
+    """Return a table of the matrix products that several launches repeat.
+
+    The columns are the median over the launches, the 10th and 90th percentile of the samples of a launch (median over the
+    launches), and the coefficient of variation (standard deviation divided by the mean): of all launches, and of the launches on
+    the same GPU around their own mean.
+    """
+    rates: dict[tuple[str, int], list[tuple[str, float, float, float]]] = defaultdict(list)
+    for run in launches:
+        if "01_hardware_exploration/gemm" not in run.experiments():
+            continue
+        gpus = str(sorted(str(gpu.get("uuid")) for gpu in (run.information().get("environment") or {}).get("gpus") or []))
+        samples = run.samples("01_hardware_exploration", "gemm").groupby(["dtype", "params"])["time_s"]
+        for row in run.rows("01_hardware_exploration", "gemm"):
+            if row.metric == "gemm_tflops" and row.value is not None and row.params["cache"] == "cold":
+                times = samples.get_group((row.dtype, json.dumps(row.params, sort_keys=True)))
+                work = 2 * row.params["m"] * row.params["n"] * row.params["k"] / 1e12
+                low, high = (work / float(np.quantile(times, share)) for share in (0.9, 0.1))
+                rates[row.dtype, row.params["n"]].append((gpus, row.value, low, high))
+    lines = []
+    for (dtype, n), found in rates.items():
+        values = np.array([value for _, value, _, _ in found])
+        lines.append(
+            {
+                "format": dtype,
+                "M = N = K": f"{n}",
+                "launches": str(len(values)),
+                "GPUs": str(len({gpu for gpu, _, _, _ in found})),
+                "median TFLOPS": number(float(np.median(values))),
+                "10th to 90th percentile in a launch": " to ".join(
+                    number(float(np.median(ends))) for ends in ([low for *_, low, _ in found], [high for *_, high in found])
+                ),
+                "variation of all launches": f"{100 * values.std(ddof=1) / values.mean():.2f} %" if len(values) > 1 else "",
+                "variation on the same GPU": _variation_within((gpu, value) for gpu, value, _, _ in found),
+            }
+        )
+    return pd.DataFrame(lines)
+
+
+def _variation_within(launches: Iterable[tuple[str, float]]) -> str:
+    """Return the pooled coefficient of variation of the values on the same GPU, or "" if no GPU has two values."""
+    groups: dict[str, list[float]] = defaultdict(list)
+    for gpu, value in launches:
+        groups[gpu].append(value)
+    relative = np.concatenate([np.array(values) / np.mean(values) - 1 for values in groups.values()])
+    freedom = len(relative) - len(groups)
+    return f"{100 * math.sqrt(float((relative**2).sum()) / freedom):.2f} %" if freedom else ""

@@ -1,6 +1,6 @@
 """Figures and tables for the interconnect chapter: rates by message size, recommended sizes, overlap, links and kernels."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import numpy as np
 import pandas as pd
@@ -8,7 +8,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from hyperion.errors import not_none
-from hyperion.figures.material import Material, Plot, byte_size, measured, number, select, values
+from hyperion.figures.material import Material, Plot, Quote, best_rows, byte_size, measured, number, select, values
 from hyperion.figures.style import INK, MUTED, add_notes, errors_of, limit_line, log_ticks, look, new_figure, write_at
 from hyperion.results import Row
 from hyperion.units import MIB
@@ -283,6 +283,13 @@ def _size_axis(axes: Axes, rows: list[Row]) -> None:
     axes.set_xticks(sizes[::every], [byte_size(size) for size in sizes[::every]], rotation=30, ha="right", fontsize=8)
     axes.minorticks_off()
     axes.set_xlabel("message size S")
+
+
+def headlines(rows: list[Row], is_steady: Callable[[Row], bool]) -> Iterator[Quote]:
+    """Yield the fastest all-reduce for each number of devices."""
+    reduces = filter(is_steady, select(rows, metric="busbw_gb_s", variant="all_reduce"))
+    for row in best_rows(reduces, lambda row: row.params["ranks"]):
+        yield Quote(f"all-reduce over {row.params['ranks']} devices", row)
 
 
 TITLES = {"collectives": "Collectives", "mpi_collectives": "Collectives through MPI"}

@@ -1,7 +1,7 @@
 """Figures and the table of the precision experiments: comparison of number formats, and the training ladder."""
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pandas as pd
@@ -9,7 +9,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from hyperion.errors import not_none
-from hyperion.figures.material import Material, Plot, measured, memory_unit, number
+from hyperion.figures.material import Material, Plot, Quote, best_rows, measured, memory_unit, number, select
 from hyperion.figures.style import (
     COLOURS,
     GRID,
@@ -322,6 +322,23 @@ def _finish_steps(axes: Axes, steps: list[Step], label: str) -> None:
     axes.set_ylim(len(steps) - 0.45, -0.55)
     axes.grid(axis="y", visible=False)
     axes.set_xlabel(label)
+
+
+def headlines(rows: list[Row], is_steady: Callable[[Row], bool]) -> Iterator[Quote]:
+    """Yield the speed-ups of the fastest number format in each training, over TF32 and over IEEE fp32.
+
+    Both are needed because PyTorch computes convolutions in TF32 by default, so the speed-up over IEEE fp32 alone could be
+    misunderstood.
+    """
+    ratios = list(filter(is_steady, select(rows, experiment=_VARIANTS, metric="speedup")))
+    for row in best_rows(ratios, lambda row: row.variant):
+        tf32 = next((r for r in ratios if r.variant == row.variant and r.dtype == "tf32" and r is not row), None)
+        if tf32 is not None:
+            ratio = not_none(row.value) / not_none(tf32.value)
+            over_tf32 = replace(row, value=ratio, ci_low=None, ci_high=None, params=row.params | {"over": "tf32"})
+            yield Quote(f"{row.variant}, training: {row.dtype} over tf32", over_tf32)
+        over = "IEEE fp32, TF32 off" if row.params["over"] == "fp32" else row.params["over"]
+        yield Quote(f"{row.variant}, training: {row.dtype} over {over}", row)
 
 
 TITLES = {"precision_variants": "Mixed precision", "training_ladder": "The training ladder"}

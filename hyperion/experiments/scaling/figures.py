@@ -1,15 +1,19 @@
 """Figures of scaling by number of devices: speed-up, efficiency, and the cost of communication."""
 
+from collections.abc import Callable, Iterator, Sequence
+from statistics import mean, stdev
 from typing import Any
 
+import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from hyperion.figures.material import Material, Plot, measured, select, values
+from hyperion.figures.material import Material, Plot, Quote, measured, select, values
 from hyperion.figures.style import INK, MUTED, add_notes, errors_of, look, new_figure
 from hyperion.results import Row
 
 _MODES = ("weak", "strong")
+MISSING = "missing"  # in the flat table, for a value that was not measured
 
 
 def scaling(material: Material) -> Figure | None:
@@ -101,6 +105,58 @@ def _missing(material: Material) -> list[str]:
         f"Missing: {', '.join(dict.fromkeys(names)).replace('_', ' ')} on {ranks} devices ({reason})."
         for (ranks, reason), names in reasons.items()
     ]
+
+
+def headlines(rows: list[Row], is_steady: Callable[[Row], bool]) -> Iterator[Quote]:
+    """Yield the efficiencies of each training on the largest number of devices: first weak, then strong scaling.
+
+    Both are needed. In weak scaling, the work grows with the number of devices while the communication stays the same, so its
+    efficiency is usually higher.
+    """
+    cells = list(filter(is_steady, select(rows, metric="scaling_efficiency")))
+    most = max((row.params["ranks"] for row in cells), default=0)
+    largest = [row for row in cells if row.params["ranks"] == most]
+    order = list(dict.fromkeys(row.variant for row in largest))
+    for row in sorted(largest, key=lambda row: (order.index(row.variant), row.params["mode"] != "weak")):
+        name = f"{row.params['model']}, {row.params['strategy'].upper()}"
+        yield Quote(f"{name}: {row.params['mode']} scaling to {most} devices", row)
+
+
+def flat_tables(runs: Sequence[Sequence[Row]]) -> dict[str, pd.DataFrame]:
+    """Return the flat table of speed-up and efficiency by number of devices, by its path.
+
+    Its values are means over the runs. `MISSING` stands for a value that was not measured.
+    """
+    rows = [row for own in runs for row in own if row.experiment == "scaling" and "mode" in row.params]
+    trainings = list(dict.fromkeys(row.variant for row in rows))
+    lines = []
+    for mode in dict.fromkeys(row.params["mode"] for row in rows):
+        for ranks in sorted({row.params["ranks"] for row in rows}):
+            line = {"gpus": ranks, "ideal": ranks, "mode": mode}
+            for training in trainings:
+                line |= _scaling_cells(training, [row for row in rows if row.variant == training], mode, ranks)
+            lines.append(line)
+    columns = [f"{training}_{what}" for what in ("speedup", "efficiency") for training in trainings]
+    columns += ["mode", *(f"{training}_{what}" for what in ("n_runs", "stdev") for training in trainings)]
+    return {"scaling/scaling_analysis.csv": pd.DataFrame(lines, columns=["gpus", "ideal", *columns])}
+
+
+def _scaling_cells(training: str, rows: list[Row], mode: str, ranks: int) -> dict:
+    """Return the mean speed-up and efficiency of a training, the number of runs, and the deviation of the speed-up."""
+
+    def of(metric: str) -> list[float]:
+        own = [row for row in rows if row.metric == metric and row.params["ranks"] == ranks and row.value is not None]
+        # Relative to itself, one rank has the speed-up 1 in both modes.
+        return [1.0 for _ in own] if ranks == 1 else [float(row.value or 0) for row in own if row.params["mode"] == mode]
+
+    speedups = of("step_time_s" if ranks == 1 else "speedup")
+    efficiencies = of("step_time_s" if ranks == 1 else "scaling_efficiency")
+    return {
+        f"{training}_speedup": mean(speedups) if speedups else MISSING,
+        f"{training}_efficiency": mean(efficiencies) if efficiencies else MISSING,
+        f"{training}_n_runs": len(speedups),
+        f"{training}_stdev": stdev(speedups) if len(speedups) > 1 else MISSING,
+    }
 
 
 TITLES = {"scaling": "Scaling"}

@@ -1,8 +1,9 @@
 """Figures of training steps: host costs, phases of a step, and throughput and memory by batch size."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import numpy as np
+import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
@@ -10,8 +11,21 @@ from matplotlib.text import Annotation
 from matplotlib.transforms import Bbox
 
 from hyperion.errors import not_none
-from hyperion.figures.material import Material, Plot, items, measured, number, number_within, percent, select, values
+from hyperion.figures.material import (
+    Material,
+    Plot,
+    Quote,
+    best_rows,
+    items,
+    measured,
+    number,
+    number_within,
+    percent,
+    select,
+    values,
+)
 from hyperion.figures.style import COLOURS, INK, add_notes, errors_of, log_ticks, look, new_figure, write_at
+from hyperion.figures.tables import MEMORY_IN_MIB, concatenated
 from hyperion.results import Row
 
 PHASES = ("forward", "backward", "optimizer")
@@ -19,6 +33,17 @@ _COLOURS: dict[str, str] = dict(zip(PHASES, COLOURS, strict=False))
 _BAR = 0.36
 _TINY_LAYERS = 2  # number of layers assumed for old operator-count rows that do not record it
 _WORDS = {"channels_last": "ch.-last", "compiled": "compiled"}  # short labels for non-default params
+# Maps a metric of the steps of a batch to its column of the flat table, and to the factor of the column's unit.
+_BATCH_COLUMNS = {
+    "forward_time_s": ("forward_ms", 1e3),
+    "backward_time_s": ("backward_ms", 1e3),
+    "optimizer_time_s": ("optimizer_ms", 1e3),
+    "step_time_s": ("total_ms", 1e3),
+    "peak_memory_gib": ("memory_mib", MEMORY_IN_MIB),
+    "peak_rss_gib": ("memory_mib", MEMORY_IN_MIB),
+    "samples_per_s": ("samples_per_s", 1.0),
+}
+_REFUSED = "out of memory"
 _SHARES = {"mfu": ("of the peak (MFU)", COLOURS[5]), "mfu_maf": ("of the fastest product (MAF)", COLOURS[3])}
 
 
@@ -325,6 +350,58 @@ def monitor_overhead(material: Material) -> Figure | None:
     step = number(1e3 * float(np.median(times["monitor stopped"])))
     add_notes(figure, [f"{row.variant}, batch {_batch(row)}: {step} ms a step. One reading every {row.params['interval_s']} s."])
     return figure
+
+
+def headlines(rows: list[Row], is_steady: Callable[[Row], bool]) -> Iterator[Quote]:
+    """Yield the fastest step of each reference model, over all formats and batch sizes.
+
+    If the samples of the fastest step were not steady, the page omits it. A slower step does not replace it, because a step with
+    another batch size or format is not comparable. A step whose time the host limits is not yielded.
+    """
+    steps = [row for row in rows if row.experiment in ("model_steps", "batch_scaling")]
+    for row in best_rows(select(steps, metric="samples_per_s"), lambda row: row.variant):
+        if not _is_host_bound(row, steps):
+            compiled = ", compiled" if row.params.get("mode") == "compiled" else ""
+            yield Quote(f"{row.variant}, training, {row.dtype}{compiled}, batch {row.params['batch']:,}", row)
+
+
+def _is_host_bound(rate: Row, steps: list[Row]) -> bool:
+    """Return True if the host, and not the device, limits the time of a step.
+
+    This is assumed if another step with at most a quarter of the batch size takes more than half of the time. The device would
+    need about a quarter of the time or less for it, while the host needs the same time for both, because it launches the same
+    kernels.
+    """
+
+    def kind(row: Row) -> tuple:
+        return row.variant, row.dtype, row.params.get("mode"), row.params.get("channels_last")
+
+    times = {r.params["batch"]: not_none(r.value) for r in steps if r.metric == "step_time_s" and kind(r) == kind(rate)}
+    batch = rate.params["batch"]
+    return batch in times and any(times[b] > times[batch] / 2 for b in times if b <= batch / 4)
+
+
+def flat_tables(runs: Sequence[Sequence[Row]]) -> dict[str, pd.DataFrame]:
+    """Return one flat table for each model of `batch_scaling`, by its path."""
+    models = dict.fromkeys(row.variant for rows in runs for row in rows if row.experiment == "batch_scaling")
+    return {f"scaling/{model}_batch_scaling.csv": concatenated(_batch_table(rows, model) for rows in runs) for model in models}
+
+
+def _batch_table(rows: Iterable[Row], model: str) -> pd.DataFrame:
+    lines: dict[int, dict] = {}
+    for row in rows:
+        if (row.experiment, row.variant) != ("batch_scaling", model) or "batch" not in row.params:
+            continue
+        if row.metric not in _BATCH_COLUMNS:
+            continue
+        line = lines.setdefault(row.params["batch"], {"model": model, "batch": row.params["batch"]})
+        column, factor = _BATCH_COLUMNS[row.metric]
+        if row.value is not None:
+            line[column] = factor * row.value
+        elif row.value_reason.startswith(_REFUSED):
+            line |= dict.fromkeys((name for name, _ in _BATCH_COLUMNS.values()), _REFUSED)
+    columns = ["model", "batch", *dict.fromkeys(name for name, _ in _BATCH_COLUMNS.values())]
+    return pd.DataFrame([lines[batch] for batch in sorted(lines)], columns=columns)
 
 
 TITLES = {
