@@ -72,6 +72,31 @@ def test_a_changed_file_changes_the_hash(tmp_path, monkeypatch):
     reached_source_hash.cache_clear()
 
 
+def test_a_toml_file_counts_only_if_a_reached_module_names_it(tmp_path, monkeypatch):
+    package = tmp_path / "hyperion"
+    (package / "room").mkdir(parents=True)
+    (package / "room" / "b.py").write_text('x = __file__ + "/../named.toml"\ny = open("plain.toml")\n')
+    (package / "room" / "c.py").write_text('"""Not reached."""\ny = "other.toml"\n')
+    (package / "room" / "d.py").write_text('"""Explains documented.toml.\n\nSee `documented.toml`."""  # commented.toml\n')
+    (package / "room" / "a.py").write_text("import hyperion.room.d\nfrom hyperion.room.b import x\n")
+    monkeypatch.setattr(dependencies, "_PACKAGE", package)
+
+    def digest():
+        reached_source_hash.cache_clear()
+        return reached_source_hash("hyperion.room.a")
+
+    files = ("named", "plain", "other", "documented", "commented", "sizes")
+    for name in files:
+        (package / "room" / f"{name}.toml").write_text("a = 1\n")
+    before = digest()
+    for name in files:
+        (package / "room" / f"{name}.toml").write_text("a = 2\n")
+        assert (digest() != before) is (name in ("named", "plain")), name
+        (package / "room" / f"{name}.toml").write_text("a = 1\n")
+    assert digest() == before
+    reached_source_hash.cache_clear()
+
+
 def _syntax(source: bytes) -> str:
     """Return the syntax tree of a source without docstrings and `pass`, as text."""
     tree = ast.parse(source)
