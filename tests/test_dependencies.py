@@ -21,6 +21,15 @@ def test_an_experiment_reaches_what_it_imports_and_not_what_it_does_not():
     assert not any(name.startswith(("book/", "figures/", "reproduce/", "training/", "install/", "data/")) for name in reached)
 
 
+def test_the_toml_files_of_experiments():
+    def tables(experiment):
+        return {name.rpartition("/")[2] for name in names(reached_files([f"hyperion.experiments.{experiment}"])) if "toml" in name}
+
+    assert tables("hardware.gemm") == {"specs.toml", "cpu_specs.toml", "efficiency.toml"}
+    own = {"advice.toml", "parser_options.toml", "rocm_readers.toml"}
+    assert tables("megatron.adaptation_advice") >= own and not tables("megatron.pipeline_bubble") & own
+
+
 def test_imports_are_found_in_every_form():
     source = textwrap.dedent(
         """
