@@ -23,7 +23,8 @@ def test_an_experiment_reaches_what_it_imports_and_not_what_it_does_not():
 
 def test_the_toml_files_of_experiments():
     def tables(experiment):
-        return {name.rpartition("/")[2] for name in names(reached_files([f"hyperion.experiments.{experiment}"])) if "toml" in name}
+        reached = reached_files([f"hyperion.experiments.{experiment}"])
+        return {path.name for path in reached if path.suffix == ".toml"}
 
     assert tables("hardware.gemm") == {"specs.toml", "cpu_specs.toml", "efficiency.toml"}
     own = {"advice.toml", "parser_options.toml", "rocm_readers.toml"}
