@@ -5,6 +5,7 @@ Every option of `hyperion reproduce` can also be set with an environment variabl
 The command must start fast, so PyTorch and other packages that are slow to import are imported only inside functions.
 """
 
+import ast
 import getpass
 import hashlib
 import json
@@ -18,12 +19,13 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from rich.markup import escape
+from rich.table import Table
 
 from hyperion.commands.compare import compare, relaunch
-from hyperion.commands.console import PlainTextConsole, parse_duration, run_app
+from hyperion.commands.console import PlainTextConsole, console, parse_duration, run_app
 from hyperion.commands.doctor import doctor
 from hyperion.commands.environment import env
-from hyperion.commands.experiments import experiments
 from hyperion.commands.export import export
 from hyperion.commands.frameworks import app as frameworks_app
 from hyperion.commands.megatron import app as megatron_app
@@ -156,7 +158,50 @@ def reproduce(
 app.command()(compare)
 app.command()(relaunch)
 app.command()(export)
-app.command()(experiments)
+
+
+@app.command()
+def experiments(
+    word: Annotated[
+        str | None,
+        typer.Argument(help="List only experiments with this text in their chapter, name or question.", show_default="all"),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print a JSON list with chapter, notebook, name and question.")] = False,
+) -> None:
+    """List the experiments, including those of your own subjects.
+
+    `hyperion launches mine gemm --count 1` runs the experiment gemm alone, and `hyperion reproduce --only 1.1` runs a chapter.
+    """
+    from hyperion.reproduce.notebooks import read_book
+
+    found = [
+        {"chapter": notebook.number, "notebook": notebook.stem, "experiment": name, "question": _question(name)}
+        for notebook in read_book(project_root())
+        for name in notebook.produces
+    ]
+    chosen = [one for one in found if word is None or word.casefold() in " ".join(one.values()).casefold()]
+    if not chosen:
+        raise HyperionError(
+            f"no experiment has {word!r} in its chapter, name or question", next_step="list all: hyperion experiments"
+        )
+    if as_json:
+        print(json.dumps(chosen, indent=2))
+        return
+    table = Table("chapter", "experiment", "question or purpose")
+    for one in chosen:
+        table.add_row(*(escape(one[key]) for key in ("chapter", "experiment", "question")))
+    console().print(table)
+
+
+def _question(experiment: str) -> str:
+    """Return the first line of the docstring of an experiment's module. The module is not imported, because it may need torch."""
+    from hyperion.chapter.subjects import subject_of
+
+    subject = subject_of(experiment)
+    source = (subject.folder / f"{experiment}.py").read_text(encoding="utf-8") if subject else ""
+    return (ast.get_docstring(ast.parse(source)) or "").partition("\n")[0]
+
+
 # Options after the name of the watched command belong to that command.
 app.command(context_settings={"allow_interspersed_args": False})(monitor)
 

@@ -43,24 +43,25 @@ class Import(NamedTuple):
 def reached_files(modules: Iterable[str]) -> list[Path]:
     """Return the files of `modules` and all files that they import, directly or indirectly.
 
-    Only imports from hyperion and from the packages of `modules` are followed. TOML files in the folder of a reached module are
-    included, except TOML files with sizes.
+    Only imports from hyperion and from the packages of `modules` are followed. A TOML file in the folder of a reached module is
+    included if its name is a string literal in a reached module, except TOML files with sizes.
 
     Args:
         modules: dotted names of modules. Names without a file are skipped.
     """
-    waiting, seen = list(modules), set()
+    waiting, sources = list(modules), dict[Path, str]()
     packages = frozenset({"hyperion", *(name.partition(".")[0] for name in waiting)})
     while waiting:
         name = waiting.pop()
         path = _module_file(name)
-        if path is None or path in seen:
+        if path is None or path in sources:
             continue
-        seen.add(path)
+        sources[path] = path.read_text(encoding="utf-8")
         package = name if path.name == "__init__.py" else name.rpartition(".")[0]
-        waiting.extend(imported_modules(path.read_text(encoding="utf-8"), package, packages))
-    data = {toml for path in seen for toml in path.parent.glob("*.toml") if toml.name not in _SIZES}
-    return sorted(seen | data)
+        waiting.extend(imported_modules(sources[path], package, packages))
+    tables = {toml for folder in {path.parent for path in sources} for toml in folder.glob("*.toml") if toml.name not in _SIZES}
+    named = {toml for toml in tables if any(_contains_file_name(source, toml.name) for source in sources.values())}
+    return sorted(sources.keys() | named)
 
 
 @functools.cache
@@ -179,6 +180,23 @@ def _imports(source: str, package: str) -> tuple[Import, ...]:
                 base = ".".join([*parts[: len(parts) - node.level + 1], *filter(None, [base])])
             found += [Import(base, alias.name, alias.asname or alias.name) for alias in node.names]
     return tuple(found)
+
+
+def _contains_file_name(source: str, name: str) -> bool:
+    """Return True if a string literal of a source is the name of a file, or a path that ends with it."""
+    # Most sources do not contain the name at all, and parsing is slow.
+    return name in source and name in _file_names(source)
+
+
+@functools.cache
+def _file_names(source: str) -> frozenset[str]:
+    """Return the last parts of all string literals of a source, where `/` separates the parts."""
+    try:
+        tree = ast.parse(source)
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return frozenset()
+    strings = (node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str))
+    return frozenset(string.rpartition("/")[2] for string in strings)
 
 
 def _defining_modules(module: str, name: str) -> list[str]:

@@ -1,4 +1,4 @@
-"""Fixtures of all rooms."""
+"""Fixtures of all tests."""
 
 import functools
 import gc

@@ -1,4 +1,4 @@
-"""The first recipe of CONTRIBUTING.md, followed literally in a copy of the repository, gives an experiment that runs."""
+"""The recipes of CONTRIBUTING.md: the first one gives an experiment that runs, and the others name files that exist."""
 
 import os
 import re
@@ -19,6 +19,11 @@ RECIPE = TEXT[TEXT.index("## Add an experiment") : TEXT.index("## Add a model si
 STEP = re.compile(
     r"`([^`\n]+\.(?:py|toml|ipynb))`(?:, (before|after|at the end)(?: `([^`]+)`)?)?[^\n]*:\n\n```\w+\n(.*?)```", re.S
 )
+
+
+def test_the_files_that_the_other_recipes_name_exist():
+    names = re.findall(r"`((?:hyperion|tests|docs|results)/[\w/.]+\.\w+)`", TEXT.replace(RECIPE, ""))
+    assert len(names) > 10 and [name for name in names if not (ROOT / name).exists()] == []
 
 
 def follow(copy: Path) -> list[str]:

@@ -21,6 +21,16 @@ def test_an_experiment_reaches_what_it_imports_and_not_what_it_does_not():
     assert not any(name.startswith(("book/", "figures/", "reproduce/", "training/", "install/", "data/")) for name in reached)
 
 
+def test_the_toml_files_of_experiments():
+    def tables(experiment):
+        reached = reached_files([f"hyperion.experiments.{experiment}"])
+        return {path.name for path in reached if path.suffix == ".toml"}
+
+    assert tables("hardware.gemm") == {"specs.toml", "cpu_specs.toml", "efficiency.toml"}
+    own = {"advice.toml", "parser_options.toml", "rocm_readers.toml"}
+    assert tables("megatron.adaptation_advice") >= own and not tables("megatron.pipeline_bubble") & own
+
+
 def test_imports_are_found_in_every_form():
     source = textwrap.dedent(
         """
@@ -69,6 +79,31 @@ def test_a_changed_file_changes_the_hash(tmp_path, monkeypatch):
         (package / "room" / changed).write_text("changed = 2\n")
         reached_source_hash.cache_clear()
         assert (reached_source_hash("hyperion.room.a") != before) is differs
+    reached_source_hash.cache_clear()
+
+
+def test_a_toml_file_counts_only_if_a_reached_module_names_it(tmp_path, monkeypatch):
+    package = tmp_path / "hyperion"
+    (package / "room").mkdir(parents=True)
+    (package / "room" / "b.py").write_text('x = __file__ + "/../named.toml"\ny = open("plain.toml")\n')
+    (package / "room" / "c.py").write_text('"""Not reached."""\ny = "other.toml"\n')
+    (package / "room" / "d.py").write_text('"""Explains documented.toml.\n\nSee `documented.toml`."""  # commented.toml\n')
+    (package / "room" / "a.py").write_text("import hyperion.room.d\nfrom hyperion.room.b import x\n")
+    monkeypatch.setattr(dependencies, "_PACKAGE", package)
+
+    def digest():
+        reached_source_hash.cache_clear()
+        return reached_source_hash("hyperion.room.a")
+
+    files = ("named", "plain", "other", "documented", "commented", "sizes")
+    for name in files:
+        (package / "room" / f"{name}.toml").write_text("a = 1\n")
+    before = digest()
+    for name in files:
+        (package / "room" / f"{name}.toml").write_text("a = 2\n")
+        assert (digest() != before) is (name in ("named", "plain")), name
+        (package / "room" / f"{name}.toml").write_text("a = 1\n")
+    assert digest() == before
     reached_source_hash.cache_clear()
 
 

@@ -1,22 +1,18 @@
 """Fit the curves of `hyperion.chapter.efficiency` to reference runs, and compare their predictions with held-out rows.
 
-`python -m hyperion.chapter.efficiency_fit fit results/reference/h200x2 results/reference/cpu-2cores` writes the curves to
-efficiency.toml. `python -m hyperion.chapter.efficiency_fit score results/reference/*` prints the errors of the predictions and
-the coverage of their intervals, as in docs/predictions.md.
+`python -m hyperion.commands.regenerate curves results/reference/h200x2 results/reference/cpu-2cores` writes the curves to
+efficiency.toml. `python -m hyperion.commands.regenerate predictions results/reference/*` prints the errors of the predictions
+and the coverage of their intervals, as in docs/predictions.md.
 """
 
 import math
 import statistics
-import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
 
 import numpy as np
-import typer
 
 from hyperion.chapter.efficiency import (
     COLLECTIVE,
@@ -62,7 +58,7 @@ _TRAINING = ("image_classifier", "image_training_speed", "language_model", "lang
 _STEPS = ("model_steps", "batch_scaling")
 _HEADER = """# Predictions of rates
 
-`python -m hyperion.chapter.efficiency_fit score results/reference/*` makes this page from the rows of the reference runs.
+`python -m hyperion.commands.regenerate predictions results/reference/*` makes this page from the rows of the reference runs.
 
 A *ceiling* is a limit: no measurement may exceed it. A *prediction* is the expected rate. It is a ceiling times the efficiency
 that a reference machine reached for work of this size, and it may be too high or too low. Its interval is made to contain the
@@ -219,7 +215,7 @@ def score_unseen(fitted: Sequence[Reference], others: Sequence[Reference], curve
 def curves_to_toml(curves: Iterable[Curve]) -> str:
     """Return the content of efficiency.toml for these curves."""
     lines = [
-        "# Curves of hyperion/chapter/efficiency.py. Do not edit: `python -m hyperion.chapter.efficiency_fit fit RUN...` writes",
+        "# Curves of hyperion/chapter/efficiency.py. Do not edit: `python -m hyperion.commands.regenerate curves RUN...` writes",
         "# this file from the rows of reference runs.",
     ]
     for curve in curves:
@@ -400,33 +396,12 @@ def _title(point: Point) -> str:
     return f"`{point.row.metric}` of `{point.row.experiment}`"
 
 
-class Command(StrEnum):
-    """What to do with the runs."""
-
-    FIT = "fit"
-    SCORE = "score"
-
-
-def main(
-    command: Annotated[Command, typer.Argument(help="fit: write efficiency.toml; score: print errors and coverage")],
-    runs: Annotated[list[Path], typer.Argument(help="folders of runs, such as results/reference/h200x2")],
-) -> None:
-    """Fit the curves, or print the page with their errors."""
-    references = [Reference.open(folder) for folder in runs if _is_run(folder)]
-    if command is Command.FIT:
-        curves = [curve for reference in references for curve in fit_curves(reference, points_of(reference))]
-        write_atomically(CURVES_FILE, curves_to_toml(curves).encode())
-        print(f"{len(curves)} curves in {CURVES_FILE}")
-    else:
-        print(score_page(references), end="")
-
-
-def _is_run(folder: Path) -> bool:
-    # results/reference/* also matches folders of launches and of comparisons.
-    if folder.is_dir() and not (folder / "run.json").exists():
-        print(f"left out: {folder} is not a run", file=sys.stderr)
-        return False
-    return True
+def write_curves(runs: Iterable[Path]) -> tuple[Path, int]:
+    """Fit the curves to the runs in these folders, and write efficiency.toml. Return its path and the number of curves."""
+    references = [Reference.open(folder) for folder in runs]
+    curves = [curve for reference in references for curve in fit_curves(reference, points_of(reference))]
+    write_atomically(CURVES_FILE, curves_to_toml(curves).encode())
+    return CURVES_FILE, len(curves)
 
 
 def score_page(references: Sequence[Reference]) -> str:
@@ -458,7 +433,3 @@ def _grouped(items: Iterable, key: Callable) -> dict:
     for item in items:
         found.setdefault(key(item), []).append(item)
     return found
-
-
-if __name__ == "__main__":
-    typer.run(main)

@@ -5,24 +5,35 @@ The scripts in phase2_development/frameworks call these commands and contain not
 
 import itertools
 import json
+import math
 import os
 import shlex
 import shutil
 import sys
+import time
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
+from rich.console import Console
+from rich.live import Live
 from rich.markup import escape
 from rich.table import Table
+from rich.text import Text
 
 from hyperion.commands.console import console, one_of, run_app
 from hyperion.errors import HyperionError
 from hyperion.paths import project_root
 from hyperion.terminal import run_command, say
 
+if TYPE_CHECKING:
+    from hyperion.frameworks.plan import Plan
+    from hyperion.frameworks.progress import Progress
+
 FRAMEWORKS = "FRAMEWORKS"
+_PROGRESS_INTERVAL_S = 10.0
 ConfigFile = Annotated[
     Path | None, typer.Option("--config", help="Configuration file.", show_default="the defaults of config.yaml")
 ]
@@ -90,9 +101,8 @@ def run(
     The others continue if one fails. A second call repeats only what failed or what other settings would change. Exit codes:
     0 all available combinations have a result; 1 a combination failed; 2 the request cannot be carried out; 3 none is available.
     """
-    from hyperion.commands.progress_line import ProgressLine
     from hyperion.frameworks.config import load_config
-    from hyperion.frameworks.plan import Plan, asked_platform, output_folder, resolve, select_frameworks, select_models
+    from hyperion.frameworks.plan import asked_platform, output_folder, resolve, select_frameworks, select_models
     from hyperion.frameworks.run import exit_code, log_file, run_plans
     from hyperion.hardware import collect_facts
 
@@ -116,7 +126,7 @@ def run(
         return
     outcomes = []
 
-    def on_start(plan: Plan) -> None:
+    def on_start(plan: "Plan") -> None:
         say(f"{plan.framework} {plan.model} … log: {log_file(plan, folder)}")
 
     with ProgressLine(console()) as line:
@@ -305,6 +315,45 @@ def docker(
     if shutil.which("docker") is None:
         raise HyperionError("docker is not installed", where="PATH", next_step="install docker, or print the line with --dry-run")
     os.execvp(command[0], command)
+
+
+class ProgressLine:
+    """Shows the latest step of a run. A terminal shows one line that changes. Other outputs get a line every 10 s.
+
+    Args:
+        console: the console to print to.
+        clock: function that returns the time in seconds.
+    """
+
+    def __init__(self, console: Console, clock: Callable[[], float] = time.monotonic):
+        self._console, self._clock, self._said_s = console, clock, -math.inf
+        # Without a refresh thread, which would take time from ranks on the CPU.
+        self._live = Live(console=console, auto_refresh=False, transient=True)
+
+    def __enter__(self) -> "ProgressLine":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.clear()
+
+    def show(self, plan: "Plan", progress: "Progress") -> None:
+        """Show the progress of a run."""
+        from hyperion.reproduce.execution import format_duration
+
+        loss = "" if progress.loss is None else f", loss {progress.loss:.4f}"
+        left = "" if progress.left_s is None else f", about {format_duration(progress.left_s)} left"
+        line = f"{plan.framework} {plan.model}: step {progress.step}/{progress.steps}{loss}{left}"
+        if self._console.is_terminal and not self._console.is_dumb_terminal:
+            self._live.start()
+            self._live.update(Text(line, no_wrap=True, overflow="ellipsis"), refresh=True)
+        elif self._clock() - self._said_s >= _PROGRESS_INTERVAL_S:
+            self._said_s = self._clock()
+            say(f"  {line}")
+
+    def clear(self) -> None:
+        """Remove the line from a terminal. The next run starts another one."""
+        self._live.stop()
+        self._said_s = -math.inf
 
 
 def _print_plans(plans: list, folder: Path) -> None:

@@ -5,8 +5,8 @@ must be the same on every platform and with every version of NumPy and torch. Th
 from the raw 64-bit output of NumPy's PCG64, which NEP 19 keeps stable. (The output of NumPy's distributions and of torch's
 generators may change.) They are rounded to float32, so that float32 and float64 computations start from the same numbers.
 
-    python -m hyperion.doctor.numerics            recompute the pack and compare it with the pack in git
-    python -m hyperion.doctor.numerics --write    recompute the pack and replace the pack in git
+    python -m hyperion.commands.regenerate numerics            recompute the pack and compare it with the pack in git
+    python -m hyperion.commands.regenerate numerics --write    recompute the pack and replace the pack in git
 
 The pack is computed with plain PyTorch operations. It does not use the library's engines, precisions or fused kernels.
 
@@ -19,7 +19,6 @@ square root of the unit roundoff.
 
 import hashlib
 import math
-import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -51,6 +50,8 @@ _IMAGES, _SIDE, _CLASSES = 16, 16, 10
 Batch = tuple[Tensor, Tensor]
 PACK = Path(__file__).with_name("numerics.safetensors")
 SAMPLED = 128  # maximum number of elements of each gradient in the pack, in addition to its norm
+# float64 sums in another order differ by much less. A larger difference means other weights, data or operators.
+TOLERANCE_OF_PACK = 1e-9
 # Smallest divisor in `difference`.
 _SMALLEST = 1e-3
 _SCALE = 1024.0  # factor on the loss that keeps fp16 gradients out of the subnormal range; a power of two adds no rounding error
@@ -456,19 +457,18 @@ def _optimizer(case: Case, model: nn.Module) -> torch.optim.Optimizer:
     return kind(groups, **settings, foreach=False, fused=False)
 
 
-def main(arguments: list[str]) -> int:
-    """Compare the recomputed pack with the pack in git, or replace the pack in git. Return 1 if the packs differ, else 0."""
-    pack = make_pack()
-    if arguments == ["--write"]:
-        save_file(pack, PACK, metadata={"made by": "python -m hyperion.doctor.numerics --write", "torch": torch.__version__})
-        print(f"{PACK}: {PACK.stat().st_size / 1e3:.0f} kB")
-        return 0
-    stored = read_pack()
-    same_names = pack.keys() == stored.keys()
-    worst = max((difference(pack[name], stored[name]), name) for name in stored) if same_names else (np.inf, "names")
-    print(f"largest difference from the pack in git: {worst[0]:.2g}, in {worst[1]}")
-    # float64 sums in another order differ by much less. A larger difference means other weights, data or operators.
-    return 0 if worst[0] <= 1e-9 else 1
+def write_pack() -> None:
+    """Recompute the pack and replace the pack in git."""
+    made_by = "python -m hyperion.commands.regenerate numerics --write"
+    save_file(make_pack(), PACK, metadata={"made by": made_by, "torch": torch.__version__})
+
+
+def difference_from_pack() -> tuple[float, str]:
+    """Recompute the pack. Return its largest difference from the pack in git, and the name of the array that has it."""
+    pack, stored = make_pack(), read_pack()
+    if pack.keys() != stored.keys():
+        return np.inf, "names"
+    return max((difference(pack[name], stored[name]), name) for name in stored)
 
 
 def difference(computed: np.ndarray, stored: np.ndarray) -> float:
@@ -479,7 +479,3 @@ def difference(computed: np.ndarray, stored: np.ndarray) -> float:
     if computed.shape != stored.shape:
         return float("inf")
     return float(np.abs(computed - stored).max() / max(float(np.abs(stored).max()), _SMALLEST))
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

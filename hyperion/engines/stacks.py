@@ -17,7 +17,9 @@ class Stack:
 
     Args:
         name: name in rows and commands, such as "deepspeed zero-1".
-        adapter: module with a function `train(work, observer, **options)`, or "" for a framework in `hyperion.engines.external`.
+        adapter: name of a module with a function `train(work, observer, **options)`, or "" for a framework in
+            `hyperion.engines.external`. The module is not imported here, because the packages that it imports may be installed
+            only in the framework's own environment.
         packages: import names of the packages that the run must have imported by its end, as proof of what ran.
         ranks: number of ranks on a CPU, or on a machine with at least as many accelerators.
         options: further arguments of `train`.

@@ -12,7 +12,8 @@ import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from types import ModuleType
+from typing import Any, cast
 
 from rich.console import Console
 
@@ -40,6 +41,10 @@ from hyperion.reproduce.publishing import export_subjects, notebook_files, requi
 from hyperion.reproduce.runs import REPLAY, Entry, Ledger, Request, claimed_run, require_mirror, setting_of, why_not_continued
 from hyperion.results import set_latest
 from hyperion.results.execution import LOG, MEASURED, REMEASURE, UNEXPECTED_ROW, executed, unexpected
+
+# None makes the import of this module fail, so that nbformat's schema checker does not build a grammar of internationalized
+# addresses, which would take one second in every call and which no notebook needs.
+sys.modules.setdefault("rfc3987_syntax", cast(ModuleType, None))
 
 FINISHED, FAILED, UNFINISHED = 0, 1, 3
 # Statuses of notebooks whose rows other notebooks can use.

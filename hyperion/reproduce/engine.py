@@ -2,6 +2,9 @@
 
 papermill writes the notebook to a file before and after each cell, which takes longer than many cells. The driver needs the cells
 that were executed before a stop, but no file.
+
+This is a module of its own, because its class needs papermill when it is defined. `execute` imports papermill only to run a
+notebook.
 """
 
 from collections.abc import Callable

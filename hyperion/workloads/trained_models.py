@@ -7,7 +7,7 @@ folder also contains the held-out data on which variants of the model are scored
 
 The weights of the two models of the profile `smoke` come with the library, in the folder trained/. Training them takes a minute
 on two idle cores, and several minutes on busy ones. They are used only with the recipe, the seed and the data that they were
-trained with. `python -m hyperion.workloads.trained_models` trains them again.
+trained with. `python -m hyperion.commands.regenerate trained-models` trains them again.
 
 The small language model has a byte-level BPE of 2,048 entries, trained on the train split. With GPT-2's 50,257 tokens, the
 embedding would take most of the parameters and the time, and no number format of this chapter changes it. No text is lost,
@@ -488,7 +488,7 @@ def _weights(name: str, model: nn.Module, made_from: dict[str, Any], train_here:
             raise HyperionError(
                 f"the weights of the library do not fit {name!r}",
                 where=str(_WEIGHTS_OF_THE_LIBRARY),
-                next_step="train them again: python -m hyperion.workloads.trained_models",
+                next_step="train them again: python -m hyperion.commands.regenerate trained-models",
             )
         where = f"before, on {metadata['device']} with torch {metadata['torch']}; the weights come with the library"
         print(f"{name}: trained {where}")
@@ -537,8 +537,13 @@ def _streams(context: Context, recipe: LanguageRecipe) -> tuple[TextCorpus, Toke
     return corpus, tokenizer, streams["train"], streams["test"]
 
 
-def main() -> None:
-    """Train the models of the profile `smoke` on real data, and write their weights to the library."""
+def write_weights_of_library() -> dict[Path, float]:
+    """Train the models of the profile `smoke` on real data, and write their weights to the library.
+
+    Returns:
+        A dict that maps the file of each model to its held-out loss.
+    """
+    losses = {}
     for getter, name in ((trained_language_model, "llama_d128_l2"), (trained_classifier, "resnet18_w8")):
         path = _WEIGHTS_OF_THE_LIBRARY / f"{name}.safetensors"
         path.unlink(missing_ok=True)
@@ -549,8 +554,5 @@ def main() -> None:
         machine = {"device": model.facts["device"], "torch": model.facts["torch"], "format": "pt"}
         path.parent.mkdir(exist_ok=True)
         save_file(load_file(model.folder / WEIGHTS), path, metadata=facts | machine)
-        print(f"{path}: held-out loss {model.loss:.4f}")
-
-
-if __name__ == "__main__":
-    main()
+        losses[path] = model.loss
+    return losses

@@ -22,17 +22,16 @@ from hyperion.chapter.efficiency import (
     read_curves,
 )
 from hyperion.chapter.efficiency_fit import (
-    Command,
     Reference,
     coverage,
     curves_to_toml,
     fit_curves,
-    main,
     median_error,
     points_of,
     score_stored,
     score_unseen,
 )
+from hyperion.commands import regenerate
 from hyperion.errors import HyperionError
 from hyperion.hardware import detect
 from hyperion.paths import reference_folder
@@ -96,7 +95,7 @@ def test_the_ceilings_that_the_references_stored_are_no_such_predictions(referen
 def test_the_file_is_the_fit_of_its_references(curves, tmp_path, monkeypatch, capsys):
     written = tmp_path / "efficiency.toml"
     monkeypatch.setattr(efficiency_fit, "CURVES_FILE", written)
-    main(Command.FIT, [reference_folder() / name for name in FITTED])
+    regenerate.curves([reference_folder() / name for name in FITTED])
     assert written.read_text() == curves_to_toml(curves) and f"{len(curves)} curves" in capsys.readouterr().out
     for made, stored in zip(read_curves(written), read_curves(), strict=True):
         assert (made.arch, made.kind, made.name, made.points, made.source) == (
@@ -111,7 +110,7 @@ def test_the_file_is_the_fit_of_its_references(curves, tmp_path, monkeypatch, ca
 
 
 def test_the_page_is_the_score_of_the_references(capsys):
-    main(Command.SCORE, sorted(reference_folder().iterdir()))
+    regenerate.predictions(sorted(reference_folder().iterdir()))
     printed = capsys.readouterr()
     assert printed.out == (Path(__file__).parents[2] / "docs/predictions.md").read_text()
     assert "left out" in printed.err and "h200-launches is not a run" in printed.err

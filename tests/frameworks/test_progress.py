@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 from rich.console import Console
 
-from hyperion.commands.progress_line import ProgressLine
+from hyperion.commands.frameworks_benchmark import ProgressLine
 from hyperion.frameworks.progress import EVENTS, EventError, Progress, StepReporter, append_event, read_events
 from tests.frameworks.test_run import plan
 

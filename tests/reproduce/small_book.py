@@ -1,4 +1,4 @@
-"""A small real book for the driver's tests: its notebooks record rows through the results room, in real kernels."""
+"""A small real book for the driver's tests: its notebooks record rows through the package results, in real kernels."""
 
 import json
 import os

@@ -104,7 +104,7 @@ def test_a_change_in_a_library_file_counts_only_where_it_is_reached(tmp_path, mo
     before = digest(tmp_path, cell)
     (package / "far" / "__init__.py").write_text("y = 2")
     assert digest(tmp_path, cell) == before
-    (package / "near" / "deep.py").write_text("x = 2")
+    (package / "near" / "deep.py").write_text("x = 'devices.toml'")
     after = digest(tmp_path, cell)
     assert after != before
     (package / "near" / "devices.toml").write_text("a = 1")

@@ -1,4 +1,4 @@
-"""Rows and runs that the tests of the results room share."""
+"""Rows and runs that the tests of the package results share."""
 
 from dataclasses import replace
 
