@@ -10,10 +10,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import permutations
 from pathlib import Path
+from typing import Any
 
 from hyperion.hardware.cpu import system_text
 from hyperion.hardware.device import Device
-from hyperion.hardware.telemetry import _nvml_handle
+from hyperion.hardware.telemetry import nvml_handle
 
 # Maps NVML's level of the nearest common ancestor of two GPUs to the name of the level in nvidia-smi and its meaning.
 _ANCESTORS = {
@@ -62,7 +63,7 @@ class Topology:
 
 
 def topology_lines(
-    devices: Sequence[Device], root: Path = Path("/"), nvml=None, can_access: Callable[[int, int], bool] | None = None
+    devices: Sequence[Device], root: Path = Path("/"), nvml: Any = None, can_access: Callable[[int, int], bool] | None = None
 ) -> list[str]:
     """Return the topology of the devices as lines of text. For a CPU, the lines list its sockets and NUMA nodes.
 
@@ -78,7 +79,7 @@ def topology_lines(
 
 
 def topology_of(
-    devices: Sequence[Device], root: Path = Path("/"), nvml=None, can_access: Callable[[int, int], bool] | None = None
+    devices: Sequence[Device], root: Path = Path("/"), nvml: Any = None, can_access: Callable[[int, int], bool] | None = None
 ) -> Topology:
     """Return the topology of these GPUs. The arguments are those of `topology_lines`."""
     topology = _nvidia(devices, root, nvml) if devices[0].kind == "cuda" else _amd(devices, root)
@@ -112,7 +113,7 @@ def _nvidia(devices: Sequence[Device], root: Path, nvml) -> Topology | None:
             return None
     try:
         nvml.nvmlInit()
-        handles = [_nvml_handle(nvml, device) for device in devices]
+        handles = [nvml_handle(nvml, device) for device in devices]
         if None in handles:
             return None
         places = [_place(nvml.nvmlDeviceGetPciInfo(handle).busId) for handle in handles]

@@ -1,9 +1,9 @@
-"""The exercises of the compilation chapter: what is given fails, a right answer passes, half an answer is told apart."""
+"""The exercises of the compilation chapter: what is given fails, a right answer passes, half an answer does not."""
 
 import torch
 
-from hyperion.chapter.exercises import solved
 from hyperion.experiments.compilation.exercises import judge_memory_probe, judge_without_breaks
+from tests.exercise_scores import solved
 
 
 def as_given(memory, model):

@@ -1,9 +1,9 @@
-"""The exercises of the chapter on kernels: what is given fails, a right answer passes, half an answer is told apart."""
+"""The exercises of the chapter on kernels: what is given fails, a right answer passes, half an answer does not."""
 
 import torch
 
-from hyperion.chapter.exercises import solved
 from hyperion.experiments.kernels.exercises import SCORES_GIB, judge_mask, judge_product, judge_softmax
+from tests.exercise_scores import solved
 
 
 def test_a_softmax_must_subtract_the_maximum():
