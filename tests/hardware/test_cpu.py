@@ -128,7 +128,7 @@ intr 1
 
 
 def write_counts(root, own, *counts):
-    """Write the counters of three CPUs and of this process, in ticks. The name of the process contains what a parser may trip over."""
+    """Write the counters of three CPUs and of this process, in ticks. The name of the process has spaces and brackets."""
     (root / "proc/self/task/1").mkdir(parents=True, exist_ok=True)
     (root / "proc/stat").write_text(STAT.format(*counts))
     (root / "proc/self/stat").write_text(f"1 (a) b) R 0 0 0 0 0 0 0 0 0 0 {own} 0 0 0 20 0")

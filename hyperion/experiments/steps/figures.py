@@ -27,6 +27,7 @@ from hyperion.figures.material import (
 from hyperion.figures.style import COLOURS, INK, add_notes, errors_of, log_ticks, look, new_figure, write_at
 from hyperion.figures.tables import MEMORY_IN_MIB, concatenated
 from hyperion.results import Row
+from hyperion.results.rows import OUT_OF_MEMORY
 
 PHASES = ("forward", "backward", "optimizer")
 _COLOURS: dict[str, str] = dict(zip(PHASES, COLOURS, strict=False))
@@ -43,7 +44,7 @@ _BATCH_COLUMNS = {
     "peak_rss_gib": ("memory_mib", MEMORY_IN_MIB),
     "samples_per_s": ("samples_per_s", 1.0),
 }
-_REFUSED = "out of memory"
+_REFUSED = OUT_OF_MEMORY.removesuffix(": ")  # in the flat table
 _SHARES = {"mfu": ("of the peak (MFU)", COLOURS[5]), "mfu_maf": ("of the fastest product (MAF)", COLOURS[3])}
 
 
@@ -398,7 +399,7 @@ def _batch_table(rows: Iterable[Row], model: str) -> pd.DataFrame:
         column, factor = _BATCH_COLUMNS[row.metric]
         if row.value is not None:
             line[column] = factor * row.value
-        elif row.value_reason.startswith(_REFUSED):
+        elif row.value_reason.startswith(OUT_OF_MEMORY):
             line |= dict.fromkeys((name for name, _ in _BATCH_COLUMNS.values()), _REFUSED)
     columns = ["model", "batch", *dict.fromkeys(name for name, _ in _BATCH_COLUMNS.values())]
     return pd.DataFrame([lines[batch] for batch in sorted(lines)], columns=columns)
