@@ -14,6 +14,7 @@ from pydantic import Field
 from hyperion.chapter.profiles import default_profile, lineage
 from hyperion.commands.console import UsageError, existing_folder, one_of
 from hyperion.data.store.sources import SOURCES
+from hyperion.data.text.tokenizer import GPT2_VOCABULARY
 from hyperion.errors import HyperionError, not_none, require_seed
 from hyperion.forms import read_form
 from hyperion.hardware import Device
@@ -33,7 +34,6 @@ EPOCHS = 5
 _PRECISIONS = ("auto", "fp32", "tf32", "bf16", "fp16")
 _OF_TRAININGS = ("epochs", "steps", "batch_size", "strategy")
 _STRATEGY = {"cifar": "ddp", "llama": "fsdp"}
-_GPT2_VOCABULARY = 50257  # the instruction rows are tokenized with the tokenizer of GPT-2
 _SIZES = Path(__file__).with_name("distributed_sizes.toml")
 
 
@@ -394,7 +394,8 @@ def _llama(options: CommandOptions, machine: Machine, configurations: list[str],
     method, sharers = (LORA if options.lora else FULL), machine.ranks if strategy == "fsdp" else 1
 
     def fits(name: str) -> bool:
-        state = state_bytes(random_llama_shape(name, _GPT2_VOCABULARY), method, "fp32")
+        # The instruction rows are tokenized with the tokenizer of GPT-2.
+        state = state_bytes(random_llama_shape(name, GPT2_VOCABULARY), method, "fp32")
         return state / sharers < not_none(machine.device.memory_bytes) / 2  # the other half is for activations and logits
 
     name = next(filter(fits, configurations), configurations[-1])

@@ -259,7 +259,7 @@ def check_disk_space(folder: Path | None = None, free_gb: float | None = None) -
     """Check that the disk with the results folder has enough space for a run."""
     folder = folder or results_folder()
     if free_gb is None:
-        free_gb = shutil.disk_usage(_existing(folder)).free / 1e9
+        free_gb = shutil.disk_usage(nearest_existing(folder)).free / 1e9
     evidence = f"{free_gb:.1f} GB free for {folder}; a full run needs {NEEDED_GB:.0f} GB"
     if free_gb >= NEEDED_GB:
         return CheckResult("disk_space", "ok", evidence)
@@ -289,7 +289,7 @@ def _not_writable(folder: Path) -> str | None:
 
     The folder need not exist yet. This writes a file, because permission bits do not show quotas or read-only file systems.
     """
-    place = _existing(folder)
+    place = nearest_existing(folder)
     if not place.is_dir():
         return f"{place} is not a folder"
     try:
@@ -300,6 +300,6 @@ def _not_writable(folder: Path) -> str | None:
     return None
 
 
-def _existing(path: Path) -> Path:
+def nearest_existing(path: Path) -> Path:
     """Return the path if it exists, else its nearest parent folder that exists."""
     return next(place for place in (path.absolute(), *path.absolute().parents) if place.exists())

@@ -18,6 +18,7 @@ from hyperion.doctor.numerics import check_numerics
 from hyperion.doctor.report import LEVELS, Item, Layer, Level
 from hyperion.hardware import Device, MachineFacts, collect_facts, detect
 from hyperion.processes.isolated import IsolatedError, IsolatedProcess
+from hyperion.units import GIB
 
 TIMEOUT_S = 90.0
 _FLOORS = "not run: use `hyperion doctor --floors`"
@@ -188,7 +189,7 @@ def _device(device: Device, numerics: bool, floors: bool) -> Component:
 
 
 def _describe(device: Device) -> CheckResult:
-    evidence = f"{device.arch}, {device.compute_units} units, {device.memory_bytes / 2**30:.0f} GiB"
+    evidence = f"{device.arch}, {device.compute_units} units, {device.memory_bytes / GIB:.0f} GiB"
     return CheckResult("device", "ok", evidence, version=device.arch)
 
 

@@ -20,7 +20,7 @@ import psutil
 import torch
 
 from hyperion.data.store.folders import DataError, processed_root, read_manifest
-from hyperion.doctor.checks import CACHES, installed_build
+from hyperion.doctor.checks import CACHES, installed_build, nearest_existing
 from hyperion.hardware import MachineFacts, collect_facts, detect, read
 from hyperion.hardware.cpu import system_text
 from hyperion.install.machine import KernelFacts
@@ -148,7 +148,7 @@ def read_state(root: Path = Path("/"), log: Path | None = None, variables: Mappi
         variables: environment variables.
     """
     facts = collect_facts()
-    home, temporary = _existing(home_folder()), Path(tempfile.gettempdir())
+    home, temporary = nearest_existing(home_folder()), Path(tempfile.gettempdir())
     caches = {name: Path(variables.get(name) or home_folder() / path) for name, path in CACHES.items() if path}
     memory, limits = psutil.virtual_memory(), {name: resource.getrlimit(name)[0] for name in (_MEMLOCK, _FILES)}
     unlimited = {name: float("inf") if value == resource.RLIM_INFINITY else value for name, value in limits.items()}
@@ -174,8 +174,8 @@ def read_state(root: Path = Path("/"), log: Path | None = None, variables: Mappi
         shm_gib=_attempt(lambda: shutil.disk_usage(root / "dev/shm").total / GIB),
         cores=os.cpu_count(),
         cores_allowed=facts.cpu.cores,
-        disks={str(place): _disk(place) for place in (_existing(results_folder()), home, temporary)},
-        file_systems={name: _file_system(_existing(path)) for name, path in caches.items()},
+        disks={str(place): _disk(place) for place in (nearest_existing(results_folder()), home, temporary)},
+        file_systems={name: _file_system(nearest_existing(path)) for name, path in caches.items()},
         noexec=tuple(str(place) for place in (temporary, home) if os.statvfs(place).f_flag & os.ST_NOEXEC),
         memlock_gib=unlimited[_MEMLOCK] / GIB,
         open_files=unlimited[_FILES],
@@ -242,10 +242,6 @@ def _memory_limit(root: Path) -> float:
         if text and text.isdigit() and int(text) < 1 << 60:
             return int(text) / GIB
     return float("inf")
-
-
-def _existing(path: Path) -> Path:
-    return next(place for place in (path.absolute(), *path.absolute().parents) if place.exists())
 
 
 def _disk(place: Path) -> tuple[float, float]:

@@ -21,7 +21,8 @@ from hyperion.frameworks.result import (
     label_fault,
 )
 from hyperion.frameworks.shapes import MODELS
-from hyperion.untrusted import MIB, read_bounded
+from hyperion.units import GB, GIB, MIB
+from hyperion.untrusted import read_bounded
 
 PRIMUS, MEGATRON_DEEPSPEED, MEGATRON = "Primus", "Megatron-DeepSpeed", "Megatron-LM"
 # The form of log that each framework writes. A log in another form is not a log of this framework.
@@ -37,7 +38,6 @@ _FIELDS = {
     "batch": re.compile(r"\bglobal batch size:\s*([0-9]{1,9})\s*\|"),
 }
 _MEMORY = re.compile(rf"\bhip mem usage/free/total/usage_ratio:\s*{_NUMBER}Gi?B/")
-_GIB_IN_GB = 2**30 / 1e9  # Primus divides by 2^30 and prints GB, or GiB in some versions
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,8 @@ def parse_log(text: str, where: object) -> LoggedRun:
             raise _log_error(f"line {number} states iteration {step} again with other values", where, "give the log of one run")
         lines.append(fields)
         if used := _MEMORY.search(fields):
-            memory_gb.append(float(used[1]) * _GIB_IN_GB)
+            # Primus divides by 2^30 and prints GB, or GiB in some versions.
+            memory_gb.append(float(used[1]) * (GIB / GB))
     if not steps:
         raise _log_error("no line has the form `iteration N/ M | … elapsed time per iteration (ms): … | lm loss: … |`", where)
     if sorted(steps) != list(range(1, len(steps) + 1)):

@@ -32,8 +32,7 @@ from hyperion.frameworks.result import (
 )
 from hyperion.frameworks.shapes import build, count_parameters, is_tiny
 from hyperion.hardware import MachineFacts, detect
-
-_GIB_IN_GB = 2**30 / 1e9
+from hyperion.units import GB, GIB
 
 
 @dataclass(frozen=True)
@@ -221,7 +220,7 @@ def result_of_record(plan: Plan, record: Record, facts: MachineFacts) -> Result:
         loss_values=tuple(record.losses),
         learning_rates=tuple(rates * steps),
         memory_metrics=MemoryMetrics(
-            method[:100], peak_memory_allocated_gb=record.peak_memory_gib * _GIB_IN_GB if record.peak_memory_gib else None
+            method[:100], peak_memory_allocated_gb=record.peak_memory_gib * (GIB / GB) if record.peak_memory_gib else None
         ),
         versions=record.versions,
         environment=plan.environment,

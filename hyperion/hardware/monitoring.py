@@ -20,6 +20,7 @@ from hyperion.hardware.cpu import read_cpu, system_text, usable_cpus
 from hyperion.hardware.device import Device
 from hyperion.hardware.telemetry import Reader, Telemetry, reader_for
 from hyperion.install.machine import AMD, DISPLAY_CLASSES
+from hyperion.units import GIB
 
 COLUMNS = (
     "time_s",
@@ -214,7 +215,7 @@ def summarize(device: Device, readings: Sequence[Reading], interval_s: float) ->
         len(readings),
         rate_error([one.time_s for one in readings], interval_s),
         statistics.mean(utilizations) if utilizations else None,
-        max(memory) / 2**30 if memory else None,
+        max(memory) / GIB if memory else None,
         max(temperatures, default=None),
         statistics.mean(powers) if powers else None,
         energy_of(readings),
@@ -249,7 +250,7 @@ def csv_rows(devices: Sequence[Device], readings: Sequence[Sequence[Reading]]) -
             "time_s": one.time_s - start,
             "device": f"{device.index}: {device.name}",
             "utilization_percent": one.utilization_percent,
-            "memory_gib": None if one.memory_bytes is None else one.memory_bytes / 2**30,
+            "memory_gib": None if one.memory_bytes is None else one.memory_bytes / GIB,
             **{name: getattr(one.telemetry, name) for name in COLUMNS[4:]},
         }
         for device, series in zip(devices, readings, strict=True)

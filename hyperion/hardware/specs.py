@@ -16,6 +16,7 @@ from pydantic import Field, StringConstraints
 from hyperion.errors import HyperionError
 from hyperion.forms import FieldError, read_form
 from hyperion.hardware.device import PATHS, Device
+from hyperion.units import GIB
 
 SPECS_FILE = Path(__file__).with_name("specs.toml")
 CPU_SPECS_FILE = Path(__file__).with_name("cpu_specs.toml")
@@ -401,7 +402,7 @@ def _difference(device: Device, entry: DeviceEntry) -> str | None:
         return f"architecture {device.arch}, expected {entry.arch}"
     if device.compute_units not in (entry.enumerated_units or [entry.compute_units]):
         return f"{device.compute_units} compute units, expected {entry.compute_units}"
-    memory_gib = device.memory_bytes / 2**30
+    memory_gib = device.memory_bytes / GIB
     if abs(memory_gib / entry.memory_gib - 1) > MEMORY_TOLERANCE:
         return f"{memory_gib:.1f} GiB of memory, expected {entry.memory_gib:g}"
     return None

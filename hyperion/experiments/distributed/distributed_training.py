@@ -13,6 +13,7 @@ import torch.distributed as dist
 from hyperion.chapter.context import Context, Experiment, Forecast, Report, Result
 from hyperion.chapter.rows import checked
 from hyperion.chapter.variants import RankOptions, merged, run_on_ranks
+from hyperion.data.text.tokenizer import GPT2_VOCABULARY
 from hyperion.errors import not_none
 from hyperion.models import flops_per_token, named_config
 from hyperion.processes import world
@@ -24,7 +25,6 @@ from hyperion.workloads.training_rows import NOT_TIMED, loss_curve, step_forecas
 from hyperion.workloads.workloads import ADAMW_BYTES_A_PARAMETER
 
 _NO_LIMIT = "no limit: loading is part of it; the steady step of chapter 2.8 has one"
-GPT2_VOCABULARY = 50257
 _FITS = "no limit: a model may fit what it is trained on exactly"
 
 

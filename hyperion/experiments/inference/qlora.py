@@ -22,6 +22,7 @@ from torch import nn
 from hyperion.chapter.context import Context, Experiment, Forecast, Options, Report, Result
 from hyperion.chapter.rows import checked
 from hyperion.data.batches import InstructionBatches
+from hyperion.data.text.tokenizer import GPT2_VOCABULARY
 from hyperion.experiments.inference import metrics
 from hyperion.experiments.inference.quality import clustered_mean
 from hyperion.experiments.inference.quantized_linears import (
@@ -56,7 +57,6 @@ METRICS = metrics.METRICS
 BASE = Nf4(double=True)
 _SMALLEST_8BIT, _BLOCK, _TABLE_BYTES = 4096, 256, 256 * 4  # in bitsandbytes: smaller tensors have float32 moments
 _CLUSTER = 5  # number of consecutive steps whose losses are treated as one sample, because they are correlated
-_GPT2_VOCABULARY = 50257
 
 
 class QloraOptions(Options):
@@ -262,4 +262,4 @@ def _parameter_sizes(recipe: LanguageRecipe) -> list[int]:
     """Return the number of elements of each parameter of a trained Llama whose head shares its weights with the embedding."""
     D, wide, key_width = recipe.width, recipe.mlp_width, recipe.width // recipe.heads * recipe.key_value_heads
     layer = [D * D, D * D, D * key_width, D * key_width, D * wide, D * wide, D * wide, D, D]
-    return [(recipe.vocabulary or _GPT2_VOCABULARY) * D, *recipe.layers * layer, D]
+    return [(recipe.vocabulary or GPT2_VOCABULARY) * D, *recipe.layers * layer, D]

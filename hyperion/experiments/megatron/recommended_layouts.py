@@ -15,6 +15,7 @@ from hyperion.models.llama import LlamaShape, llama_parameter_count
 from hyperion.parallel.megatron.layouts import MegatronLayout, rank_parameters
 from hyperion.parallel.megatron.planner import Batch, mixed_precision_bytes, smallest_layout, training_bytes, why_rejected
 from hyperion.results import Row
+from hyperion.units import GIB
 
 GUIDE, SMALLEST, POSSIBLE = "layout of the guide", "smallest layout", "layouts of the guide that are possible"
 
@@ -74,7 +75,7 @@ class RecommendedLayoutsOptions(Options):
                 where="option device of recommended_layouts",
                 next_step="choose the name of a device in hyperion/hardware/specs.toml",
             )
-        return found[0] * 2**30
+        return found[0] * GIB
 
 
 def forecast(context: Context) -> list[Forecast]:

@@ -25,6 +25,7 @@ from dataclasses import dataclass
 
 from hyperion.models.llama import LlamaShape
 from hyperion.parallel.megatron.layouts import MegatronLayout, rank_parameters
+from hyperion.units import GIB
 
 _PARAMETER_BYTES, _OPTIMIZER_BYTES = 2 + 4, 4 + 8
 
@@ -119,8 +120,8 @@ def why_rejected(shape: LlamaShape, layout: MegatronLayout, ranks: int, memory_b
     how = "with full recomputation" if batch.recompute else "without recomputation"
     alone = mixed_precision_bytes(shape, layout, ranks)
     return (
-        f"state and activations need {needed / 2**30:.1f} GiB {how}, which exceeds {memory_bytes / 2**30:g} GiB; the state alone "
-        f"needs {alone / 2**30:.1f} GiB"
+        f"state and activations need {needed / GIB:.1f} GiB {how}, which exceeds {memory_bytes / GIB:g} GiB; the state alone "
+        f"needs {alone / GIB:.1f} GiB"
     )
 
 
