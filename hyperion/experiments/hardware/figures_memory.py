@@ -1,5 +1,6 @@
 """Figures of memory: bandwidth by working set and by number format, copies between memories, and kernel-launch times."""
 
+import re
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -8,6 +9,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from hyperion.errors import not_none
+from hyperion.experiments.hardware.reasons import LAUNCHING
 from hyperion.figures.material import Material, byte_size, interval, measured, number, number_within, percent, select, values
 from hyperion.figures.style import (
     COLOURS,
@@ -25,8 +27,7 @@ from hyperion.figures.style import (
 from hyperion.results import Row
 
 _MOST_TICKS = 9
-_LAUNCHING = "no limit: mostly launching"
-_ELEMENT_BYTES = {"fp64": 8, "fp32": 4, "tf32": 4, "fp16": 2, "bf16": 2, "fp8": 1, "int8": 1}
+_BITS = re.compile(r"[0-9]+")
 
 
 def memory_levels(material: Material) -> Figure | None:
@@ -42,7 +43,7 @@ def memory_levels(material: Material) -> Figure | None:
         points = sorted(measured(select(rows, variant=name)), key=_working_set)
         style = look(name, position + 1)
         axes.errorbar([_working_set(p) for p in points], values(points), errors_of(points), label=name, **style)
-        launching = [p for p in points if p.limit_source.startswith(_LAUNCHING)]
+        launching = [p for p in points if p.limit_source.startswith(LAUNCHING)]
         hollow = style | {"markerfacecolor": "white", "linestyle": "none", "zorder": 4}
         axes.plot([_working_set(p) for p in launching], values(launching), **hollow)
     _limits(axes, rows, "device memory, limit")
@@ -53,7 +54,7 @@ def memory_levels(material: Material) -> Figure | None:
     _mark_capacities(axes, material.of("memory_levels", metric="cache_bytes"))
     axes.legend(loc="lower left", bbox_to_anchor=(0, 1.05), ncols=2, borderaxespad=0.2)
     notes = ["Hollow marks: launches take at least half of the time, so these points say nothing about caches."]
-    launching = any(row.limit_source.startswith(_LAUNCHING) for row in rows)
+    launching = any(row.limit_source.startswith(LAUNCHING) for row in rows)
     add_notes(figure, (notes if launching else []) + _reasons(rows, _working_set))
     return figure
 
@@ -152,9 +153,13 @@ def launch_cost(material: Material) -> Figure | None:
     return figure
 
 
-def element_bytes(dtype: str) -> int:
-    """Return the number of bytes in one element of a dtype. Every fp8 format has one byte."""
-    return _ELEMENT_BYTES[dtype.split("_")[0]]
+def element_bytes(dtype: str) -> float:
+    """Return the number of bytes in one stored element of a dtype.
+
+    The names of dtypes state the number of bits, for example bf16, tf32 and fp8_e4m3fn. `hyperion.measure.FORMATS`, which
+    contains the same sizes, imports torch.
+    """
+    return int(not_none(_BITS.search(dtype))[0]) / 8
 
 
 def add_share_axis(axes: Axes, limit: float) -> None:

@@ -10,6 +10,7 @@ import torch
 from hyperion.chapter.context import Context, Experiment, Forecast, Options, Report, Result
 from hyperion.chapter.efficiency import expected_repeated_stream
 from hyperion.chapter.rows import all_samples, bandwidth_limit, out_of_memory_reason, sample_frame, timed_row
+from hyperion.experiments.hardware.reasons import LAUNCHING
 from hyperion.hardware import Device
 from hyperion.measure import SWEEPS, CacheCapacity, CachePoint, cache_capacities, measure_cache_sweep, sweep_sizes
 from hyperion.results import Row
@@ -143,7 +144,7 @@ def _row(context: Context, point: CachePoint) -> Row:
     limit, source = _limit(context.device, point.working_set_bytes)
     if limit is None and point.launch_bound:
         launch, call = (1e6 * timing.estimate.value for timing in (point.launch, point.timing))
-        source = f"no limit: mostly launching (one element takes {launch:.2g} of these {call:.2g} us)"
+        source = f"{LAUNCHING} (one element takes {launch:.2g} of these {call:.2g} us)"
     return point_row(context, point.operation, point, limit=limit, limit_source=source)
 
 

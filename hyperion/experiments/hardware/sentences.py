@@ -7,10 +7,10 @@ from collections.abc import Iterable
 
 from hyperion.chapter.rows import maf_row
 from hyperion.errors import not_none
+from hyperion.experiments.hardware.reasons import LAUNCHING
 from hyperion.figures.material import byte_size, measured, number, select
 from hyperion.results import Row
 
-_LAUNCHING = "no limit: mostly launching"
 # Two rates agree if they differ by at most this fraction, which allows for different clocks and temperatures.
 _ALIKE = 0.03
 _SAME_BANDWIDTH = 0.1
@@ -112,7 +112,7 @@ def _levels(points: list[Row], name: str, capacity: float | None) -> str:
     if not inside:
         return f"{text}. No smaller working set was measured."
     best = max(inside, key=lambda row: not_none(row.value))
-    why = "launches" if best.limit_source.startswith(_LAUNCHING) else "the kernel, which has too little work at this size,"
+    why = "launches" if best.limit_source.startswith(LAUNCHING) else "the kernel, which has too little work at this size,"
     return (
         f"{text}. Within the caches it is {_rate(best)} at most, with {byte_size(_working_set(best))}. A cache is not slower "
         f"than the memory behind it, so {why} must be the limit there. This curve does not show the bandwidth of the caches."

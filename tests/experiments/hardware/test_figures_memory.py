@@ -5,9 +5,10 @@ import pandas as pd
 import pytest
 
 from hyperion.book.plots import draw
-from hyperion.experiments.hardware.figures_memory import launch_cost, memory_levels, stream_formats, transfers
+from hyperion.experiments.hardware.figures_memory import element_bytes, launch_cost, memory_levels, stream_formats, transfers
 from hyperion.figures.material import Material
 from hyperion.figures.style import styled
+from hyperion.measure import FORMATS
 from hyperion.results import Run
 from tests.book.made_up.levels import LIMITS
 from tests.book.made_up.run import GPU
@@ -21,6 +22,11 @@ def drawn(function, material):
 def texts(figure):
     found = [text.get_text() for axes in figure.axes for text in axes.texts]
     return " | ".join([*found, figure.get_supxlabel(), figure.get_suptitle()])
+
+
+def test_the_size_of_an_element_follows_from_the_name_of_each_format():
+    assert {name: element_bytes(name) for name in FORMATS} == {name: chosen.bytes for name, chosen in FORMATS.items()}
+    assert (element_bytes("fp8"), element_bytes("nf4")) == (1, 0.5)
 
 
 def recorded(folder, experiment, rows):
