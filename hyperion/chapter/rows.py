@@ -13,14 +13,14 @@ from hyperion.hardware import Device, gemm_path, lookup, peak
 from hyperion.measure import FORMATS, Ceilings, Collective, Timing, Verification, format_of
 from hyperion.measure.clock.timing import require_cache_label
 from hyperion.results import Estimate, Row, ratio_estimate
-from hyperion.results.rows import canonical_params, idle_rows
+from hyperion.results.rows import OUT_OF_MEMORY, canonical_params, idle_rows
 from hyperion.units import MIB
 
 # Basis of a forecast that needs the ceilings of chapter 1.1.
 NO_CEILINGS = "no estimate: this run has measured no ceilings (01_hardware_exploration)"
 # Minimum traffic of a call, as a multiple of the last-level cache size, for which the memory bandwidth is a limit. At most a
 # tenth of this traffic can stay in the cache.
-_CACHE_MULTIPLE = 10
+CACHE_MULTIPLE = 10
 
 
 def timed_columns(estimate: Estimate, timing: Timing, verification: Verification | None = None) -> dict:
@@ -128,10 +128,6 @@ def all_samples(frames: list[pd.DataFrame]) -> pd.DataFrame:
     return pd.concat(frames, ignore_index=True) if frames else pd.DataFrame()
 
 
-# Start of the `value_reason` of a row whose data did not fit into memory.
-OUT_OF_MEMORY = "out of memory: "
-
-
 def out_of_memory_reason(error: Exception) -> str:
     """Return the `value_reason` of a row whose data did not fit into memory. It starts with `OUT_OF_MEMORY`."""
     return OUT_OF_MEMORY + str(error).splitlines()[0]
@@ -159,7 +155,7 @@ def bandwidth_limit(device: Device, traffic_bytes: int) -> tuple[float | None, s
     if found.memory_bandwidth_limit_gb_s is None:
         return None, f"no limit: {found.memory_bandwidth_source}"
     cache = device.last_level_cache_bytes or 0
-    if traffic_bytes < _CACHE_MULTIPLE * cache:
+    if traffic_bytes < CACHE_MULTIPLE * cache:
         sizes = f"{traffic_bytes / MIB:.0f} MiB of traffic, {cache / MIB:.0f} MiB of last-level cache"
         return None, f"no limit: part of the output may stay in the cache ({sizes})"
     return found.memory_bandwidth_limit_gb_s, f"device memory: {found.memory_bandwidth_source}"

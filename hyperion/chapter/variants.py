@@ -17,6 +17,7 @@ from hyperion.errors import HyperionError
 from hyperion.processes import Job, JobError, report_progress, run_job, run_ranks, world
 from hyperion.processes.job import entry_of, load_entry
 from hyperion.results import Row
+from hyperion.results.rows import OUT_OF_MEMORY
 
 # Cores per process, and minimum and maximum number of processes. A new process spends more time starting Python and torch than
 # working, and the start occupies a whole core.
@@ -162,8 +163,6 @@ def run_side_by_side(context: Context, report: Report, function: Callable[..., R
 
 def _ran_out_of_memory(job: Future[Result]) -> bool:
     """Return True if a variant raised an out-of-memory error, or recorded one as the reason of a row without a value."""
-    from hyperion.chapter.rows import OUT_OF_MEMORY  # here, because it imports torch; see `device_count`
-
     error = job.exception()
     if error is not None:
         return isinstance(error, JobError) and error.what.startswith(OUT_OF_MEMORY)
@@ -251,7 +250,7 @@ def on_few_threads(context: Context, report: Report, function: str, params: dict
     """Limit PyTorch to `threads` CPU threads and call a function. Called by `run_side_by_side` in each new process.
 
     Raises:
-        HyperionError: the device's memory did not suffice. The message starts with `hyperion.chapter.rows.OUT_OF_MEMORY`.
+        HyperionError: the device's memory did not suffice. The message starts with `hyperion.results.rows.OUT_OF_MEMORY`.
     """
     import torch
 

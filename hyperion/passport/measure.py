@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 
 import hyperion
+from hyperion.chapter.rows import CACHE_MULTIPLE
 from hyperion.doctor import FloorReport, judge
 from hyperion.doctor.floors import measure_floor
 from hyperion.doctor.machine_rows import all_reduce_row, gemm_rows, launch_rows, stream_rows, transfer_rows, with_params
@@ -41,8 +42,6 @@ _LARGEST_GEMM, _SMALLEST_GEMM = 8192, 256
 _CALLS = 45
 _PROBES = 3
 _LARGEST_STREAM, _SMALLEST_STREAM = 1 << 30, 8 << 20
-# At most a tenth of a copy's traffic may stay in the last-level cache. Otherwise, the copy would measure the cache.
-_CACHE_MULTIPLE = 10
 _STREAM_DTYPES = ("fp32", "fp64", "fp16", "bf16")
 
 
@@ -288,7 +287,8 @@ def stream_bytes(device: Device, operation: str, dtype: str, limit_s: float) -> 
     The array is larger than the caches, or smaller if measuring such an array would take longer than `limit_s` seconds.
     """
     cache = device.last_level_cache_bytes or 0
-    array_bytes = max(_CACHE_MULTIPLE * cache // 2, _LARGEST_STREAM if device.kind != "cpu" else 64 << 20)
+    # A copy's traffic is twice the size of an array. If more of it stayed in the cache, the copy would measure the cache.
+    array_bytes = max(CACHE_MULTIPLE * cache // 2, _LARGEST_STREAM if device.kind != "cpu" else 64 << 20)
     array_bytes = min(array_bytes, device.memory_bytes // 16)
     while array_bytes > _SMALLEST_STREAM and _CALLS * _stream_s(device, operation, dtype, array_bytes) > limit_s:
         array_bytes //= 2

@@ -19,6 +19,8 @@ from hyperion.untrusted import parse_json
 SCHEMA_VERSION = 1
 # Prefix of `value_reason` if the value was measured and refused.
 UNEXPECTED = "unexpected: "
+# Prefix of `value_reason` if the data did not fit into memory.
+OUT_OF_MEMORY = "out of memory: "
 
 
 class RowError(HyperionError):

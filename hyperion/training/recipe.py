@@ -25,7 +25,7 @@ from hyperion.parallel import is_sharded
 TRAINING_DTYPES = ("fp32", "tf32", "bf16", "fp16")
 FP8 = "fp8"
 # fp8 is used only in the linear layers that hyperion.training.float8 replaces. All other layers then compute in bf16.
-_AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16, FP8: torch.bfloat16}
+AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16, FP8: torch.bfloat16}
 _NUMPY_WORDS = 624  # size of the state of the Mersenne twister
 
 
@@ -161,14 +161,14 @@ class Precision:
         the process; restoring it allows engines with different precisions to alternate in one process.
         """
         # With a 16-bit format almost no matrix product is float32, so the setting is not changed.
-        return contextlib.nullcontext() if self.dtype in _AUTOCAST else matmul_precision(FORMATS[self.dtype])
+        return contextlib.nullcontext() if self.dtype in AUTOCAST else matmul_precision(FORMATS[self.dtype])
 
     @contextlib.contextmanager
     def autocast(self, device: Device) -> Iterator[None]:
         """Context manager that applies this format's autocast to a forward pass."""
         where = torch.device(device.torch_device).type
-        dtype = _AUTOCAST.get(self.dtype, torch.bfloat16)
-        with self.products(), torch.autocast(where, dtype, enabled=self.dtype in _AUTOCAST):
+        dtype = AUTOCAST.get(self.dtype, torch.bfloat16)
+        with self.products(), torch.autocast(where, dtype, enabled=self.dtype in AUTOCAST):
             yield
 
     def loss_scaler(self, device: Device) -> "LossScaler":

@@ -15,7 +15,7 @@ from hyperion.chapter.context import Context
 from hyperion.checkpoints import agreed, on_rank_0
 from hyperion.data.batches import InstructionBatches, LanguageBatches, ResumableBatches, evaluation_windows
 from hyperion.data.images.device_images import ImageBatches
-from hyperion.data.images.imageset import channel_statistics
+from hyperion.data.images.imageset import CLASS_COUNT, channel_statistics
 from hyperion.errors import HyperionError
 from hyperion.models import LlamaLM, TransformerLM, named_config, resnet18
 from hyperion.parallel import ParallelPlan, parallelize
@@ -38,7 +38,6 @@ from hyperion.workloads.fine_tuning import base_model, fine_tuning_data, frozen_
 Task = Literal["language", "images", "llama"]
 Strategy = Literal["single", "ddp", "fsdp"]
 TASKS = ("language", "images", "llama")
-CLASSES = 10
 _HELD_OUT = 10  # one in this many training images is held out for evaluation
 T = TypeVar("T")
 
@@ -218,7 +217,7 @@ def _images(context: Context, recipe: Recipe) -> Training:
         rank=here.rank,
         ranks=here.size,
     )
-    model, precision = resnet18(CLASSES, recipe.width), choose_precision(device, recipe.precision)
+    model, precision = resnet18(CLASS_COUNT, recipe.width), choose_precision(device, recipe.precision)
     model = model.to(device.torch_device)
     model = parallelize(model, _plan(recipe, precision), here)
     optimizer = sgd_nesterov(model, recipe.learning_rate, recipe.weight_decay)

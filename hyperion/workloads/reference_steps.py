@@ -39,6 +39,7 @@ from hyperion.models import REFERENCE_MODELS, ReferenceModel, TransformerLM, nam
 from hyperion.models.reference import Encoder, ResNet50, VisionTransformer
 from hyperion.results import Row
 from hyperion.training import adamw, choose_precision, sgd_nesterov
+from hyperion.training.recipe import AUTOCAST
 from hyperion.units import GIB
 from hyperion.workloads.training_rows import flops_floor, speed_rows
 from hyperion.workloads.workloads import ADAMW_BYTES_A_PARAMETER, SGD_BYTES_A_PARAMETER
@@ -59,7 +60,7 @@ _KERNEL_OPERATORS = 0.5
 # Batch size at which the operators of a step are counted. The count is the same for every batch size above 1. At batch size 1,
 # PyTorch transposes fewer tensors.
 _MANY = 32
-_AUTOCAST = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+_CAPTURED_DTYPES = ("fp32", "bf16", "fp16")
 
 
 @dataclass(frozen=True)
@@ -406,11 +407,11 @@ def captured_step(name: str, batch: int, dtype: str) -> tuple[Call, ...]:
     Raises:
         HyperionError: there is no model with this name, or the dtype is not supported.
     """
-    if dtype not in _AUTOCAST:
+    if dtype not in _CAPTURED_DTYPES:
         raise HyperionError(
             f"a step cannot be captured in {dtype}",
             where=f"captured_step of {name}",
-            next_step=f"use one of {', '.join(_AUTOCAST)}",
+            next_step=f"use one of {', '.join(_CAPTURED_DTYPES)}",
         )
     if name in REFERENCE_MODELS:
         return tuple(_reference_step(reference_model(name), batch, dtype))
@@ -452,4 +453,4 @@ def _language_step(name: str, batch: int, dtype: str) -> list[Call]:
 
 def _autocast(dtype: str) -> contextlib.AbstractContextManager:
     # The device type is "cpu" because tensors without memory count as CPU tensors, even if the step is for another device.
-    return torch.autocast("cpu", _AUTOCAST[dtype], enabled=dtype != "fp32")
+    return torch.autocast("cpu", AUTOCAST.get(dtype), enabled=dtype in AUTOCAST)

@@ -37,6 +37,7 @@ from hyperion.chapter.context import Context, Table
 from hyperion.chapter.profiles import load_profile
 from hyperion.data import IGNORE_INDEX, DataError, TextCorpus, Tokenizer, load_wikitext2, read_tokenizer, unigram_baseline
 from hyperion.data.batches import LanguageBatches, evaluation_windows
+from hyperion.data.images.imageset import CLASS_COUNT
 from hyperion.data.prepare.catalog import data_identity
 from hyperion.data.prepare.verify import DataFinding, quarantine
 from hyperion.data.store.folders import FILE_NAME, processed_root, read_manifest, staged, write_manifest
@@ -47,7 +48,7 @@ from hyperion.hardware import Device
 from hyperion.models import LlamaLM, parameter_count, resnet18
 from hyperion.training import LanguageEngine, TrainingPlan, WarmupCosine, adamw, choose_precision, seed_everything, train
 from hyperion.workloads import datasets
-from hyperion.workloads.recipes import CLASSES, Recipe, set_up
+from hyperion.workloads.recipes import Recipe, set_up
 
 LANGUAGE, CLASSIFIER = "language", "classifier"
 WEIGHTS, HELD_OUT, CONFIG = "model.safetensors", "held_out.safetensors", "config.json"
@@ -442,7 +443,7 @@ def _train_classifier(context: Context, name: str, recipe: ClassifierRecipe, wor
         "architectures": ["ResNet18"],
         "model_type": "hyperion_resnet18",
         "width": recipe.width,
-        "num_classes": CLASSES,
+        "num_classes": CLASS_COUNT,
         "image_mean": list(mean),
         "image_std": list(deviation),
     }
@@ -452,7 +453,7 @@ def _train_classifier(context: Context, name: str, recipe: ClassifierRecipe, wor
         "targets": torch.from_numpy(np.array(arrays["test_labels"][: recipe.held_out_images]).astype(np.int32)),
         "calibration": torch.from_numpy(np.array(arrays["train_images"][:_CALIBRATION])),
     }
-    facts = {"baseline_loss": math.log(CLASSES), "baseline": "equal probabilities"}
+    facts = {"baseline_loss": math.log(CLASS_COUNT), "baseline": "equal probabilities"}
     _store(work, CLASSIFIER, name, training.source, tensors, context.device, determines, facts | trained)
 
 

@@ -19,6 +19,7 @@ from hyperion.chapter.context import Context
 from hyperion.data import channel_statistics
 from hyperion.data.batches import LanguageBatches
 from hyperion.data.images.device_images import ImageBatches
+from hyperion.data.images.imageset import CLASS_COUNT
 from hyperion.errors import not_none
 from hyperion.hardware import Device
 from hyperion.models import (
@@ -53,8 +54,10 @@ from hyperion.training.memory_estimate import MemoryEstimate, estimate_memory, f
 from hyperion.workloads import datasets
 
 KINDS = ("language", "image")
-CLASSES = 10
 SIXTEEN_BIT = ("bf16", "fp16")
+# Number of steps before the memory of a step is measured. The first step allocates the state of the optimizer and the workspaces
+# of libraries such as cuBLAS.
+WARM_UP_STEPS = 2
 NO_VOCABULARY = "no estimate: this run has not counted the vocabulary (01_dataset_preparation)"
 # Bytes that a step moves per logit. The logit is written in 16 or 32 bits and read for the softmax. Its gradient is written once
 # and read twice.
@@ -249,7 +252,7 @@ def _language(sizes: LanguageSizes) -> Workload:
 
 def _image(sizes: ImageSizes) -> Workload:
     width, batch = sizes.width, sizes.batch_size
-    model, flops = resnet18(CLASSES, width), flops_per_image(CLASSES, width)
+    model, flops = resnet18(CLASS_COUNT, width), flops_per_image(CLASS_COUNT, width)
     # FLOPs of the stem per image: a 3x3 convolution from 3 channels to `width` at the full resolution, 2 FLOPs per
     # multiply-add.
     parameters, stem = parameter_count(model), 2 * 9 * 3 * width * IMAGE_SIZE**2
@@ -261,8 +264,8 @@ def _image(sizes: ImageSizes) -> Workload:
         flops=flops,
         least_flops=flops.forward_backward,
         # The classifier has 8 * width inputs, the channels of the last stage.
-        block_flops=flops.forward - stem - 2 * 8 * width * CLASSES,
-        build=lambda: resnet18(CLASSES, width),
+        block_flops=flops.forward - stem - 2 * 8 * width * CLASS_COUNT,
+        build=lambda: resnet18(CLASS_COUNT, width),
         sizes=sizes,
         parameters=parameters,
         moments=1,
@@ -424,7 +427,7 @@ def random_batch(work: Workload, device: Device, seed: int) -> Batch:
         inputs, targets = (torch.randint(vocabulary, shape, generator=generator) for _ in range(2))
     else:
         inputs = torch.randn(count, 3, IMAGE_SIZE, IMAGE_SIZE, generator=generator)
-        targets = torch.randint(CLASSES, (count,), generator=generator)
+        targets = torch.randint(CLASS_COUNT, (count,), generator=generator)
     return inputs.to(device.torch_device), targets.to(device.torch_device)
 
 

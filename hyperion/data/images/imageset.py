@@ -129,7 +129,7 @@ def check_labels(labels: np.ndarray, image_count: int, class_count: int, where: 
         )
 
 
-CLASS_COUNT = 10
+CLASS_COUNT = 10  # as in CIFAR-10
 PERIOD_PIXELS = (5.0, 8.0)
 NOISE_LEVELS = 12.0  # standard deviation of the noise, for pixel values from 0 to 255
 CHUNK = 2048

@@ -20,6 +20,7 @@ from torch import nn
 from hyperion.chapter.context import Context, Experiment, Forecast, Options, Report, Result
 from hyperion.data import ImageSet, PreparedImages, channel_statistics
 from hyperion.data.images.device_images import ImageBatches
+from hyperion.data.images.imageset import CLASS_COUNT
 from hyperion.measure import FORMATS
 from hyperion.measure.clock.timing import MINIMUM_SAMPLES
 from hyperion.measure.steps.compilation import missing_compiler
@@ -40,7 +41,7 @@ from hyperion.training import (
 from hyperion.workloads import datasets
 from hyperion.workloads.training_rows import epoch_rows, loss_curve, part_report, seed_statistics, steady_rows, step_forecasts
 from hyperion.workloads.twins import captured_parity
-from hyperion.workloads.workloads import CLASSES, SGD_BYTES_A_PARAMETER
+from hyperion.workloads.workloads import SGD_BYTES_A_PARAMETER
 
 # Number of activations per image and per unit of width. ResNet-18 has 20 convolutions (1 in the stem, 16 in the blocks, 3 in the
 # shortcuts), five at each of four image sizes.
@@ -136,12 +137,12 @@ def forecast(context: Context) -> list[Forecast]:
     """Predict the throughput of a training step after warm-up."""
     options = ImageClassifierOptions.of(context)
     width, batch = options.width, options.batch_size
-    model, dtype = resnet18(CLASSES, width), choose_precision(context.device, options.precision).dtype
+    model, dtype = resnet18(CLASS_COUNT, width), choose_precision(context.device, options.precision).dtype
     traffic: dict[str, float] = {
         "optimizer": SGD_BYTES_A_PARAMETER * parameter_count(model),
         "activations": batch * width * _ACTIVATIONS_PER_WIDTH * _PASSES * FORMATS[dtype].bytes,
     }
-    return step_forecasts(context, model.name, dtype, "image", batch, flops_per_image(CLASSES, width), traffic)
+    return step_forecasts(context, model.name, dtype, "image", batch, flops_per_image(CLASS_COUNT, width), traffic)
 
 
 def run(context: Context, report: Report) -> Result:
@@ -251,7 +252,7 @@ class _Data:
         """Return a new training engine. If `fast` is True, compile the model where possible and run the step as a CUDA graph."""
         options, device = self.options, self.context.device
         with torch.device(device.torch_device):  # on a GPU, drawing the initial weights is faster
-            model = resnet18(CLASSES, options.width)
+            model = resnet18(CLASS_COUNT, options.width)
         if fast and not self.why_not_compiled:
             compile_training(model, options=compile_options(device))
         total = options.epochs * steps_per_epoch
@@ -384,7 +385,7 @@ def _rows(data: _Data, run: TrainedImages, engine: ImageEngine, batches: ImageBa
         params = {"what": "the step, warmed up and recorded as a graph", "compiled": not data.why_not_compiled}
         columns = {"dtype": run.dtype, "params": params, "data_source": source}
         rows.append(context.row(run.name, "compile_time_s", engine.capture_time_s, **columns))
-    flops = flops_per_image(CLASSES, options.width)
+    flops = flops_per_image(CLASS_COUNT, options.width)
     steady, samples = steady_rows(
         context,
         run.name,

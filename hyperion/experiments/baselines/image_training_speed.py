@@ -19,6 +19,7 @@ from hyperion.chapter.context import Context, Experiment, Forecast, Options, Rep
 from hyperion.chapter.rows import out_of_memory_reason, timed_row
 from hyperion.data import ImageSet, PreparedImages, channel_statistics
 from hyperion.data.images.device_images import ImageBatches
+from hyperion.data.images.imageset import CLASS_COUNT
 from hyperion.errors import not_none
 from hyperion.experiments.baselines.plain_loops import (
     CAPTURED,
@@ -41,7 +42,7 @@ from hyperion.training.captured import why_not_captured
 from hyperion.workloads import datasets
 from hyperion.workloads.training_rows import memory_released, rate_forecast
 from hyperion.workloads.twins import agreements, train_twins, twin_format
-from hyperion.workloads.workloads import CLASSES, ImageSizes, Workload, workload
+from hyperion.workloads.workloads import ImageSizes, Workload, workload
 
 OF_PRODUCTS = "of its products alone"
 UNCOMPILED = "plain, not compiled"
@@ -178,7 +179,7 @@ class _Pair:
             )
 
         seed_everything(context.seed)
-        model = resnet18(CLASSES, options.width)
+        model = resnet18(CLASS_COUNT, options.width)
         other, published = plain_model(options.width)
         copy_weights(model, other)
         # An untrained copy of the weights, from which each new plain loop starts.

@@ -20,6 +20,7 @@ from hyperion import compat
 from hyperion.chapter.context import Context
 from hyperion.chapter.rows import sample_frame, speedup_row
 from hyperion.data.images.device_images import require_form
+from hyperion.data.images.imageset import CLASS_COUNT
 from hyperion.hardware import Device
 from hyperion.kernels.token_loss import padded_classes, token_loss
 from hyperion.measure import Timing
@@ -29,7 +30,7 @@ from hyperion.results import Row
 from hyperion.training import Precision, adamw
 from hyperion.training.captured import WARM_UP_STEPS, restored
 from hyperion.workloads.training_rows import NO_SPEEDUP_LIMIT, speed_rows
-from hyperion.workloads.workloads import CLASSES, Workload
+from hyperion.workloads.workloads import Workload
 
 OURS, PLAIN, CAPTURED = "hyperion", "plain", "plain, captured"
 _MOMENTUM, _PADDING = 0.9, 4
@@ -46,11 +47,11 @@ def plain_model(width: int) -> tuple[nn.Module, str]:
         HyperionError: torchvision is needed but cannot be imported.
     """
     if width != _PUBLISHED_WIDTH:
-        return resnet18(CLASSES, width), "hyperion"
+        return resnet18(CLASS_COUNT, width), "hyperion"
     compat.import_torchvision()
     from torchvision.models import resnet18 as published
 
-    model = published(num_classes=CLASSES)
+    model = published(num_classes=CLASS_COUNT)
     # The CIFAR stem: images of 32 x 32 pixels are too small for a 7 x 7 convolution with stride 2 and a pooling layer.
     model.conv1 = nn.Conv2d(3, width, kernel_size=3, stride=1, padding=1, bias=False)
     model.maxpool = nn.Identity()  # pyright: ignore[reportAttributeAccessIssue] declared as MaxPool2d

@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hyperion.chapter.rows import sample_frame
+from hyperion.data.images.imageset import CLASS_COUNT
 from hyperion.errors import not_none
 from hyperion.hardware import Device
 from hyperion.kernels.token_loss import padded_classes
@@ -27,7 +28,7 @@ from hyperion.models.resnet import IMAGE_SIZE, block_shapes
 from hyperion.parallel import convolution_memory_format
 from hyperion.results.statistics import Estimate, estimates_of_medians
 from hyperion.training import Precision
-from hyperion.workloads.workloads import CLASSES, ImageSizes, Workload
+from hyperion.workloads.workloads import ImageSizes, Workload
 
 Call = Callable[[], object]
 
@@ -156,7 +157,7 @@ def image_products(width: int, batch: int) -> list[ProductAlone]:
     ]
     ways = ("forward", "of input", "of weight")
     return convolutions + [
-        ProductAlone("classifier", f"classifier, {way}", 1, partial(_linear, batch, 8 * width, CLASSES, way)) for way in ways
+        ProductAlone("classifier", f"classifier, {way}", 1, partial(_linear, batch, 8 * width, CLASS_COUNT, way)) for way in ways
     ]
 
 

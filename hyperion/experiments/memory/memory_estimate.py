@@ -25,11 +25,19 @@ from hyperion.parallel.parallelize import NONE, ParallelPlan
 from hyperion.results import Row
 from hyperion.training.memory_estimate import largest_batch
 from hyperion.units import GIB
-from hyperion.workloads.workloads import BASIS, ImageSizes, LanguageSizes, Workload, build_step, estimate_step, workload
+from hyperion.workloads.workloads import (
+    BASIS,
+    WARM_UP_STEPS,
+    ImageSizes,
+    LanguageSizes,
+    Workload,
+    build_step,
+    estimate_step,
+    workload,
+)
 
 PARTS = ("parameters", "optimizer state", GRADIENTS, ACTIVATIONS)
 LARGEST_BATCH = "largest batch that fits"
-WARM_UP_STEPS = 2  # the first step allocates the state of the optimizer and the workspaces of libraries such as cuBLAS
 _NO_LIMIT = "no limit: the row is compared with the estimate of the same step"
 _TOO_LARGE = 1.25  # a batch this many times as large as the predicted largest batch must not fit
 

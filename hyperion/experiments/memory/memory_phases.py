@@ -19,6 +19,7 @@ from hyperion.units import GIB
 from hyperion.workloads.workloads import (
     BASIS,
     KINDS,
+    WARM_UP_STEPS,
     Batch,
     ImageSizes,
     LanguageSizes,
@@ -29,7 +30,6 @@ from hyperion.workloads.workloads import (
 )
 
 PHASES = ("before forward", "after forward", "after backward", "after step")
-WARM_UP_STEPS = 2  # the first step allocates the state of the optimizer
 
 
 class MemoryPhasesOptions(Options):

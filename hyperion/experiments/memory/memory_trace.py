@@ -25,11 +25,10 @@ from hyperion.parallel import ParallelPlan
 from hyperion.results import Row
 from hyperion.training import TorchEngine, choose_precision
 from hyperion.units import GIB
-from hyperion.workloads.workloads import BASIS, Batch, LanguageSizes, Workload, build_step, estimate_step, workload
+from hyperion.workloads.workloads import BASIS, WARM_UP_STEPS, Batch, LanguageSizes, Workload, build_step, estimate_step, workload
 
 TRACE, SNAPSHOT, TIMELINE = "step_trace.json.gz", "memory_snapshot.pickle", "memory_timeline.json"
 KERNELS = "kernels.csv"
-WARM_UP_STEPS = 2  # the first step allocates the state of the optimizer
 _TRACED_STEPS = 3
 _TOP_KERNELS, _POINTS, _NAME_LENGTH = 10, 400, 90
 

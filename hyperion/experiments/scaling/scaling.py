@@ -21,6 +21,7 @@ from pydantic import ConfigDict
 from hyperion.chapter.context import Context, Experiment, Forecast, Report, Result
 from hyperion.chapter.rows import out_of_memory_reason
 from hyperion.chapter.variants import RankOptions, merged, run_on_ranks
+from hyperion.data.images.imageset import CLASS_COUNT
 from hyperion.hardware import Device
 from hyperion.hardware.cpu import read_cpu
 from hyperion.measure.clock.timing import device_clock
@@ -60,7 +61,6 @@ from hyperion.training.lora import ATTENTION
 from hyperion.workloads.fine_tuning import ALPHA, RANK, frozen_dtype
 from hyperion.workloads.training_rows import flops_floor
 from hyperion.workloads.twins import SCATTER_FP32
-from hyperion.workloads.workloads import CLASSES
 
 # Weak scaling: the batch per device is constant. Strong scaling: the total batch is constant.
 MODES = ("weak", "strong")
@@ -219,8 +219,8 @@ def _best_busbw(context: Context) -> float | None:
 def _flops_and_bytes(training: ScaledTraining, ranks: int, dtype: str) -> tuple[float, float]:
     """Return (FLOPs per token or image, bytes that each rank sends in a step)."""
     if training.item == "image":
-        flops = flops_per_image(CLASSES, training.width).forward_backward
-        parameters = reduced = parameter_count(resnet18(CLASSES, training.width))
+        flops = flops_per_image(CLASS_COUNT, training.width).forward_backward
+        parameters = reduced = parameter_count(resnet18(CLASS_COUNT, training.width))
     elif training.lora:
         config = random_llama_shape(training.model, training.vocabulary)
         flops = llama_flops_per_token(config, training.sequence_length, RANK, ATTENTION).forward_backward
@@ -572,10 +572,10 @@ def _engine(
     plan = ParallelPlan(strategy=strategy, param_dtype="bf16" if sixteen_bit else None)
     rate = options.learning_rate
     if training.item == "image":
-        model = parallelize(resnet18(CLASSES, training.width).to(device.torch_device), plan, here)
+        model = parallelize(resnet18(CLASS_COUNT, training.width).to(device.torch_device), plan, here)
         optimizer = sgd_nesterov(model, rate)
         engine = ImageEngine(model, optimizer, lambda step: rate, precision, device, micro_batches=micro_batches, world=here)
-        return engine, float(flops_per_image(CLASSES, training.width).forward_backward)
+        return engine, float(flops_per_image(CLASS_COUNT, training.width).forward_backward)
     if training.lora:
         model, flops = lora_model(
             training.model, training.vocabulary, training.sequence_length // 2, device, frozen_dtype(precision)
@@ -601,7 +601,7 @@ def _batch(
     device = context.device.torch_device
     if training.item == "image":
         images = torch.randn(count, 3, IMAGE_SIZE, IMAGE_SIZE, generator=generator)
-        labels = torch.randint(CLASSES, (count,), generator=generator)
+        labels = torch.randint(CLASS_COUNT, (count,), generator=generator)
         return images.chunk(here.size)[here.rank].to(device), labels.chunk(here.size)[here.rank].to(device)
     tokens = torch.randint(training.vocabulary, (count, length + 1), generator=generator)
     own = tokens.chunk(here.size)[here.rank].to(device)

@@ -16,6 +16,7 @@ from hyperion.measure import FORMATS, NoMemoryCap, PeakMemory, PeakMemoryRegion,
 from hyperion.measure.clock.timing import MINIMUM_SAMPLES
 from hyperion.models import ReferenceModel, reference_model
 from hyperion.results import Row, independent_ratio_estimate
+from hyperion.results.rows import OUT_OF_MEMORY
 from hyperion.training import choose_precision
 from hyperion.units import GIB, MIB
 from hyperion.workloads.reference_steps import (
@@ -224,7 +225,7 @@ class _Sweep:
                 refusal = allocator_refusal(error, device)
                 if refusal is None:
                     raise
-                self._row("samples_per_s", None, step_params(batch), value_reason=f"out of memory: {refusal}")
+                self._row("samples_per_s", None, step_params(batch), value_reason=OUT_OF_MEMORY + refusal)
                 break
             rows, frame = step_rows(self.context, self.model, batch, self.dtype, timing, learned)
             self.rows += rows
@@ -327,5 +328,5 @@ class _Sweep:
             refusal = allocator_refusal(error, device)
             if refusal is None:
                 raise
-            return PeakMemory(region.peak.metric, None, f"out of memory: {refusal}")
+            return PeakMemory(region.peak.metric, None, OUT_OF_MEMORY + refusal)
         return region.peak

@@ -22,6 +22,7 @@ from hyperion.measure.clock.timing import MINIMUM_SAMPLES
 from hyperion.measure.steps.compilation import measure_first_calls, missing_compiler, probe_vector_instructions
 from hyperion.models import ReferenceModel, parameter_count, reference_model
 from hyperion.results import Row
+from hyperion.results.rows import OUT_OF_MEMORY
 from hyperion.units import GIB
 from hyperion.workloads.reference_steps import (
     EAGER,
@@ -198,7 +199,7 @@ class _Bench:
             refusal = allocator_refusal(error, self.device)
             if refusal is None:
                 raise
-            self.rows.append(_absent(self.context, self.options, cell, f"out of memory: {refusal}"))
+            self.rows.append(_absent(self.context, self.options, cell, OUT_OF_MEMORY + refusal))
 
     def _measure(self, cell: StepCell) -> None:
         context, options, model, variant = self.context, self.options, cell.model, cell.variant

@@ -23,6 +23,7 @@ from hyperion.measure.clock.verify import FORMATS, Verification, matmul_precisio
 from hyperion.measure.products.dispatch import Call, Product, dispatched, products_of
 from hyperion.measure.products.gemm import Gemm, RefusedProduct, blas_backend, made_up
 from hyperion.results import Estimate
+from hyperion.results.rows import OUT_OF_MEMORY
 
 # Names of operators that multiply matrices. `upsample_bilinear2d` is excluded, because it contains "linear" but interpolates.
 _MULTIPLIES = re.compile(
@@ -234,7 +235,7 @@ def _timed(product: Product, device: Device, time_limit_s: float) -> TimedProduc
         subject = Gemm(*size) if product.batch == 1 else BatchedGemm(product.batch, *size)
         timing, verification = subject.measure(time_limit_s=time_limit_s)
     except torch.OutOfMemoryError as error:
-        return f"out of memory: {str(error).splitlines()[0]}"
+        return f"{OUT_OF_MEMORY}{str(error).splitlines()[0]}"
     except RefusedProduct as error:
         return f"refused: {error.what}"
     if not verification.passed:
