@@ -38,11 +38,6 @@ def mutation_score(check: Callable[[Subject], bool], clean: Subject, mutants: Ma
     )
 
 
-def solved(score: pd.DataFrame) -> bool:
-    """Return True if the check gave the right answer for every object."""
-    return bool(score["right"].all())
-
-
 @dataclass(frozen=True)
 class Question:
     """Exercise question whose answer is a number. The notebook contains the question, but not the answer.

@@ -511,9 +511,3 @@ class Ceilings:
         """Arithmetic intensity in FLOP per byte above which an operation is compute-bound. None if the bandwidth is unknown."""
         # 10¹² FLOP/s divided by 10⁹ bytes/s is 10³ FLOP per byte.
         return self.tflops * 1e3 / self.bandwidth_gb_s if self.bandwidth_gb_s else None
-
-    def least_time_s(self, flops: float, traffic_bytes: float) -> float:
-        """Return the larger of arithmetic time and memory time in seconds, or the arithmetic time if the bandwidth is unknown."""
-        arithmetic = flops / (self.tflops * 1e12)
-        traffic = traffic_bytes / (self.bandwidth_gb_s * 1e9) if self.bandwidth_gb_s else 0.0
-        return max(arithmetic, traffic)

@@ -39,8 +39,6 @@ _LARGEST_BYTES = 4 << 20
 # Calls whose arguments are messages for people. Strings in `raise` statements are not searched either.
 _PROSE_CALLS = {"print", "warn", "warning", "info", "debug", "error", "exception", "critical", "log", "write", "fail", "skip"}
 _PROSE_ARGUMENTS = {"help", "description", "epilog", "reason", "message", "msg", "title", "label"}
-# Code that Pygments classifies as comments.
-_NO_COMMENTS = (Comment.Preproc, Comment.PreprocFile, Comment.Hashbang)
 _LONGEST_LINE = 2000  # longer lines are generated code; some patterns take time quadratic in the length
 _CUDA_SOURCE = re.compile(r"__global__|__device__|^\s*#\s*include\s*[<\"]", re.MULTILINE)
 _BUILD_PROSE = re.compile(r"^\s*@?(?:echo|printf)\b(?![^\n]*>>?\s*\S).*|\bmessage\s*\(.*|^\s*-?\s*name:.*", re.IGNORECASE)

@@ -20,7 +20,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hyperion.errors import HyperionError
@@ -141,12 +140,6 @@ def quantized(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     scale = (x.detach().abs().amax().float() / largest).clamp(min=torch.finfo(torch.float32).tiny)
     # After the division a value can exceed the largest value of the format by rounding. In e4m3 it would become NaN.
     return (x.float() / scale).clamp(-largest, largest).to(dtype).contiguous(), scale
-
-
-def reference_product(x_MK: Tensor, w_NK: Tensor, x_dtype: torch.dtype, w_dtype: torch.dtype) -> Tensor:
-    """Return x·wᵀ in float64, computed from the same quantized operands as Float8Product."""
-    (x8, x_scale), (w8, w_scale) = quantized(x_MK, x_dtype), quantized(w_NK, w_dtype)
-    return F.linear(x8.double() * x_scale.double(), w8.double() * w_scale.double())
 
 
 def _column_major(x8_RC: Tensor) -> Tensor:

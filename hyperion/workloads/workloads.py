@@ -167,13 +167,6 @@ class Workload:
         """Bytes of the weights and the optimizer moments, which exist throughout training."""
         return _FLOAT32 * self.parameters * (1 + self.moments)
 
-    @property
-    def batch_bytes(self) -> int:
-        """Bytes of one batch: int64 inputs and targets, or float32 images and int64 labels."""
-        if self.config is None:
-            return self.sizes.batch_size * (_FLOAT32 * 3 * IMAGE_SIZE**2 + 8)
-        return 2 * 8 * self.items
-
     def traffic(self, dtype: str) -> dict[str, float]:
         """Return `step_bytes` for a step in this number format. In 16-bit formats, activations take half of the bytes."""
         half = 0.5 if dtype in SIXTEEN_BIT else 1.0

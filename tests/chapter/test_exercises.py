@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from hyperion.chapter.exercises import Question, judge_leak_check, judge_timer, solved
+from hyperion.chapter.exercises import Question, judge_leak_check, judge_timer
+from tests.exercise_scores import solved
 
 
 def test_timer_as_given_is_marked_wrong_and_a_sound_one_right():

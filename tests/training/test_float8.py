@@ -10,7 +10,7 @@ from hyperion.errors import HyperionError
 from hyperion.hardware import detect_cpu
 from hyperion.models import TransformerConfig, TransformerLM
 from hyperion.training import choose_precision
-from hyperion.training.float8 import FNUZ, OCP, Float8Linear, float8_formats, quantized, reference_product, to_float8
+from hyperion.training.float8 import FNUZ, OCP, Float8Linear, float8_formats, quantized, to_float8
 
 CPU = replace(detect_cpu(), isa=("avx2",))
 
@@ -42,6 +42,12 @@ def test_zeros_stay_zeros_and_what_is_infinite_shows():
     for bad in (float("inf"), float("nan")):
         x8, scale = quantized(torch.full((16, 16), bad), OCP.gradient)
         assert not torch.isfinite(x8.float() * scale).any()
+
+
+def reference_product(x, w, x_dtype, w_dtype):
+    """Return x·wᵀ in float64, computed from the same quantized operands as Float8Product."""
+    (x8, x_scale), (w8, w_scale) = quantized(x, x_dtype), quantized(w, w_dtype)
+    return torch.nn.functional.linear(x8.double() * x_scale.double(), w8.double() * w_scale.double())
 
 
 def test_all_three_products_are_those_of_the_quantised_operands():

@@ -119,34 +119,6 @@ class EchoLanguage:
         given = -(repeated * np.log(repeated) + surprise.sum() - surprise)
         return float(q @ given)
 
-    def entropy_rate_nats_per_unit(self) -> float:
-        """Return the entropy rate per unit. A line consists of 15 words and a newline, whose entropy is 0."""
-        return self.entropy_rate_nats_per_word() * LINE_WORDS / LINE_UNITS
-
-    def unigram_entropy_nats_per_word(self) -> float:
-        """Return H(q), the entropy of a word if no previous text is known."""
-        q = self.probabilities
-        return float(-(q * np.log(q)).sum())
-
-    def ngram_entropy_nats_per_unit(self, order: int) -> float:
-        """Return the entropy of a unit given the previous order - 1 units.
-
-        Let k = order - 1. At k of the 16 positions in a line, the previous k units contain a newline, so the position of the
-        next unit is known. At the other 16 - k positions, the next unit is the newline with probability 1 / (16 - k).
-
-        Args:
-            order: order of the n-gram, from 1 (unigram) to 16.
-        """
-        if not 1 <= order <= LINE_UNITS:
-            raise ValueError(f"order {order} is not in 1 .. {LINE_UNITS}")
-        history = order - 1
-        unknown = LINE_UNITS - history
-        newline = 1 / unknown
-        # Binary entropy of "is the next unit the newline?". It is 0 if the position is known.
-        position = -newline * np.log(newline) - (0.0 if unknown == 1 else (1 - newline) * np.log1p(-newline))
-        words = self.unigram_entropy_nats_per_word() * LINE_WORDS / LINE_UNITS
-        return float(words + unknown / LINE_UNITS * position)
-
 
 @dataclass(frozen=True)
 class LineFile:

@@ -122,11 +122,6 @@ def count_table(rows: Iterable[Row]) -> pd.DataFrame:
     return pd.DataFrame(lines.values())
 
 
-def architecture_table(rows: Iterable[Row]) -> pd.DataFrame:
-    """Return the steps of the architectures as a table. See `steps_of`."""
-    return pd.DataFrame(steps_of(rows), columns=["architecture", "family", "seed", "step", "result"])
-
-
 def steps_of(rows: Iterable[Row]) -> list[dict]:
     """Return one entry for each step of each architecture: its error over the tolerance, or why there is none.
 

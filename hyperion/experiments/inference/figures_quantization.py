@@ -10,7 +10,6 @@ from hyperion.figures.style import COLOURS, absences, add_notes, errors_of, look
 from hyperion.results import Row
 
 TITLES = {"quantization": "Quantised weights", "decode_speed": "Decoding one sequence", "qlora": "Training with few bits"}
-_ORIGINAL = "original"
 
 
 def quantization(material: Material) -> Figure | None:

@@ -35,7 +35,8 @@ def percentile(samples: Sequence[float] | np.ndarray, share: float) -> Estimate:
     """Return a percentile with its 95 % confidence interval.
 
     Args:
-        samples: latencies of all requests, including those that failed or timed out; see `latencies_of_requests`.
+        samples: latencies of all requests. The latency of a request that failed or timed out is infinite, because its caller
+            never got the answer. Otherwise, a server that refuses every slow request would have excellent percentiles.
         share: the percentile as a share, such as 0.99.
 
     Raises:
@@ -56,11 +57,3 @@ def percentile(samples: Sequence[float] | np.ndarray, share: float) -> Estimate:
     high = int(stats.binom.ppf(1 - tail, n, share))
     value = float(np.quantile(ordered, share, method="higher"))  # no interpolation, because a failed request is infinite
     return Estimate(value, min(value, float(ordered[max(low, 0)])), max(value, float(ordered[min(high, n - 1)])), n)
-
-
-def latencies_of_requests(seconds: Sequence[float], succeeded: Sequence[bool]) -> np.ndarray:
-    """Return one latency for each request. It is infinite if the request failed, because its caller never got the answer.
-
-    Otherwise, a server that refuses every slow request would have excellent percentiles.
-    """
-    return np.where(np.asarray(succeeded, dtype=bool), np.asarray(seconds, dtype=float), np.inf)

@@ -38,7 +38,6 @@ class Operation:
     Args:
         name: name of the operation.
         inputs: number of input arrays.
-        flops_per_element: FLOPs per element.
         run: function (output, *inputs) -> None that writes the result into `output`.
         reference: function (*inputs) that returns the result for float64 tensors. None if the output is one sum over all
             elements.
@@ -46,7 +45,6 @@ class Operation:
 
     name: str
     inputs: int
-    flops_per_element: int
     run: Callable
     reference: Callable | None
 
@@ -59,15 +57,15 @@ class Operation:
 OPERATIONS = {
     operation.name: operation
     for operation in (
-        Operation("copy", 1, 0, lambda out, a: out.copy_(a), lambda a: a),
-        Operation("scale", 1, 1, lambda out, a: torch.mul(a, SCALAR, out=out), lambda a: SCALAR * a),
-        Operation("add", 2, 1, lambda out, a, b: torch.add(a, b, out=out), lambda a, b: a + b),
-        Operation("triad", 2, 2, lambda out, a, b: torch.add(a, b, alpha=SCALAR, out=out), lambda a, b: a + SCALAR * b),
+        Operation("copy", 1, lambda out, a: out.copy_(a), lambda a: a),
+        Operation("scale", 1, lambda out, a: torch.mul(a, SCALAR, out=out), lambda a: SCALAR * a),
+        Operation("add", 2, lambda out, a, b: torch.add(a, b, out=out), lambda a, b: a + b),
+        Operation("triad", 2, lambda out, a, b: torch.add(a, b, alpha=SCALAR, out=out), lambda a, b: a + SCALAR * b),
     )
 }
 # These operations only read arrays, so they are not part of `OPERATIONS`. On a GPU, the timed call also copies the scalar result
 # to the output.
-REDUCTIONS = {"dot": Operation("dot", 2, 2, lambda out, a, b: torch.dot(a, b, out=out), None)}
+REDUCTIONS = {"dot": Operation("dot", 2, lambda out, a, b: torch.dot(a, b, out=out), None)}
 
 
 @dataclass(frozen=True)

@@ -107,7 +107,6 @@ def test_the_rate_is_the_entropy_of_the_transition_matrix():
     np.testing.assert_allclose(q @ transition, q)  # q is stationary
     rate = -(q[:, None] * transition * np.log(transition)).sum()
     assert LANGUAGE.entropy_rate_nats_per_word() == pytest.approx(rate, rel=1e-12)
-    assert LANGUAGE.entropy_rate_nats_per_unit() == pytest.approx(rate * 15 / 16, rel=1e-12)
 
 
 def test_generated_text_has_the_stated_rate(lines):
@@ -125,26 +124,43 @@ def test_the_likelihood_of_a_text_is_computed_word_by_word():
     assert LANGUAGE.true_negative_log_likelihood(lines) == pytest.approx(total)
 
 
+def entropy_of_a_word():
+    """Return the entropy in nats of a word if no previous text is known."""
+    q = LANGUAGE.probabilities
+    return -(q * np.log(q)).sum()
+
+
+def entropy_of_a_unit(order):
+    """Return the entropy in nats of a unit given the previous order - 1 units, for an order from 1 to 16.
+
+    Let k = order - 1. At k of the 16 positions in a line, the previous k units contain a newline, so the position of the next
+    unit is known. At the other 16 - k positions, the next unit is the newline with probability 1 / (16 - k).
+    """
+    unknown = LINE_UNITS + 1 - order
+    newline = 1 / unknown
+    # Binary entropy of "is the next unit the newline?". It is 0 if the position is known.
+    position = -newline * np.log(newline) - (0.0 if unknown == 1 else (1 - newline) * np.log1p(-newline))
+    return entropy_of_a_word() * LINE_WORDS / LINE_UNITS + unknown / LINE_UNITS * position
+
+
 def test_unigram_and_bigram_models_reach_the_stated_entropies_and_no_less(units):
     train, held_out = units[: len(units) // 2], units[len(units) // 2 :]
     for score, entropy in (
-        (unigram_baseline(train, held_out, 257), LANGUAGE.ngram_entropy_nats_per_unit(1)),
-        (bigram_baseline(train, held_out, 257, prefix_id=256), LANGUAGE.ngram_entropy_nats_per_unit(2)),
+        (unigram_baseline(train, held_out, 257), entropy_of_a_unit(1)),
+        (bigram_baseline(train, held_out, 257, prefix_id=256), entropy_of_a_unit(2)),
     ):
         assert score.total_nll_nats / score.tokens == pytest.approx(entropy, abs=0.02)
 
 
 def test_the_floor_lies_well_below_what_short_histories_reach():
-    floor = LANGUAGE.entropy_rate_nats_per_unit()
-    assert floor <= LANGUAGE.ngram_entropy_nats_per_unit(1) - 1
-    assert floor <= LANGUAGE.ngram_entropy_nats_per_unit(2) - 0.5
-    entropies = [LANGUAGE.ngram_entropy_nats_per_unit(order) for order in range(1, 17)]
+    floor = LANGUAGE.entropy_rate_nats_per_word() * 15 / 16
+    assert floor <= entropy_of_a_unit(1) - 1
+    assert floor <= entropy_of_a_unit(2) - 0.5
+    entropies = [entropy_of_a_unit(order) for order in range(1, 17)]
     assert all(a >= b for a, b in itertools.pairwise(entropies))
     assert entropies[0] - entropies[7] < 0.05, "eight units of history tell only where the line ends"
-    assert entropies[15] == pytest.approx(LANGUAGE.unigram_entropy_nats_per_word() * 15 / 16)
+    assert entropies[15] == pytest.approx(entropy_of_a_word() * 15 / 16)
     assert floor < entropies[15] - 2, "sixteen units do"
-    with pytest.raises(ValueError, match="order 17"):
-        LANGUAGE.ngram_entropy_nats_per_unit(17)
 
 
 def test_units_tell_nothing_of_each_other_but_a_line_apart(lines):

@@ -5,8 +5,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from hyperion.chapter.exercises import solved
 from hyperion.experiments.baselines.exercises import judge_loop_check
+from tests.exercise_scores import solved
 
 
 def shifts(loop):

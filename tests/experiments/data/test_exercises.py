@@ -4,10 +4,10 @@ import json
 
 import pytest
 
-from hyperion.chapter.exercises import solved
 from hyperion.data.prepare.verify import examine
 from hyperion.data.store.folders import read_manifest
 from hyperion.experiments.data.exercises import SOUND, broken_folders, judge_folder_check, library_findings
+from tests.exercise_scores import solved
 
 
 @pytest.fixture(scope="module")

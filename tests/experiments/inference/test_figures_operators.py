@@ -6,13 +6,13 @@ from hyperion.experiments.inference.claims import architecture_claims, operator_
 from hyperion.experiments.inference.figures_operators import (
     PLOTS,
     TITLES,
-    architecture_table,
     architectures,
     count_table,
     family_table,
     gap_table,
     operator_counts,
     operator_errors,
+    steps_of,
 )
 from hyperion.figures.material import Material
 from hyperion.figures.style import styled
@@ -78,7 +78,7 @@ def test_the_table_of_families_counts_what_passes(material):
         {"family": "decoder", "architectures": "llama", "pass": "1 of 1", "parameters": "20,480 to 20,480"},
         {"family": "encoder", "architectures": "bert, albert", "pass": "1 of 2", "parameters": "20,480 to 20,480"},
     ]
-    assert len(architecture_table(rows)) == 7
+    assert len(steps_of(rows)) == 7
 
 
 def test_claims_name_what_does_not_hold(material):
