@@ -65,19 +65,18 @@ class Trial:
         return f"{what}: {changes}"
 
 
-def try_comparison(on_line: Callable[[str], object], trials: tuple[tuple[float, int], ...] = TRIALS) -> tuple[list[Trial], Path]:
-    """Run the trials and store their outcomes. Trials with different slowdowns alternate.
+def try_comparison(on_line: Callable[[str], object]) -> tuple[list[Trial], Path]:
+    """Run the trials in `TRIALS` and store their outcomes. Trials with different slowdowns alternate.
 
     Args:
         on_line: called with one line of text per trial.
-        trials: pairs (slowdown, number of trials).
 
     Returns:
         The trials, and the folder of the run in which they are stored.
     """
     folder = new_run_folder("comparison")
     run = Run.create(folder, run_information("comparison", "", 0))
-    left, done = dict(trials), []
+    left, done = dict(TRIALS), []
     while any(left.values()):
         for slowdown in left:
             if left[slowdown]:

@@ -184,7 +184,7 @@ def _device(device: Device, numerics: bool, floors: bool) -> Component:
             "copies, a product, and two training runs in every precision against float64", functools.partial(_numbers, device)
         )
     if floors:
-        tests["floor"] = Check("rates against the least rates of a healthy device", functools.partial(_floors, device.name))
+        tests["floor"] = Check("rates against the least rates of a healthy device", _floors)
     return Component("hardware", f"{device.torch_device}: {device.name}", tests, {} if floors else {"floor": _FLOORS})
 
 
@@ -203,7 +203,7 @@ def _numbers(device: Device) -> CheckResult:
 
 # All devices are measured in one call, because some floors hold while all devices work.
 @functools.cache
-def _floors(name: str) -> CheckResult:
+def _floors() -> CheckResult:
     report = check_floors(on_line=lambda line: None)
     if report.healthy is None:
         return CheckResult("floors", "skip", report.conclusion)
@@ -311,13 +311,12 @@ def _prepare() -> None:
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # otherwise JAX takes most of the GPU's memory
 
 
-def check_components(numerics: bool = False, floors: bool = False, facts: MachineFacts | None = None) -> list[Item]:
+def check_components(numerics: bool = False, floors: bool = False) -> list[Item]:
     """Run the tests of all components of this machine.
 
     Args:
         numerics: whether to include the tests of training numbers, which take a minute or more.
         floors: whether to include the tests of rates. Then one test runs at a time, so that no other test disturbs the rates.
-        facts: facts about the machine; default: read them.
     """
     timeout_s = 900.0 if numerics or floors else TIMEOUT_S  # training numbers and rates of all devices take minutes
-    return run_components(components(facts or collect_facts(), numerics, floors), 1 if floors else 2, timeout_s)
+    return run_components(components(collect_facts(), numerics, floors), 1 if floors else 2, timeout_s)

@@ -8,7 +8,7 @@ import functools
 import math
 import re
 import tomllib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -83,9 +83,9 @@ def _searches(pattern: str) -> Callable[[State], str]:
     return detect
 
 
-def apply_rules(state: State, chosen: Iterable[Rule] | None = None) -> list[RuleResult]:
+def apply_rules(state: State) -> list[RuleResult]:
     """Return the result of each rule."""
-    return [rule.apply(state) for rule in (rules() if chosen is None else chosen)]
+    return [rule.apply(state) for rule in rules()]
 
 
 def _gpu_problem(state: State, words: str) -> str:

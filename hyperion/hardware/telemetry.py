@@ -209,7 +209,7 @@ def nvml_reader(device: Device) -> Reader:
         return lambda: unreadable("nvidia-ml-py is not installed")
     try:
         pynvml.nvmlInit()
-        handle = _nvml_handle(pynvml, device)
+        handle = nvml_handle(pynvml, device)
     except pynvml.NVMLError as error:
         reason = f"NVML: {error}"
         return lambda: unreadable(reason)
@@ -218,7 +218,8 @@ def nvml_reader(device: Device) -> Reader:
     return lambda: _read_nvml(pynvml, handle)
 
 
-def _nvml_handle(pynvml, device: Device):
+def nvml_handle(pynvml: Any, device: Device) -> Any:
+    """Return the handle of the GPU in the library `pynvml`, or None if torch reports neither a UUID nor a PCI address."""
     if device.uuid:
         # torch reports the UUID without the prefix that NVML needs.
         uuid = device.uuid if device.uuid.startswith(("GPU-", "MIG-")) else f"GPU-{device.uuid}"

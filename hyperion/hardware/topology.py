@@ -13,7 +13,7 @@ from pathlib import Path
 
 from hyperion.hardware.cpu import system_text
 from hyperion.hardware.device import Device
-from hyperion.hardware.telemetry import _nvml_handle
+from hyperion.hardware.telemetry import nvml_handle
 
 # Maps NVML's level of the nearest common ancestor of two GPUs to the name of the level in nvidia-smi and its meaning.
 _ANCESTORS = {
@@ -112,7 +112,7 @@ def _nvidia(devices: Sequence[Device], root: Path, nvml) -> Topology | None:
             return None
     try:
         nvml.nvmlInit()
-        handles = [_nvml_handle(nvml, device) for device in devices]
+        handles = [nvml_handle(nvml, device) for device in devices]
         if None in handles:
             return None
         places = [_place(nvml.nvmlDeviceGetPciInfo(handle).busId) for handle in handles]

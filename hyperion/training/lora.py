@@ -124,17 +124,16 @@ def trainable_parameter_count(model: nn.Module) -> int:
     return sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
 
 
-def save_adapter(folder: Path, step: int, model: nn.Module, base_sha256: str, keep: int = 2) -> Path:
+def save_adapter(folder: Path, step: int, model: nn.Module, base_sha256: str) -> Path:
     """Save the adapters of a model as folder/step-<step>. All ranks must call this function.
 
-    Shards are gathered, and rank 0 writes the files.
+    Shards are gathered, and rank 0 writes the files. The new checkpoint and the newest other checkpoint are kept.
 
     Args:
         folder: folder that contains the checkpoints of the run.
         step: number of optimizer steps done.
         model: the result of add_lora, or a module that contains it. It may be sharded.
         base_sha256: `frozen_sha256` of the base model, computed before sharding.
-        keep: number of checkpoints to keep, including the new one.
 
     Returns:
         The folder of the new checkpoint.
@@ -146,7 +145,7 @@ def save_adapter(folder: Path, step: int, model: nn.Module, base_sha256: str, ke
     # peft stores configurations with inference_mode=True. The configuration of this model has False, so change a copy.
     config = copy.copy(_peft_model(model).peft_config[_NAME])
     config.inference_mode = True
-    with saving(folder, step, keep) as new:
+    with saving(folder, step) as new:
         on_rank_0(lambda: _write(new, tensors, config, base_sha256))
     return checkpoint_path(folder, step)
 

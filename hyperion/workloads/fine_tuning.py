@@ -172,10 +172,10 @@ def base_model(context: Context, data: FineTuningData, dtype: torch.dtype) -> nn
     return model
 
 
-def with_lora(base: nn.Module, seed: int, rank: int = RANK, alpha: float = ALPHA) -> LlamaLM:
+def with_lora(base: nn.Module, seed: int) -> LlamaLM:
     """Return the base model with new LoRA adapters on the attention projections, with weights drawn from the seed."""
     seed_everything(seed)
-    return LlamaLM(add_lora(base, rank, alpha))
+    return LlamaLM(add_lora(base, RANK, ALPHA))
 
 
 def frozen_dtype(precision: Precision) -> torch.dtype:

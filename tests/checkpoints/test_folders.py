@@ -10,7 +10,8 @@ import sys
 import pytest
 import torch
 
-from hyperion.checkpoints import CheckpointError, checkpoint_path, load, load_latest, newest_good, save, saving, verify
+from hyperion.checkpoints import CheckpointError, checkpoint_path, load, newest_good, save, saving, verify
+from hyperion.checkpoints.folders import load_latest
 
 
 def put(folder, step, content=b"content", keep=2):

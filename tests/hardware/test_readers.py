@@ -8,12 +8,12 @@ from hypothesis import strategies as st
 from hyperion.hardware import detect, detect_cpu
 from hyperion.hardware.telemetry import (
     NVML_SLOWDOWNS,
-    _nvml_handle,
     amd_reader,
     cpu_reader,
     gcd_position,
     interpret_amd,
     interpret_amdsmi,
+    nvml_handle,
     nvml_reader,
     nvml_throttle,
     read_amd_sysfs,
@@ -122,9 +122,9 @@ def test_nvml_finds_the_gpu_by_uuid_or_address_never_by_index():
         nvmlDeviceGetHandleByPciBusId=lambda address: asked.append(address) or "by address",
     )
     device = detect(facts("H200"))
-    assert _nvml_handle(nvml, device) == "by uuid"
-    assert _nvml_handle(nvml, dataclasses.replace(device, uuid=None)) == "by address"
-    assert _nvml_handle(nvml, dataclasses.replace(device, uuid=None, pci_address=None)) is None
+    assert nvml_handle(nvml, device) == "by uuid"
+    assert nvml_handle(nvml, dataclasses.replace(device, uuid=None)) == "by address"
+    assert nvml_handle(nvml, dataclasses.replace(device, uuid=None, pci_address=None)) is None
     assert asked == ["GPU-64654e92-a282-8d45-eb16-fb2f7ea2b584", "0000:c1:00.0"]
 
 

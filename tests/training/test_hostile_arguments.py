@@ -9,7 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from hyperion.checkpoints import CheckpointError, checkpoint_path, load, load_latest, newest_good, save, saving, write_state
+from hyperion.checkpoints import CheckpointError, checkpoint_path, load, newest_good, save, saving, write_state
+from hyperion.checkpoints.folders import load_latest
 from hyperion.checkpoints.weights import read_weights
 from hyperion.data.images.device_images import ImageBatches
 from hyperion.data.packing import IGNORE_INDEX

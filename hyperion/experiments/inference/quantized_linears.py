@@ -415,14 +415,13 @@ def _row_scales(layer: Any) -> Tensor:
     return layer.weight.SCB if layer.weight.SCB is not None else layer.state.SCB
 
 
-def replace_linears(model: nn.Module, scheme: Scheme, device: Device, within: str = "layers") -> dict[str, Tensor]:
-    """Quantise the linear layers in the blocks of a model in place. The embedding and the head are not changed.
+def replace_linears(model: nn.Module, scheme: Scheme, device: Device) -> dict[str, Tensor]:
+    """Quantise the linear layers in the blocks (`layers`) of a model in place. The embedding and the head are not changed.
 
     Args:
         model: the model.
         scheme: quantisation scheme.
         device: device of the model.
-        within: name of the list that contains the blocks.
 
     Returns:
         The original weights, by the names of their layers.
@@ -430,12 +429,12 @@ def replace_linears(model: nn.Module, scheme: Scheme, device: Device, within: st
     Raises:
         HyperionError: the blocks contain no linear layer, or a layer has a bias.
     """
-    linears = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear) and f".{within}." in name}
+    linears = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear) and ".layers." in name}
     if not linears or any(module.bias is not None for module in linears.values()):
         raise HyperionError(
-            f"{len(linears)} linear layers in {within!r}, or a layer with a bias",
+            f"{len(linears)} linear layers in 'layers', or a layer with a bias",
             where=f"replace_linears in {type(model).__name__}",
-            next_step="name the list of blocks of a Llama, whose linear layers have no bias",
+            next_step="give a Llama, whose blocks are in `layers` and whose linear layers have no bias",
         )
     for name, linear in linears.items():
         model.set_submodule(name, scheme.convert(linear.weight.detach(), device))

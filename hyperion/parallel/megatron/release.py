@@ -12,7 +12,6 @@ import sys
 import tempfile
 import tomllib
 import warnings
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -117,14 +116,13 @@ def changes() -> tuple[Change, ...]:
     )
 
 
-def states(core: Path, wanted: Sequence[Change] | None = None) -> dict[str, str]:
+def states(core: Path) -> dict[str, str]:
     """Return the state of each file that the adaptation changes: "published", "adapted" or "foreign".
 
     Args:
         core: a folder `megatron/core`.
-        wanted: the changes. None means all.
     """
-    return {change.file: change.state(_read(core / change.file)) for change in changes() if wanted is None or change in wanted}
+    return {change.file: change.state(_read(core / change.file)) for change in changes()}
 
 
 def adapt(core: Path, *, revert: bool = False) -> list[str]:

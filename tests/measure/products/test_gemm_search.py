@@ -11,7 +11,7 @@ import torch
 
 from hyperion.errors import HyperionError
 from hyperion.hardware import Telemetry, detect_cpu
-from hyperion.measure import Finalist, Gemm, RefusedProduct, Timing, Verification, search_gemm, time_shapes
+from hyperion.measure import Finalist, Gemm, RefusedProduct, Timing, Verification, search_gemm
 from hyperion.measure.products.gemm_search import (
     FINALISTS,
     ShapeRanking,
@@ -21,6 +21,7 @@ from hyperion.measure.products.gemm_search import (
     grid,
     search_shapes,
     shape_effects,
+    time_shapes,
 )
 
 SEEDS = range(20)
