@@ -4,7 +4,7 @@ import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 import pandas as pd
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -49,7 +49,7 @@ class Context:
         """Device of this process. On a rank of a process group it is the rank's device, otherwise the first device."""
         return world().device
 
-    def row(self, variant: str, metric: str, value: float | Estimate | None, **columns) -> Row:
+    def row(self, variant: str, metric: str, value: float | Estimate | None, **columns: Any) -> Row:
         """Return a row of this experiment.
 
         Args:
@@ -63,11 +63,11 @@ class Context:
             value = value.value
         return Row(notebook=self.notebook, experiment=self.experiment, variant=variant, metric=metric, value=value, **columns)
 
-    def absent_row(self, variant: str, metric: str, reason: str, **columns) -> Row:
+    def absent_row(self, variant: str, metric: str, reason: str, **columns: Any) -> Row:
         """Return a row without a value. `reason` states why nothing was measured."""
         return self.row(variant, metric, None, value_reason=reason, **columns)
 
-    def error_row(self, variant: str, metric: str, error: float, check: str, tolerance: float, **columns) -> Row:
+    def error_row(self, variant: str, metric: str, error: float, check: str, tolerance: float, **columns: Any) -> Row:
         """Return a row whose value is an error that must not exceed a tolerance. `check` states what was compared."""
         columns |= {"check": check, "check_error": error, "check_tolerance": tolerance}
         return self.row(variant, metric, error, **columns)

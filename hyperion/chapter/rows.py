@@ -4,6 +4,7 @@ A ceiling is the highest matrix-product rate, or the highest memory bandwidth, t
 """
 
 from collections.abc import Iterable
+from typing import Any
 
 import pandas as pd
 
@@ -51,7 +52,7 @@ def timed_row(
     timing: Timing,
     verification: Verification | None = None,
     limit: tuple[float | None, str] = (None, ""),
-    **columns,
+    **columns: Any,
 ) -> Row:
     """Return a row with a value computed from a timing, and with its interval, limit, check and device state.
 
@@ -75,7 +76,7 @@ def speedup_row(
     baseline: Timing,
     why_no_limit: str,
     verification: Verification | None = None,
-    **columns,
+    **columns: Any,
 ) -> Row:
     """Return the row with the speed-up of `timing` over `baseline`.
 

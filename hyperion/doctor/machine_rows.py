@@ -6,6 +6,7 @@ for launches, for copies between host and device, and for all-reduces. A memory 
 
 from collections.abc import Iterable
 from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -137,7 +138,7 @@ def all_reduce_row(here: World, roll: RollCall, dtype: str, size_bytes: int, *, 
     return replace(row, value=rate.value, limit=limit, limit_source=source, **columns)
 
 
-def with_params(rows: Iterable[Row], rank: int | None = None, **params) -> list[Row]:
+def with_params(rows: Iterable[Row], rank: int | None = None, **params: Any) -> list[Row]:
     """Return the rows with additional params and with the rank that measured them."""
     return [replace(row, params=row.params | params, rank=rank) for row in rows]
 

@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import pandas as pd
 
@@ -110,7 +110,7 @@ class Material:
     def data_sources(self) -> list[str]:
         return sorted({row.data_source for row in self.rows} - {""})
 
-    def of(self, experiment: str, **wanted) -> list[Row]:
+    def of(self, experiment: str, **wanted: Any) -> list[Row]:
         """Return all rows of an experiment, from all notebooks.
 
         Args:
@@ -218,7 +218,7 @@ def device_name(information: dict) -> str:
     return f"{cpu['name']} ({cpu['cores']} cores)" if cpu else "a machine that run.json does not describe"
 
 
-def select(rows: Iterable[Row], **wanted) -> list[Row]:
+def select(rows: Iterable[Row], **wanted: Any) -> list[Row]:
     """Return the rows whose columns have the wanted values, for example `select(rows, metric="accuracy", dtype="bf16")`."""
     return [row for row in rows if all(getattr(row, column) == value for column, value in wanted.items())]
 

@@ -7,6 +7,7 @@ PNG file.
 import io
 import textwrap
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import matplotlib as mpl
@@ -72,7 +73,7 @@ def look(name: str, position: int = 0) -> dict[str, Any]:
     return {"color": COLOURS[index % len(COLOURS)], "marker": MARKERS[(index + index // len(COLOURS)) % len(MARKERS)]}
 
 
-def styled():
+def styled() -> AbstractContextManager[None]:
     """Return a context manager in whose `with` block figures are created and drawn in the style of the book."""
     return mpl.rc_context(STYLE)
 

@@ -7,7 +7,7 @@ dtype and its params. A property in which the rows differ is a column. A propert
 import json
 from collections.abc import Callable, Iterable
 from html import escape
-from typing import cast
+from typing import Any, cast
 
 import pandas as pd
 
@@ -177,13 +177,13 @@ def _markdown_cell(cell) -> str:
     return markdown_text(cell).replace("|", "\\|")
 
 
-def markdown_text(value) -> str:
+def markdown_text(value: object) -> str:
     """Format a value as Markdown on one line. HTML, links and pictures in the value are escaped and shown as plain text."""
     text = escape(" ".join(printable(str(value)).split("\n")), quote=False)
     return text.replace("\\", "&#92;").replace("](", "]&#40;").replace("`", "&#96;")
 
 
-def markdown_code(value) -> str:
+def markdown_code(value: object) -> str:
     """Format a value as inline code in Markdown."""
     return "`" + " ".join(printable(str(value)).split()).replace("`", "'") + "`"
 
@@ -201,7 +201,7 @@ def html(table: pd.DataFrame) -> str:
     return f'<div class="table"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
 
 
-def escaped(value) -> str:
+def escaped(value: object) -> str:
     """Escape a value for HTML elements and attributes. Control characters are shown as visible text."""
     return escape(printable(str(value)))
 
@@ -290,7 +290,7 @@ def _check(row: Row) -> str:
     return f"{number(row.check_error, 2)} / {number(row.check_tolerance, 2)}"
 
 
-def text_of(value) -> str:
+def text_of(value: Any) -> str:
     """Format a param for a table cell."""
     if value is None or value != value:
         return ""

@@ -1,4 +1,4 @@
-"""The capability matrix: each cell is the outcome of a probe, or a value of a result file. There are no adjectives."""
+"""Matrix of the capabilities of frameworks. Each cell is the outcome of a probe, or a value from a result file."""
 
 import json
 import subprocess

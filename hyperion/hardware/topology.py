@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import permutations
 from pathlib import Path
+from typing import Any
 
 from hyperion.hardware.cpu import system_text
 from hyperion.hardware.device import Device
@@ -62,7 +63,7 @@ class Topology:
 
 
 def topology_lines(
-    devices: Sequence[Device], root: Path = Path("/"), nvml=None, can_access: Callable[[int, int], bool] | None = None
+    devices: Sequence[Device], root: Path = Path("/"), nvml: Any = None, can_access: Callable[[int, int], bool] | None = None
 ) -> list[str]:
     """Return the topology of the devices as lines of text. For a CPU, the lines list its sockets and NUMA nodes.
 
@@ -78,7 +79,7 @@ def topology_lines(
 
 
 def topology_of(
-    devices: Sequence[Device], root: Path = Path("/"), nvml=None, can_access: Callable[[int, int], bool] | None = None
+    devices: Sequence[Device], root: Path = Path("/"), nvml: Any = None, can_access: Callable[[int, int], bool] | None = None
 ) -> Topology:
     """Return the topology of these GPUs. The arguments are those of `topology_lines`."""
     topology = _nvidia(devices, root, nvml) if devices[0].kind == "cuda" else _amd(devices, root)

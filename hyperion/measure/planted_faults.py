@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -370,10 +371,10 @@ class Scripted:
     def now(self) -> float:
         return self._now_s
 
-    def in_a_row(self, function, count: int) -> None:
+    def in_a_row(self, function: Callable, count: int) -> None:
         """Return None, because no function is run."""
 
-    def sample(self, functions, flush, count: int) -> list[list[float]]:
+    def sample(self, functions: list[Callable], flush: Callable | None, count: int) -> list[list[float]]:
         series = [[self._next() for _ in range(count)] for _ in functions]
         self._now_s += sum(map(sum, series))
         return series
@@ -407,10 +408,10 @@ class Queue:
         """Wait until all submitted work is done."""
         self._last.result()
 
-    def sample(self, functions, flush, count: int) -> list[list[float]]:
+    def sample(self, functions: list[Callable], flush: Callable | None, count: int) -> list[list[float]]:
         return [[self.one(function) for _ in range(count)] for function in functions]
 
-    def in_a_row(self, function, count: int) -> float:
+    def in_a_row(self, function: Callable, count: int) -> float:
         self.wait()
         started = time.perf_counter()
         for _ in range(count):
@@ -418,7 +419,7 @@ class Queue:
         self.wait()
         return (time.perf_counter() - started) / count
 
-    def one(self, function) -> float:
+    def one(self, function: Callable) -> float:
         """Return the seconds that this clock measures for one call."""
         started = time.perf_counter()
         function()
@@ -446,7 +447,7 @@ class BlockClock(WallClock):
         if self._waits or not at_the_end:
             self._queue.wait()
 
-    def in_a_row(self, function, count: int) -> float:
+    def in_a_row(self, function: Callable, count: int) -> float:
         return self._queue.in_a_row(function, count)
 
 
@@ -461,7 +462,7 @@ class Unflushed:
         self._clock, self._counted = device_clock(device), counted
         self.now, self.in_a_row = self._clock.now, self._clock.in_a_row
 
-    def sample(self, functions, flush, count: int) -> list[list[float]]:
+    def sample(self, functions: list[Callable], flush: Any, count: int) -> list[list[float]]:
         def count_only() -> None:
             flush.calls += 1
 

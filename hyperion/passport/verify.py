@@ -136,7 +136,7 @@ def hashes_of(content: dict) -> dict[str, str]:
     return {name: _hash(content[name]) for name in SECTIONS} | {"whole": _hash(whole)}
 
 
-def private_text(value, place: str) -> str:
+def private_text(value: object, place: str) -> str:
     """Return the name of the first field that contains a local path, or "" if there is none."""
     if isinstance(value, str):
         return place if _PATH.search(value) else ""

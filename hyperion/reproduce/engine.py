@@ -1,4 +1,4 @@
-"""papermill's engine, which here also gives away the notebook that it executes.
+"""Engine for papermill that passes the notebook to a function before it executes the first cell.
 
 papermill writes the notebook to a file before and after each cell, which takes longer than many cells. The driver needs the cells
 that were executed before a stop, but no file.

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 # With 2,000 resamples, about 50 medians lie beyond each end of a 95 % interval.
 RESAMPLES = 2000
@@ -46,7 +47,7 @@ class Estimate:
     def __str__(self) -> str:
         return f"{self.value:.5g} [{self.ci_low:.5g}, {self.ci_high:.5g}] n={self.n}"
 
-    def map(self, function) -> "Estimate":
+    def map(self, function: Callable[[float], float]) -> "Estimate":
         """Return the estimate of `function(value)` for a monotone function, such as rate = work / time."""
         # A decreasing function, such as rate = work / time, swaps the ends of the interval.
         low, high = sorted((function(self.ci_low), function(self.ci_high)))
@@ -58,7 +59,7 @@ class Estimate:
         return Estimate(abs(self.value), 0.0 if self.ci_low < 0 < self.ci_high else low, high, self.n)
 
 
-def median_estimate(samples, seed: int = 0) -> Estimate:
+def median_estimate(samples: ArrayLike, seed: int = 0) -> Estimate:
     """Return the median of `samples` and its percentile-bootstrap interval.
 
     Args:
@@ -73,7 +74,7 @@ def median_estimate(samples, seed: int = 0) -> Estimate:
     return _estimate(float(np.median(values)), medians, len(values))
 
 
-def ratio_estimate(times_a, times_b, seed: int = 0) -> Estimate:
+def ratio_estimate(times_a: ArrayLike, times_b: ArrayLike, seed: int = 0) -> Estimate:
     """Return the speed-up of A over B, median(times_b) / median(times_a), for samples that were taken alternately.
 
     Sample i of A and sample i of B are a pair, because they were measured one after the other. The bootstrap resamples whole
@@ -90,7 +91,7 @@ def ratio_estimate(times_a, times_b, seed: int = 0) -> Estimate:
     return _estimate(float(np.median(b) / np.median(a)), ratios, len(a))
 
 
-def independent_ratio_estimate(times_a, times_b, seed: int = 0) -> Estimate:
+def independent_ratio_estimate(times_a: ArrayLike, times_b: ArrayLike, seed: int = 0) -> Estimate:
     """Return the speed-up of A over B, median(times_b) / median(times_a), for two series that were not interleaved.
 
     The bootstrap resamples each series separately, so the interval does not include drift between the two series. To claim that
@@ -164,7 +165,7 @@ def launches_estimate(values: Sequence[float], intervals: Sequence[tuple[float |
     return _estimate(float(np.median(launches)), medians, len(launches))
 
 
-def mean_estimate(samples) -> Estimate:
+def mean_estimate(samples: ArrayLike) -> Estimate:
     """Return the mean of independent repetitions, such as training runs with several seeds, with Student's 95 % interval.
 
     Raises:
@@ -419,7 +420,7 @@ def _resampled(n: int, seed: int) -> np.ndarray:
     return np.random.default_rng(seed).integers(0, n, (RESAMPLES, n))
 
 
-def _finite(samples) -> np.ndarray:
+def _finite(samples: ArrayLike) -> np.ndarray:
     values = np.asarray(samples, dtype=np.float64).ravel()
     if len(values) == 0 or not np.isfinite(values).all():
         raise ValueError(f"an estimate needs finite samples: {int(np.isfinite(values).sum())} of {len(values)} are finite")

@@ -14,7 +14,7 @@ from collections.abc import Collection, Iterable
 from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from hyperion.errors import HyperionError
 from hyperion.forms import read_form
@@ -446,7 +446,7 @@ class Run:
         """Return the verified content of a file of the run."""
         return read_verified(self.folder, name)
 
-    def document(self, name: str):
+    def document(self, name: str) -> Any:
         """Return the parsed content of a JSON file of the run, after verifying the file.
 
         Raises:

@@ -288,7 +288,14 @@ def load_base_and_adapter(context: Context, data: FineTuningData, path: Path, dt
 
 
 def equality_row(
-    context: Context, data: FineTuningData, variant: str, what: str, difference: float, check: str, tolerance: float, **params
+    context: Context,
+    data: FineTuningData,
+    variant: str,
+    what: str,
+    difference: float,
+    check: str,
+    tolerance: float,
+    **params: Any,
 ) -> Row:
     """Return the row with a relative difference.
 

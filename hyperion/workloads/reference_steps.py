@@ -8,6 +8,7 @@ import contextlib
 import functools
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import pandas as pd
 import torch
@@ -213,7 +214,7 @@ def step_params(batch: int) -> dict:
 
 
 def step_rows(
-    context: Context, model: ReferenceModel, batch: int, dtype: str, timing: StepTiming, learned: Verification, **params
+    context: Context, model: ReferenceModel, batch: int, dtype: str, timing: StepTiming, learned: Verification, **params: Any
 ) -> tuple[list[Row], pd.DataFrame]:
     """Return the rows and the samples of a timed step.
 

@@ -4,6 +4,7 @@ import copy
 import io
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,12 +17,12 @@ class SquaredReLU(torch.autograd.Function):
     """f(x) = max(x, 0)², with a hand-written gradient: 2·max(x, 0)."""
 
     @staticmethod
-    def forward(ctx, x: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor) -> Tensor:
         ctx.save_for_backward(x)
         return x.clamp_min(0).square()
 
     @staticmethod
-    def backward(ctx, *grads: Tensor) -> Tensor:
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
         (x,) = ctx.saved_tensors
         return 2 * x.clamp_min(0) * grads[0]
 

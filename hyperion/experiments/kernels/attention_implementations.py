@@ -7,6 +7,7 @@ an error with its reasons, and no other backend takes its place. The profiler th
 import re
 import warnings
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -45,7 +46,7 @@ class RefusedError(Exception):
     """Raised if an implementation cannot compute attention for these tensors. The message is one line with all reasons."""
 
 
-def attend(name: str, q_BHTD: Tensor, k_BKTD: Tensor, v_BKTD: Tensor, causal: bool = True, **options) -> Tensor:
+def attend(name: str, q_BHTD: Tensor, k_BKTD: Tensor, v_BKTD: Tensor, causal: bool = True, **options: Any) -> Tensor:
     """Return attention, computed by one implementation.
 
     Args:

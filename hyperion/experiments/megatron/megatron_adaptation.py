@@ -4,7 +4,9 @@ import importlib
 import importlib.abc
 import shutil
 import sys
+from collections.abc import Sequence
 from pathlib import Path
+from types import ModuleType
 
 import pandas as pd
 
@@ -91,7 +93,7 @@ class CudaBlocker(importlib.abc.MetaPathFinder):
     def __init__(self):
         self.refused: set[str] = set()
 
-    def find_spec(self, fullname, path=None, target=None):
+    def find_spec(self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None) -> None:
         """Raise ModuleNotFoundError for a package in `CUDA_ONLY`."""
         if (package := fullname.partition(".")[0]) in CUDA_ONLY:
             self.refused.add(package)

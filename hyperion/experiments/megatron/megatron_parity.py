@@ -7,7 +7,7 @@ import numpy as np
 import pandas as pd
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from hyperion.chapter.context import Context, Experiment, Forecast, Options, Report, Result, Table
 from hyperion.chapter.rows import checked
@@ -155,7 +155,7 @@ def train_on_rank(context: Context, report: Report) -> Result:
     return Result(rows, pd.concat(curves, ignore_index=True), source)
 
 
-def initial_llama(context: Context, model: str):
+def initial_llama(context: Context, model: str) -> nn.Module:
     """Return transformers' Llama with random weights on the CPU. They are the same on every rank."""
     torch.manual_seed(context.seed)
     return build_random_llama(model, VOCABULARY)

@@ -13,9 +13,12 @@ import threading
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
+
+if TYPE_CHECKING:
+    import httpx
 
 Answer = TypeVar("Answer")
 
@@ -85,7 +88,7 @@ class Endpoint:
         """Return this endpoint with a time limit in seconds for all requests together, counted from now."""
         return replace(self, until_s=time.perf_counter() + seconds)
 
-    def session(self):
+    def session(self) -> "httpx.AsyncClient":
         """Return a new httpx.AsyncClient for this endpoint."""
         import httpx  # here, because the rows of another machine can be shown without httpx
 
@@ -111,7 +114,9 @@ class Endpoint:
         }
 
 
-async def complete(session, endpoint: Endpoint, prompt: str, tokens: int, due_s: float | None = None) -> Reply:
+async def complete(
+    session: "httpx.AsyncClient", endpoint: Endpoint, prompt: str, tokens: int, due_s: float | None = None
+) -> Reply:
     """Send one request and read its stream. A failure is not raised: it is returned as a reply with an error.
 
     Args:

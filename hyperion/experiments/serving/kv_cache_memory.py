@@ -5,6 +5,7 @@ limits how many requests a server can answer at once.
 """
 
 import gc
+from typing import Any
 
 import pandas as pd
 import torch
@@ -104,7 +105,7 @@ def run(context: Context, report: Report) -> Result:
 EXPERIMENT = Experiment(forecast, run, options=KvCacheMemoryOptions, forecast_reads=("bandwidth",), data=DATA)
 
 
-def cache_tensors(cache) -> list[torch.Tensor]:
+def cache_tensors(cache: Any) -> list[torch.Tensor]:
     """Return the key and value tensors of all layers of a transformers cache."""
     return [tensor for layer in cache.layers for tensor in (layer.keys, layer.values)]
 

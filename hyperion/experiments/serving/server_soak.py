@@ -12,6 +12,7 @@ import itertools
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pandas as pd
@@ -25,6 +26,9 @@ from hyperion.experiments.serving.metrics import GROWTH_CHECK
 from hyperion.experiments.serving.served_models import DATA, prompts_of, served_model
 from hyperion.experiments.serving.server import DRAIN_S, MAX_BODY_BYTES, Server, ServerError, running_server
 from hyperion.results import Estimate, Row, median_estimate
+
+if TYPE_CHECKING:
+    import httpx
 
 SOAK, HANG_UPS, OVERLOAD, DRAIN = "steady requests", "clients that hang up", "overload", "SIGTERM"
 RSS, DEVICE_MEMORY = "resident memory of all processes", "used device memory"
@@ -192,7 +196,7 @@ def _soak(context: Context, options: ServerSoakOptions, server: Server, prompts:
     return replies, pd.DataFrame(readings)
 
 
-async def hang_up(session, endpoint: Endpoint, prompt: str, tokens: int) -> int:
+async def hang_up(session: "httpx.AsyncClient", endpoint: Endpoint, prompt: str, tokens: int) -> int:
     """Start an answer, and close the connection after the first text. Return the number of texts that were read, 0 or 1."""
     async with (
         asyncio.timeout(endpoint.deadline_s),

@@ -7,7 +7,7 @@ import functools
 import html
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -38,7 +38,7 @@ class Answer:
     def _repr_html_(self) -> str:
         return f"<pre>{html.escape(str(self))}</pre>"
 
-    def _row(self, place: dict, metric: str, value: float, about: dict, **columns) -> Row:
+    def _row(self, place: dict, metric: str, value: float, about: dict, **columns: Any) -> Row:
         """Return a validated row.
 
         Args:
@@ -99,7 +99,7 @@ class TimeAnswer(Answer):
             + "".join(f"\nnote: {note}" for note in self.notes)
         )
 
-    def row(self, *, notebook: str, experiment: str, variant: str, **columns) -> Row:
+    def row(self, *, notebook: str, experiment: str, variant: str, **columns: Any) -> Row:
         """Return a row of the metric `call_time_s`. `columns` sets further columns of `Row` (dtype, limit, params …)."""
         place = {"notebook": notebook, "experiment": experiment, "variant": variant, **columns}
         reason = "" if columns.get("limit") is not None else "no limit: what the function must do is not known"
@@ -204,7 +204,7 @@ class ComparisonAnswer(Answer):
         notes = "; ".join([self.outputs, f"{cache_of(self.timings[0])} cache, {self.device.name}", *doubts, *self.notes])
         return f"{self.verdict}\n{times}\n{notes}"
 
-    def row(self, *, notebook: str, experiment: str, variant: str, **columns) -> Row:
+    def row(self, *, notebook: str, experiment: str, variant: str, **columns: Any) -> Row:
         """Return a row of the metric `speedup`, which is the speed of A divided by the speed of B.
 
         The columns check, check_error and check_tolerance contain the comparison of the outputs.

@@ -6,7 +6,7 @@ Compiled functions run without compilation during counting, because PyTorch does
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -74,14 +74,14 @@ class MemoryAnswer(Answer):
         )
         return f"{self.label}: {allocated} (device allocator, n=1)\n{tensors} {counted}"
 
-    def row(self, *, notebook: str, experiment: str, variant: str, **columns) -> Row:
+    def row(self, *, notebook: str, experiment: str, variant: str, **columns: Any) -> Row:
         """Return the first row of `rows`.
 
         On a GPU, it contains the peak of the allocator. On a CPU, it contains the largest total size of live tensors.
         """
         return self.rows(notebook=notebook, experiment=experiment, variant=variant, **columns)[0]
 
-    def rows(self, *, notebook: str, experiment: str, variant: str, **columns) -> list[Row]:
+    def rows(self, *, notebook: str, experiment: str, variant: str, **columns: Any) -> list[Row]:
         """Return a row of the metric `tensor_memory_gib`, which is `peak_bytes` in GiB.
 
         On a GPU, also return a row of the metric `peak_memory_gib`, which is the peak of the allocator. It is the first row.
@@ -160,7 +160,7 @@ class FlopsAnswer(Answer):
         total = f"{self.label}: {flops_text(self.total)} per call, counted by dispatch (n=1)"
         return f"{total}{f': {parts}' if parts else ''}\n{self.verdict}"
 
-    def row(self, *, notebook: str, experiment: str, variant: str, **columns) -> Row:
+    def row(self, *, notebook: str, experiment: str, variant: str, **columns: Any) -> Row:
         """Return the total as a row of the metric `flops`. The row's params list the operators without a formula."""
         place = {"notebook": notebook, "experiment": experiment, "variant": variant, **columns}
         about = {"without_formula": [operator.name for operator in self.uncounted if not operator.pointwise]}

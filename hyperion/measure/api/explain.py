@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -117,7 +117,7 @@ class Explanation(Answer):
             f"scaled to the unprofiled step; the profiler costs {100 * (self.profiled_step_s / unprofiled - 1):+.0f} %"
         )
 
-    def rows(self, *, notebook: str, experiment: str, variant: str, **columns) -> list[Row]:
+    def rows(self, *, notebook: str, experiment: str, variant: str, **columns: Any) -> list[Row]:
         """Return a row of the metric `step_time_s`, and for each part a row of the metric `share` with the part's name in
         params["what"].
         """

@@ -80,10 +80,10 @@ class _EventClock:
         """Return the seconds between two events. The device must have reached both events."""
         return start.elapsed_time(end) / 1e3
 
-    def in_a_row(self, function, count: int) -> float:
+    def in_a_row(self, function: Callable, count: int) -> float:
         return _mean_of_calls(function, count, functools.partial(torch.cuda.synchronize, self.device))
 
-    def sample(self, functions, flush, count: int) -> list[list[float]]:
+    def sample(self, functions: list[Callable], flush: Callable | None, count: int) -> list[list[float]]:
         pairs: list[list[tuple]] = [[] for _ in functions]
         with torch.cuda.device(self.device):
             # A kernel that spins for this many cycles. It occupies the stream without using memory, so it does not change the
@@ -115,10 +115,10 @@ class _HostClock:
         """Return the seconds between two readings of the clock."""
         return (end - start) / 1e9
 
-    def in_a_row(self, function, count: int) -> float:
+    def in_a_row(self, function: Callable, count: int) -> float:
         return _mean_of_calls(function, count, lambda: None)
 
-    def sample(self, functions, flush, count: int) -> list[list[float]]:
+    def sample(self, functions: list[Callable], flush: Callable | None, count: int) -> list[list[float]]:
         def one(function) -> float:
             if flush is not None:
                 flush()
@@ -142,10 +142,10 @@ class WallClock:
         on_cpu = device.kind == "cpu"
         self.synchronize = (lambda: None) if on_cpu else functools.partial(torch.cuda.synchronize, device.torch_device)
 
-    def sample(self, functions, flush, count: int) -> list[list[float]]:
+    def sample(self, functions: list[Callable], flush: Callable | None, count: int) -> list[list[float]]:
         return in_turn(functions, count, lambda function: _mean_of_calls(function, self.calls, self.synchronize))
 
-    def in_a_row(self, function, count: int) -> None:
+    def in_a_row(self, function: Callable, count: int) -> None:
         """Return None, because the samples themselves are times of calls in a row."""
 
 

@@ -20,6 +20,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
+from numpy.typing import ArrayLike
 
 from hyperion.errors import HyperionError
 from hyperion.hardware import Device, Sampler, Telemetry
@@ -473,7 +474,7 @@ def _missing_readings(state: Telemetry) -> str:
     return ""
 
 
-def drift_of(samples) -> Drift:
+def drift_of(samples: ArrayLike) -> Drift:
     """Return the drift of a series of samples.
 
     The size of the drift is computed from the slope of a resistant line, which connects the medians of the outer thirds. Daniels'

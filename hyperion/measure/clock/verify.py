@@ -2,7 +2,7 @@
 
 import contextlib
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -213,7 +213,9 @@ def verify_product(
     return Verification("float64 slice", max(error, worst) if worst > _DEVIATIONS * tolerance else error, tolerance)
 
 
-def verify_elementwise(output: torch.Tensor, operation, inputs: tuple[torch.Tensor, ...], tolerance: float) -> Verification:
+def verify_elementwise(
+    output: torch.Tensor, operation: Callable[..., torch.Tensor], inputs: tuple[torch.Tensor, ...], tolerance: float
+) -> Verification:
     """Check every element of the output of an element-wise operation against float64.
 
     The error of an element is relative to its size, which is the result of the operation on the absolute values of the inputs.

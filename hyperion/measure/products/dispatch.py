@@ -161,7 +161,7 @@ def _call(operation, arguments, named, output) -> Call:
     )
 
 
-def is_view(operation) -> bool:
+def is_view(operation: torch._ops.OpOverload) -> bool:
     """Return True if an operator only returns a view of its input."""
     aliases = [returned.alias_info for returned in operation._schema.returns]
     return any(alias is not None and not alias.is_write for alias in aliases)

@@ -262,7 +262,9 @@ def _output(m: int, n: int, number_format: NumberFormat, device: Device) -> torc
     return torch.empty(m, n, dtype=number_format.output, device=device.torch_device)
 
 
-def made_up(data: str, shape: tuple[int, ...], number_format: NumberFormat, device: Device, generator) -> Operand:
+def made_up(
+    data: str, shape: tuple[int, ...], number_format: NumberFormat, device: Device, generator: torch.Generator
+) -> Operand:
     """Return a matrix of random or constant values from a named distribution.
 
     Args:
