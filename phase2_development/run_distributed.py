@@ -7,8 +7,8 @@
 Works from any directory. A run folder under results/ gets a row from every rank and epoch, samples, tables, pictures and
 checkpoints; SIGTERM saves, and `--resume FOLDER` goes on. The chapters 2.5, 2.6 and 2.8 teach what is done here.
 
-Exit codes: 0 done; 1 a training or a launch failed; 2 the request cannot be met, and the reason is printed before any training; 75
-stopped by SIGTERM and saved. torchrun makes 1 of each that is not 0.
+Exit codes: 0 done; 1 a training or a launch failed; 2 the request cannot be met, and the reason is printed before any training;
+75 stopped by SIGTERM and saved. torchrun makes 1 of each that is not 0.
 """
 
 import sys

@@ -72,7 +72,7 @@ def in_this_process(checkout, tmp_path, monkeypatch, capsys):
 
 @pytest.fixture
 def small_disk(tmp_path):
-    """Mounts a tmpfs, of 1 MiB unless told otherwise; skips where the system does not let us."""
+    """Mounts a tmpfs, of 1 MiB by default; skips where the system does not let us."""
     place = tmp_path / "disk"
     place.mkdir()
 
@@ -89,7 +89,7 @@ def small_disk(tmp_path):
         subprocess.run(["umount", place], check=True)
 
 
-def told(done: subprocess.CompletedProcess, code: int, *parts: object) -> None:
+def check_refusal(done: subprocess.CompletedProcess, code: int, *parts: object) -> None:
     """The exit code is `code`, every part is in the message, a next step too, and no traceback anywhere."""
     text = done.stdout + done.stderr
     assert done.returncode == code, text
@@ -114,14 +114,14 @@ def contents(folder: Path) -> dict[str, bytes]:
 @pytest.mark.parametrize(("command", "code"), [("reproduce", 2), ("fetch", 1)])
 def test_a_mirror_that_is_not_there(hyperion, tmp_path, command, code):
     nowhere = tmp_path / "nowhere"
-    told(hyperion(command, HYPERION_DATA_MIRROR=nowhere), code, "HYPERION_DATA_MIRROR", nowhere)
+    check_refusal(hyperion(command, HYPERION_DATA_MIRROR=nowhere), code, "HYPERION_DATA_MIRROR", nowhere)
     assert not (tmp_path / "results").exists() and not (tmp_path / "data").exists()
 
 
 @pytest.mark.process
 def test_an_unknown_profile(in_this_process, tmp_path):
     """The profile is looked up in the process that examines the machine."""
-    told(in_this_process("reproduce", "--profile", "huge"), 2, "'huge'", "smoke")
+    check_refusal(in_this_process("reproduce", "--profile", "huge"), 2, "'huge'", "smoke")
     assert not (tmp_path / "results").exists()
 
 
@@ -168,7 +168,7 @@ def bad_mirror(root: Path, fault: str) -> Path:
 )
 def test_bad_files_are_not_staged(in_this_process, tmp_path, fault, words):
     file = bad_mirror(tmp_path / "mirror", fault)
-    told(in_this_process("fetch", HYPERION_DATA_MIRROR=tmp_path / "mirror"), 1, words, file)
+    check_refusal(in_this_process("fetch", HYPERION_DATA_MIRROR=tmp_path / "mirror"), 1, words, file)
     assert contents(tmp_path / "data") == {}
     assert not (tmp_path / "mirror" / "it ran").exists()
 
@@ -180,7 +180,7 @@ def test_a_notebook_that_meets_a_bad_file_says_so_in_the_same_words(hyperion, ch
     cell = "from hyperion.data import load_cifar10\nload_cifar10(data_source)"
     write_notebook(checkout / "phase1_hardware", "01_first", [cell])
     done = hyperion("reproduce", HYPERION_DATA_MIRROR=tmp_path / "mirror")
-    told(done, 1, "01_first.ipynb, cell In [3]: DataError: the pickle refers to", file)
+    check_refusal(done, 1, "01_first.ipynb, cell In [3]: DataError: the pickle refers to", file)
     assert "----> " not in done.stdout
     assert not (tmp_path / "mirror" / "it ran").exists()
     nothing_half_written(tmp_path / "results")
@@ -191,7 +191,7 @@ def test_a_notebook_that_meets_a_bad_file_says_so_in_the_same_words(hyperion, ch
 def test_a_file_where_the_results_folder_should_be(hyperion, tmp_path):
     place = tmp_path / "in the way"
     place.write_text("mine")
-    told(hyperion("reproduce", HYPERION_RESULTS=place), 2, "cannot write", place, "HYPERION_RESULTS=")
+    check_refusal(hyperion("reproduce", HYPERION_RESULTS=place), 2, "cannot write", place, "HYPERION_RESULTS=")
     assert place.read_text() == "mine"
 
 
@@ -199,7 +199,7 @@ def test_a_file_where_the_results_folder_should_be(hyperion, tmp_path):
 @pytest.mark.book
 def test_a_results_folder_that_cannot_be_written(hyperion, small_disk):
     place = small_disk("ro")
-    told(hyperion("reproduce", HYPERION_RESULTS=place), 2, "not writable", place, "HYPERION_RESULTS=")
+    check_refusal(hyperion("reproduce", HYPERION_RESULTS=place), 2, "not writable", place, "HYPERION_RESULTS=")
     assert list(place.iterdir()) == []
 
 
@@ -209,7 +209,7 @@ def test_a_disk_that_is_full_before_the_first_row(hyperion, small_disk):
     place = small_disk()
     filler = place / "filler"
     filler.write_bytes(bytes(2**20))
-    told(hyperion("reproduce", HYPERION_RESULTS=place), 2, "disk is full", place)
+    check_refusal(hyperion("reproduce", HYPERION_RESULTS=place), 2, "disk is full", place)
     assert list(place.iterdir()) == [filler]
 
 
@@ -229,7 +229,7 @@ def test_a_disk_that_fills_up_under_a_notebook(hyperion, checkout, small_disk):
     (place / "filler").write_bytes(bytes(3 * 2**20))
     produces = ["counting", "large"]
     write_notebook(checkout / "phase1_hardware", "01_first", [recording("01_first"), LARGE], produces=produces)
-    told(hyperion("reproduce", HYPERION_RESULTS=place), 1, "StoreError: the disk is full", "01_first.large.parquet")
+    check_refusal(hyperion("reproduce", HYPERION_RESULTS=place), 1, "StoreError: the disk is full", "01_first.large.parquet")
     nothing_half_written(place)
     (run,) = place.glob("*-smoke")
     assert [row.experiment for row in Run.open(run).rows()] == ["counting"]
@@ -247,7 +247,7 @@ def test_an_edited_result_is_never_built_upon(hyperion, tmp_path):
     (rows,) = tmp_path.glob("results/*-smoke/rows.csv")
     rows.write_text(rows.read_text().replace(",1.0,", ",2.0,"))
     before = contents(tmp_path / "results")
-    told(hyperion("reproduce"), 2, "cannot be continued", rows, "RUN=new")
+    check_refusal(hyperion("reproduce"), 2, "cannot be continued", rows, "RUN=new")
     assert contents(tmp_path / "results") == before
 
 

@@ -62,7 +62,7 @@ def test_starting_the_command_loads_no_torch():
 
 
 @pytest.mark.parametrize(
-    ("arguments", "told"),
+    ("arguments", "message"),
     [
         (["reproduce", "--nonsense"], "No such option"),
         (["reproduce", "--only", "nope"], "no chapter 'nope'"),
@@ -71,14 +71,14 @@ def test_starting_the_command_loads_no_torch():
         (["compare", "nope", "nope"], "no run 'nope'"),
     ],
 )
-def test_bad_input_is_exit_code_2_with_its_reason(hyperion, tmp_path, arguments, told):
+def test_bad_input_is_exit_code_2_with_its_reason(hyperion, tmp_path, arguments, message):
     (tmp_path / "pyproject.toml").write_text("")
     notebook = tmp_path / "phase1_hardware" / "01_x.ipynb"
     notebook.parent.mkdir()
     metadata = '{"hyperion": {"needs": [], "produces": ["e"], "time_budget_s": {}}}'
     notebook.write_text(f'{{"cells": [], "metadata": {metadata}}}')
     done = hyperion(*arguments, folder=tmp_path)
-    assert done.returncode == 2 and told in done.stderr and "Traceback" not in done.stderr
+    assert done.returncode == 2 and message in done.stderr and "Traceback" not in done.stderr
 
 
 @pytest.mark.process
@@ -197,7 +197,7 @@ def test_installed_clean_touches_no_other_package_and_reproduce_says_where_to_go
 
 
 @pytest.mark.parametrize(
-    ("arguments", "variables", "told"),
+    ("arguments", "variables", "message"),
     [
         (["reproduce", "--seed", "-1"], {}, "Invalid value for '--seed'"),
         (["reproduce", "--seed", str(2**32)], {}, "Invalid value for '--seed'"),
@@ -208,9 +208,9 @@ def test_installed_clean_touches_no_other_package_and_reproduce_says_where_to_go
         (["\x1b[31mred"], {}, "\\x1b[31mred"),
     ],
 )
-def test_hostile_values_are_refused_in_printable_text(hyperion, arguments, variables, told):
+def test_hostile_values_are_refused_in_printable_text(hyperion, arguments, variables, message):
     done = hyperion(*arguments, **variables)
-    assert done.returncode == 2 and told in done.stderr and "Traceback" not in done.stderr
+    assert done.returncode == 2 and message in done.stderr and "Traceback" not in done.stderr
     assert "\x1b" not in done.stderr + done.stdout and ("next:" in done.stderr or "Try 'hyperion" in done.stderr)
 
 

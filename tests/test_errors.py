@@ -14,7 +14,7 @@ class RoomError(HyperionError):
     pass
 
 
-def told(number):
+def refusal(number):
     error = OSError(number, os.strerror(number))
     return refused_write(
         error, RoomError, action="cannot write", unchanged="nothing was changed", where="/place", elsewhere="go elsewhere"
@@ -31,7 +31,7 @@ def told(number):
     ],
 )
 def test_a_refusal_names_cause_place_and_remedy(number, what, remedy):
-    error = told(number)
+    error = refusal(number)
     assert isinstance(error, RoomError)
     assert (error.what, error.where) == (what, "/place")
     assert error.next_step.startswith(remedy) and error.next_step.endswith(", or go elsewhere")

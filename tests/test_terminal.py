@@ -171,13 +171,13 @@ def test_variables_of_torchrun_that_make_no_sense_do_not_matter_to_a_new_process
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("variables", "told"), [({"RANK": "abc"}, "WORLD_SIZE"), ({"LOCAL_RANK": "x"}, "seed is -1")])
-def test_a_training_names_the_variable_or_the_seed_that_makes_no_sense(monkeypatch, capsys, variables, told):
+@pytest.mark.parametrize(("variables", "message"), [({"RANK": "abc"}, "WORLD_SIZE"), ({"LOCAL_RANK": "x"}, "seed is -1")])
+def test_a_training_names_the_variable_or_the_seed_that_makes_no_sense(monkeypatch, capsys, variables, message):
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     assert train("", lambda run: None, ["--seed", "-1"]) == 2
     said = capsys.readouterr().err
-    assert told in said and "next:" in said and "Traceback" not in said
+    assert message in said and "next:" in said and "Traceback" not in said
 
 
 def test_strings_of_others_cannot_control_the_terminal(capsys):

@@ -303,9 +303,11 @@ def test_replay_takes_rows_from_the_reference_and_measures_nothing(run_folder, t
     assert result.replayed_from == "machine" or result.replayed_from == run_folder.name
     assert result.rows == Run.open(run_folder).rows(NOTEBOOK, "leakage")
     assert Run.open(tmp_path / "replayed").rows() == result.rows
-    told = [Run.open(folder).finished(NOTEBOOK, "leakage")["provenance"] for folder in (run_folder, chapter.results.folder)]
-    assert told[0] == told[1] and chapter.sizes("leakage") == told[0]["sizes"]
-    assert chapter.results.environments() == {told[0]["environment"]: chapter.environment}
+    provenances = [
+        Run.open(folder).finished(NOTEBOOK, "leakage")["provenance"] for folder in (run_folder, chapter.results.folder)
+    ]
+    assert provenances[0] == provenances[1] and chapter.sizes("leakage") == provenances[0]["sizes"]
+    assert chapter.results.environments() == {provenances[0]["environment"]: chapter.environment}
     with pytest.raises(HyperionError, match="holds no experiment gemm"):
         chapter.run("gemm")
     # The notebook of this experiment also works without values, so the reference may be older than it.

@@ -49,9 +49,9 @@ def test_real_launches_become_runs_that_compare_reads(sides, tmp_path, capsys):
         rows = {row.variant: row for row in run.rows()}
         assert set(rows) == {"step", "same"} and all((r.metric, r.n) == ("call_time_s", 30) for r in rows.values())
         assert all(r.params == {"cache": "hot", "turns": "levelled by round"} for r in rows.values())
-        samples, told = run.samples("relaunch", "bench"), run.information()["relaunch"]
-        assert samples["round"].nunique() == 30 == told["rounds"] and (samples["time_s"] > 0).all()
-        assert list(told["files"]) == ["relaunched_side.py"] and "environment" in run.information()
+        samples, facts = run.samples("relaunch", "bench"), run.information()["relaunch"]
+        assert samples["round"].nunique() == 30 == facts["rounds"] and (samples["time_s"] > 0).all()
+        assert list(facts["files"]) == ["relaunched_side.py"] and "environment" in run.information()
         assert str(tmp_path) not in str(run.information())
     step = next(c for c in compare(*runs) if " step " in c.name)
     assert step.value_b > 1.5 * step.value_a and step.verdict == "indicative"

@@ -1,4 +1,4 @@
-"""Variants side by side: each in a process of its own, and one that fails is told."""
+"""Variants side by side: each in a process of its own, and one that fails is reported."""
 
 import os
 
@@ -26,15 +26,15 @@ def variant(context, report, name: str) -> Result:
 
 @pytest.mark.process
 def test_a_failing_variant_raises_with_its_own_words(tmp_path):
-    told = []
+    reports = []
     with pytest.raises(JobError, match="a variant that fails"):
         run_side_by_side(
             toy_context("toy", {}, tmp_path),
-            lambda *report: told.append(report),
+            lambda *report: reports.append(report),
             variant,
             [{"name": "sound"}, {"name": "broken"}],
         )
-    assert len(told) <= 1
+    assert len(reports) <= 1
 
 
 def test_on_a_cpu_what_is_counted_runs_here_in_order(tmp_path):

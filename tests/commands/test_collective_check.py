@@ -60,10 +60,10 @@ def test_a_rank_that_hangs_is_named_with_the_place_where_it_stands(monkeypatch):
         run_ranks(job, on_line=lambda line: None)
     assert time.monotonic() - started < 60
     assert ended.value.rank == 1
-    told = ended.value.what
-    assert re.search(r"rank 1 is missing: the last collective that it entered was collective \d+ \(", told)
-    assert "rank 0 reached collective" in told and "rank 0 is missing" not in told
-    assert "stack of rank 1:" in told and "time.sleep(600)" in told
+    message = ended.value.what
+    assert re.search(r"rank 1 is missing: the last collective that it entered was collective \d+ \(", message)
+    assert "rank 0 reached collective" in message and "rank 0 is missing" not in message
+    assert "stack of rank 1:" in message and "time.sleep(600)" in message
 
 
 @pytest.mark.process
@@ -106,9 +106,9 @@ def test_what_does_not_fit_into_memory_is_left_out_and_said(monkeypatch, capsys)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     monkeypatch.setenv("HIP_VISIBLE_DEVICES", "")
     launch(Check([8], ["fp32"], time_limit_s=0.01, largest=1 << 60), ranks=2)
-    told = capsys.readouterr().out
-    assert "left out: all_reduce, fp32, 1,152,921,504,606,846,976 bytes need 2147483650.0 GiB on every rank" in told
-    assert "ok: 7 collectives" in told and "1 left out, because" in told
+    message = capsys.readouterr().out
+    assert "left out: all_reduce, fp32, 1,152,921,504,606,846,976 bytes need 2147483650.0 GiB on every rank" in message
+    assert "ok: 7 collectives" in message and "1 left out, because" in message
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""run_distributed.py as a reader starts it: from another directory, stopped, gone on with, refused, and told once.
+"""run_distributed.py as a reader starts it: from another directory, stopped, gone on with, refused, and reported once.
 
 A Llama with adapters is trained by the README's command, in test_readme_commands.py.
 """
@@ -121,9 +121,9 @@ def test_of_two_ranks_one_tells_why_nothing_begins(place):
 def test_a_refusal_is_told_in_its_own_words(capsys, monkeypatch):
     monkeypatch.delenv("RANK", raising=False)
     assert main("", print, ["--lora"]) == 2
-    told = capsys.readouterr()
-    assert told.err.startswith("run_distributed: --lora does not work with --model language_ddp") and "  next:  " in told.err
-    assert not told.out
+    output = capsys.readouterr()
+    assert output.err.startswith("run_distributed: --lora does not work with --model language_ddp") and "  next:  " in output.err
+    assert not output.out
 
 
 def test_one_training_that_fails_does_not_end_the_others(tmp_path, monkeypatch, capsys):

@@ -14,11 +14,11 @@ from hyperion.measure.planted_faults import FaultResult
 @pytest.mark.slow
 def test_all_faults_are_caught_here_and_the_exit_code_is_0():
     done = CliRunner().invoke(app, ["doctor", "--harness"])
-    told = re.sub(r"[\s│┃]+", " ", done.output)
-    assert done.exit_code == 0, told
+    shown = re.sub(r"[\s│┃]+", " ", done.output)
+    assert done.exit_code == 0, shown
     faults = len(harness.ALL_FAULTS)
-    assert f"{faults} of {faults} planted faults caught, {faults} of {faults} clean twins pass" in told
-    assert "no synchronisation" in told and "require_whole_work" in told
+    assert f"{faults} of {faults} planted faults caught, {faults} of {faults} clean twins pass" in shown
+    assert "no synchronisation" in shown and "require_whole_work" in shown
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ from hyperion.hardware.facts import collective_settings
 
 
 def test_settings_of_every_vendor_are_kept_and_nothing_else():
-    told = {
+    settings = {
         "NCCL_NVLS_ENABLE": "0",
         "RCCL_MSCCL_ENABLE": "1",
         "TORCH_NCCL_BLOCKING_WAIT": "1",
@@ -20,7 +20,7 @@ def test_settings_of_every_vendor_are_kept_and_nothing_else():
         "NCCL_IB_HCA": "=mlx5_0:1,mlx5_1:1",
     }
     others = {"HOME": "/home/somebody", "NVSHMEM_HOME": "x", "TORCH_HOME": "y", "MY_NCCL_KEY": "z"}
-    assert collective_settings(others | told) == told
+    assert collective_settings(others | settings) == settings
     assert collective_settings(others) == {}
 
 

@@ -127,8 +127,8 @@ intr 1
 """
 
 
-def told(root, own, *counts):
-    """The counters of three CPUs and of this process, in ticks. The name of the process contains what a parser may trip over."""
+def write_counts(root, own, *counts):
+    """Write the counters of three CPUs and of this process, in ticks. Its name contains what a parser may trip over."""
     (root / "proc/self/task/1").mkdir(parents=True, exist_ok=True)
     (root / "proc/stat").write_text(STAT.format(*counts))
     (root / "proc/self/stat").write_text(f"1 (a) b) R 0 0 0 0 0 0 0 0 0 0 {own} 0 0 0 20 0")
@@ -139,18 +139,18 @@ def test_the_load_of_others_is_what_this_process_and_its_children_did_not_use(tm
     second = os.sysconf("SC_CLK_TCK")
     now = [10.0]
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
-    told(tmp_path, 50, 0, 0, 0)
+    write_counts(tmp_path, 50, 0, 0, 0)
     load = OtherLoad(tmp_path, usable={0, 1})
     now[0] += 0.1
     assert load.share() is None  # too short for counters of 10 ms
     now[0] += 1.9
     # In 2 s on two CPUs: 3 s busy, 0.5 s stolen by the host, 2.5 s of it ours. CPU 2 is not ours to use.
-    told(tmp_path, 50 + 3 * second // 2, 3 * second, second // 2, 9 * second)
+    write_counts(tmp_path, 50 + 3 * second // 2, 3 * second, second // 2, 9 * second)
     (tmp_path / "proc/7/task/7").mkdir(parents=True)
     (tmp_path / "proc/7/stat").write_text(f"7 (child) R 0 0 0 0 0 0 0 0 0 0 {second // 2} {second // 2} 0 0 20 0")
     (tmp_path / "proc/self/task/1/children").write_text("7 8")  # 8 has ended
     assert load.share() == pytest.approx(1.0 / 4)
-    told(tmp_path, 40, 3 * second, 0, 0)  # a child ended without being waited for: its time is lost
+    write_counts(tmp_path, 40, 3 * second, 0, 0)  # a child ended without being waited for: its time is lost
     assert load.share() is None
     (tmp_path / "proc/stat").write_text("")
     assert load.share() is None
@@ -159,7 +159,7 @@ def test_the_load_of_others_is_what_this_process_and_its_children_did_not_use(tm
 def test_the_load_is_unknown_within_a_quota_or_without_a_list_of_children(tmp_path, monkeypatch):
     now = [10.0]
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
-    told(tmp_path, 50, 0, 0, 0)
+    write_counts(tmp_path, 50, 0, 0, 0)
     (tmp_path / "sys/fs/cgroup").mkdir(parents=True)
     for quota, known in (("max 100000", True), ("200000 100000", True), ("150000 100000", False)):
         (tmp_path / "sys/fs/cgroup/cpu.max").write_text(quota)

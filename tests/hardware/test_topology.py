@@ -130,10 +130,10 @@ def test_a_cpus_sockets_and_numa_nodes(tmp_path):
 @pytest.mark.parametrize("folder", ["", "sys/devices/system/node/node0"])
 def test_what_a_system_does_not_tell_is_said(tmp_path, folder):
     (tmp_path / folder).mkdir(parents=True, exist_ok=True)
-    told = cpu_lines(tmp_path)
-    assert told[0] == "sockets: unknown"
+    lines = cpu_lines(tmp_path)
+    assert lines[0] == "sockets: unknown"
     nothing, no_files = ("NUMA nodes: unknown", "NUMA node 0: CPUs none, memory unknown, distances unknown")
-    assert told[1] == (no_files if folder else nothing)
+    assert lines[1] == (no_files if folder else nothing)
 
 
 def test_this_machines_own():

@@ -267,7 +267,7 @@ from hyperion.experiments.kernels.interpreted_kernels import interpret
 from hyperion.kernels import interpreted
 from tests.chapter.toy import toy_context
 interpreted.GROUPS = {"rows_triton": interpreted.GROUPS["rows_triton"]}
-rows = interpret(toy_context("interpreted_kernels", {}, pathlib.Path("nowhere")), lambda *told: None).rows
+rows = interpret(toy_context("interpreted_kernels", {}, pathlib.Path("nowhere")), lambda *progress: None).rows
 assert all(row.check_error < row.check_tolerance for row in rows)
 print(json.dumps([errors, refusals, sorted({row.variant for row in rows})]))
 """
@@ -284,7 +284,7 @@ def test_operations_serve_strided_tensors_and_refuse_what_a_kernel_would_compute
     assert kernels == ["layer_norm", "layer_norm backward", "softmax", "vector_add"]
     assert max(errors) < 1e-5 and len(errors) == 2, errors
     words = ["float64", "int64", "float64", "float64", "float64", *["requires a gradient"] * 3, "20000", "0, 64", "65536"]
-    assert all(word in told for word, told in zip(words, refusals, strict=True)), refusals
+    assert all(word in message for word, message in zip(words, refusals, strict=True)), refusals
 
 
 @needs_triton

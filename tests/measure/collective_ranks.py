@@ -94,7 +94,7 @@ FAULTS = {
 }
 
 
-def _told_of_a_wrong_value(name: str) -> str:
+def _message_of_a_wrong_value(name: str) -> str:
     """What this rank says of a collective that leaves rank 1 with one element that is off by one; "" if nothing."""
 
     def call(output, given):
@@ -121,10 +121,10 @@ def _overlaps() -> dict:
         time.sleep(0.01)
 
     beside = {"a sleep": sleep, "products": None}
-    told = {}
+    report = {}
     for name, compute in beside.items():
         measured = measure_overlap(OVERLAPPED, "fp32", world(), roll, compute=compute, minimum_samples=10, time_limit_s=0.05)
-        told[name] = {
+        report[name] = {
             "share": measured.share.value,
             "low": measured.share.ci_low,
             "high": measured.share.ci_high,
@@ -132,18 +132,18 @@ def _overlaps() -> dict:
             "error": measured.verification.error,
             "samples": [t.samples_s.tolist() for t in (measured.compute, measured.both)],
         }
-    return told | {"begun": [False in begun, True in begun]}
+    return report | {"begun": [False in begun, True in begun]}
 
 
 def checks(folder: str) -> dict:
     """Sound and broken collectives and the experiment, written to a file; then a wrong value on rank 1 ends the job."""
     torch.set_num_threads(1)
-    told = {"sound": {}, "broken": {}}
+    report = {"sound": {}, "broken": {}}
     for name, collective in ALL_COLLECTIVES.items():
         for dtype in DTYPES:
             for size in SIZES:
                 m = measure_collective(collective, size, dtype, world(), RollCall(), time_limit_s=0.01)
-                told["sound"][f"{name} {dtype} {size}"] = {
+                report["sound"][f"{name} {dtype} {size}"] = {
                     "error": m.verification.error,
                     "bytes": m.bytes,
                     "samples": m.timing.samples_s.tolist(),
@@ -154,12 +154,12 @@ def checks(folder: str) -> dict:
         buffers = Buffers(replace(ALL_COLLECTIVES[collective], call=call), size, dtype, world(), RollCall())
         buffers.prepare()
         buffers.call()
-        told["broken"][name] = buffers.wrong()[0]
-    told["wrong value"] = {name: _told_of_a_wrong_value(name) for name in ("reduce", "send_recv")}
+        report["broken"][name] = buffers.wrong()[0]
+    report["wrong value"] = {name: _message_of_a_wrong_value(name) for name in ("reduce", "send_recv")}
     context = Context(notebook="toy", experiment="collectives", sizes=EXPERIMENT, workspace=Path(folder))
-    told["rows"] = rows_to_csv(measure_on_rank(context, lambda *progress: None).rows)
-    told["overlap"] = _overlaps()
-    Path(folder, f"{world().rank}.json").write_text(json.dumps(told))
+    report["rows"] = rows_to_csv(measure_on_rank(context, lambda *progress: None).rows)
+    report["overlap"] = _overlaps()
+    Path(folder, f"{world().rank}.json").write_text(json.dumps(report))
     collective, _, call, _ = FAULTS["one value on rank 1"]
     check_collectives(Check([4096], ["bf16"]), {collective: replace(COLLECTIVES[collective], call=call)})
     return {}

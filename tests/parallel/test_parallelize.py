@@ -398,8 +398,8 @@ def test_equal_ranks_pass(answers):
 @pytest.mark.process
 def test_a_value_changed_on_one_rank_is_named_on_all(answers):
     for answer in answers:
-        told = answer["agreement"]["values"]
-        assert "parameter blocks.1.mlp.up.weight of rank 1 differs from that of rank 0; 2 of 52 parameters differ" in told
+        error = answer["agreement"]["values"]
+        assert "parameter blocks.1.mlp.up.weight of rank 1 differs from that of rank 0; 2 of 52 parameters differ" in error
 
 
 @pytest.mark.process

@@ -57,8 +57,8 @@ def test_the_rank_that_mpirun_names(log, codes):
     ],
 )
 def test_what_is_missing_is_named_with_a_next_step(found, reason):
-    told = why_no_mpi(lambda name: name in found, lambda name: name in found)
-    assert told.startswith(reason) and bool(told) == bool(reason)
+    why = why_no_mpi(lambda name: name in found, lambda name: name in found)
+    assert why.startswith(reason) and bool(why) == bool(reason)
 
 
 def test_open_mpi_is_allowed_to_run_as_root_and_with_more_ranks_than_cores(monkeypatch):

@@ -263,8 +263,8 @@ import os, sys
 from hyperion.processes.child_process import child_environment
 from hyperion.processes.child_process import start
 worker = start(sys.executable, "told_module", [], child_environment() | {{"PYTHONPATH": os.environ["PYTHONPATH"] + ":{root}"}})
-told = worker.stdout.read()
-if "assertions are checked" not in told: raise ValueError(told)
+printed = worker.stdout.read()
+if "assertions are checked" not in printed: raise ValueError(printed)
 """
     (root / "told_module.py").write_text("try:\n    assert False\nexcept AssertionError:\n    print('assertions are checked')\n")
     write_notebook(phase, "03_worker", [worker, recording("03_worker")])
@@ -499,8 +499,8 @@ print("BANNER", "torch" in sys.modules, os.path.basename(os.getcwd()), os.getpid
 """
     write_notebook(root / "phase1_hardware", "01_first", [telling, WAITING, recording("01_first")])
     process = start()
-    told = next(line for line in process.stdout if "BANNER" in line).split()
-    loaded, folder, kernel = told[told.index("BANNER") + 1 :][:3]
+    printed = next(line for line in process.stdout if "BANNER" in line).split()
+    loaded, folder, kernel = printed[printed.index("BANNER") + 1 :][:3]
     assert (loaded, folder) == ("False", "phase1_hardware")
     process.kill()
     process.wait(60)

@@ -80,8 +80,8 @@ def test_a_taken_name_gives_this_call_caches_of_its_own_and_a_remedy(temporary, 
     taken(temporary)
     found = kernels._node_local_caches(tmp_path / "scratch")
     assert {Path(folder).parent for folder in found.values()} == {tmp_path / "scratch/caches"}
-    told = capsys.readouterr().err
-    assert str(temporary) in told and "set TRITON_CACHE_DIR" in told
+    printed = capsys.readouterr().err
+    assert str(temporary) in printed and "set TRITON_CACHE_DIR" in printed
 
 
 def test_a_long_temporary_folder_does_not_break_socket_names(tmp_path, monkeypatch):

@@ -187,9 +187,9 @@ def test_a_picture_that_lies_beside_a_page_is_linked_and_another_stays_in_it(run
         }
     )
     folder, _ = publish(run, "h100", tmp_path / "reference")
-    told = (folder / "notebooks/01_x.html").read_text()
+    written = (folder / "notebooks/01_x.html").read_text()
     link = "../benchmarks/gemm/a.png"
-    assert told == f'<img src="{link}"><img src="data:image/png;base64,{base64.b64encode(only_here).decode()}">{script}'
+    assert written == f'<img src="{link}"><img src="data:image/png;base64,{base64.b64encode(only_here).decode()}">{script}'
     assert (folder / "notebooks" / link).resolve().read_bytes() == kept
 
 

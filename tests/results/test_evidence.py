@@ -16,8 +16,8 @@ def test_every_committed_reference_is_proven(folder):
     statements = verify_run(run)
     about = [statement.partition(":")[0] for statement in statements[:4]]
     assert about == ["unchanged since written", "rules", "counts", "samples"]
-    told = [statement for statement in statements if statement.startswith("recomputed from samples: ")]
-    recomputed = sum(int(statement.split(": ")[1].split()[0]) for statement in told)
+    recomputations = [statement for statement in statements if statement.startswith("recomputed from samples: ")]
+    recomputed = sum(int(statement.split(": ")[1].split()[0]) for statement in recomputations)
     [left] = [statement for statement in statements if statement.startswith("not recomputed: ")]
     assert recomputed >= RECOMPUTED.get(folder.name, 0)
     assert recomputed + sum(int(part.split()[0]) for part in left.partition(": ")[2].split(", ")) == len(run.rows())

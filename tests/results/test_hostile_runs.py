@@ -363,8 +363,8 @@ def repeated_text():
 
 def with_pandas_metadata():
     table = pa.Table.from_pandas(rows_and_samples(OWN)[1], preserve_index=False)
-    told = {"columns": [{"name": "time_s", "numpy_type": "os.system", "pandas_type": "object"}], "index_columns": 7}
-    return written(table.replace_schema_metadata({b"pandas": json.dumps(told).encode()}))
+    pandas_metadata = {"columns": [{"name": "time_s", "numpy_type": "os.system", "pandas_type": "object"}], "index_columns": 7}
+    return written(table.replace_schema_metadata({b"pandas": json.dumps(pandas_metadata).encode()}))
 
 
 def slower():

@@ -47,8 +47,8 @@ def test_record_and_read_back(new_run, row, samples):
     again = Run.open(run.folder)
     assert again.rows() == [row(), row(dtype="float32")]
     assert again.information()["profile"] == "smoke"
-    told = {"input_hash": "h1", "rows": 2, "source": "mirror", "data": {}, "provenance": {}}
-    assert again.finished(row().notebook, "gemm") == told
+    expected = {"input_hash": "h1", "rows": 2, "source": "mirror", "data": {}, "provenance": {}}
+    assert again.finished(row().notebook, "gemm") == expected
     assert again.finished(row().notebook, "bandwidth") is None
     pd.testing.assert_frame_equal(again.samples(row().notebook, "gemm"), samples)
     run.record(row().notebook, "gemm", [row(dtype="float16")], samples, input_hash="h2")
@@ -199,9 +199,9 @@ def test_provenance_is_kept_by_experiment_and_each_environment_once(new_run, row
     run = new_run()
     for experiment, seed, environment in (("a", 0, {"torch": "1"}), ("b", 1, {"torch": "1"}), ("c", 0, {"torch": "2"})):
         run.record("nb", experiment, [], samples, input_hash="h", provenance={"seed": seed}, environment=environment)
-    told = [run.finished("nb", experiment)["provenance"] for experiment in "abc"]
-    assert [provenance["seed"] for provenance in told] == [0, 1, 0]
-    assert [run.environments()[p["environment"]]["torch"] for p in told] == ["1", "1", "2"]
+    provenances = [run.finished("nb", experiment)["provenance"] for experiment in "abc"]
+    assert [provenance["seed"] for provenance in provenances] == [0, 1, 0]
+    assert [run.environments()[p["environment"]]["torch"] for p in provenances] == ["1", "1", "2"]
     assert len(run.environments()) == 2 and "environments.json" in run.verify()
 
 

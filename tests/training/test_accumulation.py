@@ -52,20 +52,20 @@ def trained(micro_batches: int, kind: type[TorchEngine] = LanguageEngine):
     engine = kind(
         model, optimizer, lambda step: 1e-2, Precision("fp32", "no autocast"), detect_cpu(), 0.1, micro_batches=micro_batches
     )
-    told = []
+    metrics_of_steps = []
     for step in range(3):
         engine.batch = batch_of(step)
         metrics = engine.train_step(engine.batch)
-        told += [metrics.loss, metrics.gradient_norm, metrics.rank_loss, metrics.items.double()]
-    return torch.cat([p.detach().flatten() for p in model.parameters()]), torch.stack(told), engine.tokens_seen
+        metrics_of_steps += [metrics.loss, metrics.gradient_norm, metrics.rank_loss, metrics.items.double()]
+    return torch.cat([p.detach().flatten() for p in model.parameters()]), torch.stack(metrics_of_steps), engine.tokens_seen
 
 
 @pytest.mark.parametrize("parts", [2, 3, 7])
 def test_parts_make_the_step_of_the_whole_batch(parts):
-    weights, told, seen = trained(1)
+    weights, metrics_of_steps, seen = trained(1)
     found, also, same = trained(parts)
     torch.testing.assert_close(found, weights, rtol=1e-12, atol=1e-14)
-    torch.testing.assert_close(also, told, rtol=1e-12, atol=1e-14)
+    torch.testing.assert_close(also, metrics_of_steps, rtol=1e-12, atol=1e-14)
     assert same == seen == 3 * (6 + 5 + 4 + 3 + 2 + 1 + 1)
 
 

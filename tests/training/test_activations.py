@@ -40,9 +40,9 @@ def counted(model, loss_of, batch, sixteen_bit, checkpointed) -> tuple[int, int]
 def test_a_language_model_keeps_what_its_shapes_say(config, sixteen_bit, checkpointed):
     tokens = torch.randint(config.vocab_size, (2, 8, config.context))
     kept, peak = counted(TransformerLM(config), lambda model: model.loss(*tokens), tokens, sixteen_bit, checkpointed)
-    told = language_activations(config, 8, config.context, sixteen_bit)
-    assert told.saved(checkpointed) == pytest.approx(kept, rel=0.02)
-    assert told.peak(checkpointed) == pytest.approx(peak, rel=0.05)
+    predicted = language_activations(config, 8, config.context, sixteen_bit)
+    assert predicted.saved(checkpointed) == pytest.approx(kept, rel=0.02)
+    assert predicted.peak(checkpointed) == pytest.approx(peak, rel=0.05)
 
 
 @pytest.mark.parametrize("checkpointed", [False, True])
@@ -51,9 +51,9 @@ def test_an_image_model_keeps_what_its_shapes_say(sixteen_bit, checkpointed):
     images, labels = torch.randn(16, 3, 32, 32), torch.randint(10, (16,))
     model = resnet18(width=8).to(memory_format=torch.channels_last)
     kept, peak = counted(model, lambda m: F.cross_entropy(m(images).float(), labels), [images, labels], sixteen_bit, checkpointed)
-    told = image_activations(8, 16, sixteen_bit)
-    assert told.saved(checkpointed) == pytest.approx(kept, rel=0.02)
-    assert told.peak(checkpointed) == pytest.approx(peak, rel=0.12)
+    predicted = image_activations(8, 16, sixteen_bit)
+    assert predicted.saved(checkpointed) == pytest.approx(kept, rel=0.02)
+    assert predicted.peak(checkpointed) == pytest.approx(peak, rel=0.12)
 
 
 def test_checkpointing_trades_layers_for_one_layer():

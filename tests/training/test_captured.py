@@ -29,7 +29,7 @@ def _assert_same(one, other) -> None:
 @pytest.mark.parametrize("before", [0, 2])
 def test_warming_up_leaves_no_trace(make, batches, before):
     warmed, plain, loader = make(), make(), batches()
-    told = {}
+    losses = {}
     for engine in (warmed, plain):
         loader.load_state_dict(batches().state_dict())
         torch.manual_seed(3)
@@ -42,9 +42,9 @@ def test_warming_up_leaves_no_trace(make, batches, before):
                 for _ in range(WARM_UP_STEPS):
                     engine._step(batch)
                 assert not torch.equal(_everything(engine)["seen"], torch.tensor(0))
-        told[engine] = [float(engine.train_step(batch).loss), float(engine.train_step(loader.next_batch()).loss)]
+        losses[engine] = [float(engine.train_step(batch).loss), float(engine.train_step(loader.next_batch()).loss)]
         assert places == [parameter.data_ptr() for parameter in engine.model.parameters()]
-    assert told[warmed] == told[plain]
+    assert losses[warmed] == losses[plain]
     _assert_same(_everything(warmed), _everything(plain))
 
 
@@ -142,22 +142,22 @@ def test_dropout_draws_anew_in_every_replay():
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")
 def test_replays_drop_what_steps_one_by_one_would():
     """Also after a checkpoint: replays draw from the device's generator, and move it on, as launches do."""
-    device, told = detect(), {}
+    device, losses = detect(), {}
     batches = [tuple(part.to(device.torch_device) for part in small_batches().next_batch()) for _ in range(6)]
     for capture in (False, True):
         engine = small_engine(device=device, capture=capture)
         torch.manual_seed(3)
-        told[capture] = [float(engine.train_step(batch).loss) for batch in batches[:3]]
+        losses[capture] = [float(engine.train_step(batch).loss) for batch in batches[:3]]
         state = rng_state()
         ahead = [float(engine.train_step(batch).loss) for batch in batches[3:]]
-        told[capture] += [*ahead, float(torch.rand((), device=device.torch_device))]
+        losses[capture] += [*ahead, float(torch.rand((), device=device.torch_device))]
         set_rng_state(state)
         engine.schedule = lambda step: 0.0
         again = [float(engine.train_step(batches[0]).loss) for _ in range(2)]
         set_rng_state(state)
         assert again == pytest.approx([float(engine.train_step(batches[0]).loss) for _ in range(2)], rel=1e-5)
         assert again[0] != pytest.approx(again[1], rel=1e-5), "other numbers are dropped"
-    assert told[True] == pytest.approx(told[False], rel=1e-3)
+    assert losses[True] == pytest.approx(losses[False], rel=1e-3)
 
 
 def test_kernels_are_combined_on_nvidia_alone():

@@ -82,8 +82,8 @@ def launch(place):
 
 @pytest.mark.parametrize("check", [check.__name__ for check in CHECKS])
 def test_on_two_ranks(launch, check):
-    told = [outcome.get(check, "not reached") for outcome in launch[0]]
-    assert told == ["passed", "passed"], "\n".join(told)
+    results = [outcome.get(check, "not reached") for outcome in launch[0]]
+    assert results == ["passed", "passed"], "\n".join(results)
 
 
 def resume_alone(folder, steps):

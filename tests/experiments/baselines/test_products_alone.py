@@ -62,11 +62,11 @@ def test_a_pass_does_all_of_them_layer_by_layer(one_thread):
     assert flops_of(real) == flops_listed(language_products(CONFIG, BATCH, compiled=True))
 
 
-def products(told):
+def products(lines):
     def waiting(seconds):
         return lambda dtype, device: lambda: time.sleep(seconds)
 
-    return [ProductAlone(part, name, count, waiting(seconds)) for part, name, count, seconds in told]
+    return [ProductAlone(part, name, count, waiting(seconds)) for part, name, count, seconds in lines]
 
 
 def test_each_part_takes_the_time_of_its_products_as_often_as_they_are_done(one_thread):

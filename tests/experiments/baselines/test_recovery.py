@@ -1,4 +1,4 @@
-"""Faults strike in the phase they are meant for, a run comes back in every bit, and one that does not is told apart."""
+"""Faults strike in the phase they are meant for, a run comes back in every bit, and one that does not is detected."""
 
 from dataclasses import asdict
 
@@ -21,9 +21,9 @@ def the_loop_as_it_was(monkeypatch):
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
     write_run = loop.write_run
-    told = run_once(str(tmp_path_factory.mktemp("whole")), "language", 0, watch=True)
+    outcome = run_once(str(tmp_path_factory.mktemp("whole")), "language", 0, watch=True)
     loop.write_run = write_run
-    return told
+    return outcome
 
 
 def test_every_kind_strikes_in_every_phase_once_before_any_comes_again():
@@ -67,11 +67,11 @@ def test_sigterm_costs_no_step_in_any_phase(tmp_path, whole, phase):
 
 
 def test_a_nan_strikes_and_is_told_and_a_full_disk_leaves_the_checkpoint_before(tmp_path, whole):
-    told = run_once(str(tmp_path / "nan"), "language", 0, asdict(TrainingFault("NaN", "forward", 4, 0.3)), whole["moments"])
-    assert told["ended"].startswith("NonFiniteError: step 4")
+    outcome = run_once(str(tmp_path / "nan"), "language", 0, asdict(TrainingFault("NaN", "forward", 4, 0.3)), whole["moments"])
+    assert outcome["ended"].startswith("NonFiniteError: step 4")
     full = tmp_path / "full"
-    told = run_once(str(full), "language", 0, asdict(TrainingFault("full disk", "save", 6, 0.2)), whole["moments"])
-    assert told["ended"].startswith("CheckpointError")
+    outcome = run_once(str(full), "language", 0, asdict(TrainingFault("full disk", "save", 6, 0.2)), whole["moments"])
+    assert outcome["ended"].startswith("CheckpointError")
     assert [path.name for path in full.glob("*step*")] == ["step-00000003"]
 
 

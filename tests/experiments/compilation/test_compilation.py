@@ -1,4 +1,4 @@
-"""The compilation experiment: rows of a mode, planted wrong outputs and dtypes refused, what cannot be measured told."""
+"""The compilation experiment: rows of a mode, planted wrong outputs and dtypes refused, reasons for what cannot be measured."""
 
 from dataclasses import replace
 
@@ -42,7 +42,7 @@ def context(tmp_path):
 
 
 def measured(context, spec, mode):
-    result = compilation.measure_mode(context, lambda *told: None, spec, mode, str(context.workspace))
+    result = compilation.measure_mode(context, lambda *progress: None, spec, mode, str(context.workspace))
     for row in result.rows:
         row.validate()
     return result
@@ -58,8 +58,8 @@ def compiled(monkeypatch):
 
     def pretend(spoil):
         def compile_it(function, arguments, mode, device, search):
-            told = Compilation(mode, 2.0, (2.1, 0.1, 0.1, 0.1), 1, {}, (), {"fused": 3, "template": 0, "library": 4}, "replayed")
-            return lambda *inputs: spoil(function(*inputs)), told
+            facts = Compilation(mode, 2.0, (2.1, 0.1, 0.1, 0.1), 1, {}, (), {"fused": 3, "template": 0, "library": 4}, "replayed")
+            return lambda *inputs: spoil(function(*inputs)), facts
 
         monkeypatch.setattr(compilation, "measure_compilation", compile_it)
         monkeypatch.setattr(compilation, "probe_vector_instructions", lambda *arguments: None)
@@ -158,7 +158,7 @@ def test_every_mode_is_listed_also_those_the_profile_leaves_out(context, monkeyp
         return compilation.Result([row], pd.DataFrame())
 
     monkeypatch.setattr(compilation, "run_variant", variant)
-    rows = compilation.run(context, lambda *told: None).rows
+    rows = compilation.run(context, lambda *progress: None).rows
     assert [(row.params["model"], row.variant) for row in rows] == [(s["model"], m) for s in (LANGUAGE, IMAGES) for m in MODES]
     assert [mode for _, mode, _ in asked] == ["eager", "default"] * 2
     assert {function for *_, function in asked} == {compilation.measure_mode}

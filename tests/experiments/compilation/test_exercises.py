@@ -1,4 +1,4 @@
-"""The exercises of the compilation chapter: what is given fails, a right answer passes, half an answer is told apart."""
+"""The exercises of the compilation chapter: what is given fails, a right answer passes, half an answer does not."""
 
 import torch
 

@@ -45,7 +45,7 @@ def test_times_have_their_speed_up_and_what_is_missing_its_reason(material):
     assert "0.280 ms  (4.68 ×)" in texts(figure)
     assert "lm_d768_h12_l4 reduce-overhead: not measured (the compiler failed: made up)" in texts(figure)
     lengths = [bar.get_width() for bar in figure.axes[0].patches]
-    assert lengths == pytest.approx([told[0] for told in MODELS["resnet18_imagenet_stem"].values()])
+    assert lengths == pytest.approx([point[0] for point in MODELS["resnet18_imagenet_stem"].values()])
 
 
 def test_memory_shows_both_kinds_and_the_weights(material):

@@ -30,8 +30,8 @@ def test_no_shortcut_passes_and_the_library_does(folders):
 
 
 def test_the_library_names_file_and_fault(folders):
-    told = library_findings(folders).groupby("what was done", sort=False).first()
-    assert list(told.index) == list(folders) and (told.loc[list(SOUND), "found"] == "nothing").all()
-    assert told.loc["a NaN in an image, manifest renewed", "found"] == "image 7 holds NaN or infinity"
-    assert told.loc["a bit of an image flipped", "file"] == "train_images.npy"
-    assert "record 11 has the label 10" in told.loc["a label out of range, manifest renewed", "found"]
+    findings = library_findings(folders).groupby("what was done", sort=False).first()
+    assert list(findings.index) == list(folders) and (findings.loc[list(SOUND), "found"] == "nothing").all()
+    assert findings.loc["a NaN in an image, manifest renewed", "found"] == "image 7 holds NaN or infinity"
+    assert findings.loc["a bit of an image flipped", "file"] == "train_images.npy"
+    assert "record 11 has the label 10" in findings.loc["a label out of range, manifest renewed", "found"]

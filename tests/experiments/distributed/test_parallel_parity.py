@@ -28,7 +28,7 @@ SIZES = {
 DIFFER = "parameters that differ between ranks"
 
 
-def told(row) -> str:
+def refusal_of(row) -> str:
     try:
         row.validate()
     except RowError as error:
@@ -43,7 +43,7 @@ def drifting() -> list[tuple[float, str]]:
     model, found = nn.Linear(3, 4), []
     for _ in range(2):
         row = replicas_row(context, "ddp", model, "")
-        found.append((row.value, told(row)))
+        found.append((row.value, refusal_of(row)))
         if world().rank == 1:
             with torch.no_grad():
                 model.bias[2] = torch.nextafter(model.bias[2], torch.tensor(9.0))

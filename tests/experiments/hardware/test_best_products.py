@@ -100,11 +100,11 @@ def test_a_roofline_foretells_the_largest_square_and_each_given_shape(monkeypatc
     thin = {"name": "one token", "m": 16, "n": 8192, "k": 8192}
     sizes = SIZES | {"dtypes": ["fp8", "bf16", "int8"], "largest": 8192, "step": 1024, "shapes": [thin]}
     forecasts = experiment_named("best_products").forecast(toy_context("best_products", sizes, tmp_path))
-    told = {(f.variant, f.dtype): f for f in forecasts}
-    assert told["fastest found", "fp8_e4m3fn"].ceiling == pytest.approx(2141.1, rel=1e-3)
-    assert told["fastest found", "bf16"].ceiling == pytest.approx(1070.5, rel=1e-3)
-    assert 0.6 < told["fastest found", "bf16"].estimate / 1070.5 < 0.9
-    given = told["given shape", "bf16"]
+    by_variant = {(f.variant, f.dtype): f for f in forecasts}
+    assert by_variant["fastest found", "fp8_e4m3fn"].ceiling == pytest.approx(2141.1, rel=1e-3)
+    assert by_variant["fastest found", "bf16"].ceiling == pytest.approx(1070.5, rel=1e-3)
+    assert 0.6 < by_variant["fastest found", "bf16"].estimate / 1070.5 < 0.9
+    given = by_variant["given shape", "bf16"]
     # Memory bounds it: 2·M·N·K over the bytes of both operands and of the output, at 4800 GB/s.
     traffic = 2 * ((16 + 8192) * 8192 + 16 * 8192)
     assert 0 < given.estimate < 2 * 16 * 8192**2 / traffic * 4.8

@@ -62,9 +62,9 @@ def test_bars_of_peak_maf_and_taf_have_the_rows_lengths(gpu):
     lengths = [bar.get_width() for bar in bf16.patches]
     tafs = [row.value for row in gpu.of("model_products", metric="taf_tflops", dtype="bf16")]
     assert lengths == pytest.approx([PEAKS["bf16"], MAF * PEAKS["bf16"], *tafs])
-    told = words(figure)
-    assert "84 % of peak" in told and "timed in bf16: resnet50 96 %" in told and "fp8: unsupported: no units for it" in told
-    assert told.count("% of MAF") == 4 * len(MODELS)
+    text = words(figure)
+    assert "84 % of peak" in text and "timed in bf16: resnet50 96 %" in text and "fp8: unsupported: no units for it" in text
+    assert text.count("% of MAF") == 4 * len(MODELS)
 
 
 def test_without_a_peak_there_is_no_bar_for_it_and_a_note_says_why(cpu):
@@ -95,9 +95,9 @@ def test_a_gap_from_rows_multiplies_to_what_was_measured_and_is_that_of_the_sear
 
 @pytest.mark.slow
 def test_all_formats_share_a_picture_and_one_alone_tells_its_reasons(gpu, cpu):
-    told = words(drawn(gemm_gap, gpu))
-    assert told.count("unexplained |") == 4 and "fp8: unsupported" in told
-    assert "launch (no launch time given)" in told and "8192 x 4096 x 8192 tf32" in told
+    text = words(drawn(gemm_gap, gpu))
+    assert text.count("unexplained |") == 4 and "fp8: unsupported" in text
+    assert "launch (no launch time given)" in text and "8192 x 4096 x 8192 tf32" in text
     alone = words(drawn(gemm_gap, gpu, dtype="bf16"))
     assert "Clock: why clock" in alone and "× 0.930" in alone and "tf32" not in alone
     assert drawn(gemm_gap, cpu) is None
@@ -105,8 +105,8 @@ def test_all_formats_share_a_picture_and_one_alone_tells_its_reasons(gpu, cpu):
 
 @pytest.mark.slow
 def test_the_only_waterfall_of_a_cpu_names_the_formats_that_have_none(cpu_material):
-    told = words(drawn(gemm_gap, cpu_material))
-    assert "8192 x 4096 x 8192 fp32" in told and "fp64, bf16: no peak: no data sheet entry" in told
+    text = words(drawn(gemm_gap, cpu_material))
+    assert "8192 x 4096 x 8192 fp32" in text and "fp64, bf16: no peak: no data sheet entry" in text
 
 
 @pytest.mark.slow

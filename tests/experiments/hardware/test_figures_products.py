@@ -80,8 +80,8 @@ def test_where_nothing_was_found_there_is_no_figure(tmp_path, random):
 def test_a_refused_given_shape_is_told_and_not_drawn(tmp_path, random):
     rows = best_rows(random, limited=True)
     place = next(i for i, row in enumerate(rows) if (row.variant, row.dtype) == ("given shape", "int8"))
-    told = {"value": None, "value_reason": "refused: sizes", "n": None, "ci_low": None, "ci_high": None}
-    rows[place] = replace(rows[place], **told)
+    no_value = {"value": None, "value_reason": "refused: sizes", "n": None, "ci_low": None, "ci_high": None}
+    rows[place] = replace(rows[place], **no_value)
     figure = drawn(best_products, tmp_path, "best_products", rows)
     assert f"int8 {rows[place].params['shape']}: not measured (refused: sizes)." in texts(figure)
 

@@ -1,4 +1,4 @@
-"""The gap's rows: factors multiply to the whole, the search's product beside the square, reasons where nothing can be told."""
+"""The gap's rows: factors multiply to the whole, the search's product beside the square, reasons where nothing is known."""
 
 from dataclasses import replace
 from math import prod

@@ -83,5 +83,5 @@ def test_nothing_is_foretold_and_the_basis_says_why(context, result):
     forecasts = experiment_named("launch_cost").forecast(context)
     assert [forecast.estimate for forecast in forecasts] == [None] * 3
     assert all(forecast.basis.startswith("no datasheet value") for forecast in forecasts)
-    told = {(row.variant, row.metric) for row in result.rows}
-    assert {(forecast.variant, forecast.metric) for forecast in forecasts} <= told
+    measured = {(row.variant, row.metric) for row in result.rows}
+    assert {(forecast.variant, forecast.metric) for forecast in forecasts} <= measured

@@ -59,8 +59,8 @@ def test_samples_say_how_they_were_taken(result):
 def test_a_forecast_finds_its_row(result, context):
     rows = [row for row in result.rows if row.metric == "bandwidth_gb_s"]
     for forecast in experiment_named("memory_levels").forecast(context):
-        told = (forecast.variant, forecast.dtype, forecast.params)
-        assert sum((r.variant, r.dtype, {name: r.params[name] for name in forecast.params}) == told for r in rows) == 1
+        sources = (forecast.variant, forecast.dtype, forecast.params)
+        assert sum((r.variant, r.dtype, {name: r.params[name] for name in forecast.params}) == sources for r in rows) == 1
 
 
 def test_a_gpu_is_foretold_its_data_sheet_where_no_cache_has_a_part(context, monkeypatch):
@@ -93,8 +93,8 @@ def test_sizes_keep_to_the_cap_and_reach_it_from_the_innermost(context, monkeypa
 def test_a_point_that_is_mostly_launching_says_so(context, result, monkeypatch):
     monkeypatch.setattr(CachePoint, "launch_bound", True)
     rows = experiment_named("memory_levels").run(context, lambda *report: None).rows
-    told = {row.limit_source.partition(" (")[0] for row in rows if row.metric == "bandwidth_gb_s"}
-    assert told == {"no limit: mostly launching"}
+    sources = {row.limit_source.partition(" (")[0] for row in rows if row.metric == "bandwidth_gb_s"}
+    assert sources == {"no limit: mostly launching"}
 
 
 def test_no_memory_left_is_a_row(context, monkeypatch, tmp_path):

@@ -1,4 +1,4 @@
-"""The exercises on quantised weights: what is given fails, a right answer passes, half an answer is told apart."""
+"""The exercises on quantised weights: what is given fails, a right answer passes, half an answer does not."""
 
 import pytest
 import torch

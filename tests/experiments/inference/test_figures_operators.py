@@ -82,9 +82,9 @@ def test_the_table_of_families_counts_what_passes(material):
 
 
 def test_claims_name_what_does_not_hold(material):
-    failed = [told for holds, told in operator_claims(material.of("operator_suite")) if not holds]
+    failed = [claim for holds, claim in operator_claims(material.of("operator_suite")) if not holds]
     assert failed[0].startswith("sort, bf16, backward") and "only 7" in failed[1] and len(failed) == 5
-    failed = [told for holds, told in architecture_claims(material.of("architectures")) if not holds]
+    failed = [claim for holds, claim in architecture_claims(material.of("architectures")) if not holds]
     assert failed == ["albert, build: failed: TypeError: made up", "2 architectures pass"]
 
 

@@ -166,7 +166,7 @@ def test_claims_do_not_hold_without_rows_and_speed_needs_an_interval():
     assert all(holds for holds, _ in attention_claims(rows, options))
     rows[2] = speedup("triton over flash", 1.02, passes[0], low=0.99)  # faster, but not beyond noise
     rows[1] = speedup("triton over cudnn", None, passes[1])
-    failed = [told for holds, told in attention_claims(rows, options) if not holds]
+    failed = [claim for holds, claim in attention_claims(rows, options) if not holds]
     assert "1.020 (0.990 to 1.020), expected more than 1" in failed[0] and "1 rows of triton over cudnn" in failed[1]
     products = matmul_kernel.MatmulKernelOptions.parse(load_profile("full").sizes("matmul_kernel"), "matmul_kernel")
     rows = [speedup("triton over torch.mm", 0.9, {"m": 4096, "n": 4096, "k": 4096})]

@@ -79,7 +79,7 @@ def batch(context, options, data):
 
 @pytest.mark.slow
 def test_training_lowers_the_held_out_loss_and_every_row_holds(context):
-    result = fine_tune(context, lambda *told: None)
+    result = fine_tune(context, lambda *progress: None)
     for row in result.rows:
         row.validate()
     rows = {(row.metric, row.params.get("what"), row.params.get("step")): row for row in result.rows}
@@ -98,7 +98,7 @@ def test_training_lowers_the_held_out_loss_and_every_row_holds(context):
     assert learned.value / read.value == pytest.approx(learned.params["batch"] / read.params["batch"])
     memory = [
         row
-        for part in (result, full_memory(context, lambda *told: None))
+        for part in (result, full_memory(context, lambda *progress: None))
         for row in part.rows
         if row.metric == "tensor_memory_gib"
     ]

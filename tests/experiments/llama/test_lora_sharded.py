@@ -42,7 +42,7 @@ def done(ranks_stay, tmp_path_factory):
     """The experiment's context and result."""
     torch.set_num_threads(1)
     context = context_in(tmp_path_factory.mktemp("sharded"))
-    return context, run(context, lambda *told: None)
+    return context, run(context, lambda *progress: None)
 
 
 def value(result, metric, what, rank=None):

@@ -26,8 +26,8 @@ def test_bars_reach_from_the_rung_before_to_their_own_value(material):
         values = [step[place] for step in LADDER.values()]
         assert ends == [pytest.approx(pair) for pair in zip([0, *values], values, strict=False)]
     assert [label.get_text() for label in time.get_yticklabels()] == list(LADDER)
-    told = " | ".join([text.get_text() for axes in figure.axes for text in axes.texts])
-    assert "60  -57 %" in told and "55  +10 %" in told and "4  -33 %" in told
+    shown = " | ".join([text.get_text() for axes in figure.axes for text in axes.texts])
+    assert "60  -57 %" in shown and "55  +10 %" in shown and "4  -33 %" in shown
     assert "fp8: unsupported: made up" in figure.get_supxlabel()
     assert len(loss.collections) + len(loss.lines) >= 3
 

@@ -139,5 +139,5 @@ def test_a_loss_that_strays_is_not_stored(result, context, tmp_path):
 
 
 def test_the_first_line_is_a_speed_up_to_guess(context):
-    told = EXPERIMENT.forecast(context)
-    assert told[0].metric == "speedup" and all(line.basis for line in told)
+    forecasts = EXPERIMENT.forecast(context)
+    assert forecasts[0].metric == "speedup" and all(line.basis for line in forecasts)

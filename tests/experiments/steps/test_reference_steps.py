@@ -88,13 +88,13 @@ def options(models, variants):
     return ModelStepsOptions.parse(SIZES | {"models": models, "variants": variants}, "model_steps")
 
 
-def told(models, variants, device):
+def reasons_of(models, variants, device):
     return [(str(cell.variant), cell.absent.partition(":")[0]) for cell in cells_of(options(models, variants), device)]
 
 
 def test_a_variant_that_a_device_or_a_model_has_not_says_why(context):
     everything = [{"dtype": "tf32"}, {"dtype": "fp32", "channels_last": True}, {"dtype": "bf16", "compiled": True, "models": []}]
-    assert told([NAME], everything, detect_cpu()) == [
+    assert reasons_of([NAME], everything, detect_cpu()) == [
         ("tf32", "unsupported"),
         ("fp32 channels_last", "no variant"),
         ("bf16 compiled", "left out by this profile, for time"),
@@ -107,13 +107,13 @@ def test_a_variant_that_a_device_or_a_model_has_not_says_why(context):
 def test_compiled_convolutions_lie_channels_last_and_sequences_as_ever():
     compiled = [{"dtype": "bf16", "channels_last": True, "compiled": True}, {"dtype": "fp32", "compiled": True}]
     gpu = detect(facts("H200"))
-    assert told(["resnet50"], compiled, gpu) == [("bf16 channels_last compiled", ""), ("fp32 compiled", "left out")]
-    assert told(["vit_b_16"], compiled[:1], gpu) == [("bf16 compiled", "")]
+    assert reasons_of(["resnet50"], compiled, gpu) == [("bf16 channels_last compiled", ""), ("fp32 compiled", "left out")]
+    assert reasons_of(["vit_b_16"], compiled[:1], gpu) == [("bf16 compiled", "")]
 
 
 def test_a_model_that_there_is_not_fails():
     with pytest.raises(HyperionError, match="no reference model is named 'resnet51'"):
-        told(["resnet51"], [{"dtype": "fp32"}], detect_cpu())
+        reasons_of(["resnet51"], [{"dtype": "fp32"}], detect_cpu())
 
 
 @pytest.mark.slow

@@ -499,23 +499,23 @@ def test_once_is_a_thread_on_its_way_to_rest_and_twice_is_work():
 @pytest.mark.parametrize("late_s, said", [(0.0, ""), (0.02, "on streams other than the current stream")])
 def test_work_on_other_streams_shows_as_a_device_that_is_busy_after_the_current_one(monkeypatch, late_s, said):
     """An injected device: the event of the current stream has passed, and the device itself is busy for so long."""
-    told = []
+    order = []
 
     class Event:
         def record(self):
-            told.append("record")
+            order.append("record")
 
         def synchronize(self):
-            told.append("event")
+            order.append("event")
 
     class Gpu:
         kind, torch_device = "cuda", "cuda:0"
 
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.cuda, "device", lambda device: torch.no_grad())
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: (told.append("device"), time.sleep(late_s)))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: (order.append("device"), time.sleep(late_s)))
     monkeypatch.setattr(unfinished_work, "_STREAM_SETTLES_S", 0.01)
-    assert WorkLeft(Gpu()).after_a_call().endswith(said) and told == ["record", "event", "device"]
+    assert WorkLeft(Gpu()).after_a_call().endswith(said) and order == ["record", "event", "device"]
     assert bool(WorkLeft(Gpu()).after_a_call()) == bool(said)
 
 

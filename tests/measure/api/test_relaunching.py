@@ -16,7 +16,7 @@ from hyperion.processes import JobError
 
 
 @pytest.mark.parametrize(
-    ("text", "told"),
+    ("text", "message"),
     [
         ("x = 1", r"has no function work\(\)"),
         ("def work(): return [print]", r"work\(\) returned list, not functions by name"),
@@ -25,9 +25,9 @@ from hyperion.processes import JobError
         ("def work(): return {'a': lambda x: x}", "is called with nothing"),
     ],
 )
-def test_a_file_without_functions_is_refused(tmp_path, text, told):
+def test_a_file_without_functions_is_refused(tmp_path, text, message):
     (tmp_path / "work.py").write_text(text)
-    with pytest.raises(HyperionError, match=told) as error:
+    with pytest.raises(HyperionError, match=message) as error:
         functions_of(tmp_path / "work.py")
     assert error.value.next_step
 

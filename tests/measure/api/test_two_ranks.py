@@ -12,12 +12,12 @@ HANG_S = 240
 
 
 @pytest.fixture(scope="module")
-def told(standing_ranks):
+def answers(standing_ranks):
     return standing_ranks.run(Job(timing_ranks.everything, {}, timeout_s=HANG_S, ranks=2))
 
 
-def test_ranks_take_the_same_number_of_samples_and_fail_together(told):
-    first, second = told
+def test_ranks_take_the_same_number_of_samples_and_fail_together(answers):
+    first, second = answers
     assert first["collective"]["samples"] == second["collective"]["samples"], "the slowest rank's times, on both"
     assert first["collective"]["calls"] == second["collective"]["calls"]
     assert first["compared"] == second["compared"] and len(first["compared"][0]) >= 3
@@ -27,8 +27,8 @@ def test_ranks_take_the_same_number_of_samples_and_fail_together(told):
     assert "rank 1 did not call this timing function within" in first["missing"] and second["missing"] == ""
 
 
-def test_ranks_take_the_same_steps_and_see_their_communication(told):
-    explained = [rank["explained"] for rank in told]
+def test_ranks_take_the_same_steps_and_see_their_communication(answers):
+    explained = [rank["explained"] for rank in answers]
     assert len({str(rank["samples"]) for rank in explained}) == 1, "the slowest rank's time, on both"
     for rank in explained:
         assert rank["shares"][COMMUNICATION] > 0.05 and sum(rank["shares"].values()) == pytest.approx(1)

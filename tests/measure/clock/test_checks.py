@@ -176,7 +176,7 @@ def test_every_cold_sample_needs_its_flush():
 
 
 @pytest.mark.parametrize(
-    ("label", "cold", "told"),
+    ("label", "cold", "expected"),
     [
         ("cold", True, ""),
         ("hot", False, ""),
@@ -186,13 +186,13 @@ def test_every_cold_sample_needs_its_flush():
         ("hot", True, "samples with cold caches are labelled hot"),
     ],
 )
-def test_a_label_says_how_samples_were_taken_or_is_refused(label, cold, told):
+def test_a_label_says_how_samples_were_taken_or_is_refused(label, cold, expected):
     refusal = ""
     try:
         require_cache_label(label, cold)
     except HarnessError as error:
         refusal = error.what
-    assert refusal == told
+    assert refusal == expected
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.int8, torch.float8_e4m3fn])

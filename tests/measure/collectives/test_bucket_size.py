@@ -1,4 +1,4 @@
-"""The recommended size is where arithmetic says, its interval holds the true one, and what cannot be told is not told."""
+"""The recommended size is where arithmetic says, its interval holds the true one, and what is not known is not stated."""
 
 import numpy as np
 import pytest
@@ -46,8 +46,8 @@ def test_it_says_what_it_means_for_training(latency, collective, words):
 
 
 def test_beyond_what_was_measured_it_says_so():
-    told = recommended_bucket(fitted(5e-3, 300), "all_reduce", 1.0, SIZES).words()
-    assert "beyond the largest size measured, 2 GiB" in told
+    text = recommended_bucket(fitted(5e-3, 300), "all_reduce", 1.0, SIZES).words()
+    assert "beyond the largest size measured, 2 GiB" in text
 
 
 def test_times_that_bend_are_said_to():

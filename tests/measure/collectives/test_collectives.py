@@ -43,16 +43,16 @@ def rows(launched) -> list[Row]:
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_every_collective_is_exact_in_every_format_on_every_rank(launched, name, dtype):
     for size in SIZES:
-        ranks = [told["sound"][f"{name} {dtype} {size}"] for told in launched[0]]
+        ranks = [report["sound"][f"{name} {dtype} {size}"] for report in launched[0]]
         assert [rank["error"] for rank in ranks] == [0, 0]
         assert ranks[0]["bytes"] == collective_bytes(size, dtype, 2) >= size
 
 
 @pytest.mark.process
 def test_all_ranks_hold_the_same_samples_those_of_the_slowest(launched):
-    for cell, told in launched[0][0]["sound"].items():
-        assert told["samples"] == launched[0][1]["sound"][cell]["samples"]
-        assert len(told["samples"]) >= 30 and min(told["samples"]) > 0
+    for cell, report in launched[0][0]["sound"].items():
+        assert report["samples"] == launched[0][1]["sound"][cell]["samples"]
+        assert len(report["samples"]) >= 30 and min(report["samples"]) > 0
 
 
 @pytest.mark.process
@@ -61,21 +61,21 @@ def test_busbw_of_one_second_is_the_bytes_that_cross_a_link(launched):
     factors |= {"reduce": 1, "send_recv": 1}
     assert set(factors) == set(ALL_COLLECTIVES)
     for name, factor in factors.items():
-        told = launched[0][0]["sound"][f"{name} fp32 10007"]
-        assert told["busbw"] == pytest.approx(factor * told["bytes"] / 1e9)
+        report = launched[0][0]["sound"][f"{name} fp32 10007"]
+        assert report["busbw"] == pytest.approx(factor * report["bytes"] / 1e9)
 
 
 @pytest.mark.process
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_planted_fault_is_seen_on_the_ranks_that_have_it(launched, fault):
-    wrong = [told["broken"][fault] for told in launched[0]]
+    wrong = [report["broken"][fault] for report in launched[0]]
     assert tuple(rank for rank in range(2) if wrong[rank]) == FAULTS[fault][3]
     assert all(count <= ELEMENTS for count in wrong)
 
 
 @pytest.mark.process
 def test_an_all_reduce_is_timed_beside_a_computation_and_is_right_afterwards(launched):
-    ranks = [told["overlap"] for told in launched[0]]
+    ranks = [report["overlap"] for report in launched[0]]
     for name in ("a sleep", "products"):
         # Samples are the slowest rank's, so what is made of them is the same everywhere.
         assert ranks[0][name] == ranks[1][name] and ranks[0][name]["error"] == 0
@@ -87,8 +87,8 @@ def test_an_all_reduce_is_timed_beside_a_computation_and_is_right_afterwards(lau
 
 @pytest.mark.process
 def test_the_computation_begins_while_the_all_reduce_is_under_way(launched):
-    for told in launched[0]:
-        alone, beside = told["overlap"]["begun"]
+    for report in launched[0]:
+        alone, beside = report["overlap"]["begun"]
         assert alone and beside
 
 
@@ -103,9 +103,9 @@ def test_a_wrong_value_ends_the_job_and_names_the_rank(launched):
 @pytest.mark.parametrize("name", ["reduce", "send_recv"])
 def test_the_rank_with_a_wrong_value_says_which_one_it_is(launched, name):
     """The error that ends a job, as for the all_reduce above."""
-    others, told = (rank["wrong value"][name] for rank in launched[0])
+    others, message = (rank["wrong value"][name] for rank in launched[0])
     expected = f"rank 1: 1 of 2,048 values of {name}, bf16, 4,096 bytes are wrong before it was timed: element 3"
-    assert told.startswith(expected) and others == ""
+    assert message.startswith(expected) and others == ""
 
 
 @pytest.mark.parametrize(("ranks", "factor"), [(2, 1.0), (4, 1.5), (8, 1.75)])
@@ -272,6 +272,6 @@ def test_noise_is_in_the_interval():
 
 
 def test_it_says_all_three_times():
-    told = str(overlap(10e-3, 4e-3, 12e-3))
-    assert "all_reduce of 1,048,576 bytes, bf16, 4 ranks: 4 ms alone; computation: 10 ms alone; both overlapped: 12 ms" in told
-    assert "the overlap hides 50% of the shorter one (95 % CI 50% to 50%)" in told
+    text = str(overlap(10e-3, 4e-3, 12e-3))
+    assert "all_reduce of 1,048,576 bytes, bf16, 4 ranks: 4 ms alone; computation: 10 ms alone; both overlapped: 12 ms" in text
+    assert "the overlap hides 50% of the shorter one (95 % CI 50% to 50%)" in text

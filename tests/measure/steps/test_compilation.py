@@ -1,4 +1,4 @@
-"""What is told of a compilation: planted breaks, recompilations and missing compilers, cold caches. No speed is asserted."""
+"""What is reported of a compilation: planted breaks, recompilations and missing compilers, cold caches. No speed is asserted."""
 
 import logging
 import os
