@@ -25,6 +25,8 @@ import hyperion
 from hyperion.errors import not_none
 
 _PACKAGE = Path(hyperion.__file__).resolve().parent
+# The dotted name of a module, such as "hyperion.processes.worker", between quotation marks.
+_DOTTED_NAME = re.compile(r"""(?<=["'])[A-Za-z_]\w*(?:\.\w+)+(?=["'])""")
 # These files are left out, because the sizes of each experiment are part of a separate hash.
 _SIZES = ("sizes.toml", "profiles.toml")
 
@@ -43,8 +45,9 @@ class Import(NamedTuple):
 def reached_files(modules: Iterable[str]) -> list[Path]:
     """Return the files of `modules` and all files that they import, directly or indirectly.
 
-    Only imports from hyperion and from the packages of `modules` are followed. A TOML file in the folder of a reached module is
-    included if its name is a string literal in a reached module, except TOML files with sizes.
+    Only imports from hyperion and from the packages of `modules` are followed. A module also counts as imported if its dotted
+    name is a string in a reached module, because other processes run such a module, or import it by this name. A TOML file in the
+    folder of a reached module is included if its name is a string literal in a reached module, except TOML files with sizes.
 
     Args:
         modules: dotted names of modules. Names without a file are skipped.
@@ -59,6 +62,7 @@ def reached_files(modules: Iterable[str]) -> list[Path]:
         sources[path] = path.read_text(encoding="utf-8")
         package = name if path.name == "__init__.py" else name.rpartition(".")[0]
         waiting.extend(imported_modules(sources[path], package, packages))
+        waiting.extend(text for text in _DOTTED_NAME.findall(sources[path]) if text.partition(".")[0] in packages)
     tables = {toml for folder in {path.parent for path in sources} for toml in folder.glob("*.toml") if toml.name not in _SIZES}
     named = {toml for toml in tables if any(_contains_file_name(source, toml.name) for source in sources.values())}
     return sorted(sources.keys() | named)

@@ -31,6 +31,14 @@ def test_the_toml_files_of_experiments():
     assert tables("megatron.adaptation_advice") >= own and not tables("megatron.pipeline_bubble") & own
 
 
+def test_a_module_that_is_named_by_a_string_is_an_input():
+    # Frameworks are imported by their names, and other processes run these modules.
+    reached = names(reached_files(["hyperion.experiments.frameworks.framework_parity"]))
+    assert {"engines/deepspeed_zero.py", "engines/plain.py", "processes/worker.py"} <= reached
+    reached = names(reached_files(["hyperion.experiments.serving.server_answers"]))
+    assert {"experiments/serving/front.py", "experiments/serving/without_cudnn_attention.py"} <= reached
+
+
 def test_imports_are_found_in_every_form():
     source = textwrap.dedent(
         """
