@@ -75,7 +75,7 @@ def test_bandwidth_shows_its_limit_and_where_there_is_none(material):
 def test_published_numbers_are_marked_as_anothers(material):
     for function in (gemm, bandwidth):
         shown = texts(drawn(function, material, published=True))
-        assert "published, other machine" in shown and "without warm-up" in shown
+        assert "MI250X as published, other machine" in shown and "without warm-up" in shown
 
 
 def test_no_point_lies_above_its_roof(material):
