@@ -24,9 +24,8 @@ def keys_of(folder: Path) -> set[Key]:
 def main(left: Path, right: Path) -> None:
     """Print the number of equal keys and all keys that only one of the runs has."""
     ours, theirs = keys_of(left), keys_of(right)
-    print(
-        f"{len(ours & theirs)} of {len(ours)} and of {len(theirs)} rows have the same notebook, experiment, variant, metric and params"
-    )
+    what = "have the same notebook, experiment, variant, metric and params"
+    print(f"{len(ours & theirs)} of {len(ours)} and of {len(theirs)} rows {what}")
     for folder, only, other in ((left, ours - theirs, theirs - ours), (right, theirs - ours, ours - theirs)):
         elsewhere = {key[:4] for key in other}
         replaced = [key for key in sorted(only) if key[:4] in elsewhere]
