@@ -256,11 +256,11 @@ h2{font-size:1.25rem;margin:0 0 .8rem}
 h3{font-size:.82rem;font-weight:600;color:var(--soft);margin:0}
 .facts,footer{color:var(--soft);margin:.3rem 0 0}
 .banner{background:var(--warn);border-left:6px solid var(--edge);padding:.7rem 1rem;font-weight:600;border-radius:4px}
-.cards{display:grid;grid-template-columns:repeat(auto-fill,minmax(190px,1fr));gap:.8rem;margin:1.4rem 0}
+.cards{display:grid;grid-template-columns:repeat(auto-fill,minmax(225px,1fr));gap:.8rem;margin:1.4rem 0}
 .card,section:not(.cards){background:var(--card);border:1px solid var(--line);border-radius:10px}
 .card{padding:.9rem 1rem;min-width:0}
 .card p{margin:.15rem 0 0;font-size:.8rem;color:var(--soft)}
-.card .value{font-size:1.55rem;line-height:1.25;font-weight:650;color:var(--ink);white-space:nowrap}
+.card .value{font-size:1.55rem;line-height:1.25;font-weight:650;color:var(--ink)}
 .card .value span{font-size:.85rem;font-weight:500;color:var(--soft)}
 .card .limit{display:-webkit-box;-webkit-box-orient:vertical;-webkit-line-clamp:3;overflow:hidden}
 .gauge{height:6px;background:var(--line);border-radius:3px;margin:.45rem 0 0;overflow:hidden}
