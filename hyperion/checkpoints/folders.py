@@ -105,7 +105,7 @@ def load(path: Path) -> Checkpoint:
 def load_latest(folder: Path) -> Checkpoint | None:
     """Return the newest valid checkpoint of a folder, or None if there is no checkpoint.
 
-    See `newest_good` for checkpoints that cannot be used.
+    Checkpoints that are damaged or incomplete are skipped, as in `newest_good`.
     """
     return newest_good(folder, load)
 

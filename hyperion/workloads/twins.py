@@ -141,10 +141,11 @@ _ROUNDINGS: dict[str, Callable[[Tensor, bool], Tensor]] = {
 
 
 def train_twins(dtype: str, seed: int, train: Callable[[], list[float]]) -> pd.DataFrame:
-    """Run the baseline training TWINS times, each time with other rounding errors as large as those of `dtype`.
+    """Repeat the baseline training TWINS times with different rounding errors, and return the losses.
 
-    A new random factor is drawn for each run. Operands and results of matrix products are multiplied by this factor, rounded to
-    `dtype`, and divided by the factor.
+    The losses of the runs, which are called twins, show how much rounding alone changes a training. A random factor is drawn for
+    each run. Operands and results of matrix products are multiplied by this factor, rounded to `dtype`, and divided by it. So the
+    rounding errors have the size of those of `dtype`, but differ from run to run.
 
     Args:
         dtype: number format of the twins, as returned by `twin_format`.

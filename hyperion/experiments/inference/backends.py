@@ -187,7 +187,7 @@ def build_package(model: nn.Module, example: Tensor, path: Path) -> float:
 
 
 def load_package(path: Path, device: Device, dtype: str, build_s: float) -> Prepared:
-    """Load a package of `build_package`. In some versions of PyTorch this ends the process, so call it in a separate process."""
+    """Load a package that `build_package` wrote. Call this in a separate process, which crashes in some versions of PyTorch."""
     share_cpp_library()
     began = time.perf_counter()
     package = torch._inductor.aoti_load_package(str(path))

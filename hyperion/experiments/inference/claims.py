@@ -1,7 +1,7 @@
 """Claims of the chapter on inference. A claim is a pair: True if it holds, and the sentence to print otherwise.
 
 A claim does not hold if its row is missing or has no value. A runtime or a number format that cannot be used on this machine
-makes no claim.
+makes no claim. Each function returns a list of claims, which the notebook checks with `chapter.expect`.
 """
 
 from collections.abc import Iterable, Sequence
@@ -16,7 +16,7 @@ SAME_FORMAT, SIXTEEN_BITS = 1e-3, 2e-2
 
 
 def parity_claims(rows: Sequence[Row]) -> list[Claim]:
-    """Return the claims that the logits of each runtime agree with float64 and with eager mode within their tolerances."""
+    """Check that the logits of each runtime agree with float64 and with eager mode within their tolerances."""
     found = [row for row in rows if row.metric == "relative_difference" and "against" in row.params]
     claims = [
         (row.value is not None, f"{row.variant}, {row.params['model']}, {row.params['against']}: {row.value_reason}")
@@ -26,7 +26,7 @@ def parity_claims(rows: Sequence[Row]) -> list[Claim]:
 
 
 def runtime_quality_claims(rows: Sequence[Row]) -> list[Claim]:
-    """Return the claims that no runtime changes perplexity or accuracy by more than its number format allows."""
+    """Check that no runtime changes perplexity or accuracy by more than its number format allows."""
     claims = []
     for row in rows:
         if row.metric not in ("perplexity_ratio", "accuracy_difference") or row.value is None:
@@ -38,7 +38,7 @@ def runtime_quality_claims(rows: Sequence[Row]) -> list[Claim]:
 
 
 def provider_claims(rows: Sequence[Row]) -> list[Claim]:
-    """Return the claims that each ONNX Runtime session has the requested provider, on the device of the row."""
+    """Check that each ONNX Runtime session uses the requested provider, on the device of the row."""
     claims = []
     for row in rows:
         if "providers" not in row.params:
@@ -72,7 +72,7 @@ _BITS = {"int8": 8, "fp8": 8, "int4": 4, "nf4": 4}
 
 
 def byte_claims(rows: Sequence[Row]) -> list[Claim]:
-    """Return the claims that every byte count equals the one computed from the format."""
+    """Check that every byte count equals the one computed from the number format."""
     claims = []
     for row in _known(rows, "weight_bytes"):
         claims.append((row.check_error == 0, f"{row.variant}: {row.value:g} bytes, computed {row.predicted}"))
@@ -80,7 +80,7 @@ def byte_claims(rows: Sequence[Row]) -> list[Claim]:
 
 
 def error_claims(rows: Sequence[Row]) -> list[Claim]:
-    """Return the claims that no element of a quantised layer has an error above its bound."""
+    """Check that no element of a quantised layer has an error above its bound."""
     found = _known(rows, "relative_difference")
     claims = [
         (
@@ -93,7 +93,10 @@ def error_claims(rows: Sequence[Row]) -> list[Claim]:
 
 
 def quality_claims(rows: Sequence[Row]) -> list[Claim]:
-    """Return the claims that perplexity does not rise by significantly more than 1 % (8-bit weights) or 15 % (4-bit weights)."""
+    """Check that perplexity rises by at most 1 % with 8-bit weights and 15 % with 4-bit weights.
+
+    A larger rise is allowed if the 95 % interval contains the largest allowed value.
+    """
     claims = []
     for row in _known(rows, "perplexity_ratio"):
         allowed = EIGHT_BITS if _BITS[row.dtype] == 8 else FOUR_BITS
@@ -103,10 +106,10 @@ def quality_claims(rows: Sequence[Row]) -> list[Claim]:
 
 
 def decode_claims(rows: Sequence[Row]) -> list[Claim]:
-    """Return the claim that decoding with a large unquantised model reaches `SHARE_OF_BANDWIDTH` of the bandwidth.
+    """Check that decoding with a large unquantised model reaches `SHARE_OF_BANDWIDTH` of the bandwidth.
 
     The bandwidth is that of the copy in chapter 1.1, or that of the data sheet if this run has no copy. Without a large model, as
-    on a CPU, there is no such claim.
+    on a CPU, the result contains no such claim.
     """
     claims = []
     large = {row.params["model"] for row in _known(rows, "weight_bytes") if not_none(row.value) >= LARGE_BYTES}
@@ -120,7 +123,7 @@ def decode_claims(rows: Sequence[Row]) -> list[Claim]:
 
 
 def training_claims(rows: Sequence[Row]) -> list[Claim]:
-    """Return the claims that every variant lowers the held-out loss, and that the base weights did not change."""
+    """Check that every variant lowers the held-out loss, and that the base weights did not change."""
     claims = []
     losses: dict[str, dict[int, float]] = {}
     for row in _known(rows, "validation_loss"):
@@ -141,7 +144,7 @@ FEWEST_OPERATORS, FEWEST_ARCHITECTURES = 80, 20
 
 
 def operator_claims(rows: Sequence[Row]) -> list[Claim]:
-    """Return the claims that no operator fails for an unknown reason, and that at least 80 pass for each format and pass.
+    """Check that no operator fails for an unknown reason, and that at least 80 pass for each format and pass.
 
     If a package for PyTorch's operator database is not installed, these numbers have no value and make no claim.
     """
@@ -160,7 +163,7 @@ def operator_claims(rows: Sequence[Row]) -> list[Claim]:
 
 
 def architecture_claims(rows: Sequence[Row]) -> list[Claim]:
-    """Return the claims that no architecture fails, and that at least 20 architectures pass every step."""
+    """Check that no architecture fails, and that at least 20 architectures pass every step."""
     failed = [line for line in steps_of(rows) if line["result"].startswith("failed")]
     claims = [(False, f"{line['architecture']}, {line['step']}: {line['result']}") for line in failed]
     claims += [(False, f"{row.variant}: {row.value_reason}") for row in rows if row.is_unexpected]

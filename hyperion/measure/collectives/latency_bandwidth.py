@@ -125,7 +125,7 @@ class BucketSize:
     reason: str = ""
 
     def words(self, element_bytes: int = 2) -> str:
-        """Describe the size, and the settings of DDP or FSDP that follow from it.
+        """Return a sentence with the recommended message size and the corresponding settings of DDP or FSDP.
 
         Args:
             element_bytes: bytes per transferred element of a gradient or parameter, for example 2 for bf16.
